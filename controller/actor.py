@@ -1,0 +1,67 @@
+"""The Ray actor around `Engine`: the central controller of one model. The one place that wraps it."""
+
+import asyncio
+import logging
+from dataclasses import asdict
+from typing import Any
+
+import ray
+
+from ..kvcache.check import Recount
+from ..proto.channel import Address
+from ..workers.environment import prepare_process
+from .engine import Engine
+from .front_door import FrontDoor
+from .startup import EngineSettings, build_engine
+from .worker_group import WorkerGroup
+
+NAMESPACE = "intarsia"
+"""Of all named actors of ours within a Ray cluster."""
+
+
+@ray.remote(num_cpus=0)
+class ControllerActor:
+    """Starts the workers, runs the engine's loop, tells front ends where to connect."""
+
+    def __init__(self):
+        prepare_process()
+        logging.basicConfig(level=logging.INFO)
+        self._workers: WorkerGroup | None = None
+        self._engine: Engine | None = None
+        self._door: FrontDoor | None = None
+        self._loop_task: asyncio.Task | None = None
+
+    async def start(self, settings: EngineSettings) -> Address:
+        """Load and allocate everything. Returns where front ends connect."""
+        self._workers = await WorkerGroup.create(settings.model.tensor_parallel_size)
+        self._engine = await build_engine(settings, self._workers)
+        self._loop_task = asyncio.create_task(self._engine.run())
+        self._door = FrontDoor(self._engine)
+        return await self._door.start(ray.util.get_node_ip_address())
+
+    async def stats(self) -> dict[str, Any]:
+        assert self._engine is not None
+        return asdict(self._engine.stats)
+
+    async def recount(self) -> Recount:
+        """Count every block from the tables. Raises `AssertionError` on any contradiction."""
+        assert self._engine is not None
+        return self._engine.recount()
+
+    async def reset_prefix_cache(self) -> None:
+        assert self._engine is not None
+        self._engine.reset_prefix_cache()
+
+    async def worker_process_ids(self) -> list[int]:
+        assert self._workers is not None
+        return await self._workers.process_ids()
+
+    async def shutdown(self) -> None:
+        """Stop serving and end the workers. The actor itself is ended by whoever started it."""
+        if self._loop_task:
+            self._loop_task.cancel()
+            await asyncio.gather(self._loop_task, return_exceptions=True)
+        if self._door:
+            await self._door.close()
+        if self._workers:
+            await self._workers.close()

@@ -1,0 +1,52 @@
+"""What a running engine says about itself: the banner, `GetModelInfo` and the reports are all made of it."""
+
+from typing import NamedTuple
+
+
+class GroupInfo(NamedTuple):
+    """One group of layers that share block ids."""
+
+    kind: str  # "full", "sliding-1024", ...: the name of the layers' reach
+    layers: tuple[int, ...]  # layer indices in the model
+    block_tokens: int
+    page_bytes: int  # of one layer's page, on one rank
+
+
+class EngineInfo(NamedTuple):
+    """Fixed facts of a started engine. Packs as a MessagePack array."""
+
+    model: str  # the checkpoint directory's name
+    model_dir: str
+    architecture: str
+    dtype: str
+    device: str
+    tensor_parallel_size: int
+    weight_bytes: int  # on one rank
+    vocab_size: int
+    max_model_len: int  # prompt and generated tokens of one request together
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    eos_token_ids: tuple[int, ...]
+    strategy: str  # of the memory plan
+    groups: tuple[GroupInfo, ...]
+    num_blocks: int  # usable ones: the null block is not counted
+    num_buffers: int
+    kv_cache_bytes: int  # on one rank
+    max_len_blocks: int  # blocks that one request of max_model_len tokens holds at most
+    enable_prefix_caching: bool
+
+    @property
+    def max_len_concurrency(self) -> float:
+        """Requests of `max_model_len` tokens that fit at once."""
+        return self.num_blocks / self.max_len_blocks
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens held when the pool is full of requests of `max_model_len`."""
+        return int(self.max_len_concurrency * self.max_model_len)
+
+    @classmethod
+    def from_wire(cls, wire: list) -> "EngineInfo":
+        info = cls(*wire)
+        groups = tuple(GroupInfo(kind, tuple(layers), *rest) for kind, layers, *rest in info.groups)
+        return info._replace(groups=groups, eos_token_ids=tuple(info.eos_token_ids))

@@ -1,0 +1,107 @@
+"""Start an engine from an ordinary process: start or join Ray, create the controller, connect to it."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import uuid
+from typing import Any
+
+import ray
+
+from ..errors import IntarsiaError, InvalidSetting
+from ..kvcache.check import Recount
+from ..workers.checkpoint import Checkpoint
+from .actor import NAMESPACE, ControllerActor
+from .client import EngineClient
+from .remote import answer
+from .startup import EngineSettings
+
+SHUTDOWN_TIMEOUT_S = 10.0
+
+
+class RunningEngine:
+    """A started engine and our connection to it."""
+
+    def __init__(self, controller: Any, client: EngineClient, *, owns_ray: bool):
+        self.client = client
+        self._controller = controller
+        self._owns_ray = owns_ray
+
+    async def recount(self) -> Recount:
+        return await answer(self._controller.recount.remote(), "controller")
+
+    async def stats(self) -> dict[str, Any]:
+        return await answer(self._controller.stats.remote(), "controller")
+
+    async def reset_prefix_cache(self) -> None:
+        await answer(self._controller.reset_prefix_cache.remote(), "controller")
+
+    async def worker_process_ids(self) -> list[int]:
+        return await answer(self._controller.worker_process_ids.remote(), "controller")
+
+    async def shutdown(self) -> None:
+        """End the engine; and Ray, if starting the engine started it."""
+        await self.client.close()
+        await _end(self._controller)
+        if self._owns_ray:
+            ray.shutdown()
+
+
+async def start_engine(settings: EngineSettings) -> RunningEngine:
+    """Start an engine in the Ray cluster at hand, or in a local one of its own.
+
+    Raises `ModelError`, `InvalidSetting` or `EngineUnavailable`; nothing is left running then.
+    """
+    Checkpoint(settings.model.model_dir)  # a wrong path or a broken file is told at once, not after Ray has started
+    owns_ray = ensure_ray(settings.model.tensor_parallel_size)
+    try:
+        controller = _create(settings.name or f"engine-{uuid.uuid4().hex[:8]}")
+        try:
+            address = await answer(controller.start.remote(settings), "controller")
+            client = await EngineClient.connect(address)
+        except BaseException:
+            await _end(controller)
+            raise
+    except BaseException:
+        if owns_ray:
+            ray.shutdown()
+        raise
+    return RunningEngine(controller, client, owns_ray=owns_ray)
+
+
+def ensure_ray(workers: int) -> bool:
+    """Use the Ray this process is connected to, else the one RAY_ADDRESS names, else start one. True if started."""
+    if ray.is_initialized():
+        return False
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(namespace=NAMESPACE, **quiet)
+        return False
+    cores = len(os.sched_getaffinity(0))
+    ray.init(
+        address="local",
+        namespace=NAMESPACE,
+        num_cpus=max(cores, workers),  # workers share cores rather than wait for each other
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        **quiet,
+    )
+    return True
+
+
+def _create(name: str) -> Any:
+    make: Any = ControllerActor
+    try:
+        return make.options(name=name, namespace=NAMESPACE).remote()
+    except ValueError as error:
+        raise InvalidSetting(
+            f"an engine named {name!r} runs in this Ray cluster already; choose another name or stop that one",
+            field="name",
+        ) from error
+
+
+async def _end(controller: Any) -> None:
+    with contextlib.suppress(IntarsiaError, TimeoutError):  # it is gone, or it hangs: killing is all that is left
+        await asyncio.wait_for(answer(controller.shutdown.remote(), "controller"), SHUTDOWN_TIMEOUT_S)
+    ray.kill(controller)

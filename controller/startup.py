@@ -1,0 +1,98 @@
+"""From settings and a worker group to an engine that is ready to serve."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from ..errors import InvalidSetting
+from ..kvcache.manager import CacheManager
+from ..kvcache.plan import MemoryPlan, PlanSettings, plan_layered
+from ..proto.step import Step, StepResult
+from ..workers.facts import ModelFacts, ModelSettings, RunnerLimits
+from .engine import Engine
+from .info import EngineInfo, GroupInfo
+from .scheduler import Scheduler, SchedulerSettings
+
+EXPECTED_TOKENS = 8192
+"""Length of a usual request, for the choice of a memory plan, unless the model's own maximum is shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """All an engine is started with; each part belongs to one component."""
+
+    model: ModelSettings
+    plan: PlanSettings
+    scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
+    max_model_len: int | None = None  # prompt and generated tokens of one request; None: what the model was made for
+    prefix_caching: bool = True
+    name: str | None = None  # of the engine within the Ray cluster; None: drawn
+
+    def __post_init__(self):
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise InvalidSetting(
+                f"max_model_len must leave room for a prompt token and a new one (2), got {self.max_model_len}",
+                field="max_model_len",
+            )
+
+
+class Workers(Protocol):
+    """The tensor-parallel workers, wherever they run."""
+
+    async def load(self, settings: ModelSettings) -> ModelFacts: ...
+
+    async def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None: ...
+
+    async def run_step(self, step: Step) -> StepResult: ...
+
+
+async def build_engine(settings: EngineSettings, workers: Workers) -> Engine:
+    """Load the model, plan and allocate the memory. The engine's loop is the caller's to run."""
+    facts = await workers.load(settings.model)
+    max_model_len = _max_model_len(settings, facts)
+    plan = plan_layered(facts.layers, settings.plan, expected_tokens=min(max_model_len, EXPECTED_TOKENS))
+    limits = settings.scheduler
+    await workers.allocate(plan, RunnerLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_model_len))
+    manager = CacheManager(plan, prefix_caching=settings.prefix_caching)
+    return Engine(_describe(settings, facts, plan, max_model_len), Scheduler(limits, manager), manager, workers)
+
+
+def _max_model_len(settings: EngineSettings, facts: ModelFacts) -> int:
+    if settings.max_model_len is None:
+        return facts.max_positions
+    if settings.max_model_len > facts.max_positions:
+        raise InvalidSetting(
+            f"max_model_len of {settings.max_model_len} tokens exceeds the {facts.max_positions} positions that the "
+            "model's config.json allows (max_position_embeddings). Lower max_model_len.",
+            field="max_model_len",
+            asked=settings.max_model_len,
+            limit=facts.max_positions,
+        )
+    return settings.max_model_len
+
+
+def _describe(settings: EngineSettings, facts: ModelFacts, plan: MemoryPlan, max_model_len: int) -> EngineInfo:
+    model_dir = Path(settings.model.model_dir)
+    return EngineInfo(
+        model=model_dir.name,
+        model_dir=str(model_dir),
+        architecture=facts.architecture,
+        dtype=facts.dtype,
+        device=facts.device,
+        tensor_parallel_size=settings.model.tensor_parallel_size,
+        weight_bytes=facts.weight_bytes,
+        vocab_size=facts.vocab_size,
+        max_model_len=max_model_len,
+        max_num_seqs=settings.scheduler.max_num_seqs,
+        max_num_batched_tokens=settings.scheduler.max_num_batched_tokens,
+        eos_token_ids=facts.eos_token_ids,
+        strategy=plan.strategy,
+        groups=tuple(
+            GroupInfo(group.reach.name, group.layers, group.block_tokens, plan.page_bytes) for group in plan.groups
+        ),
+        num_blocks=plan.usable_blocks,
+        num_buffers=plan.num_buffers,
+        kv_cache_bytes=plan.num_buffers * plan.buffer_bytes,
+        max_len_blocks=plan.blocks_alone(max_model_len),
+        enable_prefix_caching=settings.prefix_caching,
+    )

@@ -1,0 +1,132 @@
+"""The tensor-parallel workers as one: placed by Ray, stepped over streams.
+
+Ray owns their life cycle (placement group, actors); a step is one MessagePack frame broadcast to all ranks and one
+frame back from each. Which transport carries the frames is known here and in `proto/channel.py` only.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ..errors import EngineUnavailable, InvalidSetting
+from ..kvcache.plan import MemoryPlan
+from ..proto.channel import ChannelClosed, Stream
+from ..proto.step import Step, StepResult
+from ..workers.actor import WorkerActor
+from ..workers.facts import ModelFacts, ModelSettings, RunnerLimits
+from .remote import answer
+
+logger = logging.getLogger(__name__)
+
+PLACEMENT_TIMEOUT_S = 60.0
+
+
+class WorkerGroup:
+    """All ranks of one model. Ranks are in order: rank 0 samples and meets the others."""
+
+    def __init__(self, placement: PlacementGroup, actors: list[Any], streams: list[Stream]):
+        self._placement = placement
+        self._actors = actors
+        self._streams = streams
+
+    @classmethod
+    async def create(cls, size: int) -> "WorkerGroup":
+        """Place `size` workers, one GPU each where the cluster has them, else one CPU each; let them meet."""
+        placement = await _place(size)
+        strategy = PlacementGroupSchedulingStrategy(placement)
+        num_gpus = placement.bundle_specs[0].get("GPU", 0)
+        options = {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": strategy}
+        local_workers = _workers_per_node(placement, size)
+        make: Any = WorkerActor
+        actors = [make.options(**options).remote(rank, size, local_workers) for rank in range(size)]
+        group = cls(placement, actors, [])
+        try:
+            hosts = [host for host, _ in await group._all("node")]
+            if size > 1:
+                port = await answer(actors[0].open_store.remote(hosts[0]), "worker")
+                await group._all("join", hosts[0], port)
+            addresses = await asyncio.gather(
+                *(answer(actor.listen.remote(host), "worker") for actor, host in zip(actors, hosts, strict=True))
+            )
+            group._streams = [await Stream.connect(address) for address in addresses]
+        except BaseException:
+            await group.close()
+            raise
+        return group
+
+    async def load(self, settings: ModelSettings) -> ModelFacts:
+        return (await self._all("load", settings))[0]
+
+    async def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None:
+        await self._all("allocate", plan, limits)
+
+    async def run_step(self, step: Step) -> StepResult:
+        """Broadcast a step, wait for every rank. Raises `EngineUnavailable` when one is lost or fails."""
+        payload = step.pack()
+        for stream in self._streams:
+            stream.send(payload)
+        results = [await self._result(rank, stream, step) for rank, stream in enumerate(self._streams)]
+        return results[0]
+
+    async def process_ids(self) -> list[int]:
+        """Of the workers, in rank order."""
+        return [pid for _, pid in await self._all("node")]
+
+    async def close(self) -> None:
+        """End all workers and give their resources back."""
+        for stream in self._streams:
+            await stream.close()
+        for actor in self._actors:
+            ray.kill(actor)
+        remove_placement_group(self._placement)
+
+    async def _result(self, rank: int, stream: Stream, step: Step) -> StepResult:
+        try:
+            result = StepResult.unpack(await stream.receive())
+        except ChannelClosed as error:
+            raise EngineUnavailable(f"worker {rank} of {len(self._streams)} is gone in step {step.number}") from error
+        assert (result.epoch, result.number) == (step.epoch, step.number), "an answer to another step"
+        if result.error is not None:
+            raise EngineUnavailable(f"worker {rank} could not run step {step.number}: {result.error}")
+        return result
+
+    async def _all(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every rank at once; the first error counts."""
+        return await asyncio.gather(*(answer(getattr(actor, method).remote(*args), "worker") for actor in self._actors))
+
+
+async def _place(size: int) -> PlacementGroup:
+    have = ray.cluster_resources()
+    bundle = {"CPU": 1.0, "GPU": 1.0} if have.get("GPU", 0) >= size else {"CPU": 1.0}
+    if have.get("CPU", 0) < size:
+        raise InvalidSetting(
+            f"tensor_parallel_size {size} needs {size} CPUs; the Ray cluster has {have.get('CPU', 0):g}. "
+            "Lower it, or add nodes.",
+            field="tensor_parallel_size",
+            asked=size,
+            limit=have.get("CPU", 0),
+        )
+    placement = placement_group([bundle] * size, strategy="PACK")
+    ready: Any = placement.ready()
+    try:
+        await asyncio.wait_for(ready, PLACEMENT_TIMEOUT_S)
+    except TimeoutError:
+        remove_placement_group(placement)
+        free = ray.available_resources()
+        raise EngineUnavailable(
+            f"Ray could not place {size} workers of {bundle} within {PLACEMENT_TIMEOUT_S:g} s; free are "
+            f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs. Stop other jobs, or add nodes."
+        ) from None
+    return placement
+
+
+def _workers_per_node(placement: PlacementGroup, size: int) -> int:
+    """Most workers that share a node, and so its cores."""
+    table = ray.util.placement_group_table(placement)
+    nodes = Counter(table.get("bundles_to_node_id", {}).values())
+    return max(nodes.values(), default=size)

@@ -1,0 +1,159 @@
+"""The offline API: an engine used from an ordinary Python program.
+
+with LLM("path/to/checkpoint", tensor_parallel_size=2) as llm:
+    outputs = llm.generate(["One prompt", "another"], SamplingParams(temperature=0, max_tokens=32))
+"""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..controller.engine import TokenLogprobs
+from ..controller.info import EngineInfo
+from ..controller.launch import RunningEngine, start_engine
+from ..controller.request import SamplingParams
+from ..errors import EngineUnavailable, InvalidRequest
+from ..kvcache.check import Recount
+from .settings import engine_settings
+from .tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What became of one prompt."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # generated; the end token included, if there was one
+    text: str  # empty when the checkpoint has no tokenizer
+    finish_reason: str  # "stop" or "length"
+    num_cached_tokens: int  # of the prompt, found in the prefix cache
+    logprobs: tuple[TokenLogprobs, ...] | None  # one per generated token, when asked for
+
+
+class LLM:
+    """A started engine. It starts Ray, or joins the one at hand; `shutdown` ends what was started.
+
+    Arguments, beyond the checkpoint directory `model`, have the field's usual names; see `engine_settings`.
+    """
+
+    def __init__(self, model: str, **settings: Any):
+        wanted = engine_settings(model, **settings)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="intarsia", daemon=True)
+        self._thread.start()
+        self._engine: RunningEngine | None = None
+        try:
+            self._engine = self._await(start_engine(wanted))
+            self._tokenizer = Tokenizer.load(model)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._running().client.info
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete all prompts (texts or token ids), batched as the engine sees fit; outputs in the prompts' order.
+
+        sampling_params: one for all prompts, or one for each; None: the defaults
+
+        Raises `InvalidRequest` for the first prompt that can not be served; the others are stopped.
+        """
+        listed = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[list-item]
+        params = _one_for_each(sampling_params, len(listed))
+        tokenised = [self._tokens(prompt) for prompt in listed]  # type: ignore[arg-type]
+        return self._await(self._generate_all(tokenised, params))
+
+    def recount(self) -> Recount:
+        """Count every block of the pool from the block tables. Raises `AssertionError` on any contradiction."""
+        return self._await(self._running().recount())
+
+    def stats(self) -> dict[str, Any]:
+        """The engine's counters since its start."""
+        return self._await(self._running().stats())
+
+    def reset_prefix_cache(self) -> None:
+        self._await(self._running().reset_prefix_cache())
+
+    def shutdown(self) -> None:
+        """End the engine; may be called twice."""
+        if self._engine is not None:
+            engine, self._engine = self._engine, None
+            self._await(engine.shutdown())
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self._tokenizer is None:
+            raise InvalidRequest(
+                f"{self.info.model} has no tokenizer, so it takes prompts of token ids only", field="prompt"
+            )
+        return self._tokenizer.encode(prompt)
+
+    async def _generate_all(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._generate(p, s)) for p, s in zip(prompts, params, strict=True)]
+        return [task.result() for task in tasks]
+
+    async def _generate(self, prompt: list[int], params: SamplingParams) -> RequestOutput:
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        delta = None
+        async for delta in self._running().client.generate(prompt, params):
+            token_ids += delta.token_ids
+            logprobs += delta.logprobs or ()
+        assert delta is not None and delta.finish_reason is not None
+        return RequestOutput(
+            prompt_token_ids=tuple(prompt),
+            token_ids=tuple(token_ids),
+            text=self._tokenizer.decode(token_ids) if self._tokenizer else "",
+            finish_reason=delta.finish_reason,
+            num_cached_tokens=delta.num_cached_tokens,
+            logprobs=tuple(logprobs) if params.logprobs is not None else None,
+        )
+
+    def _running(self) -> RunningEngine:
+        if self._engine is None:
+            raise EngineUnavailable("this LLM was shut down; make a new one")
+        return self._engine
+
+    def _await(self, work: Coroutine) -> Any:
+        """Run a coroutine on our loop and wait. An `ExceptionGroup` of a task group gives up its first error."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+
+def _is_single(prompts: Any) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+def _one_for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise InvalidRequest(
+            f"there are {count} prompts and {len(params)} sampling_params; give one for all or one for each",
+            field="sampling_params",
+        )
+    return list(params)

@@ -1,0 +1,60 @@
+"""Flags and arguments, under the names the field uses, composed into the settings of the components."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..controller.scheduler import SchedulerSettings
+from ..controller.startup import EngineSettings
+from ..errors import InvalidSetting
+from ..kvcache.plan import PlanSettings
+from ..workers.facts import ModelSettings
+
+_UNITS: Mapping[str, int] = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+
+
+def engine_settings(
+    model: str,
+    *,
+    tensor_parallel_size: int = 1,
+    block_size: int = 16,
+    kv_cache_memory: str | int = "64MiB",
+    enable_prefix_caching: bool = True,
+    max_num_batched_tokens: int = 2048,
+    max_num_seqs: int = 64,
+    max_model_len: int | None = None,
+    max_prefill_chunk_tokens: int | None = None,
+    dtype: str = "auto",
+    attention_backend: str | None = None,
+    name: str | None = None,
+) -> EngineSettings:
+    """Settings of an engine. Raises `InvalidSetting`, naming the field.
+
+    kv_cache_memory: bytes per rank for keys and values, as a number or as text with a unit ("64MiB", "10GB")
+    """
+    return EngineSettings(
+        model=ModelSettings(str(model), tensor_parallel_size, dtype, attention_backend),
+        plan=PlanSettings(memory_bytes=parse_bytes(kv_cache_memory, "kv_cache_memory"), block_tokens=block_size),
+        scheduler=SchedulerSettings(max_num_seqs, max_num_batched_tokens, max_prefill_chunk_tokens),
+        max_model_len=max_model_len,
+        prefix_caching=enable_prefix_caching,
+        name=name,
+    )
+
+
+def parse_bytes(value: Any, field: str) -> int:
+    """A number of bytes from 1048576, "1048576", "1MiB" or "1 MB"."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+    if match is None or match[2].upper() not in _UNITS:
+        raise InvalidSetting(
+            f"{field} must be a number of bytes with an optional unit (B, KiB, MiB, GiB, TiB, KB, MB, GB, TB), "
+            f"got {value!r}",
+            field=field,
+        )
+    return int(float(match[1]) * _UNITS[match[2].upper()])

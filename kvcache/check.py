@@ -1,0 +1,37 @@
+"""Recounts every block from the tables: the second opinion on the pool's own bookkeeping.
+
+The engine runs it when it idles, tests after every operation.
+"""
+
+from typing import NamedTuple
+
+from .manager import CacheManager
+
+
+class Recount(NamedTuple):
+    """Where all blocks of a pool are. `held + kept + blank == usable`."""
+
+    usable: int
+    held: int
+    kept: int  # free, and still good for a prefix hit
+    blank: int
+    open_requests: int
+
+    @property
+    def all_free(self) -> bool:
+        return self.held == 0 and self.open_requests == 0
+
+
+def recount(manager: CacheManager) -> Recount:
+    """Count all blocks anew. Raises `AssertionError` with every contradiction found."""
+    held = manager.held()
+    faults = manager.pool.faults(held)
+    assert not faults, "the block pool contradicts the block tables:\n  " + "\n  ".join(faults)
+    pool = manager.pool
+    return Recount(
+        usable=manager.plan.usable_blocks,
+        held=len(held),
+        kept=pool.num_kept,
+        blank=pool.num_free - pool.num_kept,
+        open_requests=manager.num_open,
+    )

@@ -1,0 +1,53 @@
+"""Which prefix of a prompt is in the cache: block hashes, and the longest length from which every group can go on."""
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from .plan import Group
+
+HASH_BYTES = 16
+
+
+def chain_hashes(
+    tokens: Sequence[int], block_tokens: int, *, key: bytes, known: Sequence[bytes] = (), salt: bytes = b""
+) -> list[bytes]:
+    """One hash per full block of `tokens`, each of the block and of all before it.
+
+    key    secret of the cluster, so that nobody outside can craft a collision
+    known  hashes of the first blocks, which are then not computed again
+    salt   of the caller: prompts of different salts never share a block
+    """
+    hashes = list(known)
+    parent = hashes[-1] if hashes else salt
+    for start in range(len(hashes) * block_tokens, len(tokens) - block_tokens + 1, block_tokens):
+        block = array("i", tokens[start : start + block_tokens]).tobytes()
+        parent = blake2b(len(parent).to_bytes(4) + parent + block, digest_size=HASH_BYTES, key=key).digest()
+        hashes.append(parent)
+    return hashes
+
+
+def longest_hit(groups: Sequence[Group], cached: Sequence[Sequence[bool]], block_tokens: int) -> int:
+    """Longest prefix, in blocks, from which every group can continue.
+
+    `cached[g][n]`: is block n of the prefix cached for group g? At a prefix of n blocks a group reads, at most, the
+    blocks from that of its oldest needed token on; those before may be gone.
+
+        blocks of 4, window 8:    . . # # | ?      a hit: the next token sees 7 earlier ones, all in the last two
+        full attention:           . . # # | ?      no hit: everything is needed
+    """
+    limit_blocks = len(cached[0])
+    runs = [_run_lengths(row) for row in cached]
+    for n in range(limit_blocks, 0, -1):
+        first = [group.reach.oldest_needed(n * block_tokens) // block_tokens for group in groups]
+        if all(run[n] >= n - oldest for run, oldest in zip(runs, first, strict=True)):
+            return n
+    return 0
+
+
+def _run_lengths(cached: Sequence[bool]) -> list[int]:
+    """`run[n]`: how many cached blocks in a row end at block n (exclusive)."""
+    run = [0]
+    for is_cached in cached:
+        run.append(run[-1] + 1 if is_cached else 0)
+    return run

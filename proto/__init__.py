@@ -1,0 +1,1 @@
+"""What travels: the public protocol (`inference.proto`, generated code beside it) and the internal messages."""

@@ -1,0 +1,15 @@
+"""MessagePack, as all internal messages use it: tuples stay tuples, bytes stay bytes, nothing is ever executed."""
+
+from typing import Any
+
+import msgpack
+
+
+def pack(message: Any) -> bytes:
+    packed = msgpack.packb(message)
+    assert packed is not None  # it is, unless a packer without autoreset is used
+    return packed
+
+
+def unpack(data: bytes) -> Any:
+    return msgpack.unpackb(data, use_list=False)

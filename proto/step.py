@@ -1,0 +1,90 @@
+"""One step, as it travels from the controller to the workers and back. Deltas only: nothing known is repeated.
+
+Both sides advance the same arithmetic. A worker keeps, per slot, the tokens known so far and how many of them are
+computed. `Advance` computes the next few; when that reaches the last known token, a new one is sampled and becomes
+known to worker and controller alike, so a plain decode step names only its slots.
+"""
+
+from typing import NamedTuple
+
+from .packing import pack, unpack
+
+
+class Sampling(NamedTuple):
+    """How a worker draws tokens for one slot. Temperature 0: the most probable one."""
+
+    temperature: float
+    top_k: int  # 0: all
+    top_p: float
+    seed: int
+    logprobs: int  # -1: none; n: of the chosen token and the n most probable ones
+
+
+class Admit(NamedTuple):
+    """A request takes a slot: everything known of it so far."""
+
+    slot: int
+    tokens: tuple[int, ...]
+    computed_tokens: int  # in the prefix cache already
+    blocks: tuple[tuple[int, ...], ...]  # [group][block of the sequence]: its whole tables, null blocks included
+    max_tokens: int  # most the sequence can grow to, prompt included
+    sampling: Sampling
+
+
+class Advance(NamedTuple):
+    """Compute the next `tokens` of a slot. `blocks` are appended to its tables first."""
+
+    slot: int
+    tokens: int  # 1 in plain decode
+    blocks: tuple[tuple[int, ...], ...]  # [group][new block]; empty when no group gets any
+
+
+class Step(NamedTuple):
+    """The work of one forward pass. Retired slots are free for the admissions of the same step."""
+
+    epoch: int  # of the worker group; workers refuse another
+    number: int  # counts up from 1; the answer repeats it
+    retire: tuple[int, ...]  # slots
+    admit: tuple[Admit, ...]
+    advance: tuple[Advance, ...]
+
+    def pack(self) -> bytes:
+        return pack(self)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Step":
+        epoch, number, retire, admit, advance = unpack(data)
+        return cls(
+            epoch,
+            number,
+            retire,
+            tuple(Admit(*fields)._replace(sampling=Sampling(*fields[-1])) for fields in admit),
+            tuple(Advance(*fields) for fields in advance),
+        )
+
+
+class Sampled(NamedTuple):
+    """A new token of a slot."""
+
+    slot: int
+    token: int
+    logprob: float | None  # of `token`, when asked for
+    top: tuple[tuple[int, float], ...]  # (token, logprob) of the most probable ones, when asked for
+
+
+class StepResult(NamedTuple):
+    """What rank 0 answers; other ranks answer with no `sampled`. `error` tells why a rank could not run the step."""
+
+    epoch: int
+    number: int
+    sampled: tuple[Sampled, ...]
+    run_us: int  # time the worker spent on the step
+    error: str | None = None
+
+    def pack(self) -> bytes:
+        return pack(self)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "StepResult":
+        epoch, number, sampled, run_us, error = unpack(data)
+        return cls(epoch, number, tuple(Sampled(*fields) for fields in sampled), run_us, error)

@@ -1,0 +1,87 @@
+"""What tests share: tiny checkpoints with their true tokens, one Ray cluster, one group of two workers."""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: see workers/environment.py
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A tiny random checkpoint, and what transformers makes of `PROMPTS`."""
+
+    path: Path
+    prompts: list[list[int]]
+    expected: list[list[int]]  # 24 greedy tokens per prompt, each from a full recomputation
+    window_ignored: list[list[int]]  # the same with a window that hides nothing
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]:
+    """Makes the checkpoint of a family and its expected tokens, once per session."""
+    made: dict[str, TinyModel] = {}
+
+    def make(family: str) -> TinyModel:
+        if family not in made:
+            from intarsia.tests import models
+
+            path = models.make_checkpoint(family, tmp_path_factory.mktemp("models") / family)
+            oracle = models.load_oracle(path)
+            blind = models.load_oracle(path, **({} if family == "llama" else {"sliding_window": 1 << 20}))
+            made[family] = TinyModel(
+                path,
+                models.PROMPTS,
+                [models.greedy(oracle, prompt, 24) for prompt in models.PROMPTS],
+                [models.greedy(blind, prompt, 24) for prompt in models.PROMPTS],
+            )
+        return made[family]
+
+    return make
+
+
+class Loop:
+    """An event loop in a thread of its own, for what lives longer than one test."""
+
+    def __init__(self):
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def run(self, work: Coroutine) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=240)
+
+
+@pytest.fixture(scope="session")
+def loop() -> Loop:
+    return Loop()
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A local Ray cluster with room for a controller and two groups of two workers."""
+    import ray
+
+    from intarsia.controller.launch import ensure_ray
+
+    ensure_ray(workers=4)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def two_workers(ray_cluster: None, loop: Loop) -> Iterator[Any]:
+    """A real group of two tensor-parallel workers. Tests load what they need into it, one after another."""
+    from intarsia.controller.worker_group import WorkerGroup
+
+    group = loop.run(WorkerGroup.create(2))
+    yield group
+    loop.run(group.close())

@@ -1,0 +1,226 @@
+import random
+
+import pytest
+
+from intarsia.controller.request import FinishReason, Request, SamplingParams
+from intarsia.controller.scheduler import Progress, Scheduler, SchedulerSettings
+from intarsia.errors import InvalidSetting
+from intarsia.kvcache.check import recount
+from intarsia.kvcache.manager import CacheManager, RequestId
+from intarsia.kvcache.plan import Group, MemoryPlan
+from intarsia.kvcache.reach import Full, Reach, Sliding
+from intarsia.tests.simulated import SimulatedWorker, continuation
+
+
+class Bench:
+    """A scheduler, a manager and a simulated worker, stepped by hand."""
+
+    def __init__(self, *reaches: Reach, blocks: int = 64, block_tokens: int = 4, caching: bool = True, **limits):
+        groups = tuple(Group(reach, (n,), block_tokens) for n, reach in enumerate(reaches))
+        plan = MemoryPlan("layered", groups, 1, 64, blocks, 0.0)
+        self.manager = CacheManager(plan, prefix_caching=caching)
+        self.scheduler = Scheduler(
+            SchedulerSettings(**({"max_num_seqs": 4, "max_num_batched_tokens": 32} | limits)), self.manager
+        )
+        self.worker = SimulatedWorker(plan)
+        self.generated: dict[int, list[int]] = {}
+        self.reasons: dict[int, FinishReason | None] = {}
+        self._count = 0
+
+    def add(self, prompt: list[int], max_tokens: int, stop: tuple[int, ...] = ()) -> Request:
+        self._count += 1
+        request = Request(
+            id=RequestId(self._count),
+            tokens=list(prompt),
+            prompt_tokens=len(prompt),
+            sampling=SamplingParams(max_tokens=max_tokens),
+            seed=0,
+            stop_token_ids=frozenset(stop),
+            max_total_tokens=len(prompt) + max_tokens,
+        )
+        assert self.manager.fits(request.max_total_tokens)
+        self.scheduler.add(request)
+        self.generated[request.id] = []
+        return request
+
+    def step(self) -> list[Progress]:
+        step = self.scheduler.plan_step()
+        recount(self.manager)
+        if step is None:
+            return []
+        progress = self.scheduler.commit(self.worker.run(step))
+        for request, sampled, reason in progress:
+            self.generated[request.id].append(sampled.token)
+            self.reasons[request.id] = reason
+        recount(self.manager)
+        return progress
+
+    def run(self, limit: int = 10_000) -> int:
+        steps = 0
+        while self.scheduler.has_work:
+            self.step()
+            steps += 1
+            assert steps < limit, "the scheduler does not come to an end"
+        return steps
+
+
+PROMPT = [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_request_generates_what_the_model_says_and_frees_everything():
+    bench = Bench(Full(), Sliding(5))
+    request = bench.add(PROMPT, max_tokens=20)
+    bench.run()
+    assert bench.generated[request.id] == continuation(PROMPT, 20)
+    assert bench.reasons[request.id] is FinishReason.LENGTH
+    assert recount(bench.manager).all_free
+
+
+def test_stop_token_ends_a_request_and_is_its_last_token():
+    expected = continuation(PROMPT, 20)
+    stop = expected[5]
+    bench = Bench(Full())
+    request = bench.add(PROMPT, max_tokens=20, stop=(stop,))
+    bench.run()
+    assert bench.generated[request.id] == expected[: expected.index(stop) + 1]
+    assert bench.reasons[request.id] is FinishReason.STOP
+
+
+def test_prompt_longer_than_a_step_is_computed_in_chunks():
+    bench = Bench(Full(), Sliding(5), max_num_batched_tokens=7)
+    request = bench.add(list(range(40)), max_tokens=2)
+    assert bench.run() == 6 + 1  # 7+7+7+7+7+5 tokens, whose last gives the first new one, then the second
+    assert bench.generated[request.id] == continuation(list(range(40)), 2)
+
+
+def test_chunk_limit_leaves_room_for_other_prompts_in_the_same_step():
+    bench = Bench(Full(), max_num_batched_tokens=32, max_prefill_chunk_tokens=7)
+    bench.add(list(range(14)), max_tokens=1)
+    bench.add(list(range(20, 34)), max_tokens=1)
+    assert bench.run() == 2
+
+
+def test_decoding_requests_never_wait_for_a_long_prompt():
+    bench = Bench(Full(), blocks=128, max_num_batched_tokens=8)
+    first = bench.add(PROMPT, max_tokens=10)
+    bench.step()
+    bench.add(list(range(40)), max_tokens=1)
+    for _ in range(6):
+        assert first in [entry.request for entry in bench.step()]
+
+
+def test_no_step_exceeds_its_token_limit():
+    bench = Bench(Full(), Sliding(5), max_num_batched_tokens=9)
+    for n in range(8):
+        bench.add([n] * (3 + 4 * n), max_tokens=5)
+    bench.run()
+    assert bench.worker.largest_step_tokens <= 9
+
+
+def test_short_pool_preempts_the_youngest_and_loses_no_token():
+    bench = Bench(Full(), blocks=13, caching=False)  # 12 usable blocks: 48 tokens for two requests of 32
+    old, young = bench.add([1] * 8, max_tokens=24), bench.add([2] * 8, max_tokens=24)
+    bench.run()
+    assert (old.preemptions, young.preemptions > 0) == (0, True)
+    assert bench.generated[old.id] == continuation([1] * 8, 24)
+    assert bench.generated[young.id] == continuation([2] * 8, 24)
+
+
+def test_prompt_that_only_fits_in_small_chunks_is_taken_alone():
+    bench = Bench(Sliding(4), blocks=4, max_num_batched_tokens=32)  # 12 tokens of memory for a prompt of 40
+    request = bench.add(list(range(40)), max_tokens=3)
+    bench.run()
+    assert bench.generated[request.id] == continuation(list(range(40)), 3)
+
+
+def test_repeated_prompt_skips_what_is_cached():
+    bench = Bench(Full(), Sliding(5))
+    prompt = list(range(16))
+    bench.add(prompt, max_tokens=4)
+    bench.run()
+    again = bench.add(prompt, max_tokens=4)
+    bench.run()
+    assert again.cached_tokens == 12
+    assert bench.generated[again.id] == continuation(prompt, 4)
+
+
+@pytest.mark.parametrize("steps_before", [0, 1, 3])
+def test_aborted_request_frees_its_blocks_and_disturbs_nobody(steps_before: int):
+    bench = Bench(Full(), Sliding(5), max_num_batched_tokens=8)
+    other, victim = bench.add(PROMPT, max_tokens=9), bench.add(list(range(20)), max_tokens=9)
+    for _ in range(steps_before):
+        bench.step()
+    assert bench.scheduler.abort(victim.id)
+    assert not bench.scheduler.abort(victim.id)
+    bench.run()
+    assert bench.generated[other.id] == continuation(PROMPT, 9)
+    assert len(bench.generated[victim.id]) < 9
+    assert recount(bench.manager).all_free
+
+
+def test_request_aborted_while_its_step_runs_gets_no_more_tokens():
+    bench = Bench(Full())
+    request = bench.add(PROMPT, max_tokens=9)
+    step = bench.scheduler.plan_step()
+    assert step
+    bench.scheduler.abort(request.id)
+    assert bench.scheduler.commit(bench.worker.run(step)) == []
+    bench.run()
+    assert recount(bench.manager).all_free
+
+
+def test_quiet_decode_step_names_slots_only():
+    bench = Bench(Full(), Sliding(5), block_tokens=16)
+    bench.add(PROMPT, max_tokens=9)
+    bench.step()
+    step = bench.scheduler.plan_step()
+    assert step
+    assert (step.retire, step.admit, [(a.tokens, a.blocks) for a in step.advance]) == ((), (), [(1, ())])
+    assert len(step.pack()) < 16
+
+
+def test_steps_too_small_for_every_request_to_decode_are_refused():
+    with pytest.raises(InvalidSetting, match=r"max_num_batched_tokens \(3\) must be at least max_num_seqs \(4\)"):
+        SchedulerSettings(max_num_seqs=4, max_num_batched_tokens=3)
+
+
+def test_random_loads_end_with_every_token_right_and_every_block_free():
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    preemptions = 0
+    for _ in range(60):
+        reaches = rng.sample([Full(), Sliding(1), Sliding(3), Sliding(6), Sliding(11)], rng.randint(1, 3))
+        size = rng.choice([2, 3, 4])
+        alone = sum(Group(reach, (0,), size).blocks_spanning(27, chunk_tokens=1) for reach in reaches)
+        bench = Bench(
+            *reaches,
+            blocks=1 + alone + rng.randint(0, 20),
+            block_tokens=size,
+            caching=rng.random() < 0.7,
+            max_num_seqs=rng.randint(1, 6),
+            max_num_batched_tokens=rng.randint(6, 40),
+            max_prefill_chunk_tokens=rng.choice([None, 1, 7]),
+        )
+        wanted: dict[int, tuple[list[int], int]] = {}
+        aborted: set[int] = set()
+        for _ in range(12):
+            prompt = [rng.randint(0, 1) for _ in range(rng.randint(1, 18))]
+            count = rng.randint(1, 9)
+            request = bench.add(prompt, count)
+            wanted[request.id] = prompt, count
+            for _ in range(rng.randint(0, 4)):
+                bench.step()
+            if rng.random() < 0.2:
+                victim = RequestId(rng.choice(list(wanted)))
+                if bench.scheduler.abort(victim):
+                    aborted.add(victim)
+        bench.run()
+        for request_id, (prompt, count) in wanted.items():
+            expected = continuation(prompt, count)
+            if request_id in aborted:
+                expected = expected[: len(bench.generated[request_id])]
+            assert bench.generated[request_id] == expected
+        assert recount(bench.manager).all_free
+        preemptions += bench.scheduler.preemptions
+    assert preemptions > 0, "the load was too light to preempt anybody"

@@ -1,0 +1,80 @@
+"""An engine in this process: the very classes that run in the cluster, without Ray and without sockets."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from intarsia.controller.engine import Engine, TokenDelta
+from intarsia.controller.request import SamplingParams
+from intarsia.controller.startup import build_engine
+from intarsia.deploy.settings import engine_settings
+from intarsia.errors import IntarsiaError
+from intarsia.kvcache.plan import MemoryPlan
+from intarsia.proto.step import Step, StepResult
+from intarsia.workers.facts import ModelFacts, ModelSettings, RunnerLimits
+from intarsia.workers.worker import Worker
+
+
+class LocalWorkers:
+    """One rank, called directly; steps still travel as packed bytes."""
+
+    def __init__(self):
+        self.worker = Worker()
+
+    async def load(self, settings: ModelSettings) -> ModelFacts:
+        return self.worker.load(settings)
+
+    async def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None:
+        self.worker.allocate(plan, limits)
+
+    async def run_step(self, step: Step) -> StepResult:
+        assert Step.unpack(step.pack()) == step
+        result = self.worker.run(Step.unpack(step.pack()))
+        assert result.error is None, result.error
+        return StepResult.unpack(result.pack())
+
+
+class Completion:
+    """Collects what an engine brings to one request."""
+
+    def __init__(self):
+        self.token_ids: list[int] = []
+        self.logprobs: list[Any] = []
+        self.num_cached_tokens = 0
+        self.finish_reason: str | None = None
+        self.error: IntarsiaError | None = None
+        self.done = asyncio.Event()
+
+    def outlet(self, batch: list[tuple[str, TokenDelta | IntarsiaError]]) -> None:
+        for _, item in batch:
+            if isinstance(item, IntarsiaError):
+                self.error = item
+            else:
+                self.token_ids += item.token_ids
+                self.logprobs += item.logprobs or ()
+                self.num_cached_tokens = item.num_cached_tokens
+                self.finish_reason = item.finish_reason
+            if self.error or self.finish_reason:
+                self.done.set()
+
+
+async def make_engine(model: Path, workers: Any | None = None, **settings: Any) -> Engine:
+    """An engine over `workers` (default: one in this process), with deploy's setting names."""
+    defaults = {"kv_cache_memory": "4MiB", "max_num_seqs": 16}
+    return await build_engine(engine_settings(str(model), **(defaults | settings)), workers or LocalWorkers())
+
+
+async def complete(engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
+    """Run all prompts at once to their ends, the engine's loop included."""
+    completions = [Completion() for _ in prompts]
+    loop = asyncio.create_task(engine.run())
+    try:
+        for n, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            engine.submit(prompt, sampling, f"request-{n}", completion.outlet)
+        await asyncio.gather(*(completion.done.wait() for completion in completions))
+        await asyncio.sleep(0)
+    finally:
+        loop.cancel()
+        await asyncio.gather(loop, return_exceptions=True)
+    return completions

@@ -1,0 +1,155 @@
+"""Tiny random checkpoints of real families, and the tokens transformers itself gives for them.
+
+The oracle recomputes the whole sequence for every token (no cache, eager attention, float32). A checkpoint is good
+only if its greedy output is not degenerate and changes when the window is ignored; `tests/workers/test_families.py`
+proves that for each.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MinistralConfig,
+    PretrainedConfig,
+)
+
+VOCAB = 128
+WINDOW = 12
+"""Visible tokens; divided by 1 and by no usual block size, so block borders and window edges do not coincide."""
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "initializer_range": 0.25,  # large, so that the output depends on the context
+}
+
+S, F = "sliding_attention", "full_attention"
+
+
+def gemma3() -> PretrainedConfig:
+    """5 sliding : 1 full, two ropes."""
+    return Gemma3TextConfig(
+        **COMMON,
+        num_hidden_layers=6,
+        layer_types=[S, S, S, S, S, F],
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=16,
+        rope_parameters={
+            S: {"rope_type": "default", "rope_theta": 10_000.0},
+            F: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+        },
+    )
+
+
+def gemma2() -> PretrainedConfig:
+    """Sliding and full in turn, softcaps on scores and logits."""
+    return Gemma2Config(
+        **COMMON,
+        num_hidden_layers=4,
+        layer_types=[S, F, S, F],
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=16,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=30.0,
+    )
+
+
+def ministral() -> PretrainedConfig:
+    """1 full : 3 sliding."""
+    return MinistralConfig(**COMMON, num_hidden_layers=4, layer_types=[F, S, S, S], sliding_window=WINDOW)
+
+
+def gpt_oss() -> PretrainedConfig:
+    """Sinks, experts, biases, a window of 128 scaled down."""
+    return GptOssConfig(
+        **COMMON,
+        num_hidden_layers=4,
+        layer_types=[S, F, S, F],
+        sliding_window=WINDOW,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+        },
+    )
+
+
+def llama() -> PretrainedConfig:
+    """Uniform full attention: the control."""
+    return LlamaConfig(**COMMON, num_hidden_layers=3)
+
+
+FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
+    "gemma3": gemma3,
+    "gemma2": gemma2,
+    "ministral": ministral,
+    "gpt_oss": gpt_oss,
+    "llama": llama,
+}
+
+
+SEEDS = {"gemma3": 11, "gemma2": 32, "ministral": 23, "gpt_oss": 29, "llama": 24}
+"""Seeds whose greedy tokens for `PROMPTS` lead the second best by 0.01 or more at every step, so that the last bits of
+a sum decide nothing."""
+
+
+@torch.inference_mode()
+def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """`count` most probable tokens, each from a full recomputation of the sequence."""
+    tokens = list(prompt)
+    for _ in range(count):
+        logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+        tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
+
+
+def make_checkpoint(family: str, folder: Path, seed: int | None = None) -> Path:
+    """Save a tiny random checkpoint, all its parameters random (sinks, biases and norms too)."""
+    torch.manual_seed(SEEDS[family] if seed is None else seed)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:  # transformers leaves them at 0 or 1, which would hide mistakes
+                parameter.add_(torch.randn_like(parameter) * 0.1 + (0.5 if name.endswith("sinks") else 0.0))
+        if model.config.tie_word_embeddings:  # else the likeliest next token is the last one again
+            model.get_input_embeddings().weight.mul_(0.03)
+            model.model.norm.weight.add_(30.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+def load_oracle(path: Path, **config_changes: Any) -> Any:
+    """transformers' own model of a checkpoint, eager and float32; `config_changes` make an ablation of it."""
+    return AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager", dtype=torch.float32, **config_changes
+    ).eval()
+
+
+def prompts(seed: int, lengths: Sequence[int]) -> list[list[int]]:
+    """Random token ids of the given lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+PROMPTS = prompts(seed=1, lengths=[5, 33, 47, 80])

@@ -1,0 +1,60 @@
+"""The Ray actor around `Worker`. The one place in this folder that knows Ray."""
+
+from typing import TYPE_CHECKING
+
+import ray
+
+from ..kvcache.plan import MemoryPlan
+from ..proto.channel import Address
+from .environment import prepare_process
+from .facts import ModelFacts, ModelSettings, RunnerLimits
+
+if TYPE_CHECKING:
+    from .worker import Worker
+
+
+@ray.remote
+class WorkerActor:
+    """One rank in a process of its own. Life cycle by actor calls; steps come over its own stream."""
+
+    def __init__(self, rank: int, size: int, local_workers: int):
+        prepare_process(local_workers)
+        self._rank, self._size, self._local_workers = rank, size, local_workers
+        self._worker: Worker | None = None
+
+    def node(self) -> tuple[str, int]:
+        """This node's address within the cluster, and our process id."""
+        import os
+
+        return ray.util.get_node_ip_address(), os.getpid()
+
+    def open_store(self, host: str) -> int:
+        return self._real().open_store(host)
+
+    def join(self, host: str, port: int) -> None:
+        self._real().join(host, port)
+
+    def load(self, settings: ModelSettings) -> ModelFacts:
+        return self._real().load(settings)
+
+    def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None:
+        self._real().allocate(plan, limits)
+
+    def listen(self, host: str) -> Address:
+        return self._real().listen(host)
+
+    def close(self) -> None:
+        if self._worker:
+            self._worker.close()
+
+    def _real(self) -> "Worker":
+        """Made at its first use: importing torch takes seconds, and all ranks do it at the same time."""
+        if self._worker is None:
+            if ray.util.get_node_ip_address() == "127.0.0.1":
+                import os
+
+                os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo listens where the host name points
+            from .worker import Worker
+
+            self._worker = Worker(self._rank, self._size, self._local_workers)
+        return self._worker

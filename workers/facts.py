@@ -1,0 +1,49 @@
+"""What is asked of a worker at start-up, and what it answers. Free of torch, so that the controller can read it."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..errors import InvalidSetting
+from ..kvcache.plan import LayerSpec
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """Which checkpoint, in which precision, on how many workers."""
+
+    model_dir: str
+    tensor_parallel_size: int = 1
+    dtype: str = "auto"  # "auto": the one the checkpoint was saved in
+    attention_backend: str | None = None  # None: the first that covers the model's layers
+
+    def __post_init__(self):
+        if self.tensor_parallel_size < 1:
+            raise InvalidSetting(
+                f"tensor_parallel_size must be at least 1, got {self.tensor_parallel_size}",
+                field="tensor_parallel_size",
+            )
+        if self.dtype not in DTYPES:
+            raise InvalidSetting(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}", field="dtype")
+
+
+class ModelFacts(NamedTuple):
+    """What a loaded model is, as one rank sees it."""
+
+    architecture: str
+    dtype: str
+    device: str
+    layers: tuple[LayerSpec, ...]  # this rank's share of the key and value heads
+    weight_bytes: int  # on this rank
+    vocab_size: int
+    max_positions: int
+    eos_token_ids: tuple[int, ...]
+
+
+class RunnerLimits(NamedTuple):
+    """How large the tables of a worker must be."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int

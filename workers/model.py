@@ -1,0 +1,161 @@
+"""How a transformers module is loaded: built empty, filled with this rank's slices, hooked up to our attention."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from ..errors import CorruptCheckpoint, UnsupportedModel
+from .attention import IMPLEMENTATION, PagedAttention
+from .checkpoint import Checkpoint
+from .facts import ModelFacts, ModelSettings
+from .layers import read_layers
+from .parallel import Slice, TensorParallel
+
+
+class LoadedModel(NamedTuple):
+    """A model ready to run packed tokens, as soon as `attention` has pages."""
+
+    module: nn.Module
+    attention: PagedAttention
+    facts: ModelFacts
+    device: torch.device
+
+
+def load_model(settings: ModelSettings, parallel: TensorParallel, device: torch.device) -> LoadedModel:
+    """Load this rank's share of the checkpoint. Raises `ModelError` or `InvalidSetting`."""
+    checkpoint = Checkpoint(settings.model_dir)
+    config = _read_config(settings)
+    dtype = _dtype(settings, config)
+    layers = read_layers(config, parallel.size, dtype.itemsize)
+    config._attn_implementation = IMPLEMENTATION
+    with torch.device("meta"):  # shapes without memory
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    _fill(module, checkpoint, parallel, config, dtype, device)
+    attention = PagedAttention(layers, dtype, device)
+    attention.bind(module)
+    facts = ModelFacts(
+        architecture=type(module).__name__,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        layers=layers,
+        weight_bytes=sum(p.numel() * p.element_size() for p in module.parameters()),
+        vocab_size=config.vocab_size,
+        max_positions=config.max_position_embeddings,
+        eos_token_ids=_eos_token_ids(settings, config),
+    )
+    return LoadedModel(module.eval(), attention, facts, device)
+
+
+def _read_config(settings: ModelSettings) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(settings.model_dir, trust_remote_code=False, local_files_only=True)
+        text = config.get_text_config()
+    except (ValueError, KeyError, TypeError, OSError, AttributeError) as error:
+        raise UnsupportedModel(
+            f"transformers can not read {settings.model_dir}/config.json: {error}", field="model"
+        ) from error
+    if type(text) not in AutoModelForCausalLM._model_mapping:
+        raise UnsupportedModel(
+            f"model_type {text.model_type!r} is not a causal language model that transformers knows", field="model"
+        )
+    return text
+
+
+def _dtype(settings: ModelSettings, config: Any) -> torch.dtype:
+    name = settings.dtype
+    if name == "auto":
+        return config.dtype or torch.float32
+    return getattr(torch, name)
+
+
+def _eos_token_ids(settings: ModelSettings, config: Any) -> tuple[int, ...]:
+    """generation_config.json knows best (chat models end turns with a token of their own); else config.json."""
+    try:
+        eos = GenerationConfig.from_pretrained(settings.model_dir, local_files_only=True).eos_token_id
+    except OSError:  # there is no such file
+        eos = None
+    eos = config.eos_token_id if eos is None else eos
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+
+
+def _fill(
+    module: PreTrainedModel,
+    checkpoint: Checkpoint,
+    parallel: TensorParallel,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Give every parameter its memory: this rank's slice, read from the files. Tied parameters share theirs."""
+    styles = parallel.plan(module, config)
+    module.tie_weights()
+    filled: dict[int, nn.Parameter] = {}
+    missing: list[str] = []
+    for path, owner in module.named_modules():
+        style = styles.get(path)
+        whole_shapes = {name: tuple(empty.shape) for name, empty in owner.named_parameters(recurse=False)}
+        for name, empty in list(owner.named_parameters(recurse=False)):
+            full_name = f"{path}.{name}" if path else name
+            stored = next((n for n in _stored_names(full_name) if n in checkpoint), None)
+            if id(empty) not in filled and stored is None:
+                missing.append(full_name)
+                continue
+            if id(empty) not in filled:
+                assert stored is not None
+                part = parallel.slice_of(path, name, whole_shapes[name], style, config) if style else None
+                value = _read(checkpoint, stored, whole_shapes[name], part).to(device=device, dtype=dtype)
+                filled[id(empty)] = nn.Parameter(value, requires_grad=False)
+            setattr(owner, name, filled[id(empty)])
+        if style is not None:
+            parallel.install(owner, style, whole_shapes.get("weight", ()))
+    if missing:
+        raise CorruptCheckpoint(
+            f"{checkpoint.path} lacks {len(missing)} of the model's tensors, the first of them {missing[0]}. "
+            "The files are incomplete, or they are of another model than config.json says.",
+            field="model",
+            missing=len(missing),
+        )
+    _fill_buffers(module, checkpoint, device)
+
+
+def _fill_buffers(module: PreTrainedModel, checkpoint: Checkpoint, device: torch.device) -> None:
+    """Buffers (rotary tables, scales) come from the checkpoint, or are computed by the model's own initialisation."""
+    for parameter in module.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  tells transformers to leave it alone
+    for path, owner in module.named_modules():
+        for name, empty in list(owner.named_buffers(recurse=False)):
+            stored = next((n for n in _stored_names(f"{path}.{name}") if n in checkpoint), None)
+            value = torch.empty_like(empty, device=device) if stored is None else checkpoint.read(stored)
+            owner._buffers[name] = value.to(device=device, dtype=empty.dtype)
+            owner._is_hf_initialized = stored is not None  # type: ignore[assignment]
+    module.initialize_weights()
+
+
+def _read(checkpoint: Checkpoint, stored: str, shape: tuple[int, ...], part: Slice | None) -> Tensor:
+    """The tensor `stored`, or `part` of it; what the slice asks beyond its end is zero."""
+    if checkpoint.shape(stored) != shape:
+        raise CorruptCheckpoint(
+            f"{checkpoint.path}: tensor {stored} has shape {checkpoint.shape(stored)}; config.json makes it {shape}",
+            field="model",
+        )
+    if part is None:
+        return checkpoint.read(stored)
+    value = checkpoint.read(stored, part.dim, min(part.start, shape[part.dim]), min(part.stop, shape[part.dim]))
+    lacking = (part.stop - part.start) - value.shape[part.dim]
+    if part.stop == 0:  # zero on this rank
+        return torch.zeros(shape)
+    if lacking == 0:
+        return value.contiguous()
+    return torch.cat([value, value.new_zeros((*shape[: part.dim], lacking, *shape[part.dim + 1 :]))], dim=part.dim)
+
+
+def _stored_names(name: str) -> Iterator[str]:
+    """A text model's tensor, as its own checkpoint or one of a multimodal model around it calls it."""
+    yield name
+    yield f"language_model.{name}"
+    yield name.replace("model.", "model.language_model.", 1)

@@ -1,0 +1,196 @@
+"""Tensor parallelism: each rank holds a slice of the weights, in plain modules with plain local tensors.
+
+The plan says which module is cut how: transformers' own where it has one, ours (`families.py`) where not. For every
+parameter the plan yields the slice this rank reads from the checkpoint; for some modules it yields what happens around
+their forward pass. With one rank nothing is cut and nothing is hooked.
+
+    q, k, v, gate, up     colwise    each rank computes its own heads and columns       y_r = x W_r
+    o, down               rowwise    partial sums, added up over the ranks              y = sum_r x_r W_r
+    embedding             vocab      rows of other ranks count as zero, then summed
+    lm_head               gathered   rank 0 puts the vocabulary slices side by side; it alone samples
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import InvalidSetting, UnsupportedModel
+from .families import TENSOR_PARALLEL_PLANS
+
+FIRST_RANK = -1
+"""In place of a dimension: rank 0 holds the parameter, on other ranks it is zero (a bias that is summed up)."""
+
+START_TIMEOUT = timedelta(seconds=60)
+
+
+class Slice(NamedTuple):
+    """Which part of a parameter this rank holds: [start, stop) along `dim`, of which the file may hold fewer."""
+
+    dim: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How a module is cut: the dimension of each parameter, and what happens around its forward pass."""
+
+    dims: Mapping[str, int]
+    around: str | None = None  # a method of `TensorParallel`
+
+
+STYLES: dict[str, Style] = {
+    "colwise": Style({"weight": 0, "bias": 0}),
+    "rowwise": Style({"weight": 1, "bias": FIRST_RANK}, "sum_outputs"),
+    "vocab": Style({"weight": 0}, "embed_own_rows"),
+    "colwise_gather_output": Style({"weight": 0, "bias": 0}, "gather_outputs"),
+    "sinks": Style({"sinks": 0}),
+    "expert_columns": Style(
+        {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1, "down_proj_bias": FIRST_RANK}, "sum_outputs"
+    ),
+}
+
+WHOLE = {"replicated_with_grad_allreduce", "replicate"}
+"""Styles of transformers' plans that mean: every rank holds all of it."""
+
+
+class TensorParallel:
+    """This process's place among the ranks, and the collectives it takes part in."""
+
+    def __init__(self, rank: int = 0, size: int = 1):
+        self.rank = rank
+        self.size = size
+
+    def join(self, store: dist.Store, device: torch.device) -> None:
+        """Meet the other ranks. Blocks until all have come."""
+        if self.size > 1:
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=START_TIMEOUT)
+
+    def leave(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def share_from_first(self, tensor: Tensor) -> None:
+        """Fill `tensor` with rank 0's values, on all ranks."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=0)
+
+    # -- which part of a parameter -----------------------------------------------------------------------------------
+
+    def plan(self, model: nn.Module, config: Any) -> dict[str, Style]:
+        """Module path -> style, for this model. Empty with one rank."""
+        if self.size == 1:
+            return {}
+        patterns = _patterns(model, config)
+        styles = {}
+        for path, module in model.named_modules():
+            style = "vocab" if module is _input_embedding(model) else _match(patterns, path)
+            if style is None or style in WHOLE:
+                continue
+            if style not in STYLES:
+                raise UnsupportedModel(
+                    f"the tensor-parallel plan of {config.model_type} cuts {path} in the style {style!r}; known are "
+                    f"{', '.join(STYLES)}. Run it with tensor_parallel_size 1.",
+                    field="tensor_parallel_size",
+                )
+            styles[path] = STYLES[style]
+        return styles
+
+    def slice_of(self, path: str, name: str, shape: tuple[int, ...], style: Style, config: Any) -> Slice | None:
+        """This rank's part of parameter `name` of the module at `path`; None: the whole of it."""
+        dim = style.dims.get(name)
+        if dim is None:
+            return None
+        if dim == FIRST_RANK:
+            return Slice(0, 0, shape[0] if self.rank == 0 else 0)
+        length = shape[dim]
+        if style.around in ("embed_own_rows", "gather_outputs"):
+            part = -(-length // self.size)  # the last rank's slice is filled up with zeros
+            return Slice(dim, self.rank * part, self.rank * part + part)
+        parts, index = self.size, self.rank
+        if path.endswith(("k_proj", "v_proj")) and config.num_key_value_heads < self.size:
+            parts, index = config.num_key_value_heads, self.rank * config.num_key_value_heads // self.size
+        if length % parts:
+            raise InvalidSetting(
+                f"tensor_parallel_size {self.size} does not divide {path}.{name}, which has {length} "
+                f"{'rows' if dim == 0 else 'columns'}",
+                field="tensor_parallel_size",
+                asked=self.size,
+                length=length,
+            )
+        return Slice(dim, index * (length // parts), (index + 1) * (length // parts))
+
+    # -- around the forward pass of a module -------------------------------------------------------------------------
+
+    def install(self, module: nn.Module, style: Style, whole_shape: tuple[int, ...]) -> None:
+        """Hook the module's forward. whole_shape: of its weight, before it was cut."""
+        if style.around is not None:
+            getattr(self, style.around)(module, whole_shape)
+
+    def sum_outputs(self, module: nn.Module, whole_shape: tuple[int, ...]) -> None:
+        def after(_module, _inputs, output: Tensor) -> Tensor:
+            dist.all_reduce(output)
+            return output
+
+        module.register_forward_hook(after)
+
+    def embed_own_rows(self, module: nn.Module, whole_shape: tuple[int, ...]) -> None:
+        part = -(-whole_shape[0] // self.size)
+        start = self.rank * part
+
+        strangers = torch.empty(0)
+
+        def before(_module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            nonlocal strangers
+            tokens = inputs[0] - start
+            strangers = (tokens < 0) | (tokens >= part)
+            return ((tokens.clamp(0, part - 1)), *inputs[1:])
+
+        def after(_module, _inputs, output: Tensor) -> Tensor:
+            dist.all_reduce(output.masked_fill_(strangers.unsqueeze(-1), 0))
+            return output
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+
+    def gather_outputs(self, module: nn.Module, whole_shape: tuple[int, ...]) -> None:
+        """On rank 0 the output has its whole width; on other ranks it stays a slice, which nobody reads."""
+
+        def after(_module, _inputs, output: Tensor) -> Tensor:
+            if output.numel() == 0:
+                return output
+            parts = [torch.empty_like(output) for _ in range(self.size)] if self.rank == 0 else None
+            dist.gather(output.contiguous(), parts)
+            return output if parts is None else torch.cat(parts, dim=-1)[..., : whole_shape[0]]
+
+        module.register_forward_hook(after)
+
+
+def _patterns(model: nn.Module, config: Any) -> list[tuple[re.Pattern, str]]:
+    """The plan as regular expressions over module paths. `*` stands for one number."""
+    ours = TENSOR_PARALLEL_PLANS.get(config.model_type)
+    theirs = getattr(config, "base_model_tp_plan", None)
+    if ours is None and theirs is None:
+        raise UnsupportedModel(
+            f"there is no tensor-parallel plan for {config.model_type}; run it with tensor_parallel_size 1",
+            field="tensor_parallel_size",
+        )
+    prefix = f"{getattr(model, 'base_model_prefix', 'model')}."
+    plan = ours if ours is not None else {prefix + path: style for path, style in (theirs or {}).items()}
+    plan = {**plan, "lm_head": "colwise_gather_output"}
+    return [(re.compile(re.escape(path).replace(r"\*", r"\d+")), style) for path, style in plan.items()]
+
+
+def _match(patterns: list[tuple[re.Pattern, str]], path: str) -> str | None:
+    return next((style for pattern, style in patterns if pattern.fullmatch(path)), None)
+
+
+def _input_embedding(model: nn.Module) -> nn.Module:
+    return model.get_input_embeddings()  # type: ignore[operator]  every transformers model has it

@@ -1,0 +1,166 @@
+"""One step on one rank: slots and block tables become tensors, logits become tokens."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..kernels.paged_attention import GroupBatch
+from ..kvcache.plan import MemoryPlan
+from ..proto.step import Admit, Advance, Sampled, Sampling, Step
+from .facts import RunnerLimits
+from .model import LoadedModel
+from .parallel import TensorParallel
+from .sampler import sample
+
+WARM_UP_TOKENS = 4
+
+
+class _Rows(NamedTuple):
+    """The requests of one step, decoding ones first. Index arrays over slots; R rows."""
+
+    slots: np.ndarray  # [R]
+    query_lens: np.ndarray  # [R] tokens to compute
+    computed: np.ndarray  # [R] tokens computed before this step
+    finishes: np.ndarray  # [R] bool: the last known token is computed, so a new one is sampled
+
+
+class SlotTables:
+    """What a worker knows of each running request: its tokens, how far it is, its block tables.
+
+    Invariant: `computed <= known`, and tokens `computed .. known` are at hand: those of the admission in `prompt`,
+    of the sampled ones only the last is ever needed.
+    """
+
+    def __init__(self, plan: MemoryPlan, limits: RunnerLimits):
+        slots = limits.max_num_seqs
+        blocks = -(-limits.max_model_len // plan.block_tokens)
+        self.block_tables = [np.zeros((slots, blocks), dtype=np.int32) for _ in plan.groups]
+        self.num_blocks = np.zeros((len(plan.groups), slots), dtype=np.int32)
+        self.known = np.zeros(slots, dtype=np.int32)
+        self.computed = np.zeros(slots, dtype=np.int32)
+        self.last_token = np.zeros(slots, dtype=np.int64)
+        self.prompt: list[np.ndarray | None] = [None] * slots
+        self.sampling: list[Sampling | None] = [None] * slots
+
+    def admit(self, entry: Admit) -> None:
+        slot = entry.slot
+        self.prompt[slot] = np.array(entry.tokens, dtype=np.int64)
+        self.sampling[slot] = entry.sampling
+        self.known[slot] = len(entry.tokens)
+        self.computed[slot] = entry.computed_tokens
+        self.last_token[slot] = entry.tokens[-1]
+        for table, count, blocks in zip(self.block_tables, self.num_blocks, entry.blocks, strict=True):
+            table[slot, : len(blocks)] = blocks
+            count[slot] = len(blocks)
+
+    def append_blocks(self, entry: Advance) -> None:
+        slot = entry.slot
+        for table, count, blocks in zip(self.block_tables, self.num_blocks, entry.blocks, strict=bool(entry.blocks)):
+            start = count[slot]
+            table[slot, start : start + len(blocks)] = blocks
+            count[slot] += len(blocks)
+
+    def retire(self, slot: int) -> None:
+        self.prompt[slot] = None
+        self.sampling[slot] = None
+
+    def tokens(self, slot: int, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) of a slot, which are not computed yet."""
+        prompt = self.prompt[slot]
+        assert prompt is not None, f"slot {slot} is empty"
+        return prompt[start:stop] if stop <= len(prompt) else self.last_token[slot : slot + 1]
+
+
+class ModelRunner:
+    """Runs steps of a loaded model over its pages. One per worker; every rank runs the same steps."""
+
+    def __init__(self, model: LoadedModel, plan: MemoryPlan, limits: RunnerLimits, parallel: TensorParallel):
+        self._model = model
+        self._groups = plan.groups
+        self._parallel = parallel
+        self._tables = SlotTables(plan, limits)
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> Sequence[Sampled]:
+        """Compute the step's tokens. New tokens are returned on rank 0; all ranks keep them for the next step."""
+        tables = self._tables
+        for slot in step.retire:
+            tables.retire(slot)
+        for admission in step.admit:
+            tables.admit(admission)
+        for advance in step.advance:
+            if advance.blocks:
+                tables.append_blocks(advance)
+        rows = self._rows(step.advance)
+        logits = self._forward(rows)
+        return self._sample(rows, logits)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """One forward pass over the null block: shows whether every layer finds a backend, before anyone waits."""
+        rows = _Rows(
+            slots=np.zeros(1, dtype=np.int64),
+            query_lens=np.array([WARM_UP_TOKENS]),
+            computed=np.zeros(1, dtype=np.int32),
+            finishes=np.ones(1, dtype=bool),
+        )
+        self._tables.prompt[0] = np.zeros(WARM_UP_TOKENS, dtype=np.int64)
+        self._forward(rows)
+        self._tables.retire(0)
+
+    def _rows(self, advances: Sequence[Advance]) -> _Rows:
+        slots = np.array([advance.slot for advance in advances])
+        query_lens = np.array([advance.tokens for advance in advances])
+        order = np.argsort(query_lens > 1, kind="stable")
+        slots, query_lens = slots[order], query_lens[order]
+        computed = self._tables.computed[slots]
+        return _Rows(slots, query_lens, computed, computed + query_lens == self._tables.known[slots])
+
+    def _forward(self, rows: _Rows) -> torch.Tensor:
+        """Logits [rows that finish, vocabulary] of the packed tokens of all rows."""
+        ends = np.cumsum(rows.query_lens)
+        starts = ends - rows.query_lens
+        kv_lens = (rows.computed + rows.query_lens).astype(np.int32)
+        positions = np.arange(ends[-1]) + np.repeat(rows.computed - starts, rows.query_lens)
+        tokens = np.concatenate(
+            [self._tables.tokens(s, c, k) for s, c, k in zip(rows.slots, rows.computed, kv_lens, strict=True)]
+        )
+        self._model.attention.begin_step([self._batch(g, rows, kv_lens) for g in range(len(self._groups))])
+        device = self._model.device
+        output = self._model.module(
+            input_ids=torch.from_numpy(tokens).unsqueeze(0).to(device),
+            position_ids=torch.from_numpy(positions).unsqueeze(0).to(device),
+            use_cache=False,
+            logits_to_keep=torch.from_numpy(ends[rows.finishes] - 1).to(device),
+        )
+        return output.logits[0]
+
+    def _batch(self, g: int, rows: _Rows, kv_lens: np.ndarray) -> GroupBatch:
+        group = self._groups[g]
+        width = -(-int(kv_lens.max()) // group.block_tokens)
+        return GroupBatch(
+            block_table=self._tables.block_tables[g][rows.slots, :width],
+            query_lens=rows.query_lens.astype(np.int32),
+            kv_lens=kv_lens,
+            block_tokens=group.block_tokens,
+            window_tokens=group.reach.window_tokens,
+        )
+
+    def _sample(self, rows: _Rows, logits: torch.Tensor) -> Sequence[Sampled]:
+        tables = self._tables
+        tables.computed[rows.slots] += rows.query_lens.astype(np.int32)
+        slots = rows.slots[rows.finishes]
+        if len(slots) == 0:
+            return ()
+        sampled: Sequence[Sampled] = ()
+        tokens = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
+        if self._parallel.rank == 0:
+            samplings = [s for slot in slots if (s := tables.sampling[slot]) is not None]
+            sampled = sample(logits, samplings, tables.known[slots].tolist(), slots.tolist())
+            tokens.copy_(torch.tensor([entry.token for entry in sampled]))
+        self._parallel.share_from_first(tokens)
+        tables.last_token[slots] = tokens.cpu().numpy()
+        tables.known[slots] += 1
+        return sampled

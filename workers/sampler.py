@@ -1,0 +1,70 @@
+"""From logits to tokens. Sampling is keyed by (seed, position), so a replayed request draws the same tokens."""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from ..proto.step import Sampled, Sampling
+
+
+def sample(logits_RV: Tensor, samplings: Sequence[Sampling], positions: Sequence[int], slots: Sequence[int]):
+    """One token per row.
+
+    Shapes  R rows, V vocabulary; logits [R, V] in any float dtype
+    positions: of the token to be drawn, in its sequence
+    Returns a list of `Sampled`, in row order
+    """
+    logits_RV = logits_RV.float()
+    tokens = logits_RV.argmax(dim=-1)
+    random_rows = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
+    if random_rows:
+        tokens[random_rows] = _draw(
+            logits_RV[random_rows],
+            [samplings[row] for row in random_rows],
+            [_uniform(samplings[row].seed, positions[row]) for row in random_rows],
+        )
+    chosen = tokens.tolist()
+    sampled = [Sampled(slot, token, None, ()) for slot, token in zip(slots, chosen, strict=True)]
+    for row, sampling in enumerate(samplings):
+        if sampling.logprobs >= 0:
+            sampled[row] = _with_logprobs(sampled[row], logits_RV[row], sampling.logprobs)
+    return sampled
+
+
+def _draw(logits_RV: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> Tensor:
+    """Tokens [R] by inverting the cumulative distribution at one uniform number per row."""
+    column = {"dtype": torch.float32, "device": logits_RV.device}
+    temperature = torch.tensor([s.temperature for s in samplings], **column).unsqueeze(1)
+    probabilities = torch.softmax(logits_RV / temperature, dim=-1)
+    order = None
+    if any(s.top_k or s.top_p < 1 for s in samplings):
+        probabilities, order = probabilities.sort(dim=-1, descending=True, stable=True)
+        vocab = probabilities.shape[-1]
+        top_k = torch.tensor([s.top_k or vocab for s in samplings], **column).unsqueeze(1)
+        top_p = torch.tensor([s.top_p for s in samplings], **column).unsqueeze(1)
+        before = probabilities.cumsum(dim=-1) - probabilities  # mass of the more probable tokens
+        rank = torch.arange(vocab, device=logits_RV.device)
+        dropped = (rank >= top_k) | ((before >= top_p) & (top_p < 1))
+        dropped[:, 0] = False
+        probabilities = probabilities.masked_fill(dropped, 0)
+    cumulative = probabilities.double().cumsum(dim=-1)
+    target = torch.tensor(uniforms, dtype=torch.float64, device=logits_RV.device).unsqueeze(1) * cumulative[:, -1:]
+    picked = torch.searchsorted(cumulative, target, right=True)
+    last_kept = (probabilities > 0).long().cumsum(dim=-1).argmax(dim=-1, keepdim=True)
+    picked = torch.minimum(picked, last_kept)  # a product that rounds up to the whole mass still picks a kept token
+    return (picked if order is None else order.gather(-1, picked)).squeeze(-1)
+
+
+def _uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on nothing but its arguments."""
+    digest = blake2b(seed.to_bytes(8) + position.to_bytes(8), digest_size=8).digest()
+    return (int.from_bytes(digest) >> 11) * 2.0**-53
+
+
+def _with_logprobs(sampled: Sampled, logits_V: Tensor, count: int) -> Sampled:
+    logprobs_V = torch.log_softmax(logits_V, dim=-1)
+    top = logprobs_V.topk(min(count, len(logprobs_V))) if count else None
+    pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)) if top else ()
+    return sampled._replace(logprob=float(logprobs_V[sampled.token]), top=pairs)

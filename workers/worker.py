@@ -1,0 +1,87 @@
+"""A tensor-parallel worker: loads its share of a model, lays out its pages, runs the steps it is sent.
+
+A plain class; `actor.py` puts it into a Ray actor.
+"""
+
+import logging
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+from ..kvcache.plan import MemoryPlan
+from ..proto.channel import Address, BlockingServer
+from ..proto.step import Step, StepResult
+from .environment import threads_per_worker
+from .facts import ModelFacts, ModelSettings, RunnerLimits
+from .model import LoadedModel, load_model
+from .parallel import START_TIMEOUT, TensorParallel
+from .runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """One rank. `load`, then `allocate`, then any number of steps; both may be called again for another model."""
+
+    def __init__(self, rank: int = 0, size: int = 1, local_workers: int = 1):
+        self._parallel = TensorParallel(rank, size)
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        torch.set_num_threads(threads_per_worker(local_workers))
+        self._settings: ModelSettings | None = None
+        self._model: LoadedModel | None = None
+        self._runner: ModelRunner | None = None
+        self._server: BlockingServer | None = None
+
+    def open_store(self, host: str) -> int:
+        """On rank 0: the meeting point of all ranks. Returns its port."""
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=START_TIMEOUT)
+        return self._store.port
+
+    def join(self, host: str, port: int) -> None:
+        """Meet the other ranks at rank 0's store."""
+        if self._parallel.rank > 0:
+            self._store = dist.TCPStore(host, port, is_master=False, timeout=START_TIMEOUT)
+        self._parallel.join(self._store, self._device)
+
+    def load(self, settings: ModelSettings) -> ModelFacts:
+        """Read this rank's share of the weights. Raises `ModelError` or `InvalidSetting`."""
+        self._runner = self._model = None  # free the old model first
+        self._settings = settings
+        self._model = load_model(settings, self._parallel, self._device)
+        return self._model.facts
+
+    def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None:
+        """Lay out the pages, and run the model once over them."""
+        assert self._model is not None and self._settings is not None, "load a model first"
+        self._model.attention.allocate(plan, self._settings.attention_backend)
+        self._runner = ModelRunner(self._model, plan, limits, self._parallel)
+        self._runner.warm_up()
+
+    def run(self, step: Step) -> StepResult:
+        """One step. Whatever goes wrong is an answer too: the controller decides what becomes of the requests."""
+        started = time.perf_counter()
+        try:
+            assert self._runner is not None, "load a model and allocate its pages first"
+            sampled = tuple(self._runner.run(step))
+            error = None
+        except Exception as failure:
+            logger.exception("step %d failed on rank %d", step.number, self._parallel.rank)
+            sampled, error = (), f"{type(failure).__name__}: {failure}"
+        run_us = int((time.perf_counter() - started) * 1e6)
+        return StepResult(step.epoch, step.number, sampled, run_us, error)
+
+    def listen(self, host: str) -> Address:
+        """Take steps from the controller, in a thread of their own, until `close` or until the controller leaves."""
+        self._server = BlockingServer(host)
+        threading.Thread(target=self._server.serve, args=(self._answer,), name="steps", daemon=True).start()
+        return self._server.address
+
+    def close(self) -> None:
+        if self._server:
+            self._server.close()
+        self._parallel.leave()
+
+    def _answer(self, payload: bytes) -> bytes:
+        return self.run(Step.unpack(payload)).pack()
