@@ -200,6 +200,9 @@ class Engine:
                 asked=len(tokens),
                 limit=info.max_model_len - 1,
             )
+        if set(map(type, tokens)) != {int}:
+            position, token = next((n, t) for n, t in enumerate(tokens) if type(t) is not int)
+            raise InvalidRequest(f"prompt token {token!r} at position {position} is no whole number", field="prompt")
         if min(tokens) < 0 or max(tokens) >= info.vocab_size:
             position, token = next((n, t) for n, t in enumerate(tokens) if not 0 <= t < info.vocab_size)
             raise InvalidRequest(

@@ -1,0 +1,177 @@
+"""The engine at its door and in trouble, with a simulated worker."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from intarsia.controller.engine import Engine
+from intarsia.controller.info import EngineInfo, GroupInfo
+from intarsia.controller.request import SamplingParams
+from intarsia.controller.scheduler import Scheduler, SchedulerSettings
+from intarsia.errors import EngineUnavailable, InvalidRequest, RequestTooLarge
+from intarsia.kvcache.manager import CacheManager
+from intarsia.kvcache.plan import Group, MemoryPlan
+from intarsia.kvcache.reach import Full, Sliding
+from intarsia.proto.step import Step, StepResult
+from intarsia.tests.local import Completion
+from intarsia.tests.simulated import VOCAB, SimulatedWorker, continuation
+
+PROMPT = [1, 2, 3, 4, 5]
+SAMPLING = SamplingParams(max_tokens=8)
+
+
+class SimulatedGroup:
+    """Runs steps in this process; fails from `fail_at` on."""
+
+    def __init__(self, plan: MemoryPlan, fail_at: int | None = None):
+        self._worker = SimulatedWorker(plan)
+        self._fail_at = fail_at
+
+    async def run_step(self, step: Step) -> StepResult:
+        await asyncio.sleep(0)
+        if self._fail_at is not None and step.number >= self._fail_at:
+            raise EngineUnavailable(f"worker 1 of 2 is gone in step {step.number}")
+        return self._worker.run(step)
+
+
+def make_engine(blocks: int = 64, fail_at: int | None = None, eos: tuple[int, ...] = ()) -> Engine:
+    plan = MemoryPlan("layered", (Group(Full(), (0,), 4), Group(Sliding(5), (1,), 4)), 1, 64, blocks, 0.0)
+    manager = CacheManager(plan)
+    info = EngineInfo(
+        model="simulated", model_dir="", architecture="", dtype="", device="", tensor_parallel_size=1, weight_bytes=0,
+        vocab_size=VOCAB, max_model_len=100, max_num_seqs=4, max_num_batched_tokens=16, eos_token_ids=eos,
+        strategy="layered", groups=(GroupInfo("full", (0,), 4, 64),), num_blocks=blocks - 1, num_buffers=1,
+        kv_cache_bytes=0, max_len_blocks=plan.blocks_alone(100), enable_prefix_caching=True,
+    )  # fmt: skip
+    scheduler = Scheduler(SchedulerSettings(max_num_seqs=4, max_num_batched_tokens=16), manager)
+    return Engine(info, scheduler, manager, SimulatedGroup(plan, fail_at))
+
+
+def running(engine: Engine, work: Coroutine) -> Any:
+    """Run `work` beside the engine's loop."""
+
+    async def both() -> Any:
+        loop = asyncio.create_task(engine.run())
+        try:
+            return await asyncio.wait_for(work, 20)
+        finally:
+            loop.cancel()
+            await asyncio.gather(loop, return_exceptions=True)
+
+    return asyncio.run(both())
+
+
+def submit(engine: Engine, tokens: list[int], sampling: SamplingParams = SAMPLING) -> Completion:
+    completion = Completion()
+    engine.submit(tokens, sampling, "request", completion.outlet)
+    return completion
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sampling", "error", "message"),
+    [
+        ([], SAMPLING, InvalidRequest, "the prompt is empty; it needs at least 1 token"),
+        ([1] * 100, SAMPLING, InvalidRequest, "the prompt has 100 tokens; max_model_len is 100"),
+        ([1, 2, VOCAB], SAMPLING, InvalidRequest, f"prompt token {VOCAB} at position 2 is not in the vocabulary of 50"),
+        ([1, -1], SAMPLING, InvalidRequest, "prompt token -1 at position 1"),
+        ([1, "2"], SAMPLING, InvalidRequest, "prompt token '2' at position 1 is no whole number"),
+        ([1.0], SAMPLING, InvalidRequest, "prompt token 1.0 at position 0 is no whole number"),
+        ([1] * 60, SamplingParams(max_tokens=30), RequestTooLarge, "60 prompt tokens .30 .* 25 blocks; .* has 20"),
+    ],
+)  # fmt: skip
+def test_refused_request_names_the_numbers_and_disturbs_nobody(tokens, sampling, error, message):
+    engine = make_engine(blocks=21)
+
+    async def scenario() -> Completion:
+        good = submit(engine, PROMPT)
+        with pytest.raises(error, match=message.replace(" .30", r" \+ 30")) as refusal:
+            submit(engine, tokens, sampling)
+        assert refusal.value.field in ("prompt", "max_tokens")
+        await good.done.wait()
+        return good
+
+    assert running(engine, scenario()).token_ids == continuation(PROMPT, 8)
+    assert engine.recount().all_free
+
+
+def test_end_token_of_the_model_stops_unless_ignored():
+    expected = continuation(PROMPT, 8)
+    engine = make_engine(eos=(expected[2],))
+
+    async def scenario() -> tuple[Completion, Completion]:
+        stops, ignores = submit(engine, PROMPT), submit(engine, PROMPT, SamplingParams(max_tokens=8, ignore_eos=True))
+        await asyncio.gather(stops.done.wait(), ignores.done.wait())
+        return stops, ignores
+
+    stops, ignores = running(engine, scenario())
+    assert stops.token_ids == expected[: expected.index(expected[2]) + 1]
+    assert stops.finish_reason == "stop"
+    assert ignores.token_ids == expected
+
+
+def test_sequence_ends_at_max_model_len():
+    engine = make_engine(blocks=128)
+
+    async def scenario() -> Completion:
+        completion = submit(engine, [1] * 95, SamplingParams(max_tokens=50))
+        await completion.done.wait()
+        return completion
+
+    completion = running(engine, scenario())
+    assert (len(completion.token_ids), completion.finish_reason) == (5, "length")
+
+
+def test_lost_worker_is_told_to_every_caller_and_to_new_ones():
+    engine = make_engine(fail_at=4)
+
+    async def scenario() -> list[Completion]:
+        completions = [submit(engine, [n] * 5) for n in range(3)]
+        await asyncio.gather(*(c.done.wait() for c in completions))
+        with pytest.raises(EngineUnavailable, match="worker 1 of 2 is gone"):
+            submit(engine, PROMPT)
+        return completions
+
+    for completion in running(engine, scenario()):
+        assert isinstance(completion.error, EngineUnavailable)
+
+
+def test_one_message_per_front_end_and_step():
+    engine = make_engine()
+    messages: list[int] = []
+
+    async def scenario() -> None:
+        done = asyncio.Event()
+        finished = 0
+
+        def outlet(batch) -> None:
+            nonlocal finished
+            messages.append(len(batch))
+            finished += sum(delta.finish_reason is not None for _, delta in batch)
+            if finished == 4:
+                done.set()
+
+        for n in range(4):
+            engine.submit([n], SAMPLING, str(n), outlet)
+        await done.wait()
+
+    running(engine, scenario())
+    assert messages == [4] * 8
+
+
+def test_aborted_request_frees_its_blocks():
+    engine = make_engine()
+
+    async def scenario() -> None:
+        completion = Completion()
+        request = engine.submit(PROMPT, SamplingParams(max_tokens=90), "request", completion.outlet)
+        while len(completion.token_ids) < 3:
+            await asyncio.sleep(0)
+        engine.abort(request)
+        engine.abort(request)
+        while not engine.recount().all_free:
+            await asyncio.sleep(0)
+
+    running(engine, scenario())
+    assert engine.stats.aborted_requests == 1

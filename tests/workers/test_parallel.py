@@ -1,0 +1,80 @@
+"""Which slice of which parameter a rank reads. That the slices add up is shown by the families on two workers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from intarsia.errors import InvalidSetting, UnsupportedModel
+from intarsia.workers.layers import read_layers
+from intarsia.workers.parallel import Slice, TensorParallel
+
+
+def slices(path: Any, rank: int, size: int, **config_changes: Any) -> dict[str, Slice | None]:
+    """Every parameter that the plan touches, with this rank's slice."""
+    config = AutoConfig.from_pretrained(path, **config_changes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    parallel = TensorParallel(rank, size)
+    return {
+        f"{module}.{name}": parallel.slice_of(module, name, tuple(parameter.shape), style, config)
+        for module, style in parallel.plan(model, config).items()
+        for name, parameter in model.get_submodule(module).named_parameters(recurse=False)
+    }
+
+
+def test_one_rank_cuts_nothing(tiny: Callable):
+    assert slices(tiny("llama").path, 0, 1) == {}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+def test_slices_of_all_ranks_cover_each_parameter_once(family: str, tiny: Callable):
+    ranks = [slices(tiny(family).path, rank, 2) for rank in range(2)]
+    for name in ranks[0]:
+        first, second = ranks[0][name], ranks[1][name]
+        assert first is not None and second is not None
+        if second.stop == 0:  # a bias that is summed up: rank 0 holds it
+            assert first.start == 0 and first.stop > 0
+        else:
+            assert (first.start, first.stop, second.dim) == (0, second.start, first.dim)
+
+
+def test_gpt_oss_is_cut_although_transformers_has_no_plan(tiny: Callable):
+    cut = slices(tiny("gpt_oss").path, 1, 2)
+    assert cut["model.layers.0.self_attn.sinks"] == Slice(0, 2, 4)
+    assert cut["model.layers.0.mlp.experts.gate_up_proj"] == Slice(2, 96, 192)
+    assert cut["model.layers.0.mlp.experts.down_proj"] == Slice(1, 48, 96)
+    assert cut["model.layers.0.mlp.experts.down_proj_bias"] == Slice(0, 0, 0)
+
+
+def test_more_ranks_than_kv_heads_replicate_the_heads(tiny: Callable):
+    keys = [slices(tiny("llama").path, rank, 4)["model.layers.0.self_attn.k_proj.weight"] for rank in range(4)]
+    assert keys == [Slice(0, 0, 16), Slice(0, 0, 16), Slice(0, 16, 32), Slice(0, 16, 32)]
+    assert read_layers(AutoConfig.from_pretrained(tiny("llama").path), 4, 4)[0].kv_heads == 1
+
+
+def test_vocabulary_that_does_not_divide_is_filled_up_on_the_last_rank(tiny: Callable):
+    cut = [slices(tiny("llama").path, rank, 4, vocab_size=130)["lm_head.weight"] for rank in range(4)]
+    assert cut == [Slice(0, 0, 33), Slice(0, 33, 66), Slice(0, 66, 99), Slice(0, 99, 132)]
+
+
+def test_heads_that_do_not_divide_are_refused_with_the_numbers(tiny: Callable):
+    config = AutoConfig.from_pretrained(tiny("llama").path)
+    with pytest.raises(InvalidSetting, match="size 3 does not divide the model's 4 query heads and 2 key-value heads"):
+        read_layers(config, 3, 4)
+
+
+def test_columns_that_do_not_divide_name_the_parameter(tiny: Callable):
+    with pytest.raises(InvalidSetting, match=r"gate_proj\.weight, which has 97 rows"):
+        slices(tiny("llama").path, 0, 2, intermediate_size=97)
+
+
+def test_unknown_style_is_refused(tiny: Callable):
+    config = AutoConfig.from_pretrained(tiny("llama").path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    config.base_model_tp_plan = {"layers.*.mlp": "zigzag"}
+    with pytest.raises(UnsupportedModel, match="style 'zigzag'"):
+        TensorParallel(0, 2).plan(model, config)
