@@ -1,0 +1,53 @@
+"""Real Ray workers behind real streams: start-up, failure, and what a step costs in vain."""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from intarsia.controller.worker_group import WorkerGroup
+from intarsia.errors import CorruptCheckpoint, EngineUnavailable, InvalidSetting, ModelNotFound
+from intarsia.proto.step import Advance, Step
+from intarsia.tests.conftest import Loop
+from intarsia.tests.local import make_engine
+from intarsia.workers.facts import ModelSettings
+
+
+def test_error_of_a_worker_comes_back_as_it_was_raised(two_workers: WorkerGroup, loop: Loop, tmp_path):
+    with pytest.raises(ModelNotFound, match="no model directory"):
+        loop.run(two_workers.load(ModelSettings(str(tmp_path / "nowhere"), tensor_parallel_size=2)))
+
+
+def test_corrupt_weights_leave_the_workers_usable(two_workers: WorkerGroup, loop: Loop, tiny: Callable, tmp_path):
+    import shutil
+
+    broken = shutil.copytree(tiny("llama").path, tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"\x00" * 100)
+    with pytest.raises(CorruptCheckpoint):
+        loop.run(two_workers.load(ModelSettings(str(broken), tensor_parallel_size=2)))
+    facts = loop.run(two_workers.load(ModelSettings(str(tiny("llama").path), tensor_parallel_size=2)))
+    assert [layer.kv_heads for layer in facts.layers] == [1, 1, 1]
+
+
+def test_more_workers_than_the_cluster_has_cpus_are_refused_with_the_numbers(ray_cluster: None, loop: Loop):
+    with pytest.raises(InvalidSetting, match=r"tensor_parallel_size 64 needs 64 CPUs; the Ray cluster has \d+"):
+        loop.run(WorkerGroup.create(64))
+
+
+def test_failing_step_names_the_rank_and_the_reason(two_workers: WorkerGroup, loop: Loop, tiny: Callable):
+    loop.run(make_engine(tiny("llama").path, two_workers))
+    with pytest.raises(EngineUnavailable, match=r"worker \d could not run step 1: .*slot 3 is empty"):
+        loop.run(two_workers.run_step(Step(1, 1, (), (), (Advance(3, 1, ()),))))
+
+
+def test_killed_worker_is_noticed_in_the_step_that_waits_for_it(ray_cluster: None, loop: Loop, tiny: Callable):
+    group: Any = loop.run(WorkerGroup.create(1))
+    try:
+        loop.run(make_engine(tiny("llama").path, group))
+        os.kill(loop.run(group.process_ids())[0], signal.SIGKILL)
+        with pytest.raises(EngineUnavailable, match="worker 0 of 1 is gone in step 1"):
+            loop.run(group.run_step(Step(1, 1, (), (), ())))
+    finally:
+        loop.run(group.close())
