@@ -1,0 +1,1 @@
+"""How people reach the engine: command line, gRPC, the offline Python API, the demo."""

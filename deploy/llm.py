@@ -17,7 +17,7 @@ from ..controller.request import SamplingParams
 from ..errors import EngineUnavailable, InvalidRequest
 from ..kvcache.check import Recount
 from .settings import engine_settings
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, encode_prompt
 
 Prompt = str | Sequence[int]
 
@@ -103,11 +103,7 @@ class LLM:
     def _tokens(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
             return list(prompt)
-        if self._tokenizer is None:
-            raise InvalidRequest(
-                f"{self.info.model} has no tokenizer, so it takes prompts of token ids only", field="prompt"
-            )
-        return self._tokenizer.encode(prompt)
+        return encode_prompt(self._tokenizer, prompt, self.info.model)
 
     async def _generate_all(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
         async with asyncio.TaskGroup() as group:

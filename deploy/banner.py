@@ -1,0 +1,80 @@
+"""What an engine says of itself when it has started."""
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+
+from ..controller.info import EngineInfo
+
+
+def banner(info: EngineInfo, address: str | None = None) -> RenderableType:
+    """The facts a person wants to see before the first request. Reads well at 80 columns."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold")
+    facts.add_column(overflow="fold")
+    workers = f"{info.tensor_parallel_size} tensor-parallel workers" if info.tensor_parallel_size > 1 else "1 worker"
+    facts.add_row("model", f"{info.model} ({info.architecture})")
+    facts.add_row("weights", f"{human_bytes(info.weight_bytes)} per worker, {info.dtype} on {info.device}, {workers}")
+    facts.add_row(
+        "memory",
+        f"{human_bytes(info.kv_cache_bytes)} per worker in {_count(info.num_buffers, 'buffer')}, plan: {info.strategy}",
+    )
+    facts.add_row("blocks", f"{info.num_blocks:,}, prefix caching {'on' if info.enable_prefix_caching else 'off'}")
+    facts.add_row(
+        "holds",
+        f"{info.capacity_tokens:,} tokens: {info.max_len_concurrency:.1f} requests of the maximum length of "
+        f"{info.max_model_len:,} tokens",
+    )
+    facts.add_row("steps", f"up to {info.max_num_seqs:,} requests and {info.max_num_batched_tokens:,} tokens at a time")
+    if address:
+        facts.add_row("address", f"{address} (gRPC)")
+    return Group(facts, _groups(info))
+
+
+def print_banner(info: EngineInfo, address: str | None = None) -> None:
+    Console(highlight=False).print(banner(info, address))
+
+
+def human_bytes(count: int) -> str:
+    """1536 -> "1.5 KiB"."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.4g} {unit}"
+
+
+def _groups(info: EngineInfo) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name, justify in (
+        ("group", "right"),
+        ("kind", "left"),
+        ("layers", "left"),
+        ("block", "right"),
+        ("page", "right"),
+    ):
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for index, group in enumerate(info.groups):
+        table.add_row(
+            str(index),
+            group.kind,
+            f"{len(group.layers)}: {_ranges(group.layers)}",
+            _count(group.block_tokens, "token"),
+            human_bytes(group.page_bytes),
+        )
+    return table
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """(0, 1, 2, 5) -> "0-2, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,149 @@
+"""The `intarsia` command. Nothing heavy is imported before a command runs, so that `--help` is quick."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="intarsia",
+    help="Serve language models of mixed attention out of one paged KV block pool, on Ray.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+
+@app.command()
+def demo() -> None:
+    """Show the whole way once: a tiny hybrid model answers through gRPC from two tensor-parallel workers."""
+    with _plain_errors():
+        from .demo import run
+
+        run()
+
+
+@app.command()
+def serve(
+    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face checkpoint directory.")],
+    tensor_parallel_size: Annotated[int, typer.Option(help="Workers that share the model, one GPU each.")] = 1,
+    block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
+    kv_cache_memory: Annotated[str, typer.Option(help="Memory for keys and values, per worker.")] = "64MiB",
+    enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the blocks of known prompt prefixes.")] = True,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens in one step.")] = 2048,
+    max_num_seqs: Annotated[int, typer.Option(help="Most requests in one step.")] = 64,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Most tokens of one request, prompt included.  [default: the model's own]")
+    ] = None,
+    max_prefill_chunk_tokens: Annotated[
+        int | None, typer.Option(help="Most prompt tokens of one request in one step.  [default: all that fit]")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    attention_backend: Annotated[
+        str | None, typer.Option(help="torch or reference.  [default: the first that fits]")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Loopback address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 50051,
+    name: Annotated[str | None, typer.Option(help="Name of the engine in the Ray cluster.  [default: drawn]")] = None,
+) -> None:
+    """Serve a model over gRPC until stopped with Ctrl-C."""
+    with _plain_errors():
+        import asyncio
+
+        from .serve import serve as run
+        from .settings import engine_settings
+
+        settings = engine_settings(
+            str(model),
+            tensor_parallel_size=tensor_parallel_size,
+            block_size=block_size,
+            kv_cache_memory=kv_cache_memory,
+            enable_prefix_caching=enable_prefix_caching,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_prefill_chunk_tokens=max_prefill_chunk_tokens,
+            dtype=dtype,
+            attention_backend=attention_backend,
+            name=name,
+        )
+        print(f"loading {model} ...", flush=True)
+        asyncio.run(run(settings, host, port))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue.")] = None,
+    token_ids: Annotated[str | None, typer.Option(help="A prompt of token ids instead: 1,2,3.")] = None,
+    address: Annotated[str, typer.Option(help="Where the server listens.")] = DEFAULT_ADDRESS,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Choose among the k most probable tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Choose among the tokens that make up this probability.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")] = False,
+) -> None:
+    """Ask a running server, and print the answer as it comes."""
+    with _plain_errors():
+        from ..controller.request import SamplingParams
+        from .client import Client
+
+        sampling = SamplingParams(
+            temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens, ignore_eos=ignore_eos
+        )
+        asked = _prompt(prompt, token_ids)
+        with Client(address) as client:
+            usage = None
+            for chunk in client.generate(asked, sampling):
+                text = chunk.text if isinstance(asked, str) else "".join(f"{token} " for token in chunk.token_ids)
+                print(text, end="", flush=True)
+                usage = chunk.usage or usage
+            print()
+        if usage:
+            print(
+                f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), "
+                f"{usage.completion_tokens} generated",
+                file=sys.stderr,
+            )
+
+
+def main() -> None:
+    """Entry point of the `intarsia` command."""
+    app()
+
+
+def _prompt(text: str | None, token_ids: str | None) -> str | list[int]:
+    from ..errors import InvalidRequest
+
+    if (text is None) == (token_ids is None):
+        raise InvalidRequest("give either a PROMPT or --token-ids", field="prompt")
+    if text is not None:
+        return text
+    try:
+        ids = [int(part) for part in (token_ids or "").split(",") if part.strip()]
+    except ValueError:
+        ids = [-1]
+    if any(not 0 <= token < 2**32 for token in ids):
+        raise InvalidRequest(
+            f"--token-ids must be whole numbers from 0 on, separated by commas; got {token_ids!r}", field="token_ids"
+        )
+    return ids
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Our errors are one line for a person and exit status 2; Ctrl-C is a quiet 130."""
+    from ..errors import IntarsiaError
+
+    try:
+        yield
+    except IntarsiaError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None

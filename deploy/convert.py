@@ -1,0 +1,133 @@
+"""Protobuf messages to our values and back. The public protocol and the engine meet in this file only."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from google.protobuf import any_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc import StatusCode
+
+from ..controller.engine import TokenDelta, TokenLogprobs
+from ..controller.info import EngineInfo, GroupInfo
+from ..controller.request import SamplingParams
+from ..errors import (
+    ERRORS,
+    EngineUnavailable,
+    IntarsiaError,
+    InvalidRequest,
+    InvalidSetting,
+    ModelError,
+    PoolExhausted,
+)
+from ..proto import inference_pb2 as pb
+
+DOMAIN = "intarsia"
+"""Of our errors, in google.rpc.ErrorInfo."""
+
+FINISH_REASONS = {None: pb.FINISH_REASON_UNSPECIFIED, "stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
+_REASON_OF = {number: name for name, number in FINISH_REASONS.items()}
+
+STATUS_CODES: dict[type[IntarsiaError], StatusCode] = {
+    InvalidRequest: StatusCode.INVALID_ARGUMENT,
+    InvalidSetting: StatusCode.FAILED_PRECONDITION,
+    ModelError: StatusCode.FAILED_PRECONDITION,
+    PoolExhausted: StatusCode.RESOURCE_EXHAUSTED,
+    EngineUnavailable: StatusCode.UNAVAILABLE,
+}
+"""By base class; anything else is INTERNAL."""
+
+_OPTIONAL = ("temperature", "top_k", "top_p", "seed", "max_tokens", "ignore_eos", "logprobs")
+
+
+def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
+    """Raises `InvalidRequest`, naming the field."""
+    given: dict[str, Any] = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
+    return SamplingParams(**given, stop_token_ids=tuple(message.stop_token_ids))
+
+
+def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
+    given: dict[str, Any] = {name: value for name in _OPTIONAL if (value := getattr(params, name)) is not None}
+    return pb.SamplingParams(**given, stop_token_ids=params.stop_token_ids)
+
+
+def response_to_proto(
+    request_id: str, delta: TokenDelta, text: str, prompt_tokens: int, completion_tokens: int
+) -> pb.GenerateResponse:
+    response = pb.GenerateResponse(
+        request_id=request_id,
+        token_ids=delta.token_ids,
+        text=text,
+        finish_reason=FINISH_REASONS[delta.finish_reason],
+        logprobs=[_logprobs_to_proto(row) for row in delta.logprobs or ()],
+    )
+    if delta.finish_reason is not None:
+        response.usage.CopyFrom(
+            pb.Usage(
+                prompt_tokens=prompt_tokens,
+                cached_tokens=delta.num_cached_tokens,
+                completion_tokens=completion_tokens,
+            )
+        )
+    return response
+
+
+def finish_reason_from_proto(number: pb.FinishReason) -> str | None:
+    return _REASON_OF[number]
+
+
+def logprobs_from_proto(rows: Sequence[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(row.token_id, row.logprob, tuple((other.token_id, other.logprob) for other in row.top))
+        for row in rows
+    )
+
+
+def info_to_proto(info: EngineInfo) -> pb.ModelInfo:
+    fields: dict[str, Any] = info._asdict()
+    del fields["model_dir"]  # where files lie on the server is nobody's business
+    fields["groups"] = [pb.LayerGroup(**group._asdict()) for group in info.groups]
+    return pb.ModelInfo(**fields)
+
+
+def info_from_proto(message: pb.ModelInfo) -> EngineInfo:
+    groups = tuple(
+        GroupInfo(group.kind, tuple(group.layers), group.block_tokens, group.page_bytes) for group in message.groups
+    )
+    fields: dict[str, Any] = {name: getattr(message, name) for name in EngineInfo._fields if name != "model_dir"}
+    return EngineInfo(**(fields | {"model_dir": "", "groups": groups, "eos_token_ids": tuple(message.eos_token_ids)}))
+
+
+def error_to_status(error: IntarsiaError) -> status_pb2.Status:
+    """An error as google.rpc.Status, with its class and numbers for programs."""
+    code = next((code for cls, code in STATUS_CODES.items() if isinstance(error, cls)), StatusCode.INTERNAL)
+    metadata = {name: str(value) for name, value in error.details.items()}
+    if error.field:
+        metadata["field"] = error.field
+    details: list[Message] = [
+        error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN, metadata=metadata)
+    ]
+    if error.field:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    packed = []
+    for detail in details:
+        packed.append(any_pb2.Any())
+        packed[-1].Pack(detail)
+    return status_pb2.Status(code=code.value[0], message=error.message, details=packed)
+
+
+def error_from_status(status: status_pb2.Status) -> IntarsiaError | None:
+    """Our error, if the status carries one. Its numbers come back as text."""
+    for detail in status.details:
+        info = error_details_pb2.ErrorInfo()
+        if detail.Unpack(info) and info.domain == DOMAIN:
+            metadata = dict(info.metadata)
+            field = metadata.pop("field", None)
+            return ERRORS.get(info.reason, IntarsiaError)(status.message, field=field, **metadata)
+    return None
+
+
+def _logprobs_to_proto(row: TokenLogprobs) -> pb.TokenLogprobs:
+    top = [pb.TokenLogprobs.Alternative(token_id=token, logprob=logprob) for token, logprob in row.top]
+    return pb.TokenLogprobs(token_id=row.token_id, logprob=row.logprob, top=top)

@@ -1,0 +1,138 @@
+"""The gRPC server: how a request enters, how a bad one is refused, how tokens leave."""
+
+import contextlib
+import ipaddress
+import logging
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from grpc_status import rpc_status
+
+from ..controller.client import EngineClient
+from ..controller.engine import TokenDelta
+from ..errors import IntarsiaError, InvalidRequest, InvalidSetting
+from ..proto import inference_pb2 as pb
+from ..proto import inference_pb2_grpc as pb_grpc
+from .convert import error_to_status, info_to_proto, response_to_proto, sampling_from_proto
+from .tokenizer import Tokenizer, encode_prompt
+
+logger = logging.getLogger(__name__)
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+
+OPTIONS = (
+    ("grpc.max_receive_message_length", 16 * 1024 * 1024),  # a prompt of four million tokens
+    ("grpc.max_send_message_length", 16 * 1024 * 1024),
+    ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server behind it
+)
+
+SHUTDOWN_GRACE_S = 5.0
+
+
+class InferenceServicer(pb_grpc.InferenceServicer):
+    """Answers `intarsia.v1.Inference` out of one engine."""
+
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer | None):
+        self._engine = engine
+        self._tokenizer = tokenizer
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        async with _refusing(context):
+            request_id = request.request_id or uuid.uuid4().hex
+            prompt = self._prompt(request)
+            deltas = self._engine.generate(prompt, sampling_from_proto(request.sampling), request_id)
+            # Closing the generator is what frees the blocks of a client that has gone.
+            async with contextlib.aclosing(deltas):
+                async for response in self._responses(request_id, len(prompt), deltas):
+                    yield response
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
+        return info_to_proto(self._engine.info)
+
+    def _prompt(self, request: pb.GenerateRequest) -> list[int]:
+        kind = request.WhichOneof("prompt")
+        if kind is None:
+            raise InvalidRequest("the request has no prompt; give text or token_ids", field="prompt")
+        if kind == "token_ids":
+            return list(request.token_ids.ids)
+        return encode_prompt(self._tokenizer, request.text, self._engine.info.model)
+
+    async def _responses(
+        self, request_id: str, prompt_tokens: int, deltas: AsyncGenerator[TokenDelta, None]
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        text = self._tokenizer.stream() if self._tokenizer else None
+        completion_tokens = 0
+        async for delta in deltas:
+            completion_tokens += len(delta.token_ids)
+            piece = text.push(delta.token_ids) if text else ""
+            if text and delta.finish_reason is not None:
+                piece += text.finish()
+            yield response_to_proto(request_id, delta, piece, prompt_tokens, completion_tokens)
+
+
+class GrpcServer:
+    """The service with health and reflection, on a loopback address."""
+
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer | None):
+        self._server = grpc.aio.server(options=OPTIONS)
+        self._health: Any = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
+        pb_grpc.add_InferenceServicer_to_server(InferenceServicer(engine, tokenizer), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+
+    async def start(self, host: str = "127.0.0.1", port: int = 50051) -> str:
+        """Listen; port 0 takes a free one. Returns the address. Raises `InvalidSetting` if that can not be."""
+        _check_loopback(host)
+        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            port = self._server.add_insecure_port(target)
+        except RuntimeError as error:
+            raise InvalidSetting(
+                f"can not listen on {target}: the port is in use or not allowed. Choose another --port, or 0 for a "
+                "free one.",
+                field="port",
+                asked=port,
+            ) from error
+        await self._server.start()
+        for service in ("", SERVICE):
+            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+        return f"{target.rpartition(':')[0]}:{port}"
+
+    async def stop(self, grace_s: float = SHUTDOWN_GRACE_S) -> None:
+        """Say so to health watchers, take nothing new, give running calls `grace_s` to end."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+
+@contextlib.asynccontextmanager
+async def _refusing(context: Any) -> AsyncIterator[None]:
+    """Our errors become statuses with details; anything else is our own fault, and only the log learns of it."""
+    try:
+        yield
+    except IntarsiaError as error:
+        status = error_to_status(error)
+    except Exception:
+        logger.exception("a call failed on an internal error")
+        status = error_to_status(IntarsiaError("internal error; the server's log has the details"))
+    else:
+        return
+    await context.abort_with_status(rpc_status.to_status(status))
+
+
+def _check_loopback(host: str) -> None:
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise InvalidSetting(
+            f"host must be a loopback address (127.0.0.1, ::1 or localhost), got {host!r}: there are no keys and no "
+            "TLS yet, so only this machine may connect",
+            field="host",
+        )

@@ -1,0 +1,40 @@
+"""`intarsia serve`: an engine, a gRPC server in front of it, and an orderly end."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator
+
+from ..controller.launch import RunningEngine, start_engine
+from ..controller.startup import EngineSettings
+from .banner import print_banner
+from .grpc_server import GrpcServer
+from .tokenizer import Tokenizer
+
+
+@contextlib.asynccontextmanager
+async def serving(settings: EngineSettings, host: str, port: int) -> AsyncIterator[tuple[RunningEngine, str]]:
+    """A started engine and the address where gRPC clients reach it; both end with the context."""
+    engine = await start_engine(settings)
+    try:
+        server = GrpcServer(engine.client, Tokenizer.load(settings.model.model_dir))
+        address = await server.start(host, port)
+        try:
+            yield engine, address
+        finally:
+            await server.stop()
+    finally:
+        await engine.shutdown()
+
+
+async def serve(settings: EngineSettings, host: str, port: int) -> None:
+    """Serve until SIGINT or SIGTERM; running calls get a few seconds to end."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    async with serving(settings, host, port) as (engine, address):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop.set)
+        print_banner(engine.client.info, address)
+        print("ready; stop with Ctrl-C", flush=True)
+        await stop.wait()
+        print("stopping ...", flush=True)

@@ -1,0 +1,83 @@
+"""Text to tokens and back, and back again piece by piece while tokens stream in."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import CorruptCheckpoint, InvalidRequest
+
+FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
+"""A checkpoint with none of these has no tokenizer."""
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint directory."""
+
+    def __init__(self, fast):
+        self._fast = fast
+
+    @classmethod
+    def load(cls, model_dir: str | Path) -> "Tokenizer | None":
+        """None if the directory has no tokenizer files. Raises `CorruptCheckpoint` if they can not be read."""
+        path = Path(model_dir)
+        if not any((path / name).is_file() for name in FILES):
+            return None
+        from transformers import AutoTokenizer
+
+        try:
+            fast = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False, use_fast=True)
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise CorruptCheckpoint(f"the tokenizer in {path} can not be read: {error}", field="model") from error
+        return cls(fast)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with the special tokens the model wants in front."""
+        return self._fast.encode(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text without special tokens."""
+        return self._fast.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def stream(self) -> "TextStream":
+        """A decoder for tokens that come one by one."""
+        return TextStream(self)
+
+
+class TextStream:
+    """Turns tokens into text as they come. The pieces joined are the decoding of all tokens at once.
+
+    A token may end in the middle of a character, or change how the one before it is spelled. So text is only handed
+    out up to a point behind which nothing changes: two decodings, one with and one without the new tokens, agree
+    there. Only the tokens since that point are decoded again.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._settled = 0  # tokens before this one are no longer looked at
+        self._told = 0  # tokens whose text has been handed out
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """New text, which may be empty."""
+        self._tokens += token_ids
+        before, now = self._texts()
+        if now.endswith("\N{REPLACEMENT CHARACTER}") or len(now) <= len(before):
+            return ""  # in the middle of a character
+        self._settled, self._told = self._told, len(self._tokens)
+        return now[len(before) :]
+
+    def finish(self) -> str:
+        """The rest, be it half a character."""
+        before, now = self._texts()
+        self._settled = self._told = len(self._tokens)
+        return now[len(before) :]
+
+    def _texts(self) -> tuple[str, str]:
+        decode = self._tokenizer.decode
+        return decode(self._tokens[self._settled : self._told]), decode(self._tokens[self._settled :])
+
+
+def encode_prompt(tokenizer: Tokenizer | None, text: str, model: str) -> list[int]:
+    """Token ids of a text prompt. Raises `InvalidRequest` when the model has no tokenizer."""
+    if tokenizer is None:
+        raise InvalidRequest(f"{model} has no tokenizer, so it takes prompts of token ids only", field="prompt")
+    return tokenizer.encode(text)
