@@ -78,6 +78,7 @@ def ensure_ray(workers: int) -> bool:
     if os.environ.get("RAY_ADDRESS"):
         ray.init(namespace=NAMESPACE, **quiet)
         return False
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would let our workers yield to every other process
     cores = len(os.sched_getaffinity(0))
     ray.init(
         address="local",

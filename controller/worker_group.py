@@ -48,11 +48,8 @@ class WorkerGroup:
         try:
             hosts = [host for host, _ in await group._all("node")]
             if size > 1:
-                port = await answer(actors[0].open_store.remote(hosts[0]), "worker")
-                await group._all("join", hosts[0], port)
-            addresses = await asyncio.gather(
-                *(answer(actor.listen.remote(host), "worker") for actor, host in zip(actors, hosts, strict=True))
-            )
+                await group._all("join", await group._each("meeting_point", hosts))
+            addresses = await group._each("listen", hosts)
             group._streams = [await Stream.connect(address) for address in addresses]
         except BaseException:
             await group.close()
@@ -71,6 +68,9 @@ class WorkerGroup:
         for stream in self._streams:
             stream.send(payload)
         results = [await self._result(rank, stream, step) for rank, stream in enumerate(self._streams)]
+        for rank, result in enumerate(results):
+            if result.error is not None:
+                raise EngineUnavailable(f"worker {rank} could not run step {step.number}: {result.error}")
         return results[0]
 
     async def process_ids(self) -> list[int]:
@@ -86,14 +86,19 @@ class WorkerGroup:
         remove_placement_group(self._placement)
 
     async def _result(self, rank: int, stream: Stream, step: Step) -> StepResult:
+        """A rank's answer to `step`. Answers to steps that were given up are dropped."""
         try:
-            result = StepResult.unpack(await stream.receive())
+            while True:
+                result = StepResult.unpack(await stream.receive())
+                if (result.epoch, result.number) == (step.epoch, step.number):
+                    return result
         except ChannelClosed as error:
             raise EngineUnavailable(f"worker {rank} of {len(self._streams)} is gone in step {step.number}") from error
-        assert (result.epoch, result.number) == (step.epoch, step.number), "an answer to another step"
-        if result.error is not None:
-            raise EngineUnavailable(f"worker {rank} could not run step {step.number}: {result.error}")
-        return result
+
+    async def _each(self, method: str, arguments: list[Any]) -> list[Any]:
+        """Call a method of every rank at once, each with its own argument."""
+        calls = (getattr(actor, method).remote(arg) for actor, arg in zip(self._actors, arguments, strict=True))
+        return await asyncio.gather(*(answer(call, "worker") for call in calls))
 
     async def _all(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every rank at once; the first error counts."""

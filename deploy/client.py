@@ -15,7 +15,7 @@ from grpc_status import rpc_status
 from ..controller.engine import TokenLogprobs
 from ..controller.info import EngineInfo
 from ..controller.request import SamplingParams
-from ..errors import EngineUnavailable, IntarsiaError
+from ..errors import EngineUnavailable, IntarsiaError, RequestTooLarge
 from ..proto import inference_pb2 as pb
 from ..proto import inference_pb2_grpc as pb_grpc
 from .convert import (
@@ -23,6 +23,7 @@ from .convert import (
     finish_reason_from_proto,
     info_from_proto,
     logprobs_from_proto,
+    prompt_to_proto,
     sampling_to_proto,
 )
 
@@ -71,10 +72,7 @@ class Client:
         Raises the server's errors as they were: `InvalidRequest`, `EngineUnavailable`, ...
         """
         request = pb.GenerateRequest(request_id=request_id, sampling=sampling_to_proto(sampling or SamplingParams()))
-        if isinstance(prompt, str):
-            request.text = prompt
-        else:
-            request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))
+        prompt_to_proto(request, prompt)
         call: Any = self._stub.Generate(request, timeout=self._timeout_s)
         try:
             for response in call:
@@ -122,6 +120,8 @@ class Client:
                 f"no server answers at {self.address}: {error.details()}. Start one with: intarsia serve MODEL_DIR",
                 field="address",
             )
+        if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # of gRPC itself: ours would carry details
+            return RequestTooLarge(f"{self.address} does not take a message of this size: {error.details()}")
         return IntarsiaError(f"{self.address} answered {error.code().name}: {error.details()}")
 
 

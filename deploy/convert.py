@@ -37,6 +37,12 @@ STATUS_CODES: dict[type[IntarsiaError], StatusCode] = {
 }
 """By base class; anything else is INTERNAL."""
 
+MAX_MESSAGE_CHARS = 300
+"""An error travels three times in the headers of a response: percent-encoded, as status and as field violation. Headers
+beyond 8 KiB are refused, and then the caller learns nothing. Ours are shorter, unless they quote what was sent."""
+
+MAX_DETAIL_CHARS = 80
+
 _OPTIONAL = ("temperature", "top_k", "top_p", "seed", "max_tokens", "ignore_eos", "logprobs")
 
 
@@ -49,6 +55,19 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
 def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
     given: dict[str, Any] = {name: value for name in _OPTIONAL if (value := getattr(params, name)) is not None}
     return pb.SamplingParams(**given, stop_token_ids=params.stop_token_ids)
+
+
+def prompt_to_proto(request: pb.GenerateRequest, prompt: str | Sequence[int]) -> None:
+    """Put a text or token ids into `request`. Raises `InvalidRequest` for what has no place in a message."""
+    try:
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.ids.extend(prompt)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(
+            f"prompt must be text or token ids from 0 to {2**32 - 1}: {error}", field="prompt"
+        ) from error
 
 
 def response_to_proto(
@@ -101,20 +120,21 @@ def info_from_proto(message: pb.ModelInfo) -> EngineInfo:
 def error_to_status(error: IntarsiaError) -> status_pb2.Status:
     """An error as google.rpc.Status, with its class and numbers for programs."""
     code = next((code for cls, code in STATUS_CODES.items() if isinstance(error, cls)), StatusCode.INTERNAL)
-    metadata = {name: str(value) for name, value in error.details.items()}
+    message = _shorten(error.message, MAX_MESSAGE_CHARS)
+    metadata = {name: _shorten(str(value), MAX_DETAIL_CHARS) for name, value in error.details.items()}
     if error.field:
         metadata["field"] = error.field
     details: list[Message] = [
         error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN, metadata=metadata)
     ]
     if error.field:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     packed = []
     for detail in details:
         packed.append(any_pb2.Any())
         packed[-1].Pack(detail)
-    return status_pb2.Status(code=code.value[0], message=error.message, details=packed)
+    return status_pb2.Status(code=code.value[0], message=message, details=packed)
 
 
 def error_from_status(status: status_pb2.Status) -> IntarsiaError | None:
@@ -126,6 +146,10 @@ def error_from_status(status: status_pb2.Status) -> IntarsiaError | None:
             field = metadata.pop("field", None)
             return ERRORS.get(info.reason, IntarsiaError)(status.message, field=field, **metadata)
     return None
+
+
+def _shorten(text: str, limit_chars: int) -> str:
+    return text if len(text) <= limit_chars else text[: limit_chars - 4] + " ..."
 
 
 def _logprobs_to_proto(row: TokenLogprobs) -> pb.TokenLogprobs:

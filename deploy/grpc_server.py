@@ -88,7 +88,7 @@ class GrpcServer:
 
     async def start(self, host: str = "127.0.0.1", port: int = 50051) -> str:
         """Listen; port 0 takes a free one. Returns the address. Raises `InvalidSetting` if that can not be."""
-        _check_loopback(host)
+        check_loopback(host)
         target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             port = self._server.add_insecure_port(target)
@@ -125,7 +125,8 @@ async def _refusing(context: Any) -> AsyncIterator[None]:
     await context.abort_with_status(rpc_status.to_status(status))
 
 
-def _check_loopback(host: str) -> None:
+def check_loopback(host: str) -> None:
+    """Raises `InvalidSetting` for an address that other machines could reach."""
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -8,16 +8,18 @@ from collections.abc import AsyncIterator
 from ..controller.launch import RunningEngine, start_engine
 from ..controller.startup import EngineSettings
 from .banner import print_banner
-from .grpc_server import GrpcServer
+from .grpc_server import GrpcServer, check_loopback
 from .tokenizer import Tokenizer
 
 
 @contextlib.asynccontextmanager
 async def serving(settings: EngineSettings, host: str, port: int) -> AsyncIterator[tuple[RunningEngine, str]]:
     """A started engine and the address where gRPC clients reach it; both end with the context."""
+    check_loopback(host)  # what can be refused at once is refused before workers start
+    tokenizer = Tokenizer.load(settings.model.model_dir)
     engine = await start_engine(settings)
     try:
-        server = GrpcServer(engine.client, Tokenizer.load(settings.model.model_dir))
+        server = GrpcServer(engine.client, tokenizer)
         address = await server.start(host, port)
         try:
             yield engine, address

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from ..errors import CorruptCheckpoint, InvalidRequest
 
-FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
-"""A checkpoint with none of these has no tokenizer."""
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+"""A checkpoint with none of these has no tokenizer. Out of a tokenizer_config.json alone transformers may make one
+with an empty vocabulary, to which every text is no tokens at all."""
 
 
 class Tokenizer:
@@ -44,6 +45,9 @@ class Tokenizer:
 
 class TextStream:
     """Turns tokens into text as they come. The pieces joined are the decoding of all tokens at once.
+
+    One exception: where tokens stand for single bytes (`<0xE4>`) and these are not UTF-8, later bytes change how
+    earlier ones decode. What was told stays told; the number of replacement characters may then differ.
 
     A token may end in the middle of a character, or change how the one before it is spelled. So text is only handed
     out up to a point behind which nothing changes: two decodings, one with and one without the new tokens, agree

@@ -1,1 +1,1 @@
-"""The operations that touch pages: a slow reference beside each fast backend, one selector. Knows nothing of ours."""
+"""The arithmetic that reads and writes pages. Knows tensors and shapes; knows neither requests nor blocks' owners."""

@@ -43,7 +43,7 @@ class Stream:
     @classmethod
     async def connect(cls, address: Address) -> "Stream":
         reader, writer = await asyncio.open_connection(address.host, address.port)
-        _no_delay(writer.get_extra_info("socket"))
+        set_no_delay(writer.get_extra_info("socket"))
         stream = cls(reader, writer)
         stream.send(address.secret)
         return stream
@@ -106,7 +106,7 @@ class StreamServer:
         assert task
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        _no_delay(writer.get_extra_info("socket"))
+        set_no_delay(writer.get_extra_info("socket"))
         stream = Stream(reader, writer)
         try:
             if await self._is_ours(reader):
@@ -162,18 +162,19 @@ class BlockingServer:
                 first = b""
             if hmac.compare_digest(first, self._secret):
                 connection.settimeout(None)
-                _no_delay(connection)
+                set_no_delay(connection)
                 return connection
             connection.close()
 
 
 def _receive_blocking(connection: socket.socket, limit_bytes: int = MAX_FRAME_BYTES) -> bytes:
-    (length,) = _LENGTH.unpack(_read_exactly(connection, _LENGTH.size))
+    (length,) = _LENGTH.unpack(read_exactly(connection, _LENGTH.size))
     _check_length(length, limit_bytes)
-    return _read_exactly(connection, length)
+    return read_exactly(connection, length)
 
 
-def _read_exactly(connection: socket.socket, count: int) -> bytes:
+def read_exactly(connection: socket.socket, count: int) -> bytes:
+    """The next `count` bytes of a blocking socket. Raises `ChannelClosed` when there are fewer."""
     data = bytearray()
     while len(data) < count:
         piece = connection.recv(min(count - len(data), 1 << 20))
@@ -188,6 +189,6 @@ def _check_length(length: int, limit_bytes: int = MAX_FRAME_BYTES) -> None:
         raise ChannelClosed(f"a frame of {length} bytes was announced; at most {limit_bytes} are taken")
 
 
-def _no_delay(connection: socket.socket) -> None:
+def set_no_delay(connection: socket.socket) -> None:
     """Send small frames at once: a step must not wait for Nagle's algorithm."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,5 +1,7 @@
 """The Ray actor around `Worker`. The one place in this folder that knows Ray."""
 
+import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import ray
@@ -24,15 +26,13 @@ class WorkerActor:
 
     def node(self) -> tuple[str, int]:
         """This node's address within the cluster, and our process id."""
-        import os
-
         return ray.util.get_node_ip_address(), os.getpid()
 
-    def open_store(self, host: str) -> int:
-        return self._real().open_store(host)
+    def meeting_point(self, host: str) -> Address:
+        return self._real().meeting_point(host)
 
-    def join(self, host: str, port: int) -> None:
-        self._real().join(host, port)
+    def join(self, addresses: Sequence[Address]) -> None:
+        self._real().join(addresses)
 
     def load(self, settings: ModelSettings) -> ModelFacts:
         return self._real().load(settings)
@@ -50,10 +50,6 @@ class WorkerActor:
     def _real(self) -> "Worker":
         """Made at its first use: importing torch takes seconds, and all ranks do it at the same time."""
         if self._worker is None:
-            if ray.util.get_node_ip_address() == "127.0.0.1":
-                import os
-
-                os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo listens where the host name points
             from .worker import Worker
 
             self._worker = Worker(self._rank, self._size, self._local_workers)

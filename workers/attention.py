@@ -95,6 +95,8 @@ class PagedAttention:
         if self._backend is None:
             needs = Needs(
                 dtype=self._dtype,
+                heads=q_BHTD.shape[1],
+                kv_heads=spec.kv_heads,
                 key_dim=spec.key_dim,
                 value_dim=spec.value_dim,
                 window=any(other.reach.window_tokens is not None for other in self._layers.values()),

@@ -13,20 +13,17 @@ their forward pass. With one rank nothing is cut and nothing is hooked.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import InvalidSetting, UnsupportedModel
+from .collectives import Collectives
 from .families import TENSOR_PARALLEL_PLANS
 
 FIRST_RANK = -1
 """In place of a dimension: rank 0 holds the parameter, on other ranks it is zero (a bias that is summed up)."""
-
-START_TIMEOUT = timedelta(seconds=60)
 
 
 class Slice(NamedTuple):
@@ -61,26 +58,23 @@ WHOLE = {"replicated_with_grad_allreduce", "replicate"}
 
 
 class TensorParallel:
-    """This process's place among the ranks, and the collectives it takes part in."""
+    """This process's place among the ranks."""
 
-    def __init__(self, rank: int = 0, size: int = 1):
+    def __init__(self, rank: int = 0, size: int = 1, collectives: Collectives | None = None):
+        """collectives: what the ranks do together; not needed by one rank alone."""
         self.rank = rank
         self.size = size
+        self._collectives = collectives
 
-    def join(self, store: dist.Store, device: torch.device) -> None:
-        """Meet the other ranks. Blocks until all have come."""
-        if self.size > 1:
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=START_TIMEOUT)
-
-    def leave(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    @property
+    def collectives(self) -> Collectives:
+        assert self._collectives is not None, "one rank has nobody to talk to"
+        return self._collectives
 
     def share_from_first(self, tensor: Tensor) -> None:
         """Fill `tensor` with rank 0's values, on all ranks."""
         if self.size > 1:
-            dist.broadcast(tensor, src=0)
+            self.collectives.share_from_first(tensor)
 
     # -- which part of a parameter -----------------------------------------------------------------------------------
 
@@ -136,7 +130,7 @@ class TensorParallel:
 
     def sum_outputs(self, module: nn.Module, whole_shape: tuple[int, ...]) -> None:
         def after(_module, _inputs, output: Tensor) -> Tensor:
-            dist.all_reduce(output)
+            self.collectives.all_reduce(output)
             return output
 
         module.register_forward_hook(after)
@@ -154,7 +148,7 @@ class TensorParallel:
             return ((tokens.clamp(0, part - 1)), *inputs[1:])
 
         def after(_module, _inputs, output: Tensor) -> Tensor:
-            dist.all_reduce(output.masked_fill_(strangers.unsqueeze(-1), 0))
+            self.collectives.all_reduce(output.masked_fill_(strangers.unsqueeze(-1), 0))
             return output
 
         module.register_forward_pre_hook(before)
@@ -166,8 +160,7 @@ class TensorParallel:
         def after(_module, _inputs, output: Tensor) -> Tensor:
             if output.numel() == 0:
                 return output
-            parts = [torch.empty_like(output) for _ in range(self.size)] if self.rank == 0 else None
-            dist.gather(output.contiguous(), parts)
+            parts = self.collectives.gather_to_first(output)
             return output if parts is None else torch.cat(parts, dim=-1)[..., : whole_shape[0]]
 
         module.register_forward_hook(after)

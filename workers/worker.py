@@ -6,17 +6,18 @@ A plain class; `actor.py` puts it into a Ray actor.
 import logging
 import threading
 import time
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from ..kvcache.plan import MemoryPlan
 from ..proto.channel import Address, BlockingServer
 from ..proto.step import Step, StepResult
+from .collectives import make_collectives
 from .environment import threads_per_worker
 from .facts import ModelFacts, ModelSettings, RunnerLimits
 from .model import LoadedModel, load_model
-from .parallel import START_TIMEOUT, TensorParallel
+from .parallel import TensorParallel
 from .runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -26,24 +27,21 @@ class Worker:
     """One rank. `load`, then `allocate`, then any number of steps; both may be called again for another model."""
 
     def __init__(self, rank: int = 0, size: int = 1, local_workers: int = 1):
-        self._parallel = TensorParallel(rank, size)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._parallel = TensorParallel(rank, size, make_collectives(rank, size, self._device) if size > 1 else None)
         torch.set_num_threads(threads_per_worker(local_workers))
         self._settings: ModelSettings | None = None
         self._model: LoadedModel | None = None
         self._runner: ModelRunner | None = None
         self._server: BlockingServer | None = None
 
-    def open_store(self, host: str) -> int:
-        """On rank 0: the meeting point of all ranks. Returns its port."""
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=START_TIMEOUT)
-        return self._store.port
+    def meeting_point(self, host: str) -> Address:
+        """Where the other ranks find this one."""
+        return self._parallel.collectives.meeting_point(host)
 
-    def join(self, host: str, port: int) -> None:
-        """Meet the other ranks at rank 0's store."""
-        if self._parallel.rank > 0:
-            self._store = dist.TCPStore(host, port, is_master=False, timeout=START_TIMEOUT)
-        self._parallel.join(self._store, self._device)
+    def join(self, addresses: Sequence[Address]) -> None:
+        """Meet the other ranks, given everybody's meeting point in rank order."""
+        self._parallel.collectives.join(addresses)
 
     def load(self, settings: ModelSettings) -> ModelFacts:
         """Read this rank's share of the weights. Raises `ModelError` or `InvalidSetting`."""
@@ -81,7 +79,8 @@ class Worker:
     def close(self) -> None:
         if self._server:
             self._server.close()
-        self._parallel.leave()
+        if self._parallel.size > 1:
+            self._parallel.collectives.close()
 
     def _answer(self, payload: bytes) -> bytes:
         return self.run(Step.unpack(payload)).pack()

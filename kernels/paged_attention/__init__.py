@@ -1,41 +1,62 @@
-"""Paged attention: shapes in, a backend chosen, shapes out.
+"""Attention over a paged KV cache: shapes in, a backend chosen, shapes out.
 
-    backend = select_backend(Needs(torch.bfloat16, key_dim=128, value_dim=128, window=True), device)
-    meta = backend.prepare(batch, device)                  # once per group and step
-    backend.write(kv_view, k, v, meta)                     # then, for each layer of the group
-    backend.attend(q, kv_view, params, meta, out)
+    backend = select_backend(needs, device)           # once per worker and set of needs
+    meta = backend.prepare(batch, device)             # once per group of layers and step
+    backend.write(kv_view, k, v, meta)                # once per layer: the new tokens enter their pages
+    backend.attend(q, kv_view, params, meta, out)     # ... and every new token looks back
 
-Shapes are explained in `protocol.py`.
+`protocol.py` says what these words mean, `reference.py` shows the arithmetic one query at a time, and
+`torch_sdpa.py` is how it runs by default.
 """
+
+from collections.abc import Sequence
 
 import torch
 
 from ...errors import InvalidSetting, UnsupportedModel
-from .protocol import Backend, Capabilities, GroupBatch, LayerParams, Needs
+from .protocol import Backend, Capabilities, GroupBatch, GroupMeta, LayerParams, Needs
 from .reference import ReferenceBackend
 from .torch_sdpa import TorchBackend
 
-__all__ = ["BACKENDS", "Backend", "Capabilities", "GroupBatch", "LayerParams", "Needs", "select_backend"]
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Capabilities",
+    "GroupBatch",
+    "GroupMeta",
+    "LayerParams",
+    "Needs",
+    "ReferenceBackend",
+    "TorchBackend",
+    "select_backend",
+]
 
 BACKENDS: tuple[type[Backend], ...] = (TorchBackend, ReferenceBackend)
 """Fastest first."""
 
 
-def select_backend(needs: Needs, device: torch.device, name: str | None = None) -> Backend:
-    """The first backend that covers `needs`, or the one called `name`.
+def select_backend(
+    needs: Needs,
+    device: torch.device,
+    name: str | None = None,
+    backends: Sequence[type[Backend]] = BACKENDS,
+) -> Backend:
+    """A new instance of the first backend that covers `needs` on `device`; `name` allows only that one.
 
-    Raises `UnsupportedModel`, naming each backend and why it refused; `InvalidSetting` for an unknown name.
+    Raises  UnsupportedModel if none does, with every backend's reason; InvalidSetting if no backend has that name
     """
-    candidates = [backend for backend in BACKENDS if name in (None, backend.name)]
+    candidates = [backend for backend in backends if name in (None, backend.name)]
     if not candidates:
-        raise InvalidSetting(
-            f"there is no attention backend {name!r}; there are {', '.join(b.name for b in BACKENDS)}",
-            field="attention_backend",
-        )
+        known = ", ".join(backend.name for backend in backends)
+        raise InvalidSetting(f"there is no attention backend '{name}'; choose one of: {known}.", field="backend")
     refusals = []
     for backend in candidates:
         refusal = backend.capabilities.refusal(needs, device)
         if refusal is None:
             return backend()
-        refusals.append(f"{backend.name} {refusal}")
-    raise UnsupportedModel(f"no attention backend covers this model: {'; '.join(refusals)}", field="attention_backend")
+        refusals.append(f"'{backend.name}' {refusal}")
+    raise UnsupportedModel(
+        f"no attention backend can run {needs} on {device}: {'. '.join(refusals)}. "
+        "Choose another dtype or device, or add a backend in kernels/paged_attention.",
+        field="backend",
+    )

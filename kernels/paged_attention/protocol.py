@@ -1,47 +1,94 @@
-"""What every paged-attention backend is given, and what it must do.
+"""What the runner says to an attention backend, and what a backend must do.
 
-Shapes  T tokens of the step (packed, all rows), R rows (requests), H query heads, K kv heads, D head size of keys,
-        Dv head size of values, P pages, B tokens per page
-        kv_view [P, B, K, D+Dv]: strided over a raw buffer, last stride 1; the page stride may exceed the content
+Suffixes name the axes of a tensor:
+    T packed tokens    R rows (one per request)    H query heads    K kv heads    D head size    P pages of a row
+
+    once per group and step    meta = backend.prepare(batch, device)
+    once per layer             backend.write(kv_view, k, v, meta), then backend.attend(q, kv_view, params, meta, out)
+
+`kv_view` is always [pages, tokens, K, Dk+Dv], token-major with key and value fused on the last axis, strided over the
+raw buffer: its page stride may exceed its content, because a page is padded or because several layers live in it.
+Pages change owner and dtype, so whatever is not a live token of this very row may be NaN, page 0 (the null page)
+included. A mask does not hide NaN (0 * NaN is NaN): a backend must not let such bytes into its arithmetic.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class LayerParams:
-    """Constants of one layer."""
+    """Constant facts of one layer.
+
+    scale    multiplies q·k
+    softcap  if given, logits become softcap * tanh(logits / softcap)
+    sinks    if given, [H]: one learned logit per query head that joins the softmax's denominator and has no value
+    """
 
     scale: float
-    softcap: float | None = None  # scores become c * tanh(s / c), before the mask
-    sinks: Tensor | None = None  # [H]: a learned logit per head that only enlarges the softmax denominator
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupBatch:
-    """The rows of one step as one group of layers sees them. Host arrays.
+    """Who computes what in this step, for all layers of one group. Host memory, so reading it never waits for a GPU.
 
-    Rows with one query come first. A row's queries stand at positions kv_len - query_len .. kv_len - 1. Entries of the
-    block table before a row's window may name any page: nothing there is read.
+    Shapes  block_table [R,P]  query_lens [R]  kv_lens [R], all int32
+    Units   lengths in tokens; row r asks for positions kv_lens[r] - query_lens[r] .. kv_lens[r] - 1, so its new tokens
+            are part of kv_lens. window_tokens counts visible tokens, the query itself included; None sees all.
+    The packed tokens lie in row order. Blocks no query can see may be 0, and so may the tail of a table row.
     """
 
-    block_table: np.ndarray  # [R, pages] int32
-    query_lens: np.ndarray  # [R] int32; 0 is allowed
-    kv_lens: np.ndarray  # [R] int32: tokens of the sequence, this step's included
+    block_table: np.ndarray
+    query_lens: np.ndarray
+    kv_lens: np.ndarray
     block_tokens: int
-    window_tokens: int | None  # visible tokens, the query included; None: all
+    window_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        rows, pages = self.block_table.shape
+        assert self.query_lens.shape == self.kv_lens.shape == (rows,), "one length per row of the block table"
+        assert (self.query_lens <= self.kv_lens).all(), "kv_lens counts the new tokens too"
+        assert self.kv_lens.max(initial=0) <= pages * self.block_tokens, "a row is longer than its block table"
+
+    def first_token(self) -> np.ndarray:
+        """[R] index of each row's first packed token."""
+        return np.cumsum(self.query_lens, dtype=np.int64) - self.query_lens
+
+    def token_places(self) -> tuple[np.ndarray, np.ndarray]:
+        """[T] page of each new token, and [T] its offset in that page. int64: page * stride overflows int32."""
+        row = np.repeat(np.arange(len(self.query_lens)), self.query_lens)
+        first_position = self.kv_lens - self.query_lens - self.first_token()
+        position = np.arange(len(row)) + first_position[row]
+        block, offset = np.divmod(position, self.block_tokens)
+        return self.block_table[row, block].astype(np.int64), offset.astype(np.int64)
+
+    def oldest_visible(self, position: Any) -> Any:
+        """First position that the query at `position` (an int or an array) sees."""
+        return position * 0 if self.window_tokens is None else np.maximum(0, position - self.window_tokens + 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupMeta:
+    """What `prepare` worked out. `plan` is the backend's own; nobody else looks inside."""
+
+    token_page: Tensor  # [T] int64
+    token_offset: Tensor  # [T] int64
+    plan: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What the layers of a model ask of a backend."""
+    """What a layer asks of a backend."""
 
     dtype: torch.dtype
+    heads: int
+    kv_heads: int
     key_dim: int
     value_dim: int
     window: bool = False
@@ -51,47 +98,52 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do."""
+    """What a backend offers. `head_sizes` are (key, value) pairs; None takes any."""
 
-    devices: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]
-    max_head_dim: int | None = None
+    devices: frozenset[str]
+    dtypes: frozenset[torch.dtype]
+    head_sizes: frozenset[tuple[int, int]] | None = None
     window: bool = True
     softcap: bool = True
     sinks: bool = True
 
     def refusal(self, needs: Needs, device: torch.device) -> str | None:
-        """Why these needs are not covered; None: they are."""
-        if device.type not in self.devices:
-            return f"runs on {', '.join(self.devices)}, not on {device.type}"
-        if needs.dtype not in self.dtypes:
-            return f"takes {', '.join(map(str, self.dtypes))}, not {needs.dtype}"
-        largest = max(needs.key_dim, needs.value_dim)
-        if self.max_head_dim is not None and largest > self.max_head_dim:
-            return f"takes heads of up to {self.max_head_dim} numbers, not {largest}"
-        for feature in ("window", "softcap", "sinks"):
-            if getattr(needs, feature) and not getattr(self, feature):
-                return f"has no {feature}"
-        return None
+        """Why this layer can not run here, in words; None if it can."""
+        head_size = (needs.key_dim, needs.value_dim)
+        checks = (
+            (device.type in self.devices, f"runs on {_names(self.devices)}, not on {device.type}"),
+            (needs.dtype in self.dtypes, f"computes in {_names(self.dtypes)}, not in {needs.dtype}"),
+            (self.head_sizes is None or head_size in self.head_sizes, f"has no kernel for head sizes {head_size}"),
+            (needs.heads % needs.kv_heads == 0, f"can not share {needs.kv_heads} kv heads among {needs.heads} heads"),
+            (self.window or not needs.window, "has no sliding window"),
+            (self.softcap or not needs.softcap, "has no softcap"),
+            (self.sinks or not needs.sinks, "has no attention sinks"),
+        )
+        return "; ".join(reason for passed, reason in checks if not passed) or None
+
+
+def _names(values: frozenset) -> str:
+    return ", ".join(sorted(map(str, values)))
 
 
 class Backend(Protocol):
-    """One way to write to pages and to attend over them."""
+    """Paged attention on one kind of machine. Holds scratch memory at most: one instance per thread."""
 
-    name: str
-    capabilities: Capabilities
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
 
-    def prepare(self, batch: GroupBatch, device: torch.device) -> Any:
-        """Everything that is the same for all layers of the group, once per step. Waits for no device."""
+    def prepare(self, batch: GroupBatch, device: torch.device) -> GroupMeta:
+        """Work out everything the layers of the group share: where tokens go, what is gathered, who sees what."""
         ...
 
-    def write(self, kv_view: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: Any) -> None:
-        """Store the step's keys and values in the slots of their tokens; nothing else is touched."""
+    def write(self, kv_view: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: GroupMeta) -> None:
+        """Put this step's keys [T,K,Dk] and values [T,K,Dv] into their pages; touch nothing else."""
         ...
 
-    def attend(self, q_THD: Tensor, kv_view: Tensor, params: LayerParams, meta: Any, out_THD: Tensor) -> None:
-        """Attention of every query over its visible keys, into `out_THD` [T, H, Dv].
+    def attend(self, q_THD: Tensor, kv_view: Tensor, params: LayerParams, meta: GroupMeta, out_THD: Tensor) -> None:
+        """Causal attention of the new tokens over their pages, which already hold the new tokens themselves.
 
-        Softmax and sums in float32 at least. Bytes of tokens a query does not see may be NaN and must not matter.
+        Shapes  q [T,H,Dk]  kv_view [pages,tokens,K,Dk+Dv]  out [T,H,Dv], H a multiple of K, all of one dtype
+        Result  fills out, whatever it held; softmax and sums in float32 or wider
         """
         ...

@@ -1,55 +1,66 @@
-"""Paged attention, slow and obvious: token by token, straight from the definition. The oracle of the fast backends."""
+"""Paged attention, slow and obvious: one query at a time. The oracle of every fast backend.
+
+A query's result depends on that query and the keys it sees, never on who shares the batch or how a prompt was cut
+into chunks: the same bits come out. Suffixes are explained in `protocol.py`; L counts the keys one query sees.
+"""
+
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from .protocol import Capabilities, GroupBatch, LayerParams
+from .protocol import Capabilities, GroupBatch, GroupMeta, LayerParams
 
 
 class ReferenceBackend:
-    """Loops over rows and queries, reads one token of one page at a time, computes in float64."""
+    """Every feature, every dtype, no speed. `compute_dtype` may be float64 to judge others."""
 
-    name = "reference"
-    capabilities = Capabilities(
-        devices=("cpu", "cuda"), dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    name: ClassVar[str] = "reference"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        devices=frozenset({"cpu", "cuda"}),
+        dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
     )
 
-    def prepare(self, batch: GroupBatch, device: torch.device) -> GroupBatch:
-        return batch
+    def __init__(self, compute_dtype: torch.dtype = torch.float32):
+        self.compute_dtype = compute_dtype
 
-    def write(self, kv_view: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: GroupBatch) -> None:
-        for t, (row, position) in enumerate(_queries(meta)):
-            kv_view[_place(meta, row, position)] = torch.cat([k_TKD[t], v_TKD[t]], dim=-1)
+    def prepare(self, batch: GroupBatch, device: torch.device) -> GroupMeta:
+        page, offset = (torch.from_numpy(place).to(device) for place in batch.token_places())
+        return GroupMeta(page, offset, plan=batch)
 
-    def attend(self, q_THD: Tensor, kv_view: Tensor, params: LayerParams, meta: GroupBatch, out_THD: Tensor) -> None:
-        key_dim = q_THD.shape[-1]
-        for t, (row, position) in enumerate(_queries(meta)):
-            first = 0 if meta.window_tokens is None else max(0, position - meta.window_tokens + 1)
-            kv_NKE = torch.stack([kv_view[_place(meta, row, key)] for key in range(first, position + 1)]).double()
-            out_THD[t] = attend_one(q_THD[t].double(), kv_NKE[..., :key_dim], kv_NKE[..., key_dim:], params)
+    def write(self, kv_view: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: GroupMeta) -> None:
+        key_dim = k_TKD.shape[-1]
+        for token, (page, offset) in enumerate(zip(meta.token_page.tolist(), meta.token_offset.tolist())):
+            kv_view[page, offset, :, :key_dim] = k_TKD[token]
+            kv_view[page, offset, :, key_dim:] = v_TKD[token]
 
+    def attend(self, q_THD: Tensor, kv_view: Tensor, params: LayerParams, meta: GroupMeta, out_THD: Tensor) -> None:
+        batch: GroupBatch = meta.plan
+        token = 0
+        for row, (query_len, kv_len) in enumerate(zip(batch.query_lens.tolist(), batch.kv_lens.tolist())):
+            for position in range(kv_len - query_len, kv_len):
+                seen = range(batch.oldest_visible(position), position + 1)
+                kv_LKC = torch.stack([kv_view[_place(batch, row, key)] for key in seen])
+                out_THD[token] = self._one_query(q_THD[token], kv_LKC, params)
+                token += 1
 
-def attend_one(q_HD: Tensor, k_NKD: Tensor, v_NKD: Tensor, params: LayerParams) -> Tensor:
-    """One query over the N keys it sees. Returns [H, Dv]."""
-    queries_per_kv_head = q_HD.shape[0] // k_NKD.shape[1]
-    k_NHD = k_NKD.repeat_interleave(queries_per_kv_head, dim=1)
-    v_NHD = v_NKD.repeat_interleave(queries_per_kv_head, dim=1)
-    scores_HN = torch.einsum("hd,nhd->hn", q_HD, k_NHD) * params.scale
-    if params.softcap is not None:
-        scores_HN = params.softcap * torch.tanh(scores_HN / params.softcap)
-    if params.sinks is not None:
-        scores_HN = torch.cat([scores_HN, params.sinks.to(scores_HN).unsqueeze(1)], dim=1)
-    weights_HN = torch.softmax(scores_HN, dim=-1)[:, : k_NKD.shape[0]]  # what the sink takes goes nowhere
-    return torch.einsum("hn,nhd->hd", weights_HN, v_NHD)
-
-
-def _queries(batch: GroupBatch):
-    """(row, position) of each packed token."""
-    for row, (count, length) in enumerate(zip(batch.query_lens.tolist(), batch.kv_lens.tolist(), strict=True)):
-        for position in range(length - count, length):
-            yield row, position
+    def _one_query(self, q_HD: Tensor, kv_LKC: Tensor, params: LayerParams) -> Tensor:
+        """[H,Dv]: what one query reads from the L keys it sees."""
+        heads, key_dim = q_HD.shape
+        kv_LHC = kv_LKC.to(self.compute_dtype).repeat_interleave(heads // kv_LKC.shape[1], dim=1)
+        keys, values = kv_LHC[..., :key_dim], kv_LHC[..., key_dim:]
+        logits_HL = torch.einsum("hd,lhd->hl", q_HD.to(self.compute_dtype), keys) * params.scale
+        if params.softcap is not None:
+            logits_HL = params.softcap * torch.tanh(logits_HL / params.softcap)
+        if params.sinks is None:
+            weights_HL = torch.softmax(logits_HL, dim=-1)
+        else:  # the sink takes its share of the weight and gives nothing back
+            sink_H1 = params.sinks.to(self.compute_dtype)[:, None]
+            weights_HL = torch.softmax(torch.cat((logits_HL, sink_H1), dim=-1), dim=-1)[:, :-1]
+        return torch.einsum("hl,lhd->hd", weights_HL, values)
 
 
 def _place(batch: GroupBatch, row: int, position: int) -> tuple[int, int]:
-    """(page, offset) of a token."""
-    return int(batch.block_table[row, position // batch.block_tokens]), position % batch.block_tokens
+    """Page and offset in that page of one token."""
+    block, offset = divmod(position, batch.block_tokens)
+    return int(batch.block_table[row, block]), offset

@@ -1,49 +1,91 @@
+"""Which backend a layer gets, and what is said when there is none."""
+
+from dataclasses import replace
+from typing import ClassVar
+
 import pytest
 import torch
 
 from intarsia.errors import InvalidSetting, UnsupportedModel
-from intarsia.kernels.paged_attention import Capabilities, Needs, select_backend, torch_sdpa
+from intarsia.kernels.paged_attention import (
+    Capabilities,
+    Needs,
+    ReferenceBackend,
+    TorchBackend,
+    select_backend,
+)
 
 CPU = torch.device("cpu")
-FLOAT = Needs(torch.float32, key_dim=64, value_dim=64)
+PLAIN = Needs(torch.bfloat16, heads=8, kv_heads=2, key_dim=64, value_dim=64)
 
 
-def test_first_backend_that_covers_the_needs_is_taken():
-    assert select_backend(FLOAT, CPU).name == "torch"
-    assert select_backend(Needs(torch.float64, 64, 64), CPU).name == "reference"
+class NarrowBackend(TorchBackend):
+    """As a hand-written GPU kernel may be: fast, and good for few layers."""
 
-
-def test_backend_is_taken_by_name():
-    assert select_backend(FLOAT, CPU, "reference").name == "reference"
-
-
-def test_unknown_name_lists_the_known_ones():
-    with pytest.raises(InvalidSetting, match="no attention backend 'warp'; there are torch, reference"):
-        select_backend(FLOAT, CPU, "warp")
-
-
-def test_needs_nobody_covers_name_each_backend_and_why():
-    with pytest.raises(UnsupportedModel, match=r"torch takes .* not torch\.int8; reference takes .* not torch\.int8"):
-        select_backend(Needs(torch.int8, 64, 64), CPU)
-
-
-def test_needs_not_covered_by_the_named_backend_are_refused():
-    with pytest.raises(UnsupportedModel, match=r"torch takes .* not torch\.float64"):
-        select_backend(Needs(torch.float64, 64, 64), CPU, "torch")
+    name: ClassVar[str] = "narrow"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        devices=frozenset({"cpu"}),
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        head_sizes=frozenset({(64, 64), (128, 128)}),
+        window=False,
+        softcap=False,
+        sinks=False,
+    )
 
 
 @pytest.mark.parametrize(
-    ("limits", "reason"),
+    "needs, chosen",
     [
-        ({"devices": ("cuda",)}, "runs on cuda, not on cpu"),
-        ({"max_head_dim": 32}, "takes heads of up to 32 numbers, not 64"),
-        ({"window": False}, "has no window"),
-        ({"softcap": False}, "has no softcap"),
-        ({"sinks": False}, "has no sinks"),
+        (PLAIN, NarrowBackend),
+        (replace(PLAIN, dtype=torch.float32), TorchBackend),
+        (replace(PLAIN, key_dim=192, value_dim=128), TorchBackend),
+        (replace(PLAIN, window=True), TorchBackend),
+        (replace(PLAIN, softcap=True), TorchBackend),
+        (replace(PLAIN, sinks=True), TorchBackend),
+        (replace(PLAIN, dtype=torch.float64), ReferenceBackend),
     ],
 )
-def test_refusal_says_what_is_lacking(limits: dict, reason: str):
-    able = {"devices": ("cpu",), "dtypes": (torch.float32,)}
-    needs = Needs(torch.float32, 64, 64, window=True, softcap=True, sinks=True)
-    assert Capabilities(**(able | limits)).refusal(needs, CPU) == reason
-    assert torch_sdpa.TorchBackend.capabilities.refusal(needs, CPU) is None
+def test_the_first_backend_that_covers_the_layer_is_chosen(needs, chosen):
+    backend = select_backend(needs, CPU, backends=(NarrowBackend, TorchBackend, ReferenceBackend))
+    assert type(backend) is chosen
+
+
+def test_the_default_is_torch_and_a_name_forces_another():
+    assert select_backend(PLAIN, CPU).name == "torch"
+    assert select_backend(PLAIN, CPU, "reference").name == "reference"
+
+
+@pytest.mark.parametrize(
+    "needs, device, reason",
+    [
+        (replace(PLAIN, dtype=torch.float32), "cpu", "computes in torch.bfloat16, torch.float16, not in torch.float32"),
+        (replace(PLAIN, key_dim=80), "cpu", "has no kernel for head sizes (80, 64)"),
+        (replace(PLAIN, window=True), "cpu", "has no sliding window"),
+        (replace(PLAIN, softcap=True), "cpu", "has no softcap"),
+        (replace(PLAIN, sinks=True), "cpu", "has no attention sinks"),
+        (replace(PLAIN, heads=7), "cpu", "can not share 2 kv heads among 7 heads"),
+        (PLAIN, "meta", "runs on cpu, not on meta"),
+    ],
+)
+def test_a_refusal_says_what_is_missing(needs, device, reason):
+    assert NarrowBackend.capabilities.refusal(needs, torch.device(device)) == reason
+
+
+def test_no_backend_at_all_names_each_and_its_reasons():
+    needs = replace(PLAIN, dtype=torch.int8, sinks=True)
+    with pytest.raises(UnsupportedModel) as refused:
+        select_backend(needs, CPU, backends=(NarrowBackend, TorchBackend, ReferenceBackend))
+    message = str(refused.value)
+    assert "'narrow' computes in torch.bfloat16, torch.float16, not in torch.int8; has no attention sinks" in message
+    assert "'torch' computes in" in message and "'reference' computes in" in message
+
+
+def test_a_forced_backend_that_can_not_is_refused_without_a_fallback():
+    with pytest.raises(UnsupportedModel, match="'torch' computes in") as refused:
+        select_backend(replace(PLAIN, dtype=torch.float64), CPU, "torch")
+    assert "'reference'" not in str(refused.value)
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones():
+    with pytest.raises(InvalidSetting, match="no attention backend 'flash'; choose one of: torch, reference"):
+        select_backend(PLAIN, CPU, "flash")

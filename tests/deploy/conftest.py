@@ -1,0 +1,54 @@
+"""A real gRPC server on loopback in front of a scripted engine, and a tokenizer made on the spot."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from intarsia.deploy.grpc_server import GrpcServer
+from intarsia.deploy.tokenizer import Tokenizer
+from intarsia.tests.deploy.scripted import ScriptedEngine
+
+
+@pytest.fixture
+def serve_script(loop: Any) -> Iterator[Callable[..., tuple[ScriptedEngine, str]]]:
+    """Starts a server that plays a script; returns its engine and its address."""
+    servers: list[GrpcServer] = []
+
+    def start(*script: Any, tokenizer: Any = None) -> tuple[ScriptedEngine, str]:
+        engine: Any = ScriptedEngine(script)
+
+        async def listen() -> str:
+            engine.server = GrpcServer(engine, tokenizer)
+            servers.append(engine.server)
+            return await engine.server.start(port=0)
+
+        return engine, loop.run(listen())
+
+    yield start
+    for server in servers:
+        loop.run(server.stop(grace_s=0))
+
+
+@pytest.fixture(scope="session")
+def byte_backend() -> Backend:
+    """256 tokens of one byte each (id = place in the alphabet), `<eos>`, and the two bytes that begin many emoji."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate(alphabet)} | {"ðŁ": 256}
+    backend = Backend(models.BPE(vocab=vocab, merges=[("ð", "Ł")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<eos>"])
+    return backend
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer(byte_backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("byte-tokenizer")
+    byte_backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    loaded = Tokenizer.load(folder)
+    assert loaded is not None
+    return loaded

@@ -1,0 +1,63 @@
+"""An engine that plays a script, for edges that a real engine seldom shows."""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from intarsia.controller.engine import TokenDelta
+from intarsia.controller.info import EngineInfo, GroupInfo
+from intarsia.controller.request import SamplingParams
+
+HANG: Any = "hang"
+"""In a script: nothing more comes until the caller gives up."""
+
+INFO = EngineInfo(
+    model="tiny-hybrid",
+    model_dir="/models/tiny-hybrid",
+    architecture="Gemma3ForCausalLM",
+    dtype="float32",
+    device="cpu",
+    tensor_parallel_size=2,
+    weight_bytes=3 * 2**20,
+    vocab_size=300,
+    max_model_len=1000,
+    max_num_seqs=64,
+    max_num_batched_tokens=2048,
+    eos_token_ids=(1, 106),
+    strategy="layered",
+    groups=(
+        GroupInfo("full", (5, 11), 16, 16384),
+        GroupInfo("sliding-64", tuple(i for i in range(12) if i not in (5, 11)), 16, 16384),
+    ),
+    num_blocks=1000,
+    num_buffers=2,
+    kv_cache_bytes=64 * 2**20,
+    max_len_blocks=80,
+    enable_prefix_caching=True,
+)
+
+
+class ScriptedEngine:
+    """Plays one script for every request: deltas are yielded, errors raised, `HANG` waits for ever."""
+
+    def __init__(self, script: Sequence[Any]):
+        self.info = INFO
+        self.asked: list[tuple[list[int], SamplingParams, str | None]] = []
+        self.closed = threading.Event()
+        self.server: Any = None  # the GrpcServer in front
+        self._script = script
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, request_id: str | None = None
+    ) -> AsyncGenerator[TokenDelta, None]:
+        self.asked.append((list(prompt_token_ids), sampling, request_id))
+        try:
+            for entry in self._script:
+                if entry is HANG:
+                    await asyncio.sleep(3600)
+                if isinstance(entry, Exception):
+                    raise entry
+                yield entry
+        finally:
+            self.closed.set()

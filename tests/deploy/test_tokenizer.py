@@ -1,0 +1,109 @@
+import random
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+
+from intarsia.deploy.tokenizer import TextStream, Tokenizer, encode_prompt
+from intarsia.errors import CorruptCheckpoint, InvalidRequest
+
+HALF = "\N{REPLACEMENT CHARACTER}"
+
+
+def pieces(tokenizer: Tokenizer, token_ids: list[int], at_once: int = 1) -> list[str]:
+    stream = tokenizer.stream()
+    told = [stream.push(token_ids[start : start + at_once]) for start in range(0, len(token_ids), at_once)]
+    return [*told, stream.finish()]
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 5])
+@pytest.mark.parametrize("text", ["plain words", "naïve café", "中文字", "🎉🎉", "👩‍👩‍👧 a\n b", ""])
+def test_streamed_text_is_whole_characters_and_all_of_it(byte_tokenizer: Tokenizer, text: str, at_once: int):
+    told = pieces(byte_tokenizer, byte_tokenizer.encode(text), at_once)
+    assert "".join(told) == text
+    assert HALF not in "".join(told)
+
+
+def test_character_of_four_bytes_comes_with_its_last_byte(byte_tokenizer: Tokenizer):
+    ids = byte_tokenizer.encode("🎉")
+    assert len(ids) == 3  # the first two bytes are one token
+    assert pieces(byte_tokenizer, ids) == ["", "", "🎉", ""]
+
+
+def test_half_a_character_at_the_end_is_told_by_finish(byte_tokenizer: Tokenizer):
+    assert pieces(byte_tokenizer, byte_tokenizer.encode("a🎉")[:-1]) == ["a", "", "", HALF]
+
+
+def test_special_tokens_have_no_text(byte_tokenizer: Tokenizer):
+    eos = byte_tokenizer.encode("<eos>")
+    assert len(eos) == 1
+    assert pieces(byte_tokenizer, [*byte_tokenizer.encode("hi"), *eos]) == ["h", "i", "", ""]
+
+
+def test_any_bytes_stream_to_what_they_decode_to_at_once(byte_tokenizer: Tokenizer):
+    """Random bytes are seldom UTF-8: a model with random weights says such things."""
+    rng = random.Random(7)
+    for _ in range(300):
+        ids = [rng.randrange(257) for _ in range(rng.randrange(30))]
+        assert "".join(pieces(byte_tokenizer, ids, rng.randrange(1, 4))) == byte_tokenizer.decode(ids), ids
+
+
+class SpaceMarking(Tokenizer):
+    """As Llama's: a word's first token carries its space, unknown characters fall back to bytes."""
+
+    def __init__(self):
+        words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁▁", "▁a", "a", "b", "中"]
+        vocab = {word: index for index, word in enumerate(words)}
+        self.backend = Backend(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        self.backend.decoder = decoders.Sequence(steps)
+
+    def encode(self, text: str) -> list[int]:
+        return self.backend.encode(text.replace(" ", "▁")).ids
+
+    def decode(self, token_ids) -> str:
+        return self.backend.decode(list(token_ids))
+
+
+def test_spaces_between_words_survive_streaming():
+    tokenizer = SpaceMarking()
+    rng = random.Random(7)
+    for _ in range(300):
+        text = "".join(rng.choice(["a", "b", " ", "  ", "中", "é", "🎉", "\n"]) for _ in range(rng.randrange(20)))
+        ids = tokenizer.encode(text)
+        assert "".join(pieces(tokenizer, ids, rng.randrange(1, 4))) == tokenizer.decode(ids), text
+
+
+def test_broken_fallback_bytes_never_fail_and_later_words_come_through():
+    tokenizer = SpaceMarking()
+    broken = [1 + byte for byte in (0x41, 0xE4, 0xFF, 0x42)]
+    assert "".join(pieces(tokenizer, [*broken, *tokenizer.encode("ab a")])).endswith("ab a")
+
+
+def test_folder_without_tokenizer_files_has_none(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert Tokenizer.load(tmp_path) is None
+
+
+def test_tokenizer_config_alone_is_no_tokenizer(tmp_path: Path):
+    """transformers would make one with an empty vocabulary, to which every text is no tokens at all."""
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    assert Tokenizer.load(tmp_path) is None
+
+
+def test_truncated_tokenizer_file_is_a_corrupt_checkpoint(tmp_path: Path):
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": {')
+    with pytest.raises(CorruptCheckpoint, match=str(tmp_path)):
+        Tokenizer.load(tmp_path)
+
+
+def test_text_prompt_without_tokenizer_says_to_send_token_ids():
+    with pytest.raises(InvalidRequest, match="token ids") as refusal:
+        encode_prompt(None, "hello", "tiny-hybrid")
+    assert refusal.value.field == "prompt"
+
+
+def test_stream_of_no_tokens_says_nothing(byte_tokenizer: Tokenizer):
+    stream = TextStream(byte_tokenizer)
+    assert (stream.push([]), stream.finish()) == ("", "")
