@@ -10,6 +10,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..controller.client import EngineClient
 from ..controller.engine import TokenLogprobs
 from ..controller.info import EngineInfo
 from ..controller.launch import RunningEngine, start_engine
@@ -68,10 +69,11 @@ class LLM:
 
         Raises `InvalidRequest` for the first prompt that can not be served; the others are stopped.
         """
+        engine = self._running()
         listed = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[list-item]
         params = _one_for_each(sampling_params, len(listed))
         tokenised = [self._tokens(prompt) for prompt in listed]  # type: ignore[arg-type]
-        return self._await(self._generate_all(tokenised, params))
+        return self._await(self._generate_all(engine.client, tokenised, params))
 
     def recount(self) -> Recount:
         """Count every block of the pool from the block tables. Raises `AssertionError` on any contradiction."""
@@ -105,16 +107,18 @@ class LLM:
             return list(prompt)
         return encode_prompt(self._tokenizer, prompt, self.info.model)
 
-    async def _generate_all(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
+    async def _generate_all(
+        self, client: EngineClient, prompts: list[list[int]], params: list[SamplingParams]
+    ) -> list[RequestOutput]:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._generate(p, s)) for p, s in zip(prompts, params, strict=True)]
+            tasks = [group.create_task(self._generate(client, p, s)) for p, s in zip(prompts, params, strict=True)]
         return [task.result() for task in tasks]
 
-    async def _generate(self, prompt: list[int], params: SamplingParams) -> RequestOutput:
+    async def _generate(self, client: EngineClient, prompt: list[int], params: SamplingParams) -> RequestOutput:
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
         delta = None
-        async for delta in self._running().client.generate(prompt, params):
+        async for delta in client.generate(prompt, params):
             token_ids += delta.token_ids
             logprobs += delta.logprobs or ()
         assert delta is not None and delta.finish_reason is not None

@@ -48,7 +48,7 @@ def select_backend(
     candidates = [backend for backend in backends if name in (None, backend.name)]
     if not candidates:
         known = ", ".join(backend.name for backend in backends)
-        raise InvalidSetting(f"there is no attention backend '{name}'; choose one of: {known}.", field="backend")
+        raise InvalidSetting(f"there is no attention backend '{name}'; choose one of: {known}.", field="attention_backend")
     refusals = []
     for backend in candidates:
         refusal = backend.capabilities.refusal(needs, device)
@@ -58,5 +58,5 @@ def select_backend(
     raise UnsupportedModel(
         f"no attention backend can run {needs} on {device}: {'. '.join(refusals)}. "
         "Choose another dtype or device, or add a backend in kernels/paged_attention.",
-        field="backend",
+        field="attention_backend",
     )

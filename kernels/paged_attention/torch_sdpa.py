@@ -27,8 +27,8 @@ from .protocol import Capabilities, GroupBatch, GroupMeta, LayerParams
 SPREAD_TOKENS = 256
 """Decode rows share a part while padding costs a row less than a part of its own: about 30 us, or 256 tokens."""
 PART_TOKENS = 8192
-"""Gathered tokens of a decode part: what fits a cache is read back from it. 32 rows of 2048 tokens, 8 heads on 2 of 64,
-float32, one thread: 17.4 ms in one part, 10.0 ms in eight. It also bounds the workspace."""
+"""Gathered tokens of a decode part: what fits a cache is read back from it. 32 rows of 2048 tokens take
+17.4 ms in one part, 10.0 ms in eight (script in kernels/README.md). It also bounds the workspace."""
 TILE_QUERIES = 128
 """Queries of a prefill row that share one range of keys. 2048 queries, window of 256: 42 ms in tiles of 512, 24 ms in
 these; without a window they match one causal call over the whole prompt (65 ms), so there is no such call."""
@@ -49,7 +49,7 @@ class Part:
 
     pages: Tensor  # [N*pages of a row] int64
     rows: int
-    live: slice  # of a row's L gathered tokens
+    live: slice  # of a row's gathered tokens: cuts off both ends (prefill) or keeps all, zeroed (decode)
     dirty: Tensor | None  # [..] int64: gathered tokens, counted over all rows, whose bytes may be anything
     tiles: tuple[Tile, ...]
 
@@ -97,8 +97,7 @@ class TorchBackend:
         """A tensor of this shape whose bytes are anything. Grows and never shrinks: fresh memory is slow."""
         scratch_bytes = math.prod(shape) * like.itemsize
         if self._workspace.numel() < scratch_bytes or self._workspace.device != like.device:
-            with torch.inference_mode(False):  # born inside, it could not be written outside
-                self._workspace = torch.empty(scratch_bytes, dtype=torch.uint8, device=like.device)
+            self._workspace = torch.empty(scratch_bytes, dtype=torch.uint8, device=like.device)
         return self._workspace[:scratch_bytes].view(like.dtype).view(shape)
 
 

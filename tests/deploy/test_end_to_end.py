@@ -1,0 +1,196 @@
+"""The whole way: gRPC clients, a front end, a controller actor and two tensor-parallel worker actors on real Ray."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import pytest
+
+from intarsia import SamplingParams
+from intarsia.controller.launch import RunningEngine, start_engine
+from intarsia.deploy.client import Client
+from intarsia.deploy.grpc_server import GrpcServer
+from intarsia.deploy.settings import engine_settings
+from intarsia.errors import InvalidRequest, InvalidSetting, RequestTooLarge
+from intarsia.tests import models
+from intarsia.tests.conftest import Loop, TinyModel
+
+STREAMS = 64
+DISCONNECTS = 20
+
+
+class Service(NamedTuple):
+    """A served model, and transformers' own model of it."""
+
+    engine: RunningEngine
+    address: str
+    oracle: Any
+    model: TinyModel
+
+
+@pytest.fixture(scope="module")
+def service(ray_cluster: None, loop: Loop, tiny: Callable) -> Iterator[Service]:
+    """gemma3 on two workers. The pool holds a few of 64 streams at a time, and not one request of 500 tokens."""
+    model = tiny("gemma3")
+    settings = engine_settings(
+        str(model.path), tensor_parallel_size=2, kv_cache_memory="80KiB", max_num_seqs=48, name="end-to-end"
+    )
+    engine = loop.run(start_engine(settings))
+
+    async def listen() -> tuple[GrpcServer, str]:
+        server = GrpcServer(engine.client, None)
+        return server, await server.start(port=0)
+
+    server, address = loop.run(listen())
+    yield Service(engine, address, models.load_oracle(model.path), model)
+    loop.run(server.stop(grace_s=0))
+    loop.run(engine.shutdown())
+
+
+def all_free(service: Service, loop: Loop, within_s: float = 10) -> bool:
+    """Does every block come back?"""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if loop.run(service.engine.recount()).all_free:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_64_streams_with_20_disconnects_are_all_right_and_every_block_returns(service: Service, loop: Loop):
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    # Half of the prompts continue a common beginning, so that streams share blocks while others vanish.
+    common = [rng.randrange(models.VOCAB) for _ in range(40)]
+    prompts = [
+        (common[: rng.randint(1, 40)] if n % 2 else [])
+        + [rng.randrange(models.VOCAB) for _ in range(rng.randint(1, 40))]
+        for n in range(STREAMS)
+    ]
+    counts = [rng.randint(4, 24) for _ in prompts]
+    leaves_after = {n: rng.randrange(counts[n]) for n in rng.sample(range(STREAMS), DISCONNECTS)}
+    starting = threading.Barrier(STREAMS)
+
+    def stream(n: int) -> list[int]:
+        tokens: list[int] = []
+        with Client(service.address) as client:
+            starting.wait()
+            answer = client.generate(prompts[n], SamplingParams(temperature=0, max_tokens=counts[n]))
+            while len(tokens) < leaves_after.get(n, counts[n]):
+                tokens += next(answer).token_ids
+        return tokens  # the client is closed: a disconnect in the middle of the stream
+
+    with ThreadPoolExecutor(STREAMS) as pool:
+        outputs = list(pool.map(stream, range(STREAMS)))
+    assert all_free(service, loop), loop.run(service.engine.recount())
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output == models.greedy(service.oracle, prompt, len(output))
+    assert loop.run(service.engine.stats())["preemptions"] > 0
+    assert sum(len(o) < c for o, c in zip(outputs, counts, strict=True)) == DISCONNECTS
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "error", "field", "message"),
+    [
+        ([], {}, InvalidRequest, "prompt", "the prompt is empty"),
+        ([1] * 600, {}, InvalidRequest, "prompt", "has 600 tokens; max_model_len is 512"),
+        ([1, 128], {}, InvalidRequest, "prompt", "token 128 at position 1 is not in the vocabulary of 128"),
+        ([1] * 400, {"max_tokens": 100}, RequestTooLarge, "max_tokens", "400 prompt tokens . 100 new ones need"),
+        ("text", {}, InvalidRequest, "prompt", "no tokenizer"),
+    ],
+)
+def test_refused_request_names_the_field_and_disturbs_no_stream(
+    prompt, sampling, error, field, message, service: Service, loop: Loop
+):
+    model = service.model
+    with Client(service.address) as client:
+        canary = client.generate(model.prompts[1], SamplingParams(temperature=0, max_tokens=24))
+        tokens = list(next(canary).token_ids)
+        with pytest.raises(error, match=message) as refusal:
+            client.complete(prompt, SamplingParams(**sampling))
+        assert refusal.value.field == field
+        tokens += [token for chunk in canary for token in chunk.token_ids]
+    assert tokens == model.expected[1]
+    assert all_free(service, loop)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("top_k", -7),
+        ("max_tokens", 0),
+        ("logprobs", 99),
+    ],
+)
+def test_impossible_sampling_value_is_refused_by_the_server_itself(field: str, value: float, service: Service):
+    """A client of another language has no `SamplingParams` to stop it."""
+    import grpc
+
+    from intarsia.proto import inference_pb2 as pb
+    from intarsia.proto import inference_pb2_grpc as pb_grpc
+
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]), sampling=pb.SamplingParams(**{field: value}))  # type: ignore[arg-type]
+    with grpc.insecure_channel(service.address) as channel:
+        call: Any = pb_grpc.InferenceStub(channel).Generate(request)
+        with pytest.raises(grpc.RpcError) as refusal:
+            next(call)
+    status: Any = refusal.value
+    assert status.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert status.details().startswith(f"{field} must lie in")
+
+
+def test_same_seed_gives_the_same_tokens_whatever_runs_beside(service: Service):
+    sampling = SamplingParams(temperature=1.0, seed=11, max_tokens=20)
+    prompt = service.model.prompts[1]
+    with Client(service.address) as client:
+        alone = client.complete(prompt, sampling).token_ids
+        with ThreadPoolExecutor(8) as pool:
+            crowd = [pool.submit(client.complete, prompt, SamplingParams(seed=n, max_tokens=20)) for n in range(8)]
+            beside = client.complete(prompt, sampling).token_ids
+            others = {job.result().token_ids for job in crowd}
+    assert beside == alone
+    assert len(others) > 1
+
+
+def test_prefix_hit_is_reported_to_the_client(service: Service, loop: Loop):
+    loop.run(service.engine.reset_prefix_cache())
+    prompt = service.model.prompts[3]
+    with Client(service.address) as client:
+        first, second = (client.complete(prompt, SamplingParams(temperature=0, max_tokens=4)) for _ in range(2))
+    assert first.usage and second.usage
+    assert (first.usage.cached_tokens, second.usage.cached_tokens) == (0, 64)
+    assert first.token_ids == second.token_ids
+
+
+def test_logprobs_are_those_of_transformers(service: Service):
+    import torch
+
+    prompt = service.model.prompts[2]
+    with Client(service.address) as client:
+        answer = client.complete(prompt, SamplingParams(temperature=0, max_tokens=6, logprobs=3))
+    with torch.inference_mode():
+        logits = service.oracle(torch.tensor([prompt + list(answer.token_ids)]), use_cache=False).logits[0]
+    expected = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
+    for row, logprobs in zip(expected, answer.logprobs, strict=True):
+        assert logprobs.logprob == pytest.approx(float(row[logprobs.token_id]), abs=1e-3)
+        assert [token for token, _ in logprobs.top] == row.topk(3).indices.tolist()
+
+
+def test_model_info_tells_what_is_served(service: Service):
+    with Client(service.address) as client:
+        info = client.model_info()
+    assert info == service.engine.client.info._replace(model_dir="")
+    assert (info.architecture, info.tensor_parallel_size, len(info.groups)) == ("Gemma3ForCausalLM", 2, 6)
+
+
+def test_second_engine_of_the_same_name_is_refused(service: Service, loop: Loop):
+    with pytest.raises(InvalidSetting, match="named 'end-to-end' runs in this Ray cluster already"):
+        loop.run(start_engine(engine_settings(str(service.model.path), name="end-to-end")))
+    assert all_free(service, loop)
