@@ -74,6 +74,7 @@ def ensure_ray(workers: int) -> bool:
     """Use the Ray this process is connected to, else the one RAY_ADDRESS names, else start one. True if started."""
     if ray.is_initialized():
         return False
+    logging.getLogger("ray").setLevel(logging.ERROR)  # its start-up remarks are not for our users
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     if os.environ.get("RAY_ADDRESS"):
         ray.init(namespace=NAMESPACE, **quiet)

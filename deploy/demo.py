@@ -51,12 +51,12 @@ def _ask(address: str, console: Console) -> tuple[Usage, float]:
     """Stream one answer to the screen. Returns its usage and the seconds it took."""
     started = time.perf_counter()
     usage = None
-    console.print("[dim]...[/dim]", " ".join(PROMPT.split()[-12:]), style="dim", end="")
+    console.print("... " + " ".join(PROMPT.split()[-12:]), style="dim", end=" ")
     with Client(address) as client:
         for chunk in client.generate(PROMPT, SamplingParams(temperature=0.9, seed=1, max_tokens=NEW_TOKENS)):
             console.print(chunk.text, end="", soft_wrap=True, markup=False)
             usage = chunk.usage
-    console.print()
+    console.print("\n(random weights: real words, no sense)", style="dim")
     assert usage is not None
     return usage, time.perf_counter() - started
 
@@ -69,8 +69,8 @@ async def _report(engine: RunningEngine, *answers: tuple[Usage, float]) -> Table
     for number, (usage, seconds) in enumerate(answers, start=1):
         table.add_row(
             f"request {number}",
-            f"{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} of them cached; {usage.completion_tokens} new "
-            f"ones in {seconds:.2f} s: {usage.completion_tokens / seconds:.0f} tokens/s",
+            f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} new ones in "
+            f"{seconds:.2f} s: {usage.completion_tokens / seconds:.0f} tokens/s",
         )
     groups = engine.client.info.groups
     kinds = ", ".join(f"{sum(g.kind == kind for g in groups)} {kind}" for kind in dict.fromkeys(g.kind for g in groups))
@@ -82,7 +82,7 @@ async def _report(engine: RunningEngine, *answers: tuple[Usage, float]) -> Table
     controller_us = (stats["plan_us"] + stats["commit_us"]) / stats["steps"]
     table.add_row(
         "steps",
-        f"{stats['steps']}, each {stats['wait_us'] / stats['steps'] / 1000:.1f} ms on the workers and "
+        f"{stats['steps']}: each {stats['wait_us'] / stats['steps'] / 1000:.1f} ms on the workers, "
         f"{controller_us:.0f} µs in the controller",
     )
     return table

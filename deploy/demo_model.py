@@ -22,7 +22,9 @@ def make_demo_checkpoint(folder: Path, seed: int = 7) -> Path:
     """Write the checkpoint. 12 layers: 10 see a window of 32 tokens, 2 see everything."""
     import torch
     from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     tokenizer = _tokenizer()
     config = Gemma3TextConfig(
         vocab_size=len(tokenizer.get_vocab()),

@@ -48,7 +48,9 @@ def select_backend(
     candidates = [backend for backend in backends if name in (None, backend.name)]
     if not candidates:
         known = ", ".join(backend.name for backend in backends)
-        raise InvalidSetting(f"there is no attention backend '{name}'; choose one of: {known}.", field="attention_backend")
+        raise InvalidSetting(
+            f"there is no attention backend '{name}'; choose one of: {known}.", field="attention_backend"
+        )
     refusals = []
     for backend in candidates:
         refusal = backend.capabilities.refusal(needs, device)
