@@ -37,8 +37,8 @@ $(READY): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Intarsia needs Python 3.11 with venv ($(PYTHON) was not found): apt-get install python3.11 python3.11-venv, or: make PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "Setting up $(VENV) (a few minutes the first time) ..."
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --upgrade pip
-	@$(BIN)/python -m pip install --quiet $(if $(shell command -v nvidia-smi),,--constraint constraints.txt) --editable ".[dev]"
+	@$(BIN)/python -m pip install --quiet --quiet --upgrade pip
+	@$(BIN)/python -m pip install --quiet --quiet $(if $(shell command -v nvidia-smi),,--constraint constraints.txt) --editable ".[dev]"
 	@mkdir -p $(VENV)/types && ln -sfn ../.. $(VENV)/types/intarsia  # how pyright finds the package by its name
 	@touch $@
 

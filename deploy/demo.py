@@ -69,8 +69,8 @@ async def _report(engine: RunningEngine, *answers: tuple[Usage, float]) -> Table
     for number, (usage, seconds) in enumerate(answers, start=1):
         table.add_row(
             f"request {number}",
-            f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} new ones in "
-            f"{seconds:.2f} s: {usage.completion_tokens / seconds:.0f} tokens/s",
+            f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} new ones "
+            f"in {seconds:.2f} s: {usage.completion_tokens / seconds:.0f} tokens/s",
         )
     groups = engine.client.info.groups
     kinds = ", ".join(f"{sum(g.kind == kind for g in groups)} {kind}" for kind in dict.fromkeys(g.kind for g in groups))
