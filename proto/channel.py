@@ -8,6 +8,7 @@ connection. Bytes then bypass Ray: a broadcast to two workers costs a tenth of w
 import asyncio
 import contextlib
 import hmac
+import logging
 import secrets
 import socket
 import struct
@@ -15,6 +16,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 from .packing import pack, unpack
+
+logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 * 1024 * 1024
@@ -113,6 +116,8 @@ class StreamServer:
                 await self._handle(stream)
         except (ChannelClosed, asyncio.CancelledError):
             pass  # the other side left, or we are closing: both are an ordinary end
+        except Exception:
+            logger.exception("a stream is closed because of what came over it")
         finally:
             await stream.close()
 

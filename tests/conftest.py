@@ -67,12 +67,12 @@ def loop() -> Loop:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """A local Ray cluster with room for a controller and two groups of two workers."""
+    """A local Ray cluster with room for a group of four workers beside one of two and an engine's own two."""
     import ray
 
     from intarsia.controller.launch import ensure_ray
 
-    ensure_ray(workers=4)
+    ensure_ray(workers=8)
     yield
     ray.shutdown()
 

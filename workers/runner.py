@@ -98,8 +98,8 @@ class ModelRunner:
         return self._sample(rows, logits)
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
-        """One forward pass over the null block: shows whether every layer finds a backend, before anyone waits."""
+    def warm_up(self, backend: str | None) -> None:
+        """Forward passes over the null block: the layers find their backend, or fail, before anyone waits."""
         rows = _Rows(
             slots=np.zeros(1, dtype=np.int64),
             query_lens=np.array([WARM_UP_TOKENS]),
@@ -107,6 +107,7 @@ class ModelRunner:
             finishes=np.ones(1, dtype=bool),
         )
         self._tables.prompt[0] = np.zeros(WARM_UP_TOKENS, dtype=np.int64)
+        self._model.attention.learn(lambda: self._forward(rows), backend)
         self._forward(rows)
         self._tables.retire(0)
 

@@ -89,6 +89,25 @@ def test_tokens_equal_the_oracle_on_two_workers_after_preemption(
     loop.run(check_preempted(tiny(family), two_workers, block_size))
 
 
+@pytest.mark.slow
+def test_tokens_equal_the_oracle_on_more_workers_than_kv_heads(ray_cluster: None, tiny: Callable, loop: Loop):
+    """Four workers for two key-value heads: each head lives on two of them."""
+    from intarsia.controller.worker_group import WorkerGroup
+
+    four_workers: Any = loop.run(WorkerGroup.create(4))
+    try:
+        for family in FAMILIES:
+            loop.run(check_in_one_batch(tiny(family), four_workers, block_size=5, max_prefill_chunk_tokens=7))
+    finally:
+        loop.run(four_workers.close())
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_attention_backend_gives_the_oracle_tokens(family: str, backend: str, tiny: Callable):
+    asyncio.run(check_in_one_batch(tiny(family), None, attention_backend=backend))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_late_arrivals_join_running_requests_without_changing_them(family: str, tiny: Callable):
     model: TinyModel = tiny(family)
