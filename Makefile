@@ -36,6 +36,7 @@ bench: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Intarsia needs Python 3.11 with venv ($(PYTHON) was not found): apt-get install python3.11 python3.11-venv, or: make PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "Setting up $(VENV) (a few minutes the first time) ..."
+	@$(PYTHON) -c "import ensurepip" 2>/dev/null || { echo "$(PYTHON) has no venv module: apt-get install python3-venv"; exit 1; }
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --quiet --upgrade pip
 	@$(BIN)/python -m pip install --quiet --quiet $(if $(shell command -v nvidia-smi),,--constraint constraints.txt) --editable ".[dev]"

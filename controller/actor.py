@@ -28,16 +28,23 @@ class ControllerActor:
         logging.basicConfig(level=logging.INFO)
         self._workers: WorkerGroup | None = None
         self._engine: Engine | None = None
-        self._door: FrontDoor | None = None
         self._loop_task: asyncio.Task | None = None
 
     async def start(self, settings: EngineSettings) -> Address:
         """Load and allocate everything. Returns where front ends connect."""
         self._workers = await WorkerGroup.create(settings.model.tensor_parallel_size)
         self._engine = await build_engine(settings, self._workers)
-        self._loop_task = asyncio.create_task(self._engine.run())
-        self._door = FrontDoor(self._engine)
-        return await self._door.start(ray.util.get_node_ip_address())
+        door = FrontDoor(self._engine)
+        address = await door.start(ray.util.get_node_ip_address())
+        self._loop_task = asyncio.create_task(self._serve(self._engine, door))
+        return address
+
+    async def _serve(self, engine: Engine, door: FrontDoor) -> None:
+        """Run the engine until it fails or is stopped; closed connections tell every front end."""
+        try:
+            await engine.run()
+        finally:
+            await door.close()
 
     async def stats(self) -> dict[str, Any]:
         assert self._engine is not None
@@ -61,7 +68,5 @@ class ControllerActor:
         if self._loop_task:
             self._loop_task.cancel()
             await asyncio.gather(self._loop_task, return_exceptions=True)
-        if self._door:
-            await self._door.close()
         if self._workers:
             await self._workers.close()

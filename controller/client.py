@@ -23,6 +23,7 @@ class EngineClient:
         self._stream = stream
         self._inboxes: dict[str, asyncio.Queue[TokenDelta | IntarsiaError]] = {}
         self._failure: IntarsiaError | None = None
+        self._gone = asyncio.Event()
         self._receiver = asyncio.create_task(self._receive())
 
     @classmethod
@@ -64,6 +65,12 @@ class EngineClient:
             if not finished and self._failure is None:
                 self._stream.send_message(["abort", request_id])
 
+    async def wait_gone(self) -> IntarsiaError:
+        """Wait until the engine can not be reached any more; why that is."""
+        await self._gone.wait()
+        assert self._failure is not None
+        return self._failure
+
     async def close(self) -> None:
         self._receiver.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -83,5 +90,6 @@ class EngineClient:
 
     def _fail(self, error: IntarsiaError) -> None:
         self._failure = self._failure or error
+        self._gone.set()
         for inbox in self._inboxes.values():
             inbox.put_nowait(error)

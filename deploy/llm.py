@@ -38,7 +38,21 @@ class RequestOutput:
 class LLM:
     """A started engine. It starts Ray, or joins the one at hand; `shutdown` ends what was started.
 
-    Arguments, beyond the checkpoint directory `model`, have the field's usual names; see `engine_settings`.
+    model                     a local Hugging Face checkpoint directory
+    tensor_parallel_size      1: workers that share the model, one GPU (or share of the CPU cores) each
+    block_size                16: tokens per KV block
+    kv_cache_memory           "64MiB": for keys and values on each worker, as text with a unit or a number of bytes
+    enable_prefix_caching     True: reuse the blocks of known prompt prefixes
+    max_num_batched_tokens    2048: most tokens in one step
+    max_num_seqs              64: most requests in one step
+    max_model_len             None: most tokens of one request, prompt included; None: what the model was made for
+    max_prefill_chunk_tokens  None: most prompt tokens of one request in one step; None: all that fit
+    dtype                     "auto": as saved, or "float32", "bfloat16", "float16"
+    attention_backend         None: the first that covers the model, or its name
+    name                      None: of the engine in the Ray cluster; None: drawn
+
+    Raises `ModelError` or `InvalidSetting`, naming the field, before or while the engine starts; nothing is left
+    running then.
     """
 
     def __init__(self, model: str, **settings: Any):

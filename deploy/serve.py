@@ -30,7 +30,10 @@ async def serving(settings: EngineSettings, host: str, port: int) -> AsyncIterat
 
 
 async def serve(settings: EngineSettings, host: str, port: int) -> None:
-    """Serve until SIGINT or SIGTERM; running calls get a few seconds to end."""
+    """Serve until SIGINT or SIGTERM; running calls get a few seconds to end.
+
+    Raises `EngineUnavailable` when the engine goes by itself, so that whoever watches the process can start it again.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     async with serving(settings, host, port) as (engine, address):
@@ -38,5 +41,9 @@ async def serve(settings: EngineSettings, host: str, port: int) -> None:
             loop.add_signal_handler(number, stop.set)
         print_banner(engine.client.info, address)
         print("ready; stop with Ctrl-C", flush=True)
-        await stop.wait()
+        stopping, gone = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(engine.client.wait_gone())
+        await asyncio.wait((stopping, gone), return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            raise gone.result()
+        gone.cancel()
         print("stopping ...", flush=True)

@@ -1,6 +1,8 @@
 """The whole way: gRPC clients, a front end, a controller actor and two tensor-parallel worker actors on real Ray."""
 
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +16,7 @@ from intarsia.controller.launch import RunningEngine, start_engine
 from intarsia.deploy.client import Client
 from intarsia.deploy.grpc_server import GrpcServer
 from intarsia.deploy.settings import engine_settings
-from intarsia.errors import InvalidRequest, InvalidSetting, RequestTooLarge
+from intarsia.errors import EngineUnavailable, IntarsiaError, InvalidRequest, InvalidSetting, RequestTooLarge
 from intarsia.tests import models
 from intarsia.tests.conftest import Loop, TinyModel
 
@@ -188,6 +190,29 @@ def test_model_info_tells_what_is_served(service: Service):
         info = client.model_info()
     assert info == service.engine.client.info._replace(model_dir="")
     assert (info.architecture, info.tensor_parallel_size, len(info.groups)) == ("Gemma3ForCausalLM", 2, 6)
+
+
+def test_killed_worker_ends_running_streams_with_a_typed_error_and_is_told_to_the_front_end(
+    ray_cluster: None, loop: Loop, tiny: Callable
+):
+    engine = loop.run(start_engine(engine_settings(str(tiny("llama").path), kv_cache_memory="1MiB")))
+    try:
+
+        async def stream() -> IntarsiaError:
+            (pid,) = await engine.worker_process_ids()
+            tokens = 0
+            with pytest.raises(EngineUnavailable, match="worker 0 of 1 is gone in step") as refusal:
+                async for _ in engine.client.generate([1, 2, 3], SamplingParams(max_tokens=400)):
+                    tokens += 1
+                    if tokens == 5:
+                        os.kill(pid, signal.SIGKILL)
+            assert tokens >= 5
+            await engine.client.wait_gone()
+            return refusal.value
+
+        assert loop.run(stream()).retryable
+    finally:
+        loop.run(engine.shutdown())
 
 
 def test_second_engine_of_the_same_name_is_refused(service: Service, loop: Loop):
