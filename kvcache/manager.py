@@ -20,6 +20,7 @@ from typing import NamedTuple, NewType
 from .plan import NULL_BLOCK, MemoryPlan
 from .pool import BlockId, BlockKey, BlockPool
 from .prefix import chain_hashes, longest_hit
+from .reach import NEVER
 
 RequestId = NewType("RequestId", int)
 
@@ -36,9 +37,13 @@ class Hit(NamedTuple):
 
 
 class _Row:
-    """What one request holds. Invariant: in each group, the blocks from `first` on are held, those before are null."""
+    """What one request holds. Invariant: in each group, the blocks from `first` on are held, those before are null.
 
-    __slots__ = ("blocks", "first", "hashes", "named_blocks", "salt")
+    Below `quiet_until` tokens nothing happens to the row: no group needs a block, none can give one back, and no block
+    becomes full. A decode step below it costs one comparison.
+    """
+
+    __slots__ = ("blocks", "first", "hashes", "named_blocks", "quiet_until", "salt")
 
     def __init__(self, hit: Hit, groups: int):
         self.blocks: list[list[BlockId]] = (
@@ -48,6 +53,7 @@ class _Row:
         self.hashes: list[bytes] = list(hit.hashes)
         self.named_blocks = min((len(row) for row in self.blocks), default=0)
         self.salt = hit.salt
+        self.quiet_until = 0
 
 
 class CacheManager:
@@ -62,6 +68,7 @@ class CacheManager:
         self._prefix_caching = prefix_caching
         self._hash_key = hash_key or secrets.token_bytes(32)
         self._rows: dict[RequestId, _Row] = {}
+        self._nothing: list[list[BlockId]] = [[] for _ in plan.groups]
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
@@ -112,13 +119,16 @@ class CacheManager:
 
         Raises `PoolExhausted`, with nothing taken, when the pool has too few.
         """
-        rows = self._rows[request].blocks
+        row = self._rows[request]
+        if length < row.quiet_until:
+            return self._nothing
+        rows = row.blocks
         wanted_blocks = -(-length // self._block_tokens)
         missing = [max(0, wanted_blocks - len(row)) for row in rows]
         taken = iter(self.pool.take(sum(missing)))
         new = [[next(taken) for _ in range(count)] for count in missing]
-        for row, blocks in zip(rows, new, strict=True):
-            row.extend(blocks)
+        for held, blocks in zip(rows, new, strict=True):
+            held.extend(blocks)
         return new
 
     def commit(self, request: RequestId, tokens: Sequence[int], length: int) -> None:
@@ -127,6 +137,8 @@ class CacheManager:
         Full blocks get their name in the prefix cache; blocks that no later token reads go back to the pool.
         """
         row = self._rows[request]
+        if length < row.quiet_until:
+            return
         if self._prefix_caching:
             self._name_full_blocks(row, tokens, length)
         for g, group in enumerate(self._groups):
@@ -135,6 +147,7 @@ class CacheManager:
             self.pool.give_back(row.blocks[g][row.first[g] : first])
             row.blocks[g][row.first[g] : first] = [NULL] * (first - row.first[g])
             row.first[g] = first
+        row.quiet_until = self._next_event(row)
 
     def release(self, request: RequestId) -> None:
         """Give back all blocks. The front of a sequence outlives its tail in the cache: it is the likelier prefix."""
@@ -145,6 +158,16 @@ class CacheManager:
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix. Open requests keep their blocks."""
         self.pool.forget_all()
+
+    def _next_event(self, row: _Row) -> int:
+        """The length at which a row next needs a block, can give one back, or has a full block to name."""
+        size = self._block_tokens
+        next_full = (row.named_blocks + 1) * size if self._prefix_caching else NEVER
+        next_missing = len(row.blocks[0]) * size + 1
+        next_passed = min(
+            group.reach.passed_at((first + 1) * size - 1) for group, first in zip(self._groups, row.first, strict=True)
+        )
+        return min(next_full, next_missing, next_passed)
 
     def _name_full_blocks(self, row: _Row, tokens: Sequence[int], length: int) -> None:
         full_blocks = length // self._block_tokens

@@ -19,10 +19,16 @@ def chain_hashes(
     salt   of the caller: prompts of different salts never share a block
     """
     hashes = list(known)
-    parent = hashes[-1] if hashes else salt
-    for start in range(len(hashes) * block_tokens, len(tokens) - block_tokens + 1, block_tokens):
-        block = array("i", tokens[start : start + block_tokens]).tobytes()
-        parent = blake2b(len(parent).to_bytes(4) + parent + block, digest_size=HASH_BYTES, key=key).digest()
+    keyed = blake2b(digest_size=HASH_BYTES, key=key)  # copying it is cheaper than keying anew for every block
+    # The chain starts from a hash of the salt, so that every link has the same size and none can pose as another.
+    parent = hashes[-1] if hashes else blake2b(salt, digest_size=HASH_BYTES, key=key).digest()
+    first, end = len(hashes) * block_tokens, len(tokens) // block_tokens * block_tokens
+    packed = array("i", tokens[first:end]).tobytes()
+    block_bytes = block_tokens * array("i").itemsize
+    for start in range(0, len(packed), block_bytes):
+        link = keyed.copy()
+        link.update(parent + packed[start : start + block_bytes])
+        parent = link.digest()
         hashes.append(parent)
     return hashes
 

@@ -10,8 +10,12 @@ class here, its mask in `tests/kvcache/test_reach.py`, and a line in `workers/la
 a layer is.
 """
 
+import sys
 from dataclasses import dataclass
 from typing import Protocol
+
+NEVER = sys.maxsize
+"""A length that no sequence reaches."""
 
 
 class Reach(Protocol):
@@ -35,6 +39,10 @@ class Reach(Protocol):
         """Most cached tokens that any query at a position up to `length` reads."""
         ...
 
+    def passed_at(self, token: int) -> int:
+        """Shortest length from which on no query reads `token`; `NEVER` if every later one does."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Full:
@@ -53,6 +61,9 @@ class Full:
 
     def max_lookback(self, length: int) -> int:
         return length
+
+    def passed_at(self, token: int) -> int:
+        return NEVER
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +92,6 @@ class Sliding:
 
     def max_lookback(self, length: int) -> int:
         return min(length, self.window - 1)
+
+    def passed_at(self, token: int) -> int:
+        return token + self.window

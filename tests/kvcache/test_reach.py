@@ -2,7 +2,7 @@
 
 import pytest
 
-from intarsia.kvcache.reach import Full, Reach, Sliding
+from intarsia.kvcache.reach import NEVER, Full, Reach, Sliding
 
 REACHES = [Full(), Sliding(1), Sliding(2), Sliding(7), Sliding(16)]
 
@@ -31,6 +31,13 @@ def test_max_lookback_is_the_longest_row_of_the_mask(reach: Reach):
     for length in range(60):
         rows = [length_ - reach.oldest_needed(length_) for length_ in range(length + 1)]
         assert reach.max_lookback(length) == max(rows)
+
+
+@pytest.mark.parametrize("reach", REACHES, ids=lambda r: r.name)
+def test_passed_at_is_the_first_length_whose_query_no_longer_sees_the_token(reach: Reach):
+    for token in range(30):
+        lengths = [length for length in range(token + 1, 80) if reach.oldest_needed(length) > token]
+        assert reach.passed_at(token) == (lengths[0] if lengths else NEVER)
 
 
 def test_a_window_that_hides_even_the_query_is_refused():
