@@ -140,22 +140,14 @@ class BlockingServer:
         self._secret = secrets.token_bytes(32)
         self._listener = socket.create_server((host, 0))
         self.address = Address(host, self._listener.getsockname()[1], self._secret)
-        self._connection: socket.socket | None = None
 
     def serve(self, answer: Callable[[bytes], bytes]) -> None:
-        """Answer every frame of the first stream that knows the secret. Returns when that stream or we are closed."""
-        with contextlib.suppress(ChannelClosed, OSError):
-            self._connection = self._accept()
+        """Answer every frame of the first stream that knows the secret. Returns when that stream is closed."""
+        with self._accept() as connection, contextlib.suppress(ChannelClosed, OSError):
+            self._listener.close()
             while True:
-                payload = answer(_receive_blocking(self._connection))
-                self._connection.sendall(_LENGTH.pack(len(payload)) + payload)
-
-    def close(self) -> None:
-        for open_socket in (self._connection, self._listener):
-            if open_socket:
-                with contextlib.suppress(OSError):
-                    open_socket.shutdown(socket.SHUT_RDWR)
-                open_socket.close()
+                payload = answer(_receive_blocking(connection))
+                connection.sendall(_LENGTH.pack(len(payload)) + payload)
 
     def _accept(self) -> socket.socket:
         while True:

@@ -124,6 +124,17 @@ def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+@torch.inference_mode()
+def is_greedy(model: Any, prompt: Sequence[int], output: Sequence[int], tie: float = 1e-3) -> bool:
+    """Is each token of `output` the most probable one after those before it? For prompts nobody chose by their margins:
+    tokens whose logits differ by less than `tie` may trade places."""
+    if not output:
+        return True
+    logits = model(torch.tensor([[*prompt, *output]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
+    return bool((chosen >= logits.amax(dim=1) - tie).all())
+
+
 def make_checkpoint(family: str, folder: Path, seed: int | None = None) -> Path:
     """Save a tiny random checkpoint, all its parameters random (sinks, biases and norms too)."""
     torch.manual_seed(SEEDS[family] if seed is None else seed)

@@ -43,10 +43,6 @@ class WorkerActor:
     def listen(self, host: str) -> Address:
         return self._real().listen(host)
 
-    def close(self) -> None:
-        if self._worker:
-            self._worker.close()
-
     def _real(self) -> "Worker":
         """Made at its first use: importing torch takes seconds, and all ranks do it at the same time."""
         if self._worker is None:

@@ -33,7 +33,6 @@ class Worker:
         self._settings: ModelSettings | None = None
         self._model: LoadedModel | None = None
         self._runner: ModelRunner | None = None
-        self._server: BlockingServer | None = None
 
     def meeting_point(self, host: str) -> Address:
         """Where the other ranks find this one."""
@@ -71,16 +70,10 @@ class Worker:
         return StepResult(step.epoch, step.number, sampled, run_us, error)
 
     def listen(self, host: str) -> Address:
-        """Take steps from the controller, in a thread of their own, until `close` or until the controller leaves."""
-        self._server = BlockingServer(host)
-        threading.Thread(target=self._server.serve, args=(self._answer,), name="steps", daemon=True).start()
-        return self._server.address
-
-    def close(self) -> None:
-        if self._server:
-            self._server.close()
-        if self._parallel.size > 1:
-            self._parallel.collectives.close()
+        """Take steps from the controller, in a thread of their own, until it leaves."""
+        server = BlockingServer(host)
+        threading.Thread(target=server.serve, args=(self._answer,), name="steps", daemon=True).start()
+        return server.address
 
     def _answer(self, payload: bytes) -> bytes:
         return self.run(Step.unpack(payload)).pack()

@@ -90,7 +90,7 @@ def test_64_streams_with_20_disconnects_are_all_right_and_every_block_returns(se
         outputs = list(pool.map(stream, range(STREAMS)))
     assert all_free(service, loop), loop.run(service.engine.recount())
     for prompt, output in zip(prompts, outputs, strict=True):
-        assert output == models.greedy(service.oracle, prompt, len(output))
+        assert models.is_greedy(service.oracle, prompt, output)
     assert loop.run(service.engine.stats())["preemptions"] > 0
     assert sum(len(o) < c for o, c in zip(outputs, counts, strict=True)) == DISCONNECTS
 
