@@ -42,12 +42,17 @@ def longest_hit(groups: Sequence[Group], cached: Sequence[Sequence[bool]], block
         blocks of 4, window 8:    . . # # | ?      a hit: the next token sees 7 earlier ones, all in the last two
         full attention:           . . # # | ?      no hit: everything is needed
     """
-    limit_blocks = len(cached[0])
     runs = [_run_lengths(row) for row in cached]
-    for n in range(limit_blocks, 0, -1):
-        first = [group.reach.oldest_needed(n * block_tokens) // block_tokens for group in groups]
-        if all(run[n] >= n - oldest for run, oldest in zip(runs, first, strict=True)):
+    n = len(cached[0])
+    while n > 0:
+        # A group that lacks a block it reads at n can not go on at any length from there down to that block: shorter
+        # prefixes of that range still read it, since the oldest needed token never moves forward as they shrink.
+        oldest = [group.reach.oldest_needed(n * block_tokens) // block_tokens for group in groups]
+        lacking = [n - 1 - run[n] for run in runs]  # the last block before n that is not cached; -1: none
+        shorter = min((m for m, first in zip(lacking, oldest, strict=True) if m >= first), default=n)
+        if shorter == n:
             return n
+        n = shorter
     return 0
 
 
