@@ -91,14 +91,6 @@ class Scheduler:
         return True
 
     @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
     def has_work(self) -> bool:
         return bool(self._running or self._waiting or self._aborted)
 

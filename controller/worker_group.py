@@ -5,7 +5,6 @@ frame back from each. Which transport carries the frames is known here and in `p
 """
 
 import asyncio
-import logging
 from collections import Counter
 from typing import Any
 
@@ -20,8 +19,6 @@ from ..proto.step import Step, StepResult
 from ..workers.actor import WorkerActor
 from ..workers.facts import ModelFacts, ModelSettings, RunnerLimits
 from .remote import answer
-
-logger = logging.getLogger(__name__)
 
 PLACEMENT_TIMEOUT_S = 60.0
 

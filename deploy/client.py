@@ -19,6 +19,7 @@ from ..errors import EngineUnavailable, IntarsiaError, RequestTooLarge
 from ..proto import inference_pb2 as pb
 from ..proto import inference_pb2_grpc as pb_grpc
 from .convert import (
+    MAX_MESSAGE_BYTES,
     error_from_status,
     finish_reason_from_proto,
     info_from_proto,
@@ -27,7 +28,7 @@ from .convert import (
     sampling_to_proto,
 )
 
-OPTIONS = (("grpc.max_receive_message_length", 16 * 1024 * 1024), ("grpc.enable_http_proxy", 0))
+OPTIONS = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.enable_http_proxy", 0))
 
 
 @dataclass(frozen=True, slots=True)

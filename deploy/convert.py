@@ -22,6 +22,9 @@ from ..errors import (
 )
 from ..proto import inference_pb2 as pb
 
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+"""Of one gRPC message, on both sides: a prompt of four million tokens."""
+
 DOMAIN = "intarsia"
 """Of our errors, in google.rpc.ErrorInfo."""
 

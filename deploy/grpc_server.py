@@ -17,7 +17,7 @@ from ..controller.engine import TokenDelta
 from ..errors import IntarsiaError, InvalidRequest, InvalidSetting
 from ..proto import inference_pb2 as pb
 from ..proto import inference_pb2_grpc as pb_grpc
-from .convert import error_to_status, info_to_proto, response_to_proto, sampling_from_proto
+from .convert import MAX_MESSAGE_BYTES, error_to_status, info_to_proto, response_to_proto, sampling_from_proto
 from .tokenizer import Tokenizer, encode_prompt
 
 logger = logging.getLogger(__name__)
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
 OPTIONS = (
-    ("grpc.max_receive_message_length", 16 * 1024 * 1024),  # a prompt of four million tokens
-    ("grpc.max_send_message_length", 16 * 1024 * 1024),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server behind it
 )
 

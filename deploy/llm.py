@@ -62,8 +62,8 @@ class LLM:
         self._thread.start()
         self._engine: RunningEngine | None = None
         try:
+            self._tokenizer = Tokenizer.load(model)  # what can be refused at once is refused before workers start
             self._engine = self._await(start_engine(wanted))
-            self._tokenizer = Tokenizer.load(model)
         except BaseException:
             self.shutdown()
             raise

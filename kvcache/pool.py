@@ -56,10 +56,6 @@ class BlockPool:
         """The block that holds these tokens, free or not."""
         return self._block_of.get(key)
 
-    def count_kept(self, blocks: Iterable[BlockId]) -> int:
-        """How many of `blocks` are free, so that sharing them lowers `num_free`."""
-        return sum(self._holders[block] == 0 for block in blocks)
-
     # -- acting ------------------------------------------------------------------------------------------------------
 
     def take(self, count: int) -> list[BlockId]:

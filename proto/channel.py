@@ -1,8 +1,8 @@
 """Frames over TCP between our own actors: a length, then that many bytes of MessagePack. Never pickle.
 
 Actors find each other through Ray, which hands over an address and a secret; the secret is the first frame of every
-connection. Bytes then bypass Ray: a broadcast to two workers costs a tenth of what two actor calls cost
-(`bench/decode.py` prints the round trip). A closed connection is how either side learns of the other's death.
+connection. Bytes then bypass Ray, since an actor call per step and worker would cost more than the step's own overhead
+(`channel_us_per_step` in `bench/decode.py`). A closed connection is how either side learns of the other's death.
 """
 
 import asyncio
@@ -54,13 +54,6 @@ class Stream:
     def send(self, payload: bytes) -> None:
         """Queue one frame. Returns at once; a closed connection shows at the next `receive`."""
         self._writer.write(_LENGTH.pack(len(payload)) + payload)
-
-    async def drain(self) -> None:
-        """Wait until the other side keeps up with what was queued."""
-        try:
-            await self._writer.drain()
-        except ConnectionError as error:
-            raise ChannelClosed(str(error)) from error
 
     async def receive(self) -> bytes:
         """The next frame. Raises `ChannelClosed` when there will be none."""
@@ -133,28 +126,23 @@ class StreamServer:
         return hmac.compare_digest(first, self._secret)
 
 
-class BlockingServer:
-    """Accepts one stream that knows the secret, in a plain thread: a worker serves its controller with it."""
+class BlockingListener:
+    """Accepts connections that know the secret, without an event loop."""
 
-    def __init__(self, host: str):
+    def __init__(self, host: str, timeout_s: float | None = None):
+        """timeout_s: for each `accept`; None waits as long as it takes."""
         self._secret = secrets.token_bytes(32)
         self._listener = socket.create_server((host, 0))
+        self._listener.settimeout(timeout_s)
         self.address = Address(host, self._listener.getsockname()[1], self._secret)
 
-    def serve(self, answer: Callable[[bytes], bytes]) -> None:
-        """Answer every frame of the first stream that knows the secret. Returns when that stream is closed."""
-        with self._accept() as connection, contextlib.suppress(ChannelClosed, OSError):
-            self._listener.close()
-            while True:
-                payload = answer(_receive_blocking(connection))
-                connection.sendall(_LENGTH.pack(len(payload)) + payload)
-
-    def _accept(self) -> socket.socket:
+    def accept(self) -> socket.socket:
+        """The next connection that knows the secret; strangers are shut out. Raises `TimeoutError`."""
         while True:
             connection, _ = self._listener.accept()
             connection.settimeout(HANDSHAKE_TIMEOUT_S)
             try:
-                first = _receive_blocking(connection, limit_bytes=len(self._secret))
+                first = receive_blocking(connection, limit_bytes=len(self._secret))
             except (ChannelClosed, OSError):
                 first = b""
             if hmac.compare_digest(first, self._secret):
@@ -163,22 +151,57 @@ class BlockingServer:
                 return connection
             connection.close()
 
+    def close(self) -> None:
+        self._listener.close()
 
-def _receive_blocking(connection: socket.socket, limit_bytes: int = MAX_FRAME_BYTES) -> bytes:
-    (length,) = _LENGTH.unpack(read_exactly(connection, _LENGTH.size))
+
+class BlockingServer:
+    """Serves one stream in a plain thread: a worker serves its controller with it."""
+
+    def __init__(self, host: str):
+        self._listener = BlockingListener(host)
+        self.address = self._listener.address
+
+    def serve(self, answer: Callable[[bytes], bytes]) -> None:
+        """Answer every frame of the first stream that knows the secret. Returns when that stream is closed."""
+        with self._listener.accept() as connection, contextlib.suppress(ChannelClosed, OSError):
+            self._listener.close()
+            while True:
+                send_blocking(connection, answer(receive_blocking(connection)))
+
+
+def connect_blocking(address: Address, timeout_s: float) -> socket.socket:
+    """A connection to a `BlockingListener`. Raises `OSError`."""
+    connection = socket.create_connection((address.host, address.port), timeout=timeout_s)
+    connection.settimeout(None)
+    set_no_delay(connection)
+    send_blocking(connection, address.secret)
+    return connection
+
+
+def send_blocking(connection: socket.socket, payload: bytes) -> None:
+    connection.sendall(_LENGTH.pack(len(payload)) + payload)
+
+
+def receive_blocking(connection: socket.socket, limit_bytes: int = MAX_FRAME_BYTES) -> bytes:
+    """The next frame. Raises `ChannelClosed` when there will be none."""
+    header = bytearray(_LENGTH.size)
+    fill(connection, memoryview(header))
+    (length,) = _LENGTH.unpack(header)
     _check_length(length, limit_bytes)
-    return read_exactly(connection, length)
+    payload = bytearray(length)
+    fill(connection, memoryview(payload))
+    return bytes(payload)
 
 
-def read_exactly(connection: socket.socket, count: int) -> bytes:
-    """The next `count` bytes of a blocking socket. Raises `ChannelClosed` when there are fewer."""
-    data = bytearray()
-    while len(data) < count:
-        piece = connection.recv(min(count - len(data), 1 << 20))
-        if not piece:
+def fill(connection: socket.socket, target: memoryview) -> None:
+    """Fill `target` from a blocking socket. Raises `ChannelClosed` when less comes."""
+    got = 0
+    while got < len(target):
+        count = connection.recv_into(target[got:])
+        if count == 0:
             raise ChannelClosed("the other side closed the connection")
-        data += piece
-    return bytes(data)
+        got += count
 
 
 def _check_length(length: int, limit_bytes: int = MAX_FRAME_BYTES) -> None:

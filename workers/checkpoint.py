@@ -22,6 +22,7 @@ class Checkpoint:
         self.path = Path(model_dir)
         self.config = _read_config(self.path)
         self._file_of = dict(self._locate())
+        self._open_files: dict[Path, Any] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
@@ -36,7 +37,10 @@ class Checkpoint:
         return part[index] if part.get_shape() else part[...]
 
     def _slice(self, name: str) -> Any:
-        return self._open(self._file_of[name], "pt").get_slice(name)
+        file = self._file_of[name]
+        if file not in self._open_files:  # opening reads the whole header
+            self._open_files[file] = self._open(file, "pt")
+        return self._open_files[file].get_slice(name)
 
     def _locate(self) -> Iterator[tuple[str, Path]]:
         for file in self._files():

@@ -5,8 +5,6 @@ quiet 2-core machine an all-reduce of 512 bytes takes 24 µs over sockets and 36
 on the same cores 111 and 320 (`python bench/collectives.py`). A model of 12 layers has 25 of them in each step.
 """
 
-import hmac
-import secrets
 import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..proto.channel import Address, read_exactly, set_no_delay
+from ..proto.channel import (
+    Address,
+    BlockingListener,
+    connect_blocking,
+    fill,
+    receive_blocking,
+    send_blocking,
+)
 
 JOIN_TIMEOUT_S = 60.0
 
@@ -61,32 +66,24 @@ class SocketCollectives:
     def __init__(self, rank: int, size: int):
         self._rank = rank
         self._size = size
-        self._secret = secrets.token_bytes(32)
-        self._listener: socket.socket | None = None
+        self._listener: BlockingListener | None = None
         self._peers: dict[int, socket.socket] = {}
         self._senders = ThreadPoolExecutor(max_workers=max(1, size - 1), thread_name_prefix="send")
         self._inboxes: dict[int, Tensor] = {}
 
     def meeting_point(self, host: str) -> Address:
-        self._listener = socket.create_server((host, 0))
-        self._listener.settimeout(JOIN_TIMEOUT_S)
-        return Address(host, self._listener.getsockname()[1], self._secret)
+        self._listener = BlockingListener(host, JOIN_TIMEOUT_S)
+        return self._listener.address
 
     def join(self, addresses: Sequence[Address]) -> None:
         """Connect to the ranks before this one, accept those behind it. Raises `TimeoutError`."""
         for peer, address in enumerate(addresses[: self._rank]):
-            connection = socket.create_connection((address.host, address.port), timeout=JOIN_TIMEOUT_S)
-            connection.sendall(address.secret + self._rank.to_bytes(4))
-            self._add(peer, connection)
+            self._peers[peer] = connect_blocking(address, JOIN_TIMEOUT_S)
+            send_blocking(self._peers[peer], self._rank.to_bytes(4))
         assert self._listener is not None, "open a meeting point first"
         while len(self._peers) < self._size - 1:
-            connection, _ = self._listener.accept()
-            connection.settimeout(JOIN_TIMEOUT_S)
-            greeting = read_exactly(connection, len(self._secret) + 4)
-            if hmac.compare_digest(greeting[:-4], self._secret):
-                self._add(int.from_bytes(greeting[-4:]), connection)
-            else:
-                connection.close()
+            connection = self._listener.accept()
+            self._peers[int.from_bytes(receive_blocking(connection))] = connection
         self._listener.close()
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -108,7 +105,7 @@ class SocketCollectives:
     def share_from_first(self, tensor: Tensor) -> None:
         assert tensor.is_contiguous()
         if self._rank > 0:
-            _fill(self._peers[0], _bytes(tensor))
+            fill(self._peers[0], _bytes(tensor))
         else:
             for peer in self._peers.values():
                 peer.sendall(_bytes(tensor))
@@ -118,11 +115,6 @@ class SocketCollectives:
             if open_socket:
                 open_socket.close()
         self._senders.shutdown(wait=False)
-
-    def _add(self, peer: int, connection: socket.socket) -> None:
-        connection.settimeout(None)
-        set_no_delay(connection)
-        self._peers[peer] = connection
 
     def _exchange(self, mine: Tensor) -> dict[int, Tensor]:
         """Send `mine` to all, receive theirs. Large tensors are sent by threads, since nobody reads while sending."""
@@ -144,7 +136,7 @@ class SocketCollectives:
         if inbox is None or inbox.numel() < count:
             inbox = self._inboxes[peer] = torch.empty(count, dtype=torch.uint8)
         received = inbox[:count].view(like.dtype).view(like.shape)
-        _fill(self._peers[peer], _bytes(received))
+        fill(self._peers[peer], _bytes(received))
         return received
 
 
@@ -186,12 +178,3 @@ class NcclCollectives:
 def _bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     return tensor.view(-1).view(torch.uint8).numpy().data
-
-
-def _fill(connection: socket.socket, target: memoryview) -> None:
-    got = 0
-    while got < len(target):
-        count = connection.recv_into(target[got:])
-        if count == 0:
-            raise ConnectionError("another rank has gone")
-        got += count

@@ -1,6 +1,5 @@
 """How a transformers module is loaded: built empty, filled with this rank's slices, hooked up to our attention."""
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -100,10 +99,9 @@ def _fill(
         style = styles.get(path)
         whole_shapes = {name: tuple(empty.shape) for name, empty in owner.named_parameters(recurse=False)}
         for name, empty in list(owner.named_parameters(recurse=False)):
-            full_name = f"{path}.{name}" if path else name
-            stored = next((n for n in _stored_names(full_name) if n in checkpoint), None)
+            stored = _stored(checkpoint, path, name)
             if id(empty) not in filled and stored is None:
-                missing.append(full_name)
+                missing.append(_full_name(path, name))
                 continue
             if id(empty) not in filled:
                 assert stored is not None
@@ -129,10 +127,12 @@ def _fill_buffers(module: PreTrainedModel, checkpoint: Checkpoint, device: torch
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  tells transformers to leave it alone
     for path, owner in module.named_modules():
         for name, empty in list(owner.named_buffers(recurse=False)):
-            stored = next((n for n in _stored_names(f"{path}.{name}") if n in checkpoint), None)
+            stored = _stored(checkpoint, path, name)
             value = torch.empty_like(empty, device=device) if stored is None else checkpoint.read(stored)
-            owner._buffers[name] = value.to(device=device, dtype=empty.dtype)
-            owner._is_hf_initialized = stored is not None  # type: ignore[assignment]
+            value = value.to(device=device, dtype=empty.dtype)
+            value._is_hf_initialized = stored is not None  # type: ignore[attr-defined]
+            owner._buffers[name] = value
+            owner._is_hf_initialized = False  # type: ignore[assignment]  its buffers that were not stored are due
     module.initialize_weights()
 
 
@@ -145,17 +145,21 @@ def _read(checkpoint: Checkpoint, stored: str, shape: tuple[int, ...], part: Sli
         )
     if part is None:
         return checkpoint.read(stored)
-    value = checkpoint.read(stored, part.dim, min(part.start, shape[part.dim]), min(part.stop, shape[part.dim]))
-    lacking = (part.stop - part.start) - value.shape[part.dim]
     if part.stop == 0:  # zero on this rank
         return torch.zeros(shape)
+    value = checkpoint.read(stored, part.dim, min(part.start, shape[part.dim]), min(part.stop, shape[part.dim]))
+    lacking = (part.stop - part.start) - value.shape[part.dim]
     if lacking == 0:
         return value.contiguous()
     return torch.cat([value, value.new_zeros((*shape[: part.dim], lacking, *shape[part.dim + 1 :]))], dim=part.dim)
 
 
-def _stored_names(name: str) -> Iterator[str]:
-    """A text model's tensor, as its own checkpoint or one of a multimodal model around it calls it."""
-    yield name
-    yield f"language_model.{name}"
-    yield name.replace("model.", "model.language_model.", 1)
+def _stored(checkpoint: Checkpoint, path: str, name: str) -> str | None:
+    """What the text model's own checkpoint, or one of a multimodal model around it, calls this tensor."""
+    own = _full_name(path, name)
+    names = (own, f"language_model.{own}", own.replace("model.", "model.language_model.", 1))
+    return next((stored for stored in names if stored in checkpoint), None)
+
+
+def _full_name(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -106,7 +106,7 @@ class TensorParallel:
             return Slice(0, 0, shape[0] if self.rank == 0 else 0)
         length = shape[dim]
         if style.around in ("embed_own_rows", "gather_outputs"):
-            part = -(-length // self.size)  # the last rank's slice is filled up with zeros
+            part = self._vocab_part(length)
             return Slice(dim, self.rank * part, self.rank * part + part)
         parts, index = self.size, self.rank
         if path.endswith(("k_proj", "v_proj")) and config.num_key_value_heads < self.size:
@@ -120,6 +120,10 @@ class TensorParallel:
                 length=length,
             )
         return Slice(dim, index * (length // parts), (index + 1) * (length // parts))
+
+    def _vocab_part(self, vocab: int) -> int:
+        """Rows of the vocabulary on each rank; the last rank's are filled up with zeros."""
+        return -(-vocab // self.size)
 
     # -- around the forward pass of a module -------------------------------------------------------------------------
 
@@ -136,7 +140,7 @@ class TensorParallel:
         module.register_forward_hook(after)
 
     def embed_own_rows(self, module: nn.Module, whole_shape: tuple[int, ...]) -> None:
-        part = -(-whole_shape[0] // self.size)
+        part = self._vocab_part(whole_shape[0])
         start = self.rank * part
 
         strangers = torch.empty(0)

@@ -21,8 +21,8 @@ class _Rows(NamedTuple):
     """The requests of one step, decoding ones first. Index arrays over slots; R rows."""
 
     slots: np.ndarray  # [R]
-    query_lens: np.ndarray  # [R] tokens to compute
-    computed: np.ndarray  # [R] tokens computed before this step
+    query_lens: np.ndarray  # [R] int32: tokens to compute
+    computed: np.ndarray  # [R] int32: tokens computed before this step
     finishes: np.ndarray  # [R] bool: the last known token is computed, so a new one is sampled
 
 
@@ -57,7 +57,7 @@ class SlotTables:
 
     def append_blocks(self, entry: Advance) -> None:
         slot = entry.slot
-        for table, count, blocks in zip(self.block_tables, self.num_blocks, entry.blocks, strict=bool(entry.blocks)):
+        for table, count, blocks in zip(self.block_tables, self.num_blocks, entry.blocks, strict=True):
             start = count[slot]
             table[slot, start : start + len(blocks)] = blocks
             count[slot] += len(blocks)
@@ -102,7 +102,7 @@ class ModelRunner:
         """Forward passes over the null block: the layers find their backend, or fail, before anyone waits."""
         rows = _Rows(
             slots=np.zeros(1, dtype=np.int64),
-            query_lens=np.array([WARM_UP_TOKENS]),
+            query_lens=np.array([WARM_UP_TOKENS], dtype=np.int32),
             computed=np.zeros(1, dtype=np.int32),
             finishes=np.ones(1, dtype=bool),
         )
@@ -113,7 +113,7 @@ class ModelRunner:
 
     def _rows(self, advances: Sequence[Advance]) -> _Rows:
         slots = np.array([advance.slot for advance in advances])
-        query_lens = np.array([advance.tokens for advance in advances])
+        query_lens = np.array([advance.tokens for advance in advances], dtype=np.int32)
         order = np.argsort(query_lens > 1, kind="stable")
         slots, query_lens = slots[order], query_lens[order]
         computed = self._tables.computed[slots]
@@ -123,7 +123,7 @@ class ModelRunner:
         """Logits [rows that finish, vocabulary] of the packed tokens of all rows."""
         ends = np.cumsum(rows.query_lens)
         starts = ends - rows.query_lens
-        kv_lens = (rows.computed + rows.query_lens).astype(np.int32)
+        kv_lens = rows.computed + rows.query_lens
         positions = np.arange(ends[-1]) + np.repeat(rows.computed - starts, rows.query_lens)
         tokens = np.concatenate(
             [self._tables.tokens(s, c, k) for s, c, k in zip(rows.slots, rows.computed, kv_lens, strict=True)]
@@ -143,7 +143,7 @@ class ModelRunner:
         width = -(-int(kv_lens.max()) // group.block_tokens)
         return GroupBatch(
             block_table=self._tables.block_tables[g][rows.slots, :width],
-            query_lens=rows.query_lens.astype(np.int32),
+            query_lens=rows.query_lens,
             kv_lens=kv_lens,
             block_tokens=group.block_tokens,
             window_tokens=group.reach.window_tokens,
@@ -151,7 +151,7 @@ class ModelRunner:
 
     def _sample(self, rows: _Rows, logits: torch.Tensor) -> Sequence[Sampled]:
         tables = self._tables
-        tables.computed[rows.slots] += rows.query_lens.astype(np.int32)
+        tables.computed[rows.slots] += rows.query_lens
         slots = rows.slots[rows.finishes]
         if len(slots) == 0:
             return ()

@@ -1,7 +1,9 @@
 """Ranks in threads of this process, over real sockets."""
 
+import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -69,6 +71,20 @@ def test_gather_gives_rank_0_all_parts_in_order_and_share_sends_them_back():
     assert [float(part[0, 0]) for part in results[0][0]] == [0.0, 1.0, 2.0]
     assert results[1][0] is None
     assert all(shared.tolist() == [0] * 5 for _, shared in results)
+
+
+def test_stranger_at_the_meeting_point_does_not_keep_the_ranks_apart():
+    ranks = [SocketCollectives(rank, 2) for rank in range(2)]
+    addresses = [rank.meeting_point("127.0.0.1") for rank in ranks]
+    with socket.create_connection(addresses[0][:2]) as stranger:
+        stranger.sendall(b"\xff" * 40)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda rank: rank.join(addresses), ranks, timeout=30))
+        tensors = [torch.full((3,), 1.0 + n) for n in range(2)]
+        list(pool.map(lambda rank, tensor: rank.all_reduce(tensor), ranks, tensors, timeout=30))
+    assert [tensor.tolist() for tensor in tensors] == [[3.0] * 3] * 2
+    for rank in ranks:
+        rank.close()
 
 
 def test_rank_that_leaves_is_an_error_for_who_waits():
