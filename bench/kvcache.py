@@ -1,94 +1,370 @@
-"""What the cache manager costs, without a model: one decode step of many requests, a prefill, a lookup, a hash.
+"""What the cache manager costs and what it brings, without a model.
 
-    python bench/kvcache.py [--requests 256] [--tokens 2048] [--steps 64]
+    python bench/kvcache.py [costs] [capacity] [reuse] [sessions] [waste] [traces --traces DIR]
 
-Prints one JSON object. Layouts are those of real models, by their groups; blocks of 16 tokens.
+Prints one JSON object; without a name all parts run, `traces` only when a directory is given. Layouts are those of real
+models in bf16, blocks of 16 tokens unless said. Costs are medians, or means where said, of calls in one process.
+
+    costs      microseconds: a decode step of 256 requests at 2k tokens, block borders included; the names of a 2k
+               prompt; its prefill; lookups of a cached 128k prompt, and of 120k of it with the end of its windows
+               evicted
+    capacity   requests that a pool of 40 GiB took until it refused one, and bytes that one long prompt needs
+    reuse      share of prompt tokens found: a chat of 8 turns, a document used 3 times, a prompt resent without its end
+    sessions   of 16k tokens, used round after round: how many are found again, with fewer and with more than fit
+    waste      bytes held for nothing, of all bytes held, for long documents on a Ministral-like model
+    traces     hit rate on the Mooncake conversation trace in blocks of 512
 """
 
 import argparse
+import gzip
 import json
+import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from intarsia.errors import PoolExhausted
 from intarsia.kvcache.manager import CacheManager, RequestId
-from intarsia.kvcache.plan import Group, MemoryPlan
-from intarsia.kvcache.prefix import chain_hashes
-from intarsia.kvcache.reach import Full, Reach, Sliding
+from intarsia.kvcache.plan import PlanSettings
+from intarsia.kvcache.prefix import Chain, GivenChain
+from intarsia.kvcache.reach import Full, Keeps, Sliding, State
+from intarsia.kvcache.retention import policy_named
+from intarsia.kvcache.spec import LayerSpec, StateTensor
+from intarsia.kvcache.strategies import plan_memory
 
-BLOCK_TOKENS = 16
+GIB = 1 << 30
+CHUNK_TOKENS = 8192
 
-LAYOUTS: dict[str, Sequence[Reach]] = {
-    "full": [Full()],
-    "gpt-oss-20b": [Full(), Sliding(128)],
-    "gemma-3-27b": [Full()] + [Sliding(1024)] * 6,
+
+def _attention(index: int, reach: Full | Sliding, kv_heads: int, dim: int) -> LayerSpec:
+    return LayerSpec(index, reach, kv_heads, dim, dim, item_bytes=2)
+
+
+def _state(index: int, conv: tuple[int, int], recurrent: tuple[int, ...]) -> LayerSpec:
+    return LayerSpec(index, State(), state=(StateTensor(conv, 2), StateTensor(recurrent, 4)))
+
+
+MODELS: dict[str, list[LayerSpec]] = {
+    "full-32": [_attention(n, Full(), 8, 128) for n in range(32)],
+    "gpt-oss-20b": [_attention(n, Full() if n % 2 else Sliding(128), 8, 64) for n in range(24)],
+    "gemma-3-27b": [_attention(n, Full() if n % 6 == 5 else Sliding(1024), 16, 128) for n in range(62)],
+    "bamba-9b": [
+        _attention(n, Full(), 8, 128) if n in (9, 18, 27) else _state(n, (8448, 3), (128, 64, 128)) for n in range(32)
+    ],
+    "jamba-1.5-mini": [
+        _attention(n, Full(), 8, 128) if n % 8 == 4 else _state(n, (8192, 3), (8192, 16)) for n in range(32)
+    ],
+    "ministral-8b": [_attention(n, Full() if n % 4 == 0 else Sliding(32768), 8, 128) for n in range(36)],
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=64)
-    args = parser.parse_args()
-    rows = [measure(name, reaches, args) for name, reaches in LAYOUTS.items()]
-    prompt = _prompt(0, args.tokens)
-    hash_us = _median_us(lambda: chain_hashes(prompt, BLOCK_TOKENS, key=b"k" * 32), 200)
-    result = {"benchmark": "kvcache", **vars(args), "hash_prompt_us": hash_us, "python": sys.version.split()[0]}
-    json.dump(result | {"rows": rows}, sys.stdout, indent=2)
-    print()
+class Cache:
+    """A manager, and requests that run through it as an engine would run them."""
+
+    def __init__(self, model: str, memory_gib: float, *, policy: str = "lru-tiers", block_tokens: int = 16):
+        plan = plan_memory(MODELS[model], PlanSettings(int(memory_gib * GIB), block_tokens))
+        self.manager = CacheManager(plan, policy=policy_named(policy))
+        self.prompt_tokens = self.hit_tokens = 0
+        self._requests = 0
+        self._next_token = 1_000_000
+
+    def unique(self, count: int) -> list[int]:
+        self._next_token += count
+        return list(range(self._next_token - count, self._next_token))
+
+    def prefill(self, prompt: Chain | list[int]) -> RequestId:
+        """Look up, open and compute a prompt. Raises `PoolExhausted`, with the request closed, when it does not fit."""
+        manager = self.manager
+        chain = manager.chain(prompt) if isinstance(prompt, list) else prompt
+        self._requests += 1
+        request = RequestId(self._requests)
+        hit = manager.lookup(chain)
+        manager.open(request, hit)
+        self.prompt_tokens += chain.known
+        self.hit_tokens += hit.tokens
+        length = hit.tokens
+        while length < chain.known:
+            wanted = manager.chunk_end(request, min(chain.known, length + CHUNK_TOKENS))
+            try:
+                manager.extend(request, wanted, length)
+            except PoolExhausted:
+                wanted = manager.room_to_grow(request, wanted)
+                if wanted <= length:
+                    manager.release(request, length)
+                    raise
+                manager.extend(request, wanted, length)
+            manager.commit(request)
+            length = wanted
+        return request
+
+    def decode(self, request: RequestId, tokens: list[int], count: int) -> None:
+        for token in self.unique(count):
+            tokens.append(token)
+            self.manager.extend(request, len(tokens), len(tokens) - 1)
+
+    @property
+    def hit_rate(self) -> float:
+        return round(self.hit_tokens / self.prompt_tokens, 4)
 
 
-def measure(name: str, reaches: Sequence[Reach], args: argparse.Namespace) -> dict[str, float | str]:
-    """Costs of one layout. Decode steps include block borders: requests stand at different places in their blocks."""
-    groups = tuple(Group(reach, (n,), BLOCK_TOKENS) for n, reach in enumerate(reaches))
-    blocks = (args.tokens + args.steps + BLOCK_TOKENS) // BLOCK_TOKENS * len(groups) * (args.requests + 2)
-    manager = CacheManager(MemoryPlan("layered", groups, 1, 64, blocks, 0.0))
-    prompts = [_prompt(n, args.tokens + n % BLOCK_TOKENS) for n in range(args.requests)]
-    prefills = [_time_us(lambda n=n: _prefill(manager, RequestId(n), prompts[n])) for n in range(args.requests)]
-    again = prompts[0] + [1]
-    lookup_us = _median_us(lambda: manager.lookup(again), 50)
+# -- costs -------------------------------------------------------------------------------------------------------------
+
+
+def costs(args: argparse.Namespace) -> dict[str, Any]:
+    rows = [_step_costs(model, args) for model in ("full-32", "gpt-oss-20b", "gemma-3-27b", "bamba-9b")]
+    lookups = [_lookup_costs(model) for model in ("full-32", "gpt-oss-20b", "gemma-3-27b", "bamba-9b")]
+    return {"steps": rows, "lookups": lookups}
+
+
+def _step_costs(model: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Requests stand at different places in their blocks, so that every step has its share of block borders."""
+    manager = Cache(model, 400).manager
+    prompts = [[(n * 7919 + k) % 50_000 for k in range(args.tokens + n % 16)] for n in range(args.requests)]
+    chains = [manager.chain(prompt) for prompt in prompts]
+    names = [_us(chain.grow) for chain in chains]
+    prefills = []
+    for n, chain in enumerate(chains):
+
+        def prefill(n: int = n, chain: Chain = chain) -> None:
+            request = RequestId(n)
+            manager.open(request, manager.lookup(chain))
+            manager.extend(request, chain.known)
+            manager.commit(request)
+
+        prefills.append(_us(prefill))
+    numbers = np.array([manager.number(RequestId(n)) for n in range(args.requests)])
+    lengths = np.array([len(prompt) for prompt in prompts])
+
+    def step() -> None:
+        nonlocal lengths
+        lengths += 1
+        for n in manager.due(numbers, lengths):
+            length = int(lengths[n])
+            manager.extend(RequestId(n), length, length - 1)
+
     steps = []
-    for _ in range(args.steps):
+    for token in range(args.steps):
         for prompt in prompts:
-            prompt.append(1)
-        steps.append(_time_us(lambda: _decode(manager, prompts)))
+            prompt.append(token)
+        steps.append(_us(step))
     return {
-        "layout": name,
-        "groups": len(groups),
+        "model": model,
+        "strategy": manager.plan.strategy,
+        "groups": len(manager.plan.groups),
+        "names_of_prompt_us": round(statistics.median(names), 1),
         "prefill_us": round(statistics.median(prefills), 1),
-        "warm_lookup_us": lookup_us,
         "decode_step_mean_us": round(statistics.mean(steps), 1),
         "decode_step_max_us": round(max(steps), 1),
     }
 
 
-def _prefill(manager: CacheManager, request: RequestId, prompt: list[int]) -> None:
-    manager.open(request, manager.lookup(prompt))
-    manager.extend(request, len(prompt))
-    manager.commit(request, prompt, len(prompt))
+def _lookup_costs(model: str) -> dict[str, Any]:
+    cache = Cache(model, 200)
+    manager = cache.manager
+    tokens = cache.unique(131_072)
+    manager.release(cache.prefill(tokens))
+    warm, warm_tokens = _lookup_us(manager, [*tokens, 1])
+    for g, group in enumerate(manager.plan.groups):
+        if group.reach.keeps is Keeps.STATE or group.reach.window_tokens:
+            index = manager.pool.index(g)
+            for name in manager.chain(tokens).grow()[6000:7680]:
+                if name in index:
+                    manager.forget(g, index[name])  # type: ignore[arg-type]
+    gone, gone_tokens = _lookup_us(manager, tokens[:122_880] + cache.unique(3000))
+    return {
+        "model": model,
+        "warm_128k_us": warm,
+        "warm_128k_hit_tokens": warm_tokens,
+        "120k_end_of_windows_evicted_us": gone,
+        "120k_end_of_windows_evicted_hit_tokens": gone_tokens,
+    }
 
 
-def _decode(manager: CacheManager, prompts: list[list[int]]) -> None:
-    for n, prompt in enumerate(prompts):
-        manager.extend(RequestId(n), len(prompt))
-    for n, prompt in enumerate(prompts):
-        manager.commit(RequestId(n), prompt, len(prompt))
+def _lookup_us(manager: CacheManager, tokens: list[int], repeats: int = 9) -> tuple[float, int]:
+    """Median of lookups whose names are known and which nobody has looked up before."""
+    chains = [manager.chain(tokens) for _ in range(repeats)]
+    for chain in chains:
+        chain.grow()
+    return (
+        round(statistics.median(_us(lambda chain=chain: manager.lookup(chain)) for chain in chains), 1),
+        manager.lookup(chains[0]).tokens,
+    )
 
 
-def _prompt(seed: int, tokens: int) -> list[int]:
-    return [(seed * 7919 + n) % 50_000 for n in range(tokens)]
+# -- capacity ----------------------------------------------------------------------------------------------------------
 
 
-def _time_us(work: Callable[[], object]) -> float:
+def capacity(args: argparse.Namespace) -> dict[str, Any]:
+    taken = {str(context): _fill(context) for context in (2048, 8192, 32_768, 131_072)}
+    return {"gemma-3-27b_in_40_gib": taken, "gemma-3-27b_131k_prompt_gib": _least_memory(131_072)}
+
+
+def _fill(context: int) -> int:
+    cache, taken = Cache("gemma-3-27b", 40), 0
+    try:
+        while True:
+            cache.prefill(cache.unique(context))
+            taken += 1
+    except PoolExhausted:
+        return taken
+
+
+def _least_memory(context: int) -> float:
+    """GiB, to 1/32, that a prompt needs while it is computed in chunks of up to 8192 tokens."""
+    gib = 10.0
+    while True:
+        cache = Cache("gemma-3-27b", gib)
+        try:
+            cache.prefill(cache.unique(context))
+            return gib
+        except PoolExhausted:
+            gib += 1 / 32
+
+
+# -- reuse -------------------------------------------------------------------------------------------------------------
+
+
+def reuse(args: argparse.Namespace) -> list[dict[str, Any]]:
+    return [
+        {
+            "model": model,
+            "8_turns_of_200_and_800": _chat(model),
+            "8k_document_3_times": _document(model),
+            "5000_tokens_resent_less_10": _resent(model, 10),
+            "5000_tokens_resent_less_100": _resent(model, 100),
+        }
+        for model in ("gemma-3-27b", "gpt-oss-20b", "jamba-1.5-mini", "bamba-9b")
+    ]
+
+
+def _chat(model: str) -> float:
+    cache, history = Cache(model, 40), []
+    for _ in range(8):
+        history += cache.unique(200)
+        request = cache.prefill(history)
+        cache.decode(request, history, 800)
+        cache.manager.release(request)
+    return cache.hit_rate
+
+
+def _document(model: str) -> float:
+    cache = Cache(model, 40)
+    document = cache.unique(8192)
+    for _ in range(3):
+        cache.manager.release(cache.prefill(document + cache.unique(210)))
+    return cache.hit_rate
+
+
+def _resent(model: str, less: int) -> int:
+    cache = Cache(model, 40)
+    prompt = cache.unique(5000)
+    cache.manager.release(cache.prefill(prompt))
+    return cache.manager.lookup(prompt[:-less]).tokens
+
+
+# -- sessions ----------------------------------------------------------------------------------------------------------
+
+
+def sessions(args: argparse.Namespace) -> list[dict[str, Any]]:
+    return [
+        {"policy": policy, "sessions": count, "found_in_last_round": _cycle(policy, count)}
+        for policy in ("lru", "lru-tiers", "score")
+        for count in (22, 23, 24, 26, 30, 40)
+    ]
+
+
+def _cycle(policy: str, count: int, rounds: int = 5) -> int:
+    cache = Cache("gemma-3-27b", 40, policy=policy)
+    prompts = [cache.unique(16_384) for _ in range(count)]
+    found = 0
+    for _ in range(rounds):
+        found = 0
+        for prompt in prompts:
+            before = cache.hit_tokens
+            cache.manager.release(cache.prefill(prompt))
+            found += cache.hit_tokens - before >= 16_000
+    return found
+
+
+# -- waste -------------------------------------------------------------------------------------------------------------
+
+
+def waste(args: argparse.Namespace) -> dict[str, Any]:
+    """Documents of 55k to 80k tokens, four questions each, shuffled, three requests at a time, 150 tokens generated."""
+    rng = random.Random(1)
+    cache = Cache("ministral-8b", 60)
+    documents = [cache.unique(rng.randint(55_000, 80_000)) for _ in range(8)]
+    questions = [document for document in documents for _ in range(4)]
+    rng.shuffle(questions)
+    running: list[tuple[RequestId, list[int]]] = []
+    totals: dict[str, float] = {}
+    for document in questions:
+        tokens = document + cache.unique(16)
+        running.append((cache.prefill(tokens), tokens))
+        for step in range(150):
+            for request, known in running:
+                cache.decode(request, known, 1)
+            if step % 10 == 0:
+                for what, size in cache.manager.account().items():
+                    totals[what] = totals.get(what, 0) + size
+        while len(running) > 2:
+            cache.manager.release(running.pop(0)[0])
+    held = totals["held"]
+    return {
+        "strategy": cache.manager.plan.strategy,
+        "internal_unfilled": totals["unfilled"] / held,  # slots of blocks that no token was written to
+        "internal_passed": totals["passed"] / held,  # tokens that share a block with visible ones
+        "external": totals["blank"] / held,  # blocks set aside, or left over in large pages in use
+        "internal_and_external": (totals["unfilled"] + totals["blank"]) / held,
+        "all": (totals["unfilled"] + totals["passed"] + totals["blank"]) / held,
+    }
+
+
+# -- traces ------------------------------------------------------------------------------------------------------------
+
+
+def traces(args: argparse.Namespace) -> list[dict[str, Any]]:
+    with gzip.open(Path(args.traces) / "mooncake_conversation.jsonl.gz") as lines:
+        requests = [json.loads(line) for line in lines]
+    rows = []
+    for memory_gib in (160, 640, 2560, 20_000):  # the last is more than all of it
+        cache = Cache("gemma-3-27b", memory_gib, block_tokens=512)
+        for entry in requests:
+            full = entry["input_length"] // 512
+            names = [block.to_bytes(16, "big") for block in entry["hash_ids"][:full]]
+            cache.manager.release(cache.prefill(GivenChain(names, entry["input_length"])))
+        rows.append({"model": "gemma-3-27b", "memory_gib": memory_gib, "hit_rate": cache.hit_rate})
+    return rows
+
+
+def _us(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return (time.perf_counter() - started) * 1e6
 
 
-def _median_us(work: Callable[[], object], repeats: int) -> float:
-    return round(statistics.median(_time_us(work) for _ in range(repeats)), 1)
+PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
+    part.__name__: part for part in (costs, capacity, reuse, sessions, waste, traces)
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="part")
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--traces", help="directory with mooncake_conversation.jsonl.gz")
+    args = parser.parse_args(argv)
+    chosen = args.parts or [part for part in PARTS if part != "traces" or args.traces]
+    result: dict[str, Any] = {"benchmark": "kvcache", "python": sys.version.split()[0]}
+    json.dump(result | {part: PARTS[part](args) for part in chosen}, sys.stdout, indent=2)
+    print()
 
 
 if __name__ == "__main__":

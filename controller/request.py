@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import InvalidRequest
 from ..kvcache.manager import RequestId
+from ..kvcache.prefix import TokenChain
 
 MAX_LOGPROBS = 20
 """Most alternatives per token a caller may ask for, as OpenAI's API has it."""
@@ -104,6 +105,8 @@ class Request:
     cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
     slot: int | None = None  # on the workers, while running
     preemptions: int = 0
+    is_cautious: bool = False  # prefill goes a block at a time: there is no memory for more
+    chain: TokenChain | None = None  # the names of its prefixes, computed once
 
     @property
     def remaining_tokens(self) -> int:

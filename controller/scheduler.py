@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ..errors import InvalidSetting, PoolExhausted
 from ..kvcache.manager import CacheManager, RequestId
+from ..kvcache.tables import Copy
 from ..proto.step import Admit, Advance, Sampled, Sampling, Step, StepResult
 from .request import FinishReason, Request
 
@@ -69,6 +70,7 @@ class Scheduler:
         self._running: list[Request] = []  # oldest admission first
         self._requests: dict[RequestId, Request] = {}
         self._free_slots = list(range(settings.max_num_seqs - 1, -1, -1))
+        self._copies: list[Copy] = []  # of blocks, for the step being planned
         self._retired_slots: list[int] = []  # the workers have not heard of these yet
         self._aborted: list[Request] = []
         self._in_flight: list[_Planned] = []
@@ -101,14 +103,15 @@ class Scheduler:
         assert not self._in_flight, "the last step has not been committed"
         self._drop_aborted()
         planned, short_of_blocks = self._advance_running()
-        admitted = [] if short_of_blocks else self._admit_waiting(self._tokens_left(planned))
+        admitted = [] if short_of_blocks and self._running else self._admit_waiting(self._tokens_left(planned))
         return self._seal(planned, admitted)
 
     def commit(self, result: StepResult) -> list[Progress]:
         """The step has run: enter its tokens, give back blocks nobody needs, finish what is finished."""
         for request, advance in self._in_flight:
             request.computed_tokens += advance.tokens
-            self._manager.commit(request.id, request.tokens, request.computed_tokens)
+            if advance.tokens > 1:
+                self._manager.commit(request.id)
         by_slot = {request.slot: request for request, _ in self._in_flight}
         self._in_flight = []
         progress = []
@@ -150,10 +153,11 @@ class Scheduler:
                 youngest = self._running[-1]
                 if youngest is not request:
                     self._preempt(youngest)
-                elif tokens > 1:
-                    tokens //= 2  # a shorter chunk needs fewer blocks at once
+                elif shorter := self._fitting_chunk(request, tokens - 1):
+                    tokens = shorter
                 else:
-                    assert len(self._running) > 1, f"request {request.id} was taken although it does not fit alone"
+                    if len(self._running) == 1:
+                        self._start_over(request)
                     break  # wait for an older one to end
             if advance is not None:
                 planned.append(_Planned(request, advance))
@@ -179,10 +183,12 @@ class Scheduler:
             return None
         self._steps += 1
         retired, self._retired_slots = self._retired_slots, []
+        copies, self._copies = self._copies, []
         return Step(
             self._epoch,
             self._steps,
             tuple(retired),
+            tuple(copies),
             tuple(admit for admit, _ in admitted),
             tuple(entry.advance for entry in self._in_flight),
         )
@@ -191,7 +197,17 @@ class Scheduler:
 
     def _chunk(self, request: Request, budget: int) -> int:
         limit = self._settings.max_prefill_chunk_tokens or budget
-        return max(0, min(request.remaining_tokens, budget, limit))
+        if request.is_cautious:
+            limit = min(limit, self._manager.plan.block_tokens)
+        tokens = max(0, min(request.remaining_tokens, budget, limit))
+        if tokens == 0:
+            return 0
+        return self._manager.chunk_end(request.id, request.computed_tokens + tokens) - request.computed_tokens
+
+    def _fitting_chunk(self, request: Request, tokens: int) -> int:
+        """The most of `tokens` that there are blocks for now. A shorter chunk needs fewer at once."""
+        longest = self._manager.room_to_grow(request.id, request.computed_tokens + tokens)
+        return max(0, longest - request.computed_tokens)
 
     def _tokens_left(self, planned: Iterable[_Planned]) -> int:
         return self._settings.max_num_batched_tokens - sum(entry.advance.tokens for entry in planned)
@@ -200,23 +216,28 @@ class Scheduler:
         """None, with nothing taken, when the pool has too few blocks."""
         assert request.slot is not None
         try:
-            blocks = self._manager.extend(request.id, request.computed_tokens + tokens)
+            growth = self._manager.extend(request.id, request.computed_tokens + tokens, written=request.computed_tokens)
         except PoolExhausted:
             return None
-        return Advance(request.slot, tokens, tuple(map(tuple, blocks)) if any(blocks) else ())
+        self._copies += growth.copies
+        return Advance(request.slot, tokens, tuple(map(tuple, growth.blocks)) if growth else ())
 
     def _try_admit(self, request: Request, budget: int, *, alone: bool) -> tuple[Admit, _Planned] | None:
         """A slot and the first chunk's blocks for a waiting request. None, with nothing taken, if that can not be."""
-        hit = self._manager.lookup(request.tokens)
+        if request.chain is None:
+            request.chain = self._manager.chain(request.tokens)
+        hit = self._manager.lookup(request.chain)
         self._manager.open(request.id, hit)
         request.computed_tokens = hit.tokens
         request.slot = self._free_slots[-1]
         tokens = self._chunk(request, budget)
-        while (advance := self._try_advance(request, tokens)) is None and alone and tokens > 1:
-            tokens //= 2
+        advance = self._try_advance(request, tokens)
+        if advance is None and alone and (shorter := self._fitting_chunk(request, tokens - 1)):
+            tokens = shorter
+            advance = self._try_advance(request, tokens)
         if advance is None:
-            assert not alone, f"request {request.id} was taken although it does not fit alone"
-            self._manager.release(request.id)
+            assert not alone, f"request {request.id} does not fit an empty pool, and was taken"
+            self._manager.release(request.id, hit.tokens)
             request.computed_tokens, request.slot = 0, None
             return None
         self._free_slots.pop()
@@ -240,10 +261,20 @@ class Scheduler:
         self.preemptions += 1
         self._waiting.appendleft(request)
 
+    def _start_over(self, request: Request) -> None:
+        """A request that has the pool to itself, and still not one block more, sits on large pages it uses in part.
+
+        On an empty pool, a block at a time, it fits, or it would not have been taken.
+        """
+        assert not request.is_cautious, f"request {request.id} does not fit alone, and was taken"
+        request.is_cautious = True
+        self._preempt(request)
+        self._manager.reset_prefix_cache()
+
     def _retire(self, request: Request) -> None:
         """Take a running request off its slot and give back its blocks."""
         assert request.slot is not None
-        self._manager.release(request.id)
+        self._manager.release(request.id, request.computed_tokens)
         self._running.remove(request)
         self._retired_slots.append(request.slot)
         self._free_slots.append(request.slot)

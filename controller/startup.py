@@ -5,16 +5,14 @@ from pathlib import Path
 from typing import Protocol
 
 from ..errors import InvalidSetting
-from ..kvcache.manager import CacheManager
-from ..kvcache.plan import MemoryPlan, PlanSettings, plan_layered
+from ..kvcache.manager import CacheManager, CacheSettings
+from ..kvcache.plan import MemoryPlan, PlanSettings
+from ..kvcache.strategies import plan_memory
 from ..proto.step import Step, StepResult
 from ..workers.facts import ModelFacts, ModelSettings, RunnerLimits
 from .engine import Engine
 from .info import EngineInfo, GroupInfo
 from .scheduler import Scheduler, SchedulerSettings
-
-EXPECTED_TOKENS = 8192
-"""Length of a usual request, for the choice of a memory plan, unless the model's own maximum is shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +48,10 @@ async def build_engine(settings: EngineSettings, workers: Workers) -> Engine:
     """Load the model, plan and allocate the memory. The engine's loop is the caller's to run."""
     facts = await workers.load(settings.model)
     max_model_len = _max_model_len(settings, facts)
-    plan = plan_layered(facts.layers, settings.plan, expected_tokens=min(max_model_len, EXPECTED_TOKENS))
+    plan = plan_memory(facts.layers, settings.plan, max_model_len)
     limits = settings.scheduler
     await workers.allocate(plan, RunnerLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_model_len))
-    manager = CacheManager(plan, prefix_caching=settings.prefix_caching)
+    manager = CacheManager(plan, CacheSettings(prefix_caching=settings.prefix_caching))
     return Engine(_describe(settings, facts, plan, max_model_len), Scheduler(limits, manager), manager, workers)
 
 
@@ -88,11 +86,11 @@ def _describe(settings: EngineSettings, facts: ModelFacts, plan: MemoryPlan, max
         eos_token_ids=facts.eos_token_ids,
         strategy=plan.strategy,
         groups=tuple(
-            GroupInfo(group.reach.name, group.layers, group.block_tokens, plan.page_bytes) for group in plan.groups
+            GroupInfo(group.reach.name, group.layers, group.block_tokens, group.page_bytes) for group in plan.groups
         ),
         num_blocks=plan.usable_blocks,
         num_buffers=plan.num_buffers,
-        kv_cache_bytes=plan.num_buffers * plan.buffer_bytes,
+        kv_cache_bytes=plan.memory_bytes,
         max_len_blocks=plan.blocks_alone(max_model_len),
         enable_prefix_caching=settings.prefix_caching,
     )

@@ -9,7 +9,7 @@ from .manager import CacheManager
 
 
 class Recount(NamedTuple):
-    """Where all blocks of a pool are. `held + kept + blank == usable`."""
+    """Where all large pages of a pool are. `held + kept + blank == usable`."""
 
     usable: int
     held: int
@@ -30,8 +30,8 @@ def recount(manager: CacheManager) -> Recount:
     pool = manager.pool
     return Recount(
         usable=manager.plan.usable_blocks,
-        held=len(held),
+        held=manager.plan.usable_blocks - pool.num_free,
         kept=pool.num_kept,
-        blank=pool.num_free - pool.num_kept,
+        blank=pool.num_blank,
         open_requests=manager.num_open,
     )

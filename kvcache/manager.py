@@ -2,194 +2,574 @@
 
 The life of a request here, in five verbs:
 
-    hit = manager.lookup(tokens)                 # ask: how much of this prompt is cached?
+    hit = manager.lookup(chain)                  # ask: how much of this prompt is cached?
     manager.open(request, hit)                   # take those blocks up
     manager.extend(request, length)              # before a step: blocks for all tokens up to `length`
-    manager.commit(request, tokens, length)      # after it: tokens up to `length` are in the cache; name, give back
+    manager.commit(request)                      # after it, if it was more than one token: name, give back
     manager.release(request)                     # finished or preempted: give everything back
 
-Asking changes nothing. `extend` is all or nothing. No torch, no Ray: a test, a simulator and the engine call the same
-class.
+Asking changes nothing. `extend` is all or nothing. A decode step below a request's watermark touches nothing: `due`
+answers for a whole batch with one comparison. No torch, no Ray: a test, a simulator and the engine call the same class.
 """
 
+import heapq
 import secrets
-from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple, NewType
+import time
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import NamedTuple
 
-from .plan import NULL_BLOCK, MemoryPlan
-from .pool import BlockId, BlockKey, BlockPool
-from .prefix import chain_hashes, longest_hit
-from .reach import NEVER
+import numpy as np
 
-RequestId = NewType("RequestId", int)
+from ..errors import InvalidSetting
+from .events import EventLog
+from .plan import NULL_BLOCK, Group, MemoryPlan
+from .pool import BlockId, BlockPool, RequestId
+from .prefix import Chain, Ends, TokenChain
+from .reach import NEVER, Keeps
+from .retention import USUAL_RETENTION, Policy, Retain, Tier
+from .tables import SALT, Copy, Encoder, GroupTable, Row, Save, make_tables
 
 NULL = BlockId(NULL_BLOCK)
+
+WORK_DOUBLES_AT_TOKENS = 32_768
+"""Length at which attention costs as much again as everything else: how `score` weighs long prefixes."""
+
+LEAST_CHUNK_TOKENS = 512
+"""A shorter chunk of prefill makes worse use of the workers than what it saves is worth."""
+
+SALT_MEMORY = 256
+"""Latest prompts remembered to tell a prompt that another salt kept from its prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """How prefixes are kept."""
+
+    prefix_caching: bool = True
+    snapshot_share: float = 0.5  # of the memory, for saved states
+    pinned_share: float = 0.1  # of the memory, for blocks that requests pin
+
+    def __post_init__(self):
+        for field in ("snapshot_share", "pinned_share"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise InvalidSetting(f"{field} must be between 0 and 1, got {getattr(self, field)}", field=field)
 
 
 class Hit(NamedTuple):
     """A cached prefix. Good until the pool changes, so `open` it at once."""
 
     tokens: int
-    blocks: tuple[tuple[BlockId, ...], ...]  # [group][block of the prefix]; null where the group needs none
-    hashes: tuple[bytes, ...]  # of every full block of the prompt, so that they are computed once
-    salt: bytes
+    chain: Chain
+    lost: Mapping[str, int]  # tokens that were cached once and will be computed again, by cause
+    branch: int = 0  # where this prompt leaves what is known; 0: it does not, or not beyond `tokens`
+    encoder: Encoder | None = None
+    encoder_tokens: int = 0  # of its encoder's output, found in the cache
 
 
-class _Row:
-    """What one request holds. Invariant: in each group, the blocks from `first` on are held, those before are null.
+class Growth(NamedTuple):
+    """What a request got for a step."""
 
-    Below `quiet_until` tokens nothing happens to the row: no group needs a block, none can give one back, and no block
-    becomes full. A decode step below it costs one comparison.
-    """
+    blocks: Sequence[Sequence[BlockId]]  # [group][new block]
+    copies: Sequence[Copy] = ()
+    saves: Sequence[Save] = ()
 
-    __slots__ = ("blocks", "first", "hashes", "named_blocks", "quiet_until", "salt")
+    def __bool__(self) -> bool:
+        return bool(self.copies or self.saves or any(self.blocks))
 
-    def __init__(self, hit: Hit, groups: int):
-        self.blocks: list[list[BlockId]] = (
-            [list(row) for row in hit.blocks] if hit.tokens else [[] for _ in range(groups)]
-        )
-        self.first: list[int] = [sum(block == NULL for block in row) for row in self.blocks]
-        self.hashes: list[bytes] = list(hit.hashes)
-        self.named_blocks = min((len(row) for row in self.blocks), default=0)
-        self.salt = hit.salt
-        self.quiet_until = 0
+
+NO_LOSS: Mapping[str, int] = {}
+NOTHING = Growth(())
 
 
 class CacheManager:
     """The block tables of all open requests, over one `BlockPool`. Single-threaded."""
 
-    def __init__(self, plan: MemoryPlan, *, prefix_caching: bool = True, hash_key: bytes | None = None):
-        """hash_key: secret that keys the prefix hashes; drawn when None."""
+    def __init__(
+        self,
+        plan: MemoryPlan,
+        settings: CacheSettings | None = None,
+        *,
+        policy: Policy | None = None,
+        hash_key: bytes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """hash_key: secret that keys the prefix names; drawn when None. clock: seconds, for retention hints."""
+        settings = settings or CacheSettings()
         self.plan = plan
-        self.pool = BlockPool(plan.num_blocks)
+        self.pool = BlockPool(plan, policy)
         self._groups = plan.groups
-        self._block_tokens = plan.block_tokens
-        self._prefix_caching = prefix_caching
+        self._size = plan.block_tokens
+        self._caching = settings.prefix_caching
         self._hash_key = hash_key or secrets.token_bytes(32)
-        self._rows: dict[RequestId, _Row] = {}
-        self._nothing: list[list[BlockId]] = [[] for _ in plan.groups]
+        self._clock = clock
+        self._ends = Ends()
+        self.pool.on_forget = self._ends.remove
+        most_saved = [
+            max(1, int(plan.arenas[group.arena].usable * group.pages_per_large * settings.snapshot_share))
+            for group in plan.groups
+        ]
+        self._tables: list[GroupTable] = make_tables(
+            plan.groups, self.pool, self._ends, caching=self._caching, most_saved=most_saved
+        )
+        self._others = self._tables if any(group.reach.keeps is not Keeps.TOKENS for group in plan.groups) else []
+        self._saving = [table for group, table in zip(plan.groups, self._tables, strict=True)
+                        if group.reach.keeps is Keeps.STATE]  # fmt: skip
+        self._has_windows = any(
+            group.reach.keeps is Keeps.TOKENS and group.reach.passed_at(0) < NEVER for group in plan.groups
+        )
+        self._keeps_front = any(
+            group.reach.keeps is Keeps.TOKENS and group.reach.passed_at(0) == NEVER for group in plan.groups
+        )
+        self._rows: dict[RequestId, Row] = {}
+        self._free_numbers: list[int] = list(range(255, -1, -1))
+        self._quiet_until = np.zeros(256, dtype=np.int64)  # by row number
+        self._most_pinned = int(plan.usable_blocks * settings.pinned_share)
+        self._pins: list[_Pin] = []
+        self._expiries: list[tuple[float, int, list[list[tuple[BlockId, bytes]]]]] = []
+        self._recent: OrderedDict[bytes, tuple[bytes, Sequence[int]]] = OrderedDict()
+        self._salts = False
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
-    def lookup(self, tokens: Sequence[int], salt: bytes = b"") -> Hit:
-        """The longest cached prefix of `tokens` from which every group can continue.
+    def chain(self, tokens: Sequence[int], salt: bytes = b"", encoder: Encoder | None = None) -> TokenChain:
+        """The names of a sequence. Kept with a request, they are computed once. `tokens` may grow; it is not copied."""
+        content = encoder.content if encoder is not None else b""
+        return TokenChain(tokens, self._size, key=self._hash_key, salt=salt + content)
+
+    def lookup(self, prompt: Chain | Sequence[int], salt: bytes = b"", encoder: Encoder | None = None) -> Hit:
+        """The longest cached prefix of a prompt from which every group can continue.
 
         At least the last token is left to compute: its logits are what the caller is after.
         """
-        if not self._prefix_caching:
-            return Hit(0, (), (), salt)
-        size = self._block_tokens
-        hashes = tuple(chain_hashes(tokens, size, key=self._hash_key, salt=salt))
-        limit_blocks = (len(tokens) - 1) // size
-        found = [
-            [self.pool.find(BlockKey(g, prefix_hash)) for prefix_hash in hashes[:limit_blocks]]
-            for g in range(len(self._groups))
-        ]
-        hit_blocks = longest_hit(self._groups, [[block is not None for block in row] for row in found], size)
-        rows = []
-        for group, row in zip(self._groups, found, strict=True):
-            first = min(group.reach.oldest_needed(hit_blocks * size) // size, hit_blocks)
-            rows.append(tuple(NULL if n < first else row[n] or NULL for n in range(hit_blocks)))
-        return Hit(hit_blocks * size, tuple(rows), hashes, salt)
+        if encoder is not None:
+            encoder = encoder._replace(content=sha256(self._hash_key + salt + encoder.content).digest())
+        chain: Chain = self.chain(prompt, salt, encoder) if isinstance(prompt, Sequence) else prompt
+        if not self._caching:
+            return Hit(0, chain, NO_LOSS, 0, encoder)
+        memo = getattr(chain, "memo", None)
+        if memo is not None and memo[:2] == (self.pool.version, chain.known):
+            return memo[2]
+        chain.grow()
+        hit = self._search(chain, chain.known - 1, salt, encoder)
+        chain.memo = self.pool.version, chain.known, hit  # type: ignore[attr-defined]
+        return hit
 
     def fits(self, length: int) -> bool:
         """Could a request grow to `length` tokens if it had the pool to itself?"""
-        return self.plan.blocks_alone(length) <= self.plan.usable_blocks
+        return self.plan.fits(length)
 
     def table(self, request: RequestId) -> list[list[BlockId]]:
         """The blocks of a request, [group][block of the sequence]; null where they were given back."""
-        return [list(row) for row in self._rows[request].blocks]
+        return [list(blocks) for blocks in self._rows[request].blocks]
+
+    def number(self, request: RequestId) -> int:
+        """Of an open request's row: its place in arrays."""
+        return self._rows[request].number
+
+    def due(self, numbers: np.ndarray, lengths: np.ndarray) -> list[int]:
+        """Which rows need anything to grow to these lengths, as positions in `numbers`. Shapes: [R] and [R]."""
+        return np.flatnonzero(lengths >= self._quiet_until[numbers]).tolist()
+
+    def room_to_grow(self, request: RequestId, length: int) -> int:
+        """The longest up to `length` that the pool has blocks for now; what the request has already if none."""
+        row = self._rows[request]
+        low, high = row.extent, length
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.pool.room_for(self._missing(row, middle), request):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def chunk_end(self, request: RequestId, length: int) -> int:
+        """Where a chunk of prefill up to `length` had better end.
+
+        A long chunk holds blocks of windows that it passes itself. That is worth no cached prefix: then chunks are
+        shorter, but not under `LEAST_CHUNK_TOKENS`.
+        """
+        row = self._rows[request]
+        least = row.extent + LEAST_CHUNK_TOKENS
+        if length <= least or not self._has_windows:
+            return length
+        low, high = least, length
+        if self._no_loss(row, length):
+            return length
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._no_loss(row, middle):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _no_loss(self, row: Row, length: int) -> bool:
+        return self.pool.room_at_no_loss(self._missing(row, length), row.request)
 
     @property
     def num_open(self) -> int:
         return len(self._rows)
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks that are kept because a request pinned them."""
+        return sum(pin.large_pages for pin in self._pins)
 
     # -- acting ------------------------------------------------------------------------------------------------------
 
     def open(self, request: RequestId, hit: Hit) -> None:
         """Begin a request that holds the blocks of `hit`."""
         assert request not in self._rows, f"request {request} is open already"
-        for row in hit.blocks:
-            self.pool.share(block for block in row if block != NULL)
-        self._rows[request] = _Row(hit, len(self._groups))
+        row = self._add_row(request, hit.chain, hit.encoder)
+        for group, table in zip(self._groups, self._tables, strict=True):
+            if hit.tokens or group.reach.keeps is Keeps.ENCODER:
+                table.adopt(row, hit.tokens)
+        row.extent = hit.tokens
+        prompt_end = (hit.chain.known - 1) // self._size * self._size
+        row.marks = sorted(mark for mark in {hit.branch, prompt_end} if mark > hit.tokens)
+        if self._caching:
+            self._note_salt(hit)
 
-    def extend(self, request: RequestId, length: int) -> list[list[BlockId]]:
-        """Blocks for all tokens up to `length`: the new ones per group.
+    def extend(self, request: RequestId, length: int, written: int | None = None) -> Growth:
+        """Blocks for all tokens up to `length`.
 
+        written: tokens that are written when the coming step begins; None: those extended for before.
         Raises `PoolExhausted`, with nothing taken, when the pool has too few.
         """
         row = self._rows[request]
+        row.extent = max(row.extent, written or 0)
         if length < row.quiet_until:
-            return self._nothing
-        rows = row.blocks
-        wanted_blocks = -(-length // self._block_tokens)
-        missing = [max(0, wanted_blocks - len(row)) for row in rows]
-        taken = iter(self.pool.take(sum(missing)))
-        new = [[next(taken) for _ in range(count)] for count in missing]
-        for held, blocks in zip(rows, new, strict=True):
-            held.extend(blocks)
-        return new
+            row.extent = max(row.extent, length)
+            return NOTHING
+        row.chain.grow()
+        if row.copied:
+            self._drop_sources(row)
+        for table in self._tables:
+            table.settle(row)
+        if self._expiries or self._pins:
+            self._expire()
+        taken = self.pool.take(self._missing(row, length), request)
+        copies = self._copies(row, taken) if row.sources else ()
+        for blocks, new in zip(row.blocks, taken, strict=True):
+            blocks += new
+        saves = self._make_saves(row, length) if self._saving else ()
+        row.extent = max(row.extent, length)
+        self._note_quiet(row)
+        return Growth(taken, copies, saves)
 
-    def commit(self, request: RequestId, tokens: Sequence[int], length: int) -> None:
-        """A step has run: keys and values of `tokens[:length]` are written.
+    def commit(self, request: RequestId) -> None:
+        """The step that `extend` was for has run: its keys, values and states are written.
 
-        Full blocks get their name in the prefix cache; blocks that no later token reads go back to the pool.
+        Full blocks get their name in the prefix cache; blocks that no later token reads go back to the pool. A request
+        that grows by single tokens can do without: `extend` sees to it when it next needs a block.
         """
         row = self._rows[request]
-        if length < row.quiet_until:
-            return
-        if self._prefix_caching:
-            self._name_full_blocks(row, tokens, length)
-        for g, group in enumerate(self._groups):
-            first = min(group.reach.oldest_needed(length) // self._block_tokens, len(row.blocks[g]))
-            assert first >= row.first[g], f"request {request}: the window of group {g} moved back at length {length}"
-            self.pool.give_back(row.blocks[g][row.first[g] : first])
-            row.blocks[g][row.first[g] : first] = [NULL] * (first - row.first[g])
-            row.first[g] = first
-        row.quiet_until = self._next_event(row)
+        row.chain.grow()
+        self._drop_sources(row)
+        for table in self._tables:
+            table.settle(row)
+        self._note_quiet(row)
 
-    def release(self, request: RequestId) -> None:
-        """Give back all blocks. The front of a sequence outlives its tail in the cache: it is the likelier prefix."""
+    def fork(self, parent: RequestId, child: RequestId, chain: Chain | None = None) -> Growth:
+        """A second request that goes on from where `parent` is. Full blocks are shared, the rest is copied.
+
+        The copies must be made before either writes on. chain: of the child's own tokens, which begin as the parent's.
+        Raises `PoolExhausted`, with nothing taken, when the pool has too few blocks.
+        """
+        assert child not in self._rows, f"request {child} is open already"
+        row = self._rows[parent]
+        split = [table.split(row) for table in self._tables]
+        taken = self.pool.take([int(tail is not None) for _, tail in split], child)
+        other = self._add_row(child, chain or row.chain, row.encoder)
+        copies = []
+        for g, ((shared, tail), new) in enumerate(zip(split, taken, strict=True)):
+            self.pool.share(g, (block for block in shared if block != NULL))
+            other.blocks[g] = shared + new
+            other.first[g], other.named[g] = row.first[g], min(row.named[g], len(shared))
+            if tail is not None:
+                copies.append(Copy(g, tail, new[0]))
+                self._hold_source(other, g, tail)
+        other.copied = row.copied or not row.sources
+        if not other.copied:  # the parent has not begun either: both will copy the end of the prefix they were found
+            for g, source in row.sources:
+                self._hold_source(other, g, source)
+        other.extent = row.extent
+        return Growth(taken, copies)
+
+    def release(self, request: RequestId, length: int | None = None, retain: Retain = USUAL_RETENTION) -> None:
+        """Give back all blocks. length: tokens that are written, when not all that blocks were taken for."""
         row = self._rows.pop(request)
-        for blocks, first in zip(row.blocks, row.first, strict=True):
-            self.pool.give_back(reversed(blocks[first:]))
+        self._free_numbers.append(row.number)
+        if length is not None:
+            row.extent = length
+        row.chain.grow()
+        self._drop_sources(row)
+        if self._caching:
+            for table in self._tables:
+                table.settle(row)
+            if retain.pin or retain.ttl_s is not None:
+                self._retain(row, retain)
+        worth = self._worth(row.extent) if self.pool.policy.asks_worth else 0.0
+        for table in self._tables:
+            table.finish(row, retain.tier, worth)
+        self.pool.end(request)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix. Open requests keep their blocks."""
+        """Forget every cached prefix and every pin. Open requests keep their blocks."""
+        for pin in self._pins:
+            self._unpin(pin)
+        self._pins, self._expiries = [], []
         self.pool.forget_all()
+        self._ends.clear()
+        self._recent.clear()
 
-    def _next_event(self, row: _Row) -> int:
-        """The length at which a row next needs a block, can give one back, or has a full block to name."""
-        size = self._block_tokens
-        next_full = (row.named_blocks + 1) * size if self._prefix_caching else NEVER
-        next_missing = len(row.blocks[0]) * size + 1
-        next_passed = min(
-            group.reach.passed_at((first + 1) * size - 1) for group, first in zip(self._groups, row.first, strict=True)
-        )
-        return min(next_full, next_missing, next_passed)
+    def forget(self, group: int, block: BlockId) -> None:
+        """Forget what one block holds."""
+        self.pool.forget(group, block)
 
-    def _name_full_blocks(self, row: _Row, tokens: Sequence[int], length: int) -> None:
-        full_blocks = length // self._block_tokens
-        if full_blocks <= row.named_blocks:
-            return
-        if full_blocks > len(row.hashes):
-            row.hashes = chain_hashes(
-                tokens[: full_blocks * self._block_tokens],
-                self._block_tokens,
-                key=self._hash_key,
-                known=row.hashes,
-                salt=row.salt,
-            )
-        for g, blocks in enumerate(row.blocks):
-            for n in range(max(row.named_blocks, row.first[g]), full_blocks):
-                self.pool.name(blocks[n], BlockKey(g, row.hashes[n]))
-        row.named_blocks = full_blocks
+    def listen(self) -> EventLog:
+        """Collect events from now on."""
+        if self.pool.log is None:
+            self.pool.log = EventLog([(group.reach.name, group.block_tokens) for group in self._groups])
+        return self.pool.log
+
+    # -- the search --------------------------------------------------------------------------------------------------
+
+    def _search(self, chain: Chain, limit: int, salt: bytes, encoder: Encoder | None) -> Hit:
+        """From long to short: whichever group can not go on says how much shorter it must be."""
+        size = self._size
+        known = self._ever_known(chain, limit)
+        length = self._candidate(chain, min(limit, (known + 1) * size - 1), limit if known * size >= limit else -1)
+        lost: dict[str, int] = {}
+        while length > 0:
+            shorter, lacking = length, None
+            for table in self._tables:
+                reached = table.reaches(chain, shorter)
+                if reached < shorter:
+                    shorter, lacking = reached, table
+            if lacking is None:
+                break
+            cause = lacking.cause(chain, length)
+            shorter = self._candidate(chain, shorter, -1)
+            lost[cause] = lost.get(cause, 0) + length - shorter
+            length = shorter
+        if length == 0 and not lost:
+            lost = self._lost_to_salt(chain, limit, salt)
+        branch = min(known * size, limit // size * size)
+        found = max(table.encoder_tokens(encoder) for table in self._tables)
+        return Hit(length, chain, lost or NO_LOSS, branch if branch > length else 0, encoder, found)
+
+    def _candidate(self, chain: Chain, length: int, limit: int) -> int:
+        """The longest prefix up to `length` that could be cached: `limit` itself, a known end, or full blocks."""
+        blocks, tail = divmod(length, self._size)
+        if tail == 0 or length == limit or blocks == 0:
+            return length if tail == 0 or length == limit else 0
+        if blocks <= len(chain.names):
+            tails = self._ends.after(chain.names[blocks - 1])
+            if tails:
+                return blocks * self._size + max((t for t in tails if t <= tail), default=0)
+        return blocks * self._size
+
+    def _ever_known(self, chain: Chain, limit: int) -> int:
+        """Blocks of a prompt, from the front, that some group holds, or held before they were evicted.
+
+        Without a group that keeps the front of sequences, only the last of these blocks may be known.
+        """
+        most = min(len(chain.names), -(-limit // self._size))
+        if not self._keeps_front:
+            while most > 0 and not self._was_known(chain.names[most - 1]):
+                most -= 1
+            return most
+        known = min(most, max(table.leading_run(chain) for table in self._tables))
+        while known < most and self._was_known(chain.names[known]):
+            known += 1
+        return known
+
+    def _was_known(self, name: bytes) -> bool:
+        return any(name in self.pool.index(g) or self.pool.was_evicted(g, name) for g in range(len(self._groups)))
+
+    # -- parts of the verbs ------------------------------------------------------------------------------------------
+
+    def _copies(self, row: Row, taken: Sequence[Sequence[BlockId]]) -> tuple[Copy, ...]:
+        """A prefix that ends inside a block, or in a state, goes on in a block of the request's own."""
+        row.copied = True
+        return tuple(Copy(g, source, taken[g][0]) for g, source in row.sources)
+
+    def _hold_source(self, row: Row, group: int, block: BlockId) -> None:
+        """Nobody may have this block before it is copied."""
+        self.pool.share(group, [block])
+        row.sources.append((group, block))
+
+    def _drop_sources(self, row: Row) -> None:
+        for g, source in row.sources:
+            self.pool.give_back(g, [source])
+        row.sources.clear()
+
+    def _add_row(self, request: RequestId, chain: Chain, encoder: Encoder | None) -> Row:
+        if not self._free_numbers:
+            size = len(self._quiet_until)
+            self._free_numbers = list(range(2 * size - 1, size - 1, -1))
+            self._quiet_until = np.concatenate([self._quiet_until, np.zeros(size, dtype=np.int64)])
+        row = Row(request, self._free_numbers.pop(), chain, len(self._tables), encoder)
+        self._rows[request] = row
+        self._quiet_until[row.number] = 0
+        return row
+
+    def _missing(self, row: Row, length: int) -> list[int]:
+        """Blocks to add per group. Groups of tokens have blocks for the same tokens: one answers for all."""
+        if not self._others:
+            return [self._tables[0].missing(row, length)] * len(self._tables)
+        return [table.missing(row, length) for table in self._tables]
+
+    def _note_quiet(self, row: Row) -> None:
+        row.quiet_until = min([table.next_event(row) for table in self._others or self._tables[:1]])
+        self._quiet_until[row.number] = row.quiet_until
+
+    def _make_saves(self, row: Row, length: int) -> tuple[Save, ...]:
+        """Blocks for snapshots on the way. They are worth having, never worth failing for."""
+        made = []
+        for g, table in enumerate(self._tables):
+            for at in table.save_lengths(row, length):
+                wants = [int(other == g) for other in range(len(self._tables))]
+                if not self.pool.room_for(wants, row.request):
+                    break
+                made.append(Save(g, at, self.pool.take(wants, row.request)[g][0]))
+        row.saves += made
+        return tuple(made)
+
+    def _worth(self, length: int) -> float:
+        work = length * (1 + length / (2 * WORK_DOUBLES_AT_TOKENS))
+        return work / max(1, self.plan.bytes_held(max(1, length)))
+
+    def _note_salt(self, hit: Hit) -> None:
+        chain = hit.chain
+        if isinstance(chain, TokenChain) and len(chain.tokens) >= self._size:
+            self._recent[self._first_tokens(chain)] = chain.salt, chain.tokens
+            if len(self._recent) > SALT_MEMORY:
+                self._recent.popitem(last=False)
+
+    def _lost_to_salt(self, chain: Chain, limit: int, salt: bytes) -> dict[str, int]:
+        """Tokens that are shared with a prompt of another salt."""
+        if not isinstance(chain, TokenChain) or len(chain.tokens) < self._size:
+            return {}
+        other_salt, tokens = self._recent.get(self._first_tokens(chain), (chain.salt, ()))
+        if other_salt == chain.salt:
+            return {}
+        alike = 0
+        for mine, other in zip(chain.tokens, tokens, strict=False):
+            if mine != other:
+                break
+            alike += 1
+        return {SALT: min(alike, limit) // self._size * self._size}
+
+    def _first_tokens(self, chain: TokenChain) -> bytes:
+        return array("I", chain.tokens[: self._size]).tobytes()
+
+    # -- retention hints ---------------------------------------------------------------------------------------------
+
+    def _retain(self, row: Row, retain: Retain) -> None:
+        """Pin what a request leaves, or note when it may go. What does not fit the pinned share is kept as usual."""
+        left = [
+            [(block, name) for block in blocks if block != NULL and (name := self.pool.name_of(g, block)) is not None]
+            for g, blocks in enumerate(row.blocks)
+        ]
+        until = self._clock() + retain.ttl_s if retain.ttl_s is not None else None
+        if retain.pin:
+            self._expire()
+            pin = _Pin(until, [[block for block, _ in blocks] for blocks in left], self._large_pages(left))
+            if self.num_pinned + pin.large_pages <= self._most_pinned:
+                for g, blocks in enumerate(pin.blocks):
+                    self.pool.share(g, blocks)
+                self._pins.append(pin)
+                return
+        if until is not None:
+            heapq.heappush(self._expiries, (until, row.request, left))
+
+    def _large_pages(self, left: Sequence[Sequence[tuple[BlockId, bytes]]]) -> int:
+        return sum(-(-len(blocks) // group.pages_per_large) for blocks, group in zip(left, self._groups, strict=True))
+
+    def _expire(self) -> None:
+        """What was to be kept for a time, and that time is over, is the first to go."""
+        now = self._clock()
+        over = [pin for pin in self._pins if pin.until is not None and pin.until <= now]
+        for pin in over:
+            self._pins.remove(pin)
+            self._unpin(pin)
+        while self._expiries and self._expiries[0][0] <= now:
+            _, _, left = heapq.heappop(self._expiries)
+            for g, blocks in enumerate(left):
+                for block, name in blocks:
+                    if self.pool.name_of(g, block) == name:
+                        self.pool.demote(g, block)
+
+    def _unpin(self, pin: "_Pin") -> None:
+        for g, blocks in enumerate(pin.blocks):
+            self.pool.give_back(g, reversed(blocks), Tier.LOW)
+
+    # -- accounts ----------------------------------------------------------------------------------------------------
+
+    def account(self) -> dict[str, int]:
+        """Bytes of the large pages in use by running requests, and what of them serves nobody.
+
+        held      all of it, less blocks that only keep a prefix for later
+        unfilled  slots of held blocks that no token was written to
+        passed    tokens that no query reads any more, in a block with some that one does
+        blank     blocks that nobody holds
+        padding   bytes of held blocks that belong to no layer
+        """
+        held = unfilled = passed = padding = 0
+        blocks_used = 0
+        for g, group in enumerate(self._groups):
+            visible: dict[BlockId, tuple[int, int]] = {}  # block -> first and last token in it that counts
+            for row in self._rows.values():
+                for n, block in enumerate(row.blocks[g]):
+                    if block != NULL:
+                        low, high = self._visible(group, row, n)
+                        old = visible.get(block, (group.block_tokens, 0))
+                        visible[block] = min(old[0], low), max(old[1], high)
+            token_bytes = group.content_bytes // group.block_tokens
+            unfilled += sum(group.block_tokens - high for _, high in visible.values()) * token_bytes
+            passed += sum(low for low, _ in visible.values()) * token_bytes
+            padding += len(visible) * (group.block_bytes - group.content_bytes)
+            blocks_used += len(visible) * group.block_bytes
+            held += self.pool.num_blank_in_use(g) * group.block_bytes
+        return {
+            "held": held + blocks_used,
+            "unfilled": unfilled,
+            "passed": passed,
+            "blank": held,
+            "padding": padding,
+        }
+
+    def _visible(self, group: Group, row: Row, n: int) -> tuple[int, int]:
+        """Of block `n` of a row: the first slot that a query still reads, and the end of those written to."""
+        if group.reach.keeps is not Keeps.TOKENS:
+            return 0, group.block_tokens
+        start, size = n * group.block_tokens, group.block_tokens
+        low = min(max(group.reach.oldest_needed(row.extent) - start, 0), size)
+        return low, min(max(row.extent - start, 0), size)
 
     # -- for check.py ------------------------------------------------------------------------------------------------
 
-    def held(self) -> Counter[BlockId]:
-        """How often the tables name each block."""
-        return Counter(
-            block for row in self._rows.values() for blocks in row.blocks for block in blocks if block != NULL
-        )
+    def held(self) -> Counter[tuple[int, int]]:
+        """How often tables, pins and copies under way name each (group, block)."""
+        count: Counter[tuple[int, int]] = Counter()
+        for row in self._rows.values():
+            for g, blocks in enumerate(row.blocks):
+                count.update((g, block) for block in blocks if block != NULL)
+            count.update((g, block) for g, block in row.sources)
+            count.update((save.group, save.block) for save in row.saves)
+        for pin in self._pins:
+            for g, blocks in enumerate(pin.blocks):
+                count.update((g, block) for block in blocks)
+        return count
+
+
+class _Pin(NamedTuple):
+    until: float | None  # clock
+    blocks: list[list[BlockId]]  # [group][block]
+    large_pages: int

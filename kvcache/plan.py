@@ -1,52 +1,38 @@
-"""From the layers of a model and a number of bytes to a memory plan: groups, buffers, pages.
+"""What a memory plan is: groups of layers, and where the pages of their blocks lie.
 
-The `layered` plan, drawn for 2 full and 4 sliding layers:
+Every plan, whatever strategy made it (`strategies.py`), follows one address rule:
 
-                     group 0      group 1      group 2
-    buffer 0         full L2      sliding L0   sliding L3       one raw tensor, one page per block
-    buffer 1         full L5      sliding L1   sliding L4
+    block b of a group lies at byte  offset + b * page_bytes  of a buffer, for each layer of the group
 
-Layers of the same reach form groups of at most `m` layers; `m` buffers are shared by all groups, the i-th layer of
-every group living in buffer i. A block belongs to one group at a time and names the same page in each buffer: block b
-lies at byte b * page_bytes. All groups draw from the same block ids, so memory moves freely between full and sliding
-layers. A group of fewer than m layers leaves the last buffers of its blocks unused: the plan's padding. `m` is chosen
-to keep it small (`_group_size`).
+and deals its bytes out in two levels. An *arena* is a run of *large pages* of one size. A large page belongs to one
+group at a time and holds `pages_per_large` of its blocks, so bytes move between groups a large page at a time:
+
+    large page        1                     2                     3
+    full              [ 5 ][ 6 ][ 7 ][ 8 ][ 9 ]
+    sliding                                 [      2      ]       [      3      ]
+
+Block 0 of every group that keeps tokens is its null block. All of them lie at the start of large page 0; what is left
+of that page belongs to the group with the smallest blocks, for good. A state has no null block.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import InvalidSetting
-from .reach import Reach
+from .reach import NEVER, Keeps, Reach
+from .spec import LayerSpec
 
 NULL_BLOCK = 0
 """Stands in block tables for positions nobody needs any more. Never allocated; its page holds garbage."""
 
-PAGE_ALIGNMENT_BYTES = 64
-"""Page sizes are multiples of this, so that views of any dtype and vector loads stay aligned."""
-
-GROUP_PRICE = 0.01
-"""What one more group costs, as a share of a request's bytes: every group needs its own tables, slots and metadata at
-each step. It makes one group of 20 layers win over 20 groups of one, and never buys real padding."""
-
 MAX_BLOCKS = 2**31 - 1
 """Block ids travel and are stored as int32."""
 
+STRATEGIES = ("auto", "layered", "packed", "partitioned", "uniform")
 
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """What one layer keeps per token, on one rank."""
-
-    index: int  # of the layer in the model
-    reach: Reach
-    kv_heads: int
-    key_dim: int  # of one head
-    value_dim: int
-    item_bytes: int  # of one number
-
-    @property
-    def token_bytes(self) -> int:
-        return self.kv_heads * (self.key_dim + self.value_dim) * self.item_bytes
+EXPECTED_TOKENS = 8192
+"""Length of a usual request, by which strategies are compared, unless the model's own maximum is shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +41,9 @@ class PlanSettings:
 
     memory_bytes: int  # for keys and values, on one rank
     block_tokens: int = 16
+    strategy: str = "auto"
+    expected_average_seq_len: int | None = None  # tokens; None: what the strategy takes from the model
+    encoder_tokens: int = 0  # of one request, for layers that attend to an encoder's output
 
     def __post_init__(self):
         if self.block_tokens < 1:
@@ -63,6 +52,23 @@ class PlanSettings:
             raise InvalidSetting(
                 f"kv_cache_memory must be positive, got {self.memory_bytes} bytes", field="kv_cache_memory"
             )
+        if self.strategy not in STRATEGIES:
+            raise InvalidSetting(
+                f"strategy must be one of {', '.join(STRATEGIES)}; got {self.strategy!r}", field="strategy"
+            )
+        expected = self.expected_average_seq_len
+        if expected is not None and expected < 1:
+            raise InvalidSetting(
+                f"expected_average_seq_len must be a positive number of tokens, got {expected}",
+                field="expected_average_seq_len",
+            )
+
+
+class Place(NamedTuple):
+    """Where block 0 of one layer starts."""
+
+    buffer: int
+    offset_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +76,66 @@ class Group:
     """Layers that share block ids, because they need the same tokens."""
 
     reach: Reach
-    layers: tuple[int, ...]  # layer indices in the model; the i-th lives in buffer i
+    layers: tuple[int, ...]  # layer indices in the model
     block_tokens: int
+    page_bytes: int = 64  # from one block to the next, in every buffer it lies in
+    pages_per_large: int = 1
+    block_bytes: int = 64  # what a block takes of the memory: its pages in all buffers, padding included
+    content_bytes: int = 64  # what its layers fill of that
+    places: tuple[Place, ...] = ()  # one per layer
+    arena: int = 0
+    is_draft: bool = False
+    encoder_tokens: int = 0
+
+    def blocks_between(self, length: int) -> int:
+        """Blocks a request of `length` tokens holds between two steps."""
+        match self.reach.keeps:
+            case Keeps.STATE:
+                return 1
+            case Keeps.ENCODER:
+                return -(-self.encoder_tokens // self.block_tokens)
+        return max(1, -(-length // self.block_tokens) - self.reach.oldest_needed(length) // self.block_tokens)
 
     def blocks_spanning(self, length: int, chunk_tokens: int) -> int:
         """Most blocks a request of up to `length` tokens holds while a step appends up to `chunk_tokens`."""
+        if self.reach.keeps is not Keeps.TOKENS:
+            return self.blocks_between(length)
         live = min(length, self.reach.max_lookback(length) + chunk_tokens)
         at_worst_offset = (live - 2) // self.block_tokens + 2  # blocks that a run of `live` tokens can touch
         return min(at_worst_offset, -(-length // self.block_tokens))
+
+    def large_pages_spanning(self, length: int, chunk_tokens: int) -> int:
+        """Most large pages those blocks take up. A window that moves on leaves its first and last one partly used."""
+        blocks = self.blocks_spanning(length, chunk_tokens)
+        moves_on = self.reach.keeps is Keeps.TOKENS and self.reach.passed_at(0) < NEVER
+        return min(blocks, -(-blocks // self.pages_per_large) + (moves_on and self.pages_per_large > 1))
+
+
+class Arena(NamedTuple):
+    """Memory that the groups which name it share, in large pages."""
+
+    num_pages: int  # large ones, the null page included
+    page_bytes: int  # of a large page, over all buffers
+
+    @property
+    def usable(self) -> int:
+        return self.num_pages - 1
+
+
+class BesideNull(NamedTuple):
+    """Blocks first .. end - 1 of a group lie in large page 0."""
+
+    group: int
+    first: int
+    end: int
+
+
+class StrategyCost(NamedTuple):
+    """What a strategy would have cost, or why it was not possible."""
+
+    strategy: str
+    bytes_per_request: int | None  # expected; None: refused
+    refused: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,83 +144,87 @@ class MemoryPlan:
 
     strategy: str
     groups: tuple[Group, ...]
-    num_buffers: int
-    page_bytes: int  # of one block in one buffer
-    num_blocks: int  # the null block included
-    padding_fraction: float  # bytes held for no layer, of all bytes a request of the expected length holds
+    arenas: tuple[Arena, ...]
+    buffers: tuple[int, ...]  # bytes of each
+    padding_fraction: float = 0.0  # bytes held for no layer, of all bytes a request of the expected length holds
+    expected_tokens: int = EXPECTED_TOKENS
+    why: tuple[StrategyCost, ...] = ()
+    notes: tuple[str, ...] = ()  # what was decided otherwise than asked, for people
 
     @property
-    def buffer_bytes(self) -> int:
-        return self.num_blocks * self.page_bytes
+    def num_buffers(self) -> int:
+        return len(self.buffers)
+
+    @property
+    def num_blocks(self) -> int:
+        """Large pages, the null page included."""
+        return sum(arena.num_pages for arena in self.arenas)
+
+    @property
+    def usable_blocks(self) -> int:
+        return sum(arena.usable for arena in self.arenas)
 
     @property
     def block_tokens(self) -> int:
         return self.groups[0].block_tokens
 
     @property
-    def usable_blocks(self) -> int:
-        return self.num_blocks - 1
+    def memory_bytes(self) -> int:
+        return sum(self.buffers)
+
+    def blocks_of(self, group: Group) -> int:
+        """Blocks a group could have if all of its arena were its own, the null block included."""
+        return self.arenas[group.arena].num_pages * group.pages_per_large
+
+    def beside_null(self, arena: int) -> "BesideNull | None":
+        """Blocks of large page 0 that no null block covers."""
+        tokens = [
+            (group.pages_per_large, -g)
+            for g, group in enumerate(self.groups)
+            if group.arena == arena and group.reach.keeps is not Keeps.STATE
+        ]
+        count, g = max(tokens, default=(1, 0))
+        if count == 1:
+            return None
+        null_bytes = max(self.groups[-g].block_bytes for _, g in tokens)
+        first = -(-null_bytes // self.groups[-g].block_bytes)
+        return BesideNull(-g, first, count) if first < count else None
 
     def blocks_alone(self, length: int, chunk_tokens: int = 1) -> int:
-        """Most blocks that a request growing to `length` tokens holds at once, in all groups."""
-        return sum(group.blocks_spanning(length, chunk_tokens) for group in self.groups)
+        """Most large pages that a request growing to `length` tokens holds at once, in all groups."""
+        return sum(self._alone(length, chunk_tokens))
+
+    def fits(self, length: int, chunk_tokens: int = 1) -> bool:
+        """Could a request grow to `length` tokens if it had the memory to itself?"""
+        alone = self._alone(length, chunk_tokens)
+        return all(pages <= arena.usable for pages, arena in zip(alone, self.arenas, strict=True))
+
+    def bytes_held(self, length: int) -> int:
+        """What a request of `length` tokens holds between two steps, padding included."""
+        return sum(group.blocks_between(length) * group.block_bytes for group in self.groups)
+
+    def concurrency(self, length: int) -> float:
+        """How many requests of `length` tokens the memory holds at once, while each grows by a token at a time."""
+        shares = [0.0] * len(self.arenas)  # of each arena's usable large pages, for one request
+        for group in self.groups:
+            pages = group.blocks_spanning(length, 1) / group.pages_per_large
+            beside = self.beside_null(group.arena)
+            left = (beside.end - beside.first) / beside.end if beside is not None else 0
+            shares[group.arena] += pages / max(1, self.arenas[group.arena].usable + left)
+        return 1 / max(shares)
+
+    def _alone(self, length: int, chunk_tokens: int) -> list[int]:
+        alone = [0] * len(self.arenas)
+        for group in self.groups:
+            alone[group.arena] += group.large_pages_spanning(length, chunk_tokens)
+        return alone
 
 
-def plan_layered(layers: Sequence[LayerSpec], settings: PlanSettings, expected_tokens: int) -> MemoryPlan:
-    """The `layered` plan (see the top of this file) for `layers` within `settings.memory_bytes`.
-
-    expected_tokens: the length of a usual request; decides how full and sliding layers weigh in the choice of `m`.
-
-    Raises `InvalidSetting` when not even one block of every group fits.
-    """
-    by_reach: dict[Reach, list[LayerSpec]] = {}
+def exact_bytes(layers: Sequence[LayerSpec], length: int, block_tokens: int, encoder_tokens: int = 0) -> int:
+    """The bound no plan can beat: what the layers fill while a request of `length` tokens grows, block by block."""
+    total = 0
     for layer in layers:
-        by_reach.setdefault(layer.reach, []).append(layer)
-    size = _group_size({reach: len(alike) for reach, alike in by_reach.items()}, settings, expected_tokens)
-    groups = tuple(
-        Group(reach, tuple(layer.index for layer in alike[start : start + size]), settings.block_tokens)
-        for reach, alike in by_reach.items()
-        for start in range(0, len(alike), size)
-    )
-    widest_bytes = max(layer.token_bytes for layer in layers) * settings.block_tokens
-    page_bytes = -(-widest_bytes // PAGE_ALIGNMENT_BYTES) * PAGE_ALIGNMENT_BYTES
-    num_blocks = settings.memory_bytes // (page_bytes * size)
-    if num_blocks < 1 + len(groups):
-        raise InvalidSetting(
-            f"kv_cache_memory of {settings.memory_bytes} bytes holds {num_blocks} blocks of {page_bytes * size} bytes; "
-            f"at least {1 + len(groups)} are needed: one for each of {len(groups)} groups and the null block. "
-            "Give more memory or a smaller block_size.",
-            field="kv_cache_memory",
-            asked=settings.memory_bytes,
-            needed=(1 + len(groups)) * page_bytes * size,
-        )
-    if num_blocks > MAX_BLOCKS:
-        raise InvalidSetting(
-            f"kv_cache_memory of {settings.memory_bytes} bytes makes {num_blocks} blocks, more than the "
-            f"{MAX_BLOCKS} that block tables can name. Use a larger block_size.",
-            field="block_size",
-        )
-    held = sum(size * page_bytes * _live_blocks(group.reach, settings, expected_tokens) for group in groups)
-    used = sum(
-        layer.token_bytes * settings.block_tokens * _live_blocks(layer.reach, settings, expected_tokens)
-        for layer in layers
-    )
-    return MemoryPlan("layered", groups, size, page_bytes, num_blocks, 1 - used / held)
-
-
-def _group_size(layer_counts: dict[Reach, int], settings: PlanSettings, expected_tokens: int) -> int:
-    """Layers per group that make a request of the expected length cheapest, padding and group price included."""
-    exact = sum(n * _live_blocks(reach, settings, expected_tokens) for reach, n in layer_counts.items())
-
-    def cost(size: int) -> float:
-        groups = {reach: -(-n // size) for reach, n in layer_counts.items()}
-        pages = sum(n * size * _live_blocks(reach, settings, expected_tokens) for reach, n in groups.items())
-        return pages / exact + GROUP_PRICE * sum(groups.values())
-
-    return min(range(max(layer_counts.values()), 0, -1), key=cost)
-
-
-def _live_blocks(reach: Reach, settings: PlanSettings, length: int) -> int:
-    """Blocks that a request holds between two steps, once it has `length` tokens."""
-    first = reach.oldest_needed(length) // settings.block_tokens
-    return max(1, -(-length // settings.block_tokens) - first)
+        if layer.shares is None:
+            group = Group(layer.reach, (layer.index,), block_tokens, encoder_tokens=encoder_tokens)
+            total += group.blocks_spanning(length, 1) * layer.block_bytes(block_tokens)
+    return total

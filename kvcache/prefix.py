@@ -1,64 +1,129 @@
-"""Which prefix of a prompt is in the cache: block hashes, and the longest length from which every group can go on."""
+"""Names of prefixes: what a block holds is named by a hash of all tokens up to its end.
+
+    tokens   0 .. 15 | 16 .. 31 | 32 .. 40
+    names     n0     |   n1     |  end(41)
+
+One running SHA-256 over key, salt and tokens gives a name per full block; a prefix that ends inside a block has an
+*end* name, made of the name before it and the tokens since. The key is a secret of the cluster, so that nobody outside
+can make two prefixes of one name; prompts of different salts never share.
+"""
 
 from array import array
 from collections.abc import Sequence
-from hashlib import blake2b
+from hashlib import sha256
+from typing import Protocol
 
-from .plan import Group
-
-HASH_BYTES = 16
+HASH_BLOCK_BYTES = 64  # of SHA-256: a padded key of this size costs one compression, once
 
 
-def chain_hashes(
-    tokens: Sequence[int], block_tokens: int, *, key: bytes, known: Sequence[bytes] = (), salt: bytes = b""
-) -> list[bytes]:
-    """One hash per full block of `tokens`, each of the block and of all before it.
+class Chain(Protocol):
+    """The names of one sequence, which may grow."""
 
-    key    secret of the cluster, so that nobody outside can craft a collision
-    known  hashes of the first blocks, which are then not computed again
-    salt   of the caller: prompts of different salts never share a block
+    @property
+    def names(self) -> list[bytes]:
+        """One per full block, as far as they were computed."""
+        ...
+
+    @property
+    def known(self) -> int:
+        """Tokens whose values are known."""
+        ...
+
+    def grow(self) -> list[bytes]:
+        """Compute the names of all full blocks of the tokens known by now."""
+        ...
+
+    def end(self, length: int) -> bytes | None:
+        """Name of the first `length` tokens, which end inside a block; None when there can be none."""
+        ...
+
+
+class TokenChain:
+    """Names of a token sequence. Keeps the sequence by reference: what its owner appends is seen by `grow`."""
+
+    __slots__ = ("_block_tokens", "_end_key", "_running", "memo", "names", "salt", "tokens")
+
+    def __init__(self, tokens: Sequence[int], block_tokens: int, *, key: bytes, salt: bytes = b""):
+        self.tokens = tokens
+        self.salt = salt
+        self.names: list[bytes] = []
+        self._block_tokens = block_tokens
+        # The salt enters as its hash, so that no salt and first tokens together pose as another salt.
+        self._running = sha256(key.ljust(HASH_BLOCK_BYTES, b"\0") + sha256(salt).digest())
+        self._end_key = key
+        self.memo: object = None  # for the manager: what it last found
+
+    @property
+    def known(self) -> int:
+        return len(self.tokens)
+
+    def grow(self) -> list[bytes]:
+        names, size = self.names, self._block_tokens
+        first, end = len(names) * size, len(self.tokens) // size * size
+        if first < end:
+            packed = array("I", self.tokens[first:end]).tobytes()
+            update, digest, append = self._running.update, self._running.digest, names.append
+            block_bytes = size * 4
+            for start in range(0, len(packed), block_bytes):
+                update(packed[start : start + block_bytes])
+                append(digest())
+        return names
+
+    def end(self, length: int) -> bytes | None:
+        blocks = length // self._block_tokens
+        if blocks == 0 or blocks > len(self.names) or length > len(self.tokens):
+            return None
+        tail = array("I", self.tokens[blocks * self._block_tokens : length]).tobytes()
+        return sha256(self._end_key + b"end" + self.names[blocks - 1] + tail).digest()
+
+
+class GivenChain:
+    """Names that are known from elsewhere, as in a trace that lists block ids instead of tokens."""
+
+    __slots__ = ("known", "memo", "names")
+
+    def __init__(self, names: list[bytes], length: int):
+        self.names = names
+        self.known = length
+        self.memo: object = None
+
+    def grow(self) -> list[bytes]:
+        return self.names
+
+    def end(self, length: int) -> bytes | None:
+        return None
+
+
+class Ends:
+    """Prefixes that end inside a block and are cached: where to look beyond the last full block.
+
+    `after(name)` gives, for the prefix of that name, how many more tokens there are to the cached ends.
     """
-    hashes = list(known)
-    keyed = blake2b(digest_size=HASH_BYTES, key=key)  # copying it is cheaper than keying anew for every block
-    # The chain starts from a hash of the salt, so that every link has the same size and none can pose as another.
-    parent = hashes[-1] if hashes else blake2b(salt, digest_size=HASH_BYTES, key=key).digest()
-    first, end = len(hashes) * block_tokens, len(tokens) // block_tokens * block_tokens
-    packed = array("i", tokens[first:end]).tobytes()
-    block_bytes = block_tokens * array("i").itemsize
-    for start in range(0, len(packed), block_bytes):
-        link = keyed.copy()
-        link.update(parent + packed[start : start + block_bytes])
-        parent = link.digest()
-        hashes.append(parent)
-    return hashes
 
+    def __init__(self) -> None:
+        self._tails: dict[bytes, dict[int, int]] = {}  # name of the full blocks -> tail tokens -> cached blocks
+        self._of: dict[bytes, tuple[bytes, int]] = {}  # end name -> (name of the full blocks, tail tokens)
 
-def longest_hit(groups: Sequence[Group], cached: Sequence[Sequence[bool]], block_tokens: int) -> int:
-    """Longest prefix, in blocks, from which every group can continue.
+    def after(self, name: bytes) -> dict[int, int] | None:
+        return self._tails.get(name)
 
-    `cached[g][n]`: is block n of the prefix cached for group g? At a prefix of n blocks a group reads, at most, the
-    blocks from that of its oldest needed token on; those before may be gone.
+    def add(self, end: bytes, full: bytes, tail_tokens: int) -> None:
+        tails = self._tails.setdefault(full, {})
+        tails[tail_tokens] = tails.get(tail_tokens, 0) + 1
+        self._of[end] = full, tail_tokens
 
-        blocks of 4, window 8:    . . # # | ?      a hit: the next token sees 7 earlier ones, all in the last two
-        full attention:           . . # # | ?      no hit: everything is needed
-    """
-    runs = [_run_lengths(row) for row in cached]
-    n = len(cached[0])
-    while n > 0:
-        # A group that lacks a block it reads at n can not go on at any length from there down to that block: shorter
-        # prefixes of that range still read it, since the oldest needed token never moves forward as they shrink.
-        oldest = [group.reach.oldest_needed(n * block_tokens) // block_tokens for group in groups]
-        lacking = [n - 1 - run[n] for run in runs]  # the last block before n that is not cached; -1: none
-        shorter = min((m for m, first in zip(lacking, oldest, strict=True) if m >= first), default=n)
-        if shorter == n:
-            return n
-        n = shorter
-    return 0
+    def remove(self, end: bytes) -> None:
+        """One cached block of that end is gone. Any other name is ignored."""
+        if end not in self._of:
+            return
+        full, tail_tokens = self._of[end]
+        tails = self._tails[full]
+        tails[tail_tokens] -= 1
+        if tails[tail_tokens] == 0:
+            del tails[tail_tokens], self._of[end]
+            if not tails:
+                del self._tails[full]
 
-
-def _run_lengths(cached: Sequence[bool]) -> list[int]:
-    """`run[n]`: how many cached blocks in a row end at block n (exclusive)."""
-    run = [0]
-    for is_cached in cached:
-        run.append(run[-1] + 1 if is_cached else 0)
-    return run
+    def clear(self) -> None:
+        self._tails.clear()
+        self._of.clear()

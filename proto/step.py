@@ -45,6 +45,7 @@ class Step(NamedTuple):
     epoch: int  # of the worker group; workers refuse another
     number: int  # counts up from 1; the answer repeats it
     retire: tuple[int, ...]  # slots
+    copies: tuple[tuple[int, int, int], ...]  # (group, source block, target block), made before anything is written
     admit: tuple[Admit, ...]
     advance: tuple[Advance, ...]
 
@@ -53,11 +54,12 @@ class Step(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> "Step":
-        epoch, number, retire, admit, advance = unpack(data)
+        epoch, number, retire, copies, admit, advance = unpack(data)
         return cls(
             epoch,
             number,
             retire,
+            copies,
             tuple(Admit(*fields)._replace(sampling=Sampling(*fields[-1])) for fields in admit),
             tuple(Advance(*fields) for fields in advance),
         )

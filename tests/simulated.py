@@ -31,13 +31,20 @@ class SimulatedWorker:
 
     def __init__(self, plan: MemoryPlan):
         self._plan = plan
-        self._pages: dict[tuple[int, int, int], bytes] = {}  # (buffer-sharing block, offset, group) -> content
+        # [arena, large page][block, offset]: the hash of the sequence up to the token that stands there
+        self._pages: dict[tuple[int, int], dict[tuple[int, int], bytes]] = {}
+        self._owner: dict[tuple[int, int], int] = {}  # large page -> the group that wrote it last
         self._slots: dict[int, dict] = {}
         self.largest_step_tokens = 0
 
     def run(self, step: Step) -> StepResult:
         for slot in step.retire:
             del self._slots[slot]
+        for g, source, target in step.copies:
+            for offset in range(self._plan.block_tokens):
+                content = self._read(source, offset, g)
+                if content is not None:
+                    self._write(target, offset, g, content)
         for entry in step.admit:
             assert entry.slot not in self._slots, "a slot was given to two requests"
             self._slots[entry.slot] = {
@@ -61,11 +68,11 @@ class SimulatedWorker:
             for position in range(start, stop):
                 block = row[position // group.block_tokens]
                 assert block != 0, "a token would be written to the null block"
-                self._write(block, position % group.block_tokens, g, tokens[: position + 1])
+                self._write(block, position % group.block_tokens, g, bytes(tokens[: position + 1]))
             for position in range(start, stop):
                 for key in range(group.reach.oldest_needed(position), position + 1):
                     block = row[key // group.block_tokens]
-                    found = self._pages.get((block, key % group.block_tokens, g))
+                    found = self._read(block, key % group.block_tokens, g)
                     assert found == bytes(tokens[: key + 1]), (
                         f"group {g}: position {position} reads a wrong token {key}"
                     )
@@ -76,8 +83,17 @@ class SimulatedWorker:
         tokens.append(next_token(tokens))
         return Sampled(entry.slot, tokens[-1], None, ())
 
-    def _write(self, block: int, offset: int, group: int, tokens: Sequence[int]) -> None:
-        """A block belongs to one group: what other groups left in it is overwritten."""
-        for other in range(len(self._plan.groups)):
-            self._pages.pop((block, offset, other), None)
-        self._pages[block, offset, group] = bytes(tokens)
+    def _large(self, block: int, g: int) -> tuple[int, int]:
+        group = self._plan.groups[g]
+        return group.arena, block // group.pages_per_large
+
+    def _read(self, block: int, offset: int, g: int) -> bytes | None:
+        large = self._large(block, g)
+        return self._pages[large].get((block, offset)) if self._owner.get(large) == g else None
+
+    def _write(self, block: int, offset: int, g: int, content: bytes) -> None:
+        """A large page belongs to one group: what other groups left in it is overwritten."""
+        large = self._large(block, g)
+        if self._owner.get(large) != g:
+            self._owner[large], self._pages[large] = g, {}
+        self._pages[large][block, offset] = content

@@ -15,7 +15,8 @@ from transformers import AttentionInterface
 
 from ..errors import UnsupportedModel
 from ..kernels.paged_attention import Backend, GroupBatch, GroupMeta, LayerParams, Needs, select_backend
-from ..kvcache.plan import LayerSpec, MemoryPlan
+from ..kvcache.plan import Group, MemoryPlan, Place
+from ..kvcache.spec import LayerSpec
 
 IMPLEMENTATION = "intarsia"
 """The name under which transformers models find our attention function."""
@@ -39,6 +40,7 @@ class PagedAttention:
         self._device = device
         self._backend: Backend | None = None  # None: learning
         self._views: dict[int, Tensor] = {}
+        self._pages: list[list[Tensor]] = []  # [group][buffer]: [blocks, page_bytes]
         self._group_of: dict[int, int] = {}
         self._needs: dict[int, Needs] = {}
         self._metas: list[GroupMeta] = []
@@ -52,17 +54,30 @@ class PagedAttention:
     def allocate(self, plan: MemoryPlan) -> None:
         """Raw buffers as the plan lays them out, and a strided view of them per layer.
 
-        A view has shape [blocks, block_tokens, kv_heads, key_dim + value_dim]; block b starts at byte b * page_bytes.
+        A view has shape [blocks, block_tokens, kv_heads, key_dim + value_dim]; block b starts at byte
+        offset + b * page_bytes of its buffer.
         """
         self._backend = None
         self._views.clear()  # the old buffers go before the new ones come
-        buffers = [
-            torch.zeros(plan.buffer_bytes, dtype=torch.uint8, device=self._device) for _ in range(plan.num_buffers)
-        ]
+        self._pages.clear()
+        buffers = [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in plan.buffers]
         for g, group in enumerate(plan.groups):
-            for buffer, index in zip(buffers, group.layers, strict=False):
+            blocks = plan.blocks_of(group)
+            for index, place in zip(group.layers, group.places, strict=True):
                 self._group_of[index] = g
-                self._views[index] = self._view(buffer, self._layers[index], plan, group.block_tokens)
+                self._views[index] = self._view(buffers[place.buffer], self._layers[index], group, place, blocks)
+            self._pages.append(
+                [
+                    buffers[n].as_strided((blocks, group.page_bytes), (group.page_bytes, 1))
+                    for n in sorted({place.buffer for place in group.places})
+                ]
+            )
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy whole blocks: (group, source, target) each, in this order."""
+        for g, source, target in copies:
+            for pages in self._pages[g]:
+                pages[target].copy_(pages[source])
 
     def learn(self, forward: Callable[[], object], backend: str | None) -> None:
         """Run `forward` once to learn each layer's constants, then choose the backend that covers them all.
@@ -116,11 +131,16 @@ class PagedAttention:
             sinks=params.sinks is not None,
         )
 
-    def _view(self, buffer: Tensor, layer: LayerSpec, plan: MemoryPlan, block_tokens: int) -> Tensor:
-        width = layer.key_dim + layer.value_dim
-        return buffer.view(self._dtype).as_strided(
-            (plan.num_blocks, block_tokens, layer.kv_heads, width),
-            (plan.page_bytes // layer.item_bytes, layer.kv_heads * width, width, 1),
+    def _view(self, buffer: Tensor, layer: LayerSpec, group: Group, place: Place, blocks: int) -> Tensor:
+        width, item = layer.key_dim + layer.value_dim, layer.item_bytes
+        return (
+            buffer[: buffer.numel() // item * item]
+            .view(self._dtype)
+            .as_strided(
+                (blocks, group.block_tokens, layer.kv_heads, width),
+                (group.page_bytes // item, layer.kv_heads * width, width, 1),
+                place.offset_bytes // item,
+            )
         )
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import InvalidSetting
-from ..kvcache.plan import LayerSpec
+from ..kvcache.spec import LayerSpec
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import InvalidSetting, UnsupportedModel
-from ..kvcache.plan import LayerSpec
 from ..kvcache.reach import Full, Reach, Sliding
+from ..kvcache.spec import LayerSpec
 
 REACH_OF: dict[str, Callable[[Any], Reach]] = {
     "full_attention": lambda config: Full(),

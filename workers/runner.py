@@ -86,6 +86,7 @@ class ModelRunner:
     def run(self, step: Step) -> Sequence[Sampled]:
         """Compute the step's tokens. New tokens are returned on rank 0; all ranks keep them for the next step."""
         tables = self._tables
+        self._model.attention.copy_blocks(step.copies)
         for slot in step.retire:
             tables.retire(slot)
         for admission in step.admit:

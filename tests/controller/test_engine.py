@@ -12,9 +12,10 @@ from intarsia.controller.request import SamplingParams
 from intarsia.controller.scheduler import Scheduler, SchedulerSettings
 from intarsia.errors import EngineUnavailable, InvalidRequest, RequestTooLarge
 from intarsia.kvcache.manager import CacheManager
-from intarsia.kvcache.plan import Group, MemoryPlan
+from intarsia.kvcache.plan import MemoryPlan
 from intarsia.kvcache.reach import Full, Sliding
 from intarsia.proto.step import Step, StepResult
+from intarsia.tests.kvcache.plans import plan_of
 from intarsia.tests.local import Completion
 from intarsia.tests.simulated import VOCAB, SimulatedWorker, continuation
 
@@ -37,7 +38,7 @@ class SimulatedGroup:
 
 
 def make_engine(blocks: int = 64, fail_at: int | None = None, eos: tuple[int, ...] = ()) -> Engine:
-    plan = MemoryPlan("layered", (Group(Full(), (0,), 4), Group(Sliding(5), (1,), 4)), 1, 64, blocks, 0.0)
+    plan = plan_of(Full(), Sliding(5), blocks=blocks)
     manager = CacheManager(plan)
     info = EngineInfo(
         model="simulated", model_dir="", architecture="", dtype="", device="", tensor_parallel_size=1, weight_bytes=0,

@@ -1,4 +1,5 @@
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -6,19 +7,27 @@ from intarsia.controller.request import FinishReason, Request, SamplingParams
 from intarsia.controller.scheduler import Progress, Scheduler, SchedulerSettings
 from intarsia.errors import InvalidSetting
 from intarsia.kvcache.check import recount
-from intarsia.kvcache.manager import CacheManager, RequestId
-from intarsia.kvcache.plan import Group, MemoryPlan
-from intarsia.kvcache.reach import Full, Reach, Sliding
+from intarsia.kvcache.manager import CacheManager, CacheSettings, RequestId
+from intarsia.kvcache.plan import Group
+from intarsia.kvcache.reach import Chunked, Full, Reach, Sliding
+from intarsia.tests.kvcache.plans import plan_of
 from intarsia.tests.simulated import SimulatedWorker, continuation
 
 
 class Bench:
     """A scheduler, a manager and a simulated worker, stepped by hand."""
 
-    def __init__(self, *reaches: Reach, blocks: int = 64, block_tokens: int = 4, caching: bool = True, **limits):
-        groups = tuple(Group(reach, (n,), block_tokens) for n, reach in enumerate(reaches))
-        plan = MemoryPlan("layered", groups, 1, 64, blocks, 0.0)
-        self.manager = CacheManager(plan, prefix_caching=caching)
+    def __init__(
+        self,
+        *reaches: Reach,
+        blocks: int = 64,
+        block_tokens: int = 4,
+        per_large: Sequence[int] = (),
+        caching: bool = True,
+        **limits,
+    ):
+        plan = plan_of(*reaches, blocks=blocks, block_tokens=block_tokens, per_large=per_large)
+        self.manager = CacheManager(plan, CacheSettings(prefix_caching=caching))
         self.scheduler = Scheduler(
             SchedulerSettings(**({"max_num_seqs": 4, "max_num_batched_tokens": 32} | limits)), self.manager
         )
@@ -140,7 +149,7 @@ def test_repeated_prompt_skips_what_is_cached():
     bench.run()
     again = bench.add(prompt, max_tokens=4)
     bench.run()
-    assert again.cached_tokens == 12
+    assert again.cached_tokens == 15  # all but the last token, whose logits are wanted
     assert bench.generated[again.id] == continuation(prompt, 4)
 
 
@@ -190,13 +199,15 @@ def test_random_loads_end_with_every_token_right_and_every_block_free():
     rng = random.Random(seed)
     preemptions = 0
     for _ in range(60):
-        reaches = rng.sample([Full(), Sliding(1), Sliding(3), Sliding(6), Sliding(11)], rng.randint(1, 3))
+        kinds = [Full(), Sliding(1), Sliding(3), Sliding(6), Sliding(11), Chunked(4), Chunked(7)]
+        reaches = rng.sample(kinds, rng.randint(1, 3))
         size = rng.choice([2, 3, 4])
         alone = sum(Group(reach, (0,), size).blocks_spanning(27, chunk_tokens=1) for reach in reaches)
         bench = Bench(
             *reaches,
             blocks=1 + alone + rng.randint(0, 20),
             block_tokens=size,
+            per_large=[rng.choice([1, 1, 2, 3]) for _ in reaches],
             caching=rng.random() < 0.7,
             max_num_seqs=rng.randint(1, 6),
             max_num_batched_tokens=rng.randint(6, 40),

@@ -1,104 +1,226 @@
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
 from intarsia.errors import PoolExhausted
-from intarsia.kvcache.pool import BlockKey, BlockPool
+from intarsia.kvcache.pool import BlockPool, RequestId
+from intarsia.kvcache.reach import Full, Sliding
+from intarsia.kvcache.retention import Tier
+from intarsia.tests.kvcache.plans import plan_of
+
+A, B, C = RequestId(1), RequestId(2), RequestId(3)
 
 
-def key(n: int) -> BlockKey:
-    return BlockKey(0, bytes([n]))
+def one_level(blocks: int) -> BlockPool:
+    return BlockPool(plan_of(Full(), blocks=blocks))
+
+
+def two_level(large: int, *per_large: int) -> BlockPool:
+    """Groups 0 and 1 share `large` usable large pages."""
+    return BlockPool(plan_of(Full(), Sliding(4), blocks=large + 1, per_large=per_large))
+
+
+def test_what_the_null_blocks_leave_of_large_page_0_belongs_to_the_group_of_the_smallest_blocks():
+    pool = two_level(2, 6, 2)  # the null block of group 1 covers three blocks of group 0
+    assert take(pool, 3) == [3, 4, 5]
+    assert not faults(pool, [3, 4, 5])
+    pool.give_back(0, [3, 4, 5])
+    assert pool.num_blank == 2  # large page 0 is never free
+
+
+def take(pool: BlockPool, count: int, request: RequestId = A) -> list[int]:
+    return list(pool.take([count], request)[0])
+
+
+def name(n: int) -> bytes:
+    return bytes([n])
+
+
+def find(pool: BlockPool, n: int, group: int = 0) -> int | None:
+    return pool.index(group).get(name(n))
+
+
+def faults(pool: BlockPool, *held: Sequence[int]) -> list[str]:
+    return pool.faults(Counter((g, block) for g, blocks in enumerate(held) for block in blocks))
 
 
 def test_the_null_block_is_never_dealt_out():
-    assert 0 not in BlockPool(8).take(7)
+    assert 0 not in take(one_level(8), 7)
 
 
 def test_exhausted_pool_gives_nothing_and_says_what_there_is():
-    pool = BlockPool(5)
-    pool.take(3)
+    pool = one_level(5)
+    take(pool, 3)
     with pytest.raises(PoolExhausted, match="2 blocks are wanted; the pool has 1 blank") as refusal:
-        pool.take(2)
+        take(pool, 2)
     assert refusal.value.details == {"asked": 2, "free": 1, "total": 4}
     assert pool.num_free == 1
 
 
 def test_a_block_given_back_twice_is_caught():
-    pool = BlockPool(3)
-    blocks = pool.take(1)
-    pool.give_back(blocks)
+    pool = one_level(3)
+    blocks = take(pool, 1)
+    pool.give_back(0, blocks)
     with pytest.raises(AssertionError, match="given back twice"):
-        pool.give_back(blocks)
+        pool.give_back(0, blocks)
 
 
 def test_named_block_is_found_after_it_was_given_back_until_it_is_evicted():
-    pool = BlockPool(3)
-    first, second = pool.take(2)
-    pool.name(first, key(1))
-    pool.give_back([first, second])
-    assert pool.find(key(1)) == first
-    assert pool.take(1) == [second]  # blank blocks go first
-    assert pool.take(1) == [first]
-    assert pool.find(key(1)) is None
+    pool = one_level(3)
+    first, second = take(pool, 2)
+    pool.name(0, [first], [name(1)])
+    pool.give_back(0, [first, second])
+    assert find(pool, 1) == first
+    assert take(pool, 1) == [second]  # blank blocks go first
+    assert take(pool, 1) == [first]
+    assert find(pool, 1) is None
+    assert pool.was_evicted(0, name(1))
     assert pool.evictions == 1
 
 
 def test_least_recently_given_back_is_evicted_first():
-    pool = BlockPool(4)
-    a, b, c = pool.take(3)
-    for n, block in enumerate((a, b, c)):
-        pool.name(block, key(n))
-    pool.give_back([b, a, c])
-    pool.share([b])  # used again
-    pool.give_back([b])
-    assert pool.take(3) == [a, c, b]
+    pool = one_level(4)
+    a, b, c = take(pool, 3)
+    pool.name(0, [a, b, c], [name(1), name(2), name(3)])
+    pool.give_back(0, [b, a, c])
+    pool.share(0, [b])  # used again
+    pool.give_back(0, [b])
+    assert [take(pool, 1) for _ in range(3)] == [[a], [c], [b]]
 
 
 def test_shared_block_is_free_only_after_every_holder_left():
-    pool = BlockPool(3)
-    (block,) = pool.take(1)
-    pool.share([block])
-    pool.give_back([block])
+    pool = one_level(3)
+    blocks = take(pool, 1)
+    pool.share(0, blocks)
+    pool.give_back(0, blocks)
     assert pool.num_free == 1
-    pool.give_back([block])
+    pool.give_back(0, blocks)
     assert pool.num_free == 2
 
 
-def test_first_block_of_a_key_stays_the_known_one():
-    pool = BlockPool(4)
-    first, twin = pool.take(2)
-    pool.name(first, key(1))
-    pool.name(twin, key(1))
-    pool.give_back([first, twin])
-    assert pool.find(key(1)) == first
-    assert not pool.faults(Counter())
+@pytest.mark.parametrize("others", [[], [name(7), name(8)]], ids=["alone", "among others"])
+def test_first_block_of_a_name_stays_the_known_one(others: list[bytes]):
+    pool = one_level(8)
+    first, *twins = take(pool, 2 + len(others))
+    pool.name(0, [first], [name(1)])
+    pool.name(0, twins, [name(1), *others])
+    pool.give_back(0, [first, *twins])
+    assert find(pool, 1) == first
+    assert not faults(pool)
 
 
-def test_forget_all_drops_every_key_and_keeps_held_blocks():
-    pool = BlockPool(4)
-    held, kept = pool.take(2)
-    pool.name(held, key(1))
-    pool.name(kept, key(2))
-    pool.give_back([kept])
+def test_forget_all_drops_every_name_and_keeps_held_blocks():
+    pool = one_level(4)
+    held, kept = take(pool, 2)
+    pool.name(0, [held, kept], [name(1), name(2)])
+    pool.give_back(0, [kept])
     pool.forget_all()
-    assert pool.find(key(1)) is None
-    assert pool.find(key(2)) is None
-    assert not pool.faults(Counter([held]))
+    assert find(pool, 1) is None
+    assert find(pool, 2) is None
+    assert not faults(pool, [held])
+
+
+def test_a_request_fills_its_own_large_page_before_it_takes_another():
+    pool = two_level(3, 4, 1)
+    first = take(pool, 1, A)
+    other = take(pool, 1, B)
+    assert {block // 4 for block in first + take(pool, 3, A)} == {first[0] // 4}
+    assert other[0] // 4 != first[0] // 4
+
+
+def test_blocks_left_over_by_a_request_that_ended_are_used_before_a_new_large_page():
+    pool = two_level(3, 4, 1)
+    held = take(pool, 1, A)
+    pool.share(0, held)  # somebody else goes on with it
+    pool.give_back(0, held)
+    pool.end(A)
+    assert take(pool, 3, B)[0] // 4 == held[0] // 4
+    assert pool.num_blank == 2
+
+
+def test_a_large_page_goes_back_when_all_its_blocks_are_blank():
+    pool = two_level(2, 4, 1)
+    blocks = take(pool, 2, A)
+    assert pool.num_blank == 1
+    pool.give_back(0, blocks)
+    pool.end(A)
+    assert pool.num_blank == 2
+    assert [len(blocks) for blocks in pool.take([0, 2], B)] == [0, 2]  # the other group has it all now
+
+
+def test_bytes_move_between_groups_when_an_idle_large_page_is_evicted():
+    pool = two_level(2, 4, 1)
+    blocks = take(pool, 8, A)
+    pool.name(0, blocks, [name(n) for n in range(8)])
+    pool.give_back(0, blocks)
+    assert pool.num_kept == 2
+    taken = pool.take([0, 1], B)
+    assert pool.num_kept == 1
+    assert pool.evictions == 4
+    assert not faults(pool, *taken)
+
+
+def test_a_block_set_aside_for_another_request_is_the_last_resort():
+    pool = two_level(2, 4, 1)
+    mine = take(pool, 1, A)
+    pool.take([0, 1], C)
+    assert pool.num_free == 0
+    stolen = take(pool, 3, B)
+    assert {block // 4 for block in stolen} == {mine[0] // 4}
+    with pytest.raises(PoolExhausted):
+        take(pool, 1, B)
+
+
+def test_what_is_hardly_missed_is_evicted_before_anything_else():
+    pool = one_level(4)
+    a, b, c = take(pool, 3)
+    pool.name(0, [a, b, c], [name(1), name(2), name(3)])
+    pool.give_back(0, [a], Tier.USUAL)
+    pool.give_back(0, [b], Tier.PROVEN)
+    pool.give_back(0, [c], Tier.LOW)
+    assert [take(pool, 1) for _ in range(3)] == [[c], [a], [b]]
+
+
+def test_all_groups_get_their_blocks_or_none_does():
+    pool = two_level(2, 4, 1)
+    pool.take([0, 1], A)
+    with pytest.raises(PoolExhausted):
+        pool.take([1, 1], B)
+    assert pool.num_blank == 1
+
+
+def test_room_for_answers_as_take_would():
+    pool = two_level(3, 2, 1)
+    pool.take([1, 1], A)
+    for wants in ([0, 1], [1, 1], [3, 0], [4, 0], [1, 2], [3, 1]):
+        before = pool.room_for(wants, B)
+        try:
+            taken = pool.take(wants, B)
+        except PoolExhausted:
+            assert not before
+            continue
+        assert before
+        for g, blocks in enumerate(taken):
+            pool.give_back(g, blocks)
+        pool.end(B)
 
 
 @pytest.mark.parametrize(
     ("damage", "finding"),
     [
-        (lambda pool, block: pool._blank.append(block), "is 1x in the free lists"),
-        (lambda pool, block: pool._blank.pop(), "is 0x in the free lists"),
-        (lambda pool, block: pool._holders.__setitem__(block, 2), "counts 2 holders, the tables name it 1x"),
-        (lambda pool, block: pool._block_of.clear(), "do not name each other"),
+        (lambda pool, block: pool._arenas[0].free.append(block), "is free or is lost"),
+        (lambda pool, block: pool._arenas[0].free.pop(), "is free or is lost"),
+        (lambda pool, block: pool._groups[0].holders.__setitem__(block, 2), "counts 2 holders, the tables name it 1x"),
+        (lambda pool, block: pool._groups[0].index.clear(), "leads to block None"),
+        (lambda pool, block: pool._arenas[0].owner.__setitem__(block, 1), "in a large page of group 1"),
+        (lambda pool, block: setattr(pool._groups[0], "num_held", 0), "counts 0 held blocks, there are 1"),
     ],
 )
 def test_recount_finds_damage(damage, finding: str):
-    pool = BlockPool(5)
-    (block,) = pool.take(1)
-    pool.name(block, key(1))
-    assert not pool.faults(Counter([block]))
+    pool = BlockPool(plan_of(Full(), Sliding(4), blocks=5))
+    (block,) = pool.take([1, 0], A)[0]
+    pool.name(0, [block], [name(1)])
+    assert not faults(pool, [block])
     damage(pool, block)
-    assert any(finding in fault for fault in pool.faults(Counter([block])))
+    assert any(finding in fault for fault in faults(pool, [block]))
