@@ -43,6 +43,15 @@ def serve(
     max_prefill_chunk_tokens: Annotated[
         int | None, typer.Option(help="Most prompt tokens of one request in one step.  [default: all that fit]")
     ] = None,
+    strategy: Annotated[
+        str, typer.Option(help="How memory is laid out: auto, layered, packed, partitioned or uniform.")
+    ] = "auto",
+    expected_average_seq_len: Annotated[
+        str | None,
+        typer.Option(
+            envvar="EXPECTED_AVERAGE_SEQ_LENGTH", help="Tokens of a usual request.  [default: from the model]"
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     attention_backend: Annotated[
         str | None, typer.Option(help="torch or reference.  [default: the first that fits]")
@@ -68,6 +77,8 @@ def serve(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             max_prefill_chunk_tokens=max_prefill_chunk_tokens,
+            strategy=strategy,
+            expected_average_seq_len=expected_average_seq_len,
             dtype=dtype,
             attention_backend=attention_backend,
             name=name,
@@ -112,9 +123,64 @@ def generate(
             )
 
 
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="A checkpoint directory, a config.json, or a known model's name.")],
+    kv_memory: Annotated[str, typer.Option(help="Memory for the cache, per rank.")] = "40GiB",
+    tensor_parallel_size: Annotated[int, typer.Option(help="Ranks that share the model.")] = 1,
+    block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
+    context: Annotated[
+        str | None, typer.Option(help="Request lengths to report: 2048,8192.  [default: usual ones]")
+    ] = None,
+    strategy: Annotated[str, typer.Option(help="auto, layered, packed, partitioned or uniform.")] = "auto",
+    expected_average_seq_len: Annotated[
+        str | None,
+        typer.Option(
+            envvar="EXPECTED_AVERAGE_SEQ_LENGTH",
+            help="Tokens of a usual request; splits the memory of `partitioned`.  [default: from the model]",
+        ),
+    ] = None,
+    encoder_tokens: Annotated[
+        int, typer.Option(help="Tokens of an image, for models that look at one; 0: the model's own.", min=0)
+    ] = 0,
+    dtype: Annotated[str, typer.Option(help="Of cached numbers: bfloat16, float16, float32 or fp8.")] = "bfloat16",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Also draw the plan to this file.")] = None,
+) -> None:
+    """Show how a model's cache would be laid out, how many requests it holds, and why."""
+    with _plain_errors():
+        import json
+
+        from .model_layers import model_layers
+        from .plan import make_report, print_report
+        from .settings import parse_lengths, plan_settings
+
+        settings = plan_settings(kv_memory, block_size, strategy, expected_average_seq_len, encoder_tokens, "kv_memory")
+        report = make_report(
+            model_layers(model, tensor_parallel_size, dtype), settings, parse_lengths(context), tensor_parallel_size
+        )
+        if svg is not None:
+            from .plan_svg import draw_plan
+
+            _write(svg, draw_plan(report))
+        if as_json:
+            print(json.dumps(report.to_json(), indent=2))
+        else:
+            print_report(report)
+
+
 def main() -> None:
     """Entry point of the `intarsia` command."""
     app()
+
+
+def _write(path: Path, text: str) -> None:
+    from ..errors import InvalidSetting
+
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise InvalidSetting(f"{path} can not be written: {error.strerror}", field="svg") from None
 
 
 def _prompt(text: str | None, token_ids: str | None) -> str | list[int]:

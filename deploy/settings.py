@@ -28,6 +28,8 @@ def engine_settings(
     max_num_seqs: int = 64,
     max_model_len: int | None = None,
     max_prefill_chunk_tokens: int | None = None,
+    strategy: str = "auto",
+    expected_average_seq_len: str | int | None = None,
     dtype: str = "auto",
     attention_backend: str | None = None,
     name: str | None = None,
@@ -38,11 +40,51 @@ def engine_settings(
     """
     return EngineSettings(
         model=ModelSettings(str(model), tensor_parallel_size, dtype, attention_backend),
-        plan=PlanSettings(memory_bytes=parse_bytes(kv_cache_memory, "kv_cache_memory"), block_tokens=block_size),
+        plan=plan_settings(kv_cache_memory, block_size, strategy, expected_average_seq_len),
         scheduler=SchedulerSettings(max_num_seqs, max_num_batched_tokens, max_prefill_chunk_tokens),
         max_model_len=max_model_len,
         prefix_caching=enable_prefix_caching,
         name=name,
+    )
+
+
+def plan_settings(
+    memory: str | int,
+    block_size: int,
+    strategy: str = "auto",
+    expected_average_seq_len: str | int | None = None,
+    encoder_tokens: int = 0,
+    memory_field: str = "kv_cache_memory",
+) -> PlanSettings:
+    """Settings of a memory plan. Raises `InvalidSetting`, naming the field; `memory_field` is what memory is called."""
+    return PlanSettings(
+        memory_bytes=parse_bytes(memory, memory_field),
+        block_tokens=block_size,
+        strategy=strategy,
+        expected_average_seq_len=_expected_length(expected_average_seq_len),
+        encoder_tokens=encoder_tokens,
+    )
+
+
+def parse_lengths(text: str | None) -> list[int]:
+    """Lengths in tokens from "2048,8192"; none for None."""
+    try:
+        return [int(part) for part in text.split(",")] if text is not None else []
+    except ValueError:
+        raise InvalidSetting(
+            f"context must be whole numbers of tokens, separated by commas; got {text!r}", field="context"
+        ) from None
+
+
+def _expected_length(value: str | int | None) -> int | None:
+    if value is None or value == "":
+        return None
+    if re.fullmatch(r"\s*0*[1-9]\d*\s*", str(value)):
+        return int(value)
+    raise InvalidSetting(
+        "expected_average_seq_len (EXPECTED_AVERAGE_SEQ_LENGTH) must be a positive whole number of tokens, "
+        f"got {value!r}",
+        field="expected_average_seq_len",
     )
 
 
