@@ -169,6 +169,52 @@ def plan(
             print_report(report)
 
 
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(help="A trace of operations, or of requests; see docs/replay.md.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: a line per operation, or one object.")] = False,
+    strategy: Annotated[
+        str | None, typer.Option(help="auto, layered, packed, partitioned or uniform.  [default: the trace's own]")
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="What to evict: lru-tiers, lru or score.  [default: the trace's own]")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="For requests: as for `plan`.  [default: gemma-3-27b]")] = None,
+    kv_memory: Annotated[str, typer.Option(help="For requests: memory of the cache, or `unlimited`.")] = "40GiB",
+    block_size: Annotated[
+        int | None, typer.Option(help="For requests: tokens per block.  [default: the trace's own]")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first so many requests.", min=1)] = None,
+    longest_prompt: Annotated[int | None, typer.Option(help="Leave out longer prompts, or their sessions.")] = None,
+    form: Annotated[str | None, typer.Option("--format", help="Of the trace.  [default: seen from the file]")] = None,
+    rule: Annotated[
+        str | None, typer.Option(help="r1 or r2: the textbook LRU over --blocks blocks instead of a model.")
+    ] = None,
+    blocks: Annotated[int | None, typer.Option(help="For --rule: blocks of the cache.  [default: no limit]")] = None,
+) -> None:
+    """Run the cache manager alone, without a model, over a trace."""
+    with _plain_errors():
+        from .replay.command import is_operations, replay_operations, replay_trace
+
+        if is_operations(trace, form):
+            replay_operations(trace, as_json=as_json, strategy=strategy, policy=policy)
+        else:
+            replay_trace(
+                trace,
+                model=model,
+                kv_memory=kv_memory,
+                strategy=strategy or "auto",
+                policy=policy or "lru-tiers",
+                block_size=block_size,
+                limit=limit,
+                longest_prompt=longest_prompt,
+                form=form,
+                rule=rule,
+                blocks=blocks,
+                as_json=as_json,
+            )
+
+
 def main() -> None:
     """Entry point of the `intarsia` command."""
     app()

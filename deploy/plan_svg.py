@@ -113,7 +113,7 @@ def _layers(parts: list[str], plan: MemoryPlan, group: Group, colour: str, y: in
     width = (WIDTH - 2 * MARGIN) / (len(labels) + extra)
     for n, label in enumerate(labels):
         parts.append(_box(MARGIN + n * width, y, width - 1.5, 30, colour, opacity=0.6))
-        parts.append(_text(MARGIN + n * width + width / 2, y + 19, label, size=10, anchor="middle", fill="white"))
+        parts.append(_text(MARGIN + n * width + width / 2, y + 19, label, size=10, anchor="middle"))
     if extra:
         x = MARGIN + len(labels) * width
         parts.append(_box(x, y, width - 1.5, 30, "#eee", stroke="#aaa"))

@@ -121,6 +121,7 @@ class CacheManager:
         self._has_windows = any(
             group.reach.keeps is Keeps.TOKENS and group.reach.passed_at(0) < NEVER for group in plan.groups
         )
+        self._has_draft = any(group.is_draft for group in plan.groups)  # it can go on one block earlier only
         self._keeps_front = any(
             group.reach.keeps is Keeps.TOKENS and group.reach.passed_at(0) == NEVER for group in plan.groups
         )
@@ -229,7 +230,7 @@ class CacheManager:
             if hit.tokens or group.reach.keeps is Keeps.ENCODER:
                 table.adopt(row, hit.tokens)
         row.extent = hit.tokens
-        prompt_end = (hit.chain.known - 1) // self._size * self._size
+        prompt_end = ((hit.chain.known - 1) // self._size - self._has_draft) * self._size
         row.marks = sorted(mark for mark in {hit.branch, prompt_end} if mark > hit.tokens)
         if self._caching:
             self._note_salt(hit)

@@ -1,0 +1,148 @@
+"""Request traces over the cache manager of a model: how much of the prompts is found, and what is lost and why.
+
+Requests come one at a time, in the order of the trace; what they generate is not part of it. So a figure says what
+reuse the cache makes possible, not what an engine with many requests at once would reach.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import PoolExhausted
+from ...kvcache.manager import CacheManager, RequestId
+from ...kvcache.plan import PlanSettings
+from ...kvcache.prefix import GivenChain
+from ...kvcache.retention import policy_named
+from ...kvcache.strategies import plan_memory
+from ..model_layers import ModelLayers
+from .traces import TraceRequest
+
+CHUNK_TOKENS = 8192
+
+
+@dataclass(slots=True)
+class TraceResult:
+    """What a replay found. Rates are hit prompt tokens over all prompt tokens."""
+
+    requests: int = 0
+    refused: int = 0  # did not fit the memory alone
+    tokens: int = 0
+    hit_tokens: int = 0
+    second_half_tokens: int = 0
+    second_half_hit_tokens: int = 0
+    lost_tokens: dict[str, int] = field(default_factory=dict)
+    evictions: int = 0
+    bytes_written: int = 0
+    bytes_saved: int = 0
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "requests": self.requests,
+            "refused": self.refused,
+            "tokens": self.tokens,
+            "hit_tokens": self.hit_tokens,
+            "hit_rate": _rate(self.hit_tokens, self.tokens),
+            "hit_rate_second_half": _rate(self.second_half_hit_tokens, self.second_half_tokens),
+            "lost_tokens": self.lost_tokens,
+            "evictions": self.evictions,
+            "bytes_moved": {"written": self.bytes_written, "saved": self.bytes_saved},
+            "seconds": round(self.seconds, 2),
+        }
+
+
+def replay_requests(
+    requests: list[TraceRequest],
+    model: ModelLayers,
+    memory_bytes: int | None,
+    *,
+    block_tokens: int | None = None,
+    strategy: str = "auto",
+    policy: str = "lru-tiers",
+    expected_average_seq_len: int | None = None,
+    progress: Callable[[Iterable[TraceRequest]], Iterable[TraceRequest]] = iter,
+) -> tuple[TraceResult, CacheManager]:
+    """Run all requests through a manager.
+
+    memory_bytes  None: enough that nothing is ever evicted
+    block_tokens  None: those of the trace
+    progress      wraps the requests, to show how far it is
+
+    Raises `InvalidSetting` when the model does not fit the memory.
+    """
+    size = block_tokens or (requests[0].block_tokens if requests else 16)
+    memory = memory_bytes or _enough(requests, model, size)
+    settings = PlanSettings(memory, size, strategy, expected_average_seq_len)
+    manager = CacheManager(plan_memory(model.layers, settings, model.max_tokens), policy=policy_named(policy))
+    token_bytes = sum(layer.token_bytes for layer in model.layers if layer.shares is None)
+    result = TraceResult()
+    started = time.perf_counter()
+    for number, request in enumerate(progress(requests)):
+        found = _run(manager, RequestId(number), request, size, result)
+        result.requests += 1
+        result.tokens += request.length
+        result.hit_tokens += found
+        if number >= len(requests) // 2:
+            result.second_half_tokens += request.length
+            result.second_half_hit_tokens += found
+        result.bytes_saved += found * token_bytes
+        result.bytes_written += (request.length - found) * token_bytes
+    result.seconds = time.perf_counter() - started
+    result.evictions = manager.pool.evictions
+    return result, manager
+
+
+def _run(manager: CacheManager, number: RequestId, request: TraceRequest, size: int, result: TraceResult) -> int:
+    """One request, from lookup to release. Returns the tokens found."""
+    hit = manager.lookup(GivenChain(_names(request, size), request.length))
+    manager.open(number, hit)
+    for cause, tokens in hit.lost.items():
+        result.lost_tokens[cause] = result.lost_tokens.get(cause, 0) + tokens
+    length = hit.tokens
+    while length < request.length:
+        wanted = manager.chunk_end(number, min(request.length, length + CHUNK_TOKENS))
+        try:
+            manager.extend(number, wanted, length)
+        except PoolExhausted:
+            wanted = manager.room_to_grow(number, wanted)
+            if wanted <= length:
+                result.refused += 1
+                break
+            manager.extend(number, wanted, length)
+        manager.commit(number)
+        length = wanted
+    manager.release(number, length)
+    return hit.tokens
+
+
+def _names(request: TraceRequest, size: int) -> list[bytes]:
+    """Names of the full blocks: an id fixes all tokens up to the end of its block, so it names every part of it."""
+    parts = request.block_tokens // size if size < request.block_tokens else 1
+    joined = size // request.block_tokens if size > request.block_tokens else 1
+    full = request.length // size
+    if parts > 1:
+        pairs = ((block, part) for block in request.ids for part in range(parts))
+        return [_name(block, part) for block, part in itertools.islice(pairs, full)]
+    return [_name(block, 0) for block in request.ids[joined - 1 :: joined][:full]]
+
+
+def _name(block: int, part: int) -> bytes:
+    return block.to_bytes(16, "big", signed=True) + part.to_bytes(4, "big")
+
+
+def _enough(requests: list[TraceRequest], model: ModelLayers, size: int) -> int:
+    """Every block of every layer, once, and as much again for states and large pages."""
+    distinct: set[int] = set()
+    for request in requests:
+        distinct.update(request.ids)
+    longest = max((request.length for request in requests), default=1)
+    tokens = len(distinct) * (requests[0].block_tokens if requests else 1) + 2 * longest + len(requests) * size
+    token_bytes = sum(layer.token_bytes for layer in model.layers if layer.shares is None)
+    state_bytes = sum(layer.state_bytes for layer in model.layers)
+    return 2 * tokens * token_bytes + state_bytes * (tokens // 512 + 4 * len(requests) + 64)
+
+
+def _rate(part: int, whole: int) -> float:
+    return round(part / whole, 4) if whole else 0.0
