@@ -121,7 +121,6 @@ class CacheManager:
         self._has_windows = any(
             group.reach.keeps is Keeps.TOKENS and group.reach.passed_at(0) < NEVER for group in plan.groups
         )
-        self._has_draft = any(group.is_draft for group in plan.groups)  # it can go on one block earlier only
         self._keeps_front = any(
             group.reach.keeps is Keeps.TOKENS and group.reach.passed_at(0) == NEVER for group in plan.groups
         )
@@ -230,7 +229,7 @@ class CacheManager:
             if hit.tokens or group.reach.keeps is Keeps.ENCODER:
                 table.adopt(row, hit.tokens)
         row.extent = hit.tokens
-        prompt_end = ((hit.chain.known - 1) // self._size - self._has_draft) * self._size
+        prompt_end = (hit.chain.known - 1) // self._size * self._size
         row.marks = sorted(mark for mark in {hit.branch, prompt_end} if mark > hit.tokens)
         if self._caching:
             self._note_salt(hit)
@@ -254,6 +253,7 @@ class CacheManager:
         if self._expiries or self._pins:
             self._expire()
         taken = self.pool.take(self._missing(row, length), request)
+        row.undrafted = 0
         copies = self._copies(row, taken) if row.sources else ()
         for blocks, new in zip(row.blocks, taken, strict=True):
             blocks += new
@@ -275,17 +275,24 @@ class CacheManager:
             table.settle(row)
         self._note_quiet(row)
 
-    def fork(self, parent: RequestId, child: RequestId, chain: Chain | None = None) -> Growth:
+    def fork(self, parent: RequestId, child: RequestId, tokens: Sequence[int] | None = None) -> Growth:
         """A second request that goes on from where `parent` is. Full blocks are shared, the rest is copied.
 
-        The copies must be made before either writes on. chain: of the child's own tokens, which begin as the parent's.
+        The copies must be made before either writes on.
+
+        tokens: the child's own, which begin as the parent's; kept by reference. None: it will not differ in what is
+        cached.
+
         Raises `PoolExhausted`, with nothing taken, when the pool has too few blocks.
         """
         assert child not in self._rows, f"request {child} is open already"
         row = self._rows[parent]
         split = [table.split(row) for table in self._tables]
         taken = self.pool.take([int(tail is not None) for _, tail in split], child)
-        other = self._add_row(child, chain or row.chain, row.encoder)
+        chain = row.chain
+        if tokens is not None and isinstance(chain, TokenChain):
+            chain = chain.of(tokens)
+        other = self._add_row(child, chain, row.encoder)
         copies = []
         for g, ((shared, tail), new) in enumerate(zip(split, taken, strict=True)):
             self.pool.share(g, (block for block in shared if block != NULL))
@@ -299,6 +306,7 @@ class CacheManager:
             for g, source in row.sources:
                 self._hold_source(other, g, source)
         other.extent = row.extent
+        other.undrafted = int(row.extent > 0)
         return Growth(taken, copies)
 
     def release(self, request: RequestId, length: int | None = None, retain: Retain = USUAL_RETENTION) -> None:
@@ -327,6 +335,11 @@ class CacheManager:
         self.pool.forget_all()
         self._ends.clear()
         self._recent.clear()
+
+    def names(self, group: int, chain: Chain) -> list[bytes]:
+        """The names of the full blocks of a sequence in a group, in order."""
+        chain.grow()
+        return chain.draft_names if self._groups[group].is_draft else chain.names
 
     def forget(self, group: int, block: BlockId) -> None:
         """Forget what one block holds."""

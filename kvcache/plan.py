@@ -86,6 +86,11 @@ class Group:
     arena: int = 0
     is_draft: bool = False
     encoder_tokens: int = 0
+    masks: tuple[Reach, ...] = ()  # how far each layer looks, where that is less than the group keeps; else empty
+
+    def mask_of(self, place: int) -> Reach:
+        """How far the layer at that place looks back. The group keeps at least as much."""
+        return self.masks[place] if self.masks else self.reach
 
     def blocks_between(self, length: int) -> int:
         """Blocks a request of `length` tokens holds between two steps."""

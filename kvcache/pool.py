@@ -272,11 +272,11 @@ class BlockPool:
         mine = self._groups[group]
         index, name_of, gone = mine.index, mine.name_of, mine.gone
         self.version += 1
-        if len(names) == 1 and not gone and self.log is None and names[0] not in index:  # as decode has it
+        if len(names) == 1 and not gone and self.log is None and name_of[blocks[0]] is None and names[0] not in index:
             index[names[0]] = blocks[0]
             name_of[blocks[0]] = names[0]
             return
-        if index.keys().isdisjoint(names):
+        if index.keys().isdisjoint(names) and not any(map(name_of.__getitem__, blocks)):
             index.update(zip(names, blocks, strict=True))
             new = names
             for block, name in zip(blocks, names, strict=True):

@@ -11,6 +11,7 @@ can make two prefixes of one name; prompts of different salts never share.
 from array import array
 from collections.abc import Sequence
 from hashlib import sha256
+from itertools import pairwise
 from typing import Protocol
 
 HASH_BLOCK_BYTES = 64  # of SHA-256: a padded key of this size costs one compression, once
@@ -29,6 +30,11 @@ class Chain(Protocol):
         """Tokens whose values are known."""
         ...
 
+    @property
+    def draft_names(self) -> list[bytes]:
+        """The same for a drafter, whose last entry of a block was made with the token after it: that is named, too."""
+        ...
+
     def grow(self) -> list[bytes]:
         """Compute the names of all full blocks of the tokens known by now."""
         ...
@@ -41,17 +47,29 @@ class Chain(Protocol):
 class TokenChain:
     """Names of a token sequence. Keeps the sequence by reference: what its owner appends is seen by `grow`."""
 
-    __slots__ = ("_block_tokens", "_end_key", "_running", "memo", "names", "salt", "tokens")
+    __slots__ = ("_block_tokens", "_draft_names", "_end_key", "_running", "memo", "names", "salt", "tokens")
 
     def __init__(self, tokens: Sequence[int], block_tokens: int, *, key: bytes, salt: bytes = b""):
         self.tokens = tokens
         self.salt = salt
         self.names: list[bytes] = []
+        self._draft_names: list[bytes] = []
         self._block_tokens = block_tokens
         # The salt enters as its hash, so that no salt and first tokens together pose as another salt.
         self._running = sha256(key.ljust(HASH_BLOCK_BYTES, b"\0") + sha256(salt).digest())
         self._end_key = key
         self.memo: object = None  # for the manager: what it last found
+
+    @property
+    def draft_names(self) -> list[bytes]:
+        names, size = self._draft_names, self._block_tokens
+        for length in range((len(names) + 1) * size + 1, min(len(self.names) * size + 1, len(self.tokens)) + 1, size):
+            names.append(self._tail_name(b"draft", length - 1, length))
+        return names
+
+    def of(self, tokens: Sequence[int]) -> "TokenChain":
+        """A chain of the same key and salt over other tokens."""
+        return TokenChain(tokens, self._block_tokens, key=self._end_key, salt=self.salt)
 
     @property
     def known(self) -> int:
@@ -73,8 +91,11 @@ class TokenChain:
         blocks = length // self._block_tokens
         if blocks == 0 or blocks > len(self.names) or length > len(self.tokens):
             return None
-        tail = array("I", self.tokens[blocks * self._block_tokens : length]).tobytes()
-        return sha256(self._end_key + b"end" + self.names[blocks - 1] + tail).digest()
+        return self._tail_name(b"end", blocks * self._block_tokens, length)
+
+    def _tail_name(self, kind: bytes, full: int, length: int) -> bytes:
+        tail = array("I", self.tokens[full:length]).tobytes()
+        return sha256(self._end_key + kind + self.names[full // self._block_tokens - 1] + tail).digest()
 
 
 class GivenChain:
@@ -86,6 +107,10 @@ class GivenChain:
         self.names = names
         self.known = length
         self.memo: object = None
+
+    @property
+    def draft_names(self) -> list[bytes]:
+        return [name + following for name, following in pairwise(self.names)]
 
     def grow(self) -> list[bytes]:
         return self.names

@@ -46,6 +46,10 @@ class LayerSpec:
         sizes = (self.kv_heads, self.key_dim, self.value_dim, self.item_bytes, self.extra_token_bytes)
         if min(sizes) < 0 or any(t.item_bytes < 1 or min(t.shape, default=0) < 1 for t in self.state):
             raise InvalidSetting(f"layer {self.index} has a negative or empty size: {self}", field="layers")
+        if self.is_draft and self.reach.keeps is not Keeps.TOKENS:
+            raise InvalidSetting(
+                f"layer {self.index}: a drafter's layer keeps tokens, no {self.reach.name}", field="layers"
+            )
         if self.shares is None and self.block_bytes(1) == 0:
             raise InvalidSetting(f"layer {self.index} ({self.reach.name}) keeps nothing: {self}", field="layers")
 

@@ -247,7 +247,15 @@ def plan_uniform(layers: Sequence[LayerSpec], settings: PlanSettings, expected: 
         elif key in merged:
             layer = replace(layer, state=merged[key].state + layer.state)
         merged[key] = layer
-    return plan_packed(list(merged.values()), settings, expected)
+    plan = plan_packed(list(merged.values()), settings, expected)
+    looks = {(layer.index, layer.reach.keeps): layer.reach for layer in layers}
+    groups = [
+        group
+        if group.reach.keeps is Keeps.STATE
+        else replace(group, masks=tuple(looks.get((n, Keeps.TOKENS), group.reach) for n in group.layers))
+        for group in plan.groups
+    ]
+    return replace(plan, groups=tuple(groups))
 
 
 _Maker = Callable[[Sequence[LayerSpec], PlanSettings, int], MemoryPlan]

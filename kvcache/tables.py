@@ -62,7 +62,7 @@ class Row:
 
     __slots__ = (
         "blocks", "chain", "copied", "encoder", "extent", "first", "marks", "named", "number", "quiet_until", "request",
-        "saves", "sources", "spans",
+        "saves", "sources", "spans", "undrafted",
     )  # fmt: skip
 
     def __init__(self, request: RequestId, number: int, chain: Chain, groups: int, encoder: Encoder | None):
@@ -79,6 +79,7 @@ class Row:
         self.sources: list[tuple[int, BlockId]] = []  # held until they are copied
         self.copied = False  # the step that copies them has been planned
         self.saves: list[Save] = []
+        self.undrafted = 0  # tokens at the end whose drafter's entries are still those of the parent
         self.quiet_until = 0
 
 
@@ -168,6 +169,10 @@ class _Table:
         if tail:
             self._ends.add(name, chain.names[blocks - 1], tail)
 
+    def _names(self, chain: Chain) -> list[bytes]:
+        """The names of full blocks, as this group has them."""
+        return chain.draft_names if self._is_draft else chain.names
+
     def save_lengths(self, row: Row, length: int) -> list[int]:
         return []
 
@@ -185,7 +190,9 @@ class TokenTable(_Table):
         self._run: tuple[list[bytes], tuple[int, int], int] = ([], (0, 0), 0)  # of which names, when, how long
 
     def reaches(self, chain: Chain, length: int) -> int:
-        size, names, index = self._size, chain.names, self._index
+        if length == 0:
+            return 0
+        size, names, index = self._size, self._names(chain), self._index
         blocks, tail = divmod(length, size)
         first = self._reach.oldest_needed(length) // size
         if first == 0:
@@ -195,27 +202,25 @@ class TokenTable(_Table):
         else:
             # The oldest lacking block is lacking for every length from here down to it.
             for n in range(first, blocks):
-                if names[n] not in index:
+                if n >= len(names) or names[n] not in index:
                     return (n + 1) * size - 1
-        if not tail and not self._is_draft:
+        if not tail or first > blocks:
             return length
         if blocks < len(names) and names[blocks] in index:
-            return length
-        if self._is_draft:  # its entry of the last token was made with the next one, which must be the same
-            return length - 1
-        if first > blocks:
             return length
         return length if chain.end(length) in index else length - tail
 
     def cause(self, chain: Chain, length: int) -> str:
         blocks = length // self._size
         first = self._reach.oldest_needed(length) // self._size
-        if first == 0:
-            return EVICTED if self.leading_run(chain) < blocks else ALIGNMENT
-        return ALIGNMENT if all(name in self._index for name in chain.names[first:blocks]) else EVICTED
+        needed = self._names(chain)[first:blocks]
+        lacking = next((name for name in needed if name not in self._index), None)
+        if lacking is None or (self._is_draft and not self._pool.was_evicted(self._g, lacking)):
+            return ALIGNMENT  # inside a block, or at a border after which a drafter had seen another token
+        return EVICTED
 
     def adopt(self, row: Row, length: int) -> None:
-        g, size, names, index = self._g, self._size, row.chain.names, self._index
+        g, size, names, index = self._g, self._size, self._names(row.chain), self._index
         blocks, tail = divmod(length, size)
         first = min(self._reach.oldest_needed(length) // size, blocks)
         held = [index[name] for name in names[first:blocks]]
@@ -234,17 +239,21 @@ class TokenTable(_Table):
 
     def split(self, row: Row) -> tuple[list[BlockId], BlockId | None]:
         blocks = row.blocks[self._g]
-        full, tail = divmod(row.extent, self._size)
-        partly_filled = tail and full < len(blocks) and blocks[full] != NULL
-        return blocks[:full], blocks[full] if partly_filled else None
+        # A drafter's entry of the last token was made with the parent's next one: the child writes its own.
+        full, tail = divmod(max(0, row.extent - self._is_draft), self._size)
+        if not (tail or self._is_draft) or full >= len(blocks):
+            return blocks[:full], None
+        if blocks[full] == NULL:
+            return blocks[: full + 1], None
+        return blocks[:full], blocks[full]
 
     def settle(self, row: Row) -> None:
         g, size, extent = self._g, self._size, row.extent
         blocks = row.blocks[g]
         first = row.first[g]
         if self._caching:
-            names, named = row.chain.names, row.named[g]
-            full = min(extent // size, len(names))
+            names, named = self._names(row.chain), row.named[g]
+            full = min((extent - self._is_draft * row.undrafted) // size, len(names))
             if named < full:
                 named = max(named, first)
                 self._pool.name(g, blocks[named:full], names[named:full])
@@ -293,7 +302,8 @@ class TokenTable(_Table):
 
     def leading_run(self, chain: Chain) -> int:
         """Blocks in a row that are cached from the first one on."""
-        names, at = chain.names, (len(chain.names), self._pool.version)
+        names = self._names(chain)
+        at = len(names), self._pool.version
         counted, counted_at, run = self._run
         if counted is not names or counted_at != at:
             run = count_leading(names, self._index)
@@ -408,13 +418,13 @@ class EncoderTable(_Table):
         return EVICTED
 
     def encoder_tokens(self, encoder: Encoder | None) -> int:
-        if encoder is None or not all(name in self._index for name in self._names(encoder)):
+        if encoder is None or not all(name in self._index for name in self._parts(encoder)):
             return 0
         return encoder.tokens
 
     def adopt(self, row: Row, length: int) -> None:
         if row.encoder is not None and self._caching and self.encoder_tokens(row.encoder):
-            blocks = [BlockId(self._index[name]) for name in self._names(row.encoder)]
+            blocks = [BlockId(self._index[name]) for name in self._parts(row.encoder)]
             self._pool.share(self._g, blocks, found=True)
             row.blocks[self._g] = blocks
             row.named[self._g] = len(blocks)
@@ -429,7 +439,7 @@ class EncoderTable(_Table):
     def settle(self, row: Row) -> None:
         blocks = row.blocks[self._g]
         if self._caching and row.encoder is not None and row.extent and row.named[self._g] < len(blocks):
-            names = self._names(row.encoder)
+            names = self._parts(row.encoder)
             if self._index.keys().isdisjoint(names):
                 self._pool.name(self._g, blocks, names)
             row.named[self._g] = len(blocks)
@@ -440,7 +450,7 @@ class EncoderTable(_Table):
     def next_event(self, row: Row) -> int:
         return NEVER if row.named[self._g] == len(row.blocks[self._g]) else row.extent + 1
 
-    def _names(self, encoder: Encoder) -> list[bytes]:
+    def _parts(self, encoder: Encoder) -> list[bytes]:
         count = -(-encoder.tokens // self._size)
         return [sha256(b"%d/%d/" % (n, encoder.tokens) + encoder.content).digest() for n in range(count)]
 

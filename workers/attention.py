@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 from ..errors import UnsupportedModel
 from ..kernels.paged_attention import Backend, GroupBatch, GroupMeta, LayerParams, Needs, select_backend
 from ..kvcache.plan import Group, MemoryPlan, Place
+from ..kvcache.reach import Reach
 from ..kvcache.spec import LayerSpec
 
 IMPLEMENTATION = "intarsia"
@@ -25,6 +26,13 @@ FEATURES = ("window", "softcap", "sinks")
 """What a backend may lack."""
 
 _OWNER = "intarsia_attention"
+
+
+def step_masks(plan: MemoryPlan) -> list[tuple[int, Reach]]:
+    """What metadata a step needs: one for each group, and for each way its layers look back."""
+    return list(
+        dict.fromkeys((g, group.mask_of(n)) for g, group in enumerate(plan.groups) for n in range(len(group.layers)))
+    )
 
 
 class PagedAttention:
@@ -41,7 +49,7 @@ class PagedAttention:
         self._backend: Backend | None = None  # None: learning
         self._views: dict[int, Tensor] = {}
         self._pages: list[list[Tensor]] = []  # [group][buffer]: [blocks, page_bytes]
-        self._group_of: dict[int, int] = {}
+        self._mask_of: dict[int, int] = {}  # layer -> place in `step_masks`
         self._needs: dict[int, Needs] = {}
         self._metas: list[GroupMeta] = []
 
@@ -60,11 +68,12 @@ class PagedAttention:
         self._backend = None
         self._views.clear()  # the old buffers go before the new ones come
         self._pages.clear()
+        masks = step_masks(plan)
         buffers = [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in plan.buffers]
         for g, group in enumerate(plan.groups):
             blocks = plan.blocks_of(group)
-            for index, place in zip(group.layers, group.places, strict=True):
-                self._group_of[index] = g
+            for n, (index, place) in enumerate(zip(group.layers, group.places, strict=True)):
+                self._mask_of[index] = masks.index((g, group.mask_of(n)))
                 self._views[index] = self._view(buffers[place.buffer], self._layers[index], group, place, blocks)
             self._pages.append(
                 [
@@ -99,7 +108,7 @@ class PagedAttention:
         self._backend = chosen[0]
 
     def begin_step(self, batches: Sequence[GroupBatch]) -> None:
-        """The block tables and lengths of the next forward pass, one batch per group."""
+        """The block tables and lengths of the next forward pass, one batch for each of `step_masks`."""
         if self._backend is not None:
             self._metas = [self._backend.prepare(batch, self._device) for batch in batches]
 
@@ -113,7 +122,7 @@ class PagedAttention:
         if self._backend is None:
             self._note(layer, q_THD.shape[1], params)
             return out_THD.zero_().unsqueeze(0)
-        meta, view = self._metas[self._group_of[layer]], self._views[layer]
+        meta, view = self._metas[self._mask_of[layer]], self._views[layer]
         self._backend.write(view, k_TKD, v_TKD, meta)
         self._backend.attend(q_THD, view, params, meta, out_THD)
         return out_THD.unsqueeze(0)

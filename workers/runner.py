@@ -8,7 +8,9 @@ import torch
 
 from ..kernels.paged_attention import GroupBatch
 from ..kvcache.plan import MemoryPlan
+from ..kvcache.reach import Reach
 from ..proto.step import Admit, Advance, Sampled, Sampling, Step
+from .attention import step_masks
 from .facts import RunnerLimits
 from .model import LoadedModel
 from .parallel import TensorParallel
@@ -79,6 +81,7 @@ class ModelRunner:
     def __init__(self, model: LoadedModel, plan: MemoryPlan, limits: RunnerLimits, parallel: TensorParallel):
         self._model = model
         self._groups = plan.groups
+        self._masks = step_masks(plan)
         self._parallel = parallel
         self._tables = SlotTables(plan, limits)
 
@@ -129,7 +132,7 @@ class ModelRunner:
         tokens = np.concatenate(
             [self._tables.tokens(s, c, k) for s, c, k in zip(rows.slots, rows.computed, kv_lens, strict=True)]
         )
-        self._model.attention.begin_step([self._batch(g, rows, kv_lens) for g in range(len(self._groups))])
+        self._model.attention.begin_step([self._batch(g, mask, rows, kv_lens) for g, mask in self._masks])
         device = self._model.device
         output = self._model.module(
             input_ids=torch.from_numpy(tokens).unsqueeze(0).to(device),
@@ -139,7 +142,7 @@ class ModelRunner:
         )
         return output.logits[0]
 
-    def _batch(self, g: int, rows: _Rows, kv_lens: np.ndarray) -> GroupBatch:
+    def _batch(self, g: int, mask: Reach, rows: _Rows, kv_lens: np.ndarray) -> GroupBatch:
         group = self._groups[g]
         width = -(-int(kv_lens.max()) // group.block_tokens)
         return GroupBatch(
@@ -147,7 +150,7 @@ class ModelRunner:
             query_lens=rows.query_lens,
             kv_lens=kv_lens,
             block_tokens=group.block_tokens,
-            window_tokens=group.reach.window_tokens,
+            window_tokens=mask.window_tokens,
         )
 
     def _sample(self, rows: _Rows, logits: torch.Tensor) -> Sequence[Sampled]:

@@ -122,10 +122,9 @@ class OperationRunner:
         parent = self._request(op.get("id"), self._live)
         child = self._new_id({"id": op.get("child")})
         tokens = list(parent.tokens)
-        chain = self.manager.chain(tokens)
         self._count += 1
-        request = _Request(RequestId(self._count), tokens, chain)
-        self._timed("fork", lambda: self.manager.fork(parent.number, request.number, chain))
+        request = _Request(RequestId(self._count), tokens, parent.chain.of(tokens))
+        self._timed("fork", lambda: self.manager.fork(parent.number, request.number, tokens))
         request.computed = parent.computed
         self._live[child] = request
         return {}
@@ -144,7 +143,7 @@ class OperationRunner:
             raise InvalidRequest(f"group must be 0 to {groups - 1}, got {group!r}", field="group")
         if not isinstance(blocks, list) or any(not isinstance(n, int) or n < 0 for n in blocks):
             raise InvalidRequest(f"blocks must be a list of positions from 0 on, got {blocks!r}", field="blocks")
-        names = request.chain.grow()
+        names = self.manager.names(group, request.chain)
         index = self.manager.pool.index(group)
         found = [index[names[n]] for n in blocks if n < len(names) and names[n] in index]
         for block in found:

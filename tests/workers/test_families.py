@@ -66,6 +66,12 @@ def test_tokens_equal_the_oracle_on_one_worker(family: str, scenario: str, block
     asyncio.run(check_in_one_batch(tiny(family), None, block_size=block_size, **SCENARIOS[scenario]))
 
 
+@pytest.mark.parametrize("strategy", ["layered", "packed", "partitioned", "uniform"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_equal_the_oracle_whatever_the_memory_plan(family: str, strategy: str, tiny: Callable):
+    asyncio.run(check_in_one_batch(tiny(family), None, block_size=5, strategy=strategy, max_prefill_chunk_tokens=7))
+
+
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_the_oracle_after_preemption(family: str, block_size: int, tiny: Callable):
