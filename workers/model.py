@@ -10,7 +10,7 @@ from ..errors import CorruptCheckpoint, UnsupportedModel
 from .attention import IMPLEMENTATION, PagedAttention
 from .checkpoint import Checkpoint
 from .facts import ModelFacts, ModelSettings
-from .layers import read_layers
+from .layers import check_runnable, read_layers
 from .parallel import Slice, TensorParallel
 
 
@@ -29,6 +29,7 @@ def load_model(settings: ModelSettings, parallel: TensorParallel, device: torch.
     config = _read_config(settings)
     dtype = _dtype(settings, config)
     layers = read_layers(config, parallel.size, dtype.itemsize)
+    check_runnable(config, layers)
     config._attn_implementation = IMPLEMENTATION
     with torch.device("meta"):  # shapes without memory
         module = AutoModelForCausalLM.from_config(config, dtype=dtype)
