@@ -89,17 +89,12 @@ class Cache:
         self.hit_tokens += hit.tokens
         length = hit.tokens
         while length < chain.known:
-            wanted = manager.chunk_end(request, min(chain.known, length + CHUNK_TOKENS))
             try:
-                manager.extend(request, wanted, length)
+                length, _ = manager.extend_towards(request, min(chain.known, length + CHUNK_TOKENS), length)
             except PoolExhausted:
-                wanted = manager.room_to_grow(request, wanted)
-                if wanted <= length:
-                    manager.release(request, length)
-                    raise
-                manager.extend(request, wanted, length)
+                manager.release(request, length)
+                raise
             manager.commit(request)
-            length = wanted
         return request
 
     def decode(self, request: RequestId, tokens: list[int], count: int) -> None:

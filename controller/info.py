@@ -9,7 +9,7 @@ class GroupInfo(NamedTuple):
     kind: str  # "full", "sliding-1024", ...: the name of the layers' reach
     layers: tuple[int, ...]  # layer indices in the model
     block_tokens: int
-    page_bytes: int  # of one layer's page, on one rank
+    page_bytes: int  # from one block to the next in a buffer, on one rank
 
 
 class EngineInfo(NamedTuple):
@@ -29,16 +29,11 @@ class EngineInfo(NamedTuple):
     eos_token_ids: tuple[int, ...]
     strategy: str  # of the memory plan
     groups: tuple[GroupInfo, ...]
-    num_blocks: int  # usable ones: the null block is not counted
+    num_blocks: int  # large pages that requests can have: the null page is not counted
     num_buffers: int
     kv_cache_bytes: int  # on one rank
-    max_len_blocks: int  # blocks that one request of max_model_len tokens holds at most
+    max_len_concurrency: float  # requests of max_model_len tokens that fit at once
     enable_prefix_caching: bool
-
-    @property
-    def max_len_concurrency(self) -> float:
-        """Requests of `max_model_len` tokens that fit at once."""
-        return self.num_blocks / self.max_len_blocks
 
     @property
     def capacity_tokens(self) -> int:

@@ -1,7 +1,8 @@
 """What a caller asks for (`SamplingParams`), and what the scheduler knows of a running request (`Request`)."""
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -103,6 +104,7 @@ class Request:
     max_total_tokens: int  # the sequence ends here at the latest
     computed_tokens: int = 0
     cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
+    lost_tokens: Mapping[str, int] = field(default_factory=dict)  # cached once and computed again, by cause
     slot: int | None = None  # on the workers, while running
     preemptions: int = 0
     is_cautious: bool = False  # prefill goes a block at a time: there is no memory for more

@@ -242,7 +242,7 @@ class Scheduler:
             return None
         self._free_slots.pop()
         if not request.preemptions:
-            request.cached_tokens = hit.tokens
+            request.cached_tokens, request.lost_tokens = hit.tokens, hit.lost
         admit = Admit(
             request.slot,
             tuple(request.tokens),

@@ -91,6 +91,6 @@ def _describe(settings: EngineSettings, facts: ModelFacts, plan: MemoryPlan, max
         num_blocks=plan.usable_blocks,
         num_buffers=plan.num_buffers,
         kv_cache_bytes=plan.memory_bytes,
-        max_len_blocks=plan.blocks_alone(max_model_len),
+        max_len_concurrency=plan.concurrency(max_model_len),
         enable_prefix_caching=settings.prefix_caching,
     )

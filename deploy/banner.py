@@ -18,7 +18,8 @@ def banner(info: EngineInfo, address: str | None = None) -> RenderableType:
         "memory",
         f"{human_bytes(info.kv_cache_bytes)} per worker in {_count(info.num_buffers, 'buffer')}, plan: {info.strategy}",
     )
-    facts.add_row("blocks", f"{info.num_blocks:,}, prefix caching {'on' if info.enable_prefix_caching else 'off'}")
+    caching = "on" if info.enable_prefix_caching else "off"
+    facts.add_row("pool", f"{_count(info.num_blocks, 'large page')}, prefix caching {caching}")
     facts.add_row(
         "holds",
         f"{info.capacity_tokens:,} tokens: {info.max_len_concurrency:.1f} requests of the maximum length of "

@@ -76,8 +76,9 @@ async def _report(engine: RunningEngine, *answers: tuple[Usage, float]) -> Table
     kinds = ", ".join(f"{sum(g.kind == kind for g in groups)} {kind}" for kind in dict.fromkeys(g.kind for g in groups))
     table.add_row("groups", f"{len(groups)} ({kinds}), {groups[0].block_tokens} tokens per block")
     table.add_row(
-        "blocks",
-        f"{count.usable}: {count.held} held, {count.kept} free and kept for later prompts, {count.blank} blank",
+        "pool",
+        f"{count.usable} large pages: {count.held} held, {count.kept} free and kept for later prompts, "
+        f"{count.blank} blank",
     )
     controller_us = (stats["plan_us"] + stats["commit_us"]) / stats["steps"]
     table.add_row(

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import InvalidSetting
+from ..errors import InvalidSetting, PoolExhausted
 from .events import EventLog
 from .plan import NULL_BLOCK, Group, MemoryPlan
 from .pool import BlockId, BlockPool, RequestId
@@ -261,6 +261,20 @@ class CacheManager:
         row.extent = max(row.extent, length)
         self._note_quiet(row)
         return Growth(taken, copies, saves)
+
+    def extend_towards(self, request: RequestId, length: int, written: int) -> tuple[int, Growth]:
+        """`extend` by a chunk of prefill that ends at `length`, or earlier: where that is wise, or room ends.
+
+        Returns the length reached. Raises `PoolExhausted`, with nothing taken, when there is no room for one token.
+        """
+        length = self.chunk_end(request, length)
+        try:
+            return length, self.extend(request, length, written)
+        except PoolExhausted:
+            length = self.room_to_grow(request, length)
+            if length <= written:
+                raise
+            return length, self.extend(request, length, written)
 
     def commit(self, request: RequestId) -> None:
         """The step that `extend` was for has run: its keys, values and states are written.

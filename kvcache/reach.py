@@ -71,8 +71,8 @@ class Reach(Protocol):
         ...
 
 
-class _PerToken:
-    """What the kinds that keep an entry per token have in common."""
+class _Kind:
+    """What most kinds answer: an entry per token, and no limit to mask by."""
 
     __slots__ = ()
 
@@ -90,7 +90,7 @@ class _PerToken:
 
 
 @dataclass(frozen=True, slots=True)
-class Full(_PerToken):
+class Full(_Kind):
     """Every earlier token is visible."""
 
     @property
@@ -112,7 +112,7 @@ class Full(_PerToken):
 
 
 @dataclass(frozen=True, slots=True)
-class Sliding(_PerToken):
+class Sliding(_Kind):
     """The last `window` tokens are visible, the query itself included: key j to query i when i - window < j <= i.
 
     Models disagree about whether a window counts the query; whoever reads a config normalises it to this.
@@ -149,7 +149,7 @@ class Sliding(_PerToken):
 
 
 @dataclass(frozen=True, slots=True)
-class Chunked(_PerToken):
+class Chunked(_Kind):
     """Tokens of the query's own chunk are visible: key j to query i when j <= i and j // chunk == i // chunk."""
 
     chunk: int
@@ -181,7 +181,7 @@ class Chunked(_PerToken):
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class State(_Kind):
     """Everything is seen through a state (Mamba, linear attention, short convolution) that each token overwrites.
 
     To go on at a length, the state exactly at that length is needed; it can not be cut back.
@@ -199,14 +199,6 @@ class State:
     def keeps(self) -> Keeps:
         return Keeps.STATE
 
-    @property
-    def window_tokens(self) -> None:
-        return None
-
-    @property
-    def chunk_tokens(self) -> None:
-        return None
-
     def oldest_needed(self, length: int) -> int:
         return max(0, length - 1)
 
@@ -218,7 +210,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Cross:
+class Cross(_Kind):
     """All tokens of an encoder's output (an image) are visible, the same ones to every query."""
 
     @property
@@ -232,14 +224,6 @@ class Cross:
     @property
     def keeps(self) -> Keeps:
         return Keeps.ENCODER
-
-    @property
-    def window_tokens(self) -> None:
-        return None
-
-    @property
-    def chunk_tokens(self) -> None:
-        return None
 
     def oldest_needed(self, length: int) -> int:
         return 0

@@ -193,26 +193,14 @@ class OperationRunner:
         request.computed = hit.tokens
         while request.computed < len(tokens):
             try:
-                self._extend(request, min(len(tokens), request.computed + chunk))
+                length = min(len(tokens), request.computed + chunk)
+                request.computed, _ = self.manager.extend_towards(request.number, length, request.computed)
             except PoolExhausted:
                 self.manager.release(request.number, request.computed)
                 raise
             self.manager.commit(request.number)
         self._note("prefill", started)
         return request, hit
-
-    def _extend(self, request: _Request, length: int) -> None:
-        """By a chunk, or by what there is room for. Raises `PoolExhausted` when that is not one token."""
-        manager, number = self.manager, request.number
-        length = manager.chunk_end(number, length)
-        try:
-            manager.extend(number, length, request.computed)
-        except PoolExhausted:
-            length = manager.room_to_grow(number, length)
-            if length <= request.computed:
-                raise
-            manager.extend(number, length, request.computed)
-        request.computed = length
 
     def _round(self, requests: Mapping[str, _Request], tokens: Sequence[int]) -> list[str]:
         """One decode step of all these requests: one comparison, and work for those that need a block."""

@@ -102,17 +102,12 @@ def _run(manager: CacheManager, number: RequestId, request: TraceRequest, size: 
         result.lost_tokens[cause] = result.lost_tokens.get(cause, 0) + tokens
     length = hit.tokens
     while length < request.length:
-        wanted = manager.chunk_end(number, min(request.length, length + CHUNK_TOKENS))
         try:
-            manager.extend(number, wanted, length)
+            length, _ = manager.extend_towards(number, min(request.length, length + CHUNK_TOKENS), length)
         except PoolExhausted:
-            wanted = manager.room_to_grow(number, wanted)
-            if wanted <= length:
-                result.refused += 1
-                break
-            manager.extend(number, wanted, length)
+            result.refused += 1
+            break
         manager.commit(number)
-        length = wanted
     manager.release(number, length)
     return hit.tokens
 

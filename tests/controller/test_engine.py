@@ -44,7 +44,7 @@ def make_engine(blocks: int = 64, fail_at: int | None = None, eos: tuple[int, ..
         model="simulated", model_dir="", architecture="", dtype="", device="", tensor_parallel_size=1, weight_bytes=0,
         vocab_size=VOCAB, max_model_len=100, max_num_seqs=4, max_num_batched_tokens=16, eos_token_ids=eos,
         strategy="layered", groups=(GroupInfo("full", (0,), 4, 64),), num_blocks=blocks - 1, num_buffers=1,
-        kv_cache_bytes=0, max_len_blocks=plan.blocks_alone(100), enable_prefix_caching=True,
+        kv_cache_bytes=0, max_len_concurrency=plan.concurrency(100), enable_prefix_caching=True,
     )  # fmt: skip
     scheduler = Scheduler(SchedulerSettings(max_num_seqs=4, max_num_batched_tokens=16), manager)
     return Engine(info, scheduler, manager, SimulatedGroup(plan, fail_at))

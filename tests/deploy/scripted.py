@@ -33,7 +33,7 @@ INFO = EngineInfo(
     num_blocks=1000,
     num_buffers=2,
     kv_cache_bytes=64 * 2**20,
-    max_len_blocks=80,
+    max_len_concurrency=12.5,
     enable_prefix_caching=True,
 )
 

@@ -455,13 +455,6 @@ def test_a_long_prompt_needs_its_live_bytes_and_hardly_more():
     m.open(A, m.lookup(range(131_072)))
     length = 0
     while length < 131_072:
-        wanted = m.chunk_end(A, min(131_072, length + 8192))
-        try:
-            m.extend(A, wanted, length)
-        except PoolExhausted:
-            wanted = m.room_to_grow(A, wanted)
-            assert wanted > length
-            m.extend(A, wanted, length)
+        length, _ = m.extend_towards(A, min(131_072, length + 8192), length)
         m.commit(A)
-        length = wanted
     recount(m)
