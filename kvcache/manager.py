@@ -116,8 +116,7 @@ class CacheManager:
             plan.groups, self.pool, self._ends, caching=self._caching, most_saved=most_saved
         )
         self._others = self._tables if any(group.reach.keeps is not Keeps.TOKENS for group in plan.groups) else []
-        self._saving = [table for group, table in zip(plan.groups, self._tables, strict=True)
-                        if group.reach.keeps is Keeps.STATE]  # fmt: skip
+        self._has_states = any(group.reach.keeps is Keeps.STATE for group in plan.groups)
         self._has_windows = any(
             group.reach.keeps is Keeps.TOKENS and group.reach.passed_at(0) < NEVER for group in plan.groups
         )
@@ -131,13 +130,15 @@ class CacheManager:
         self._pins: list[_Pin] = []
         self._expiries: list[tuple[float, int, list[list[tuple[BlockId, bytes]]]]] = []
         self._recent: OrderedDict[bytes, tuple[bytes, Sequence[int]]] = OrderedDict()
-        self._salts = False
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
     def chain(self, tokens: Sequence[int], salt: bytes = b"", encoder: Encoder | None = None) -> TokenChain:
-        """The names of a sequence. Kept with a request, they are computed once. `tokens` may grow; it is not copied."""
-        content = encoder.content if encoder is not None else b""
+        """The names of a sequence. Kept with a request, they are computed once. `tokens` may grow; it is not copied.
+
+        encoder: what the text is read beside, which is part of its names.
+        """
+        content = sha256(self._hash_key + encoder.content).digest() if encoder is not None else b""
         return TokenChain(tokens, self._size, key=self._hash_key, salt=salt + content)
 
     def lookup(self, prompt: Chain | Sequence[int], salt: bytes = b"", encoder: Encoder | None = None) -> Hit:
@@ -145,9 +146,9 @@ class CacheManager:
 
         At least the last token is left to compute: its logits are what the caller is after.
         """
+        chain: Chain = self.chain(prompt, salt, encoder) if isinstance(prompt, Sequence) else prompt
         if encoder is not None:
             encoder = encoder._replace(content=sha256(self._hash_key + salt + encoder.content).digest())
-        chain: Chain = self.chain(prompt, salt, encoder) if isinstance(prompt, Sequence) else prompt
         if not self._caching:
             return Hit(0, chain, NO_LOSS, 0, encoder)
         memo = getattr(chain, "memo", None)
@@ -257,7 +258,7 @@ class CacheManager:
         copies = self._copies(row, taken) if row.sources else ()
         for blocks, new in zip(row.blocks, taken, strict=True):
             blocks += new
-        saves = self._make_saves(row, length) if self._saving else ()
+        saves = self._make_saves(row, length) if self._has_states else ()
         row.extent = max(row.extent, length)
         self._note_quiet(row)
         return Growth(taken, copies, saves)

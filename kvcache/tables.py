@@ -21,7 +21,6 @@ from .retention import Tier
 NULL = BlockId(NULL_BLOCK)
 
 EVICTED, NO_SNAPSHOT, ALIGNMENT, SALT = "evicted", "no_snapshot", "alignment", "salt"
-CAUSES = (EVICTED, NO_SNAPSHOT, ALIGNMENT, SALT)
 """Why tokens that were cached once are computed again: their blocks were evicted; no state was saved there; a prefix
 ends inside a block; another salt."""
 

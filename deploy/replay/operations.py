@@ -228,10 +228,10 @@ class OperationRunner:
 
     def _look(self, chain: TokenChain, op: Mapping[str, Any]) -> Hit:
         self._timed("hash", chain.grow)
-        return self._timed("lookup", lambda: self.manager.lookup(chain, encoder=self._encoder(op)))
+        return self._timed("lookup", lambda: self.manager.lookup(chain, _salt(op), self._encoder(op)))
 
     def _chain(self, tokens: list[int], op: Mapping[str, Any]) -> TokenChain:
-        return self.manager.chain(tokens, str(op.get("salt", "") or "").encode(), self._encoder(op))
+        return self.manager.chain(tokens, _salt(op), self._encoder(op))
 
     def _encoder(self, op: Mapping[str, Any]) -> Encoder | None:
         given = op.get("encoder")
@@ -307,6 +307,10 @@ def read_operations(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if not isinstance(entry, dict):
                 raise InvalidSetting(f"line {number} of {path} must be an object, got {line[:40]!r}", field="trace")
             yield number, entry
+
+
+def _salt(op: Mapping[str, Any]) -> bytes:
+    return str(op.get("salt") or "").encode()
 
 
 def _segment(segment: Any) -> list[int]:
