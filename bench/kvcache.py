@@ -32,7 +32,7 @@ from intarsia.errors import PoolExhausted
 from intarsia.kvcache.manager import CacheManager, RequestId
 from intarsia.kvcache.plan import PlanSettings
 from intarsia.kvcache.prefix import Chain, GivenChain
-from intarsia.kvcache.reach import Full, Keeps, Sliding, State
+from intarsia.kvcache.reach import Chunked, Full, Keeps, Reach, Sliding, State
 from intarsia.kvcache.retention import policy_named
 from intarsia.kvcache.spec import LayerSpec, StateTensor
 from intarsia.kvcache.strategies import plan_memory
@@ -41,7 +41,7 @@ GIB = 1 << 30
 CHUNK_TOKENS = 8192
 
 
-def _attention(index: int, reach: Full | Sliding, kv_heads: int, dim: int) -> LayerSpec:
+def _attention(index: int, reach: Reach, kv_heads: int, dim: int) -> LayerSpec:
     return LayerSpec(index, reach, kv_heads, dim, dim, item_bytes=2)
 
 
@@ -58,6 +58,10 @@ MODELS: dict[str, list[LayerSpec]] = {
     ],
     "jamba-1.5-mini": [
         _attention(n, Full(), 8, 128) if n % 8 == 4 else _state(n, (8192, 3), (8192, 16)) for n in range(32)
+    ],
+    "llama-4-scout": [_attention(n, Full() if n % 4 == 3 else Chunked(8192), 8, 128) for n in range(48)],
+    "llama-4-scout, windows instead of chunks": [
+        _attention(n, Full() if n % 4 == 3 else Sliding(8192), 8, 128) for n in range(48)
     ],
     "ministral-8b": [_attention(n, Full() if n % 4 == 0 else Sliding(32768), 8, 128) for n in range(36)],
 }
@@ -111,15 +115,18 @@ class Cache:
 
 
 def costs(args: argparse.Namespace) -> dict[str, Any]:
-    rows = [_step_costs(model, args) for model in ("full-32", "gpt-oss-20b", "gemma-3-27b", "bamba-9b")]
+    measured = ("full-32", "gpt-oss-20b", "gemma-3-27b", "bamba-9b")
+    rows = [_step_costs(model, args.requests, args.tokens, args.steps) for model in measured]
+    # A whole chunk, so that each request crosses one border, where it gives back 512 blocks.
+    rows += [_step_costs(model, args.requests, 8192, 8192) for model in MODELS if model.startswith("llama-4-scout")]
     lookups = [_lookup_costs(model) for model in ("full-32", "gpt-oss-20b", "gemma-3-27b", "bamba-9b")]
     return {"steps": rows, "lookups": lookups}
 
 
-def _step_costs(model: str, args: argparse.Namespace) -> dict[str, Any]:
+def _step_costs(model: str, requests: int, tokens: int, count: int) -> dict[str, Any]:
     """Requests stand at different places in their blocks, so that every step has its share of block borders."""
-    manager = Cache(model, 400).manager
-    prompts = [[(n * 7919 + k) % 50_000 for k in range(args.tokens + n % 16)] for n in range(args.requests)]
+    manager = Cache(model, 800).manager
+    prompts = [[(n * 7919 + k) % 50_000 for k in range(tokens + n % 16)] for n in range(requests)]
     chains = [manager.chain(prompt) for prompt in prompts]
     names = [_us(chain.grow) for chain in chains]
     prefills = []
@@ -132,7 +139,7 @@ def _step_costs(model: str, args: argparse.Namespace) -> dict[str, Any]:
             manager.commit(request)
 
         prefills.append(_us(prefill))
-    numbers = np.array([manager.number(RequestId(n)) for n in range(args.requests)])
+    numbers = np.array([manager.number(RequestId(n)) for n in range(requests)])
     lengths = np.array([len(prompt) for prompt in prompts])
 
     def step() -> None:
@@ -143,17 +150,19 @@ def _step_costs(model: str, args: argparse.Namespace) -> dict[str, Any]:
             manager.extend(RequestId(n), length, length - 1)
 
     steps = []
-    for token in range(args.steps):
+    for token in range(count):
         for prompt in prompts:
             prompt.append(token)
         steps.append(_us(step))
     return {
         "model": model,
+        "tokens": tokens,
         "strategy": manager.plan.strategy,
         "groups": len(manager.plan.groups),
         "names_of_prompt_us": round(statistics.median(names), 1),
         "prefill_us": round(statistics.median(prefills), 1),
         "decode_step_mean_us": round(statistics.mean(steps), 1),
+        "decode_step_median_us": round(statistics.median(steps), 1),
         "decode_step_max_us": round(max(steps), 1),
     }
 
