@@ -12,12 +12,18 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MinistralConfig,
+    Olmo3Config,
     PretrainedConfig,
+    Qwen3Config,
+    SmolLM3Config,
 )
 
 VOCAB = 128
@@ -38,7 +44,7 @@ COMMON: dict[str, Any] = {
     "initializer_range": 0.25,  # large, so that the output depends on the context
 }
 
-S, F = "sliding_attention", "full_attention"
+S, F, C = "sliding_attention", "full_attention", "chunked_attention"
 
 
 def gemma3() -> PretrainedConfig:
@@ -100,16 +106,77 @@ def llama() -> PretrainedConfig:
     return LlamaConfig(**COMMON, num_hidden_layers=3)
 
 
+def qwen3() -> PretrainedConfig:
+    """Uniform, norms on the heads of queries and keys."""
+    return Qwen3Config(**COMMON, num_hidden_layers=3)
+
+
+def smollm3() -> PretrainedConfig:
+    """Uniform, without positions on every fourth layer."""
+    return SmolLM3Config(**COMMON, num_hidden_layers=4, no_rope_layers=[1, 1, 1, 0])
+
+
+def cohere2() -> PretrainedConfig:
+    """3 sliding : 1 full, attention and feed-forward side by side, positions on sliding layers only, scaled logits."""
+    return Cohere2Config(
+        **COMMON, num_hidden_layers=4, layer_types=[S, S, S, F], sliding_window=WINDOW, logit_scale=0.5
+    )
+
+
+def olmo3() -> PretrainedConfig:
+    """3 sliding : 1 full, norms after each part and over the whole projection of queries and keys."""
+    common = {name: value for name, value in COMMON.items() if name != "head_dim"}
+    return Olmo3Config(**common, num_hidden_layers=4, layer_types=[S, S, S, F], sliding_window=WINDOW)
+
+
+def llama4() -> PretrainedConfig:
+    """3 chunked : 1 full, no positions and scaled queries on full layers, experts on every other layer."""
+    return Llama4TextConfig(
+        **{**COMMON, "intermediate_size": 32},
+        num_hidden_layers=4,
+        layer_types=[C, C, C, F],
+        attention_chunk_size=WINDOW,
+        intermediate_size_mlp=96,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        no_rope_layers=[1, 1, 1, 0],
+        attn_temperature_tuning=True,
+        floor_scale=16,
+        use_qk_norm=True,
+    )
+
+
+def exaone4() -> PretrainedConfig:
+    """3 sliding : 1 full, norms after each part and on heads, positions on sliding layers only."""
+    return Exaone4Config(**COMMON, num_hidden_layers=4, layer_types=[S, S, S, F], sliding_window=WINDOW)
+
+
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma3": gemma3,
     "gemma2": gemma2,
     "ministral": ministral,
     "gpt_oss": gpt_oss,
     "llama": llama,
+    "qwen3": qwen3,
+    "smollm3": smollm3,
+    "cohere2": cohere2,
+    "olmo3": olmo3,
+    "exaone4": exaone4,
+    "llama4": llama4,
 }
 
+UNIFORM = {"llama", "qwen3", "smollm3"}
+"""Families that see everything."""
 
-SEEDS = {"gemma3": 11, "gemma2": 32, "ministral": 23, "gpt_oss": 29, "llama": 24}
+BLIND: dict[str, dict[str, int]] = {name: {} for name in UNIFORM} | {"llama4": {"attention_chunk_size": 512}}
+"""What makes a family see everything, where that is not `sliding_window`."""
+
+
+SEEDS = {
+    "gemma3": 11, "gemma2": 32, "ministral": 23, "gpt_oss": 29, "llama": 24, "qwen3": 1, "smollm3": 1, "cohere2": 13,
+    "olmo3": 2, "exaone4": 11, "llama4": 1,
+}  # fmt: skip
 """Seeds whose greedy tokens for `PROMPTS` lead the second best by 0.01 or more at every step, so that the last bits of
 a sum decide nothing."""
 

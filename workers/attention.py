@@ -18,14 +18,17 @@ from ..kernels.paged_attention import Backend, GroupBatch, GroupMeta, LayerParam
 from ..kvcache.plan import Group, MemoryPlan, Place
 from ..kvcache.reach import Reach
 from ..kvcache.spec import LayerSpec
+from .families import take_query_scale
 
 IMPLEMENTATION = "intarsia"
 """The name under which transformers models find our attention function."""
 
-FEATURES = ("window", "softcap", "sinks")
+FEATURES = ("window", "chunk", "softcap", "sinks")
 """What a backend may lack."""
 
 _OWNER = "intarsia_attention"
+
+_QUERY_SCALE = "intarsia_query_scale"
 
 
 def step_masks(plan: MemoryPlan) -> list[tuple[int, Reach]]:
@@ -52,12 +55,14 @@ class PagedAttention:
         self._mask_of: dict[int, int] = {}  # layer -> place in `step_masks`
         self._needs: dict[int, Needs] = {}
         self._metas: list[GroupMeta] = []
+        self.positions_T = torch.empty(0, dtype=torch.int64)
 
     def bind(self, model: nn.Module) -> None:
         """Make every attention module of `model` find this object."""
         for module in model.modules():
             if hasattr(module, "layer_idx"):
                 setattr(module, _OWNER, self)
+                setattr(module, _QUERY_SCALE, take_query_scale(module))
 
     def allocate(self, plan: MemoryPlan) -> None:
         """Raw buffers as the plan lays them out, and a strided view of them per layer.
@@ -107,8 +112,12 @@ class PagedAttention:
             )
         self._backend = chosen[0]
 
-    def begin_step(self, batches: Sequence[GroupBatch]) -> None:
-        """The block tables and lengths of the next forward pass, one batch for each of `step_masks`."""
+    def begin_step(self, batches: Sequence[GroupBatch], positions_T: Tensor) -> None:
+        """The block tables and lengths of the next forward pass, one batch for each of `step_masks`.
+
+        positions_T: of the packed tokens in their sequences, on the device.
+        """
+        self.positions_T = positions_T
         if self._backend is not None:
             self._metas = [self._backend.prepare(batch, self._device) for batch in batches]
 
@@ -136,6 +145,7 @@ class PagedAttention:
             key_dim=spec.key_dim,
             value_dim=spec.value_dim,
             window=spec.reach.window_tokens is not None,
+            chunk=spec.reach.chunk_tokens is not None,
             softcap=params.softcap is not None,
             sinks=params.sinks is not None,
         )
@@ -168,6 +178,9 @@ def _intarsia_attention(
     paged: PagedAttention = getattr(module, _OWNER)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer: Any = module.layer_idx
+    query_scale = getattr(module, _QUERY_SCALE)
+    if query_scale is not None:
+        query = (query * query_scale(paged.positions_T)[:, None]).to(query.dtype)
     return paged.attend(layer, query, key, value, LayerParams(scale, softcap, s_aux)), None
 
 

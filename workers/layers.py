@@ -55,7 +55,7 @@ def read_layers(config: Any, tensor_parallel_size: int, item_bytes: int) -> tupl
 def check_runnable(config: Any, layers: tuple[LayerSpec, ...]) -> None:
     """Raises `UnsupportedModel` when a model has layers that can be planned for, but not run yet."""
     for layer in layers:
-        if layer.reach.kind not in ("full", "sliding"):
+        if layer.reach.kind not in ("full", "sliding", "chunked"):
             what = f"layers of kind {layer.reach.kind!r}"
         elif layer.shares is not None:
             what = "layers that share keys and values"

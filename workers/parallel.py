@@ -6,6 +6,7 @@ their forward pass. With one rank nothing is cut and nothing is hooked.
 
     q, k, v, gate, up     colwise    each rank computes its own heads and columns       y_r = x W_r
     o, down               rowwise    partial sums, added up over the ranks              y = sum_r x_r W_r
+    norm over all heads   norm       each rank its own heads, by the mean square of all
     embedding             vocab      rows of other ranks count as zero, then summed
     lm_head               gathered   rank 0 puts the vocabulary slices side by side; it alone samples
 """
@@ -48,6 +49,7 @@ STYLES: dict[str, Style] = {
     "vocab": Style({"weight": 0}, "embed_own_rows"),
     "colwise_gather_output": Style({"weight": 0, "bias": 0}, "gather_outputs"),
     "sinks": Style({"sinks": 0}),
+    "norm_over_ranks": Style({"weight": 0}, "normalize_over_ranks"),
     "expert_columns": Style(
         {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1, "down_proj_bias": FIRST_RANK}, "sum_outputs"
     ),
@@ -109,7 +111,7 @@ class TensorParallel:
             part = self._vocab_part(length)
             return Slice(dim, self.rank * part, self.rank * part + part)
         parts, index = self.size, self.rank
-        if path.endswith(("k_proj", "v_proj")) and config.num_key_value_heads < self.size:
+        if path.endswith(("k_proj", "v_proj", "k_norm")) and config.num_key_value_heads < self.size:
             parts, index = config.num_key_value_heads, self.rank * config.num_key_value_heads // self.size
         if length % parts:
             raise InvalidSetting(
@@ -138,6 +140,19 @@ class TensorParallel:
             return output
 
         module.register_forward_hook(after)
+
+    def normalize_over_ranks(self, module: nn.Module, whole_shape: tuple[int, ...]) -> None:
+        """An RMS norm whose input is cut. Heads that live on several ranks all do: the mean stands."""
+        norm: Any = module
+
+        def forward(hidden: Tensor) -> Tensor:
+            wide = hidden.float()
+            squares = wide.pow(2).sum(-1, keepdim=True)
+            self.collectives.all_reduce(squares)
+            mean = squares / (wide.shape[-1] * self.size)
+            return (norm.weight * (wide * torch.rsqrt(mean + norm.variance_epsilon))).to(hidden.dtype)
+
+        module.forward = forward
 
     def embed_own_rows(self, module: nn.Module, whole_shape: tuple[int, ...]) -> None:
         part = self._vocab_part(whole_shape[0])

@@ -132,11 +132,12 @@ class ModelRunner:
         tokens = np.concatenate(
             [self._tables.tokens(s, c, k) for s, c, k in zip(rows.slots, rows.computed, kv_lens, strict=True)]
         )
-        self._model.attention.begin_step([self._batch(g, mask, rows, kv_lens) for g, mask in self._masks])
         device = self._model.device
+        positions_T = torch.from_numpy(positions).to(device)
+        self._model.attention.begin_step([self._batch(g, mask, rows, kv_lens) for g, mask in self._masks], positions_T)
         output = self._model.module(
             input_ids=torch.from_numpy(tokens).unsqueeze(0).to(device),
-            position_ids=torch.from_numpy(positions).unsqueeze(0).to(device),
+            position_ids=positions_T.unsqueeze(0),
             use_cache=False,
             logits_to_keep=torch.from_numpy(ends[rows.finishes] - 1).to(device),
         )
@@ -151,6 +152,7 @@ class ModelRunner:
             kv_lens=kv_lens,
             block_tokens=group.block_tokens,
             window_tokens=mask.window_tokens,
+            chunk_tokens=mask.chunk_tokens,
         )
 
     def _sample(self, rows: _Rows, logits: torch.Tensor) -> Sequence[Sampled]:

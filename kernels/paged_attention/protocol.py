@@ -41,6 +41,7 @@ class GroupBatch:
     Shapes  block_table [R,P]  query_lens [R]  kv_lens [R], all int32
     Units   lengths in tokens; row r asks for positions kv_lens[r] - query_lens[r] .. kv_lens[r] - 1, so its new tokens
             are part of kv_lens. window_tokens counts visible tokens, the query itself included; None sees all.
+            No query looks across a multiple of chunk_tokens.
     The packed tokens lie in row order. Blocks no query can see may be 0, and so may the tail of a table row.
     """
 
@@ -49,6 +50,7 @@ class GroupBatch:
     kv_lens: np.ndarray
     block_tokens: int
     window_tokens: int | None = None
+    chunk_tokens: int | None = None
 
     def __post_init__(self) -> None:
         rows, pages = self.block_table.shape
@@ -70,6 +72,8 @@ class GroupBatch:
 
     def oldest_visible(self, position: Any) -> Any:
         """First position that the query at `position` (an int or an array) sees."""
+        if self.chunk_tokens is not None:
+            return position - position % self.chunk_tokens
         return position * 0 if self.window_tokens is None else np.maximum(0, position - self.window_tokens + 1)
 
 
@@ -92,6 +96,7 @@ class Needs:
     key_dim: int
     value_dim: int
     window: bool = False
+    chunk: bool = False
     softcap: bool = False
     sinks: bool = False
 
@@ -104,6 +109,7 @@ class Capabilities:
     dtypes: frozenset[torch.dtype]
     head_sizes: frozenset[tuple[int, int]] | None = None
     window: bool = True
+    chunk: bool = True
     softcap: bool = True
     sinks: bool = True
 
@@ -116,6 +122,7 @@ class Capabilities:
             (self.head_sizes is None or head_size in self.head_sizes, f"has no kernel for head sizes {head_size}"),
             (needs.heads % needs.kv_heads == 0, f"can not share {needs.kv_heads} kv heads among {needs.heads} heads"),
             (self.window or not needs.window, "has no sliding window"),
+            (self.chunk or not needs.chunk, "has no chunked attention"),
             (self.softcap or not needs.softcap, "has no softcap"),
             (self.sinks or not needs.sinks, "has no attention sinks"),
         )

@@ -181,8 +181,13 @@ def _prefill_parts(batch: GroupBatch, device: torch.device) -> Iterator[Part]:
 def _tile_spans(batch: GroupBatch, row: np.intp) -> Iterator[tuple[int, int, int]]:
     """(first query, end, oldest key any of them sees) of each tile, as positions in the sequence."""
     kv_len = int(batch.kv_lens[row])
-    for start in range(kv_len - int(batch.query_lens[row]), kv_len, TILE_QUERIES):
-        yield start, min(start + TILE_QUERIES, kv_len), int(batch.oldest_visible(start))
+    start = kv_len - int(batch.query_lens[row])
+    while start < kv_len:
+        end = min(start + TILE_QUERIES, kv_len)
+        if batch.chunk_tokens is not None:  # queries of one tile see the same border
+            end = min(end, start - start % batch.chunk_tokens + batch.chunk_tokens)
+        yield start, end, int(batch.oldest_visible(start))
+        start = end
 
 
 def _band_mask(spans: list[tuple[int, int, int]], window_tokens: int | None, device: torch.device) -> Tensor:

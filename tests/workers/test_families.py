@@ -11,10 +11,10 @@ from intarsia.controller.engine import Engine
 from intarsia.controller.request import SamplingParams
 from intarsia.tests.conftest import Loop, TinyModel
 from intarsia.tests.local import Completion, complete, make_engine
-from intarsia.tests.models import FAMILIES, WINDOW
+from intarsia.tests.models import FAMILIES, UNIFORM, WINDOW
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
-HYBRID = [family for family in FAMILIES if family != "llama"]
+HYBRID = [family for family in FAMILIES if family not in UNIFORM]
 BLOCK_SIZES = [1, 16, 5]  # 16 exceeds the window of 12, 5 does not divide it
 
 
@@ -148,7 +148,8 @@ def test_an_engine_that_ignores_the_window_fails_the_gate(
     from intarsia.kvcache.reach import Full
     from intarsia.workers import layers
 
-    monkeypatch.setitem(layers.REACH_OF, "sliding_attention", lambda config: Full())
+    for kind in ("sliding_attention", "chunked_attention"):
+        monkeypatch.setitem(layers.REACH_OF, kind, lambda config: Full())
     model: TinyModel = tiny(family)
 
     async def run() -> tuple[Engine, list[Completion]]:

@@ -76,7 +76,6 @@ def test_blocks_without_a_cache_keep_nothing():
     ("model_type", "what"),
     [
         ("bamba", "layers of kind 'state'"),
-        ("llama4_text", "layers of kind 'chunked'"),
         ("mllama_text_model", "layers of kind 'cross'"),
         ("gemma3n_text", "layers that share keys and values"),
         ("deepseek_v3", "multi-head latent attention"),

@@ -59,6 +59,7 @@ class Scene:
     sinks: bool = False
     layers: int = 1  # that share each page
     padding_bytes: int = 0  # behind the content of each page
+    chunk_tokens: int | None = None
     seed: int = 0
 
     @property
@@ -96,7 +97,7 @@ class World:
             first = _oldest(scene, kv_len - query_len) // scene.block_tokens
             for block in range(first, -(-kv_len // scene.block_tokens)):
                 table[row, block] = next(free)
-        return GroupBatch(table, query_lens, kv_lens, scene.block_tokens, scene.window_tokens)
+        return GroupBatch(table, query_lens, kv_lens, scene.block_tokens, scene.window_tokens, scene.chunk_tokens)
 
     def write_past(self) -> None:
         for row, (query_len, kv_len) in enumerate(self.scene.rows):
@@ -138,6 +139,8 @@ class World:
 
 
 def _oldest(scene: Scene, position: int) -> int:
+    if scene.chunk_tokens is not None:
+        return position // scene.chunk_tokens * scene.chunk_tokens
     return 0 if scene.window_tokens is None else max(0, position - scene.window_tokens + 1)
 
 
@@ -164,6 +167,8 @@ def _dense(scene: Scene, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor) -> Tensor:
     position = torch.arange(len(q_LHD))
     back = position[:, None] - position
     visible = (back >= 0) & (back < (scene.window_tokens or len(q_LHD) + 1))
+    if scene.chunk_tokens is not None:
+        visible &= position[:, None] // scene.chunk_tokens == position // scene.chunk_tokens
     scores = scores.masked_fill(~visible, float("-inf"))
     if scene.sinks:
         sink = SINKS[: scene.heads].to(scores.dtype)[:, None, None].expand(-1, len(q_LHD), 1)
@@ -230,6 +235,13 @@ def test_decode_rows_in_no_order_of_length_get_their_own_results(backend):
 @pytest.mark.parametrize("window_tokens", [None, 12])
 def test_prefill_longer_than_a_tile_is_right(backend, window_tokens):
     check(Scene(((150, 150), (140, 180)), window_tokens=window_tokens), backend)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 12, 16, 32])
+def test_no_query_looks_across_the_border_of_its_chunk(backend, chunk_tokens):
+    decode = tuple((1, length) for length in (1, 11, 12, 13, 16, 17, 32, 33))
+    check(Scene(decode, block_tokens=4, chunk_tokens=chunk_tokens), backend)
+    check(Scene(((1, 40), (7, 7), (9, 30), (2, 50), (150, 150), (140, 180)), chunk_tokens=chunk_tokens), backend)
 
 
 # Heads, softcap, sinks
