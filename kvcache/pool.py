@@ -9,8 +9,8 @@ states:
     kept       free, but its content is known by name: a later request may take it up again
 
 A large page none of whose blocks is held or spare is *idle* when it keeps something, and otherwise *free*: any group
-may have it. Because a request fills large pages of its own, its blocks become free together, and whole large pages
-with them.
+may have it. Blank blocks of an idle large page rest with it, until it is busy again. Because a request fills large
+pages of its own, its blocks become free together, and whole large pages with them.
 
 A block for a request is looked for in this order: its own spare ones, loose ones, a free large page, what retention
 ranks lowest among idle large pages and kept blocks of the group, spare ones of other requests.
