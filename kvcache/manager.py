@@ -29,7 +29,7 @@ from .events import EventLog
 from .plan import NULL_BLOCK, Group, MemoryPlan
 from .pool import BlockId, BlockPool, RequestId
 from .prefix import Chain, Ends, TokenChain
-from .reach import NEVER, Keeps
+from .reach import Keeps, moves_on
 from .retention import USUAL_RETENTION, Policy, Retain, Tier
 from .tables import SALT, Copy, Encoder, GroupTable, Row, Save, make_tables
 
@@ -117,11 +117,9 @@ class CacheManager:
         )
         self._others = self._tables if any(group.reach.keeps is not Keeps.TOKENS for group in plan.groups) else []
         self._has_states = any(group.reach.keeps is Keeps.STATE for group in plan.groups)
-        self._has_windows = any(
-            group.reach.keeps is Keeps.TOKENS and group.reach.passed_at(0) < NEVER for group in plan.groups
-        )
+        self._has_windows = any(moves_on(group.reach) for group in plan.groups)
         self._keeps_front = any(
-            group.reach.keeps is Keeps.TOKENS and group.reach.passed_at(0) == NEVER for group in plan.groups
+            group.reach.keeps is Keeps.TOKENS and not moves_on(group.reach) for group in plan.groups
         )
         self._rows: dict[RequestId, Row] = {}
         self._free_numbers: list[int] = list(range(255, -1, -1))
@@ -155,7 +153,7 @@ class CacheManager:
         if memo is not None and memo[:2] == (self.pool.version, chain.known):
             return memo[2]
         chain.grow()
-        hit = self._search(chain, chain.known - 1, salt, encoder)
+        hit = self._search(chain, chain.known - 1, encoder)
         chain.memo = self.pool.version, chain.known, hit  # type: ignore[attr-defined]
         return hit
 
@@ -368,7 +366,7 @@ class CacheManager:
 
     # -- the search --------------------------------------------------------------------------------------------------
 
-    def _search(self, chain: Chain, limit: int, salt: bytes, encoder: Encoder | None) -> Hit:
+    def _search(self, chain: Chain, limit: int, encoder: Encoder | None) -> Hit:
         """From long to short: whichever group can not go on says how much shorter it must be."""
         size = self._size
         known = self._ever_known(chain, limit)
@@ -387,7 +385,7 @@ class CacheManager:
             lost[cause] = lost.get(cause, 0) + length - shorter
             length = shorter
         if length == 0 and not lost:
-            lost = self._lost_to_salt(chain, limit, salt)
+            lost = self._lost_to_salt(chain, limit)
         branch = min(known * size, limit // size * size)
         found = max(table.encoder_tokens(encoder) for table in self._tables)
         return Hit(length, chain, lost or NO_LOSS, branch if branch > length else 0, encoder, found)
@@ -395,13 +393,10 @@ class CacheManager:
     def _candidate(self, chain: Chain, length: int, limit: int) -> int:
         """The longest prefix up to `length` that could be cached: `limit` itself, a known end, or full blocks."""
         blocks, tail = divmod(length, self._size)
-        if tail == 0 or length == limit or blocks == 0:
-            return length if tail == 0 or length == limit else 0
-        if blocks <= len(chain.names):
-            tails = self._ends.after(chain.names[blocks - 1])
-            if tails:
-                return blocks * self._size + max((t for t in tails if t <= tail), default=0)
-        return blocks * self._size
+        if tail == 0 or length == limit:
+            return length
+        tails = self._ends.after(chain.names[blocks - 1]) if 0 < blocks <= len(chain.names) else None
+        return blocks * self._size + max((t for t in tails or () if t <= tail), default=0)
 
     def _ever_known(self, chain: Chain, limit: int) -> int:
         """Blocks of a prompt, from the front, that some group holds, or held before they were evicted.
@@ -481,7 +476,7 @@ class CacheManager:
             if len(self._recent) > SALT_MEMORY:
                 self._recent.popitem(last=False)
 
-    def _lost_to_salt(self, chain: Chain, limit: int, salt: bytes) -> dict[str, int]:
+    def _lost_to_salt(self, chain: Chain, limit: int) -> dict[str, int]:
         """Tokens that are shared with a prompt of another salt."""
         if not isinstance(chain, TokenChain) or len(chain.tokens) < self._size:
             return {}

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import InvalidSetting
-from .reach import NEVER, Keeps, Reach
+from .reach import Keeps, Reach, moves_on
 from .spec import LayerSpec
 
 NULL_BLOCK = 0
@@ -112,8 +112,7 @@ class Group:
     def large_pages_spanning(self, length: int, chunk_tokens: int) -> int:
         """Most large pages those blocks take up. A window that moves on leaves its first and last one partly used."""
         blocks = self.blocks_spanning(length, chunk_tokens)
-        moves_on = self.reach.keeps is Keeps.TOKENS and self.reach.passed_at(0) < NEVER
-        return min(blocks, -(-blocks // self.pages_per_large) + (moves_on and self.pages_per_large > 1))
+        return min(blocks, -(-blocks // self.pages_per_large) + (moves_on(self.reach) and self.pages_per_large > 1))
 
 
 class Arena(NamedTuple):

@@ -71,6 +71,11 @@ class Reach(Protocol):
         ...
 
 
+def moves_on(reach: Reach) -> bool:
+    """Does it keep an entry per token, and pass tokens that no later query reads?"""
+    return reach.keeps is Keeps.TOKENS and reach.passed_at(0) < NEVER
+
+
 class _Kind:
     """What most kinds answer: an entry per token, and no limit to mask by."""
 

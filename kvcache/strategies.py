@@ -23,7 +23,7 @@ from dataclasses import replace
 
 from ..errors import InvalidSetting
 from .plan import EXPECTED_TOKENS, MAX_BLOCKS, Arena, Group, MemoryPlan, Place, PlanSettings, StrategyCost
-from .reach import NEVER, Full, Keeps, Reach
+from .reach import Full, Keeps, Reach, moves_on
 from .spec import PAGE_ALIGNMENT_BYTES, LayerSpec, check_layers
 
 GROUP_PRICE = 0.01
@@ -137,8 +137,8 @@ def plan_packed(layers: Sequence[LayerSpec], settings: PlanSettings, expected: i
     alike = _alike(layers)
     contents = [_content(members, settings) for members in alike.values()]
     blocks = [_blocks(key[0], settings, expected) for key in alike]
-    moves_on = [key[0].keeps is Keeps.TOKENS and key[0].passed_at(0) < NEVER for key in alike]
-    large_bytes, counts = _large_page(contents, blocks, moves_on, settings.memory_bytes)
+    moving = [moves_on(key[0]) for key in alike]
+    large_bytes, counts = _large_page(contents, blocks, moving, settings.memory_bytes)
     arena = _arena(settings, large_bytes, len(alike), settings)
     groups = tuple(
         replace(
@@ -162,7 +162,7 @@ def plan_packed(layers: Sequence[LayerSpec], settings: PlanSettings, expected: i
 
 
 def _large_page(
-    contents: Sequence[int], blocks: Sequence[int], moves_on: Sequence[bool], memory_bytes: int
+    contents: Sequence[int], blocks: Sequence[int], moving: Sequence[bool], memory_bytes: int
 ) -> tuple[int, tuple[int, ...]]:
     """Bytes of a large page, and how many blocks of each group it holds.
 
@@ -185,7 +185,7 @@ def _large_page(
         large_bytes = -(-filled // unit) * unit
         request_bytes = sum(
             (n + (count - 1) * LEFT_BEHIND * moves) * large_bytes / count
-            for n, count, moves in zip(blocks, counts, moves_on, strict=True)
+            for n, count, moves in zip(blocks, counts, moving, strict=True)
         )
         cost = request_bytes * (1 + (1 + len(contents)) * large_bytes / memory_bytes)
         if best is None or cost < best[0]:

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from .plan import NULL_BLOCK, Group
 from .pool import BlockId, BlockPool, RequestId
 from .prefix import Chain, Ends
-from .reach import NEVER, Keeps
+from .reach import NEVER, Keeps, moves_on
 from .retention import Tier
 
 NULL = BlockId(NULL_BLOCK)
@@ -185,7 +185,7 @@ class _Table:
 class TokenTable(_Table):
     def __init__(self, g: int, group: Group, pool: BlockPool, ends: Ends, caching: bool):
         super().__init__(g, group, pool, ends, caching)
-        self._moves_on = group.reach.passed_at(0) < NEVER
+        self._moves_on = moves_on(group.reach)
         self._run: tuple[list[bytes], tuple[int, int], int] = ([], (0, 0), 0)  # of which names, when, how long
 
     def reaches(self, chain: Chain, length: int) -> int:
