@@ -71,6 +71,7 @@ class Scheduler:
         self._requests: dict[RequestId, Request] = {}
         self._free_slots = list(range(settings.max_num_seqs - 1, -1, -1))
         self._copies: list[Copy] = []  # of blocks, for the step being planned
+        self._saves: list[tuple[int, int, int, int]] = []  # of states: (slot, group, tokens, block)
         self._retired_slots: list[int] = []  # the workers have not heard of these yet
         self._aborted: list[Request] = []
         self._in_flight: list[_Planned] = []
@@ -184,11 +185,13 @@ class Scheduler:
         self._steps += 1
         retired, self._retired_slots = self._retired_slots, []
         copies, self._copies = self._copies, []
+        saves, self._saves = self._saves, []
         return Step(
             self._epoch,
             self._steps,
             tuple(retired),
             tuple(copies),
+            tuple(saves),
             tuple(admit for admit, _ in admitted),
             tuple(entry.advance for entry in self._in_flight),
         )
@@ -220,6 +223,7 @@ class Scheduler:
         except PoolExhausted:
             return None
         self._copies += growth.copies
+        self._saves += [(request.slot, save.group, save.length, save.block) for save in growth.saves]
         return Advance(request.slot, tokens, tuple(map(tuple, growth.blocks)) if growth else ())
 
     def _try_admit(self, request: Request, budget: int, *, alone: bool) -> tuple[Admit, _Planned] | None:

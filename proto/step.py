@@ -46,6 +46,7 @@ class Step(NamedTuple):
     number: int  # counts up from 1; the answer repeats it
     retire: tuple[int, ...]  # slots
     copies: tuple[tuple[int, int, int], ...]  # (group, source block, target block), made before anything is written
+    saves: tuple[tuple[int, int, int, int], ...]  # (slot, group, tokens, block): the state after so many tokens, kept
     admit: tuple[Admit, ...]
     advance: tuple[Advance, ...]
 
@@ -54,12 +55,13 @@ class Step(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> "Step":
-        epoch, number, retire, copies, admit, advance = unpack(data)
+        epoch, number, retire, copies, saves, admit, advance = unpack(data)
         return cls(
             epoch,
             number,
             retire,
             copies,
+            saves,
             tuple(Admit(*fields)._replace(sampling=Sampling(*fields[-1])) for fields in admit),
             tuple(Advance(*fields) for fields in advance),
         )

@@ -1,0 +1,158 @@
+"""The recurrences many tokens at a time, in plain torch.
+
+Rows with one token take one step together. A prompt is cut into chunks; within a chunk all tokens see each other
+through matrix products, and a chunk's effect on the state is one more product (arXiv 2405.21060, arXiv 2412.06464).
+Decays are only ever multiplied over spans, as exp of a difference of running sums that is at most 0, so nothing
+overflows.
+
+Suffixes, beyond those of `protocol.py`:    L, M tokens of a chunk
+"""
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .protocol import Recurrence, Singles, StateMeta
+from .reference import CONVOLUTION, GATED_DELTA, LINEAR_ATTENTION, SELECTIVE_SCAN
+
+CHUNK_TOKENS = 64
+
+Run = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, Tensor]]
+"""(state [..], constants, inputs [T,..] each) -> (outputs [T,..], new state): T tokens of one row."""
+
+
+class ChunkedStates:
+    """The default on a CPU; runs unchanged on a GPU."""
+
+    name: ClassVar[str] = "torch"
+
+    def scan(
+        self, recurrence: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor],
+        meta: StateMeta,
+    ) -> Tensor:  # fmt: skip
+        run = RUNS[recurrence.name]
+        out: Tensor | None = None
+        for wave in meta:
+            if wave.singles is not None:
+                result = _step(recurrence, pages, constants, inputs, wave.singles)
+                out = _room(inputs, result) if out is None else out
+                out[wave.singles.tokens] = result
+            for piece in wave.longer:
+                own = pages[piece.page]
+                state = torch.zeros_like(own) if piece.is_new else own
+                result, state = run(state, constants, [values[piece.tokens] for values in inputs])
+                out = _room(inputs, result) if out is None else out
+                out[piece.tokens] = result
+                own.copy_(state)
+                if piece.saved_to is not None:
+                    pages[piece.saved_to] = state
+        assert out is not None, "a step has at least one token"
+        return out
+
+
+def _room(inputs: Sequence[Tensor], like: Tensor) -> Tensor:
+    return like.new_empty((len(inputs[0]), *like.shape[1:]))
+
+
+def _step(
+    recurrence: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor], singles: Singles
+) -> Tensor:
+    states = pages[singles.pages]
+    if singles.new is not None:
+        states[singles.new] = 0
+    result, states = recurrence.step(states, constants, [values[singles.tokens] for values in inputs])
+    pages[singles.pages] = states
+    if singles.saved is not None:
+        which, saved_to = singles.saved
+        pages[saved_to] = states[which]
+    return result
+
+
+def convolve(window_CW: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    weight, bias = constants
+    (x_TC,) = inputs
+    seen = torch.cat((window_CW, x_TC.T), dim=-1)
+    out = F.conv1d(seen.unsqueeze(0), weight.unsqueeze(1), bias, groups=len(weight))
+    return out[0].T, seen[:, len(x_TC) :]
+
+
+def linear_attention(
+    state_HKV: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    outputs = []
+    for q, k, v, g in _chunks(inputs):  # [H,L,..] each
+        total = g.cumsum(-1)
+        seen = (q @ k.mT) * _decay_between(total)
+        outputs.append(seen @ v + (q * total.exp().unsqueeze(-1)) @ state_HKV)
+        state_HKV = _carry(state_HKV, total) + (k * _decay_to_end(total)).mT @ v
+    return torch.cat(outputs, dim=1).transpose(0, 1), state_HKV
+
+
+def gated_delta(state_HKV: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """What each token adds, u, depends on what the tokens before it added: a triangular system."""
+    outputs = []
+    for q, k, v, g, beta in _chunks(inputs):
+        total = g.cumsum(-1)
+        between = _decay_between(total)
+        since_start = total.exp().unsqueeze(-1)
+        depends = beta.unsqueeze(-1) * torch.tril(k @ k.mT * between, -1)
+        wanted = beta.unsqueeze(-1) * (v - (k * since_start) @ state_HKV)
+        u = torch.linalg.solve_triangular(depends, wanted, upper=False, unitriangular=True)
+        outputs.append((q @ k.mT * between) @ u + (q * since_start) @ state_HKV)
+        state_HKV = _carry(state_HKV, total) + (k * _decay_to_end(total)).mT @ u
+    return torch.cat(outputs, dim=1).transpose(0, 1), state_HKV
+
+
+def selective_scan(state_CS: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Each channel and state decays in its own way, so there is no product to be had: neighbours are merged, then
+    neighbours of neighbours, until every token knows all that came before it in its chunk."""
+    (A,) = constants
+    x, dt, B, C = inputs
+    outputs = []
+    for start in range(0, len(x), CHUNK_TOKENS):
+        part = slice(start, start + CHUNK_TOKENS)
+        decay_LCS = (dt[part].unsqueeze(-1) * A).exp()
+        state_LCS = (dt[part] * x[part]).unsqueeze(-1) * B[part].unsqueeze(-2)
+        reach = 1
+        while reach < len(decay_LCS):
+            state_LCS = torch.cat((state_LCS[:reach], state_LCS[reach:] + decay_LCS[reach:] * state_LCS[:-reach]))
+            decay_LCS = torch.cat((decay_LCS[:reach], decay_LCS[reach:] * decay_LCS[:-reach]))
+            reach *= 2
+        state_LCS = state_LCS + decay_LCS * state_CS
+        outputs.append((state_LCS @ C[part].unsqueeze(-1)).squeeze(-1))
+        state_CS = state_LCS[-1]
+    return torch.cat(outputs), state_CS
+
+
+RUNS: dict[str, Run] = {
+    CONVOLUTION.name: convolve,
+    LINEAR_ATTENTION.name: linear_attention,
+    GATED_DELTA.name: gated_delta,
+    SELECTIVE_SCAN.name: selective_scan,
+}
+
+
+def _chunks(inputs: Sequence[Tensor]):
+    """Inputs [T,H,..] in chunks [H,L,..]."""
+    tokens = len(inputs[0])
+    for start in range(0, tokens, CHUNK_TOKENS):
+        yield [values[start : start + CHUNK_TOKENS].transpose(0, 1) for values in inputs]
+
+
+def _decay_between(total_HL: Tensor) -> Tensor:
+    """[H,L,M]: what is left of token m when token l reads it; 0 for tokens still to come."""
+    span = total_HL.unsqueeze(-1) - total_HL.unsqueeze(-2)
+    return torch.tril(span).exp_().tril_()
+
+
+def _decay_to_end(total_HL: Tensor) -> Tensor:
+    """[H,L,1]: what is left of each token at the end of the chunk."""
+    return (total_HL[:, -1:] - total_HL).exp().unsqueeze(-1)
+
+
+def _carry(state_HKV: Tensor, total_HL: Tensor) -> Tensor:
+    """What is left of the state at the end of the chunk."""
+    return state_HKV * total_HL[:, -1, None, None].exp()

@@ -1,0 +1,92 @@
+"""The recurrences, one token at a time: what they are, and the oracle of every faster way.
+
+Each function takes the states of N rows, constants, and one token of each row; it returns the outputs and the new
+states. Sums are in float32; a convolution's inputs are kept in the model's own dtype. A row's result depends on that
+row alone, and not on how a prompt was cut into chunks: the same bits come out. Suffixes are explained in `protocol.py`.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .protocol import Recurrence, StateMeta
+
+
+def convolve_step(window_NCW: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """A causal convolution of each channel over its latest inputs, of which the state holds all but the newest.
+
+    constants: weight [C,W+1], bias [C]    inputs: x [N,C]    returns [N,C]
+    """
+    weight, bias = constants
+    (x,) = inputs
+    seen = torch.cat((window_NCW, x.unsqueeze(-1)), dim=-1)
+    return (seen * weight).sum(-1) + bias, seen[..., 1:]
+
+
+def linear_attention_step(
+    state_NHKV: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """S = exp(g) S + k v;  o = q S.  Mamba-2 (arXiv 2405.21060) and lightning attention (arXiv 2401.04658) are this.
+
+    inputs: q [N,H,K]  k [N,H,K]  v [N,H,V]  g [N,H], at most 0    returns [N,H,V]
+    """
+    q, k, v, g = inputs
+    state = g.exp()[..., None, None] * state_NHKV + k.unsqueeze(-1) * v.unsqueeze(-2)
+    return (q.unsqueeze(-1) * state).sum(-2), state
+
+
+def gated_delta_step(
+    state_NHKV: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """S = exp(g) S;  S += k (beta (v - k S));  o = q S.  Gated delta net, arXiv 2412.06464.
+
+    inputs: q [N,H,K]  k [N,H,K]  v [N,H,V]  g [N,H], at most 0  beta [N,H]    returns [N,H,V]
+    """
+    q, k, v, g, beta = inputs
+    state = g.exp()[..., None, None] * state_NHKV
+    error = v - (k.unsqueeze(-1) * state).sum(-2)
+    state = state + k.unsqueeze(-1) * (beta.unsqueeze(-1) * error).unsqueeze(-2)
+    return (q.unsqueeze(-1) * state).sum(-2), state
+
+
+def selective_scan_step(
+    state_NCS: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """h = exp(dt A) h + dt x B;  y = h C.  Mamba, arXiv 2312.00752.
+
+    constants: A [C,S], negative    inputs: x [N,C]  dt [N,C]  B [N,S]  C [N,S]    returns [N,C]
+    """
+    (A,) = constants
+    x, dt, B, C = inputs
+    state = (dt.unsqueeze(-1) * A).exp() * state_NCS + (dt * x).unsqueeze(-1) * B.unsqueeze(-2)
+    return (state * C.unsqueeze(-2)).sum(-1), state
+
+
+CONVOLUTION = Recurrence("convolution", convolve_step)
+LINEAR_ATTENTION = Recurrence("linear_attention", linear_attention_step)
+GATED_DELTA = Recurrence("gated_delta", gated_delta_step)
+SELECTIVE_SCAN = Recurrence("selective_scan", selective_scan_step)
+
+
+class ReferenceStates:
+    """Token by token."""
+
+    name: ClassVar[str] = "reference"
+
+    def scan(
+        self, recurrence: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor],
+        meta: StateMeta,
+    ) -> Tensor:  # fmt: skip
+        outputs: dict[int, Tensor] = {}
+        for piece in (piece for wave in meta for piece in wave.pieces):
+            own = pages[piece.page]
+            state = (torch.zeros_like(own) if piece.is_new else own).unsqueeze(0)
+            for token in range(piece.tokens.start, piece.tokens.stop):
+                row = [values[token : token + 1] for values in inputs]
+                outputs[token], state = recurrence.step(state, constants, row)
+            own.copy_(state[0])
+            if piece.saved_to is not None:
+                pages[piece.saved_to] = state[0]
+        return torch.cat([outputs[token] for token in sorted(outputs)])
