@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from ..errors import InvalidSetting
@@ -61,6 +62,11 @@ class LayerSpec:
     @property
     def state_bytes(self) -> int:
         return sum(_aligned(tensor.bytes) for tensor in self.state)
+
+    @property
+    def state_offsets(self) -> tuple[int, ...]:
+        """Where each tensor of the state begins, in bytes from the first one."""
+        return tuple(accumulate((_aligned(tensor.bytes) for tensor in self.state[:-1]), initial=0))
 
     def block_bytes(self, block_tokens: int) -> int:
         """What a block of this layer holds; a block of a state is the whole state."""

@@ -12,18 +12,28 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
     Cohere2Config,
     Exaone4Config,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
+    GraniteMoeHybridConfig,
+    JambaConfig,
+    Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
+    MiniMaxConfig,
     MinistralConfig,
+    NemotronHConfig,
     Olmo3Config,
     PretrainedConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3NextConfig,
     SmolLM3Config,
+    Zamba2Config,
 )
 
 VOCAB = 128
@@ -152,6 +162,173 @@ def exaone4() -> PretrainedConfig:
     return Exaone4Config(**COMMON, num_hidden_layers=4, layer_types=[S, S, S, F], sliding_window=WINDOW)
 
 
+MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
+
+
+def bamba() -> PretrainedConfig:
+    """Mamba-2 and attention in turn, rope on half of each head."""
+    return BambaConfig(**COMMON, **MAMBA2, num_hidden_layers=4, attn_layer_indices=[1, 3])
+
+
+def granite4() -> PretrainedConfig:
+    """Mamba-2 and attention without positions, multipliers everywhere, experts beside a shared one."""
+    return GraniteMoeHybridConfig(
+        **{**COMMON, "intermediate_size": 32},
+        **MAMBA2,
+        num_hidden_layers=4,
+        layer_types=["mamba", "attention", "mamba", "mamba"],
+        shared_intermediate_size=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        embedding_multiplier=2.0,
+        residual_multiplier=0.7,
+        attention_multiplier=0.2,
+        logits_scaling=2.0,
+    )
+
+
+def nemotron_h() -> PretrainedConfig:
+    """One mixer per block: Mamba-2, attention, MLP, experts."""
+    return NemotronHConfig(
+        **COMMON,
+        layers_block_type=["mamba", "mlp", "attention", "mamba", "moe"],
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        n_groups=2,
+        ssm_state_size=8,
+        conv_kernel=4,
+        chunk_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=32,
+        n_group=1,
+        topk_group=1,
+    )
+
+
+def falcon_h1() -> PretrainedConfig:
+    """Attention and Mamba-2 side by side in every layer, multipliers everywhere."""
+    return FalconH1Config(
+        **COMMON,
+        **MAMBA2,
+        num_hidden_layers=3,
+        mamba_d_ssm=128,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        lm_head_multiplier=0.5,
+        embedding_multiplier=2.0,
+        mlp_multipliers=[0.7, 0.9],
+        key_multiplier=0.8,
+        attention_out_multiplier=0.9,
+        attention_in_multiplier=1.1,
+        ssm_multipliers=[0.9, 0.8, 1.1, 0.7, 1.2],
+        ssm_in_multiplier=1.2,
+        ssm_out_multiplier=0.8,
+    )
+
+
+def zamba2() -> PretrainedConfig:
+    """Mamba-2, and two attention blocks shared by several layers, each with its own keys and values."""
+    return Zamba2Config(
+        **{name: value for name, value in COMMON.items() if name != "head_dim"},
+        num_hidden_layers=6,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid", "mamba", "hybrid"],
+        n_mamba_heads=8,
+        mamba_ngroups=2,
+        mamba_d_state=8,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        chunk_size=16,
+        num_mem_blocks=2,
+        use_shared_attention_adapter=True,
+        adapter_rank=8,
+        use_mem_rope=True,
+    )
+
+
+def jamba() -> PretrainedConfig:
+    """Mamba-1, attention without positions on every fourth layer, experts on every other."""
+    return JambaConfig(
+        **COMMON,
+        num_hidden_layers=4,
+        attn_layer_period=4,
+        attn_layer_offset=2,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mamba_d_state=8,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_dt_rank=8,
+    )
+
+
+def minimax() -> PretrainedConfig:
+    """Lightning attention, softmax attention on the last layer, norms before which the residual branches off."""
+    return MiniMaxConfig(
+        **COMMON,
+        num_hidden_layers=4,
+        layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        block_size=16,
+        full_attn_alpha_factor=1.5,
+        linear_attn_alpha_factor=1.5,
+        mlp_alpha_factor=1.5,
+    )
+
+
+def lfm2() -> PretrainedConfig:
+    """Short convolutions, and attention with norms on heads."""
+    common = {name: value for name, value in COMMON.items() if name != "head_dim"}
+    return Lfm2Config(
+        **common,
+        num_hidden_layers=4,
+        layer_types=["conv", "conv", "full_attention", "conv"],
+        conv_L_cache=3,
+        block_auto_adjust_ff_dim=False,
+    )
+
+
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+
+
+def qwen3_next() -> PretrainedConfig:
+    """Gated delta net and gated attention 3:1, experts beside a gated shared one."""
+    return Qwen3NextConfig(
+        **COMMON,
+        **DELTA,
+        num_hidden_layers=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    )
+
+
+def qwen3_5() -> PretrainedConfig:
+    """Gated delta net and gated attention 3:1."""
+    return Qwen3_5TextConfig(**COMMON, **DELTA, num_hidden_layers=4)
+
+
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma3": gemma3,
     "gemma2": gemma2,
@@ -164,6 +341,16 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "olmo3": olmo3,
     "exaone4": exaone4,
     "llama4": llama4,
+    "bamba": bamba,
+    "granite4": granite4,
+    "nemotron_h": nemotron_h,
+    "falcon_h1": falcon_h1,
+    "zamba2": zamba2,
+    "jamba": jamba,
+    "minimax": minimax,
+    "lfm2": lfm2,
+    "qwen3_next": qwen3_next,
+    "qwen3_5": qwen3_5,
 }
 
 UNIFORM = {"llama", "qwen3", "smollm3"}
@@ -175,7 +362,8 @@ BLIND: dict[str, dict[str, int]] = {name: {} for name in UNIFORM} | {"llama4": {
 
 SEEDS = {
     "gemma3": 11, "gemma2": 32, "ministral": 23, "gpt_oss": 29, "llama": 24, "qwen3": 1, "smollm3": 1, "cohere2": 13,
-    "olmo3": 2, "exaone4": 11, "llama4": 1,
+    "olmo3": 2, "exaone4": 11, "llama4": 1, "bamba": 1, "granite4": 1, "nemotron_h": 1, "falcon_h1": 1, "zamba2": 1,
+    "jamba": 1, "minimax": 1, "lfm2": 1, "qwen3_next": 1, "qwen3_5": 1,
 }  # fmt: skip
 """Seeds whose greedy tokens for `PROMPTS` lead the second best by 0.01 or more at every step, so that the last bits of
 a sum decide nothing."""

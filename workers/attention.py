@@ -15,10 +15,11 @@ from transformers import AttentionInterface
 
 from ..errors import UnsupportedModel
 from ..kernels.paged_attention import Backend, GroupBatch, GroupMeta, LayerParams, Needs, select_backend
-from ..kvcache.plan import Group, MemoryPlan, Place
-from ..kvcache.reach import Reach
+from ..kvcache.plan import MemoryPlan
+from ..kvcache.reach import Keeps, Reach
 from ..kvcache.spec import LayerSpec
 from .families import take_query_scale
+from .pages import Pages
 
 IMPLEMENTATION = "intarsia"
 """The name under which transformers models find our attention function."""
@@ -34,24 +35,28 @@ _QUERY_SCALE = "intarsia_query_scale"
 def step_masks(plan: MemoryPlan) -> list[tuple[int, Reach]]:
     """What metadata a step needs: one for each group, and for each way its layers look back."""
     return list(
-        dict.fromkeys((g, group.mask_of(n)) for g, group in enumerate(plan.groups) for n in range(len(group.layers)))
+        dict.fromkeys(
+            (g, group.mask_of(n))
+            for g, group in enumerate(plan.groups)
+            for n in range(len(group.layers))
+            if group.reach.keeps is Keeps.TOKENS
+        )
     )
 
 
 class PagedAttention:
-    """The pages of all layers of one model, and the step they are used in.
+    """Attention of all layers of one model over their pages, and the step it is used in.
 
-    Life: `bind` to the model, `allocate` pages, `learn` from one forward pass what the layers need; then, for each
-    step, `begin_step` builds one metadata per group, which all layers of the group share.
+    Life: `bind` to the model, `use` pages, `learn` from one forward pass what the layers need; then, for each step,
+    `begin_step` builds one metadata per group, which all layers of the group share.
     """
 
     def __init__(self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device):
-        self._layers = {layer.index: layer for layer in layers}
+        self._layers = {layer.index: layer for layer in layers if layer.reach.keeps is not Keeps.STATE}
         self._dtype = dtype
         self._device = device
         self._backend: Backend | None = None  # None: learning
         self._views: dict[int, Tensor] = {}
-        self._pages: list[list[Tensor]] = []  # [group][buffer]: [blocks, page_bytes]
         self._mask_of: dict[int, int] = {}  # layer -> place in `step_masks`
         self._needs: dict[int, Needs] = {}
         self._metas: list[GroupMeta] = []
@@ -64,34 +69,17 @@ class PagedAttention:
                 setattr(module, _OWNER, self)
                 setattr(module, _QUERY_SCALE, take_query_scale(module))
 
-    def allocate(self, plan: MemoryPlan) -> None:
-        """Raw buffers as the plan lays them out, and a strided view of them per layer.
+    def forget_pages(self) -> None:
+        self._views = {}
 
-        A view has shape [blocks, block_tokens, kv_heads, key_dim + value_dim]; block b starts at byte
-        offset + b * page_bytes of its buffer.
-        """
+    def use(self, pages: Pages, plan: MemoryPlan) -> None:
+        """Attend over these pages from now on."""
         self._backend = None
-        self._views.clear()  # the old buffers go before the new ones come
-        self._pages.clear()
+        self._views = pages.tokens
         masks = step_masks(plan)
-        buffers = [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in plan.buffers]
-        for g, group in enumerate(plan.groups):
-            blocks = plan.blocks_of(group)
-            for n, (index, place) in enumerate(zip(group.layers, group.places, strict=True)):
-                self._mask_of[index] = masks.index((g, group.mask_of(n)))
-                self._views[index] = self._view(buffers[place.buffer], self._layers[index], group, place, blocks)
-            self._pages.append(
-                [
-                    buffers[n].as_strided((blocks, group.page_bytes), (group.page_bytes, 1))
-                    for n in sorted({place.buffer for place in group.places})
-                ]
-            )
-
-    def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy whole blocks: (group, source, target) each, in this order."""
-        for g, source, target in copies:
-            for pages in self._pages[g]:
-                pages[target].copy_(pages[source])
+        for index, layer in self._layers.items():
+            g, n = pages.group_of[index, layer.reach.keeps]
+            self._mask_of[index] = masks.index((g, plan.groups[g].mask_of(n)))
 
     def learn(self, forward: Callable[[], object], backend: str | None) -> None:
         """Run `forward` once to learn each layer's constants, then choose the backend that covers them all.
@@ -148,18 +136,6 @@ class PagedAttention:
             chunk=spec.reach.chunk_tokens is not None,
             softcap=params.softcap is not None,
             sinks=params.sinks is not None,
-        )
-
-    def _view(self, buffer: Tensor, layer: LayerSpec, group: Group, place: Place, blocks: int) -> Tensor:
-        width, item = layer.key_dim + layer.value_dim, layer.item_bytes
-        return (
-            buffer[: buffer.numel() // item * item]
-            .view(self._dtype)
-            .as_strided(
-                (blocks, group.block_tokens, layer.kv_heads, width),
-                (group.page_bytes // item, layer.kv_heads * width, width, 1),
-                place.offset_bytes // item,
-            )
         )
 
 

@@ -55,6 +55,8 @@ def read_layers(config: Any, tensor_parallel_size: int, item_bytes: int) -> tupl
 def check_runnable(config: Any, layers: tuple[LayerSpec, ...]) -> None:
     """Raises `UnsupportedModel` when a model has layers that can be planned for, but not run yet."""
     for layer in layers:
+        if layer.reach.kind == "state":
+            continue
         if layer.reach.kind not in ("full", "sliding", "chunked"):
             what = f"layers of kind {layer.reach.kind!r}"
         elif layer.shares is not None:
@@ -158,7 +160,7 @@ class _Split:
         shared = 2 * (groups // self.ranks if groups % self.ranks == 0 else groups) * state
         return (
             self.conv(own * head_dim + shared, kernel),
-            StateTensor((own, head_dim, state), FLOAT32_BYTES),
+            StateTensor((own, state, head_dim), FLOAT32_BYTES),
         )
 
     def delta(self, key_heads: int, key: int, value_heads: int, value: int, kernel: int) -> tuple[StateTensor, ...]:

@@ -1,26 +1,51 @@
 """How a transformers module is loaded: built empty, filled with this rank's slices, hooked up to our attention."""
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from ..errors import CorruptCheckpoint, UnsupportedModel
+from ..kvcache.plan import MemoryPlan
 from .attention import IMPLEMENTATION, PagedAttention
 from .checkpoint import Checkpoint
 from .facts import ModelFacts, ModelSettings
 from .layers import check_runnable, read_layers
+from .mixers import cut_mixers
+from .pages import Pages
 from .parallel import Slice, TensorParallel
+from .states import PagedStates
 
 
-class LoadedModel(NamedTuple):
-    """A model ready to run packed tokens, as soon as `attention` has pages."""
+class LoadedModel:
+    """A model ready to run packed tokens, as soon as it has pages."""
 
-    module: nn.Module
-    attention: PagedAttention
-    facts: ModelFacts
-    device: torch.device
+    def __init__(
+        self, module: nn.Module, attention: PagedAttention, states: PagedStates, facts: ModelFacts, device: torch.device
+    ):
+        self.module = module
+        self.attention = attention
+        self.states = states
+        self.facts = facts
+        self.device = device
+        self._pages: Pages | None = None
+
+    def allocate(self, plan: MemoryPlan, backend: str | None) -> None:
+        """Pages as the plan lays them out. backend: by which states are computed; None: the fastest."""
+        self._pages = None  # the old pages go before the new ones come
+        self.attention.forget_pages()
+        self.states.forget_pages()
+        self._pages = Pages(plan, self.facts.layers, getattr(torch, self.facts.dtype), self.device)
+        self.attention.use(self._pages, plan)
+        self.states.use(self._pages, backend)
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy whole blocks: (group, source, target) each, in this order."""
+        if copies:
+            assert self._pages is not None, "allocate pages first"
+            self._pages.copy(copies)
 
 
 def load_model(settings: ModelSettings, parallel: TensorParallel, device: torch.device) -> LoadedModel:
@@ -36,6 +61,8 @@ def load_model(settings: ModelSettings, parallel: TensorParallel, device: torch.
     _fill(module, checkpoint, parallel, config, dtype, device)
     attention = PagedAttention(layers, dtype, device)
     attention.bind(module)
+    states = PagedStates(device)
+    states.bind(module, parallel)
     facts = ModelFacts(
         architecture=type(module).__name__,
         dtype=str(dtype).removeprefix("torch."),
@@ -46,7 +73,7 @@ def load_model(settings: ModelSettings, parallel: TensorParallel, device: torch.
         max_positions=config.max_position_embeddings,
         eos_token_ids=_eos_token_ids(settings, config),
     )
-    return LoadedModel(module.eval(), attention, facts, device)
+    return LoadedModel(module.eval(), attention, states, facts, device)
 
 
 def _read_config(settings: ModelSettings) -> Any:
@@ -93,6 +120,8 @@ def _fill(
 ) -> None:
     """Give every parameter its memory: this rank's slice, read from the files. Tied parameters share theirs."""
     styles = parallel.plan(module, config)
+    if parallel.size > 1:
+        styles |= cut_mixers(module, parallel.size)
     module.tie_weights()
     filled: dict[int, nn.Parameter] = {}
     missing: list[str] = []
@@ -146,13 +175,14 @@ def _read(checkpoint: Checkpoint, stored: str, shape: tuple[int, ...], part: Sli
         )
     if part is None:
         return checkpoint.read(stored)
-    if part.stop == 0:  # zero on this rank
+    if part.ranges == ((0, 0),):  # zero on this rank
         return torch.zeros(shape)
-    value = checkpoint.read(stored, part.dim, min(part.start, shape[part.dim]), min(part.stop, shape[part.dim]))
-    lacking = (part.stop - part.start) - value.shape[part.dim]
-    if lacking == 0:
-        return value.contiguous()
-    return torch.cat([value, value.new_zeros((*shape[: part.dim], lacking, *shape[part.dim + 1 :]))], dim=part.dim)
+    dim, length = part.dim, shape[part.dim]
+    pieces = [checkpoint.read(stored, dim, min(start, length), min(stop, length)) for start, stop in part.ranges]
+    lacking = sum(stop - start for start, stop in part.ranges) - sum(piece.shape[dim] for piece in pieces)
+    if lacking:
+        pieces.append(pieces[0].new_zeros((*shape[:dim], lacking, *shape[dim + 1 :])))
+    return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, dim=dim)
 
 
 def _stored(checkpoint: Checkpoint, path: str, name: str) -> str | None:

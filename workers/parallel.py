@@ -12,8 +12,8 @@ their forward pass. With one rank nothing is cut and nothing is hooked.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,37 +23,66 @@ from ..errors import InvalidSetting, UnsupportedModel
 from .collectives import Collectives
 from .families import TENSOR_PARALLEL_PLANS
 
-FIRST_RANK = -1
-"""In place of a dimension: rank 0 holds the parameter, on other ranks it is zero (a bias that is summed up)."""
+
+class Section(NamedTuple):
+    """Rows or columns of a parameter that belong together: cut among the ranks, or whole on each."""
+
+    size: int
+    is_cut: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one parameter is cut: along `dim`, each of its sections by itself."""
+
+    dim: int
+    sections: tuple[Section, ...] = ()  # empty: `halves` of equal size
+    halves: int = 1
+
+    def of(self, shape: tuple[int, ...]) -> tuple[Section, ...]:
+        return self.sections or (Section(shape[self.dim] // self.halves),) * self.halves
+
+
+FIRST_RANK = Cut(0)
+"""Rank 0 holds the parameter, on other ranks it is zero: a bias that is summed up."""
 
 
 class Slice(NamedTuple):
-    """Which part of a parameter this rank holds: [start, stop) along `dim`, of which the file may hold fewer."""
+    """Which part of a parameter this rank holds: ranges along `dim`, of which the file may hold fewer."""
 
     dim: int
-    start: int
-    stop: int
+    ranges: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How a module is cut: the dimension of each parameter, and what happens around its forward pass."""
+    """How a module is cut: each of its parameters, and what happens around its forward pass."""
 
-    dims: Mapping[str, int]
+    cuts: Mapping[str, Cut]
     around: str | None = None  # a method of `TensorParallel`
 
 
 STYLES: dict[str, Style] = {
-    "colwise": Style({"weight": 0, "bias": 0}),
-    "rowwise": Style({"weight": 1, "bias": FIRST_RANK}, "sum_outputs"),
-    "vocab": Style({"weight": 0}, "embed_own_rows"),
-    "colwise_gather_output": Style({"weight": 0, "bias": 0}, "gather_outputs"),
-    "sinks": Style({"sinks": 0}),
-    "norm_over_ranks": Style({"weight": 0}, "normalize_over_ranks"),
+    "colwise": Style({"weight": Cut(0), "bias": Cut(0)}),
+    "rowwise": Style({"weight": Cut(1), "bias": FIRST_RANK}, "sum_outputs"),
+    "vocab": Style({"weight": Cut(0)}, "embed_own_rows"),
+    "colwise_gather_output": Style({"weight": Cut(0), "bias": Cut(0)}, "gather_outputs"),
+    "sinks": Style({"sinks": Cut(0)}),
+    "norm_over_ranks": Style({"weight": Cut(0)}, "normalize_over_ranks"),
     "expert_columns": Style(
-        {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1, "down_proj_bias": FIRST_RANK}, "sum_outputs"
+        {"gate_up_proj": Cut(2), "gate_up_proj_bias": Cut(1), "down_proj": Cut(1), "down_proj_bias": FIRST_RANK},
+        "sum_outputs",
     ),
+    "moe_tp_experts": Style({}, "sum_outputs"),
 }
+
+EXPERT_CUTS: dict[str, Cut] = {
+    "colwise": Cut(-2),
+    "rowwise": Cut(-1),
+    "packed_colwise": Cut(-2, halves=2),
+    "packed_rowwise": Cut(-1, halves=2),
+}
+"""Style of a parameter [experts, .., ..] in transformers' plans -> its cut."""
 
 WHOLE = {"replicated_with_grad_allreduce", "replicate"}
 """Styles of transformers' plans that mean: every rank holds all of it."""
@@ -97,31 +126,49 @@ class TensorParallel:
                     field="tensor_parallel_size",
                 )
             styles[path] = STYLES[style]
+            if style == "moe_tp_experts":
+                names = [name for name, _ in module.named_parameters(recurse=False)]
+                cuts = {name: EXPERT_CUTS[how] for name in names if (how := _match(patterns, f"{path}.{name}"))}
+                styles[path] = replace(styles[path], cuts=cuts)
         return styles
+
+    def own_parts(self, tensor: Tensor, sections: Sequence[Section], dim: int = -1) -> list[Tensor]:
+        """Of each section of a tensor, what this rank has."""
+        ranges = self._ranges("tensor", sections)
+        return [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
 
     def slice_of(self, path: str, name: str, shape: tuple[int, ...], style: Style, config: Any) -> Slice | None:
         """This rank's part of parameter `name` of the module at `path`; None: the whole of it."""
-        dim = style.dims.get(name)
-        if dim is None:
+        cut = style.cuts.get(name)
+        if cut is None:
             return None
-        if dim == FIRST_RANK:
-            return Slice(0, 0, shape[0] if self.rank == 0 else 0)
-        length = shape[dim]
+        if cut is FIRST_RANK:
+            return Slice(0, ((0, shape[0] if self.rank == 0 else 0),))
+        dim = cut.dim % len(shape)
         if style.around in ("embed_own_rows", "gather_outputs"):
-            part = self._vocab_part(length)
-            return Slice(dim, self.rank * part, self.rank * part + part)
-        parts, index = self.size, self.rank
-        if path.endswith(("k_proj", "v_proj", "k_norm")) and config.num_key_value_heads < self.size:
-            parts, index = config.num_key_value_heads, self.rank * config.num_key_value_heads // self.size
-        if length % parts:
-            raise InvalidSetting(
-                f"tensor_parallel_size {self.size} does not divide {path}.{name}, which has {length} "
-                f"{'rows' if dim == 0 else 'columns'}",
-                field="tensor_parallel_size",
-                asked=self.size,
-                length=length,
-            )
-        return Slice(dim, index * (length // parts), (index + 1) * (length // parts))
+            part = self._vocab_part(shape[dim])
+            return Slice(dim, ((self.rank * part, self.rank * part + part),))
+        heads = config.num_key_value_heads if path.endswith(("k_proj", "v_proj", "k_norm")) else self.size
+        return Slice(dim, self._ranges(f"{path}.{name}", cut.of(shape), min(heads, self.size)))
+
+    def _ranges(self, what: str, sections: Sequence[Section], parts: int | None = None) -> tuple[tuple[int, int], ...]:
+        """parts: into how many each section is cut; when fewer than ranks, several ranks have the same one."""
+        parts = parts or self.size
+        index = self.rank * parts // self.size
+        ranges, start = [], 0
+        for size, is_cut in sections:
+            if is_cut and size % parts:
+                raise InvalidSetting(
+                    f"tensor_parallel_size {self.size} does not divide {what}, which has {size} rows or columns",
+                    field="tensor_parallel_size",
+                    asked=self.size,
+                    length=size,
+                )
+            part = size // parts if is_cut else size
+            first = start + (index * part if is_cut else 0)
+            ranges.append((first, first + part))
+            start += size
+        return tuple(ranges)
 
     def _vocab_part(self, vocab: int) -> int:
         """Rows of the vocabulary on each rank; the last rank's are filled up with zeros."""

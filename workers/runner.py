@@ -7,8 +7,9 @@ import numpy as np
 import torch
 
 from ..kernels.paged_attention import GroupBatch
-from ..kvcache.plan import MemoryPlan
-from ..kvcache.reach import Reach
+from ..kernels.state import SaveAt, StateBatch
+from ..kvcache.plan import Group, MemoryPlan
+from ..kvcache.reach import Keeps, Reach
 from ..proto.step import Admit, Advance, Sampled, Sampling, Step
 from .attention import step_masks
 from .facts import RunnerLimits
@@ -37,8 +38,9 @@ class SlotTables:
 
     def __init__(self, plan: MemoryPlan, limits: RunnerLimits):
         slots = limits.max_num_seqs
-        blocks = -(-limits.max_model_len // plan.block_tokens)
-        self.block_tables = [np.zeros((slots, blocks), dtype=np.int32) for _ in plan.groups]
+        self.block_tables = [
+            np.zeros((slots, _most_blocks(group, limits.max_model_len)), dtype=np.int32) for group in plan.groups
+        ]
         self.num_blocks = np.zeros((len(plan.groups), slots), dtype=np.int32)
         self.known = np.zeros(slots, dtype=np.int32)
         self.computed = np.zeros(slots, dtype=np.int32)
@@ -75,6 +77,15 @@ class SlotTables:
         return prompt[start:stop] if stop <= len(prompt) else self.last_token[slot : slot + 1]
 
 
+def _most_blocks(group: Group, max_model_len: int) -> int:
+    match group.reach.keeps:
+        case Keeps.STATE:
+            return 1
+        case Keeps.ENCODER:
+            return -(-group.encoder_tokens // group.block_tokens)
+    return -(-max_model_len // group.block_tokens)
+
+
 class ModelRunner:
     """Runs steps of a loaded model over its pages. One per worker; every rank runs the same steps."""
 
@@ -82,6 +93,7 @@ class ModelRunner:
         self._model = model
         self._groups = plan.groups
         self._masks = step_masks(plan)
+        self._state_groups = [g for g, group in enumerate(plan.groups) if group.reach.keeps is Keeps.STATE]
         self._parallel = parallel
         self._tables = SlotTables(plan, limits)
 
@@ -89,7 +101,7 @@ class ModelRunner:
     def run(self, step: Step) -> Sequence[Sampled]:
         """Compute the step's tokens. New tokens are returned on rank 0; all ranks keep them for the next step."""
         tables = self._tables
-        self._model.attention.copy_blocks(step.copies)
+        self._model.copy_blocks(step.copies)
         for slot in step.retire:
             tables.retire(slot)
         for admission in step.admit:
@@ -98,7 +110,7 @@ class ModelRunner:
             if advance.blocks:
                 tables.append_blocks(advance)
         rows = self._rows(step.advance)
-        logits = self._forward(rows)
+        logits = self._forward(rows, step.saves)
         return self._sample(rows, logits)
 
     @torch.inference_mode()
@@ -123,7 +135,7 @@ class ModelRunner:
         computed = self._tables.computed[slots]
         return _Rows(slots, query_lens, computed, computed + query_lens == self._tables.known[slots])
 
-    def _forward(self, rows: _Rows) -> torch.Tensor:
+    def _forward(self, rows: _Rows, saves: Sequence[tuple[int, int, int, int]] = ()) -> torch.Tensor:
         """Logits [rows that finish, vocabulary] of the packed tokens of all rows."""
         ends = np.cumsum(rows.query_lens)
         starts = ends - rows.query_lens
@@ -135,6 +147,7 @@ class ModelRunner:
         device = self._model.device
         positions_T = torch.from_numpy(positions).to(device)
         self._model.attention.begin_step([self._batch(g, mask, rows, kv_lens) for g, mask in self._masks], positions_T)
+        self._model.states.begin_step({g: self._state_batch(g, rows, saves) for g in self._state_groups})
         output = self._model.module(
             input_ids=torch.from_numpy(tokens).unsqueeze(0).to(device),
             position_ids=positions_T.unsqueeze(0),
@@ -153,6 +166,19 @@ class ModelRunner:
             block_tokens=group.block_tokens,
             window_tokens=mask.window_tokens,
             chunk_tokens=mask.chunk_tokens,
+        )
+
+    def _state_batch(self, g: int, rows: _Rows, saves: Sequence[tuple[int, int, int, int]]) -> StateBatch:
+        row_of = {slot: row for row, slot in enumerate(rows.slots.tolist())} if saves else {}
+        return StateBatch(
+            pages=self._tables.block_tables[g][rows.slots, 0],
+            query_lens=rows.query_lens,
+            is_new=rows.computed == 0,
+            saves=[
+                SaveAt(row := row_of[slot], length - int(rows.computed[row]), block)
+                for slot, group, length, block in saves
+                if group == g
+            ],
         )
 
     def _sample(self, rows: _Rows, logits: torch.Tensor) -> Sequence[Sampled]:

@@ -52,7 +52,7 @@ class Worker:
     def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None:
         """Lay out the pages, and run the model once over them."""
         assert self._model is not None and self._settings is not None, "load a model first"
-        self._model.attention.allocate(plan)
+        self._model.allocate(plan, self._settings.attention_backend)
         self._runner = ModelRunner(self._model, plan, limits, self._parallel)
         self._runner.warm_up(self._settings.attention_backend)
 

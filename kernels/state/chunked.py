@@ -79,9 +79,7 @@ def convolve(window_CW: Tensor, constants: Sequence[Tensor], inputs: Sequence[Te
     return out[0].T, seen[:, len(x_TC) :]
 
 
-def linear_attention(
-    state_HKV: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
+def linear_attention(state_HKV: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     outputs = []
     for q, k, v, g in _chunks(inputs):  # [H,L,..] each
         total = g.cumsum(-1)

@@ -110,7 +110,7 @@ def prepare(batch: StateBatch, device: torch.device) -> StateMeta:
         if query_len == 0:
             continue
         due = sorted(saves.get(row, ()), key=lambda save: save.tokens)
-        borders = [(save.tokens, save.page) for save in due]
+        borders: list[tuple[int, int | None]] = [(save.tokens, save.page) for save in due]
         if not borders or borders[-1][0] < query_len:
             borders.append((query_len, None))
         at = 0

@@ -1,0 +1,79 @@
+"""The memory of all layers on one rank: raw buffers as the plan lays them out, and a view of them per layer."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..kvcache.plan import Group, MemoryPlan, Place
+from ..kvcache.reach import Keeps
+from ..kvcache.spec import LayerSpec
+
+
+class Pages:
+    """Block b of a layer starts at byte offset + b * page_bytes of its buffer.
+
+    A layer that keeps tokens has one view [blocks, block_tokens, kv_heads, key_dim + value_dim]; a layer that keeps a
+    state has one view [blocks, ...] per tensor of it. A layer that shares another's pages has the other's view.
+    """
+
+    def __init__(self, plan: MemoryPlan, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device):
+        self._dtype = dtype
+        buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for size in plan.buffers]
+        specs = {(layer.index, layer.reach.keeps): layer for layer in layers}
+        self.tokens: dict[int, Tensor] = {}  # layer -> view
+        self.states: dict[int, tuple[Tensor, ...]] = {}
+        self.group_of: dict[tuple[int, Keeps], tuple[int, int]] = {}  # layer -> its group, and its place there
+        self._whole: list[list[Tensor]] = []  # [group][buffer]: [blocks, page_bytes]
+        for g, group in enumerate(plan.groups):
+            blocks = plan.blocks_of(group)
+            for n, (index, place) in enumerate(zip(group.layers, group.places, strict=True)):
+                layer = specs[index, group.reach.keeps]
+                self.group_of[index, group.reach.keeps] = g, n
+                if group.reach.keeps is Keeps.STATE:
+                    self.states[index] = self._state_views(buffers[place.buffer], layer, group, place, blocks)
+                else:
+                    self.tokens[index] = self._token_view(buffers[place.buffer], layer, group, place, blocks)
+            used = sorted({place.buffer for place in group.places})
+            self._whole.append([buffers[n].as_strided((blocks, group.page_bytes), (group.page_bytes, 1)) for n in used])
+        self._share(layers)
+
+    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy whole blocks: (group, source, target) each, in this order."""
+        for g, source, target in copies:
+            for pages in self._whole[g]:
+                pages[target].copy_(pages[source])
+
+    def _share(self, layers: Sequence[LayerSpec]) -> None:
+        for layer in layers:
+            if layer.shares is not None:
+                self.tokens[layer.index] = self.tokens[layer.shares]
+                self.group_of[layer.index, layer.reach.keeps] = self.group_of[layer.shares, layer.reach.keeps]
+
+    def _token_view(self, buffer: Tensor, layer: LayerSpec, group: Group, place: Place, blocks: int) -> Tensor:
+        width = layer.key_dim + layer.value_dim
+        shape = (group.block_tokens, layer.kv_heads, width)
+        return _view(buffer, self._dtype, place.offset_bytes, group.page_bytes, (blocks, *shape))
+
+    def _state_views(
+        self, buffer: Tensor, layer: LayerSpec, group: Group, place: Place, blocks: int
+    ) -> tuple[Tensor, ...]:
+        return tuple(
+            _view(
+                buffer,
+                self._dtype if tensor.item_bytes == self._dtype.itemsize else torch.float32,
+                place.offset_bytes + offset,
+                group.page_bytes,
+                (blocks, *tensor.shape),
+            )
+            for tensor, offset in zip(layer.state, layer.state_offsets, strict=True)
+        )
+
+
+def _view(buffer: Tensor, dtype: torch.dtype, offset_bytes: int, page_bytes: int, shape: Sequence[int]) -> Tensor:
+    """A view [blocks, ...] of a buffer of bytes: contiguous within a block, `page_bytes` from one to the next."""
+    item = dtype.itemsize
+    strides = [math.prod(shape[n + 1 :]) for n in range(1, len(shape))]
+    usable = buffer[: buffer.numel() // item * item].view(dtype)
+    return usable.as_strided(tuple(shape), (page_bytes // item, *strides), offset_bytes // item)

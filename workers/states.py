@@ -1,0 +1,54 @@
+"""Where our state layers enter a transformers module.
+
+transformers runs a state mixer (Mamba, a gated delta net, a short convolution) on whole sequences, one per row of a
+batch. Ours runs packed tokens of many requests, each from the state in its page. `bind` puts the forward pass of
+`mixers.py` in place of the module's own, over the module's own weights.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.state import Recurrence, StateBatch, StateMeta, prepare, select_state_backend
+from ..kvcache.reach import Keeps
+from .mixers import MIXERS
+from .pages import Pages
+from .parallel import TensorParallel
+
+
+class PagedStates:
+    """The states of all layers of one model, and the step they are used in."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._backend = select_state_backend()
+        self._pages: Pages | None = None
+        self._metas: dict[int, StateMeta] = {}  # group -> who goes on from which page
+
+    def bind(self, model: nn.Module, parallel: TensorParallel) -> None:
+        """Replace the forward pass of every state mixer of `model`."""
+        for module in model.modules():
+            mixer = MIXERS.get(type(module).__name__)
+            if mixer is not None:
+                module.forward = mixer(module, self, parallel)
+
+    def forget_pages(self) -> None:
+        self._pages = None
+
+    def use(self, pages: Pages, backend: str | None) -> None:
+        self._pages = pages
+        self._backend = select_state_backend(backend)
+
+    def begin_step(self, batches: dict[int, StateBatch]) -> None:
+        """Who goes on from which page in the next forward pass, by group."""
+        self._metas = {g: prepare(batch, self._device) for g, batch in batches.items()}
+
+    def scan(
+        self, layer: int, which: int, recurrence: Recurrence, constants: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> Tensor:
+        """Run this step's tokens [T,..] through tensor `which` of a layer's state. Returns [T,..]."""
+        assert self._pages is not None, "allocate pages first"
+        g, _ = self._pages.group_of[layer, Keeps.STATE]
+        pages = self._pages.states[layer][which]
+        return self._backend.scan(recurrence, pages, constants, inputs, self._metas[g])
