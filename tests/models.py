@@ -400,9 +400,15 @@ def make_checkpoint(family: str, folder: Path, seed: int | None = None) -> Path:
                 parameter.add_(torch.randn_like(parameter) * 0.1 + (0.5 if name.endswith("sinks") else 0.0))
         if model.config.tie_word_embeddings:  # else the likeliest next token is the last one again
             model.get_input_embeddings().weight.mul_(0.03)
-            model.model.norm.weight.add_(30.0)
+            _last_norm(model).weight.add_(30.0)
     model.save_pretrained(folder)
     return folder
+
+
+def _last_norm(model: Any) -> Any:
+    """The norm before the head, by the names that families have for it."""
+    names = ("norm", "final_layernorm", "embedding_norm", "norm_f")
+    return next(getattr(model.model, name) for name in names if hasattr(model.model, name))
 
 
 def load_oracle(path: Path, **config_changes: Any) -> Any:

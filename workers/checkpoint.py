@@ -1,7 +1,7 @@
 """A checkpoint directory: is it one, and where in its files does a tensor lie? Free of torch until a tensor is read."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,8 @@ class Checkpoint:
         self._file_of = dict(self._locate())
         self._open_files: dict[Path, Any] = {}
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+    def names(self) -> Iterable[str]:
+        return self._file_of.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())

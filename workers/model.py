@@ -1,6 +1,6 @@
 """How a transformers module is loaded: built empty, filled with this rank's slices, hooked up to our attention."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from .layers import check_runnable, read_layers
 from .mixers import cut_mixers
 from .pages import Pages
 from .parallel import Slice, TensorParallel
+from .sources import Source, find_sources
 from .states import PagedStates
 
 
@@ -122,6 +123,7 @@ def _fill(
     styles = parallel.plan(module, config)
     if parallel.size > 1:
         styles |= cut_mixers(module, parallel.size)
+    sources = find_sources(module, checkpoint)
     module.tie_weights()
     filled: dict[int, nn.Parameter] = {}
     missing: list[str] = []
@@ -129,15 +131,14 @@ def _fill(
         style = styles.get(path)
         whole_shapes = {name: tuple(empty.shape) for name, empty in owner.named_parameters(recurse=False)}
         for name, empty in list(owner.named_parameters(recurse=False)):
-            stored = _stored(checkpoint, path, name)
-            if id(empty) not in filled and stored is None:
-                missing.append(_full_name(path, name))
+            full_name = _full_name(path, name)
+            if id(empty) not in filled and full_name not in sources:
+                missing.append(full_name)
                 continue
             if id(empty) not in filled:
-                assert stored is not None
                 part = parallel.slice_of(path, name, whole_shapes[name], style, config) if style else None
-                value = _read(checkpoint, stored, whole_shapes[name], part).to(device=device, dtype=dtype)
-                filled[id(empty)] = nn.Parameter(value, requires_grad=False)
+                value = _read(checkpoint, sources[full_name], full_name, whole_shapes[name], part)
+                filled[id(empty)] = nn.Parameter(value.to(device=device, dtype=dtype), requires_grad=False)
             setattr(owner, name, filled[id(empty)])
         if style is not None:
             parallel.install(owner, style, whole_shapes.get("weight", ()))
@@ -148,48 +149,40 @@ def _fill(
             field="model",
             missing=len(missing),
         )
-    _fill_buffers(module, checkpoint, device)
+    _fill_buffers(module, sources, device)
 
 
-def _fill_buffers(module: PreTrainedModel, checkpoint: Checkpoint, device: torch.device) -> None:
+def _fill_buffers(module: PreTrainedModel, sources: Mapping[str, Source], device: torch.device) -> None:
     """Buffers (rotary tables, scales) come from the checkpoint, or are computed by the model's own initialisation."""
     for parameter in module.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  tells transformers to leave it alone
     for path, owner in module.named_modules():
         for name, empty in list(owner.named_buffers(recurse=False)):
-            stored = _stored(checkpoint, path, name)
-            value = torch.empty_like(empty, device=device) if stored is None else checkpoint.read(stored)
+            source = sources.get(_full_name(path, name))
+            value = torch.empty_like(empty, device=device) if source is None else source.read()
             value = value.to(device=device, dtype=empty.dtype)
-            value._is_hf_initialized = stored is not None  # type: ignore[attr-defined]
+            value._is_hf_initialized = source is not None  # type: ignore[attr-defined]
             owner._buffers[name] = value
             owner._is_hf_initialized = False  # type: ignore[assignment]  its buffers that were not stored are due
     module.initialize_weights()
 
 
-def _read(checkpoint: Checkpoint, stored: str, shape: tuple[int, ...], part: Slice | None) -> Tensor:
-    """The tensor `stored`, or `part` of it; what the slice asks beyond its end is zero."""
-    if checkpoint.shape(stored) != shape:
+def _read(checkpoint: Checkpoint, source: Source, name: str, shape: tuple[int, ...], part: Slice | None) -> Tensor:
+    """The tensor, or `part` of it; what the slice asks beyond its end is zero."""
+    if source.shape != shape:
         raise CorruptCheckpoint(
-            f"{checkpoint.path}: tensor {stored} has shape {checkpoint.shape(stored)}; config.json makes it {shape}",
-            field="model",
+            f"{checkpoint.path}: tensor {name} has shape {source.shape}; config.json makes it {shape}", field="model"
         )
     if part is None:
-        return checkpoint.read(stored)
+        return source.read()
     if part.ranges == ((0, 0),):  # zero on this rank
         return torch.zeros(shape)
     dim, length = part.dim, shape[part.dim]
-    pieces = [checkpoint.read(stored, dim, min(start, length), min(stop, length)) for start, stop in part.ranges]
+    pieces = [source.read(dim, min(start, length), min(stop, length)) for start, stop in part.ranges]
     lacking = sum(stop - start for start, stop in part.ranges) - sum(piece.shape[dim] for piece in pieces)
     if lacking:
         pieces.append(pieces[0].new_zeros((*shape[:dim], lacking, *shape[dim + 1 :])))
     return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, dim=dim)
-
-
-def _stored(checkpoint: Checkpoint, path: str, name: str) -> str | None:
-    """What the text model's own checkpoint, or one of a multimodal model around it, calls this tensor."""
-    own = _full_name(path, name)
-    names = (own, f"language_model.{own}", own.replace("model.", "model.language_model.", 1))
-    return next((stored for stored in names if stored in checkpoint), None)
 
 
 def _full_name(path: str, name: str) -> str:
