@@ -240,7 +240,7 @@ def falcon_h1() -> PretrainedConfig:
 def zamba2() -> PretrainedConfig:
     """Mamba-2, and two attention blocks shared by several layers, each with its own keys and values."""
     return Zamba2Config(
-        **{name: value for name, value in COMMON.items() if name != "head_dim"},
+        **{**COMMON, "head_dim": 32, "num_key_value_heads": 4},  # heads of twice the width, one key head for each
         num_hidden_layers=6,
         layers_block_type=["mamba", "hybrid", "mamba", "hybrid", "mamba", "hybrid"],
         n_mamba_heads=8,

@@ -18,7 +18,7 @@ from ..kernels.paged_attention import Backend, GroupBatch, GroupMeta, LayerParam
 from ..kvcache.plan import MemoryPlan
 from ..kvcache.reach import Keeps, Reach
 from ..kvcache.spec import LayerSpec
-from .families import take_query_scale
+from .families import take_layer_from_call, take_query_scale
 from .pages import Pages
 
 IMPLEMENTATION = "intarsia"
@@ -68,6 +68,7 @@ class PagedAttention:
             if hasattr(module, "layer_idx"):
                 setattr(module, _OWNER, self)
                 setattr(module, _QUERY_SCALE, take_query_scale(module))
+                take_layer_from_call(module)
 
     def forget_pages(self) -> None:
         self._views = {}

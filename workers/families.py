@@ -49,6 +49,20 @@ TENSOR_PARALLEL_PLANS: dict[str, dict[str, str]] = {
 in `parallel.py`."""
 
 
+LAYER_FROM_CALL = {"Zamba2Attention"}
+"""Modules that are told with each call which layer they are: one block of weights stands at several depths."""
+
+
+def take_layer_from_call(module: Any) -> None:
+    """Let the module's `layer_idx` be the one it was last called with."""
+    if type(module).__name__ in LAYER_FROM_CALL:
+
+        def note(called: Any, _args: Any, kwargs: Any) -> None:
+            called.layer_idx = kwargs["layer_idx"]
+
+        module.register_forward_pre_hook(note, with_kwargs=True)
+
+
 def take_query_scale(module: Any) -> Callable[[Tensor], Tensor] | None:
     """What queries of an attention module are multiplied by, given their positions; None: nothing.
 
