@@ -1,53 +1,60 @@
 """What transformers does not say about a family of models, or says for unpacked batches only, in one place."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+
+def _cut(path: str, styles: Mapping[str, str]) -> dict[str, str]:
+    """`styles` of what lies below a path of the model's layers."""
+    return {f"model.layers.*.{path}.{name}": style for name, style in styles.items()}
+
+
+ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+GATED_MLP = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+
+EXPERTS = {
+    "experts": "moe_tp_experts", "experts.gate_up_proj": "packed_colwise", "experts.up_proj": "colwise",
+    "experts.down_proj": "rowwise",
+}  # fmt: skip
+"""Experts are cut along their inner dimension, like any MLP: every rank holds a slice of every expert, so no rank waits
+for the one with the popular experts."""
+
 TENSOR_PARALLEL_PLANS: dict[str, dict[str, str]] = {
-    # transformers has no plan for it. Experts are cut along their inner dimension, like any MLP: every rank holds a
-    # slice of every expert, so no rank waits for the one with the popular experts.
-    "gpt_oss": {
-        "model.layers.*.self_attn": "sinks",
-        "model.layers.*.self_attn.q_proj": "colwise",
-        "model.layers.*.self_attn.k_proj": "colwise",
-        "model.layers.*.self_attn.v_proj": "colwise",
-        "model.layers.*.self_attn.o_proj": "rowwise",
-        "model.layers.*.mlp.experts": "expert_columns",
-    },
-    # transformers' plan is for the multimodal model's paths. Experts keep gate and up side by side, which no even cut
-    # divides: they stay whole on every rank; the shared expert and the heads are cut.
-    "llama4_text": {
-        "model.layers.*.self_attn.q_proj": "colwise",
-        "model.layers.*.self_attn.k_proj": "colwise",
-        "model.layers.*.self_attn.v_proj": "colwise",
-        "model.layers.*.self_attn.o_proj": "rowwise",
-        "model.layers.*.feed_forward.gate_proj": "colwise",
-        "model.layers.*.feed_forward.up_proj": "colwise",
-        "model.layers.*.feed_forward.down_proj": "rowwise",
-        "model.layers.*.feed_forward.shared_expert.gate_proj": "colwise",
-        "model.layers.*.feed_forward.shared_expert.up_proj": "colwise",
-        "model.layers.*.feed_forward.shared_expert.down_proj": "rowwise",
-    },
+    "bamba": _cut("self_attn", ATTENTION) | _cut("feed_forward", GATED_MLP),
+    "falcon_h1": _cut("self_attn", ATTENTION) | _cut("feed_forward", GATED_MLP),
+    # Gate and up of an expert take turns along one dimension, so any even cut leaves whole pairs.
+    "gpt_oss": _cut("self_attn", ATTENTION)
+    | {"model.layers.*.self_attn": "sinks", "model.layers.*.mlp.experts": "expert_columns"},
+    "granitemoehybrid": _cut("self_attn", ATTENTION)
+    | _cut("block_sparse_moe", EXPERTS)
+    | _cut("shared_mlp", {"input_linear": "packed", "output_linear": "rowwise"}),
+    # transformers' plan is for the experts alone.
+    "jamba": _cut("self_attn", ATTENTION) | _cut("feed_forward", GATED_MLP | EXPERTS),
+    "lfm2": _cut("self_attn", {**ATTENTION, "out_proj": "rowwise"})
+    | _cut("feed_forward", {"w1": "colwise", "w3": "colwise", "w2": "rowwise"}),
+    # transformers' plan is for the multimodal model's paths.
+    "llama4_text": _cut("self_attn", ATTENTION)
+    | _cut("feed_forward", GATED_MLP)
+    | _cut("feed_forward.shared_expert", GATED_MLP)
+    | _cut("feed_forward", {**EXPERTS, "experts.gate_up_proj": "packed_rowwise", "experts.down_proj": "colwise"}),
+    # transformers' plan is for the experts alone. The mixer of a layer is any of these.
+    "nemotron_h": _cut("mixer", ATTENTION | GATED_MLP | EXPERTS) | _cut("mixer.shared_experts", GATED_MLP),
     # transformers' plan computes all heads on every rank, because the norms of queries and keys go over all heads. Ours
     # cuts the heads, and the ranks add up what the norm needs: one number per token.
-    "olmo3": {
-        "model.layers.*.self_attn.q_proj": "colwise",
-        "model.layers.*.self_attn.k_proj": "colwise",
-        "model.layers.*.self_attn.v_proj": "colwise",
-        "model.layers.*.self_attn.o_proj": "rowwise",
-        "model.layers.*.self_attn.q_norm": "norm_over_ranks",
-        "model.layers.*.self_attn.k_norm": "norm_over_ranks",
-        "model.layers.*.mlp.gate_proj": "colwise",
-        "model.layers.*.mlp.up_proj": "colwise",
-        "model.layers.*.mlp.down_proj": "rowwise",
-    },
+    "olmo3": _cut("self_attn", {**ATTENTION, "q_norm": "norm_over_ranks", "k_norm": "norm_over_ranks"})
+    | _cut("mlp", GATED_MLP),
+    "zamba2": _cut("shared_transformer.self_attn", ATTENTION)
+    | _cut("shared_transformer.self_attn", {f"linear_{x}_adapter_list.*.1": "colwise" for x in "qkv"})
+    | _cut("shared_transformer.feed_forward", {"gate_up_proj": "packed", "down_proj": "rowwise"})
+    | _cut("shared_transformer.feed_forward", {"gate_up_proj_adapter_list.*.1": "packed"}),
 }
 """model_type -> module path -> style, where transformers states no plan, or one that is not ours. Styles are explained
-in `parallel.py`."""
+in `parallel.py`; state mixers say themselves how they are cut (`mixers.py`)."""
 
+TENSOR_PARALLEL_PLANS["lfm2_moe"] = TENSOR_PARALLEL_PLANS["lfm2"] | _cut("feed_forward", EXPERTS)
 
 LAYER_FROM_CALL = {"Zamba2Attention"}
 """Modules that are told with each call which layer they are: one block of weights stands at several depths."""

@@ -45,7 +45,7 @@ class ShortConv(_Mixer):
 
     @staticmethod
     def sections(module: Any, ranks: int) -> dict[str, Sequence[Section]]:
-        channels = Section(module.in_proj.weight.shape[0] // 3, True)
+        channels = Section(module.in_proj.weight.shape[0] // 3)
         return {"in_proj": (channels,) * 3, "conv": (channels,)}
 
     def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -80,9 +80,9 @@ class Mamba2(_Mixer):
 
     @staticmethod
     def sections(module: Any, ranks: int) -> dict[str, Sequence[Section]]:
-        inner = Section(module.intermediate_size, True)
+        inner = Section(module.intermediate_size)
         shared = Section(module.n_groups * module.ssm_state_size, module.n_groups % ranks == 0)
-        heads = Section(module.num_heads, True)
+        heads = Section(module.num_heads)
         return {
             "in_proj": (inner, inner, shared, shared, heads), "conv1d": (inner, shared, shared),
             "A_log": (heads,), "D": (heads,), "dt_bias": (heads,), "norm": (inner,),
@@ -134,7 +134,7 @@ class Mamba1(_Mixer):
 
     @staticmethod
     def sections(module: Any, ranks: int) -> dict[str, Sequence[Section]]:
-        channels = Section(module.intermediate_size, True)
+        channels = Section(module.intermediate_size)
         return {
             "in_proj": (channels, channels), "conv1d": (channels,), "dt_proj": (channels,), "A_log": (channels,),
             "D": (channels,),
@@ -159,14 +159,14 @@ class Lightning(_Mixer):
 
     def __init__(self, module: Any, states: "PagedStates", parallel: TensorParallel):
         super().__init__(module, states, parallel)
-        heads = Section(module.num_attention_heads, True)
+        heads = Section(module.num_attention_heads)
         rates = parallel.own_parts(module.slope_rate.flatten(), (heads,))[0]
         self._decay_H = -rates.float()
 
     @staticmethod
     def sections(module: Any, ranks: int) -> dict[str, Sequence[Section]]:
         heads = module.num_attention_heads * module.head_dim
-        return {"qkv_proj": (Section(3 * heads, True),), "output_gate": (Section(heads, True),)}
+        return {"qkv_proj": (Section(3 * heads),), "output_gate": (Section(heads),)}
 
     def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         module = self._module
@@ -191,11 +191,10 @@ class GatedDeltaNet(_Mixer):
 
     @staticmethod
     def sections(module: Any, ranks: int) -> dict[str, Sequence[Section]]:
-        keys, values = Section(module.key_dim, True), Section(module.value_dim, True)
-        heads = (Section(module.num_v_heads, True),)
+        keys, values, heads = Section(module.key_dim), Section(module.value_dim), Section(module.num_v_heads)
         return {
-            "in_proj_qkv": (keys, keys, values), "conv1d": (keys, keys, values), "in_proj_z": (values,),
-            "in_proj_b": heads, "in_proj_a": heads, "A_log": heads, "dt_bias": heads,
+            "in_proj_qkv": (keys, keys, values), "in_proj_z": (values,), "in_proj_b": (heads,), "in_proj_a": (heads,),
+            "conv1d": (keys, keys, values), "A_log": (heads,), "dt_bias": (heads,),
         }  # fmt: skip
 
     def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -234,10 +233,12 @@ class PackedGatedDeltaNet(GatedDeltaNet):
 
     @staticmethod
     def sections(module: Any, ranks: int) -> dict[str, Sequence[Section]]:
-        whole = {
-            name: (Section(getattr(module, name).weight.shape[0], True),) for name in ("in_proj_qkvz", "in_proj_ba")
-        }
-        return GatedDeltaNet.sections(module, ranks) | whole
+        keys, values, heads = Section(module.key_dim), Section(module.value_dim), Section(module.num_v_heads)
+        return {
+            "in_proj_qkvz": (Section(2 * module.key_dim + 2 * module.value_dim),),
+            "in_proj_ba": (Section(2 * module.num_v_heads),),
+            "conv1d": (keys, keys, values), "A_log": (heads,), "dt_bias": (heads,),
+        }  # fmt: skip
 
     def _project(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         module, ratio = self._module, self._values_per_key

@@ -5,6 +5,7 @@ parameter the plan yields the slice this rank reads from the checkpoint; for som
 their forward pass. With one rank nothing is cut and nothing is hooked.
 
     q, k, v, gate, up     colwise    each rank computes its own heads and columns       y_r = x W_r
+    gate and up in one    packed     each of the two halves is cut
     o, down               rowwise    partial sums, added up over the ranks              y = sum_r x_r W_r
     norm over all heads   norm       each rank its own heads, by the mean square of all
     embedding             vocab      rows of other ranks count as zero, then summed
@@ -65,6 +66,7 @@ class Style:
 STYLES: dict[str, Style] = {
     "colwise": Style({"weight": Cut(0), "bias": Cut(0)}),
     "rowwise": Style({"weight": Cut(1), "bias": FIRST_RANK}, "sum_outputs"),
+    "packed": Style({"weight": Cut(0, halves=2), "bias": Cut(0, halves=2)}),
     "vocab": Style({"weight": Cut(0)}, "embed_own_rows"),
     "colwise_gather_output": Style({"weight": Cut(0), "bias": Cut(0)}, "gather_outputs"),
     "sinks": Style({"sinks": Cut(0)}),
