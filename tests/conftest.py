@@ -37,7 +37,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]
 
             path = models.make_checkpoint(family, tmp_path_factory.mktemp("models") / family)
             oracle = models.load_oracle(path)
-            blind = models.load_oracle(path, **models.BLIND.get(family, {"sliding_window": 1 << 20}))
+            blind = models.load_oracle(path, **models.BLIND.get(family, {}))
             made[family] = TinyModel(
                 path,
                 models.PROMPTS,

@@ -353,12 +353,18 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3_5": qwen3_5,
 }
 
-UNIFORM = {"llama", "qwen3", "smollm3"}
-"""Families that see everything."""
+WINDOWED = {"gemma3", "gemma2", "ministral", "gpt_oss", "cohere2", "olmo3", "exaone4", "llama4"}
+"""Families some of whose layers look back only so far."""
 
-BLIND: dict[str, dict[str, int]] = {name: {} for name in UNIFORM} | {"llama4": {"attention_chunk_size": 512}}
-"""What makes a family see everything, where that is not `sliding_window`."""
+WITH_STATE = {
+    "bamba", "granite4", "nemotron_h", "falcon_h1", "zamba2", "jamba", "minimax", "lfm2", "qwen3_next", "qwen3_5"
+}  # fmt: skip
+"""Families some of whose layers see the past through a state."""
 
+BLIND: dict[str, dict[str, int]] = {name: {"sliding_window": 1 << 20} for name in WINDOWED}
+"""What in a config makes a family see everything."""
+
+BLIND["llama4"] = {"attention_chunk_size": 512}
 
 SEEDS = {
     "gemma3": 11, "gemma2": 32, "ministral": 23, "gpt_oss": 29, "llama": 24, "qwen3": 1, "smollm3": 1, "cohere2": 13,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from intarsia.kvcache.plan import MemoryPlan
+from intarsia.kvcache.reach import Keeps
 from intarsia.proto.step import Sampled, Step, StepResult
 
 VOCAB = 50
@@ -35,13 +36,14 @@ class SimulatedWorker:
         self._pages: dict[tuple[int, int], dict[tuple[int, int], bytes]] = {}
         self._owner: dict[tuple[int, int], int] = {}  # large page -> the group that wrote it last
         self._slots: dict[int, dict] = {}
+        self._saves: dict[tuple[int, int], list[tuple[int, int]]] = {}  # slot, group -> lengths, and where to
         self.largest_step_tokens = 0
 
     def run(self, step: Step) -> StepResult:
         for slot in step.retire:
             del self._slots[slot]
         for g, source, target in step.copies:
-            for offset in range(self._plan.block_tokens):
+            for offset in range(self._plan.groups[g].block_tokens):
                 content = self._read(source, offset, g)
                 if content is not None:
                     self._write(target, offset, g, content)
@@ -53,6 +55,9 @@ class SimulatedWorker:
                 "tables": [list(row) for row in entry.blocks],
                 "max": entry.max_tokens,
             }
+        self._saves = {}
+        for slot, g, length, block in step.saves:
+            self._saves.setdefault((slot, g), []).append((length, block))
         self.largest_step_tokens = max(self.largest_step_tokens, sum(a.tokens for a in step.advance))
         sampled = [token for entry in step.advance if (token := self._advance(entry))]
         return StepResult(step.epoch, step.number, tuple(sampled), 0)
@@ -65,6 +70,14 @@ class SimulatedWorker:
         for row, blocks in zip(state["tables"], entry.blocks, strict=bool(entry.blocks)):
             row.extend(blocks)
         for g, (group, row) in enumerate(zip(self._plan.groups, state["tables"], strict=True)):
+            if group.reach.keeps is Keeps.STATE:
+                if start > 0:
+                    assert self._read(row[0], 0, g) == bytes(tokens[:start]), f"group {g}: a state of another prefix"
+                for length, block in self._saves.get((entry.slot, g), ()):
+                    assert start < length <= stop, "a state is to be saved at a length that is not passed"
+                    self._write(block, 0, g, bytes(tokens[:length]))
+                self._write(row[0], 0, g, bytes(tokens[:stop]))
+                continue
             for position in range(start, stop):
                 block = row[position // group.block_tokens]
                 assert block != 0, "a token would be written to the null block"

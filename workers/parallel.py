@@ -86,6 +86,9 @@ EXPERT_CUTS: dict[str, Cut] = {
 }
 """Style of a parameter [experts, .., ..] in transformers' plans -> its cut."""
 
+KV_HEADS = {"k_proj", "v_proj", "k_norm"}
+"""Modules with one part per key-value head. With more ranks than heads, a head lives on several ranks."""
+
 WHOLE = {"replicated_with_grad_allreduce", "replicate"}
 """Styles of transformers' plans that mean: every rank holds all of it."""
 
@@ -150,7 +153,7 @@ class TensorParallel:
         if style.around in ("embed_own_rows", "gather_outputs"):
             part = self._vocab_part(shape[dim])
             return Slice(dim, ((self.rank * part, self.rank * part + part),))
-        heads = config.num_key_value_heads if path.endswith(("k_proj", "v_proj", "k_norm")) else self.size
+        heads = config.num_key_value_heads if path.rsplit(".", 1)[-1] in KV_HEADS else self.size
         return Slice(dim, self._ranges(f"{path}.{name}", cut.of(shape), min(heads, self.size)))
 
     def _ranges(self, what: str, sections: Sequence[Section], parts: int | None = None) -> tuple[tuple[int, int], ...]:

@@ -9,7 +9,7 @@ from intarsia.errors import InvalidSetting
 from intarsia.kvcache.check import recount
 from intarsia.kvcache.manager import CacheManager, CacheSettings, RequestId
 from intarsia.kvcache.plan import Group
-from intarsia.kvcache.reach import Chunked, Full, Reach, Sliding
+from intarsia.kvcache.reach import Chunked, Full, Reach, Sliding, State
 from intarsia.tests.kvcache.plans import plan_of
 from intarsia.tests.simulated import SimulatedWorker, continuation
 
@@ -199,7 +199,7 @@ def test_random_loads_end_with_every_token_right_and_every_block_free():
     rng = random.Random(seed)
     preemptions = 0
     for _ in range(60):
-        kinds = [Full(), Sliding(1), Sliding(3), Sliding(6), Sliding(11), Chunked(4), Chunked(7)]
+        kinds = [Full(), Sliding(1), Sliding(3), Sliding(6), Sliding(11), Chunked(4), Chunked(7), State()]
         reaches = rng.sample(kinds, rng.randint(1, 3))
         size = rng.choice([2, 3, 4])
         alone = sum(Group(reach, (0,), size).blocks_spanning(27, chunk_tokens=1) for reach in reaches)

@@ -4,7 +4,7 @@ from intarsia.proto.step import Admit, Advance, Sampled, Sampling, Step, StepRes
 def test_step_survives_the_wire():
     sampling = Sampling(0.7, 40, 0.9, 2**63 - 1, -1)
     admit = Admit(4, (1, 2, 3), 0, ((1, 0), (2, 9)), 90, sampling)
-    step = Step(3, 17, (4, 5), ((0, 7, 8),), (admit,), (Advance(4, 3, ()),))
+    step = Step(3, 17, (4, 5), ((0, 7, 8),), ((4, 1, 2, 6),), (admit,), (Advance(4, 3, ()),))
     assert Step.unpack(step.pack()) == step
 
 
@@ -14,5 +14,5 @@ def test_result_survives_the_wire():
 
 
 def test_decode_step_of_256_requests_packs_below_2_kilobytes():
-    step = Step(1, 100_000, (), (), (), tuple(Advance(slot, 1, ()) for slot in range(256)))
+    step = Step(1, 100_000, (), (), (), (), tuple(Advance(slot, 1, ()) for slot in range(256)))
     assert len(step.pack()) < 2048
