@@ -14,10 +14,13 @@ from transformers import (
     AutoModelForCausalLM,
     BambaConfig,
     Cohere2Config,
+    DeepseekV3Config,
     Exaone4Config,
     FalconH1Config,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GptOssConfig,
     GraniteMoeHybridConfig,
     JambaConfig,
@@ -25,7 +28,9 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     MiniMaxConfig,
+    Ministral3Config,
     MinistralConfig,
+    MistralConfig,
     NemotronHConfig,
     Olmo3Config,
     PretrainedConfig,
@@ -329,6 +334,101 @@ def qwen3_5() -> PretrainedConfig:
     return Qwen3_5TextConfig(**COMMON, **DELTA, num_hidden_layers=4)
 
 
+def gemma3n() -> PretrainedConfig:
+    """Four streams, embeddings per layer; the last layers read the keys and values of the last of their kind before."""
+    return Gemma3nTextConfig(
+        **COMMON,
+        num_hidden_layers=6,
+        layer_types=[S, F, S, F, S, F],
+        sliding_window=WINDOW,
+        num_kv_shared_layers=2,
+        vocab_size_per_layer_input=VOCAB,
+        hidden_size_per_layer_input=8,
+        laurel_rank=8,
+        activation_sparsity_pattern=[0.5, 0.5, 0.0, 0.0, 0.0, 0.0],
+    )
+
+
+GEMMA4: dict[str, Any] = {"global_head_dim": 32, "num_global_key_value_heads": 2}  # of its full layers
+
+
+def gemma4_e() -> PretrainedConfig:
+    """Embeddings per layer, shared keys and values, full layers with heads of twice the size."""
+    return Gemma4TextConfig(
+        **COMMON,
+        **GEMMA4,
+        num_hidden_layers=6,
+        layer_types=[S, F, S, F, S, F],
+        sliding_window=WINDOW,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        vocab_size_per_layer_input=VOCAB,
+        hidden_size_per_layer_input=8,
+    )
+
+
+def gemma4() -> PretrainedConfig:
+    """Full layers with fewer, larger heads whose values are their keys, experts beside an MLP."""
+    return Gemma4TextConfig(
+        **{**COMMON, "num_key_value_heads": 4},
+        **GEMMA4,
+        num_hidden_layers=4,
+        layer_types=[S, S, S, F],
+        sliding_window=WINDOW,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=32,
+    )
+
+
+def deepseek_v3() -> PretrainedConfig:
+    """A latent per token, experts in groups beside a shared one."""
+    return DeepseekV3Config(
+        **{name: value for name, value in {**COMMON, "num_key_value_heads": 4}.items() if name != "head_dim"},
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        q_lora_rank=24,
+        kv_lora_rank=32,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=12,
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+    )
+
+
+def mistral() -> PretrainedConfig:
+    """Every layer slides."""
+    return MistralConfig(**COMMON, num_hidden_layers=3, sliding_window=WINDOW)
+
+
+def ministral3() -> PretrainedConfig:
+    """Uniform, queries scaled by their position."""
+    return Ministral3Config(
+        **COMMON,
+        num_hidden_layers=3,
+        sliding_window=None,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1_000_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    )
+
+
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma3": gemma3,
     "gemma2": gemma2,
@@ -351,10 +451,22 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "lfm2": lfm2,
     "qwen3_next": qwen3_next,
     "qwen3_5": qwen3_5,
+    "gemma3n": gemma3n,
+    "gemma4_e": gemma4_e,
+    "gemma4": gemma4,
+    "deepseek_v3": deepseek_v3,
+    "mistral": mistral,
+    "ministral3": ministral3,
 }
 
-WINDOWED = {"gemma3", "gemma2", "ministral", "gpt_oss", "cohere2", "olmo3", "exaone4", "llama4"}
+WINDOWED = {
+    "gemma3", "gemma2", "ministral", "gpt_oss", "cohere2", "olmo3", "exaone4", "llama4", "gemma3n", "gemma4_e",
+    "gemma4", "mistral",
+}  # fmt: skip
 """Families some of whose layers look back only so far."""
+
+WITH_SHARING = {"gemma3n", "gemma4_e"}
+"""Families whose last layers read the keys and values of others."""
 
 WITH_STATE = {
     "bamba", "granite4", "nemotron_h", "falcon_h1", "zamba2", "jamba", "minimax", "lfm2", "qwen3_next", "qwen3_5"
@@ -370,6 +482,7 @@ SEEDS = {
     "gemma3": 11, "gemma2": 32, "ministral": 23, "gpt_oss": 29, "llama": 24, "qwen3": 1, "smollm3": 1, "cohere2": 13,
     "olmo3": 2, "exaone4": 11, "llama4": 1, "bamba": 7, "granite4": 35, "nemotron_h": 11, "falcon_h1": 26,
     "zamba2": 3, "jamba": 1, "minimax": 13, "lfm2": 7, "qwen3_next": 2, "qwen3_5": 8,
+    "gemma3n": 2, "gemma4_e": 1, "gemma4": 5, "deepseek_v3": 1, "mistral": 2, "ministral3": 5,
 }  # fmt: skip
 """Seeds whose greedy tokens for `PROMPTS` lead the second best by 0.01 or more at every step, so that the last bits of
 a sum decide nothing."""

@@ -19,12 +19,13 @@ from ..kvcache.plan import MemoryPlan
 from ..kvcache.reach import Keeps, Reach
 from ..kvcache.spec import LayerSpec
 from .families import take_layer_from_call, take_query_scale
+from .latent import LATENT_ATTENTION, LatentAttention
 from .pages import Pages
 
 IMPLEMENTATION = "intarsia"
 """The name under which transformers models find our attention function."""
 
-FEATURES = ("window", "chunk", "softcap", "sinks")
+FEATURES = ("window", "chunk", "softcap", "sinks", "latent")
 """What a backend may lack."""
 
 _OWNER = "intarsia_attention"
@@ -69,6 +70,8 @@ class PagedAttention:
                 setattr(module, _OWNER, self)
                 setattr(module, _QUERY_SCALE, take_query_scale(module))
                 take_layer_from_call(module)
+            if type(module).__name__ in LATENT_ATTENTION:
+                module.forward = LatentAttention(module, self)
 
     def forget_pages(self) -> None:
         self._views = {}
@@ -116,12 +119,14 @@ class PagedAttention:
         Returns [1, T, H, D].
         """
         q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (q_BHTD, k_BKTD, v_BKTD))
-        out_THD = torch.empty((*q_THD.shape[:2], v_TKD.shape[-1]), dtype=q_THD.dtype, device=q_THD.device)
+        value_dim = params.latent_values or v_TKD.shape[-1]
+        out_THD = torch.empty((*q_THD.shape[:2], value_dim), dtype=q_THD.dtype, device=q_THD.device)
         if self._backend is None:
             self._note(layer, q_THD.shape[1], params)
             return out_THD.zero_().unsqueeze(0)
         meta, view = self._metas[self._mask_of[layer]], self._views[layer]
-        self._backend.write(view, k_TKD, v_TKD, meta)
+        if self._layers[layer].shares is None:  # else its source has written them, in this very step
+            self._backend.write(view, k_TKD, v_TKD, meta)
         self._backend.attend(q_THD, view, params, meta, out_THD)
         return out_THD.unsqueeze(0)
 
@@ -132,7 +137,8 @@ class PagedAttention:
             heads=heads,
             kv_heads=spec.kv_heads,
             key_dim=spec.key_dim,
-            value_dim=spec.value_dim,
+            value_dim=params.latent_values or spec.value_dim,
+            latent=params.latent_values is not None,
             window=spec.reach.window_tokens is not None,
             chunk=spec.reach.chunk_tokens is not None,
             softcap=params.softcap is not None,

@@ -24,7 +24,15 @@ for the one with the popular experts."""
 
 TENSOR_PARALLEL_PLANS: dict[str, dict[str, str]] = {
     "bamba": _cut("self_attn", ATTENTION) | _cut("feed_forward", GATED_MLP),
+    # The latent is whole on every rank; heads come out of `q_b_proj` and `kv_b_proj`. transformers cuts experts alone.
+    "deepseek_v3": _cut(
+        "self_attn", {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
+    )
+    | _cut("mlp", GATED_MLP | EXPERTS)
+    | _cut("mlp.shared_experts", GATED_MLP),
     "falcon_h1": _cut("self_attn", ATTENTION) | _cut("feed_forward", GATED_MLP),
+    # Its first MLPs keep only the largest activations of a token, by the mean and deviation over all columns.
+    "gemma3n_text": _cut("self_attn", ATTENTION) | _cut("mlp", GATED_MLP) | {"model.layers.*.mlp": "sparse_over_ranks"},
     # Gate and up of an expert take turns along one dimension, so any even cut leaves whole pairs.
     "gpt_oss": _cut("self_attn", ATTENTION)
     | {"model.layers.*.self_attn": "sinks", "model.layers.*.mlp.experts": "expert_columns"},
@@ -55,6 +63,9 @@ TENSOR_PARALLEL_PLANS: dict[str, dict[str, str]] = {
 in `parallel.py`; state mixers say themselves how they are cut (`mixers.py`)."""
 
 TENSOR_PARALLEL_PLANS["lfm2_moe"] = TENSOR_PARALLEL_PLANS["lfm2"] | _cut("feed_forward", EXPERTS)
+
+VOCABULARIES = {"embed_tokens_per_layer"}
+"""Embeddings beside the input's own with a row for each token, each rank holding some."""
 
 LAYER_FROM_CALL = {"Zamba2Attention"}
 """Modules that are told with each call which layer they are: one block of weights stands at several depths."""

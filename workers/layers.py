@@ -45,7 +45,7 @@ def read_layers(config: Any, tensor_parallel_size: int, item_bytes: int) -> tupl
             known = ", ".join([*REACH_OF, *sorted(HAS_STATE - set(REACH_OF))])
             raise UnsupportedModel(f"{config.model_type} has layers of kind {kind!r}; known are {known}", field="model")
         if kind in REACH_OF:
-            layer = _layer_config(config, index)
+            layer = layer_config(config, index)
             specs.append(_attention(layer, index, REACH_OF[kind](layer), tensor_parallel_size, item_bytes, sources))
         if kind in HAS_STATE:
             specs.append(LayerSpec(index, State(), state=_state(config, tensor_parallel_size, item_bytes)))
@@ -54,25 +54,18 @@ def read_layers(config: Any, tensor_parallel_size: int, item_bytes: int) -> tupl
 
 def check_runnable(config: Any, layers: tuple[LayerSpec, ...]) -> None:
     """Raises `UnsupportedModel` when a model has layers that can be planned for, but not run yet."""
-    for layer in layers:
-        if layer.reach.kind == "state":
-            continue
-        if layer.reach.kind not in ("full", "sliding", "chunked"):
-            what = f"layers of kind {layer.reach.kind!r}"
-        elif layer.shares is not None:
-            what = "layers that share keys and values"
-        elif layer.value_dim == 0:
-            what = "multi-head latent attention"
-        else:
-            continue
+    kinds = {layer.reach.kind for layer in layers} - {"full", "sliding", "chunked", "state"}
+    if kinds:
         raise UnsupportedModel(
-            f"{config.model_type} has {what}, which this version plans for but does not run", field="model"
+            f"{config.model_type} has layers of kind {', '.join(sorted(kinds))}, which this version plans for but does "
+            "not run",
+            field="model",
         )
 
 
 def local_kv_heads(config: Any, tensor_parallel_size: int) -> int:
     """Key and value heads on one rank. With more ranks than heads, each head lives on several ranks."""
-    heads, kv_heads = config.num_attention_heads, _kv_heads(config)
+    heads, kv_heads = config.num_attention_heads, kv_heads_of(config)
     divides = kv_heads % tensor_parallel_size == 0 or tensor_parallel_size % kv_heads == 0
     if heads % tensor_parallel_size or not divides:
         raise InvalidSetting(
@@ -87,7 +80,7 @@ def local_kv_heads(config: Any, tensor_parallel_size: int) -> int:
     return max(1, kv_heads // tensor_parallel_size)
 
 
-def _kv_heads(config: Any) -> int:
+def kv_heads_of(config: Any) -> int:
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
@@ -101,7 +94,7 @@ def _layer_types(config: Any) -> list[str]:
     return ["cross_attention" if n in cross else kind for n in range(config.num_hidden_layers)]
 
 
-def _layer_config(config: Any, index: int) -> Any:
+def layer_config(config: Any, index: int) -> Any:
     """The config as one layer sees it: some models have layers of unequal head sizes."""
     layers = getattr(config, "per_layer_config", None)
     return layers[index] if layers is not None else config
@@ -120,6 +113,7 @@ def _attention(
 ) -> LayerSpec:
     shares = sources.get(index)
     if getattr(config, "kv_lora_rank", None):  # one latent for all heads, on every rank
+        _Split(ranks, item_bytes).part(config.num_attention_heads, "query heads")
         width = config.kv_lora_rank + config.qk_rope_head_dim
         return LayerSpec(index, reach, 1, width, 0, item_bytes, shares=shares)
     head = (

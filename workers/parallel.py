@@ -15,6 +15,7 @@ their forward pass. With one rank nothing is cut and nothing is hooked.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 
 from ..errors import InvalidSetting, UnsupportedModel
 from .collectives import Collectives
-from .families import TENSOR_PARALLEL_PLANS
+from .families import TENSOR_PARALLEL_PLANS, VOCABULARIES
+from .layers import kv_heads_of, layer_config
 
 
 class Section(NamedTuple):
@@ -71,6 +73,7 @@ STYLES: dict[str, Style] = {
     "colwise_gather_output": Style({"weight": Cut(0), "bias": Cut(0)}, "gather_outputs"),
     "sinks": Style({"sinks": Cut(0)}),
     "norm_over_ranks": Style({"weight": Cut(0)}, "normalize_over_ranks"),
+    "sparse_over_ranks": Style({}, "sparsify_over_ranks"),
     "expert_columns": Style(
         {"gate_up_proj": Cut(2), "gate_up_proj_bias": Cut(1), "down_proj": Cut(1), "down_proj_bias": FIRST_RANK},
         "sum_outputs",
@@ -121,7 +124,7 @@ class TensorParallel:
         patterns = _patterns(model, config)
         styles = {}
         for path, module in model.named_modules():
-            style = "vocab" if module is _input_embedding(model) else _match(patterns, path)
+            style = "vocab" if _is_vocabulary(model, path, module) else _match(patterns, path)
             if style is None or style in WHOLE:
                 continue
             if style not in STYLES:
@@ -153,8 +156,8 @@ class TensorParallel:
         if style.around in ("embed_own_rows", "gather_outputs"):
             part = self._vocab_part(shape[dim])
             return Slice(dim, ((self.rank * part, self.rank * part + part),))
-        heads = config.num_key_value_heads if path.rsplit(".", 1)[-1] in KV_HEADS else self.size
-        return Slice(dim, self._ranges(f"{path}.{name}", cut.of(shape), min(heads, self.size)))
+        parts = min(_kv_heads(config, path), self.size) if path.rsplit(".", 1)[-1] in KV_HEADS else self.size
+        return Slice(dim, self._ranges(f"{path}.{name}", cut.of(shape), parts))
 
     def _ranges(self, what: str, sections: Sequence[Section], parts: int | None = None) -> tuple[tuple[int, int], ...]:
         """parts: into how many each section is cut; when fewer than ranks, several ranks have the same one."""
@@ -206,6 +209,22 @@ class TensorParallel:
 
         module.forward = forward
 
+    def sparsify_over_ranks(self, module: nn.Module, whole_shape: tuple[int, ...]) -> None:
+        """Gemma 3n: a cutoff by mean and deviation (arXiv 2506.06644), of activations that are cut."""
+        mlp: Any = module
+
+        def cut_off(gate: Tensor) -> Tensor:
+            columns = gate.shape[-1] * self.size
+            mean = gate.float().sum(-1, keepdim=True)
+            self.collectives.all_reduce(mean)
+            mean /= columns
+            variance = (gate.float() - mean).pow(2).sum(-1, keepdim=True)
+            self.collectives.all_reduce(variance)
+            quantile = NormalDist().inv_cdf(mlp.activation_sparsity)
+            return torch.relu(gate - (mean + (variance / columns).sqrt() * quantile).to(gate.dtype))
+
+        mlp._gaussian_topk = cut_off
+
     def embed_own_rows(self, module: nn.Module, whole_shape: tuple[int, ...]) -> None:
         part = self._vocab_part(whole_shape[0])
         start = self.rank * part
@@ -237,6 +256,12 @@ class TensorParallel:
         module.register_forward_hook(after)
 
 
+def _kv_heads(config: Any, path: str) -> int:
+    """Of the layer that a module belongs to."""
+    layer = re.search(r"\.layers\.(\d+)\.", f".{path}")
+    return kv_heads_of(layer_config(config, int(layer[1])) if layer else config)
+
+
 def _patterns(model: nn.Module, config: Any) -> list[tuple[re.Pattern, str]]:
     """The plan as regular expressions over module paths. `*` stands for one number."""
     ours = TENSOR_PARALLEL_PLANS.get(config.model_type)
@@ -256,5 +281,5 @@ def _match(patterns: list[tuple[re.Pattern, str]], path: str) -> str | None:
     return next((style for pattern, style in patterns if pattern.fullmatch(path)), None)
 
 
-def _input_embedding(model: nn.Module) -> nn.Module:
-    return model.get_input_embeddings()  # type: ignore[operator]  every transformers model has it
+def _is_vocabulary(model: Any, path: str, module: nn.Module) -> bool:
+    return module is model.get_input_embeddings() or path.rsplit(".", 1)[-1] in VOCABULARIES

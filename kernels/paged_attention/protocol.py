@@ -8,6 +8,7 @@ Suffixes name the axes of a tensor:
 
 `kv_view` is always [pages, tokens, K, Dk+Dv], token-major with key and value fused on the last axis, strided over the
 raw buffer: its page stride may exceed its content, because a page is padded or because several layers live in it.
+A latent is all key: [pages, tokens, 1, Dk], and its first numbers are the value too (`values_of`).
 Pages change owner and dtype, so whatever is not a live token of this very row may be NaN, page 0 (the null page)
 included. A mask does not hide NaN (0 * NaN is NaN): a backend must not let such bytes into its arithmetic.
 """
@@ -27,11 +28,18 @@ class LayerParams:
     scale    multiplies q·k
     softcap  if given, logits become softcap * tanh(logits / softcap)
     sinks    if given, [H]: one learned logit per query head that joins the softmax's denominator and has no value
+    latent_values  if given, pages hold one latent per token, whose first so many numbers are its value
     """
 
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
+    latent_values: int | None = None
+
+
+def values_of(kv: Tensor, key_dim: int, params: LayerParams) -> Tensor:
+    """The values among the last axis of what pages hold: behind the keys, or the beginning of a latent."""
+    return kv[..., key_dim:] if params.latent_values is None else kv[..., : params.latent_values]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,6 +107,7 @@ class Needs:
     chunk: bool = False
     softcap: bool = False
     sinks: bool = False
+    latent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +121,7 @@ class Capabilities:
     chunk: bool = True
     softcap: bool = True
     sinks: bool = True
+    latent: bool = True
 
     def refusal(self, needs: Needs, device: torch.device) -> str | None:
         """Why this layer can not run here, in words; None if it can."""
@@ -125,6 +135,7 @@ class Capabilities:
             (self.chunk or not needs.chunk, "has no chunked attention"),
             (self.softcap or not needs.softcap, "has no softcap"),
             (self.sinks or not needs.sinks, "has no attention sinks"),
+            (self.latent or not needs.latent, "has no multi-head latent attention"),
         )
         return "; ".join(reason for passed, reason in checks if not passed) or None
 
@@ -144,7 +155,10 @@ class Backend(Protocol):
         ...
 
     def write(self, kv_view: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: GroupMeta) -> None:
-        """Put this step's keys [T,K,Dk] and values [T,K,Dv] into their pages; touch nothing else."""
+        """Put this step's keys [T,K,Dk] and values [T,K,Dv] into their pages; touch nothing else.
+
+        Of a latent, Dv is 0.
+        """
         ...
 
     def attend(self, q_THD: Tensor, kv_view: Tensor, params: LayerParams, meta: GroupMeta, out_THD: Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .protocol import Capabilities, GroupBatch, GroupMeta, LayerParams
+from .protocol import Capabilities, GroupBatch, GroupMeta, LayerParams, values_of
 
 
 class ReferenceBackend:
@@ -48,7 +48,7 @@ class ReferenceBackend:
         """[H,Dv]: what one query reads from the L keys it sees."""
         heads, key_dim = q_HD.shape
         kv_LHC = kv_LKC.to(self.compute_dtype).repeat_interleave(heads // kv_LKC.shape[1], dim=1)
-        keys, values = kv_LHC[..., :key_dim], kv_LHC[..., key_dim:]
+        keys, values = kv_LHC[..., :key_dim], values_of(kv_LHC, key_dim, params)
         logits_HL = torch.einsum("hd,lhd->hl", q_HD.to(self.compute_dtype), keys) * params.scale
         if params.softcap is not None:
             logits_HL = params.softcap * torch.tanh(logits_HL / params.softcap)

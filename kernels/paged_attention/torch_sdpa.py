@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .protocol import Capabilities, GroupBatch, GroupMeta, LayerParams
+from .protocol import Capabilities, GroupBatch, GroupMeta, LayerParams, values_of
 
 SPREAD_TOKENS = 256
 """Decode rows share a part while padding costs a row less than a part of its own: about 30 us, or 256 tokens."""
@@ -240,7 +240,7 @@ def _by_token(out_NKGMD: Tensor) -> Tensor:
 def _fused(q_NKGMD: Tensor, kv_NKLC: Tensor, params: LayerParams, mask_NML: Tensor | None) -> Tensor:
     """Torch's fused attention. It knows four axes, so M or N, whichever is 1, steps aside."""
     key_dim, group = q_NKGMD.shape[-1], q_NKGMD.shape[2]
-    keys, values = kv_NKLC[..., :key_dim], kv_NKLC[..., key_dim:]
+    keys, values = kv_NKLC[..., :key_dim], values_of(kv_NKLC, key_dim, params)
     mask = None if mask_NML is None else mask_NML[:, None].to(q_NKGMD.dtype)
     if q_NKGMD.shape[3] == 1:  # decode: the query heads of a kv head are its query rows
         out = F.scaled_dot_product_attention(q_NKGMD[..., 0, :], keys, values, mask, scale=params.scale)
@@ -264,5 +264,5 @@ def _by_hand(q_NKGMD: Tensor, kv_NKLC: Tensor, params: LayerParams, mask_NML: Te
     total = weights.sum(-1, keepdim=True)
     if params.sinks is not None:  # a sink far above every logit makes this inf, and the result the 0 it should be
         total += (params.sinks.float().view(kv_heads, group, 1, 1) - top).exp()
-    out = weights.flatten(2, 3) @ kv[..., key_dim:]
+    out = weights.flatten(2, 3) @ values_of(kv, key_dim, params)
     return out.unflatten(2, (group, queries)) / total

@@ -17,7 +17,7 @@ from intarsia.kvcache.plan import MemoryPlan, PlanSettings
 from intarsia.kvcache.strategies import plan_memory
 from intarsia.tests.conftest import Loop, TinyModel
 from intarsia.tests.local import Completion, complete, make_engine
-from intarsia.tests.models import FAMILIES, WINDOW, WINDOWED, WITH_STATE
+from intarsia.tests.models import FAMILIES, WINDOW, WINDOWED, WITH_SHARING, WITH_STATE
 from intarsia.workers.layers import read_layers
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -200,6 +200,23 @@ def test_an_engine_that_drops_states_between_chunks_fails_the_gate(
 
     async def run() -> list[Completion]:
         return await complete(await make_engine(model.path, max_prefill_chunk_tokens=7), model.prompts, GREEDY)
+
+    for completion, expected in zip(asyncio.run(run()), model.expected, strict=True):
+        assert completion.token_ids != expected
+
+
+@pytest.mark.parametrize("family", sorted(WITH_SHARING))
+def test_an_engine_that_shares_with_another_layer_fails_the_gate(
+    family: str, tiny: Callable, monkeypatch: pytest.MonkeyPatch
+):
+    """The sharing layers read the first layer of their kind instead of the last."""
+    from intarsia.workers import layers
+
+    monkeypatch.setattr(layers, "_sources", lambda config, kinds: {4: kinds.index(kinds[4]), 5: kinds.index(kinds[5])})
+    model: TinyModel = tiny(family)
+
+    async def run() -> list[Completion]:
+        return await complete(await make_engine(model.path), model.prompts, GREEDY)
 
     for completion, expected in zip(asyncio.run(run()), model.expected, strict=True):
         assert completion.token_ids != expected
