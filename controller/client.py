@@ -9,6 +9,7 @@ from ..errors import EngineUnavailable, IntarsiaError, InvalidRequest
 from ..proto.channel import Address, ChannelClosed, Stream
 from .engine import TokenDelta, TokenLogprobs
 from .front_door import decode
+from .images import Image
 from .info import EngineInfo
 from .request import SamplingParams
 
@@ -38,7 +39,11 @@ class EngineClient:
         return cls(stream, info)
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, request_id: str | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        request_id: str | None = None,
+        images: Sequence[Image] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
         """Tokens of one request as they come. Closing the generator before its end aborts the request.
 
@@ -53,7 +58,7 @@ class EngineClient:
         inbox = self._inboxes[request_id] = asyncio.Queue()
         finished = False
         try:
-            self._stream.send_message(["submit", request_id, list(prompt_token_ids), sampling.to_wire()])
+            self._stream.send_message(["submit", request_id, list(prompt_token_ids), sampling.to_wire(), images])
             while not finished:
                 item = await inbox.get()
                 finished = isinstance(item, IntarsiaError) or item.finish_reason is not None

@@ -16,6 +16,7 @@ from ..errors import EngineUnavailable, IntarsiaError, InvalidRequest, RequestTo
 from ..kvcache.check import Recount, recount
 from ..kvcache.manager import CacheManager, RequestId
 from ..proto.step import Step, StepResult
+from .images import Gallery, Image, lay_out
 from .info import EngineInfo
 from .request import Request, SamplingParams
 from .scheduler import Progress, Scheduler
@@ -87,11 +88,19 @@ class Engine:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def submit(self, tokens: Sequence[int], sampling: SamplingParams, external_id: str, outlet: Outlet) -> RequestId:
+    def submit(
+        self,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        external_id: str,
+        outlet: Outlet,
+        images: Sequence[Image] = (),
+    ) -> RequestId:
         """Queue a request; its tokens go to `outlet`. Raises `InvalidRequest` if it can not be served as asked."""
         if self._failure is not None:
             raise self._failure
         max_total_tokens = self._check(tokens, sampling)
+        gallery = self._lay_out(tokens, images)
         self._next_id += 1
         request = Request(
             id=RequestId(self._next_id),
@@ -102,6 +111,7 @@ class Engine:
             stop_token_ids=frozenset(sampling.stop_token_ids)
             | (frozenset() if sampling.ignore_eos else frozenset(self.info.eos_token_ids)),
             max_total_tokens=max_total_tokens,
+            gallery=gallery,
         )
         self._callers[request.id] = _Caller(outlet, external_id)
         self._scheduler.add(request)
@@ -222,6 +232,31 @@ class Engine:
                 limit=info.num_blocks,
             )
         return total_tokens
+
+    def _lay_out(self, tokens: Sequence[int], images: Sequence[Image]) -> Gallery | None:
+        info = self.info
+        if not images and (info.image_token_id is None or info.image_token_id not in tokens):
+            return None
+        if info.image_token_id is None:
+            raise InvalidRequest(f"{info.model} takes no images, and the request has {len(images)}", field="images")
+        if len(images) > info.max_images_per_request:
+            raise InvalidRequest(
+                f"the request has {len(images)} images; max_images_per_request is {info.max_images_per_request}. Send "
+                "fewer, or start the engine with a larger one.",
+                field="images",
+                asked=len(images),
+                limit=info.max_images_per_request,
+            )
+        places = tokens.count(info.image_token_id)
+        if places != len(images):
+            raise InvalidRequest(
+                f"the prompt has {places} image tokens (id {info.image_token_id}) and the request {len(images)} "
+                "images. Put one image token where each image belongs.",
+                field="images",
+                asked=len(images),
+                limit=places,
+            )
+        return lay_out(tokens, info.image_token_id, images, self._manager.plan.block_tokens)
 
 
 def _delta(entry: Progress) -> TokenDelta:

@@ -2,7 +2,7 @@
 
 A connection is also the front end's lease: when it closes, its requests are aborted and their blocks are free.
 
-    front end -> engine   ["submit", id, tokens, sampling]   ["abort", id]
+    front end -> engine   ["submit", id, tokens, sampling, images]   ["abort", id]
     engine -> front end   first the EngineInfo; then, once per step, [[id, delta or error], ...]
 """
 
@@ -10,6 +10,7 @@ from ..errors import IntarsiaError, InvalidRequest
 from ..kvcache.manager import RequestId
 from ..proto.channel import Address, ChannelClosed, Stream, StreamServer
 from .engine import Engine, TokenDelta, TokenLogprobs
+from .images import Image
 from .request import SamplingParams
 
 DELTA, ERROR = 0, 1
@@ -48,9 +49,10 @@ class FrontDoor:
                 try:
                     if external_id in requests:
                         raise InvalidRequest(f"request id {external_id!r} is in use", field="request_id")
-                    tokens, sampling = rest
+                    tokens, sampling, images = rest
                     params = SamplingParams(**sampling)
-                    requests[external_id] = self._engine.submit(tokens, params, external_id, outlet)
+                    pictures = [Image(*image) for image in images]
+                    requests[external_id] = self._engine.submit(tokens, params, external_id, outlet, pictures)
                 except IntarsiaError as error:
                     stream.send_message([_encode(external_id, error)])
         except ChannelClosed:

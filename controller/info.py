@@ -34,6 +34,8 @@ class EngineInfo(NamedTuple):
     kv_cache_bytes: int  # on one rank
     max_len_concurrency: float  # requests of max_model_len tokens that fit at once
     enable_prefix_caching: bool
+    image_token_id: int | None = None  # stands for an image in a prompt; None: the model takes none
+    max_images_per_request: int = 0
 
     @property
     def capacity_tokens(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import InvalidRequest
 from ..kvcache.manager import RequestId
 from ..kvcache.prefix import TokenChain
+from .images import Gallery
 
 MAX_LOGPROBS = 20
 """Most alternatives per token a caller may ask for, as OpenAI's API has it."""
@@ -109,6 +110,7 @@ class Request:
     preemptions: int = 0
     is_cautious: bool = False  # prefill goes a block at a time: there is no memory for more
     chain: TokenChain | None = None  # the names of its prefixes, computed once
+    gallery: Gallery | None = None  # the images it was asked about
 
     @property
     def remaining_tokens(self) -> int:

@@ -228,9 +228,11 @@ class Scheduler:
 
     def _try_admit(self, request: Request, budget: int, *, alone: bool) -> tuple[Admit, _Planned] | None:
         """A slot and the first chunk's blocks for a waiting request. None, with nothing taken, if that can not be."""
+        gallery = request.gallery
+        encoder = gallery.encoder if gallery is not None else None
         if request.chain is None:
-            request.chain = self._manager.chain(request.tokens)
-        hit = self._manager.lookup(request.chain)
+            request.chain = self._manager.chain(request.tokens, encoder=encoder)
+        hit = self._manager.lookup(request.chain, encoder=encoder)
         self._manager.open(request.id, hit)
         request.computed_tokens = hit.tokens
         request.slot = self._free_slots[-1]
@@ -254,6 +256,8 @@ class Scheduler:
             tuple(map(tuple, self._manager.table(request.id))),
             request.max_total_tokens,
             _sampling(request),
+            gallery.views if gallery is not None else (),
+            gallery.inputs if gallery is not None and not hit.encoder_tokens else (),
         )
         return admit, _Planned(request, advance._replace(blocks=()))  # its blocks came with the table
 

@@ -1,6 +1,6 @@
 """From settings and a worker group to an engine that is ready to serve."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +24,7 @@ class EngineSettings:
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
     max_model_len: int | None = None  # prompt and generated tokens of one request; None: what the model was made for
     prefix_caching: bool = True
+    max_images_per_request: int = 1  # where a model takes images
     name: str | None = None  # of the engine within the Ray cluster; None: drawn
 
     def __post_init__(self):
@@ -31,6 +32,11 @@ class EngineSettings:
             raise InvalidSetting(
                 f"max_model_len must leave room for a prompt token and a new one (2), got {self.max_model_len}",
                 field="max_model_len",
+            )
+        if self.max_images_per_request < 1:
+            raise InvalidSetting(
+                f"max_images_per_request must be at least 1, got {self.max_images_per_request}",
+                field="max_images_per_request",
             )
 
 
@@ -48,7 +54,7 @@ async def build_engine(settings: EngineSettings, workers: Workers) -> Engine:
     """Load the model, plan and allocate the memory. The engine's loop is the caller's to run."""
     facts = await workers.load(settings.model)
     max_model_len = _max_model_len(settings, facts)
-    plan = plan_memory(facts.layers, settings.plan, max_model_len)
+    plan = plan_memory(facts.layers, _plan_settings(settings, facts), max_model_len)
     limits = settings.scheduler
     await workers.allocate(plan, RunnerLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_model_len))
     manager = CacheManager(plan, CacheSettings(prefix_caching=settings.prefix_caching))
@@ -67,6 +73,13 @@ def _max_model_len(settings: EngineSettings, facts: ModelFacts) -> int:
             limit=facts.max_positions,
         )
     return settings.max_model_len
+
+
+def _plan_settings(settings: EngineSettings, facts: ModelFacts) -> PlanSettings:
+    """With room for the images of a request, each in blocks of its own."""
+    size = settings.plan.block_tokens
+    image_tokens = -(-facts.image_tokens // size) * size
+    return replace(settings.plan, encoder_tokens=image_tokens * settings.max_images_per_request)
 
 
 def _describe(settings: EngineSettings, facts: ModelFacts, plan: MemoryPlan, max_model_len: int) -> EngineInfo:
@@ -93,4 +106,6 @@ def _describe(settings: EngineSettings, facts: ModelFacts, plan: MemoryPlan, max
         kv_cache_bytes=plan.memory_bytes,
         max_len_concurrency=plan.concurrency(max_model_len),
         enable_prefix_caching=settings.prefix_caching,
+        image_token_id=facts.image_token_id,
+        max_images_per_request=settings.max_images_per_request if facts.image_token_id is not None else 0,
     )

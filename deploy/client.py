@@ -66,13 +66,18 @@ class Client:
         prompt: str | Sequence[int],
         sampling: SamplingParams | None = None,
         *,
+        images: Sequence[bytes] = (),
         request_id: str = "",
     ) -> Iterator[Chunk]:
         """Tokens as they come. Closing the iterator before its end stops the generation.
 
+        images: files in a usual format, one for each image token of the prompt
+
         Raises the server's errors as they were: `InvalidRequest`, `EngineUnavailable`, ...
         """
-        request = pb.GenerateRequest(request_id=request_id, sampling=sampling_to_proto(sampling or SamplingParams()))
+        request = pb.GenerateRequest(
+            request_id=request_id, sampling=sampling_to_proto(sampling or SamplingParams()), images=images
+        )
         prompt_to_proto(request, prompt)
         call: Any = self._stub.Generate(request, timeout=self._timeout_s)
         try:
@@ -83,9 +88,11 @@ class Client:
         finally:
             call.cancel()
 
-    def complete(self, prompt: str | Sequence[int], sampling: SamplingParams | None = None) -> Chunk:
+    def complete(
+        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, *, images: Sequence[bytes] = ()
+    ) -> Chunk:
         """The whole answer at once."""
-        chunks = list(self.generate(prompt, sampling))
+        chunks = list(self.generate(prompt, sampling, images=images))
         return Chunk(
             text="".join(chunk.text for chunk in chunks),
             token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),

@@ -117,6 +117,8 @@ def info_from_proto(message: pb.ModelInfo) -> EngineInfo:
         GroupInfo(group.kind, tuple(group.layers), group.block_tokens, group.page_bytes) for group in message.groups
     )
     fields: dict[str, Any] = {name: getattr(message, name) for name in EngineInfo._fields if name != "model_dir"}
+    if not message.HasField("image_token_id"):
+        fields["image_token_id"] = None
     return EngineInfo(**(fields | {"model_dir": "", "groups": groups, "eos_token_ids": tuple(message.eos_token_ids)}))
 
 

@@ -1,5 +1,6 @@
 """The gRPC server: how a request enters, how a bad one is refused, how tokens leave."""
 
+import asyncio
 import contextlib
 import ipaddress
 import logging
@@ -18,6 +19,7 @@ from ..errors import IntarsiaError, InvalidRequest, InvalidSetting
 from ..proto import inference_pb2 as pb
 from ..proto import inference_pb2_grpc as pb_grpc
 from .convert import MAX_MESSAGE_BYTES, error_to_status, info_to_proto, response_to_proto, sampling_from_proto
+from .images import ImageReader, read_images
 from .tokenizer import Tokenizer, encode_prompt
 
 logger = logging.getLogger(__name__)
@@ -36,9 +38,10 @@ SHUTDOWN_GRACE_S = 5.0
 class InferenceServicer(pb_grpc.InferenceServicer):
     """Answers `intarsia.v1.Inference` out of one engine."""
 
-    def __init__(self, engine: EngineClient, tokenizer: Tokenizer | None):
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer | None, images: ImageReader | None = None):
         self._engine = engine
         self._tokenizer = tokenizer
+        self._images = images
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
@@ -46,7 +49,13 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         async with _refusing(context):
             request_id = request.request_id or uuid.uuid4().hex
             prompt = self._prompt(request)
-            deltas = self._engine.generate(prompt, sampling_from_proto(request.sampling), request_id)
+            # Decoding takes its time, and other streams go on meanwhile.
+            images = (
+                await asyncio.to_thread(read_images, self._images, request.images, self._engine.info.model)
+                if request.images
+                else ()
+            )
+            deltas = self._engine.generate(prompt, sampling_from_proto(request.sampling), request_id, images)
             # Closing the generator is what frees the blocks of a client that has gone.
             async with contextlib.aclosing(deltas):
                 async for response in self._responses(request_id, len(prompt), deltas):
@@ -82,7 +91,8 @@ class GrpcServer:
     def __init__(self, engine: EngineClient, tokenizer: Tokenizer | None):
         self._server = grpc.aio.server(options=OPTIONS)
         self._health: Any = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
-        pb_grpc.add_InferenceServicer_to_server(InferenceServicer(engine, tokenizer), self._server)
+        servicer = InferenceServicer(engine, tokenizer, ImageReader.of(engine.info))
+        pb_grpc.add_InferenceServicer_to_server(servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 

@@ -12,11 +12,13 @@ from typing import Any
 
 from ..controller.client import EngineClient
 from ..controller.engine import TokenLogprobs
+from ..controller.images import Image
 from ..controller.info import EngineInfo
 from ..controller.launch import RunningEngine, start_engine
 from ..controller.request import SamplingParams
 from ..errors import EngineUnavailable, InvalidRequest
 from ..kvcache.check import Recount
+from .images import ImageReader, read_images
 from .settings import engine_settings
 from .tokenizer import Tokenizer, encode_prompt
 
@@ -49,6 +51,7 @@ class LLM:
     max_prefill_chunk_tokens  None: most prompt tokens of one request in one step; None: all that fit
     dtype                     "auto": as saved, or "float32", "bfloat16", "float16"
     attention_backend         None: the first that covers the model, or its name
+    max_images_per_request    1: where a model takes images
     name                      None: of the engine in the Ray cluster; None: drawn
 
     Raises `ModelError` or `InvalidSetting`, naming the field, before or while the engine starts; nothing is left
@@ -64,6 +67,7 @@ class LLM:
         try:
             self._tokenizer = Tokenizer.load(model)  # what can be refused at once is refused before workers start
             self._engine = self._await(start_engine(wanted))
+            self._images = ImageReader.of(self.info)
         except BaseException:
             self.shutdown()
             raise
@@ -76,10 +80,12 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        images: Sequence[Sequence[bytes]] | None = None,
     ) -> list[RequestOutput]:
         """Complete all prompts (texts or token ids), batched as the engine sees fit; outputs in the prompts' order.
 
         sampling_params: one for all prompts, or one for each; None: the defaults
+        images: of each prompt, files in a usual format, one for each image token of it
 
         Raises `InvalidRequest` for the first prompt that can not be served; the others are stopped.
         """
@@ -87,7 +93,13 @@ class LLM:
         listed = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[list-item]
         params = _one_for_each(sampling_params, len(listed))
         tokenised = [self._tokens(prompt) for prompt in listed]  # type: ignore[arg-type]
-        return self._await(self._generate_all(engine.client, tokenised, params))
+        pictures = [read_images(self._images, files, self.info.model) for files in images or [()] * len(listed)]
+        if len(pictures) != len(listed):
+            raise InvalidRequest(
+                f"there are {len(listed)} prompts and {len(pictures)} lists of images; give one for each",
+                field="images",
+            )
+        return self._await(self._generate_all(engine.client, tokenised, params, pictures))
 
     def recount(self) -> Recount:
         """Count every block of the pool from the block tables. Raises `AssertionError` on any contradiction."""
@@ -122,17 +134,24 @@ class LLM:
         return encode_prompt(self._tokenizer, prompt, self.info.model)
 
     async def _generate_all(
-        self, client: EngineClient, prompts: list[list[int]], params: list[SamplingParams]
+        self,
+        client: EngineClient,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        images: list[list[Image]],
     ) -> list[RequestOutput]:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._generate(client, p, s)) for p, s in zip(prompts, params, strict=True)]
+            asked = zip(prompts, params, images, strict=True)
+            tasks = [group.create_task(self._generate(client, *each)) for each in asked]
         return [task.result() for task in tasks]
 
-    async def _generate(self, client: EngineClient, prompt: list[int], params: SamplingParams) -> RequestOutput:
+    async def _generate(
+        self, client: EngineClient, prompt: list[int], params: SamplingParams, images: list[Image]
+    ) -> RequestOutput:
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
         delta = None
-        async for delta in client.generate(prompt, params):
+        async for delta in client.generate(prompt, params, images=images):
             token_ids += delta.token_ids
             logprobs += delta.logprobs or ()
         assert delta is not None and delta.finish_reason is not None

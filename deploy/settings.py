@@ -32,6 +32,7 @@ def engine_settings(
     expected_average_seq_len: str | int | None = None,
     dtype: str = "auto",
     attention_backend: str | None = None,
+    max_images_per_request: int = 1,
     name: str | None = None,
 ) -> EngineSettings:
     """Settings of an engine. Raises `InvalidSetting`, naming the field.
@@ -44,6 +45,7 @@ def engine_settings(
         scheduler=SchedulerSettings(max_num_seqs, max_num_batched_tokens, max_prefill_chunk_tokens),
         max_model_len=max_model_len,
         prefix_caching=enable_prefix_caching,
+        max_images_per_request=max_images_per_request,
         name=name,
     )
 

@@ -43,16 +43,18 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "sampling")
+    __slots__ = ("request_id", "text", "token_ids", "sampling", "images")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: TokenIds
     sampling: SamplingParams
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ...) -> None: ...
+    images: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., images: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("token_id", "logprob", "top")
@@ -114,7 +116,7 @@ class LayerGroup(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., block_tokens: _Optional[int] = ..., page_bytes: _Optional[int] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("model", "architecture", "dtype", "device", "tensor_parallel_size", "weight_bytes", "vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "eos_token_ids", "strategy", "groups", "num_blocks", "num_buffers", "kv_cache_bytes", "enable_prefix_caching", "max_len_concurrency")
+    __slots__ = ("model", "architecture", "dtype", "device", "tensor_parallel_size", "weight_bytes", "vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "eos_token_ids", "strategy", "groups", "num_blocks", "num_buffers", "kv_cache_bytes", "enable_prefix_caching", "max_len_concurrency", "image_token_id", "max_images_per_request")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +135,8 @@ class ModelInfo(_message.Message):
     KV_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
     ENABLE_PREFIX_CACHING_FIELD_NUMBER: _ClassVar[int]
     MAX_LEN_CONCURRENCY_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    MAX_IMAGES_PER_REQUEST_FIELD_NUMBER: _ClassVar[int]
     model: str
     architecture: str
     dtype: str
@@ -151,4 +155,6 @@ class ModelInfo(_message.Message):
     kv_cache_bytes: int
     enable_prefix_caching: bool
     max_len_concurrency: float
-    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., strategy: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., num_buffers: _Optional[int] = ..., kv_cache_bytes: _Optional[int] = ..., enable_prefix_caching: _Optional[bool] = ..., max_len_concurrency: _Optional[float] = ...) -> None: ...
+    image_token_id: int
+    max_images_per_request: int
+    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., strategy: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., num_buffers: _Optional[int] = ..., kv_cache_bytes: _Optional[int] = ..., enable_prefix_caching: _Optional[bool] = ..., max_len_concurrency: _Optional[float] = ..., image_token_id: _Optional[int] = ..., max_images_per_request: _Optional[int] = ...) -> None: ...

@@ -20,6 +20,21 @@ class Sampling(NamedTuple):
     logprobs: int  # -1: none; n: of the chosen token and the n most probable ones
 
 
+class View(NamedTuple):
+    """From a position on, until the next view's, tokens see `tokens` of the encoder's output from block `first` on."""
+
+    position: int
+    first_block: int  # of the sequence's table
+    tokens: int
+
+
+class EncoderInput(NamedTuple):
+    """An image to encode: its output goes behind the first `start` tokens of the encoder's."""
+
+    start: int
+    data: bytes
+
+
 class Admit(NamedTuple):
     """A request takes a slot: everything known of it so far."""
 
@@ -29,6 +44,8 @@ class Admit(NamedTuple):
     blocks: tuple[tuple[int, ...], ...]  # [group][block of the sequence]: its whole tables, null blocks included
     max_tokens: int  # most the sequence can grow to, prompt included
     sampling: Sampling
+    views: tuple[View, ...] = ()  # by position; tokens before the first see nothing of the encoder's
+    images: tuple[EncoderInput, ...] = ()  # to encode; none when the cache has them
 
 
 class Advance(NamedTuple):
@@ -62,9 +79,22 @@ class Step(NamedTuple):
             retire,
             copies,
             saves,
-            tuple(Admit(*fields)._replace(sampling=Sampling(*fields[-1])) for fields in admit),
+            tuple(_admit(*fields) for fields in admit),
             tuple(Advance(*fields) for fields in advance),
         )
+
+
+def _admit(slot, tokens, computed, blocks, max_tokens, sampling, views, images) -> Admit:
+    return Admit(
+        slot,
+        tokens,
+        computed,
+        blocks,
+        max_tokens,
+        Sampling(*sampling),
+        tuple(View(*view) for view in views),
+        tuple(EncoderInput(*image) for image in images),
+    )
 
 
 class Sampled(NamedTuple):

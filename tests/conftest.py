@@ -22,6 +22,7 @@ class TinyModel:
 
     path: Path
     prompts: list[list[int]]
+    images: list[list[bytes]]  # of each prompt
     expected: list[list[int]]  # 24 greedy tokens per prompt, each from a full recomputation
     window_ignored: list[list[int]]  # the same with a window that hides nothing
 
@@ -36,14 +37,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]
             from intarsia.tests import models
 
             path = models.make_checkpoint(family, tmp_path_factory.mktemp("models") / family)
-            oracle = models.load_oracle(path)
-            blind = models.load_oracle(path, **models.BLIND.get(family, {}))
-            made[family] = TinyModel(
-                path,
-                models.PROMPTS,
-                [models.greedy(oracle, prompt, 24) for prompt in models.PROMPTS],
-                [models.greedy(blind, prompt, 24) for prompt in models.PROMPTS],
-            )
+            prompts, images = models.prompts_of(family)
+            asked = list(zip(prompts, images, strict=True))
+            expected = [models.greedy(models.load_oracle(path, about), prompt, 24) for prompt, about in asked]
+            blind = expected
+            if family in models.BLIND:
+                oracle = models.load_oracle(path, (), **models.BLIND[family])
+                blind = [models.greedy(oracle, prompt, 24) for prompt in prompts]
+            made[family] = TinyModel(path, prompts, images, expected, blind)
         return made[family]
 
     return make

@@ -8,6 +8,7 @@ from typing import Any
 from intarsia.controller.engine import Engine, TokenDelta
 from intarsia.controller.request import SamplingParams
 from intarsia.controller.startup import build_engine
+from intarsia.deploy.images import ImageReader, read_images
 from intarsia.deploy.settings import engine_settings
 from intarsia.errors import IntarsiaError
 from intarsia.kvcache.plan import MemoryPlan
@@ -61,17 +62,25 @@ class Completion:
 
 async def make_engine(model: Path, workers: Any | None = None, **settings: Any) -> Engine:
     """An engine over `workers` (default: one in this process), with deploy's setting names."""
-    defaults = {"kv_cache_memory": "4MiB", "max_num_seqs": 16}
+    defaults = {"kv_cache_memory": "4MiB", "max_num_seqs": 16, "max_images_per_request": 3}
     return await build_engine(engine_settings(str(model), **(defaults | settings)), workers or LocalWorkers())
 
 
-async def complete(engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
-    """Run all prompts at once to their ends, the engine's loop included."""
+async def complete(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    images: Sequence[Sequence[bytes]] | None = None,
+) -> list[Completion]:
+    """Run all prompts, with their images, at once to their ends, the engine's loop included."""
     completions = [Completion() for _ in prompts]
     loop = asyncio.create_task(engine.run())
     try:
-        for n, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            engine.submit(prompt, sampling, f"request-{n}", completion.outlet)
+        reader = ImageReader.of(engine.info)
+        asked = zip(prompts, images or [[] for _ in prompts], completions, strict=True)
+        for n, (prompt, pictures, completion) in enumerate(asked):
+            found = read_images(reader, pictures, engine.info.model)
+            engine.submit(prompt, sampling, f"request-{n}", completion.outlet, found)
         await asyncio.gather(*(completion.done.wait() for completion in completions))
         await asyncio.sleep(0)
     finally:

@@ -5,13 +5,16 @@ only if its greedy output is not degenerate and changes when the window is ignor
 proves that for each.
 """
 
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     BambaConfig,
     Cohere2Config,
     DeepseekV3Config,
@@ -31,6 +34,7 @@ from transformers import (
     Ministral3Config,
     MinistralConfig,
     MistralConfig,
+    MllamaConfig,
     NemotronHConfig,
     Olmo3Config,
     PretrainedConfig,
@@ -40,8 +44,17 @@ from transformers import (
     SmolLM3Config,
     Zamba2Config,
 )
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
+from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
+from transformers.models.mllama.processing_mllama import (
+    convert_sparse_cross_attention_mask_to_dense,
+    get_cross_attention_token_mask,
+)
 
 VOCAB = 128
+IMAGE = VOCAB
+"""Token that stands for an image, in the one family that has images: it can be read and never said."""
+
 WINDOW = 12
 """Visible tokens; divided by 1 and by no usual block size, so block borders and window edges do not coincide."""
 
@@ -429,6 +442,33 @@ def ministral3() -> PretrainedConfig:
     )
 
 
+def mllama() -> PretrainedConfig:
+    """Every other layer attends to an image, of up to 4 tiles of 5 tokens each; text alone passes those layers by."""
+    return MllamaConfig(
+        text_config=MllamaTextConfig(
+            **{name: value for name, value in {**COMMON, "bos_token_id": 0}.items() if name != "head_dim"},
+            num_hidden_layers=4,
+            cross_attention_layers=[1, 3],
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        ),
+        vision_config=MllamaVisionConfig(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_global_layers=1,
+            attention_heads=2,
+            intermediate_size=48,
+            vision_output_dim=64,
+            image_size=28,
+            patch_size=14,
+            max_num_tiles=4,
+            intermediate_layers_indices=[0],
+            supported_aspect_ratios=[[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]],
+            initializer_range=0.25,
+        ),
+        image_token_index=IMAGE,
+    )
+
+
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma3": gemma3,
     "gemma2": gemma2,
@@ -457,6 +497,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "deepseek_v3": deepseek_v3,
     "mistral": mistral,
     "ministral3": ministral3,
+    "mllama": mllama,
 }
 
 WINDOWED = {
@@ -464,6 +505,9 @@ WINDOWED = {
     "gemma4", "mistral",
 }  # fmt: skip
 """Families some of whose layers look back only so far."""
+
+WITH_IMAGES = {"mllama"}
+"""Families that are asked about images."""
 
 WITH_SHARING = {"gemma3n", "gemma4_e"}
 """Families whose last layers read the keys and values of others."""
@@ -482,7 +526,7 @@ SEEDS = {
     "gemma3": 11, "gemma2": 32, "ministral": 23, "gpt_oss": 29, "llama": 24, "qwen3": 1, "smollm3": 1, "cohere2": 13,
     "olmo3": 2, "exaone4": 11, "llama4": 1, "bamba": 7, "granite4": 35, "nemotron_h": 11, "falcon_h1": 26,
     "zamba2": 3, "jamba": 1, "minimax": 13, "lfm2": 7, "qwen3_next": 2, "qwen3_5": 8,
-    "gemma3n": 2, "gemma4_e": 1, "gemma4": 5, "deepseek_v3": 1, "mistral": 2, "ministral3": 5,
+    "gemma3n": 2, "gemma4_e": 1, "gemma4": 5, "deepseek_v3": 1, "mistral": 2, "ministral3": 5, "mllama": 1,
 }  # fmt: skip
 """Seeds whose greedy tokens for `PROMPTS` lead the second best by 0.01 or more at every step, so that the last bits of
 a sum decide nothing."""
@@ -512,12 +556,17 @@ def is_greedy(model: Any, prompt: Sequence[int], output: Sequence[int], tie: flo
 def make_checkpoint(family: str, folder: Path, seed: int | None = None) -> Path:
     """Save a tiny random checkpoint, all its parameters random (sinks, biases and norms too)."""
     torch.manual_seed(SEEDS[family] if seed is None else seed)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32)
+    config = FAMILIES[family]()
+    if family in WITH_IMAGES:
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        MllamaImageProcessorPil(size={"height": 28, "width": 28}, max_image_tiles=4).save_pretrained(folder)
+    else:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:  # transformers leaves them at 0 or 1, which would hide mistakes
-                parameter.add_(torch.randn_like(parameter) * 0.1 + (0.5 if name.endswith("sinks") else 0.0))
-        if model.config.tie_word_embeddings:  # else the likeliest next token is the last one again
+                parameter.add_(torch.randn_like(parameter) * 0.1 + (0.5 if name.endswith(("sinks", "gate")) else 0.0))
+        if getattr(model.config, "tie_word_embeddings", False):  # else the likeliest next token is the last again
             model.get_input_embeddings().weight.mul_(0.03)
             _last_norm(model).weight.add_(30.0)
     model.save_pretrained(folder)
@@ -530,8 +579,53 @@ def _last_norm(model: Any) -> Any:
     return next(getattr(model.model, name) for name in names if hasattr(model.model, name))
 
 
-def load_oracle(path: Path, **config_changes: Any) -> Any:
+class ImageOracle:
+    """transformers' own model, about images.
+
+    It lets tokens before the first image attend to all images; here they pass by, as in the authors' own code.
+    """
+
+    def __init__(self, path: Path, images: Sequence[bytes]):
+        self._model = AutoModelForImageTextToText.from_pretrained(
+            path, attn_implementation="eager", dtype=torch.float32
+        ).eval()
+        self._inputs: dict[str, Any] = {}
+        if images:
+            pictures = [PIL.Image.open(io.BytesIO(image)).convert("RGB") for image in images]
+            processor: Any = MllamaImageProcessorPil.from_pretrained(path)
+            self._inputs = dict(processor(images=[pictures], return_tensors="pt"))
+            self._tiles = self._inputs.pop("num_tiles")
+        self._before = 0
+        for module in self._model.modules():
+            if type(module).__name__ == "MllamaTextCrossAttention":
+                module.register_forward_hook(lambda _m, _i, out: (self._pass_by(out[0]), out[1]))
+
+    def __call__(self, tokens: torch.Tensor, **settings: Any) -> Any:
+        if not self._inputs:
+            return self._model(tokens, **settings)
+        ranges = [get_cross_attention_token_mask(tokens[0].tolist(), IMAGE)]
+        mask = convert_sparse_cross_attention_mask_to_dense(ranges, self._tiles, 4, tokens.shape[1])
+        self._before = ranges[0][0][0]
+        return self._model(tokens, **self._inputs, cross_attention_mask=torch.from_numpy(mask), **settings)
+
+    def _pass_by(self, out: torch.Tensor) -> torch.Tensor:
+        out[:, : self._before] = 0
+        return out
+
+
+def picture(width: int, height: int, seed: int) -> bytes:
+    """A PNG of random blots."""
+    generator = torch.Generator().manual_seed(seed)
+    blots = torch.randint(0, 256, (4, 6, 3), generator=generator, dtype=torch.uint8).numpy()
+    file = io.BytesIO()
+    PIL.Image.fromarray(blots).resize((width, height)).save(file, "PNG")
+    return file.getvalue()
+
+
+def load_oracle(path: Path, images: Sequence[bytes] = (), **config_changes: Any) -> Any:
     """transformers' own model of a checkpoint, eager and float32; `config_changes` make an ablation of it."""
+    if path.name in WITH_IMAGES:
+        return ImageOracle(path, images)
     return AutoModelForCausalLM.from_pretrained(
         path, attn_implementation="eager", dtype=torch.float32, **config_changes
     ).eval()
@@ -544,3 +638,14 @@ def prompts(seed: int, lengths: Sequence[int]) -> list[list[int]]:
 
 
 PROMPTS = prompts(seed=1, lengths=[5, 33, 47, 80])
+
+
+def prompts_of(family: str) -> tuple[list[list[int]], list[list[bytes]]]:
+    """Prompts of a family, and the images of each: none; one in front; one after some text; three, two of them
+    together."""
+    if family not in WITH_IMAGES:
+        return PROMPTS, [[] for _ in PROMPTS]
+    short, middle, long, longest = ([*prompt] for prompt in PROMPTS)
+    middle[0] = long[3] = longest[2] = longest[3] = longest[40] = IMAGE
+    pictures = [picture(20, 20, 1), picture(60, 25, 2), picture(30, 80, 3), picture(10, 30, 4), picture(50, 50, 5)]
+    return [short, middle, long, longest], [[], pictures[:1], pictures[1:2], pictures[2:]]

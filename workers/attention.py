@@ -53,7 +53,7 @@ class PagedAttention:
     """
 
     def __init__(self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device):
-        self._layers = {layer.index: layer for layer in layers if layer.reach.keeps is not Keeps.STATE}
+        self._layers = {layer.index: layer for layer in layers if layer.reach.keeps is Keeps.TOKENS}
         self._dtype = dtype
         self._device = device
         self._backend: Backend | None = None  # None: learning

@@ -39,6 +39,8 @@ class ModelFacts(NamedTuple):
     vocab_size: int
     max_positions: int
     eos_token_ids: tuple[int, ...]
+    image_token_id: int | None = None  # stands for an image in a prompt; None: the model takes none
+    image_tokens: int = 0  # most that an image becomes, for layers that attend to it
 
 
 class RunnerLimits(NamedTuple):

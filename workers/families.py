@@ -67,6 +67,14 @@ TENSOR_PARALLEL_PLANS["lfm2_moe"] = TENSOR_PARALLEL_PLANS["lfm2"] | _cut("feed_f
 VOCABULARIES = {"embed_tokens_per_layer"}
 """Embeddings beside the input's own with a row for each token, each rank holding some."""
 
+TENSOR_PARALLEL_PLANS["mllama_text_model"] = {
+    path.replace("model.layers", "model.language_model.layers"): style
+    for path, style in (_cut("self_attn", ATTENTION) | _cut("cross_attn", ATTENTION) | _cut("mlp", GATED_MLP)).items()
+}
+
+WITH_ENCODER = {"mllama"}
+"""Models that are loaded with their vision tower. Of other multimodal models the text part is."""
+
 LAYER_FROM_CALL = {"Zamba2Attention"}
 """Modules that are told with each call which layer they are: one block of weights stands at several depths."""
 

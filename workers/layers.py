@@ -54,7 +54,7 @@ def read_layers(config: Any, tensor_parallel_size: int, item_bytes: int) -> tupl
 
 def check_runnable(config: Any, layers: tuple[LayerSpec, ...]) -> None:
     """Raises `UnsupportedModel` when a model has layers that can be planned for, but not run yet."""
-    kinds = {layer.reach.kind for layer in layers} - {"full", "sliding", "chunked", "state"}
+    kinds = {layer.reach.kind for layer in layers} - {"full", "sliding", "chunked", "state", "cross"}
     if kinds:
         raise UnsupportedModel(
             f"{config.model_type} has layers of kind {', '.join(sorted(kinds))}, which this version plans for but does "

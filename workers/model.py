@@ -5,30 +5,46 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
 from ..errors import CorruptCheckpoint, UnsupportedModel
 from ..kvcache.plan import MemoryPlan
 from .attention import IMPLEMENTATION, PagedAttention
 from .checkpoint import Checkpoint
+from .cross import CrossAttention
 from .facts import ModelFacts, ModelSettings
+from .families import WITH_ENCODER
 from .layers import check_runnable, read_layers
 from .mixers import cut_mixers
 from .pages import Pages
 from .parallel import Slice, TensorParallel
 from .sources import Source, find_sources
 from .states import PagedStates
+from .tiles import tile_tokens
 
 
 class LoadedModel:
     """A model ready to run packed tokens, as soon as it has pages."""
 
     def __init__(
-        self, module: nn.Module, attention: PagedAttention, states: PagedStates, facts: ModelFacts, device: torch.device
+        self,
+        module: nn.Module,
+        attention: PagedAttention,
+        states: PagedStates,
+        cross: CrossAttention | None,
+        facts: ModelFacts,
+        device: torch.device,
     ):
         self.module = module
         self.attention = attention
         self.states = states
+        self.cross = cross
         self.facts = facts
         self.device = device
         self._pages: Pages | None = None
@@ -38,9 +54,13 @@ class LoadedModel:
         self._pages = None  # the old pages go before the new ones come
         self.attention.forget_pages()
         self.states.forget_pages()
+        if self.cross is not None:
+            self.cross.forget_pages()
         self._pages = Pages(plan, self.facts.layers, getattr(torch, self.facts.dtype), self.device)
         self.attention.use(self._pages, plan)
         self.states.use(self._pages, backend)
+        if self.cross is not None:
+            self.cross.use(self._pages, plan, backend)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy whole blocks: (group, source, target) each, in this order."""
@@ -52,32 +72,46 @@ class LoadedModel:
 def load_model(settings: ModelSettings, parallel: TensorParallel, device: torch.device) -> LoadedModel:
     """Load this rank's share of the checkpoint. Raises `ModelError` or `InvalidSetting`."""
     checkpoint = Checkpoint(settings.model_dir)
-    config = _read_config(settings)
+    whole = _read_config(settings)
+    config = whole.get_text_config()
     dtype = _dtype(settings, config)
     layers = read_layers(config, parallel.size, dtype.itemsize)
     check_runnable(config, layers)
-    config._attn_implementation = IMPLEMENTATION
-    with torch.device("meta"):  # shapes without memory
-        module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    module = _build(whole, config, dtype)
+    vocab_size = module.get_input_embeddings().num_embeddings
     _fill(module, checkpoint, parallel, config, dtype, device)
     attention = PagedAttention(layers, dtype, device)
     attention.bind(module)
     states = PagedStates(device)
     states.bind(module, parallel)
+    cross = CrossAttention(module, settings.model_dir, layers, dtype) if whole is not config else None
     facts = ModelFacts(
         architecture=type(module).__name__,
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
         layers=layers,
         weight_bytes=sum(p.numel() * p.element_size() for p in module.parameters()),
-        vocab_size=config.vocab_size,
+        vocab_size=vocab_size,
         max_positions=config.max_position_embeddings,
         eos_token_ids=_eos_token_ids(settings, config),
+        image_token_id=whole.image_token_index if cross is not None else None,
+        image_tokens=whole.vision_config.max_num_tiles * tile_tokens(whole.vision_config) if cross is not None else 0,
     )
-    return LoadedModel(module.eval(), attention, states, facts, device)
+    return LoadedModel(module.eval(), attention, states, cross, facts, device)
+
+
+def _build(whole: Any, config: Any, dtype: torch.dtype) -> Any:
+    """The module, without memory for its weights. whole: the config of a model with its encoder, or `config` itself."""
+    config._attn_implementation = IMPLEMENTATION
+    with torch.device("meta"):
+        if whole is config:
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        whole.vision_config._attn_implementation = "sdpa"
+        return AutoModelForImageTextToText.from_config(whole, dtype=dtype)
 
 
 def _read_config(settings: ModelSettings) -> Any:
+    """Of the text model; of the whole model where its encoder is part of what runs."""
     try:
         config = AutoConfig.from_pretrained(settings.model_dir, trust_remote_code=False, local_files_only=True)
         text = config.get_text_config()
@@ -85,6 +119,8 @@ def _read_config(settings: ModelSettings) -> Any:
         raise UnsupportedModel(
             f"transformers can not read {settings.model_dir}/config.json: {error}", field="model"
         ) from error
+    if config.model_type in WITH_ENCODER:
+        return config
     if type(text) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedModel(
             f"model_type {text.model_type!r} is not a causal language model that transformers knows", field="model"

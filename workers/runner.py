@@ -10,7 +10,7 @@ from ..kernels.paged_attention import GroupBatch
 from ..kernels.state import SaveAt, StateBatch
 from ..kvcache.plan import Group, MemoryPlan
 from ..kvcache.reach import Keeps, Reach
-from ..proto.step import Admit, Advance, Sampled, Sampling, Step
+from ..proto.step import Admit, Advance, Sampled, Sampling, Step, View
 from .attention import step_masks
 from .facts import RunnerLimits
 from .model import LoadedModel
@@ -47,11 +47,13 @@ class SlotTables:
         self.last_token = np.zeros(slots, dtype=np.int64)
         self.prompt: list[np.ndarray | None] = [None] * slots
         self.sampling: list[Sampling | None] = [None] * slots
+        self.views: list[Sequence[View]] = [()] * slots
 
     def admit(self, entry: Admit) -> None:
         slot = entry.slot
         self.prompt[slot] = np.array(entry.tokens, dtype=np.int64)
         self.sampling[slot] = entry.sampling
+        self.views[slot] = entry.views
         self.known[slot] = len(entry.tokens)
         self.computed[slot] = entry.computed_tokens
         self.last_token[slot] = entry.tokens[-1]
@@ -69,6 +71,7 @@ class SlotTables:
     def retire(self, slot: int) -> None:
         self.prompt[slot] = None
         self.sampling[slot] = None
+        self.views[slot] = ()
 
     def tokens(self, slot: int, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of a slot, which are not computed yet."""
@@ -93,6 +96,8 @@ class ModelRunner:
         self._model = model
         self._groups = plan.groups
         self._masks = step_masks(plan)
+        # transformers leaves cross layers out unless it sees an encoder's output; ours know theirs.
+        self._extra_inputs = {"cross_attention_states": torch.empty(0)} if model.cross is not None else {}
         self._state_groups = [g for g, group in enumerate(plan.groups) if group.reach.keeps is Keeps.STATE]
         self._parallel = parallel
         self._tables = SlotTables(plan, limits)
@@ -106,6 +111,9 @@ class ModelRunner:
             tables.retire(slot)
         for admission in step.admit:
             tables.admit(admission)
+            if admission.images:
+                assert self._model.cross is not None, "an image came to a model that takes none"
+                self._model.cross.encode(admission.blocks, admission.images)
         for advance in step.advance:
             if advance.blocks:
                 tables.append_blocks(advance)
@@ -148,11 +156,16 @@ class ModelRunner:
         positions_T = torch.from_numpy(positions).to(device)
         self._model.attention.begin_step([self._batch(g, mask, rows, kv_lens) for g, mask in self._masks], positions_T)
         self._model.states.begin_step({g: self._state_batch(g, rows, saves) for g in self._state_groups})
+        if self._model.cross is not None:
+            tables = [table[rows.slots] for table in self._tables.block_tables]
+            views = [self._tables.views[slot] for slot in rows.slots]
+            self._model.cross.begin_step(tables, rows.query_lens, rows.computed, views)
         output = self._model.module(
             input_ids=torch.from_numpy(tokens).unsqueeze(0).to(device),
             position_ids=positions_T.unsqueeze(0),
             use_cache=False,
             logits_to_keep=torch.from_numpy(ends[rows.finishes] - 1).to(device),
+            **self._extra_inputs,
         )
         return output.logits[0]
 

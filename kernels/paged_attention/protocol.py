@@ -50,6 +50,8 @@ class GroupBatch:
     Units   lengths in tokens; row r asks for positions kv_lens[r] - query_lens[r] .. kv_lens[r] - 1, so its new tokens
             are part of kv_lens. window_tokens counts visible tokens, the query itself included; None sees all.
             No query looks across a multiple of chunk_tokens.
+            Without is_causal the keys are those of an encoder: every query sees all kv_lens of them, new tokens are no
+            part of them, and nothing is written.
     The packed tokens lie in row order. Blocks no query can see may be 0, and so may the tail of a table row.
     """
 
@@ -59,11 +61,13 @@ class GroupBatch:
     block_tokens: int
     window_tokens: int | None = None
     chunk_tokens: int | None = None
+    is_causal: bool = True
 
     def __post_init__(self) -> None:
         rows, pages = self.block_table.shape
         assert self.query_lens.shape == self.kv_lens.shape == (rows,), "one length per row of the block table"
-        assert (self.query_lens <= self.kv_lens).all(), "kv_lens counts the new tokens too"
+        assert not self.is_causal or (self.query_lens <= self.kv_lens).all(), "kv_lens counts the new tokens too"
+        assert self.is_causal or self.window_tokens is self.chunk_tokens is None, "an encoder's keys have no order"
         assert self.kv_lens.max(initial=0) <= pages * self.block_tokens, "a row is longer than its block table"
 
     def first_token(self) -> np.ndarray:
@@ -72,6 +76,8 @@ class GroupBatch:
 
     def token_places(self) -> tuple[np.ndarray, np.ndarray]:
         """[T] page of each new token, and [T] its offset in that page. int64: page * stride overflows int32."""
+        if not self.is_causal:
+            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
         row = np.repeat(np.arange(len(self.query_lens)), self.query_lens)
         first_position = self.kv_lens - self.query_lens - self.first_token()
         position = np.arange(len(row)) + first_position[row]

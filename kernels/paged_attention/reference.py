@@ -39,7 +39,7 @@ class ReferenceBackend:
         token = 0
         for row, (query_len, kv_len) in enumerate(zip(batch.query_lens.tolist(), batch.kv_lens.tolist())):
             for position in range(kv_len - query_len, kv_len):
-                seen = range(batch.oldest_visible(position), position + 1)
+                seen = range(batch.oldest_visible(position), position + 1) if batch.is_causal else range(kv_len)
                 kv_LKC = torch.stack([kv_view[_place(batch, row, key)] for key in seen])
                 out_THD[token] = self._one_query(q_THD[token], kv_LKC, params)
                 token += 1

@@ -155,6 +155,9 @@ def _prefill_parts(batch: GroupBatch, device: torch.device) -> Iterator[Part]:
     rows = np.flatnonzero(batch.query_lens > 1)
     if len(rows) == 0:
         return
+    if not batch.is_causal:
+        yield from (_whole_part(batch, int(row), device) for row in rows)
+        return
     spans = [list(_tile_spans(batch, row)) for row in rows]
     mask = _band_mask([span for row_spans in spans for span in row_spans], batch.window_tokens, device)
     starts = zip(rows, *_page_span(batch, rows), batch.first_token()[rows])
@@ -176,6 +179,15 @@ def _prefill_parts(batch: GroupBatch, device: torch.device) -> Iterator[Part]:
             dirty=None,
             tiles=tuple(tiles),
         )
+
+
+def _whole_part(batch: GroupBatch, row: int, device: torch.device) -> Part:
+    """Queries that see all keys of a row: no mask, no order."""
+    keys, queries = int(batch.kv_lens[row]), int(batch.query_lens[row])
+    first = int(batch.first_token()[row])
+    pages = batch.block_table[row, : -(-keys // batch.block_tokens)].astype(np.int64)
+    tile = Tile(tokens=slice(first, first + queries), keys=slice(None), mask_NML=None)
+    return Part(pages=_upload(pages, device), rows=1, live=slice(0, keys), dirty=None, tiles=(tile,))
 
 
 def _tile_spans(batch: GroupBatch, row: np.intp) -> Iterator[tuple[int, int, int]]:

@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from intarsia.controller.engine import Engine
 from intarsia.controller.request import SamplingParams
+from intarsia.deploy.images import ImageReader, read_images
 from intarsia.errors import InvalidSetting
 from intarsia.kvcache.plan import MemoryPlan, PlanSettings
 from intarsia.kvcache.strategies import plan_memory
@@ -29,9 +30,9 @@ LARGE_STATES = {"bamba", "falcon_h1", "granite4", "jamba", "nemotron_h"}
 async def check_in_one_batch(model: TinyModel, workers: Any, **settings: Any) -> None:
     """All prompts at once; then again, out of the prefix cache."""
     engine = await make_engine(model.path, workers, **settings)
-    first = await complete(engine, model.prompts, GREEDY)
+    first = await complete(engine, model.prompts, GREEDY, model.images)
     assert [c.token_ids for c in first] == model.expected
-    again = await complete(engine, model.prompts, GREEDY)
+    again = await complete(engine, model.prompts, GREEDY, model.images)
     assert [c.token_ids for c in again] == model.expected
     if settings.get("enable_prefix_caching", True):
         assert all(c.num_cached_tokens > 0 for c in again[1:]), "repeated prompts of 33 tokens and more must hit"
@@ -51,7 +52,7 @@ async def check_preempted(model: TinyModel, workers: Any, block_size: int, ranks
         max_prefill_chunk_tokens=7,
     )
     # The longest starts last, so that it meets a pool the others already use.
-    completions = await complete(engine, model.prompts, GREEDY)
+    completions = await complete(engine, model.prompts, GREEDY, model.images)
     assert engine.stats.preemptions > 0
     assert [c.token_ids for c in completions] == model.expected
     assert engine.recount().all_free
@@ -146,8 +147,10 @@ def test_late_arrivals_join_running_requests_without_changing_them(family: str, 
         engine = await make_engine(model.path, max_prefill_chunk_tokens=7)
         running = asyncio.create_task(engine.run())
         completions = [Completion() for _ in model.prompts]
-        for n, (prompt, completion) in enumerate(zip(model.prompts, completions, strict=True)):
-            engine.submit(prompt, GREEDY, str(n), completion.outlet)
+        reader = ImageReader.of(engine.info)
+        asked = zip(model.prompts, model.images, completions, strict=True)
+        for n, (prompt, pictures, completion) in enumerate(asked):
+            engine.submit(prompt, GREEDY, str(n), completion.outlet, read_images(reader, pictures, "model"))
             while len(completion.token_ids) < 3:
                 await asyncio.sleep(0)
         await asyncio.gather(*(c.done.wait() for c in completions))
