@@ -23,7 +23,7 @@ from .families import WITH_ENCODER
 from .layers import check_runnable, read_layers
 from .mixers import cut_mixers
 from .pages import Pages
-from .parallel import Slice, TensorParallel
+from .parallel import Slice, TensorParallel, count_own_heads
 from .sources import Source, find_sources
 from .states import PagedStates
 from .tiles import tile_tokens
@@ -185,6 +185,8 @@ def _fill(
             field="model",
             missing=len(missing),
         )
+    if parallel.size > 1:
+        count_own_heads(module)
     _fill_buffers(module, sources, device)
 
 

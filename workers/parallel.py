@@ -256,6 +256,15 @@ class TensorParallel:
         module.register_forward_hook(after)
 
 
+def count_own_heads(module: nn.Module) -> None:
+    """Some attention modules shape heads by counts of their own, not by what is there: let these be this rank's."""
+    for attention in module.modules():
+        here: Any = attention
+        for count, projection in (("num_heads", "q_proj"), ("num_key_value_heads", "k_proj")):
+            if hasattr(here, count) and hasattr(here, projection) and hasattr(here, "head_dim"):
+                setattr(here, count, getattr(here, projection).weight.shape[0] // here.head_dim)
+
+
 def _kv_heads(config: Any, path: str) -> int:
     """Of the layer that a module belongs to."""
     layer = re.search(r"\.layers\.(\d+)\.", f".{path}")
