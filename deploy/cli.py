@@ -56,6 +56,13 @@ def serve(
     attention_backend: Annotated[
         str | None, typer.Option(help="torch or reference.  [default: the first that fits]")
     ] = None,
+    max_images_per_request: Annotated[int, typer.Option(help="Where the model takes images.")] = 1,
+    allow_generic: Annotated[
+        bool, typer.Option("--allow-generic", help="Try an architecture that nobody has tested, as plain attention.")
+    ] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python files that come with the checkpoint.")
+    ] = False,
     host: Annotated[str, typer.Option(help="Loopback address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 50051,
     name: Annotated[str | None, typer.Option(help="Name of the engine in the Ray cluster.  [default: drawn]")] = None,
@@ -81,6 +88,9 @@ def serve(
             expected_average_seq_len=expected_average_seq_len,
             dtype=dtype,
             attention_backend=attention_backend,
+            max_images_per_request=max_images_per_request,
+            allow_generic=allow_generic,
+            trust_remote_code=trust_remote_code,
             name=name,
         )
         print(f"loading {model} ...", flush=True)
@@ -98,6 +108,9 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Choose among the tokens that make up this probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")] = False,
+    image: Annotated[
+        list[Path] | None, typer.Option(help="A picture for each image token of the prompt, in their order.")
+    ] = None,
 ) -> None:
     """Ask a running server, and print the answer as it comes."""
     with _plain_errors():
@@ -110,7 +123,7 @@ def generate(
         asked = _prompt(prompt, token_ids)
         with Client(address) as client:
             usage = None
-            for chunk in client.generate(asked, sampling):
+            for chunk in client.generate(asked, sampling, images=[_read(path) for path in image or ()]):
                 text = chunk.text if isinstance(asked, str) else "".join(f"{token} " for token in chunk.token_ids)
                 print(text, end="", flush=True)
                 usage = chunk.usage or usage
@@ -170,6 +183,16 @@ def plan(
 
 
 @app.command()
+def families() -> None:
+    """Print the table of model families: what they keep, how it is laid out, which of them run."""
+    with _plain_errors():
+        from .families import family_rows, markdown
+
+        for line in markdown(family_rows()):
+            print(line)
+
+
+@app.command()
 def replay(
     trace: Annotated[Path, typer.Argument(help="A trace of operations, or of requests; see docs/replay.md.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: a line per operation, or one object.")] = False,
@@ -218,6 +241,15 @@ def replay(
 def main() -> None:
     """Entry point of the `intarsia` command."""
     app()
+
+
+def _read(path: Path) -> bytes:
+    from ..errors import InvalidRequest
+
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"{path} can not be read: {error.strerror}", field="images") from None
 
 
 def _write(path: Path, text: str) -> None:

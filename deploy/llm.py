@@ -6,7 +6,7 @@ with LLM("path/to/checkpoint", tensor_parallel_size=2) as llm:
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,8 @@ class LLM:
     dtype                     "auto": as saved, or "float32", "bfloat16", "float16"
     attention_backend         None: the first that covers the model, or its name
     max_images_per_request    1: where a model takes images
+    allow_generic             False: try an architecture that nobody has tested, as plain attention
+    trust_remote_code         False: run Python files that come with the checkpoint
     name                      None: of the engine in the Ray cluster; None: drawn
 
     Raises `ModelError` or `InvalidSetting`, naming the field, before or while the engine starts; nothing is left
@@ -65,7 +67,8 @@ class LLM:
         self._thread.start()
         self._engine: RunningEngine | None = None
         try:
-            self._tokenizer = Tokenizer.load(model)  # what can be refused at once is refused before workers start
+            # What can be refused at once is refused before workers start.
+            self._tokenizer = Tokenizer.load(model, trust_remote_code=wanted.model.trust_remote_code)
             self._engine = self._await(start_engine(wanted))
             self._images = ImageReader.of(self.info)
         except BaseException:
@@ -100,6 +103,17 @@ class LLM:
                 field="images",
             )
         return self._await(self._generate_all(engine.client, tokenised, params, pictures))
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None
+    ) -> RequestOutput:
+        """The model's answer to a conversation: [{"role": "user", "content": "..."}, ...], by its own chat template.
+
+        Raises `InvalidRequest` when the checkpoint has no template, or the template refuses the messages.
+        """
+        if self._tokenizer is None:
+            raise InvalidRequest(f"{self.info.model} has no tokenizer, so it takes token ids only", field="messages")
+        return self.generate([self._tokenizer.chat(messages)], sampling_params)[0]
 
     def recount(self) -> Recount:
         """Count every block of the pool from the block tables. Raises `AssertionError` on any contradiction."""

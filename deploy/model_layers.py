@@ -49,11 +49,12 @@ def _from_config(path: Path, tensor_parallel_size: int, dtype: str) -> ModelLaye
         raise InvalidSetting(f"{file} can not be read as JSON: {error}", field="model") from None
     from transformers import AutoConfig  # slow to import, and not needed for known models
 
-    from ..workers.layers import read_layers
+    from ..workers.layers import complete_layer_types, read_layers
 
     try:
         config = AutoConfig.for_model(**fields).get_text_config()
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise InvalidSetting(f"{file} is not a config that transformers knows: {error}", field="model") from None
+    complete_layer_types(config, fields)
     layers = read_layers(config, tensor_parallel_size, ITEM_BYTES[dtype])
     return ModelLayers(directory.resolve().name, layers, getattr(config, "max_position_embeddings", None), 0)

@@ -16,7 +16,7 @@ from .tokenizer import Tokenizer
 async def serving(settings: EngineSettings, host: str, port: int) -> AsyncIterator[tuple[RunningEngine, str]]:
     """A started engine and the address where gRPC clients reach it; both end with the context."""
     check_loopback(host)  # what can be refused at once is refused before workers start
-    tokenizer = Tokenizer.load(settings.model.model_dir)
+    tokenizer = Tokenizer.load(settings.model.model_dir, trust_remote_code=settings.model.trust_remote_code)
     engine = await start_engine(settings)
     try:
         server = GrpcServer(engine.client, tokenizer)

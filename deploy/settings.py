@@ -33,6 +33,8 @@ def engine_settings(
     dtype: str = "auto",
     attention_backend: str | None = None,
     max_images_per_request: int = 1,
+    allow_generic: bool = False,
+    trust_remote_code: bool = False,
     name: str | None = None,
 ) -> EngineSettings:
     """Settings of an engine. Raises `InvalidSetting`, naming the field.
@@ -40,7 +42,9 @@ def engine_settings(
     kv_cache_memory: bytes per rank for keys and values, as a number or as text with a unit ("64MiB", "10GB")
     """
     return EngineSettings(
-        model=ModelSettings(str(model), tensor_parallel_size, dtype, attention_backend),
+        model=ModelSettings(
+            str(model), tensor_parallel_size, dtype, attention_backend, allow_generic, trust_remote_code
+        ),
         plan=plan_settings(kv_cache_memory, block_size, strategy, expected_average_seq_len),
         scheduler=SchedulerSettings(max_num_seqs, max_num_batched_tokens, max_prefill_chunk_tokens),
         max_model_len=max_model_len,

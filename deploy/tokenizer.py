@@ -1,7 +1,8 @@
 """Text to tokens and back, and back again piece by piece while tokens stream in."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..errors import CorruptCheckpoint, InvalidRequest
 
@@ -17,7 +18,7 @@ class Tokenizer:
         self._fast = fast
 
     @classmethod
-    def load(cls, model_dir: str | Path) -> "Tokenizer | None":
+    def load(cls, model_dir: str | Path, *, trust_remote_code: bool = False) -> "Tokenizer | None":
         """None if the directory has no tokenizer files. Raises `CorruptCheckpoint` if they can not be read."""
         path = Path(model_dir)
         if not any((path / name).is_file() for name in FILES):
@@ -25,7 +26,9 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            fast = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False, use_fast=True)
+            fast = AutoTokenizer.from_pretrained(
+                path, local_files_only=True, trust_remote_code=trust_remote_code, use_fast=True
+            )
         except Exception as error:  # the tokenizers library raises bare Exception
             raise CorruptCheckpoint(f"the tokenizer in {path} can not be read: {error}", field="model") from error
         return cls(fast)
@@ -37,6 +40,19 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""
         return self._fast.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation, up to where the model answers. transformers runs templates in a sandbox.
+
+        Raises `InvalidRequest` when the checkpoint has no template, or the template refuses the messages.
+        """
+        if not self._fast.chat_template:
+            raise InvalidRequest("this checkpoint has no chat template; send the prompt as text", field="messages")
+        try:
+            encoded = self._fast.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True)
+        except Exception as error:  # noqa: BLE001  templates raise what their authors wrote
+            raise InvalidRequest(f"the chat template refuses these messages: {error}", field="messages") from None
+        return list(encoded["input_ids"] if isinstance(encoded, Mapping) else encoded)
 
     def stream(self) -> "TextStream":
         """A decoder for tokens that come one by one."""

@@ -233,15 +233,15 @@ def balanced_length(layers: Sequence[LayerSpec], longest: int) -> int:
 
 
 def plan_uniform(layers: Sequence[LayerSpec], settings: PlanSettings, expected: int) -> MemoryPlan:
-    """Every layer keeps every token, those of an encoder included. Computation still looks through windows."""
+    """Every layer keeps every token. Computation still looks through windows."""
     unlimited = [
-        replace(layer, reach=Full()) if layer.reach.keeps is not Keeps.STATE else layer
+        replace(layer, reach=Full()) if layer.reach.keeps is Keeps.TOKENS else layer
         for layer in layers
         if layer.token_bytes or layer.reach.keeps is Keeps.STATE
     ]
-    merged: dict[tuple[int, bool], LayerSpec] = {}
+    merged: dict[tuple[int, Keeps], LayerSpec] = {}
     for layer in unlimited:  # compressed attention: a raw window and its entries become one layer
-        key = (layer.index, layer.reach.keeps is Keeps.STATE)
+        key = (layer.index, layer.reach.keeps)
         if key in merged and layer.reach.keeps is Keeps.TOKENS:
             layer = replace(merged[key], extra_token_bytes=merged[key].extra_token_bytes + layer.token_bytes)
         elif key in merged:
@@ -251,7 +251,7 @@ def plan_uniform(layers: Sequence[LayerSpec], settings: PlanSettings, expected: 
     looks = {(layer.index, layer.reach.keeps): layer.reach for layer in layers}
     groups = [
         group
-        if group.reach.keeps is Keeps.STATE
+        if group.reach.keeps is not Keeps.TOKENS
         else replace(group, masks=tuple(looks.get((n, Keeps.TOKENS), group.reach) for n in group.layers))
         for group in plan.groups
     ]

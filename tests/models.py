@@ -28,6 +28,7 @@ from transformers import (
     GraniteMoeHybridConfig,
     JambaConfig,
     Lfm2Config,
+    Lfm2MoeConfig,
     Llama4TextConfig,
     LlamaConfig,
     MiniMaxConfig,
@@ -38,6 +39,7 @@ from transformers import (
     NemotronHConfig,
     Olmo3Config,
     PretrainedConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3NextConfig,
@@ -347,6 +349,34 @@ def qwen3_5() -> PretrainedConfig:
     return Qwen3_5TextConfig(**COMMON, **DELTA, num_hidden_layers=4)
 
 
+def lfm2_moe() -> PretrainedConfig:
+    """Short convolutions, and experts chosen with a bias."""
+    common = {name: value for name, value in COMMON.items() if name != "head_dim"}
+    return Lfm2MoeConfig(
+        **common,
+        num_hidden_layers=4,
+        layer_types=["conv", "full_attention", "conv", "conv"],
+        conv_L_cache=3,
+        moe_intermediate_size=32,
+        num_dense_layers=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+
+
+def qwen3_5_moe() -> PretrainedConfig:
+    """Gated delta net and gated attention 3:1, experts beside a gated shared one."""
+    return Qwen3_5MoeTextConfig(
+        **{name: value for name, value in COMMON.items() if name != "intermediate_size"},
+        **DELTA,
+        num_hidden_layers=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    )
+
+
 def gemma3n() -> PretrainedConfig:
     """Four streams, embeddings per layer; the last layers read the keys and values of the last of their kind before."""
     return Gemma3nTextConfig(
@@ -498,6 +528,8 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "mistral": mistral,
     "ministral3": ministral3,
     "mllama": mllama,
+    "lfm2_moe": lfm2_moe,
+    "qwen3_5_moe": qwen3_5_moe,
 }
 
 WINDOWED = {
@@ -513,11 +545,12 @@ WITH_SHARING = {"gemma3n", "gemma4_e"}
 """Families whose last layers read the keys and values of others."""
 
 WITH_STATE = {
-    "bamba", "granite4", "nemotron_h", "falcon_h1", "zamba2", "jamba", "minimax", "lfm2", "qwen3_next", "qwen3_5"
+    "bamba", "granite4", "nemotron_h", "falcon_h1", "zamba2", "jamba", "minimax", "lfm2", "qwen3_next", "qwen3_5",
+    "lfm2_moe", "qwen3_5_moe",
 }  # fmt: skip
 """Families some of whose layers see the past through a state."""
 
-BLIND: dict[str, dict[str, int]] = {name: {"sliding_window": 1 << 20} for name in WINDOWED}
+BLIND: dict[str, dict[str, Any]] = {name: {"sliding_window": 1 << 20} for name in WINDOWED}
 """What in a config makes a family see everything."""
 
 BLIND["llama4"] = {"attention_chunk_size": 512}
@@ -527,6 +560,7 @@ SEEDS = {
     "olmo3": 2, "exaone4": 11, "llama4": 1, "bamba": 7, "granite4": 35, "nemotron_h": 11, "falcon_h1": 26,
     "zamba2": 3, "jamba": 1, "minimax": 13, "lfm2": 7, "qwen3_next": 2, "qwen3_5": 8,
     "gemma3n": 2, "gemma4_e": 1, "gemma4": 5, "deepseek_v3": 1, "mistral": 2, "ministral3": 5, "mllama": 4,
+    "lfm2_moe": 7, "qwen3_5_moe": 1,
 }  # fmt: skip
 """Seeds whose greedy tokens for `PROMPTS` lead the second best by 0.01 or more at every step, so that the last bits of
 a sum decide nothing."""
@@ -571,6 +605,13 @@ def make_checkpoint(family: str, folder: Path, seed: int | None = None) -> Path:
             _last_norm(model).weight.add_(30.0)
     model.save_pretrained(folder)
     return folder
+
+
+@torch.inference_mode()
+def log_probabilities(model: Any, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
+    """[tokens of output, vocabulary]: what was probable where each token of `output` was chosen."""
+    logits = model(torch.tensor([[*prompt, *output]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return logits.float().log_softmax(-1)
 
 
 def _last_norm(model: Any) -> Any:
@@ -622,12 +663,14 @@ def picture(width: int, height: int, seed: int) -> bytes:
     return file.getvalue()
 
 
-def load_oracle(path: Path, images: Sequence[bytes] = (), **config_changes: Any) -> Any:
-    """transformers' own model of a checkpoint, eager and float32; `config_changes` make an ablation of it."""
+def load_oracle(
+    path: Path, images: Sequence[bytes] = (), dtype: torch.dtype = torch.float32, **config_changes: Any
+) -> Any:
+    """transformers' own model of a checkpoint, eager; `config_changes` make an ablation of it."""
     if path.name in WITH_IMAGES:
         return ImageOracle(path, images)
     return AutoModelForCausalLM.from_pretrained(
-        path, attn_implementation="eager", dtype=torch.float32, **config_changes
+        path, attn_implementation="eager", experts_implementation="eager", dtype=dtype, **config_changes
     ).eval()
 
 

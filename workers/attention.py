@@ -92,6 +92,13 @@ class PagedAttention:
         """
         self._backend = None
         forward()
+        silent = sorted(set(self._layers) - set(self._needs))
+        if silent:
+            raise UnsupportedModel(
+                f"layers {', '.join(map(str, silent))} compute their attention in a way of their own, which can not be "
+                "paged",
+                field="model",
+            )
         # All layers of a group share one metadata, so one backend serves the whole model.
         features = {name: any(getattr(needs, name) for needs in self._needs.values()) for name in FEATURES}
         chosen = [

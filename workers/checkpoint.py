@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
+UNPACKED_METHODS = ("mxfp4",)
+"""Quantised weights that are unpacked on loading."""
+
 
 class Checkpoint:
     """The safetensors files of one directory. Reading a slice reads only that slice."""
@@ -90,11 +93,12 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not (path / "config.json").is_file():
         raise ModelNotFound(f"{path} has no config.json, so it is no Hugging Face checkpoint", field="model")
     config = _read_json(path / "config.json")
-    if "quantization_config" in config:
-        method = config["quantization_config"].get("quant_method", "unknown")
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else None
+    if quantization is not None and method not in UNPACKED_METHODS:
         raise UnsupportedModel(
-            f"{path} holds quantised weights ({method}), which are not supported yet. Use a float32, bfloat16 or "
-            "float16 checkpoint of the model.",
+            f"{path} holds quantised weights ({method}); only {', '.join(UNPACKED_METHODS)} can be read. Use a "
+            "float32, bfloat16 or float16 checkpoint of the model.",
             field="model",
         )
     return config

@@ -17,6 +17,8 @@ class ModelSettings:
     tensor_parallel_size: int = 1
     dtype: str = "auto"  # "auto": the one the checkpoint was saved in
     attention_backend: str | None = None  # None: the first that covers the model's layers
+    allow_generic: bool = False  # try an architecture that nobody has tested, as plain attention
+    trust_remote_code: bool = False  # run Python files that come with the checkpoint
 
     def __post_init__(self):
         if self.tensor_parallel_size < 1:

@@ -52,15 +52,25 @@ def read_layers(config: Any, tensor_parallel_size: int, item_bytes: int) -> tupl
     return tuple(specs)
 
 
-def check_runnable(config: Any, layers: tuple[LayerSpec, ...]) -> None:
-    """Raises `UnsupportedModel` when a model has layers that can be planned for, but not run yet."""
-    kinds = {layer.reach.kind for layer in layers} - {"full", "sliding", "chunked", "state", "cross"}
-    if kinds:
-        raise UnsupportedModel(
-            f"{config.model_type} has layers of kind {', '.join(sorted(kinds))}, which this version plans for but does "
-            "not run",
-            field="model",
-        )
+def complete_layer_types(config: Any, fields: Mapping[str, Any]) -> str | None:
+    """Fill in layer types that a model's config.json (`fields`) should have and has not. Returns what was done.
+
+    Ministral-8B-Instruct-2410 is "Ragged (128k,32k,32k,32k)" by its model card, and its config.json has a window only,
+    out of which transformers makes a model that slides in every layer.
+    """
+    if "layer_types" in fields or any(fields.get(name) != value for name, value in MINISTRAL_8B.items()):
+        return None
+    config.layer_types = [
+        "sliding_attention" if index % 4 else "full_attention" for index in range(config.num_hidden_layers)
+    ]
+    return (
+        "config.json has no layer_types; by the model card of Ministral-8B-Instruct-2410 every fourth layer, from the "
+        f"first on, sees everything, the others the last {config.sliding_window} tokens"
+    )
+
+
+MINISTRAL_8B = {"num_hidden_layers": 36, "hidden_size": 4096, "vocab_size": 131072, "sliding_window": 32768}
+"""By which its config.json is known: it has no name of its own."""
 
 
 def local_kv_heads(config: Any, tensor_parallel_size: int) -> int:

@@ -1,5 +1,6 @@
 """How a transformers module is loaded: built empty, filled with this rank's slices, hooked up to our attention."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,14 +20,16 @@ from .attention import IMPLEMENTATION, PagedAttention
 from .checkpoint import Checkpoint
 from .cross import CrossAttention
 from .facts import ModelFacts, ModelSettings
-from .families import WITH_ENCODER
-from .layers import check_runnable, read_layers
+from .families import KNOWN_FAMILIES, WITH_ENCODER
+from .layers import complete_layer_types, read_layers
 from .mixers import cut_mixers
 from .pages import Pages
 from .parallel import Slice, TensorParallel, count_own_heads
 from .sources import Source, find_sources
 from .states import PagedStates
 from .tiles import tile_tokens
+
+logger = logging.getLogger(__name__)
 
 
 class LoadedModel:
@@ -74,10 +77,12 @@ def load_model(settings: ModelSettings, parallel: TensorParallel, device: torch.
     checkpoint = Checkpoint(settings.model_dir)
     whole = _read_config(settings)
     config = whole.get_text_config()
+    if done := complete_layer_types(config, checkpoint.config):
+        logger.warning(done)
+    _check_family(whole, config, settings)
     dtype = _dtype(settings, config)
     layers = read_layers(config, parallel.size, dtype.itemsize)
-    check_runnable(config, layers)
-    module = _build(whole, config, dtype)
+    module = _build(whole, config, dtype, settings)
     vocab_size = module.get_input_embeddings().num_embeddings
     _fill(module, checkpoint, parallel, config, dtype, device)
     attention = PagedAttention(layers, dtype, device)
@@ -100,12 +105,27 @@ def load_model(settings: ModelSettings, parallel: TensorParallel, device: torch.
     return LoadedModel(module.eval(), attention, states, cross, facts, device)
 
 
-def _build(whole: Any, config: Any, dtype: torch.dtype) -> Any:
+def _check_family(whole: Any, config: Any, settings: ModelSettings) -> None:
+    """Raises `UnsupportedModel` for a family nobody has tested, unless that is wanted."""
+    if whole.model_type in KNOWN_FAMILIES or config.model_type in KNOWN_FAMILIES:
+        return
+    if not settings.allow_generic:
+        raise UnsupportedModel(
+            f"{config.model_type} is not a family that is known to run right; known are "
+            f"{', '.join(KNOWN_FAMILIES.values())}. With --allow-generic it is tried as plain attention.",
+            field="model",
+        )
+    logger.warning(
+        "%s is no family that was tested; it is tried as plain attention, as its config describes it", config.model_type
+    )
+
+
+def _build(whole: Any, config: Any, dtype: torch.dtype, settings: ModelSettings) -> Any:
     """The module, without memory for its weights. whole: the config of a model with its encoder, or `config` itself."""
     config._attn_implementation = IMPLEMENTATION
     with torch.device("meta"):
         if whole is config:
-            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=settings.trust_remote_code)
         whole.vision_config._attn_implementation = "sdpa"
         return AutoModelForImageTextToText.from_config(whole, dtype=dtype)
 
@@ -113,7 +133,9 @@ def _build(whole: Any, config: Any, dtype: torch.dtype) -> Any:
 def _read_config(settings: ModelSettings) -> Any:
     """Of the text model; of the whole model where its encoder is part of what runs."""
     try:
-        config = AutoConfig.from_pretrained(settings.model_dir, trust_remote_code=False, local_files_only=True)
+        config = AutoConfig.from_pretrained(
+            settings.model_dir, trust_remote_code=settings.trust_remote_code, local_files_only=True
+        )
         text = config.get_text_config()
     except (ValueError, KeyError, TypeError, OSError, AttributeError) as error:
         raise UnsupportedModel(
@@ -121,7 +143,8 @@ def _read_config(settings: ModelSettings) -> Any:
         ) from error
     if config.model_type in WITH_ENCODER:
         return config
-    if type(text) not in AutoModelForCausalLM._model_mapping:
+    has_code = settings.trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+    if type(text) not in AutoModelForCausalLM._model_mapping and not has_code:
         raise UnsupportedModel(
             f"model_type {text.model_type!r} is not a causal language model that transformers knows", field="model"
         )

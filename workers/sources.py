@@ -64,7 +64,8 @@ class Stacked:
 
     def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
         if dim == 0:
-            return torch.stack([part.read() for part in self.parts[start:stop]])
+            some = [part.read() for part in self.parts[start:stop]]
+            return torch.stack(some) if some else torch.empty(0, *self.parts[0].shape)
         return torch.stack([part.read(dim - 1, start, stop) for part in self.parts])
 
 

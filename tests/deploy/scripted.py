@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from intarsia.controller.engine import TokenDelta
+from intarsia.controller.images import Image
 from intarsia.controller.info import EngineInfo, GroupInfo
 from intarsia.controller.request import SamplingParams
 
@@ -49,7 +50,11 @@ class ScriptedEngine:
         self._script = script
 
     async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, request_id: str | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        request_id: str | None = None,
+        images: Sequence[Image] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
         self.asked.append((list(prompt_token_ids), sampling, request_id))
         try:

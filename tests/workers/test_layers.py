@@ -3,12 +3,13 @@
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from intarsia.deploy.known_models import known_model
 from intarsia.errors import InvalidSetting, UnsupportedModel
 from intarsia.kvcache.spec import LayerSpec
-from intarsia.workers.layers import check_runnable, read_layers
+from intarsia.workers.layers import complete_layer_types, read_layers
 
 S, F, L = "sliding_attention", "full_attention", "linear_attention"
 
@@ -72,10 +73,26 @@ def test_blocks_without_a_cache_keep_nothing():
     assert [(layer.index, layer.reach.kind) for layer in layers] == [(0, "state"), (2, "full")]
 
 
-def test_what_can_be_planned_but_not_run_is_refused_by_kind():
-    one = config("mllama_text_model")
-    with pytest.raises(UnsupportedModel, match="layers of kind cross"):
-        check_runnable(one, read_layers(one, 1, 2))
+def test_ministral_8b_is_ragged_although_its_config_does_not_say_so():
+    """As published: a window, and no list of layer types."""
+    fields = {
+        "model_type": "mistral", "num_hidden_layers": 36, "hidden_size": 4096, "vocab_size": 131072, "head_dim": 128,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": 32768, "max_position_embeddings": 32768,
+    }  # fmt: skip
+    one = AutoConfig.for_model(**fields)
+    done = complete_layer_types(one, fields)
+    assert done is not None and "every fourth layer" in done and "32768 tokens" in done
+    kinds = [layer.reach.name for layer in read_layers(one, 1, 2)]
+    assert kinds == ["full", "sliding-32768", "sliding-32768", "sliding-32768"] * 9
+
+
+@pytest.mark.parametrize("change", [{"layer_types": [S] * 36}, {"sliding_window": 4096}, {"num_hidden_layers": 32}])
+def test_configs_that_say_what_they_are_or_are_of_other_models_are_left_alone(change: dict):
+    fields = {"num_hidden_layers": 36, "hidden_size": 4096, "vocab_size": 131072, "sliding_window": 32768} | change
+    one = config("mistral")
+    before = one.to_dict()
+    assert complete_layer_types(one, fields) is None
+    assert one.to_dict() == before
 
 
 def test_unknown_kinds_and_states_are_refused_with_what_is_known():

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from intarsia.errors import InvalidSetting, UnsupportedModel
 from intarsia.tests.models import FAMILIES
+from intarsia.workers.families import WITH_ENCODER
 from intarsia.workers.layers import read_layers
 from intarsia.workers.mixers import cut_mixers
 from intarsia.workers.parallel import Slice, TensorParallel
@@ -17,9 +18,11 @@ from intarsia.workers.parallel import Slice, TensorParallel
 
 def slices(path: Any, rank: int, size: int, **config_changes: Any) -> dict[str, Slice | None]:
     """Every parameter that the plan touches, with this rank's slice."""
-    config = AutoConfig.from_pretrained(path, **config_changes)
+    whole = AutoConfig.from_pretrained(path, **config_changes)
+    config = whole.get_text_config()
+    make: Any = AutoModelForImageTextToText if whole.model_type in WITH_ENCODER else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = make.from_config(whole)
     parallel = TensorParallel(rank, size)
     styles = parallel.plan(model, config) | (cut_mixers(model, size) if size > 1 else {})
     return {

@@ -1,0 +1,121 @@
+"""The table of model families: what each keeps, how it is laid out, what runs. `docs/families.md` is its output."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from ..errors import InvalidSetting, UnsupportedModel
+from ..kvcache.plan import PlanSettings
+from ..kvcache.reach import Keeps
+from ..kvcache.spec import LayerSpec
+from ..kvcache.strategies import plan_memory
+from ..workers.families import KNOWN_FAMILIES
+from .known_models import KnownModel, known_models
+
+MEMORY_BYTES = 40 << 30
+BLOCK_TOKENS = 16
+RANKS = (1, 2, 4, 8)
+
+MODEL_TYPE_OF = {
+    "gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "gemma4": "gemma4_text", "granite4_h": "granitemoehybrid",
+    "llama4": "llama4_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
+}  # fmt: skip
+"""Family in the table of known models -> model_type, where these differ."""
+
+
+class FamilyRow(NamedTuple):
+    """One family, by an example of it."""
+
+    name: str
+    example: str  # a model of the family, or "transformers' defaults"
+    layer_kinds: str
+    groups: int
+    strategy: str  # that `auto` takes
+    tensor_parallel: str  # sizes that divide the example's heads
+    prefix_cache: str
+    status: str
+
+
+HEADINGS = ("family", "example", "layer kinds", "groups", "strategy", "TP", "prefix cache", "status")
+
+
+def family_rows() -> list[FamilyRow]:
+    """All families that run, then those whose memory can be planned only."""
+    examples = {MODEL_TYPE_OF.get(model.family, model.family): model for model in reversed(known_models())}
+    rows = [
+        _row(name, _Example.of(model_type, examples.get(model_type)), "runs")
+        for model_type, name in KNOWN_FAMILIES.items()
+    ]
+    others = sorted((known for type_, known in examples.items() if type_ not in KNOWN_FAMILIES), key=lambda k: k.family)
+    rows += [_row(known.family, _Example.of("", known), "plan and replay") for known in others]
+    return rows
+
+
+def markdown(rows: Sequence[FamilyRow]) -> Iterator[str]:
+    yield f"| {' | '.join(HEADINGS)} |"
+    yield f"|{'|'.join('---' for _ in HEADINGS)}|"
+    for row in rows:
+        yield f"| {' | '.join(str(value) for value in row)} |"
+
+
+class _Example(NamedTuple):
+    name: str
+    layers: Callable[[int], Sequence[LayerSpec]]  # one rank's share, given how many there are
+    max_tokens: int
+    encoder_tokens: int
+
+    @classmethod
+    def of(cls, model_type: str, known: KnownModel | None) -> "_Example":
+        if known is not None:
+            return cls(known.id, known.layers, known.max_position, known.encoder_tokens)
+        from transformers import AutoConfig  # slow to import
+
+        from ..workers.layers import read_layers
+
+        config = AutoConfig.for_model(model_type).get_text_config()
+        return cls(
+            "transformers' defaults",
+            lambda ranks: read_layers(config, ranks, item_bytes=2),
+            config.max_position_embeddings,
+            0,
+        )
+
+
+def _row(name: str, example: _Example, status: str) -> FamilyRow:
+    layers = example.layers(1)
+    settings = PlanSettings(MEMORY_BYTES, BLOCK_TOKENS, encoder_tokens=example.encoder_tokens)
+    plan = plan_memory(layers, settings, example.max_tokens)
+    return FamilyRow(
+        name,
+        example.name,
+        _kinds(layers),
+        len(plan.groups),
+        plan.strategy,
+        ", ".join(str(ranks) for ranks in RANKS if _divides(example, ranks)),
+        _prefix_cache(layers),
+        status,
+    )
+
+
+def _divides(example: _Example, ranks: int) -> bool:
+    try:
+        example.layers(ranks)
+    except (InvalidSetting, UnsupportedModel):
+        return False
+    return True
+
+
+def _kinds(layers: Sequence[LayerSpec]) -> str:
+    """As in "10 full + 52 sliding-1024", in the order of their first layers; sharing layers counted apart."""
+    counts: dict[str, int] = {}
+    for layer in layers:
+        kind = layer.reach.name + (" (latent)" if layer.value_dim == 0 and layer.reach.keeps is Keeps.TOKENS else "")
+        kind = f"{kind} (shared)" if layer.shares is not None else kind
+        counts[kind] = counts.get(kind, 0) + 1
+    return " + ".join(f"{count} {kind}" for kind, count in counts.items())
+
+
+def _prefix_cache(layers: Sequence[LayerSpec]) -> str:
+    """Where the next request with the same beginning can go on."""
+    keeps = {layer.reach.keeps for layer in layers}
+    where = "at saved states" if Keeps.STATE in keeps else "at any token"
+    return f"{where}, images by content" if Keeps.ENCODER in keeps else where

@@ -1,0 +1,101 @@
+"""Attention over an encoder's keys, which have no order, and over latents, which are keys and values in one."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from intarsia.kernels.paged_attention import Backend, GroupBatch, GroupMeta, LayerParams, ReferenceBackend, TorchBackend
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=[ReferenceBackend, TorchBackend], ids=lambda kind: kind.name)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return request.param()
+
+
+def poisoned(pages: int, block_tokens: int, heads: int, width: int) -> Tensor:
+    return torch.full((pages, block_tokens, heads, width), float("nan"))
+
+
+def attention(q_THD: Tensor, k_LKD: Tensor, v_LKD: Tensor, scale: float, mask_TL: Tensor | None = None) -> Tensor:
+    group = q_THD.shape[1] // k_LKD.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1).double() for x in (k_LKD, v_LKD))
+    logits = torch.einsum("thd,lhd->htl", q_THD.double(), k) * scale
+    if mask_TL is not None:
+        logits = logits.masked_fill(~mask_TL, float("-inf"))
+    return torch.einsum("htl,lhd->thd", logits.softmax(-1), v).float()
+
+
+@pytest.mark.parametrize("block_tokens", [1, 5, 16])
+def test_every_query_sees_all_keys_of_its_encoder_and_no_byte_behind_them(backend: Backend, block_tokens: int):
+    rows = [(1, 9), (12, 5), (200, 33), (1, 1), (3, 16)]  # (queries, keys): more of either
+    blocks = -(-33 // block_tokens)
+    table = 1 + np.random.default_rng(0).permutation(len(rows) * blocks).reshape(len(rows), blocks).astype(np.int32)
+    pages = poisoned(len(rows) * blocks + 1, block_tokens, 2, 8 + 6)
+    query_lens, kv_lens = np.array(rows, dtype=np.int32).T
+    generator = torch.Generator().manual_seed(3)
+    expected, queries = [], []
+    for row, (count, keys) in enumerate(rows):
+        k, v = torch.randn(keys, 2, 8, generator=generator), torch.randn(keys, 2, 6, generator=generator)
+        block, offset = np.divmod(np.arange(keys), block_tokens)
+        meta = GroupMeta(torch.from_numpy(table[row, block].astype(np.int64)), torch.from_numpy(offset), plan=None)
+        backend.write(pages, k, v, meta)
+        queries.append(torch.randn(count, 4, 8, generator=generator))
+        expected.append(attention(queries[-1], k, v, 0.3))
+    batch = GroupBatch(table, query_lens, kv_lens, block_tokens, is_causal=False)
+    out = torch.full((int(query_lens.sum()), 4, 6), float("nan"))
+    backend.attend(torch.cat(queries), pages, LayerParams(0.3), backend.prepare(batch, CPU), out)
+    torch.testing.assert_close(out, torch.cat(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_encoder_keys_have_no_window():
+    with pytest.raises(AssertionError, match="no order"):
+        GroupBatch(np.zeros((1, 1), np.int32), np.ones(1, np.int32), np.ones(1, np.int32), 4, 3, is_causal=False)
+
+
+@pytest.mark.parametrize("block_tokens", [1, 5, 16])
+@pytest.mark.parametrize("window_tokens", [None, 7])
+def test_a_latent_is_key_and_value_in_one(backend: Backend, block_tokens: int, window_tokens: int | None):
+    width, values, heads = 12, 8, 4
+    rows = [(1, 20), (30, 30), (4, 11), (1, 1)]  # (new, all)
+    blocks = -(-30 // block_tokens)
+    table = 1 + np.random.default_rng(1).permutation(len(rows) * blocks).reshape(len(rows), blocks).astype(np.int32)
+    pages = poisoned(len(rows) * blocks + 1, block_tokens, 1, width)
+    query_lens, kv_lens = np.array(rows, dtype=np.int32).T
+    generator = torch.Generator().manual_seed(4)
+    latents = [torch.randn(total, 1, width, generator=generator) for _, total in rows]
+    queries = [torch.randn(new, heads, width, generator=generator) for new, _ in rows]
+    expected = []
+    for row, (new, total) in enumerate(rows):
+        block, offset = np.divmod(np.arange(total - new), block_tokens)
+        pages[table[row, block], offset] = latents[row][: total - new]
+        position = torch.arange(total)
+        distance = position[total - new :, None] - position[None]
+        mask = (distance >= 0) & (distance < (window_tokens or total))
+        expected.append(attention(queries[row], latents[row], latents[row][..., :values], 0.2, mask))
+    batch = GroupBatch(table, query_lens, kv_lens, block_tokens, window_tokens)
+    meta = backend.prepare(batch, CPU)
+    new = torch.cat([latent[total - count :] for latent, (count, total) in zip(latents, rows, strict=True)])
+    backend.write(pages, new, new[..., :0], meta)
+    out = torch.full((int(query_lens.sum()), heads, values), float("nan"))
+    backend.attend(torch.cat(queries), pages, LayerParams(0.2, latent_values=values), meta, out)
+    torch.testing.assert_close(out, torch.cat(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_a_latent_with_softcap_and_sinks_is_right_by_hand_too():
+    """The fused form knows neither; both forms must take values from the same place."""
+    generator = torch.Generator().manual_seed(5)
+    latent = torch.randn(9, 1, 6, generator=generator)
+    q = torch.randn(9, 2, 6, generator=generator)
+    params = LayerParams(0.4, 2.0, torch.tensor([0.3, -0.2]), latent_values=4)
+    outs = []
+    for backend in (ReferenceBackend(), TorchBackend()):
+        pages = poisoned(3, 8, 1, 6)
+        batch = GroupBatch(np.array([[1, 2]], np.int32), np.array([9], np.int32), np.array([9], np.int32), 8)
+        meta = backend.prepare(batch, CPU)
+        backend.write(pages, latent, latent[..., :0], meta)
+        outs.append(torch.full((9, 2, 4), float("nan")))
+        backend.attend(q, pages, params, meta, outs[-1])
+    torch.testing.assert_close(outs[0], outs[1], rtol=1e-5, atol=1e-5)
