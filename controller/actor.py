@@ -39,6 +39,10 @@ class ControllerActor:
         self._loop_task = asyncio.create_task(self._serve(self._engine, door))
         return address
 
+    async def loaded(self) -> tuple[int, int]:
+        """How far `start` has come: parameters that are there, and all of them."""
+        return await self._workers.loaded() if self._workers is not None else (0, 0)
+
     async def _serve(self, engine: Engine, door: FrontDoor) -> None:
         """Run the engine until it fails or is stopped; closed connections tell every front end."""
         try:

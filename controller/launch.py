@@ -5,12 +5,14 @@ import contextlib
 import logging
 import os
 import uuid
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import ray
 
 from ..errors import IntarsiaError, InvalidSetting
 from ..kvcache.check import Recount
+from ..proto.channel import Address
 from ..workers.checkpoint import Checkpoint
 from .actor import NAMESPACE, ControllerActor
 from .client import EngineClient
@@ -18,6 +20,7 @@ from .remote import answer
 from .startup import EngineSettings
 
 SHUTDOWN_TIMEOUT_S = 10.0
+WATCH_EVERY_S = 0.2
 
 
 class RunningEngine:
@@ -48,8 +51,12 @@ class RunningEngine:
             ray.shutdown()
 
 
-async def start_engine(settings: EngineSettings) -> RunningEngine:
-    """Start an engine in the Ray cluster at hand, or in a local one of its own.
+Watch = Callable[[int, int], None]
+"""Told how many of how many parameters are loaded."""
+
+
+async def start_engine(settings: EngineSettings, watch: Watch | None = None) -> RunningEngine:
+    """Start an engine in the Ray cluster at hand, or in a local one of its own. `watch` sees it load.
 
     Raises `ModelError`, `InvalidSetting` or `EngineUnavailable`; nothing is left running then.
     """
@@ -58,7 +65,7 @@ async def start_engine(settings: EngineSettings) -> RunningEngine:
     try:
         controller = _create(settings.name or f"engine-{uuid.uuid4().hex[:8]}")
         try:
-            address = await answer(controller.start.remote(settings), "controller")
+            address = await _watched(controller, answer(controller.start.remote(settings), "controller"), watch)
             client = await EngineClient.connect(address)
         except BaseException:
             await _end(controller)
@@ -68,6 +75,16 @@ async def start_engine(settings: EngineSettings) -> RunningEngine:
             ray.shutdown()
         raise
     return RunningEngine(controller, client, owns_ray=owns_ray)
+
+
+async def _watched(controller: Any, starting: Coroutine[Any, Any, Address], watch: Watch | None) -> Address:
+    if watch is None:
+        return await starting
+    task = asyncio.ensure_future(starting)
+    while not (await asyncio.wait({task}, timeout=WATCH_EVERY_S))[0]:
+        with contextlib.suppress(IntarsiaError):  # whatever is wrong, `starting` says it better
+            watch(*await answer(controller.loaded.remote(), "controller"))
+    return task.result()
 
 
 def ensure_ray(workers: int) -> bool:

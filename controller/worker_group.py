@@ -56,6 +56,11 @@ class WorkerGroup:
     async def load(self, settings: ModelSettings) -> ModelFacts:
         return (await self._all("load", settings))[0]
 
+    async def loaded(self) -> tuple[int, int]:
+        """Parameters that all ranks have read, and will have; (0, 0) before they begin."""
+        each = await self._all("loaded")
+        return sum(done for done, _ in each), sum(total for _, total in each)
+
     async def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None:
         await self._all("allocate", plan, limits)
 

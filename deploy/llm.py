@@ -19,6 +19,7 @@ from ..controller.request import SamplingParams
 from ..errors import EngineUnavailable, InvalidRequest
 from ..kvcache.check import Recount
 from .images import ImageReader, read_images
+from .loading_bar import loading_bar
 from .settings import engine_settings
 from .tokenizer import Tokenizer, encode_prompt
 
@@ -69,7 +70,8 @@ class LLM:
         try:
             # What can be refused at once is refused before workers start.
             self._tokenizer = Tokenizer.load(model, trust_remote_code=wanted.model.trust_remote_code)
-            self._engine = self._await(start_engine(wanted))
+            with loading_bar() as watch:
+                self._engine = self._await(start_engine(wanted, watch))
             self._images = ImageReader.of(self.info)
         except BaseException:
             self.shutdown()

@@ -9,6 +9,7 @@ from ..controller.launch import RunningEngine, start_engine
 from ..controller.startup import EngineSettings
 from .banner import print_banner
 from .grpc_server import GrpcServer, check_loopback
+from .loading_bar import loading_bar
 from .tokenizer import Tokenizer
 
 
@@ -17,7 +18,8 @@ async def serving(settings: EngineSettings, host: str, port: int) -> AsyncIterat
     """A started engine and the address where gRPC clients reach it; both end with the context."""
     check_loopback(host)  # what can be refused at once is refused before workers start
     tokenizer = Tokenizer.load(settings.model.model_dir, trust_remote_code=settings.model.trust_remote_code)
-    engine = await start_engine(settings)
+    with loading_bar() as watch:
+        engine = await start_engine(settings, watch)
     try:
         server = GrpcServer(engine.client, tokenizer)
         address = await server.start(host, port)

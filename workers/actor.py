@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .worker import Worker
 
 
-@ray.remote
+@ray.remote(concurrency_groups={"watch": 1})  # pyright: ignore[reportCallIssue]  Ray's hints lack it
 class WorkerActor:
     """One rank in a process of its own. Life cycle by actor calls; steps come over its own stream."""
 
@@ -36,6 +36,11 @@ class WorkerActor:
 
     def load(self, settings: ModelSettings) -> ModelFacts:
         return self._real().load(settings)
+
+    @ray.method(concurrency_group="watch")
+    def loaded(self) -> tuple[int, int]:
+        """Parameters that are there, and all of them; (0, 0) before it begins. Answers while `load` runs."""
+        return self._worker.loaded if self._worker is not None else (0, 0)
 
     def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None:
         self._real().allocate(plan, limits)

@@ -1,7 +1,7 @@
 """How a transformers module is loaded: built empty, filled with this rank's slices, hooked up to our attention."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,8 +72,16 @@ class LoadedModel:
             self._pages.copy(copies)
 
 
-def load_model(settings: ModelSettings, parallel: TensorParallel, device: torch.device) -> LoadedModel:
-    """Load this rank's share of the checkpoint. Raises `ModelError` or `InvalidSetting`."""
+def load_model(
+    settings: ModelSettings,
+    parallel: TensorParallel,
+    device: torch.device,
+    watch: Callable[[int, int], None] = lambda done, total: None,
+) -> LoadedModel:
+    """Load this rank's share of the checkpoint. Raises `ModelError` or `InvalidSetting`.
+
+    watch: told now and then how many of how many parameters are there
+    """
     checkpoint = Checkpoint(settings.model_dir)
     whole = _read_config(settings)
     config = whole.get_text_config()
@@ -84,7 +92,7 @@ def load_model(settings: ModelSettings, parallel: TensorParallel, device: torch.
     layers = read_layers(config, parallel.size, dtype.itemsize)
     module = _build(whole, config, dtype, settings)
     vocab_size = module.get_input_embeddings().num_embeddings
-    _fill(module, checkpoint, parallel, config, dtype, device)
+    _fill(module, checkpoint, parallel, config, dtype, device, watch)
     attention = PagedAttention(layers, dtype, device)
     attention.bind(module)
     states = PagedStates(device)
@@ -123,11 +131,18 @@ def _check_family(whole: Any, config: Any, settings: ModelSettings) -> None:
 def _build(whole: Any, config: Any, dtype: torch.dtype, settings: ModelSettings) -> Any:
     """The module, without memory for its weights. whole: the config of a model with its encoder, or `config` itself."""
     config._attn_implementation = IMPLEMENTATION
-    with torch.device("meta"):
-        if whole is config:
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=settings.trust_remote_code)
+    make = AutoModelForCausalLM
+    if whole is not config:
         whole.vision_config._attn_implementation = "sdpa"
-        return AutoModelForImageTextToText.from_config(whole, dtype=dtype)
+        make = AutoModelForImageTextToText
+    try:
+        with torch.device("meta"):
+            return make.from_config(whole, dtype=dtype, trust_remote_code=settings.trust_remote_code)
+    except (KeyError, ValueError, TypeError, NotImplementedError, ImportError) as error:
+        raise UnsupportedModel(
+            f"{config.model_type} can not be built with an attention of ours: {type(error).__name__}: {error}",
+            field="model",
+        ) from error
 
 
 def _read_config(settings: ModelSettings) -> Any:
@@ -177,6 +192,7 @@ def _fill(
     config: Any,
     dtype: torch.dtype,
     device: torch.device,
+    watch: Callable[[int, int], None],
 ) -> None:
     """Give every parameter its memory: this rank's slice, read from the files. Tied parameters share theirs."""
     styles = parallel.plan(module, config)
@@ -184,6 +200,8 @@ def _fill(
         styles |= cut_mixers(module, parallel.size)
     sources = find_sources(module, checkpoint)
     module.tie_weights()
+    total = sum(empty.numel() for empty in module.parameters())
+    done = 0
     filled: dict[int, nn.Parameter] = {}
     missing: list[str] = []
     for path, owner in module.named_modules():
@@ -198,6 +216,8 @@ def _fill(
                 part = parallel.slice_of(path, name, whole_shapes[name], style, config) if style else None
                 value = _read(checkpoint, sources[full_name], full_name, whole_shapes[name], part)
                 filled[id(empty)] = nn.Parameter(value.to(device=device, dtype=dtype), requires_grad=False)
+                done += empty.numel()
+                watch(done, total)
             setattr(owner, name, filled[id(empty)])
         if style is not None:
             parallel.install(owner, style, whole_shapes.get("weight", ()))

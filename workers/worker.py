@@ -33,6 +33,7 @@ class Worker:
         self._settings: ModelSettings | None = None
         self._model: LoadedModel | None = None
         self._runner: ModelRunner | None = None
+        self.loaded = (0, 0)  # parameters that are there, and all of them; read by another thread
 
     def meeting_point(self, host: str) -> Address:
         """Where the other ranks find this one."""
@@ -46,8 +47,11 @@ class Worker:
         """Read this rank's share of the weights. Raises `ModelError` or `InvalidSetting`."""
         self._runner = self._model = None  # free the old model first
         self._settings = settings
-        self._model = load_model(settings, self._parallel, self._device)
+        self._model = load_model(settings, self._parallel, self._device, self._note_loaded)
         return self._model.facts
+
+    def _note_loaded(self, done: int, total: int) -> None:
+        self.loaded = (done, total)
 
     def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None:
         """Lay out the pages, and run the model once over them."""

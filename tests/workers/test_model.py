@@ -9,9 +9,13 @@ import pytest
 import torch
 
 from intarsia.controller.request import SamplingParams
+from intarsia.errors import UnsupportedModel
 from intarsia.tests import models
 from intarsia.tests.conftest import Loop
 from intarsia.tests.local import complete, make_engine
+from intarsia.workers.facts import ModelSettings
+from intarsia.workers.model import load_model
+from intarsia.workers.parallel import TensorParallel
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -64,3 +68,90 @@ def test_page_memory_follows_the_dtype(tiny: Callable):
         return (await make_engine(tiny("llama").path, dtype=dtype)).info.num_blocks
 
     assert asyncio.run(blocks("bfloat16")) == 2 * asyncio.run(blocks("float32")) + 1
+
+
+def test_a_family_nobody_tested_is_refused_with_those_that_are_known(tmp_path: Path):
+    path = granite(tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"granite is not a family .* known are Llama, Qwen3, .*--allow-generic"):
+        asyncio.run(tokens(path))
+
+
+def test_a_family_nobody_tested_runs_as_plain_attention_when_that_is_wanted(
+    tmp_path: Path, two_workers: Any, loop: Loop, caplog: pytest.LogCaptureFixture
+):
+    path = granite(tmp_path)
+    expected = [models.greedy(models.load_oracle(path), prompt, 12) for prompt in models.PROMPTS]
+    assert asyncio.run(tokens(path, allow_generic=True)) == expected
+    assert "granite is no family that was tested" in caplog.text
+    assert loop.run(tokens(path, two_workers, allow_generic=True)) == expected
+
+
+def granite(path: Path) -> Path:
+    """Not among the known: Llama with multipliers."""
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    torch.manual_seed(5)
+    common = {name: value for name, value in models.COMMON.items() if name != "head_dim"}
+    config = GraniteConfig(**common, num_hidden_layers=3, embedding_multiplier=2.0, residual_multiplier=0.7)
+    GraniteForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def test_layers_that_never_call_our_attention_are_refused_by_number(tmp_path: Path):
+    """CodeGen computes its attention by itself; a generic attempt must not pretend to have paged it."""
+    from transformers import CodeGenConfig, CodeGenForCausalLM
+
+    config = CodeGenConfig(vocab_size=128, n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=128)
+    CodeGenForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="layers 0, 1 compute their attention in a way of their own"):
+        asyncio.run(tokens(tmp_path, allow_generic=True))
+
+
+def test_a_model_that_takes_no_attention_but_its_own_is_refused(tmp_path: Path):
+    from transformers import GPTJConfig, GPTJForCausalLM
+
+    config = GPTJConfig(vocab_size=128, n_embd=32, n_layer=2, n_head=2, rotary_dim=8, n_positions=128)
+    GPTJForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="gptj can not be built with an attention of ours: KeyError"):
+        asyncio.run(tokens(tmp_path, allow_generic=True))
+
+
+def test_code_that_comes_with_a_checkpoint_runs_only_when_that_is_wanted(tmp_path: Path):
+    import json
+
+    path = granite(tmp_path)
+    fields = json.loads((path / "config.json").read_text())
+    fields |= {
+        "model_type": "homemade",
+        "architectures": ["HomemadeForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "homemade.HomemadeConfig",
+            "AutoModelForCausalLM": "homemade.HomemadeForCausalLM",
+        },
+    }
+    (path / "config.json").write_text(json.dumps(fields))
+    (path / "homemade.py").write_text(
+        "from transformers import GraniteConfig, GraniteForCausalLM\n\n\n"
+        'class HomemadeConfig(GraniteConfig):\n    model_type = "homemade"\n\n\n'
+        "class HomemadeForCausalLM(GraniteForCausalLM):\n    config_class = HomemadeConfig\n"
+    )
+    with pytest.raises(UnsupportedModel, match=r"can not read .*config\.json"):
+        asyncio.run(tokens(path, allow_generic=True))
+    outputs = asyncio.run(tokens(path, allow_generic=True, trust_remote_code=True))
+    assert all(len(output) == 12 for output in outputs)
+    (tmp_path / "plain").mkdir()
+    assert outputs == asyncio.run(tokens(granite(tmp_path / "plain"), allow_generic=True))
+
+
+def test_sharded_files_give_the_same_tokens(tiny: Callable, tmp_path: Path):
+    model = tiny("granite4")
+    models.load_oracle(model.path).save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    assert asyncio.run(tokens(tmp_path)) == [expected[:12] for expected in model.expected]
+
+
+def test_loading_tells_how_far_it_is(tiny: Callable):
+    told: list[tuple[int, int]] = []
+    settings = ModelSettings(str(tiny("llama").path))
+    load_model(settings, TensorParallel(), torch.device("cpu"), lambda done, total: told.append((done, total)))
+    assert told == sorted(told) and told[-1][0] == told[-1][1]
