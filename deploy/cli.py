@@ -183,12 +183,14 @@ def plan(
 
 
 @app.command()
-def families() -> None:
+def families(
+    docs: Annotated[bool, typer.Option("--docs", help="Print the page of the documentation around it.")] = False,
+) -> None:
     """Print the table of model families: what they keep, how it is laid out, which of them run."""
     with _plain_errors():
-        from .families import family_rows, markdown
+        from .families import docs_page, family_rows, markdown
 
-        for line in markdown(family_rows()):
+        for line in docs_page() if docs else markdown(family_rows()):
             print(line)
 
 

@@ -57,6 +57,23 @@ def markdown(rows: Sequence[FamilyRow]) -> Iterator[str]:
         yield f"| {' | '.join(str(value) for value in row)} |"
 
 
+INTRODUCTION = """\
+# Model families
+
+Made by `intarsia families --docs`. "Runs": the tests put the family through the whole gate
+(`tests/workers/test_families.py`). Groups and strategy are those of the example in 40 GiB, with blocks of 16 tokens and
+an expected length of 8,192; TP names the sizes, of 1, 2, 4 and 8, that divide its heads and states. A prefix hit ends at
+any token, or where a state was saved: at the last block border and the very end of a prompt, where prompts part, and
+every 512 to 4,096 tokens.
+"""
+
+
+def docs_page() -> Iterator[str]:
+    """`docs/families.md`."""
+    yield INTRODUCTION
+    yield from markdown(family_rows())
+
+
 class _Example(NamedTuple):
     name: str
     layers: Callable[[int], Sequence[LayerSpec]]  # one rank's share, given how many there are

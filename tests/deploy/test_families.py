@@ -1,0 +1,31 @@
+from pathlib import Path
+
+from intarsia.deploy.families import docs_page, family_rows, markdown
+from intarsia.tests.models import FAMILIES
+from intarsia.workers.families import KNOWN_FAMILIES
+
+DOCS = Path(__file__).parents[2] / "docs" / "families.md"
+
+
+def test_families_called_known_are_those_that_go_through_the_gate():
+    assert {make().model_type for make in FAMILIES.values()} == set(KNOWN_FAMILIES)
+
+
+def test_the_table_in_the_docs_is_what_the_command_prints():
+    """After a change: intarsia families --docs > docs/families.md"""
+    assert DOCS.read_text() == "\n".join([*docs_page(), ""])
+
+
+def test_every_known_family_has_a_row_and_a_strategy():
+    rows = {row.name: row for row in family_rows()}
+    assert set(KNOWN_FAMILIES.values()) <= set(rows)
+    assert all(row.strategy and row.tensor_parallel.startswith("1") for row in rows.values())
+    assert rows["Bamba"].layer_kinds == "29 state + 3 full"
+    assert rows["Gemma 3n"].layer_kinds.endswith("8 sliding-512 (shared) + 2 full (shared)")
+    assert rows["Llama 3.2 Vision"].prefix_cache == "at any token, images by content"
+
+
+def test_markdown_has_a_line_for_each_row():
+    rows = family_rows()
+    lines = list(markdown(rows))
+    assert len(lines) == len(rows) + 2 and all(line.count("|") == 9 for line in lines)
