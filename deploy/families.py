@@ -62,9 +62,9 @@ INTRODUCTION = """\
 
 Made by `intarsia families --docs`. "Runs": the tests put the family through the whole gate
 (`tests/workers/test_families.py`). Groups and strategy are those of the example in 40 GiB, with blocks of 16 tokens and
-an expected length of 8,192; TP names the sizes, of 1, 2, 4 and 8, that divide its heads and states. A prefix hit ends at
-any token, or where a state was saved: at the last block border and the very end of a prompt, where prompts part, and
-every 512 to 4,096 tokens.
+an expected length of 8,192; TP names the sizes, of 1, 2, 4 and 8, that divide its heads and states. A prefix hit ends
+at any token, or where a state was saved: at the last block border and the very end of a prompt, where prompts part,
+and every 512 to 4,096 tokens.
 """
 
 

@@ -219,3 +219,33 @@ def test_second_engine_of_the_same_name_is_refused(service: Service, loop: Loop)
     with pytest.raises(InvalidSetting, match="named 'end-to-end' runs in this Ray cluster already"):
         loop.run(start_engine(engine_settings(str(service.model.path), name="end-to-end")))
     assert all_free(service, loop)
+
+
+def test_images_go_through_grpc_to_the_vision_towers_of_two_workers(ray_cluster: None, loop: Loop, tiny: Callable):
+    model: TinyModel = tiny("mllama")
+    settings = engine_settings(
+        str(model.path), tensor_parallel_size=2, kv_cache_memory="1MiB", max_images_per_request=3, name="images"
+    )
+    engine = loop.run(start_engine(settings))
+
+    async def listen() -> tuple[GrpcServer, str]:
+        server = GrpcServer(engine.client, None)
+        return server, await server.start(port=0)
+
+    server, address = loop.run(listen())
+    try:
+        with Client(address) as client:
+            assert client.model_info().image_token_id == models.IMAGE
+            greedy = SamplingParams(temperature=0, max_tokens=24)
+            with ThreadPoolExecutor() as pool:
+                asked = zip(model.prompts, model.images, strict=True)
+                answers = [pool.submit(client.complete, prompt, greedy, images=about) for prompt, about in asked]
+                with pytest.raises(InvalidRequest, match="can not be decoded"):
+                    client.complete(model.prompts[1], greedy, images=[model.images[1][0][:80]])
+                with pytest.raises(InvalidRequest, match=r"has 1 image tokens .* and the request 2 images"):
+                    client.complete(model.prompts[1], greedy, images=model.images[1] * 2)
+            assert [list(answer.result().token_ids) for answer in answers] == model.expected
+        assert loop.run(engine.recount()).all_free
+    finally:
+        loop.run(server.stop(grace_s=0))
+        loop.run(engine.shutdown())
