@@ -36,6 +36,7 @@ class EngineInfo(NamedTuple):
     enable_prefix_caching: bool
     image_token_id: int | None = None  # stands for an image in a prompt; None: the model takes none
     max_images_per_request: int = 0
+    notes: tuple[str, ...] = ()  # what was decided otherwise than asked or written, for people
 
     @property
     def capacity_tokens(self) -> int:
@@ -46,4 +47,4 @@ class EngineInfo(NamedTuple):
     def from_wire(cls, wire: list) -> "EngineInfo":
         info = cls(*wire)
         groups = tuple(GroupInfo(kind, tuple(layers), *rest) for kind, layers, *rest in info.groups)
-        return info._replace(groups=groups, eos_token_ids=tuple(info.eos_token_ids))
+        return info._replace(groups=groups, eos_token_ids=tuple(info.eos_token_ids), notes=tuple(info.notes))

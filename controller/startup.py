@@ -108,4 +108,5 @@ def _describe(settings: EngineSettings, facts: ModelFacts, plan: MemoryPlan, max
         enable_prefix_caching=settings.prefix_caching,
         image_token_id=facts.image_token_id,
         max_images_per_request=settings.max_images_per_request if facts.image_token_id is not None else 0,
+        notes=facts.notes + plan.notes,
     )

@@ -26,6 +26,10 @@ def banner(info: EngineInfo, address: str | None = None) -> RenderableType:
         f"{info.max_model_len:,} tokens",
     )
     facts.add_row("steps", f"up to {info.max_num_seqs:,} requests and {info.max_num_batched_tokens:,} tokens at a time")
+    if info.image_token_id is not None:
+        facts.add_row("images", f"up to {info.max_images_per_request} in a request, by token {info.image_token_id}")
+    for note in info.notes:
+        facts.add_row("note", note)
     if address:
         facts.add_row("address", f"{address} (gRPC)")
     return Group(facts, _groups(info))

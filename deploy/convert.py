@@ -119,7 +119,9 @@ def info_from_proto(message: pb.ModelInfo) -> EngineInfo:
     fields: dict[str, Any] = {name: getattr(message, name) for name in EngineInfo._fields if name != "model_dir"}
     if not message.HasField("image_token_id"):
         fields["image_token_id"] = None
-    return EngineInfo(**(fields | {"model_dir": "", "groups": groups, "eos_token_ids": tuple(message.eos_token_ids)}))
+    fields |= {"model_dir": "", "groups": groups}
+    fields |= {"eos_token_ids": tuple(message.eos_token_ids), "notes": tuple(message.notes)}
+    return EngineInfo(**fields)
 
 
 def error_to_status(error: IntarsiaError) -> status_pb2.Status:

@@ -56,7 +56,7 @@ class ImageReader:
                         asked=width * height,
                         limit=MAX_IMAGE_PIXELS,
                     )
-                image.load()
+                image.convert("RGB")  # what workers will do: whatever can go wrong goes wrong here
         except InvalidRequest:
             raise
         except UnidentifiedImageError:

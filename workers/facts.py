@@ -43,6 +43,7 @@ class ModelFacts(NamedTuple):
     eos_token_ids: tuple[int, ...]
     image_token_id: int | None = None  # stands for an image in a prompt; None: the model takes none
     image_tokens: int = 0  # most that an image becomes, for layers that attend to it
+    notes: tuple[str, ...] = ()  # what was read otherwise than the files say, for people
 
 
 class RunnerLimits(NamedTuple):

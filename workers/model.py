@@ -85,9 +85,9 @@ def load_model(
     checkpoint = Checkpoint(settings.model_dir)
     whole = _read_config(settings)
     config = whole.get_text_config()
-    if done := complete_layer_types(config, checkpoint.config):
-        logger.warning(done)
-    _check_family(whole, config, settings)
+    notes = [complete_layer_types(config, checkpoint.config), _check_family(whole, config, settings)]
+    for note in filter(None, notes):
+        logger.warning(note)
     dtype = _dtype(settings, config)
     layers = read_layers(config, parallel.size, dtype.itemsize)
     module = _build(whole, config, dtype, settings)
@@ -109,23 +109,22 @@ def load_model(
         eos_token_ids=_eos_token_ids(settings, config),
         image_token_id=whole.image_token_index if cross is not None else None,
         image_tokens=whole.vision_config.max_num_tiles * tile_tokens(whole.vision_config) if cross is not None else 0,
+        notes=tuple(filter(None, notes)),
     )
     return LoadedModel(module.eval(), attention, states, cross, facts, device)
 
 
-def _check_family(whole: Any, config: Any, settings: ModelSettings) -> None:
-    """Raises `UnsupportedModel` for a family nobody has tested, unless that is wanted."""
+def _check_family(whole: Any, config: Any, settings: ModelSettings) -> str | None:
+    """Raises `UnsupportedModel` for a family nobody has tested, unless that is wanted; a note for people then."""
     if whole.model_type in KNOWN_FAMILIES or config.model_type in KNOWN_FAMILIES:
-        return
+        return None
     if not settings.allow_generic:
         raise UnsupportedModel(
             f"{config.model_type} is not a family that is known to run right; known are "
             f"{', '.join(KNOWN_FAMILIES.values())}. With --allow-generic it is tried as plain attention.",
             field="model",
         )
-    logger.warning(
-        "%s is no family that was tested; it is tried as plain attention, as its config describes it", config.model_type
-    )
+    return f"{config.model_type} is no family that was tested; it is tried as plain attention, as its config has it"
 
 
 def _build(whole: Any, config: Any, dtype: torch.dtype, settings: ModelSettings) -> Any:

@@ -136,8 +136,8 @@ class TensorParallel:
             styles[path] = STYLES[style]
             if style == "moe_tp_experts":
                 names = [name for name, _ in module.named_parameters(recurse=False)]
-                cuts = {name: EXPERT_CUTS[how] for name in names if (how := _match(patterns, f"{path}.{name}"))}
-                styles[path] = replace(styles[path], cuts=cuts)
+                hows = {name: how for name in names if (how := _match(patterns, f"{path}.{name}"))}
+                styles[path] = replace(styles[path], cuts={name: EXPERT_CUTS[how] for name, how in hows.items()})
         return styles
 
     def own_parts(self, tensor: Tensor, sections: Sequence[Section], dim: int = -1) -> list[Tensor]:

@@ -107,3 +107,33 @@ def test_text_prompt_without_tokenizer_says_to_send_token_ids():
 def test_stream_of_no_tokens_says_nothing(byte_tokenizer: Tokenizer):
     stream = TextStream(byte_tokenizer)
     assert (stream.push([]), stream.finish()) == ("", "")
+
+
+def test_a_conversation_becomes_tokens_by_the_checkpoints_own_template(
+    byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"
+    )
+    monkeypatch.setattr(byte_tokenizer._fast, "chat_template", template)
+    ids = byte_tokenizer.chat([{"role": "you", "content": "hi"}])
+    assert byte_tokenizer.decode(ids) == "[you]hi[me]"
+
+
+def test_a_template_that_refuses_is_the_callers_error(byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(byte_tokenizer._fast, "chat_template", "{{ raise_exception('only one system message') }}")
+    with pytest.raises(InvalidRequest, match="refuses these messages: only one system message") as caught:
+        byte_tokenizer.chat([{"role": "you", "content": "hi"}])
+    assert caught.value.field == "messages"
+
+
+def test_a_template_can_not_reach_out_of_its_sandbox(byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(byte_tokenizer._fast, "chat_template", "{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(InvalidRequest, match="refuses these messages"):
+        byte_tokenizer.chat([{"role": "you", "content": "hi"}])
+
+
+def test_a_checkpoint_without_a_template_says_so(byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(byte_tokenizer._fast, "chat_template", None)
+    with pytest.raises(InvalidRequest, match="has no chat template"):
+        byte_tokenizer.chat([{"role": "you", "content": "hi"}])

@@ -17,6 +17,7 @@ from intarsia.deploy.images import ImageReader, read_images
 from intarsia.errors import InvalidSetting
 from intarsia.kvcache.plan import MemoryPlan, PlanSettings
 from intarsia.kvcache.strategies import plan_memory
+from intarsia.kvcache.tables import StateTable
 from intarsia.tests.conftest import Loop, TinyModel
 from intarsia.tests.local import Completion, complete, make_engine
 from intarsia.tests.models import (
@@ -26,8 +27,10 @@ from intarsia.tests.models import (
     WITH_IMAGES,
     WITH_SHARING,
     WITH_STATE,
+    is_greedy,
     load_oracle,
     log_probabilities,
+    prompts,
 )
 from intarsia.workers.layers import read_layers
 
@@ -139,14 +142,30 @@ def test_tokens_equal_the_oracle_on_two_workers_after_preemption(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["layered", "packed", "partitioned", "uniform"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_equal_the_oracle_on_two_workers_whatever_the_memory_plan(
+    family: str, strategy: str, tiny: Callable, two_workers: Any, loop: Loop
+):
+    block_size = 16 if family in LARGE_STATES else 5
+    settings = {"block_size": block_size, "strategy": strategy, "max_prefill_chunk_tokens": 7}
+    loop.run(check_in_one_batch(tiny(family), two_workers, **settings))
+
+
+@pytest.mark.slow
 def test_tokens_equal_the_oracle_on_more_workers_than_kv_heads(ray_cluster: None, tiny: Callable, loop: Loop):
-    """Four workers for two key-value heads: each head lives on two of them."""
+    """Four workers for two key-value heads: each head lives on two of them. Key heads of a state do not."""
     from intarsia.controller.worker_group import WorkerGroup
 
     four_workers: Any = loop.run(WorkerGroup.create(4))
     try:
         for family in FAMILIES:
-            loop.run(check_in_one_batch(tiny(family), four_workers, block_size=5, max_prefill_chunk_tokens=7))
+            work = check_in_one_batch(tiny(family), four_workers, block_size=5, max_prefill_chunk_tokens=7)
+            if family in {"qwen3_next", "qwen3_5", "qwen3_5_moe"}:
+                with pytest.raises(InvalidSetting, match="size 4 does not divide the model's 2 key heads of states"):
+                    loop.run(work)
+            else:
+                loop.run(work)
     finally:
         loop.run(four_workers.close())
 
@@ -244,6 +263,47 @@ def test_an_engine_that_ignores_the_window_fails_the_gate(
     _, completions = asyncio.run(run())
     assert [c.token_ids for c in completions] == model.window_ignored
     assert [c.token_ids for c in completions] != model.expected
+
+
+@pytest.mark.parametrize("family", sorted(WITH_STATE))
+def test_prompts_that_part_ways_go_on_from_states_saved_in_the_middle_of_a_step(family: str, tiny: Callable):
+    """The second prompt leaves the first at token 50: a state is saved at the last border before, and found by the
+    third."""
+    model: TinyModel = tiny(family)
+    start, tails = model.prompts[3][:50], [prompts(seed=n, lengths=[28])[0] for n in range(3)]
+
+    async def run() -> list[Completion]:
+        engine = await make_engine(model.path)
+        completions = [(await complete(engine, [start + tail], GREEDY))[0] for tail in tails]
+        assert engine.recount().all_free
+        return completions
+
+    completions = asyncio.run(run())
+    assert [c.num_cached_tokens for c in completions] == [0, 0, 48]
+    for tail, completion in zip(tails, completions, strict=True):
+        assert is_greedy(load_oracle(model.path), start + tail, completion.token_ids, TOLERANCE.get(family, 1e-3))
+
+
+@pytest.mark.parametrize("family", sorted(WITH_STATE))
+def test_states_saved_many_times_in_one_step_are_each_right(
+    family: str, tiny: Callable, monkeypatch: pytest.MonkeyPatch
+):
+    """Every 16 tokens of a prompt of 80 that is one chunk; then prompts that end after any of them go on from there."""
+    monkeypatch.setattr(StateTable, "LEAST_EVERY", 16)
+    monkeypatch.setattr(StateTable, "MOST_EVERY", 16)
+    model: TinyModel = tiny(family)
+    whole = model.prompts[3]
+
+    async def run() -> list[Completion]:
+        engine = await make_engine(model.path)
+        await complete(engine, [whole], GREEDY)
+        return await complete(engine, [[*whole[:length], 5, 6, 7] for length in (16, 32, 48, 64)], GREEDY)
+
+    completions = asyncio.run(run())
+    assert [c.num_cached_tokens for c in completions] == [16, 32, 48, 64]
+    for length, completion in zip((16, 32, 48, 64), completions, strict=True):
+        prompt = [*whole[:length], 5, 6, 7]
+        assert is_greedy(load_oracle(model.path), prompt, completion.token_ids, TOLERANCE.get(family, 1e-3))
 
 
 @pytest.mark.parametrize("family", sorted(WITH_STATE))
