@@ -123,6 +123,36 @@ def take_layer_from_call(module: Any) -> None:
         module.register_forward_pre_hook(note, with_kwargs=True)
 
 
+def mend(model: Any, config: Any) -> None:
+    """What transformers gets wrong about a family's real checkpoints, put right. Called when weights are there.
+
+    MiniMax-Text-01 and M1 rotate the first `rotary_dim` of 128 numbers of a head (their own code; SGLang and vLLM
+    follow it); transformers 5.23 rotates all of them, whatever config.json says.
+    """
+    rotary_dim = getattr(config, "rotary_dim", None)
+    if config.model_type != "minimax" or rotary_dim is None or rotary_dim >= config.head_dim:
+        return
+    from transformers.models.minimax import modeling_minimax
+
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    embedding = model.model.rotary_emb
+    embedding.inv_freq = (1.0 / config.rope_parameters["rope_theta"] ** exponents).to(embedding.inv_freq.device)
+    modeling_minimax.apply_rotary_pos_emb = rotate_first  # the same as before where all numbers are rotated
+
+
+def rotate_first(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """Rotary positions for as many numbers of each head as `cos` has; the others stay. Halves are paired."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    width = cos.shape[-1]
+
+    def rotate(x: Tensor) -> Tensor:
+        turned, still = x[..., :width], x[..., width:]
+        low, high = turned.chunk(2, dim=-1)
+        return torch.cat((turned * cos + torch.cat((-high, low), dim=-1) * sin, still), dim=-1)
+
+    return rotate(q), rotate(k)
+
+
 def take_query_scale(module: Any) -> Callable[[Tensor], Tensor] | None:
     """What queries of an attention module are multiplied by, given their positions; None: nothing.
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.activations import ACT2FN
 
 from ..kernels.state import CONVOLUTION, GATED_DELTA, LINEAR_ATTENTION, SELECTIVE_SCAN
 from .parallel import STYLES, Cut, Section, Style, TensorParallel
@@ -32,6 +33,7 @@ class _Mixer:
         self._states = states
         self._parallel = parallel
         self._layer: int = module.layer_idx
+        self._activate = ACT2FN[getattr(module, "activation", "silu")]
 
     def _convolve(self, x_TC: Tensor) -> Tensor:
         conv = getattr(self._module, "conv1d", None) or self._module.conv
@@ -94,7 +96,7 @@ class Mamba2(_Mixer):
         if self._scales is not None:
             projected = projected * self._scales.flatten()
         gate, conv_in, dt_TH = projected.split([self._inner, self._inner + 2 * self._shared, self._heads], dim=-1)
-        convolved = F.silu(self._convolve(conv_in)).float()
+        convolved = self._activate(self._convolve(conv_in)).float()
         x, B, C = convolved.split([self._inner, self._shared, self._shared], dim=-1)
         x_THV = x.unflatten(-1, (self._heads, -1))
         k_THK, q_THK = (shared.unflatten(-1, (self._groups, -1))[:, self._group_of_head] for shared in (B, C))
@@ -143,7 +145,7 @@ class Mamba1(_Mixer):
     def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         module = self._module
         x_TC, gate_TC = module.in_proj(hidden_states[0]).chunk(2, dim=-1)
-        x_TC = F.silu(self._convolve(x_TC))
+        x_TC = self._activate(self._convolve(x_TC))
         sizes = [module.time_step_rank, module.ssm_state_size, module.ssm_state_size]
         time_step, B_TS, C_TS = module.x_proj(x_TC).split(sizes, dim=-1)
         dt_TC = F.softplus(module.dt_proj(module.dt_layernorm(time_step)).float())
@@ -200,7 +202,7 @@ class GatedDeltaNet(_Mixer):
     def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         module = self._module
         qkv_TC, z_THV, b_TH, a_TH = self._project(hidden_states[0])
-        qkv_TC = F.silu(self._convolve(qkv_TC)).float()
+        qkv_TC = self._activate(self._convolve(qkv_TC)).float()
         widths = [self._key_width, self._key_width, self._value_heads * module.head_v_dim]
         q, k, v = qkv_TC.split(widths, dim=-1)
         q_THK, k_THK = (self._keys_of_heads(x) for x in (q, k))

@@ -20,7 +20,7 @@ from .attention import IMPLEMENTATION, PagedAttention
 from .checkpoint import Checkpoint
 from .cross import CrossAttention
 from .facts import ModelFacts, ModelSettings
-from .families import KNOWN_FAMILIES, WITH_ENCODER
+from .families import KNOWN_FAMILIES, WITH_ENCODER, mend
 from .layers import complete_layer_types, read_layers
 from .mixers import cut_mixers
 from .pages import Pages
@@ -93,6 +93,7 @@ def load_model(
     module = _build(whole, config, dtype, settings)
     vocab_size = module.get_input_embeddings().num_embeddings
     _fill(module, checkpoint, parallel, config, dtype, device, watch)
+    mend(module, config)
     attention = PagedAttention(layers, dtype, device)
     attention.bind(module)
     states = PagedStates(device)

@@ -84,13 +84,6 @@ def test_unknown_model_type_is_refused(copy: Path):
         load(copy)
 
 
-def test_quantised_weights_are_refused(copy: Path):
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
-    with pytest.raises(UnsupportedModel, match="mxfp4"):
-        Checkpoint(copy)
-
-
 def test_sharded_checkpoint_loads_like_a_single_file(tiny: Callable, tmp_path: Path):
     from transformers import AutoModelForCausalLM
 

@@ -1,6 +1,7 @@
 """Checkpoints that differ from the tiny families in one respect."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,8 +118,6 @@ def test_a_model_that_takes_no_attention_but_its_own_is_refused(tmp_path: Path):
 
 
 def test_code_that_comes_with_a_checkpoint_runs_only_when_that_is_wanted(tmp_path: Path):
-    import json
-
     path = granite(tmp_path)
     fields = json.loads((path / "config.json").read_text())
     fields |= {
@@ -155,3 +154,32 @@ def test_loading_tells_how_far_it_is(tiny: Callable):
     settings = ModelSettings(str(tiny("llama").path))
     load_model(settings, TensorParallel(), torch.device("cpu"), lambda done, total: told.append((done, total)))
     assert told == sorted(told) and told[-1][0] == told[-1][1]
+
+
+def test_minimax_rotates_as_many_numbers_as_its_config_says(tmp_path: Path):
+    """Against transformers, which rotates all of them, on weights whose numbers are reordered: those that are to stay
+    are paired with each other, at frequency 0."""
+    rotary = 8
+    model = models.make_checkpoint("minimax", tmp_path / "minimax")
+    fields = json.loads((model / "config.json").read_text())
+    whole = asyncio.run(tokens(model))
+    (model / "config.json").write_text(json.dumps(fields | {"rotary_dim": rotary}))
+    oracle = models.load_oracle(model)
+    head = oracle.config.head_dim
+    still = torch.arange(rotary, head)
+    first = torch.cat((torch.arange(rotary // 2), still[: len(still) // 2]))
+    second = torch.cat((torch.arange(rotary // 2, rotary), still[len(still) // 2 :]))
+    order = torch.cat((first, second))
+    with torch.no_grad():
+        for layer in oracle.model.layers:
+            for projection in (getattr(layer.self_attn, name, None) for name in ("q_proj", "k_proj")):
+                if projection is not None:
+                    heads = projection.weight.unflatten(0, (-1, head))
+                    projection.weight.copy_(heads[:, order].flatten(0, 1))
+    frequencies = torch.zeros(head // 2)
+    theta = oracle.config.rope_parameters["rope_theta"]
+    frequencies[: rotary // 2] = 1.0 / theta ** (torch.arange(0, rotary, 2) / rotary)
+    oracle.model.rotary_emb.inv_freq = frequencies
+    expected = [models.greedy(oracle, prompt, 12) for prompt in models.PROMPTS]
+    assert asyncio.run(tokens(model)) == expected
+    assert expected != whole
