@@ -221,6 +221,14 @@ class Engine:
                 asked=token,
                 limit=info.vocab_size - 1,
             )
+        strange = next((token for token, _ in sampling.biases if token >= info.vocab_size), None)
+        if strange is not None:
+            raise InvalidRequest(
+                f"logit_bias names token {strange}, which is not in the vocabulary of {info.vocab_size} tokens",
+                field="logit_bias",
+                asked=strange,
+                limit=info.vocab_size - 1,
+            )
         total_tokens = min(len(tokens) + sampling.max_tokens, info.max_model_len)
         if not self._manager.fits(total_tokens):
             raise RequestTooLarge(

@@ -11,6 +11,10 @@ from ..kvcache.manager import RequestId
 from ..kvcache.prefix import TokenChain
 from .images import Gallery
 
+MAX_BIASES = 1024
+
+MAX_STOPS, MAX_STOP_CHARS = 16, 256
+
 MAX_LOGPROBS = 20
 """Most alternatives per token a caller may ask for, as OpenAI's API has it."""
 
@@ -24,6 +28,16 @@ class SamplingParams:
     top_p           keep the fewest tokens whose probabilities sum to at least this
     seed            same seed, prompt and model: same tokens, whatever else runs beside. None: drawn per request
     max_tokens      most tokens to generate
+    min_p           keep tokens at least this share as probable as the most probable one
+    presence_penalty, frequency_penalty
+                    taken from the logits of tokens the answer has; once, and once for each time
+    repetition_penalty
+                    logits of tokens in prompt and answer are divided by it, or multiplied if negative
+    logit_bias      {token: what is added to its logit}
+    stop            texts that end generation; the answer ends before them
+    include_stop_str_in_output
+                    the answer ends behind them instead
+    min_tokens      tokens before which neither the model's end nor a stop ends generation
     stop_token_ids  tokens that end generation; the one that did is the last token returned, as with the model's own
     ignore_eos      go on after the model's own end token
     logprobs        None: none; n: log-probability of each chosen token and of the n most probable ones
@@ -39,6 +53,14 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    stop: str | tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    min_tokens: int = 0
 
     def __post_init__(self):
         _check_number("temperature", self.temperature, low=0.0, high=math.inf, low_open=False, high_open=True)
@@ -58,10 +80,73 @@ class SamplingParams:
         for token in self.stop_token_ids:
             _check_int("stop_token_ids", token, low=0)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _check_number("min_p", self.min_p, low=0.0, high=1.0, low_open=False, high_open=False)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check_number(name, getattr(self, name), low=-2.0, high=2.0, low_open=False, high_open=False)
+        _check_number(
+            "repetition_penalty", self.repetition_penalty, low=0.0, high=math.inf, low_open=True, high_open=True
+        )
+        _check_int("min_tokens", self.min_tokens, low=0)
+        if self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}; it can not be more",
+                field="min_tokens",
+                asked=self.min_tokens,
+                limit=self.max_tokens,
+            )
+        object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        if not isinstance(self.include_stop_str_in_output, bool):
+            raise InvalidRequest(
+                f"include_stop_str_in_output must be true or false, got {self.include_stop_str_in_output!r}",
+                field="include_stop_str_in_output",
+            )
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as pairs, in the order of tokens."""
+        return self.logit_bias  # type: ignore[return-value]  pairs since __post_init__
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """`stop` as texts."""
+        return self.stop  # type: ignore[return-value]  a tuple since __post_init__
 
     def to_wire(self) -> dict[str, Any]:
         """As plain values, for MessagePack."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def _bias_pairs(bias: Any) -> tuple[tuple[int, float], ...]:
+    """{token: bias}, or pairs of them, as pairs in the order of tokens."""
+    try:
+        pairs = dict(bias)
+    except (TypeError, ValueError):
+        raise InvalidRequest(f"logit_bias must map token ids to numbers, got {bias!r}", field="logit_bias") from None
+    if len(pairs) > MAX_BIASES:
+        raise InvalidRequest(
+            f"logit_bias has {len(pairs)} tokens; the limit is {MAX_BIASES}",
+            field="logit_bias",
+            asked=len(pairs),
+            limit=MAX_BIASES,
+        )
+    for token, value in pairs.items():
+        _check_int("logit_bias", token, low=0)
+        _check_number("logit_bias", value, low=-100.0, high=100.0, low_open=False, high_open=False)
+    return tuple(sorted((token, float(value)) for token, value in pairs.items()))
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    texts = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(texts, tuple | list) or not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest(f"stop must be a text or a list of texts, got {stop!r}", field="stop")
+    if len(texts) > MAX_STOPS or any(not 0 < len(text) <= MAX_STOP_CHARS for text in texts):
+        raise InvalidRequest(
+            f"stop may have up to {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters; it has {len(texts)}, the "
+            f"longest of {max(map(len, texts))} and the shortest of {min(map(len, texts))}",
+            field="stop",
+        )
+    return tuple(texts)
 
 
 def _check_number(field: str, value: object, *, low: float, high: float, low_open: bool, high_open: bool) -> None:

@@ -297,4 +297,12 @@ def _sampling(request: Request) -> Sampling:
         params.top_p,
         request.seed,
         -1 if params.logprobs is None else params.logprobs,
+        params.min_p,
+        request.prompt_tokens,
+        params.presence_penalty,
+        params.frequency_penalty,
+        params.repetition_penalty,
+        params.biases,
+        tuple(request.stop_token_ids) if params.min_tokens else (),
+        params.min_tokens,
     )

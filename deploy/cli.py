@@ -107,6 +107,8 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Choose among the k most probable tokens; 0: all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Choose among the tokens that make up this probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
+    min_p: Annotated[float, typer.Option(help="Leave out tokens less probable than this share of the best one.")] = 0.0,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")] = False,
     image: Annotated[
         list[Path] | None, typer.Option(help="A picture for each image token of the prompt, in their order.")
@@ -118,7 +120,14 @@ def generate(
         from .client import Client
 
         sampling = SamplingParams(
-            temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens, ignore_eos=ignore_eos
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            max_tokens=max_tokens,
+            stop=tuple(stop or ()),
+            ignore_eos=ignore_eos,
         )
         asked = _prompt(prompt, token_ids)
         with Client(address) as client:

@@ -46,18 +46,28 @@ beyond 8 KiB are refused, and then the caller learns nothing. Ours are shorter, 
 
 MAX_DETAIL_CHARS = 80
 
-_OPTIONAL = ("temperature", "top_k", "top_p", "seed", "max_tokens", "ignore_eos", "logprobs")
+_OPTIONAL = (
+    "temperature", "top_k", "top_p", "seed", "max_tokens", "ignore_eos", "logprobs", "min_p", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "min_tokens", "include_stop_str_in_output",
+)  # fmt: skip
 
 
 def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
     """Raises `InvalidRequest`, naming the field."""
     given: dict[str, Any] = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
-    return SamplingParams(**given, stop_token_ids=tuple(message.stop_token_ids))
+    return SamplingParams(
+        **given,
+        stop_token_ids=tuple(message.stop_token_ids),
+        logit_bias=dict(message.logit_bias),
+        stop=tuple(message.stop),
+    )
 
 
 def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
     given: dict[str, Any] = {name: value for name in _OPTIONAL if (value := getattr(params, name)) is not None}
-    return pb.SamplingParams(**given, stop_token_ids=params.stop_token_ids)
+    return pb.SamplingParams(
+        **given, stop_token_ids=params.stop_token_ids, logit_bias=dict(params.biases), stop=params.stops
+    )
 
 
 def prompt_to_proto(request: pb.GenerateRequest, prompt: str | Sequence[int]) -> None:

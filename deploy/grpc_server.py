@@ -5,7 +5,7 @@ import contextlib
 import ipaddress
 import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -14,12 +14,12 @@ from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from ..controller.client import EngineClient
-from ..controller.engine import TokenDelta
 from ..errors import IntarsiaError, InvalidRequest, InvalidSetting
 from ..proto import inference_pb2 as pb
 from ..proto import inference_pb2_grpc as pb_grpc
 from .convert import MAX_MESSAGE_BYTES, error_to_status, info_to_proto, response_to_proto, sampling_from_proto
 from .images import ImageReader, read_images
+from .text import with_text
 from .tokenizer import Tokenizer, encode_prompt
 
 logger = logging.getLogger(__name__)
@@ -55,11 +55,14 @@ class InferenceServicer(pb_grpc.InferenceServicer):
                 if request.images
                 else ()
             )
-            deltas = self._engine.generate(prompt, sampling_from_proto(request.sampling), request_id, images)
-            # Closing the generator is what frees the blocks of a client that has gone.
+            sampling = sampling_from_proto(request.sampling)
+            deltas = self._engine.generate(prompt, sampling, request_id, images)
+            # Closing the generator is what frees the blocks of a client that has gone, or of a text that has ended.
             async with contextlib.aclosing(deltas):
-                async for response in self._responses(request_id, len(prompt), deltas):
-                    yield response
+                completion_tokens = 0
+                async for delta, text in with_text(deltas, self._tokenizer, sampling):
+                    completion_tokens += len(delta.token_ids)
+                    yield response_to_proto(request_id, delta, text, len(prompt), completion_tokens)
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
         return info_to_proto(self._engine.info)
@@ -71,18 +74,6 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         if kind == "token_ids":
             return list(request.token_ids.ids)
         return encode_prompt(self._tokenizer, request.text, self._engine.info.model)
-
-    async def _responses(
-        self, request_id: str, prompt_tokens: int, deltas: AsyncGenerator[TokenDelta, None]
-    ) -> AsyncIterator[pb.GenerateResponse]:
-        text = self._tokenizer.stream() if self._tokenizer else None
-        completion_tokens = 0
-        async for delta in deltas:
-            completion_tokens += len(delta.token_ids)
-            piece = text.push(delta.token_ids) if text else ""
-            if text and delta.finish_reason is not None:
-                piece += text.finish()
-            yield response_to_proto(request_id, delta, piece, prompt_tokens, completion_tokens)
 
 
 class GrpcServer:

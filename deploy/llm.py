@@ -5,6 +5,7 @@ with LLM("path/to/checkpoint", tensor_parallel_size=2) as llm:
 """
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from ..kvcache.check import Recount
 from .images import ImageReader, read_images
 from .loading_bar import loading_bar
 from .settings import engine_settings
+from .text import with_text
 from .tokenizer import Tokenizer, encode_prompt
 
 Prompt = str | Sequence[int]
@@ -166,15 +168,18 @@ class LLM:
     ) -> RequestOutput:
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs] = []
+        text = ""
         delta = None
-        async for delta in client.generate(prompt, params, images=images):
-            token_ids += delta.token_ids
-            logprobs += delta.logprobs or ()
+        async with contextlib.aclosing(client.generate(prompt, params, images=images)) as deltas:
+            async for delta, piece in with_text(deltas, self._tokenizer, params):
+                token_ids += delta.token_ids
+                logprobs += delta.logprobs or ()
+                text += piece
         assert delta is not None and delta.finish_reason is not None
         return RequestOutput(
             prompt_token_ids=tuple(prompt),
             token_ids=tuple(token_ids),
-            text=self._tokenizer.decode(token_ids) if self._tokenizer else "",
+            text=text,
             finish_reason=delta.finish_reason,
             num_cached_tokens=delta.num_cached_tokens,
             logprobs=tuple(logprobs) if params.logprobs is not None else None,

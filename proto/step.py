@@ -18,6 +18,18 @@ class Sampling(NamedTuple):
     top_p: float
     seed: int
     logprobs: int  # -1: none; n: of the chosen token and the n most probable ones
+    min_p: float = 0.0  # as a share of the most probable token's
+    prompt_tokens: int = 0  # what comes behind them was generated
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    ends: tuple[int, ...] = ()  # tokens that are not drawn before `min_tokens` are generated
+    min_tokens: int = 0
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
 
 class View(NamedTuple):

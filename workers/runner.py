@@ -15,7 +15,7 @@ from .attention import step_masks
 from .facts import RunnerLimits
 from .model import LoadedModel
 from .parallel import TensorParallel
-from .sampler import sample
+from .sampler import History, sample
 
 WARM_UP_TOKENS = 4
 
@@ -47,12 +47,15 @@ class SlotTables:
         self.last_token = np.zeros(slots, dtype=np.int64)
         self.prompt: list[np.ndarray | None] = [None] * slots
         self.sampling: list[Sampling | None] = [None] * slots
+        self.histories: list[History | None] = [None] * slots
         self.views: list[Sequence[View]] = [()] * slots
 
     def admit(self, entry: Admit) -> None:
         slot = entry.slot
         self.prompt[slot] = np.array(entry.tokens, dtype=np.int64)
         self.sampling[slot] = entry.sampling
+        has_penalties = entry.sampling.has_penalties
+        self.histories[slot] = History(entry.tokens, entry.sampling.prompt_tokens) if has_penalties else None
         self.views[slot] = entry.views
         self.known[slot] = len(entry.tokens)
         self.computed[slot] = entry.computed_tokens
@@ -71,6 +74,7 @@ class SlotTables:
     def retire(self, slot: int) -> None:
         self.prompt[slot] = None
         self.sampling[slot] = None
+        self.histories[slot] = None
         self.views[slot] = ()
 
     def tokens(self, slot: int, start: int, stop: int) -> np.ndarray:
@@ -204,7 +208,11 @@ class ModelRunner:
         tokens = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
         if self._parallel.rank == 0:
             samplings = [s for slot in slots if (s := tables.sampling[slot]) is not None]
-            sampled = sample(logits, samplings, tables.known[slots].tolist(), slots.tolist())
+            histories = [tables.histories[slot] for slot in slots]
+            sampled = sample(logits, samplings, tables.known[slots].tolist(), slots.tolist(), histories)
+            for history, entry in zip(histories, sampled, strict=True):
+                if history is not None:
+                    history.add(entry.token)
             tokens.copy_(torch.tensor([entry.token for entry in sampled]))
         self._parallel.share_from_first(tokens)
         tables.last_token[slots] = tokens.cpu().numpy()

@@ -9,19 +9,53 @@ from torch import Tensor
 from ..proto.step import Sampled, Sampling
 
 
-def sample(logits_RV: Tensor, samplings: Sequence[Sampling], positions: Sequence[int], slots: Sequence[int]):
+class History:
+    """Which tokens a request has and which of them it generated, for penalties."""
+
+    def __init__(self, tokens: Sequence[int], prompt_tokens: int):
+        self._prompt = set(tokens[:prompt_tokens])
+        self._counts: dict[int, int] = {}
+        for token in tokens[prompt_tokens:]:
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        self._counts[token] = self._counts.get(token, 0) + 1
+
+    def penalize(self, logits_V: Tensor, sampling: Sampling) -> None:
+        """In place. Repetition weighs on prompt and answer, presence and frequency on the answer alone."""
+        if sampling.repetition_penalty != 1.0:
+            # A prompt may have tokens that can be read and never said (images): they have no logit.
+            known = [token for token in self._prompt | self._counts.keys() if token < len(logits_V)]
+            seen = torch.tensor(known, dtype=torch.int64, device=logits_V.device)
+            values = logits_V[seen]
+            weight = sampling.repetition_penalty
+            logits_V[seen] = torch.where(values > 0, values / weight, values * weight)
+        if self._counts and (sampling.presence_penalty or sampling.frequency_penalty):
+            said = torch.tensor(list(self._counts), device=logits_V.device)
+            counts = torch.tensor(list(self._counts.values()), dtype=torch.float32, device=logits_V.device)
+            logits_V[said] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+
+
+def sample(
+    logits_RV: Tensor,
+    samplings: Sequence[Sampling],
+    positions: Sequence[int],
+    slots: Sequence[int],
+    histories: Sequence[History | None] | None = None,
+) -> list[Sampled]:
     """One token per row.
 
     Shapes  R rows, V vocabulary; logits [R, V] in any float dtype
     positions: of the token to be drawn, in its sequence
-    Returns a list of `Sampled`, in row order
+    histories: of the rows whose sampling has penalties
     """
     logits_RV = logits_RV.float()
-    tokens = logits_RV.argmax(dim=-1)
+    wanted_RV = _adjusted(logits_RV, samplings, positions, histories or [None] * len(samplings))
+    tokens = wanted_RV.argmax(dim=-1)
     random_rows = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
     if random_rows:
         tokens[random_rows] = _draw(
-            logits_RV[random_rows],
+            wanted_RV[random_rows],
             [samplings[row] for row in random_rows],
             [_uniform(samplings[row].seed, positions[row]) for row in random_rows],
         )
@@ -33,20 +67,42 @@ def sample(logits_RV: Tensor, samplings: Sequence[Sampling], positions: Sequence
     return sampled
 
 
+def _adjusted(
+    logits_RV: Tensor, samplings: Sequence[Sampling], positions: Sequence[int], histories: Sequence[History | None]
+) -> Tensor:
+    """Logits with penalties, biases and without ends that come too early; the very same tensor if nobody wants any."""
+    changed_RV = logits_RV
+    for row, (sampling, position, history) in enumerate(zip(samplings, positions, histories, strict=True)):
+        is_early = bool(sampling.ends) and position < sampling.prompt_tokens + sampling.min_tokens
+        if not (is_early or sampling.logit_bias or history is not None):
+            continue
+        if changed_RV is logits_RV:
+            changed_RV = logits_RV.clone()
+        logits_V = changed_RV[row]
+        if history is not None:
+            history.penalize(logits_V, sampling)
+        for token, bias in sampling.logit_bias:
+            logits_V[token] += bias
+        if is_early:
+            logits_V[[token for token in sampling.ends if token < len(logits_V)]] = float("-inf")
+    return changed_RV
+
+
 def _draw(logits_RV: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> Tensor:
     """Tokens [R] by inverting the cumulative distribution at one uniform number per row."""
     column = {"dtype": torch.float32, "device": logits_RV.device}
     temperature = torch.tensor([s.temperature for s in samplings], **column).unsqueeze(1)
     probabilities = torch.softmax(logits_RV / temperature, dim=-1)
     order = None
-    if any(s.top_k or s.top_p < 1 for s in samplings):
+    if any(s.top_k or s.top_p < 1 or s.min_p > 0 for s in samplings):
         probabilities, order = probabilities.sort(dim=-1, descending=True, stable=True)
         vocab = probabilities.shape[-1]
         top_k = torch.tensor([s.top_k or vocab for s in samplings], **column).unsqueeze(1)
         top_p = torch.tensor([s.top_p for s in samplings], **column).unsqueeze(1)
+        min_p = torch.tensor([s.min_p for s in samplings], **column).unsqueeze(1)
         before = probabilities.cumsum(dim=-1) - probabilities  # mass of the more probable tokens
         rank = torch.arange(vocab, device=logits_RV.device)
-        dropped = (rank >= top_k) | ((before >= top_p) & (top_p < 1))
+        dropped = (rank >= top_k) | ((before >= top_p) & (top_p < 1)) | (probabilities < min_p * probabilities[:, :1])
         dropped[:, 0] = False
         probabilities = probabilities.masked_fill(dropped, 0)
     cumulative = probabilities.double().cumsum(dim=-1)

@@ -27,6 +27,19 @@ from intarsia.errors import InvalidRequest
         ("stop_token_ids", 5, "stop_token_ids must be a list"),
         ("stop_token_ids", [1, -1], "stop_token_ids must lie in"),
         ("ignore_eos", 1, "ignore_eos must be true or false"),
+        ("min_p", 1.5, r"min_p must lie in \[0, 1\], got 1.5"),
+        ("presence_penalty", 2.5, r"presence_penalty must lie in \[-2, 2\], got 2.5"),
+        ("frequency_penalty", -3, r"frequency_penalty must lie in \[-2, 2\], got -3"),
+        ("repetition_penalty", 0.0, r"repetition_penalty must lie in \(0, inf\), got 0.0"),
+        ("min_tokens", 17, "min_tokens is 17 and max_tokens 16"),
+        ("logit_bias", 5, "logit_bias must map token ids to numbers, got 5"),
+        ("logit_bias", {-1: 1.0}, r"logit_bias must lie in \[0, \d+\], got -1"),
+        ("logit_bias", {1: 101.0}, r"logit_bias must lie in \[-100, 100\], got 101"),
+        ("logit_bias", {n: 1.0 for n in range(1025)}, "logit_bias has 1025 tokens; the limit is 1024"),
+        ("stop", 5, "stop must be a text or a list of texts, got 5"),
+        ("stop", ["a", ""], "stop may have up to 16 texts of 1 to 256 characters; it has 2, .* the shortest of 0"),
+        ("stop", ["x"] * 17, "it has 17"),
+        ("include_stop_str_in_output", 1, "include_stop_str_in_output must be true or false"),
     ],
 )
 def test_impossible_value_names_its_field_and_the_range(field: str, value: object, message: str):
@@ -36,5 +49,7 @@ def test_impossible_value_names_its_field_and_the_range(field: str, value: objec
 
 
 def test_params_survive_the_wire():
-    params = SamplingParams(temperature=0.5, top_k=3, seed=7, stop_token_ids=(1, 2), logprobs=0)
+    params = SamplingParams(
+        temperature=0.5, top_k=3, seed=7, stop_token_ids=(1, 2), logprobs=0, logit_bias={3: 1, 2: -1.5}, stop="end"
+    )
     assert SamplingParams(**params.to_wire()) == params

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from intarsia.proto.step import Sampling
-from intarsia.workers.sampler import sample
+from intarsia.workers.sampler import History, sample
 
 GREEDY = Sampling(0.0, 0, 1.0, 0, -1)
 
@@ -57,3 +57,60 @@ def test_logprobs_are_of_the_model_whatever_the_temperature():
     assert result.logprob == pytest.approx(float(expected[result.token]))
     assert [token for token, _ in result.top] == [2, 1]
     assert [value for _, value in result.top] == pytest.approx([float(expected[2]), float(expected[1])])
+
+
+def test_min_p_leaves_out_what_is_far_less_probable_than_the_best():
+    """Shares of the best one: 0.135, 0.368, 1, 0.05."""
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
+    for min_p, allowed in ((0.04, {0, 1, 2, 3}), (0.1, {0, 1, 2}), (0.3, {1, 2}), (1.0, {2})):
+        assert set(draw(logits, Sampling(1.0, 0, 1.0, 5, -1, min_p=min_p), 3000)) == allowed
+
+
+@pytest.mark.parametrize(
+    ("penalty", "expected"),
+    [
+        # prompt 0 1, answer 1 1 2, logits 2 2 2 2 -2
+        ({"presence_penalty": 0.5}, [2.0, 1.5, 1.5, 2.0, -2.0]),
+        ({"frequency_penalty": 0.5}, [2.0, 1.0, 1.5, 2.0, -2.0]),
+        ({"presence_penalty": -1.0, "frequency_penalty": 0.25}, [2.0, 2.5, 2.75, 2.0, -2.0]),
+        ({"repetition_penalty": 2.0}, [1.0, 1.0, 1.0, 2.0, -2.0]),
+    ],
+)
+def test_penalties_weigh_on_what_was_said(penalty: dict, expected: list[float]):
+    logits = torch.tensor([2.0, 2.0, 2.0, 2.0, -2.0])
+    History([0, 1, 1, 1, 2], prompt_tokens=2).penalize(logits, Sampling(0.0, 0, 1.0, 0, -1, **penalty))
+    assert logits.tolist() == expected
+
+
+def test_repetition_penalty_pushes_negative_logits_down():
+    logits = torch.tensor([-2.0, 1.0])
+    History([0, 0, 99], prompt_tokens=3).penalize(logits, Sampling(0.0, 0, 1.0, 0, -1, repetition_penalty=2.0))
+    assert logits.tolist() == [-4.0, 1.0]  # and token 99, which stands for an image, has no logit
+
+
+def test_a_history_of_parts_is_that_of_the_whole():
+    """A preempted request comes back with all its tokens in one."""
+    whole = History([5, 6, 7, 7, 8], prompt_tokens=2)
+    grown = History([5, 6], prompt_tokens=2)
+    for token in (7, 7, 8):
+        grown.add(token)
+    sampling = Sampling(0.0, 0, 1.0, 0, -1, presence_penalty=0.3, frequency_penalty=0.2, repetition_penalty=1.5)
+    results = [torch.arange(10.0) for _ in range(2)]
+    for history, logits in zip((whole, grown), results, strict=True):
+        history.penalize(logits, sampling)
+    assert torch.equal(*results)
+
+
+def test_bias_moves_the_choice_and_leaves_other_rows_and_logprobs_alone():
+    logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, 3.0, 1.0]])
+    biased = Sampling(0.0, 0, 1.0, 0, 0, logit_bias=((2, 5.0),))
+    rows = sample(logits, [biased, GREEDY], [0, 0], [0, 1])
+    assert [row.token for row in rows] == [2, 1]
+    assert rows[0].logprob == pytest.approx(float(torch.log_softmax(logits[0], -1)[2]))
+
+
+def test_ends_are_not_drawn_before_min_tokens_are_there():
+    logits = torch.tensor([[0.0, 3.0, 1.0]])
+    sampling = Sampling(0.0, 0, 1.0, 0, -1, prompt_tokens=4, ends=(1,), min_tokens=2)
+    tokens = [sample(logits, [sampling], [position], [0])[0].token for position in (4, 5, 6)]
+    assert tokens == [2, 2, 1]

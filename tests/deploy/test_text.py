@@ -1,0 +1,96 @@
+import asyncio
+import random
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from intarsia.controller.engine import TokenDelta
+from intarsia.controller.request import SamplingParams
+from intarsia.deploy.text import StopGate, with_text
+from intarsia.deploy.tokenizer import Tokenizer
+from intarsia.errors import InvalidRequest
+
+
+def through(gate: StopGate, pieces: list[str]) -> tuple[str, bool]:
+    told = ""
+    for piece in pieces:
+        text, stopped = gate.push(piece)
+        told += text
+        if stopped:
+            return told, True
+    return told + gate.rest(), False
+
+
+@pytest.mark.parametrize(
+    ("stops", "pieces", "told", "stopped"),
+    [
+        (["</s>"], ["a < b", " end"], "a < b end", False),
+        (["</s>"], ["end </", "s> more"], "end ", True),
+        (["</s>"], ["end </", "sure"], "end </sure", False),
+        (["ab", "b"], ["xa", "b"], "x", True),  # the first to begin
+        (["aab"], ["a", "a", "a", "b"], "a", True),
+        (["\n\n"], ["one\n", "\ntwo"], "one", True),
+        ([], ["any", "thing"], "anything", False),
+        (["z"], ["half a </"], "half a </", False),
+    ],
+)
+def test_text_passes_up_to_the_first_stop(stops: list[str], pieces: list[str], told: str, stopped: bool):
+    assert through(StopGate(stops, include=False), pieces) == (told, stopped)
+
+
+def test_the_stop_itself_is_told_when_that_is_wanted():
+    assert through(StopGate(["</s>"], include=True), ["end </", "s> more"]) == ("end </s>", True)
+
+
+def test_any_cut_of_a_text_ends_at_the_same_place():
+    rng = random.Random(seed := 11)
+    print("seed", seed)
+    for _ in range(2000):
+        text = "".join(rng.choice("ab") for _ in range(rng.randint(0, 14)))
+        stops = ["".join(rng.choice("ab") for _ in range(rng.randint(1, 4))) for _ in range(rng.randint(1, 3))]
+        pieces, rest = [], text
+        while rest:
+            size = rng.randint(1, len(rest))
+            pieces.append(rest[:size])
+            rest = rest[size:]
+        first = min((text.find(stop) for stop in stops if stop in text), default=len(text))
+        told, stopped = through(StopGate(stops, include=False), pieces)
+        assert stopped == any(stop in text for stop in stops)
+        # Cut finely, a stop that ends earlier is seen before one that begins earlier.
+        assert text.startswith(told) and (told == text[:first] or (stopped and len(told) > first))
+        assert not any(stop in told for stop in stops)
+
+
+def told_by(tokenizer: Tokenizer | None, text: str, sampling: SamplingParams) -> list[tuple[str, str | None]]:
+    ids = tokenizer.encode(text) if tokenizer else [1, 2, 3]
+
+    async def deltas() -> AsyncGenerator[TokenDelta, None]:
+        for n, token in enumerate(ids):
+            yield TokenDelta((token,), None, "length" if n == len(ids) - 1 else None, 0)
+
+    async def collect() -> list[tuple[str, str | None]]:
+        return [(piece, delta.finish_reason) async for delta, piece in with_text(deltas(), tokenizer, sampling)]
+
+    return asyncio.run(collect())
+
+
+def test_generation_ends_with_the_token_that_completes_a_stop(byte_tokenizer: Tokenizer):
+    told = told_by(byte_tokenizer, "abcdefgh", SamplingParams(stop="de"))
+    assert told == [("a", None), ("b", None), ("c", None), ("", None), ("", "stop")]
+
+
+def test_what_only_looked_like_a_stop_is_told_in_the_end(byte_tokenizer: Tokenizer):
+    assert "".join(text for text, _ in told_by(byte_tokenizer, "abcd", SamplingParams(stop="de"))) == "abcd"
+
+
+def test_a_stop_before_min_tokens_is_text_like_any(byte_tokenizer: Tokenizer):
+    told = told_by(byte_tokenizer, "a.b.c.d", SamplingParams(stop=".", min_tokens=4, max_tokens=16))
+    assert "".join(text for text, _ in told) == "a.b"
+    assert told[-1] == ("", "stop")
+
+
+def test_stop_strings_without_a_tokenizer_are_refused():
+    assert told_by(None, "", SamplingParams())[-1] == ("", "length")
+    with pytest.raises(InvalidRequest, match="no tokenizer, so it can not stop at a text") as caught:
+        told_by(None, "", SamplingParams(stop="x"))
+    assert caught.value.field == "stop"
