@@ -7,8 +7,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -27,7 +27,9 @@ logger = logging.getLogger(__name__)
 class StepRunner(Protocol):
     """Whoever runs steps: the worker group, or one worker in this process."""
 
-    async def run_step(self, step: Step) -> StepResult: ...
+    def start_step(self, step: Step) -> Awaitable[StepResult]:
+        """Send a step on its way at once; its answer comes later. Answers are awaited in the order of steps."""
+        ...
 
 
 class TokenLogprobs(NamedTuple):
@@ -63,8 +65,8 @@ class EngineStats:
     preemptions: int = 0
     plan_us: float = 0.0  # choosing the work of a step, and its blocks
     commit_us: float = 0.0  # entering its tokens, naming and giving back blocks, handing out
-    wait_us: float = 0.0  # from sending a step to the last worker's answer
-    run_us: float = 0.0  # of that, what rank 0 spent on the step itself
+    wait_us: float = 0.0  # with nothing to do but wait for a worker's answer
+    run_us: float = 0.0  # that rank 0 spent on steps
 
 
 class _Caller(NamedTuple):
@@ -75,7 +77,10 @@ class _Caller(NamedTuple):
 class Engine:
     """Owns the scheduler and the block pool. All methods are called on one event loop."""
 
-    def __init__(self, info: EngineInfo, scheduler: Scheduler, manager: CacheManager, workers: StepRunner):
+    def __init__(
+        self, info: EngineInfo, scheduler: Scheduler, manager: CacheManager, workers: StepRunner, depth: int = 2
+    ):
+        """depth: steps under way at once. 2: one runs while the next is planned; 1: each waits for the one before."""
         self.info = info
         self.stats = EngineStats()
         self._scheduler = scheduler
@@ -83,6 +88,8 @@ class Engine:
         self._workers = workers
         self._callers: dict[RequestId, _Caller] = {}
         self._next_id = 0
+        self._depth = depth
+        self._under_way: deque[tuple[Step, asyncio.Future[StepResult]]] = deque()  # oldest first
         self._wake = asyncio.Event()
         self._failure: IntarsiaError | None = None
 
@@ -137,7 +144,11 @@ class Engine:
         """Serve until cancelled. When the workers are lost every request is told, and new ones are refused."""
         try:
             while True:
-                await self._run_one_step()
+                self._send_steps()
+                if self._under_way:
+                    await self._finish_oldest()
+                else:
+                    await self._wait_for_work()
         except IntarsiaError as error:
             logger.error("the engine stops: %s", error)
             self._fail(error)
@@ -146,23 +157,44 @@ class Engine:
             self._fail(
                 EngineUnavailable(f"the engine stopped on an internal error: {error!r}. See the controller's log.")
             )
+        finally:
+            for _, answer in self._under_way:
+                answer.cancel()
 
-    async def _run_one_step(self) -> None:
+    def _send_steps(self) -> None:
+        """Keep the workers busy: while one step runs, the next one waits at their door."""
+        while len(self._under_way) < self._depth and self._scheduler.has_work:
+            started = time.perf_counter()
+            step = self._scheduler.plan_step()
+            self.stats.plan_us += (time.perf_counter() - started) * 1e6
+            if step is None:
+                return
+            self._under_way.append((step, asyncio.ensure_future(self._workers.start_step(step))))
+
+    async def _finish_oldest(self) -> None:
+        """Wait for the answer to the oldest step; new requests need not wait for it if there is room for a step."""
+        step, answer = self._under_way[0]
+        started = time.perf_counter()
+        if len(self._under_way) < self._depth:
+            self._wake.clear()
+            woken = asyncio.ensure_future(self._wake.wait())
+            await asyncio.wait((answer, woken), return_when=asyncio.FIRST_COMPLETED)
+            woken.cancel()
+            if not answer.done():
+                return
+        result = await answer
+        answered = time.perf_counter()
+        self._under_way.popleft()
+        self._deliver(self._scheduler.commit(result))
+        self._count(step, result, wait_us=(answered - started) * 1e6, commit_us=(time.perf_counter() - answered) * 1e6)
+        # Let front ends submit, abort and receive before the next plan, even if no await above had to wait.
+        await asyncio.sleep(0)
+
+    async def _wait_for_work(self) -> None:
+        await asyncio.sleep(0)
         while not self._scheduler.has_work:
             self._wake.clear()
             await self._wake.wait()
-        started = time.perf_counter()
-        step = self._scheduler.plan_step()
-        planned = time.perf_counter()
-        self.stats.plan_us += (planned - started) * 1e6
-        if step is None:
-            return
-        result = await self._workers.run_step(step)
-        answered = time.perf_counter()
-        self._deliver(self._scheduler.commit(result))
-        self._count(step, result, wait_us=(answered - planned) * 1e6, commit_us=(time.perf_counter() - answered) * 1e6)
-        # Let front ends submit, abort and receive before the next plan, even if no await above had to wait.
-        await asyncio.sleep(0)
 
     def _deliver(self, progress: list[Progress]) -> None:
         """One call per front end and step, whatever the number of its requests."""

@@ -178,7 +178,9 @@ class Request:
     """One request inside the engine. The scheduler alone changes it.
 
     `tokens` holds the prompt and what was generated; keys and values of the first `computed_tokens` of them are in the
-    cache. In plain decode exactly one token is known and not computed yet.
+    cache, or will be when the steps under way have run. One more token may be `pending`: a step under way draws it, the
+    workers will have it for the next step, and we learn it later. In plain decode exactly one token is there and not
+    computed yet, be it known or pending.
     """
 
     id: RequestId
@@ -189,6 +191,7 @@ class Request:
     stop_token_ids: frozenset[int]
     max_total_tokens: int  # the sequence ends here at the latest
     computed_tokens: int = 0
+    pending: int = 0  # tokens that a step under way draws
     cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
     lost_tokens: Mapping[str, int] = field(default_factory=dict)  # cached once and computed again, by cause
     slot: int | None = None  # on the workers, while running
@@ -199,12 +202,17 @@ class Request:
 
     @property
     def remaining_tokens(self) -> int:
-        """Known and not computed yet: 1 in plain decode, more in prefill."""
-        return len(self.tokens) - self.computed_tokens
+        """There and not computed yet: 1 in plain decode, more in prefill."""
+        return len(self.tokens) + self.pending - self.computed_tokens
 
     @property
     def is_decoding(self) -> bool:
-        return self.remaining_tokens == 1 and len(self.tokens) > self.prompt_tokens
+        return self.remaining_tokens == 1 and len(self.tokens) + self.pending > self.prompt_tokens
+
+    @property
+    def is_ending(self) -> bool:
+        """The token under way is its last, whatever it is."""
+        return len(self.tokens) + self.pending >= self.max_total_tokens
 
     def finish_reason(self, last_token: int) -> FinishReason | None:
         """Does the sequence end with `last_token`, the one just appended?"""

@@ -74,7 +74,7 @@ class Scheduler:
         self._saves: list[tuple[int, int, int, int]] = []  # of states: (slot, group, tokens, block)
         self._retired_slots: list[int] = []  # the workers have not heard of these yet
         self._aborted: list[Request] = []
-        self._in_flight: list[_Planned] = []
+        self._in_flight: deque[list[_Planned]] = deque()  # of the steps under way, oldest first
         self._epoch = 1
         self._steps = 0
         self.preemptions = 0
@@ -100,35 +100,47 @@ class Scheduler:
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def plan_step(self) -> Step | None:
-        """The next step, or None when there is nothing to compute."""
-        assert not self._in_flight, "the last step has not been committed"
+        """The next step, or None when there is nothing to compute.
+
+        Steps before it may still be under way. Workers run steps in order, so it may use what those write, and give
+        away blocks that those still read.
+        """
         self._drop_aborted()
         planned, short_of_blocks = self._advance_running()
         admitted = [] if short_of_blocks and self._running else self._admit_waiting(self._tokens_left(planned))
         return self._seal(planned, admitted)
 
     def commit(self, result: StepResult) -> list[Progress]:
-        """The step has run: enter its tokens, give back blocks nobody needs, finish what is finished."""
-        for request, advance in self._in_flight:
-            request.computed_tokens += advance.tokens
-            if advance.tokens > 1:
+        """The oldest step under way has run: enter its tokens, give back blocks nobody needs, finish what is finished.
+
+        A request that ends with a token of its stops may have one more step under way: what that draws is dropped.
+        """
+        planned = self._in_flight.popleft()
+        by_slot = {advance.slot: request for request, advance in planned}
+        for request, advance in planned:
+            if advance.tokens > 1 and request.slot == advance.slot:
                 self._manager.commit(request.id)
-        by_slot = {request.slot: request for request, _ in self._in_flight}
-        self._in_flight = []
         progress = []
         for sampled in result.sampled:
             request = by_slot[sampled.slot]
-            request.tokens.append(sampled.token)
-            reason = request.finish_reason(sampled.token)
             if request.id not in self._requests:
-                continue  # aborted while the step ran
+                continue  # aborted or finished while the step ran
+            request.tokens.append(sampled.token)
+            request.pending -= 1
+            reason = request.finish_reason(sampled.token)
             if reason is not None:
-                self._retire(request)
-                del self._requests[request.id]
+                self._finish(request)
             progress.append(Progress(request, sampled, reason))
         return progress
 
     # -- the parts of a plan -----------------------------------------------------------------------------------------
+
+    def _finish(self, request: Request) -> None:
+        del self._requests[request.id]
+        if request.slot is not None:
+            self._retire(request)
+        else:
+            self._waiting.remove(request)  # preempted while its last token was under way
 
     def _drop_aborted(self) -> None:
         for request in self._aborted:
@@ -144,8 +156,8 @@ class Scheduler:
         planned: list[_Planned] = []
         short = False
         for request in list(self._running):
-            if request.slot is None:
-                continue  # preempted by an older one just now
+            if request.slot is None or request.is_ending:
+                continue  # preempted by an older one just now; or done, and we have not heard yet
             tokens = 1 if request.is_decoding else self._chunk(request, prefill_budget)
             if tokens == 0:
                 continue
@@ -169,6 +181,8 @@ class Scheduler:
         admitted = []
         while self._waiting and self._free_slots and budget > 0:
             request = self._waiting[0]
+            if request.pending:
+                break  # preempted just now, and a token of it is under way
             entry = self._try_admit(request, budget, alone=not self._running)
             if entry is None:
                 break
@@ -179,9 +193,13 @@ class Scheduler:
         return admitted
 
     def _seal(self, planned: list[_Planned], admitted: list[tuple[Admit, _Planned]]) -> Step | None:
-        self._in_flight = planned + [entry for _, entry in admitted]
-        if not self._in_flight:
+        work = planned + [entry for _, entry in admitted]
+        if not work:
             return None
+        self._in_flight.append(work)
+        for request, advance in work:
+            request.pending += advance.tokens == request.remaining_tokens
+            request.computed_tokens += advance.tokens
         self._steps += 1
         retired, self._retired_slots = self._retired_slots, []
         copies, self._copies = self._copies, []
@@ -193,7 +211,7 @@ class Scheduler:
             tuple(copies),
             tuple(saves),
             tuple(admit for admit, _ in admitted),
-            tuple(entry.advance for entry in self._in_flight),
+            tuple(entry.advance for entry in work),
         )
 
     # -- one request -------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """From settings and a worker group to an engine that is ready to serve."""
 
+from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -47,7 +48,7 @@ class Workers(Protocol):
 
     async def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None: ...
 
-    async def run_step(self, step: Step) -> StepResult: ...
+    def start_step(self, step: Step) -> Awaitable[StepResult]: ...
 
 
 async def build_engine(settings: EngineSettings, workers: Workers) -> Engine:

@@ -6,6 +6,7 @@ frame back from each. Which transport carries the frames is known here and in `p
 
 import asyncio
 from collections import Counter
+from collections.abc import Awaitable
 from typing import Any
 
 import ray
@@ -30,6 +31,7 @@ class WorkerGroup:
         self._placement = placement
         self._actors = actors
         self._streams = streams
+        self._answering = asyncio.Lock()  # one reader at a time, first come first served
 
     @classmethod
     async def create(cls, size: int) -> "WorkerGroup":
@@ -64,11 +66,19 @@ class WorkerGroup:
     async def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None:
         await self._all("allocate", plan, limits)
 
-    async def run_step(self, step: Step) -> StepResult:
-        """Broadcast a step, wait for every rank. Raises `EngineUnavailable` when one is lost or fails."""
+    def start_step(self, step: Step) -> Awaitable[StepResult]:
+        """Broadcast a step at once; the answer waits for every rank. Raises `EngineUnavailable` when one is lost or
+        fails. Workers run steps in order, and answers are to be awaited in order."""
         payload = step.pack()
         for stream in self._streams:
             stream.send(payload)
+        return self._answer(step)
+
+    async def _answer(self, step: Step) -> StepResult:
+        async with self._answering:
+            return await self._collect(step)
+
+    async def _collect(self, step: Step) -> StepResult:
         results = [await self._result(rank, stream, step) for rank, stream in enumerate(self._streams)]
         for rank, result in enumerate(results):
             if result.error is not None:

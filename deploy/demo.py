@@ -83,7 +83,7 @@ async def _report(engine: RunningEngine, *answers: tuple[Usage, float]) -> Table
     controller_us = (stats["plan_us"] + stats["commit_us"]) / stats["steps"]
     table.add_row(
         "steps",
-        f"{stats['steps']}: each {stats['wait_us'] / stats['steps'] / 1000:.1f} ms on the workers, "
+        f"{stats['steps']}: each {stats['run_us'] / stats['steps'] / 1000:.1f} ms on the workers, "
         f"{controller_us:.0f} µs in the controller",
     )
     return table

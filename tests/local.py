@@ -29,7 +29,7 @@ class LocalWorkers:
     async def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None:
         self.worker.allocate(plan, limits)
 
-    async def run_step(self, step: Step) -> StepResult:
+    async def start_step(self, step: Step) -> StepResult:
         assert Step.unpack(step.pack()) == step
         result = self.worker.run(Step.unpack(step.pack()))
         assert result.error is None, result.error

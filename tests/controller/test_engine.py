@@ -30,7 +30,7 @@ class SimulatedGroup:
         self._worker = SimulatedWorker(plan)
         self._fail_at = fail_at
 
-    async def run_step(self, step: Step) -> StepResult:
+    async def start_step(self, step: Step) -> StepResult:
         await asyncio.sleep(0)
         if self._fail_at is not None and step.number >= self._fail_at:
             raise EngineUnavailable(f"worker 1 of 2 is gone in step {step.number}")

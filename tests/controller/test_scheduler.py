@@ -1,4 +1,5 @@
 import random
+from collections import deque
 from collections.abc import Sequence
 
 import pytest
@@ -10,8 +11,9 @@ from intarsia.kvcache.check import recount
 from intarsia.kvcache.manager import CacheManager, CacheSettings, RequestId
 from intarsia.kvcache.plan import Group
 from intarsia.kvcache.reach import Chunked, Full, Reach, Sliding, State
+from intarsia.proto.step import StepResult
 from intarsia.tests.kvcache.plans import plan_of
-from intarsia.tests.simulated import SimulatedWorker, continuation
+from intarsia.tests.simulated import VOCAB, SimulatedWorker, continuation
 
 
 class Bench:
@@ -24,8 +26,10 @@ class Bench:
         block_tokens: int = 4,
         per_large: Sequence[int] = (),
         caching: bool = True,
+        depth: int = 1,
         **limits,
     ):
+        """depth: steps under way at once."""
         plan = plan_of(*reaches, blocks=blocks, block_tokens=block_tokens, per_large=per_large)
         self.manager = CacheManager(plan, CacheSettings(prefix_caching=caching))
         self.scheduler = Scheduler(
@@ -35,6 +39,8 @@ class Bench:
         self.generated: dict[int, list[int]] = {}
         self.reasons: dict[int, FinishReason | None] = {}
         self._count = 0
+        self._depth = depth
+        self._under_way: deque[StepResult] = deque()
 
     def add(self, prompt: list[int], max_tokens: int, stop: tuple[int, ...] = ()) -> Request:
         self._count += 1
@@ -53,11 +59,16 @@ class Bench:
         return request
 
     def step(self) -> list[Progress]:
-        step = self.scheduler.plan_step()
-        recount(self.manager)
-        if step is None:
+        """Plan until `depth` steps are under way, then let the oldest one run and enter what it brought."""
+        while len(self._under_way) < self._depth:
+            step = self.scheduler.plan_step()
+            recount(self.manager)
+            if step is None:
+                break
+            self._under_way.append(self.worker.run(step))
+        if not self._under_way:
             return []
-        progress = self.scheduler.commit(self.worker.run(step))
+        progress = self.scheduler.commit(self._under_way.popleft())
         for request, sampled, reason in progress:
             self.generated[request.id].append(sampled.token)
             self.reasons[request.id] = reason
@@ -66,7 +77,7 @@ class Bench:
 
     def run(self, limit: int = 10_000) -> int:
         steps = 0
-        while self.scheduler.has_work:
+        while self.scheduler.has_work or self._under_way:
             self.step()
             steps += 1
             assert steps < limit, "the scheduler does not come to an end"
@@ -212,14 +223,17 @@ def test_random_loads_end_with_every_token_right_and_every_block_free():
             max_num_seqs=rng.randint(1, 6),
             max_num_batched_tokens=rng.randint(6, 40),
             max_prefill_chunk_tokens=rng.choice([None, 1, 7]),
+            depth=rng.choice([1, 2]),
         )
         wanted: dict[int, tuple[list[int], int]] = {}
         aborted: set[int] = set()
+        stops: dict[int, frozenset[int]] = {}
         for _ in range(12):
             prompt = [rng.randint(0, 1) for _ in range(rng.randint(1, 18))]
             count = rng.randint(1, 9)
-            request = bench.add(prompt, count)
+            request = bench.add(prompt, count, stop=rng.choice([(), (), tuple(range(0, VOCAB, 9))]))
             wanted[request.id] = prompt, count
+            stops[request.id] = request.stop_token_ids
             for _ in range(rng.randint(0, 4)):
                 bench.step()
             if rng.random() < 0.2:
@@ -229,6 +243,8 @@ def test_random_loads_end_with_every_token_right_and_every_block_free():
         bench.run()
         for request_id, (prompt, count) in wanted.items():
             expected = continuation(prompt, count)
+            end = next((n + 1 for n, token in enumerate(expected) if token in stops[request_id]), count)
+            expected = expected[:end]
             if request_id in aborted:
                 expected = expected[: len(bench.generated[request_id])]
             assert bench.generated[request_id] == expected

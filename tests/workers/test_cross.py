@@ -26,9 +26,9 @@ class Watched(LocalWorkers):
         super().__init__()
         self.encoded = 0
 
-    async def run_step(self, step: Step) -> StepResult:
+    async def start_step(self, step: Step) -> StepResult:
         self.encoded += sum(len(entry.images) for entry in step.admit)
-        return await super().run_step(step)
+        return await super().start_step(step)
 
 
 def run(path: Path, work: Callable, **settings: Any) -> tuple[Engine, Watched, list[Completion]]:
