@@ -185,8 +185,10 @@ class Engine:
         result = await answer
         answered = time.perf_counter()
         self._under_way.popleft()
-        self._deliver(self._scheduler.commit(result))
-        self._count(step, result, wait_us=(answered - started) * 1e6, commit_us=(time.perf_counter() - answered) * 1e6)
+        progress = self._scheduler.commit(result)
+        self._deliver(progress)
+        commit_us = (time.perf_counter() - answered) * 1e6
+        self._count(step, result, len(progress), wait_us=(answered - started) * 1e6, commit_us=commit_us)
         # Let front ends submit, abort and receive before the next plan, even if no await above had to wait.
         await asyncio.sleep(0)
 
@@ -217,10 +219,10 @@ class Engine:
             caller.outlet([(caller.external_id, error)])
         self._callers.clear()
 
-    def _count(self, step: Step, result: StepResult, *, wait_us: float, commit_us: float) -> None:
+    def _count(self, step: Step, result: StepResult, tokens: int, *, wait_us: float, commit_us: float) -> None:
         stats = self.stats
         stats.steps += 1
-        stats.generated_tokens += len(result.sampled)
+        stats.generated_tokens += tokens
         stats.computed_tokens += sum(advance.tokens for advance in step.advance)
         stats.preemptions = self._scheduler.preemptions
         stats.wait_us += wait_us

@@ -176,3 +176,101 @@ def test_aborted_request_frees_its_blocks():
 
     running(engine, scenario())
     assert engine.stats.aborted_requests == 1
+
+
+class Slow(SimulatedGroup):
+    """Answers a step only when told to; knows what is under way."""
+
+    def __init__(self, plan: MemoryPlan):
+        super().__init__(plan)
+        self.started: list[int] = []
+        self.allowed = asyncio.Semaphore(0)
+
+    async def start_step(self, step: Step) -> StepResult:
+        self.started.append(step.number)
+        await self.allowed.acquire()
+        return await super().start_step(step)
+
+
+def slow_engine(depth: int) -> tuple[Engine, Slow]:
+    engine = make_engine()
+    workers = Slow(engine._manager.plan)
+    return Engine(engine.info, engine._scheduler, engine._manager, workers, depth), workers
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(("depth", "under_way"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3])])
+def test_the_next_steps_are_sent_while_one_runs(depth: int, under_way: list[int]):
+    engine, workers = slow_engine(depth)
+
+    async def scenario() -> Completion:
+        completion = submit(engine, PROMPT, SamplingParams(max_tokens=8, ignore_eos=True))
+        await settle()
+        assert workers.started == under_way
+        for _ in range(20):
+            workers.allowed.release()
+        await completion.done.wait()
+        return completion
+
+    assert running(engine, scenario()).token_ids == continuation(PROMPT, 8)
+    assert engine.recount().all_free
+
+
+def test_a_request_that_comes_while_a_step_runs_is_sent_without_waiting_for_it():
+    """The first one has its last token under way: there is room for a step, and nothing to fill it with."""
+    engine, workers = slow_engine(depth=2)
+
+    async def scenario() -> tuple[Completion, Completion]:
+        first = submit(engine, PROMPT, SamplingParams(max_tokens=1))
+        await settle()
+        assert workers.started == [1]
+        second = submit(engine, [9, 8, 7], SamplingParams(max_tokens=1))
+        await settle()
+        assert workers.started == [1, 2]
+        for _ in range(20):
+            workers.allowed.release()
+        await asyncio.gather(first.done.wait(), second.done.wait())
+        return first, second
+
+    first, second = running(engine, scenario())
+    assert (first.token_ids, second.token_ids) == (continuation(PROMPT, 1), continuation([9, 8, 7], 1))
+
+
+def test_a_step_too_many_after_a_stop_token_tells_and_keeps_nothing():
+    expected = continuation(PROMPT, 8)
+    engine, workers = slow_engine(depth=2)
+
+    async def scenario() -> Completion:
+        params = SamplingParams(max_tokens=8, stop_token_ids=(expected[1],))
+        completion = submit(engine, PROMPT, params)
+        for _ in range(20):
+            workers.allowed.release()
+        await completion.done.wait()
+        await settle()
+        return completion
+
+    completion = running(engine, scenario())
+    assert completion.token_ids == expected[: expected.index(expected[1]) + 1]
+    assert len(workers.started) == len(completion.token_ids) + 1
+    assert engine.stats.generated_tokens == len(completion.token_ids)
+    assert engine.recount().all_free
+
+
+def test_a_request_given_up_while_two_steps_run_frees_its_blocks():
+    engine, workers = slow_engine(depth=2)
+
+    async def scenario() -> None:
+        request = engine.submit(PROMPT, SAMPLING, "gone", Completion().outlet)
+        await settle()
+        assert workers.started == [1, 2]
+        engine.abort(request)
+        for _ in range(20):
+            workers.allowed.release()
+        await settle()
+
+    running(engine, scenario())
+    assert engine.recount().all_free
