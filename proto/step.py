@@ -68,6 +68,10 @@ class Advance(NamedTuple):
     blocks: tuple[tuple[int, ...], ...]  # [group][new block]; empty when no group gets any
 
 
+PLAIN_DECODE = (1, ())
+"""One token, and no blocks."""
+
+
 class Step(NamedTuple):
     """The work of one forward pass. Retired slots are free for the admissions of the same step."""
 
@@ -80,7 +84,8 @@ class Step(NamedTuple):
     advance: tuple[Advance, ...]
 
     def pack(self) -> bytes:
-        return pack(self)
+        """A plain decode, which is what steps are mostly made of, travels as the number of its slot."""
+        return pack(self._replace(advance=tuple(a.slot if a[1:] == PLAIN_DECODE else a for a in self.advance)))  # type: ignore[arg-type]
 
     @classmethod
     def unpack(cls, data: bytes) -> "Step":
@@ -92,7 +97,7 @@ class Step(NamedTuple):
             copies,
             saves,
             tuple(_admit(*fields) for fields in admit),
-            tuple(Advance(*fields) for fields in advance),
+            tuple(Advance(a, *PLAIN_DECODE) if isinstance(a, int) else Advance(*a) for a in advance),
         )
 
 
