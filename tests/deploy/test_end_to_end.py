@@ -38,7 +38,7 @@ def service(ray_cluster: None, loop: Loop, tiny: Callable) -> Iterator[Service]:
     """gemma3 on two workers. The pool holds a few of 64 streams at a time, and not one request of 500 tokens."""
     model = tiny("gemma3")
     settings = engine_settings(
-        str(model.path), tensor_parallel_size=2, kv_cache_memory="80KiB", max_num_seqs=48, name="end-to-end"
+        str(model.path), tensor_parallel_size=2, kv_cache_memory="56KiB", max_num_seqs=48, name="end-to-end"
     )
     engine = loop.run(start_engine(settings))
 
@@ -73,7 +73,7 @@ def test_64_streams_with_20_disconnects_are_all_right_and_every_block_returns(se
         + [rng.randrange(models.VOCAB) for _ in range(rng.randint(1, 40))]
         for n in range(STREAMS)
     ]
-    counts = [rng.randint(4, 24) for _ in prompts]
+    counts = [rng.randint(16, 48) for _ in prompts]
     leaves_after = {n: rng.randrange(counts[n]) for n in rng.sample(range(STREAMS), DISCONNECTS)}
     starting = threading.Barrier(STREAMS)
 
