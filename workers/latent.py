@@ -23,6 +23,10 @@ LATENT_ATTENTION = {"DeepseekV3Attention"}
 """Classes of transformers modules that this runs."""
 
 
+READ_WEIGHTS = frozenset({"kv_b_proj"})
+"""Linear modules that are not called: their weight is."""
+
+
 class LatentAttention:
     """The forward pass of such a module, from hidden states [1,T,D] to [1,T,D]."""
 

@@ -21,7 +21,9 @@ from .checkpoint import Checkpoint
 from .cross import CrossAttention
 from .facts import ModelFacts, ModelSettings
 from .families import KNOWN_FAMILIES, WITH_ENCODER, mend
+from .latent import READ_WEIGHTS
 from .layers import complete_layer_types, read_layers
+from .linear import pack_linears
 from .mixers import cut_mixers
 from .pages import Pages
 from .parallel import Slice, TensorParallel, count_own_heads
@@ -112,6 +114,7 @@ def load_model(
         image_tokens=whole.vision_config.max_num_tiles * tile_tokens(whole.vision_config) if cross is not None else 0,
         notes=tuple(filter(None, notes)),
     )
+    pack_linears(module, device, leave=READ_WEIGHTS)
     return LoadedModel(module.eval(), attention, states, cross, facts, device)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..kernels.state import Recurrence, StateBatch, StateMeta, prepare, select_state_backend
+from ..kernels.state import STATE_BACKENDS, Recurrence, StateBatch, StateMeta, prepare, select_state_backend
 from ..kvcache.reach import Keeps
 from .mixers import MIXERS
 from .pages import Pages
@@ -38,7 +38,8 @@ class PagedStates:
 
     def use(self, pages: Pages, backend: str | None) -> None:
         self._pages = pages
-        self._backend = select_state_backend(backend)
+        known = {kind.name for kind in STATE_BACKENDS}
+        self._backend = select_state_backend(backend if backend in known else None)  # some know attention only
 
     def begin_step(self, batches: dict[int, StateBatch]) -> None:
         """Who goes on from which page in the next forward pass, by group."""

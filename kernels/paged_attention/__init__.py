@@ -6,7 +6,7 @@
     backend.attend(q, kv_view, params, meta, out)     # ... and every new token looks back
 
 `protocol.py` says what these words mean, `reference.py` shows the arithmetic one query at a time, and
-`torch_sdpa.py` is how it runs by default.
+`torch_sdpa.py` is how it runs in plain torch, `native.py` how single queries run on a CPU with a C++ compiler.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from ...errors import InvalidSetting, UnsupportedModel
+from .native import NativeBackend
 from .protocol import Backend, Capabilities, GroupBatch, GroupMeta, LayerParams, Needs
 from .reference import ReferenceBackend
 from .torch_sdpa import TorchBackend
@@ -25,13 +26,14 @@ __all__ = [
     "GroupBatch",
     "GroupMeta",
     "LayerParams",
+    "NativeBackend",
     "Needs",
     "ReferenceBackend",
     "TorchBackend",
     "select_backend",
 ]
 
-BACKENDS: tuple[type[Backend], ...] = (TorchBackend, ReferenceBackend)
+BACKENDS: tuple[type[Backend], ...] = (NativeBackend, TorchBackend, ReferenceBackend)
 """Fastest first."""
 
 
@@ -53,7 +55,7 @@ def select_backend(
         )
     refusals = []
     for backend in candidates:
-        refusal = backend.capabilities.refusal(needs, device)
+        refusal = backend.capabilities.refusal(needs, device) or backend.lacks()
         if refusal is None:
             return backend()
         refusals.append(f"'{backend.name}' {refusal}")

@@ -156,6 +156,11 @@ class Backend(Protocol):
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
 
+    @classmethod
+    def lacks(cls) -> str | None:
+        """What this machine lacks for it, in words; None if nothing. May compile, and is asked before it is chosen."""
+        ...
+
     def prepare(self, batch: GroupBatch, device: torch.device) -> GroupMeta:
         """Work out everything the layers of the group share: where tokens go, what is gathered, who sees what."""
         ...

@@ -21,6 +21,10 @@ class ReferenceBackend:
         dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
     )
 
+    @classmethod
+    def lacks(cls) -> str | None:
+        return None
+
     def __init__(self, compute_dtype: torch.dtype = torch.float32):
         self.compute_dtype = compute_dtype
 

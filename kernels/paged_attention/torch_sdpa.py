@@ -13,7 +13,7 @@ Suffixes, beyond those of `protocol.py`:
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -63,6 +63,10 @@ class TorchBackend:
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
     )
 
+    @classmethod
+    def lacks(cls) -> str | None:
+        return None
+
     def __init__(self) -> None:
         self._workspace = torch.empty(0, dtype=torch.uint8)
 
@@ -75,9 +79,19 @@ class TorchBackend:
         kv_view[meta.token_page, meta.token_offset] = torch.cat((k_TKD, v_TKD), dim=-1)
 
     def attend(self, q_THD: Tensor, kv_view: Tensor, params: LayerParams, meta: GroupMeta, out_THD: Tensor) -> None:
+        self.attend_parts(q_THD, kv_view, params, meta.plan, out_THD)
+
+    @staticmethod
+    def prefill_parts(batch: GroupBatch, device: torch.device) -> Iterator[Part]:
+        """The parts of rows with several queries."""
+        return _prefill_parts(batch, device)
+
+    def attend_parts(
+        self, q_THD: Tensor, kv_view: Tensor, params: LayerParams, parts: Iterable[Part], out_THD: Tensor
+    ) -> None:
         plain = params.softcap is None and params.sinks is None
         attention = _fused if plain else _by_hand
-        for part in meta.plan:
+        for part in parts:
             kv_NKLC = self._gather(kv_view, part)
             for tile in part.tiles:
                 q_NKGMD = _by_kv_head(q_THD[tile.tokens], part.rows, kv_view.shape[2])

@@ -170,7 +170,7 @@ def test_tokens_equal_the_oracle_on_more_workers_than_kv_heads(ray_cluster: None
         loop.run(four_workers.close())
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("backend", ["reference", "torch", "native"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_attention_backend_gives_the_oracle_tokens(family: str, backend: str, tiny: Callable):
     asyncio.run(check_in_one_batch(tiny(family), None, attention_backend=backend))
@@ -227,7 +227,7 @@ def test_late_arrivals_join_running_requests_without_changing_them(family: str, 
         reader = ImageReader.of(engine.info)
         asked = zip(model.prompts, model.images, completions, strict=True)
         for n, (prompt, pictures, completion) in enumerate(asked):
-            engine.submit(prompt, GREEDY, str(n), completion.outlet, read_images(reader, pictures, "model"))
+            engine.submit(prompt, GREEDY, n, completion.outlet, read_images(reader, pictures, "model"))
             while len(completion.token_ids) < 3:
                 await asyncio.sleep(0)
         await asyncio.gather(*(c.done.wait() for c in completions))

@@ -15,7 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from intarsia.kernels.paged_attention import Backend, GroupBatch, LayerParams, ReferenceBackend, TorchBackend
+from intarsia.kernels.paged_attention import (
+    Backend,
+    GroupBatch,
+    LayerParams,
+    NativeBackend,
+    ReferenceBackend,
+    TorchBackend,
+)
+from intarsia.kernels.paged_attention import native as native_module
 from intarsia.kernels.paged_attention import torch_sdpa as torch_sdpa_module
 
 CPU = torch.device("cpu")
@@ -31,7 +39,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=["reference", "torch", "torch in small pieces"])
+@pytest.fixture(params=["reference", "torch", "torch in small pieces", "native", "native in small pieces"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
     if request.param == "reference":
         return ReferenceBackend()
@@ -39,7 +47,9 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(torch_sdpa_module, "SPREAD_TOKENS", 6)
         monkeypatch.setattr(torch_sdpa_module, "PART_TOKENS", 48)
         monkeypatch.setattr(torch_sdpa_module, "TILE_QUERIES", 5)
-    return TorchBackend()
+    if request.param == "native in small pieces":
+        monkeypatch.setattr(native_module, "PIECE_TOKENS", 6)
+    return NativeBackend() if "native" in request.param else TorchBackend()
 
 
 # A scene: some rows of one step, their tokens, and a pool that holds just what they may see

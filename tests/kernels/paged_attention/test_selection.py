@@ -50,8 +50,9 @@ def test_the_first_backend_that_covers_the_layer_is_chosen(needs, chosen):
     assert type(backend) is chosen
 
 
-def test_the_default_is_torch_and_a_name_forces_another():
-    assert select_backend(PLAIN, CPU).name == "torch"
+def test_the_default_on_a_cpu_is_native_and_a_name_forces_another():
+    assert select_backend(PLAIN, CPU).name == "native"
+    assert select_backend(PLAIN, CPU, "torch").name == "torch"
     assert select_backend(PLAIN, CPU, "reference").name == "reference"
 
 
@@ -87,5 +88,5 @@ def test_a_forced_backend_that_can_not_is_refused_without_a_fallback():
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(InvalidSetting, match="no attention backend 'flash'; choose one of: torch, reference"):
+    with pytest.raises(InvalidSetting, match="no attention backend 'flash'; choose one of: native, torch, reference"):
         select_backend(PLAIN, CPU, "flash")

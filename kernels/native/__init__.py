@@ -1,0 +1,90 @@
+"""C++ compiled where it runs: `library` turns a source file of this folder into a loaded library.
+
+g++ is called at the first use and takes seconds; the result is kept under the user's cache folder, under a name made of
+the source, the compiler, its flags and the processor's features, so that a shared home serves unlike machines. Without
+a compiler there is a reason instead of a library, and whoever asked goes on without.
+"""
+
+import ctypes
+import functools
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from hashlib import sha256
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+FOLDER = Path(__file__).resolve().parent
+
+COMPILE_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffast-math", "-fopenmp", "-fPIC", "-c")
+LINK_FLAGS = ("-shared", "-fopenmp")  # without -ffast-math, which would change the whole process's rounding to zero
+
+COMPILE_TIMEOUT_S = 120
+
+
+class Unavailable(Exception):
+    """Why there is no library."""
+
+
+@functools.cache
+def library(name: str) -> ctypes.CDLL | str:
+    """The library of `name`.cpp; or, in words, why there is none. Logged once per process."""
+    try:
+        return ctypes.CDLL(str(_built(FOLDER / f"{name}.cpp")))
+    except (Unavailable, OSError) as error:
+        logger.warning("no native kernels, torch's are used instead: %s", error)
+        return str(error)
+
+
+def cache_folder() -> Path:
+    """Where compiled files are kept: INTARSIA_CACHE_DIR, or a folder of ours in the user's cache."""
+    if folder := os.environ.get("INTARSIA_CACHE_DIR"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "intarsia"
+
+
+def _built(source: Path) -> Path:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        raise Unavailable("there is no C++ compiler (g++); install one and start again")
+    version = _run([compiler, "--version"])
+    identity = "\n".join([source.read_text(), version, *COMPILE_FLAGS, *LINK_FLAGS, _processor()])
+    target = cache_folder() / f"{source.stem}-{sha256(identity.encode()).hexdigest()[:20]}.so"
+    if not target.exists():
+        _compile(compiler, source, target)
+    return target
+
+
+def _compile(compiler: str, source: Path, target: Path) -> None:
+    """Into a file of our own first: other workers of this machine may be at it too."""
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        compiled, linked = Path(folder, "kernel.o"), Path(folder, "kernel.so")
+        _run([compiler, *COMPILE_FLAGS, str(source), "-o", str(compiled)])
+        _run([compiler, *LINK_FLAGS, str(compiled), "-o", str(linked)])
+        linked.replace(target)
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unavailable(f"{command[0]} could not be run: {error}") from error
+    if done.returncode:
+        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
+        raise Unavailable(f"{Path(command[0]).name} ended with {done.returncode}: {first}")
+    return done.stdout
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.machine()} {platform.processor()} {features}"

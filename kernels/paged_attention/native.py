@@ -1,0 +1,182 @@
+"""Decode in C++ on a CPU, everything else as `torch_sdpa` does it.
+
+Rows of one query, which is what steps are mostly made of, are attended to straight from their pages: nothing is
+gathered, padded or masked. Prompts go the way of `TorchBackend`, whose matrix products are hard to beat.
+"""
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import native
+from .protocol import Capabilities, GroupBatch, GroupMeta, LayerParams
+from .torch_sdpa import TorchBackend
+
+PIECE_TOKENS = 1024
+"""A longer row is cut, so that few rows keep all threads busy."""
+
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("query", "pages", "out", "sinks", "block_table", "token_of")),
+        *((name, c_void_p) for name in ("piece_row", "piece_first", "piece_end", "row_pieces", "partial")),
+        *((name, c_int64) for name in ("query_token_stride", "query_head_stride")),
+        *((name, c_int64) for name in ("page_stride", "page_token_stride", "page_head_stride", "value_offset")),
+        *((name, c_int32) for name in ("rows", "pieces", "heads", "kv_heads", "key_dim", "value_dim")),
+        *((name, c_int32) for name in ("block_tokens", "table_width")),
+        *((name, c_float) for name in ("scale", "softcap")),
+        ("kind", c_int32),
+    ]
+
+
+class _Write(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("key", "value", "pages", "page", "offset")),
+        *((name, c_int64) for name in ("key_token_stride", "key_head_stride")),
+        *((name, c_int64) for name in ("value_token_stride", "value_head_stride")),
+        *((name, c_int64) for name in ("page_stride", "page_token_stride", "page_head_stride")),
+        *((name, c_int32) for name in ("tokens", "kv_heads", "key_bytes", "value_bytes", "itemsize")),
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Decode:
+    """The rows with one query, cut into pieces. Arrays are named as in `paged_decode.cpp`."""
+
+    block_table: np.ndarray
+    token_of: np.ndarray
+    piece_row: np.ndarray
+    piece_first: np.ndarray
+    piece_end: np.ndarray
+    row_pieces: np.ndarray
+    block_tokens: int
+
+    @property
+    def is_cut(self) -> bool:
+        return len(self.piece_row) > len(self.token_of)
+
+
+class NativeBackend(TorchBackend):
+    """The default on a CPU with a C++ compiler."""
+
+    name: ClassVar[str] = "native"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        devices=frozenset({"cpu"}),
+        dtypes=frozenset(_KINDS),
+    )
+
+    @classmethod
+    def lacks(cls) -> str | None:
+        found = native.library("paged_decode")
+        return f"could not be compiled: {found}" if isinstance(found, str) else None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._library: Any = native.library("paged_decode")
+
+    def prepare(self, batch: GroupBatch, device: torch.device) -> GroupMeta:
+        page, offset = batch.token_places()
+        parts = tuple(self.prefill_parts(batch, device))
+        return GroupMeta(torch.from_numpy(page), torch.from_numpy(offset), plan=(_cut(batch), parts))
+
+    def write(self, kv_view: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: GroupMeta) -> None:
+        k_TKD, v_TKD = _dense_heads(k_TKD), _dense_heads(v_TKD)
+        size = kv_view.itemsize
+        self._library.intarsia_write(
+            ctypes.byref(
+                _Write(
+                    *(tensor.data_ptr() for tensor in (k_TKD, v_TKD, kv_view, meta.token_page, meta.token_offset)),
+                    *k_TKD.stride()[:2],
+                    *v_TKD.stride()[:2],
+                    *kv_view.stride()[:3],
+                    len(meta.token_page),
+                    k_TKD.shape[1],
+                    k_TKD.shape[2] * size,
+                    v_TKD.shape[2] * size,
+                    size,
+                )
+            )
+        )
+
+    def attend(self, q_THD: Tensor, kv_view: Tensor, params: LayerParams, meta: GroupMeta, out_THD: Tensor) -> None:
+        decode, parts = meta.plan
+        if decode is not None:
+            self._attend_singles(_dense_heads(q_THD), kv_view, params, decode, out_THD)
+        self.attend_parts(q_THD, kv_view, params, parts, out_THD)
+
+    def _attend_singles(
+        self, q_THD: Tensor, kv_view: Tensor, params: LayerParams, decode: _Decode, out_THD: Tensor
+    ) -> None:
+        assert out_THD.is_contiguous(), "the kernel writes rows side by side"
+        _, heads, key_dim = q_THD.shape
+        value_dim = out_THD.shape[2]
+        sinks = None if params.sinks is None else params.sinks.float().contiguous()
+        pieces = len(decode.piece_row)
+        partial = torch.empty(pieces * heads * (value_dim + 2)) if decode.is_cut else None
+        self._library.intarsia_attend(
+            ctypes.byref(
+                _Attention(
+                    q_THD.data_ptr(),
+                    kv_view.data_ptr(),
+                    out_THD.data_ptr(),
+                    None if sinks is None else sinks.data_ptr(),
+                    decode.block_table.ctypes.data,
+                    decode.token_of.ctypes.data,
+                    decode.piece_row.ctypes.data,
+                    decode.piece_first.ctypes.data,
+                    decode.piece_end.ctypes.data,
+                    decode.row_pieces.ctypes.data,
+                    None if partial is None else partial.data_ptr(),
+                    *q_THD.stride()[:2],
+                    *kv_view.stride()[:3],
+                    0 if params.latent_values is not None else key_dim,
+                    len(decode.token_of),
+                    pieces,
+                    heads,
+                    kv_view.shape[2],
+                    key_dim,
+                    value_dim,
+                    decode.block_tokens,
+                    decode.block_table.shape[1],
+                    params.scale,
+                    params.softcap or 0.0,
+                    _KINDS[q_THD.dtype],
+                )
+            )
+        )
+
+
+def _cut(batch: GroupBatch) -> _Decode | None:
+    """The rows with one query, in pieces of `PIECE_TOKENS` from the first token their query sees."""
+    rows = np.flatnonzero(batch.query_lens == 1)
+    if len(rows) == 0:
+        return None
+    end = batch.kv_lens[rows].astype(np.int64)
+    first = np.asarray(batch.oldest_visible(end - 1), dtype=np.int64)
+    pieces = np.maximum(1, -(-(end - first) // PIECE_TOKENS))
+    row_pieces = np.concatenate([[0], np.cumsum(pieces)])
+    piece_row = np.repeat(np.arange(len(rows)), pieces)
+    within = np.arange(row_pieces[-1]) - row_pieces[piece_row]
+    piece_first = first[piece_row] + within * PIECE_TOKENS
+    return _Decode(
+        np.ascontiguousarray(batch.block_table[rows], dtype=np.int32),
+        batch.first_token()[rows],
+        piece_row.astype(np.int32),
+        piece_first.astype(np.int32),
+        np.minimum(piece_first + PIECE_TOKENS, end[piece_row]).astype(np.int32),
+        row_pieces.astype(np.int32),
+        batch.block_tokens,
+    )
+
+
+def _dense_heads(tensor: Tensor) -> Tensor:
+    """[T,heads,D] with the numbers of a head side by side, as they usually are."""
+    return tensor if tensor.stride(2) == 1 or tensor.shape[2] <= 1 else tensor.contiguous()

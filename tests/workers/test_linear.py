@@ -1,0 +1,47 @@
+import pytest
+import torch
+from torch import nn
+
+from intarsia.workers.linear import PackedLinear, pack_linears
+
+CPU = torch.device("cpu")
+
+
+def model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 8, bias=False)).to(dtype).requires_grad_(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 24), (1, 7, 24), (300, 24), (1, 0, 24)])
+def test_packed_products_are_the_plain_ones(dtype: torch.dtype, shape: tuple[int, ...]):
+    plain, packed = model(dtype), model(dtype)
+    pack_linears(packed, CPU)
+    inputs = torch.randn(shape).to(dtype)
+    torch.testing.assert_close(packed(inputs), plain(inputs))
+
+
+def test_a_packed_module_keeps_its_hooks_and_can_say_its_weight():
+    packed, heard = model(), []
+    packed[0].register_forward_hook(lambda *_: heard.append(1))
+    pack_linears(packed, CPU)
+    packed(torch.randn(2, 24))
+    assert heard == [1]
+    assert isinstance(packed[0], PackedLinear)
+    torch.testing.assert_close(packed[0].weight, model()[0].weight, rtol=0, atol=0)
+    assert "weight" not in dict(packed[0].named_parameters())
+
+
+def test_a_weight_that_others_use_is_left_alone():
+    tied = nn.ModuleDict(
+        {"embed": nn.Embedding(40, 24), "head": nn.Linear(24, 40, bias=False), "other": nn.Linear(4, 4)}
+    )
+    tied["head"].weight = tied["embed"].weight
+    pack_linears(tied, CPU, leave={"other"})
+    assert not any(isinstance(child, PackedLinear) for child in tied.values())
+
+
+def test_nothing_is_packed_for_another_device_or_dtype():
+    for module, device in ((model(), torch.device("cuda")), (model(torch.float64), CPU)):
+        pack_linears(module, device)
+        assert not isinstance(module[0], PackedLinear)

@@ -1,0 +1,57 @@
+"""Matrix products with constant weights on a CPU: weights are packed once, in the order oneDNN's kernels read them.
+
+A step of 32 tokens through a 256 x 1024 layer takes 91 us instead of 126, of 4 tokens 26 instead of 55, of 128 tokens
+314 instead of 517 (two threads, float32). `F.linear` packs them anew in every call. torch's own compiler packs once, by
+these very operators, which have no public name.
+"""
+
+from collections import Counter
+from collections.abc import Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PACKED_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class PackedLinear(nn.Linear):
+    """An `nn.Linear` for inference. `weight` is unpacked on request, and held by nobody."""
+
+    packed: Any
+
+    @classmethod
+    def take_over(cls, linear: nn.Linear) -> None:
+        """Change this very module, so that its hooks and whoever knows it stay."""
+        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight, None)
+        del linear._parameters["weight"]
+        linear.__class__ = cls
+        linear.packed = packed
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return self.packed.to_dense()
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(input, self.packed, self.bias, "none", [], "")
+
+
+def pack_linears(module: nn.Module, device: torch.device, leave: Set[str] = frozenset()) -> None:
+    """Pack every plain `nn.Linear` whose weight is nobody else's. On a CPU; elsewhere nothing happens.
+
+    leave: names of modules whose weight is read as it is
+    """
+    if device.type != "cpu" or not _can_pack():
+        return
+    uses = Counter(id(parameter) for owner in module.modules() for parameter in owner.parameters(recurse=False))
+    for name, child in module.named_modules():
+        is_own = type(child) is nn.Linear and uses[id(child.weight)] == 1 and child.weight.dtype in PACKED_DTYPES
+        if is_own and name.rpartition(".")[2] not in leave:
+            PackedLinear.take_over(child)  # pyright: ignore[reportArgumentType]
+
+
+def _can_pack() -> bool:
+    operators = torch.ops.mkldnn
+    return torch.backends.mkldnn.is_available() and all(
+        hasattr(operators, name) for name in ("_reorder_linear_weight", "_linear_pointwise")
+    )
