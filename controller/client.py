@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from ..errors import EngineUnavailable, IntarsiaError, InvalidRequest
 from ..proto.channel import Address, ChannelClosed, Stream
@@ -11,9 +11,9 @@ from .engine import TokenDelta, TokenLogprobs
 from .front_door import decode
 from .images import Image
 from .info import EngineInfo
-from .request import SamplingParams
+from .request import USUAL_TERMS, SamplingParams, Terms
 
-__all__ = ["EngineClient", "TokenDelta", "TokenLogprobs"]
+__all__ = ["EngineClient", "Generation", "TokenDelta", "TokenLogprobs"]
 
 
 class EngineClient:
@@ -22,7 +22,9 @@ class EngineClient:
     def __init__(self, stream: Stream, info: EngineInfo):
         self.info = info
         self._stream = stream
-        self._inboxes: dict[str, asyncio.Queue[TokenDelta | IntarsiaError]] = {}
+        self._answers: dict[int, _Answer] = {}  # by handle
+        self._request_ids: set[str] = set()  # in use
+        self._next_handle = 0
         self._failure: IntarsiaError | None = None
         self._gone = asyncio.Event()
         self._receiver = asyncio.create_task(self._receive())
@@ -38,37 +40,17 @@ class EngineClient:
             ) from error
         return cls(stream, info)
 
-    async def generate(
+    def generate(
         self,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         request_id: str | None = None,
         images: Sequence[Image] = (),
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """Tokens of one request as they come. Closing the generator before its end aborts the request.
-
-        Raises `InvalidRequest` (or `RequestTooLarge`) when the request is refused, `EngineUnavailable` when the
-        engine is gone.
-        """
-        if self._failure is not None:
-            raise self._failure
-        request_id = request_id or uuid.uuid4().hex
-        if request_id in self._inboxes:
-            raise InvalidRequest(f"request id {request_id!r} is in use", field="request_id")
-        inbox = self._inboxes[request_id] = asyncio.Queue()
-        finished = False
-        try:
-            self._stream.send_message(["submit", request_id, list(prompt_token_ids), sampling.to_wire(), images])
-            while not finished:
-                item = await inbox.get()
-                finished = isinstance(item, IntarsiaError) or item.finish_reason is not None
-                if isinstance(item, IntarsiaError):
-                    raise item
-                yield item
-        finally:
-            del self._inboxes[request_id]
-            if not finished and self._failure is None:
-                self._stream.send_message(["abort", request_id])
+        terms: Terms = USUAL_TERMS,
+    ) -> "Generation":
+        """Ask for a completion, or for `sampling.n` of them. The request is sent when its first delta is awaited."""
+        body = [list(prompt_token_ids), sampling.to_wire(), images, terms.to_wire()]
+        return Generation(self, body, sampling.n, request_id or uuid.uuid4().hex)
 
     async def wait_gone(self) -> IntarsiaError:
         """Wait until the engine can not be reached any more; why that is."""
@@ -83,18 +65,134 @@ class EngineClient:
         self._fail(EngineUnavailable("the connection to the engine was closed"))
         await self._stream.close()
 
+    # -- for `Generation` --------------------------------------------------------------------------------------------
+
+    def _submit(self, generation: "Generation", body: list) -> int:
+        """Send a request. Returns the handle of its first answer."""
+        if self._failure is not None:
+            raise self._failure
+        if generation.request_id in self._request_ids:
+            raise InvalidRequest(f"request id {generation.request_id!r} is in use", field="request_id")
+        self._request_ids.add(generation.request_id)
+        first = self._next_handle
+        self._next_handle += generation.answers
+        for index in range(generation.answers):
+            self._answers[first + index] = _Answer(generation.inbox, index)
+        self._stream.send_message(["submit", first, *body])
+        return first
+
+    def _abort(self, handle: int) -> None:
+        if self._failure is None:
+            self._stream.send_message(["abort", handle])
+
+    def _forget(self, handle: int) -> None:
+        del self._answers[handle]
+
+    def _release_id(self, request_id: str) -> None:
+        self._request_ids.discard(request_id)
+
+    # -- what the engine says ----------------------------------------------------------------------------------------
+
     async def _receive(self) -> None:
         try:
             while True:
-                for entry in await self._stream.receive_message():
-                    request_id, item = decode(entry)
-                    if request_id in self._inboxes:  # else: aborted here, and the engine had not heard of it yet
-                        self._inboxes[request_id].put_nowait(item)
+                handles, tokens, others = await self._stream.receive_message()
+                for entry in others:
+                    handle, item = decode(entry)
+                    if (answer := self._answers.get(handle)) is not None:  # else: aborted, and the engine had not heard
+                        answer.put(item)
+                for handle, token in zip(handles, tokens, strict=True):
+                    if (answer := self._answers.get(handle)) is not None:
+                        answer.put_token(token)
         except ChannelClosed:
             self._fail(EngineUnavailable("the engine has gone; start it again, or wait until it is back"))
 
     def _fail(self, error: IntarsiaError) -> None:
         self._failure = self._failure or error
         self._gone.set()
-        for inbox in self._inboxes.values():
-            inbox.put_nowait(error)
+        for answer in self._answers.values():
+            answer.put(error)
+
+
+class _Answer:
+    """Where the deltas of one answer go."""
+
+    def __init__(self, inbox: "asyncio.Queue[TokenDelta | IntarsiaError]", index: int):
+        self._inbox = inbox
+        self._index = index
+        self._cached_tokens = 0
+
+    def put(self, item: TokenDelta | IntarsiaError) -> None:
+        if isinstance(item, TokenDelta):
+            self._cached_tokens = item.num_cached_tokens
+            item = item._replace(answer=self._index)
+        self._inbox.put_nowait(item)
+
+    def put_token(self, token: int) -> None:
+        self._inbox.put_nowait(TokenDelta((token,), None, None, self._cached_tokens, None, self._index))
+
+
+class Generation(AsyncIterator[TokenDelta]):
+    """The deltas of one request as they come, of all its answers in one stream; each says which answer it is of.
+
+    Leaving it before its end, by `aclose` or by cancelling whoever waits, aborts what goes on.
+
+    Iterating raises `InvalidRequest` (or `RequestTooLarge`) when the request is refused, `DeadlineExceeded` when its
+    time is over, `EngineUnavailable` when the engine is gone.
+    """
+
+    def __init__(self, client: EngineClient, body: list, answers: int, request_id: str):
+        self.answers = answers
+        self.request_id = request_id
+        self.inbox: asyncio.Queue[TokenDelta | IntarsiaError] = asyncio.Queue()
+        self._client = client
+        self._body = body
+        self._first_handle: int | None = None
+        self._open = set(range(answers))  # answers that go on
+
+    async def __anext__(self) -> TokenDelta:
+        if self._first_handle is None and self._open:
+            self._first_handle = self._client._submit(self, self._body)
+        while self._open:
+            try:
+                item = await self.inbox.get()
+            except BaseException:
+                await self.aclose()
+                raise
+            if isinstance(item, IntarsiaError):
+                await self.aclose()
+                raise item
+            if item.answer in self._open:
+                if item.finish_reason is not None:
+                    self._close(item.answer)
+                return item
+        raise StopAsyncIteration
+
+    def end(self, index: int) -> None:
+        """One answer has said enough; the others go on."""
+        if index in self._open:
+            handle = self._close(index)
+            self._client._abort(handle)
+
+    async def aclose(self) -> None:
+        """Abort all that goes on."""
+        for index in list(self._open):
+            if self._first_handle is None:
+                self._open.discard(index)
+            else:
+                self.end(index)
+
+    def _close(self, index: int) -> int:
+        assert self._first_handle is not None
+        handle = self._first_handle + index
+        self._open.discard(index)
+        self._client._forget(handle)
+        if not self._open:
+            self._client._release_id(self.request_id)
+        return handle
+
+    def __del__(self):
+        if self._first_handle is not None and self._open:  # nobody listens any more
+            with contextlib.suppress(Exception):
+                for index in list(self._open):
+                    self.end(index)

@@ -7,18 +7,18 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ..errors import EngineUnavailable, IntarsiaError, InvalidRequest, RequestTooLarge
+from ..errors import DeadlineExceeded, EngineUnavailable, IntarsiaError, InvalidRequest, RequestTooLarge
 from ..kvcache.check import Recount, recount
 from ..kvcache.manager import CacheManager, RequestId
 from ..proto.step import Step, StepResult
 from .images import Gallery, Image, lay_out
 from .info import EngineInfo
-from .request import Request, SamplingParams
+from .request import USUAL_TERMS, Request, SamplingParams, Terms
 from .scheduler import Progress, Scheduler
 
 logger = logging.getLogger(__name__)
@@ -41,16 +41,30 @@ class TokenLogprobs(NamedTuple):
 
 
 class TokenDelta(NamedTuple):
-    """What a step brought to one request."""
+    """What has come for one answer since the last one."""
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None  # one per token, when asked for
-    finish_reason: str | None  # None while running, else "stop" or "length"
-    num_cached_tokens: int  # of the prompt, found in the prefix cache
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token, when asked for
+    finish_reason: str | None = None  # None while running, else "stop" or "length"
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = (
+        None  # of the prompt's second token and on; with the first delta
+    )
+    answer: int = 0  # which one, when there are several
 
 
-Outlet = Callable[[list[tuple[str, TokenDelta | IntarsiaError]]], None]
-"""Takes what one step brought to the requests of one front end: (the front end's request id, delta or error)."""
+class Delivery(NamedTuple):
+    """What one step brought to one front end. Most of it is a token each, so those are columns."""
+
+    handles: list[int]
+    tokens: list[int]
+    others: list[tuple[int, TokenDelta | IntarsiaError]]  # first and last tokens, log-probabilities, errors
+
+
+NOWHERE = Delivery([], [], [])
+
+Outlet = Callable[[Delivery], None]
+"""Takes what one step brought to the requests of one front end, by the handles that it gave them."""
 
 
 @dataclass(slots=True)
@@ -62,6 +76,7 @@ class EngineStats:
     computed_tokens: int = 0
     finished_requests: int = 0
     aborted_requests: int = 0
+    expired_requests: int = 0
     preemptions: int = 0
     plan_us: float = 0.0  # choosing the work of a step, and its blocks
     commit_us: float = 0.0  # entering its tokens, naming and giving back blocks, handing out
@@ -69,9 +84,15 @@ class EngineStats:
     run_us: float = 0.0  # that rank 0 spent on steps
 
 
-class _Caller(NamedTuple):
-    outlet: Outlet
-    external_id: str
+class _Caller:
+    """Who asked for an answer."""
+
+    __slots__ = ("handle", "has_begun", "outlet")
+
+    def __init__(self, outlet: Outlet, handle: int):
+        self.outlet = outlet
+        self.handle = handle
+        self.has_begun = False
 
 
 class Engine:
@@ -86,7 +107,7 @@ class Engine:
         self._scheduler = scheduler
         self._manager = manager
         self._workers = workers
-        self._callers: dict[RequestId, _Caller] = {}
+        self._live: dict[RequestId, Request] = {}
         self._next_id = 0
         self._depth = depth
         self._under_way: deque[tuple[Step, asyncio.Future[StepResult]]] = deque()  # oldest first
@@ -99,35 +120,49 @@ class Engine:
         self,
         tokens: Sequence[int],
         sampling: SamplingParams,
-        external_id: str,
+        handle: int,
         outlet: Outlet,
         images: Sequence[Image] = (),
-    ) -> RequestId:
-        """Queue a request; its tokens go to `outlet`. Raises `InvalidRequest` if it can not be served as asked."""
+        terms: Terms = USUAL_TERMS,
+    ) -> list[RequestId]:
+        """Queue a request; its tokens go to `outlet`. One id per answer, whose handles are `handle` and those after it.
+
+        Raises `InvalidRequest` if it can not be served as asked.
+        """
         if self._failure is not None:
             raise self._failure
         max_total_tokens = self._check(tokens, sampling)
         gallery = self._lay_out(tokens, images)
-        self._next_id += 1
-        request = Request(
-            id=RequestId(self._next_id),
-            tokens=list(tokens),
-            prompt_tokens=len(tokens),
-            sampling=sampling,
-            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
-            stop_token_ids=frozenset(sampling.stop_token_ids)
-            | (frozenset() if sampling.ignore_eos else frozenset(self.info.eos_token_ids)),
-            max_total_tokens=max_total_tokens,
-            gallery=gallery,
-        )
-        self._callers[request.id] = _Caller(outlet, external_id)
-        self._scheduler.add(request)
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        ends = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            ends |= frozenset(self.info.eos_token_ids)
+        requests = []
+        for index in range(sampling.n):
+            self._next_id += 1
+            requests.append(
+                Request(
+                    id=RequestId(self._next_id),
+                    tokens=list(tokens),
+                    prompt_tokens=len(tokens),
+                    sampling=sampling,
+                    seed=(seed + index) % 2**63,
+                    stop_token_ids=ends,
+                    max_total_tokens=max_total_tokens,
+                    terms=terms,
+                    caller=_Caller(outlet, handle + index),
+                    gallery=gallery,
+                    prompt_logprobs=[] if sampling.prompt_logprobs is not None and not index else None,
+                )
+            )
+        self._live.update((request.id, request) for request in requests)
+        self._scheduler.add(requests[0], requests[1:])
         self._wake.set()
-        return request.id
+        return [request.id for request in requests]
 
     def abort(self, request_id: RequestId) -> None:
-        """Stop a request and free its blocks. Unknown or finished ones are left alone."""
-        if self._callers.pop(request_id, None) is not None and self._scheduler.abort(request_id):
+        """Stop an answer and free its blocks. Unknown or finished ones are left alone."""
+        if self._live.pop(request_id, None) is not None and self._scheduler.abort(request_id):
             self.stats.aborted_requests += 1
             self._wake.set()
 
@@ -166,6 +201,7 @@ class Engine:
         while len(self._under_way) < self._depth and self._scheduler.has_work:
             started = time.perf_counter()
             step = self._scheduler.plan_step()
+            self._tell_expired()
             self.stats.plan_us += (time.perf_counter() - started) * 1e6
             if step is None:
                 return
@@ -200,30 +236,55 @@ class Engine:
 
     def _deliver(self, progress: list[Progress]) -> None:
         """One call per front end and step, whatever the number of its requests."""
-        batches: dict[Outlet, list[tuple[str, TokenDelta | IntarsiaError]]] = defaultdict(list)
+        deliveries: dict[Outlet, Delivery] = {}
+        outlet, delivery = None, NOWHERE
         for entry in progress:
-            request = entry.request
-            caller = self._callers.get(request.id)
-            if caller is None:
+            request, token, reason, logprobs = entry
+            caller = request.caller
+            if caller.outlet is not outlet:
+                outlet = caller.outlet
+                delivery = deliveries.setdefault(outlet, Delivery([], [], []))
+            if caller.has_begun and reason is None and logprobs is None:
+                delivery.handles.append(caller.handle)
+                delivery.tokens.append(token)
                 continue
-            batches[caller.outlet].append((caller.external_id, _delta(entry)))
-            if entry.finish_reason is not None:
-                del self._callers[request.id]
+            delivery.others.append((caller.handle, _delta(entry)))
+            caller.has_begun = True
+            if reason is not None:
+                del self._live[request.id]
                 self.stats.finished_requests += 1
-        for outlet, batch in batches.items():
-            outlet(batch)
+        for outlet, delivery in deliveries.items():
+            outlet(delivery)
+
+    def _tell_expired(self) -> None:
+        for request in self._scheduler.take_expired():
+            del self._live[request.id]
+            generated = len(request.tokens) - request.prompt_tokens
+            state = f"{generated} tokens of at most {request.max_total_tokens - request.prompt_tokens} were generated"
+            self._tell(
+                request,
+                DeadlineExceeded(
+                    f"the request's {request.terms.timeout_s:g} s are over; {state}. Give it more time, or ask less.",
+                    field="timeout_s",
+                    generated_tokens=generated,
+                ),
+            )
+            self.stats.expired_requests += 1
+
+    def _tell(self, request: Request, error: IntarsiaError) -> None:
+        request.caller.outlet(Delivery([], [], [(request.caller.handle, error)]))
 
     def _fail(self, error: IntarsiaError) -> None:
         self._failure = error
-        for caller in self._callers.values():
-            caller.outlet([(caller.external_id, error)])
-        self._callers.clear()
+        for request in self._live.values():
+            self._tell(request, error)
+        self._live.clear()
 
     def _count(self, step: Step, result: StepResult, tokens: int, *, wait_us: float, commit_us: float) -> None:
         stats = self.stats
         stats.steps += 1
         stats.generated_tokens += tokens
-        stats.computed_tokens += sum(advance.tokens for advance in step.advance)
+        stats.computed_tokens += len(step.decode) + sum(advance.tokens for advance in step.advance)
         stats.preemptions = self._scheduler.preemptions
         stats.wait_us += wait_us
         stats.commit_us += commit_us
@@ -302,9 +363,15 @@ class Engine:
 
 
 def _delta(entry: Progress) -> TokenDelta:
-    sampled = entry.sampled
-    logprobs = None
-    if sampled.logprob is not None:
-        logprobs = (TokenLogprobs(sampled.token, sampled.logprob, sampled.top),)
-    reason = entry.finish_reason.value if entry.finish_reason else None
-    return TokenDelta((sampled.token,), logprobs, reason, entry.request.cached_tokens)
+    request, token, reason, logprobs = entry
+    about_prompt = None
+    if request.prompt_logprobs is not None and not request.caller.has_begun:
+        prompt = request.tokens[1 : request.prompt_tokens]
+        about_prompt = tuple(TokenLogprobs(t, *row) for t, row in zip(prompt, request.prompt_logprobs, strict=True))
+    return TokenDelta(
+        (token,),
+        (TokenLogprobs(token, *logprobs),) if logprobs is not None else None,
+        reason.value if reason else None,
+        request.cached_tokens,
+        about_prompt,
+    )

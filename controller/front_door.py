@@ -2,16 +2,18 @@
 
 A connection is also the front end's lease: when it closes, its requests are aborted and their blocks are free.
 
-    front end -> engine   ["submit", id, tokens, sampling, images]   ["abort", id]
-    engine -> front end   first the EngineInfo; then, once per step, [[id, delta or error], ...]
+    front end -> engine   ["submit", handle, tokens, sampling, images, terms]   ["abort", handle]
+    engine -> front end   first the EngineInfo; then, per step, [handles, tokens, [[handle, tag, delta or error], ...]]
+
+Handles are numbers that the front end draws; a request for n answers takes n of them in a row.
 """
 
-from ..errors import IntarsiaError, InvalidRequest
+from ..errors import IntarsiaError
 from ..kvcache.manager import RequestId
 from ..proto.channel import Address, ChannelClosed, Stream, StreamServer
-from .engine import Engine, TokenDelta, TokenLogprobs
+from .engine import Delivery, Engine, TokenDelta, TokenLogprobs
 from .images import Image
-from .request import SamplingParams
+from .request import SamplingParams, Terms
 
 DELTA, ERROR = 0, 1
 
@@ -31,30 +33,30 @@ class FrontDoor:
 
     async def _serve(self, stream: Stream) -> None:
         stream.send_message(self._engine.info)
-        requests: dict[str, RequestId] = {}
+        requests: dict[int, RequestId] = {}
 
-        def outlet(batch: list[tuple[str, TokenDelta | IntarsiaError]]) -> None:
-            stream.send_message([_encode(external_id, item) for external_id, item in batch])
-            for external_id, item in batch:
+        def outlet(delivery: Delivery) -> None:
+            others = [_encode(handle, item) for handle, item in delivery.others]
+            stream.send_message([delivery.handles, delivery.tokens, others])
+            for handle, item in delivery.others:
                 if isinstance(item, IntarsiaError) or item.finish_reason is not None:
-                    requests.pop(external_id, None)
+                    requests.pop(handle, None)
 
         try:
             while True:
-                verb, external_id, *rest = await stream.receive_message()
+                verb, handle, *rest = await stream.receive_message()
                 if verb == "abort":
-                    if external_id in requests:
-                        self._engine.abort(requests.pop(external_id))
+                    if handle in requests:
+                        self._engine.abort(requests.pop(handle))
                     continue
                 try:
-                    if external_id in requests:
-                        raise InvalidRequest(f"request id {external_id!r} is in use", field="request_id")
-                    tokens, sampling, images = rest
+                    tokens, sampling, images, terms = rest
                     params = SamplingParams(**sampling)
                     pictures = [Image(*image) for image in images]
-                    requests[external_id] = self._engine.submit(tokens, params, external_id, outlet, pictures)
+                    ids = self._engine.submit(tokens, params, handle, outlet, pictures, Terms(**terms))
+                    requests |= {handle + index: request_id for index, request_id in enumerate(ids)}
                 except IntarsiaError as error:
-                    stream.send_message([_encode(external_id, error)])
+                    stream.send_message([[], [], [_encode(handle, error)]])
         except ChannelClosed:
             pass
         finally:
@@ -62,17 +64,20 @@ class FrontDoor:
                 self._engine.abort(request_id)
 
 
-def _encode(external_id: str, item: TokenDelta | IntarsiaError) -> list:
+def _encode(handle: int, item: TokenDelta | IntarsiaError) -> list:
     if isinstance(item, IntarsiaError):
-        return [external_id, ERROR, item.to_wire()]
-    return [external_id, DELTA, item]
+        return [handle, ERROR, item.to_wire()]
+    return [handle, DELTA, item]
 
 
-def decode(entry: tuple) -> tuple[str, TokenDelta | IntarsiaError]:
-    """One entry of the engine's message, for the other end."""
-    external_id, tag, value = entry
+def decode(entry: tuple) -> tuple[int, TokenDelta | IntarsiaError]:
+    """One of the last part of the engine's message, for the other end."""
+    handle, tag, value = entry
     if tag == ERROR:
-        return external_id, IntarsiaError.from_wire(value)
-    token_ids, logprobs, finish_reason, num_cached_tokens = value
-    rows = None if logprobs is None else tuple(TokenLogprobs(*row) for row in logprobs)
-    return external_id, TokenDelta(token_ids, rows, finish_reason, num_cached_tokens)
+        return handle, IntarsiaError.from_wire(value)
+    delta = TokenDelta(*value)
+    return handle, delta._replace(logprobs=_rows(delta.logprobs), prompt_logprobs=_rows(delta.prompt_logprobs))
+
+
+def _rows(wire: tuple | None) -> tuple[TokenLogprobs, ...] | None:
+    return None if wire is None else tuple(TokenLogprobs(*row) for row in wire)

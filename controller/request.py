@@ -9,9 +9,17 @@ from typing import Any
 from ..errors import InvalidRequest
 from ..kvcache.manager import RequestId
 from ..kvcache.prefix import TokenChain
+from ..proto.step import Logprobs
 from .images import Gallery
 
 MAX_BIASES = 1024
+
+MAX_ANSWERS = 128
+"""To one prompt."""
+
+MAX_PRIORITY = 1000
+
+MAX_TENANT_CHARS = 256
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 256
 
@@ -41,6 +49,8 @@ class SamplingParams:
     stop_token_ids  tokens that end generation; the one that did is the last token returned, as with the model's own
     ignore_eos      go on after the model's own end token
     logprobs        None: none; n: log-probability of each chosen token and of the n most probable ones
+    n               answers to the same prompt, which is computed once; the seed of answer i is seed + i
+    prompt_logprobs  as logprobs, for the tokens of the prompt, which is computed anew then, not taken from the cache
 
     Raises `InvalidRequest`, naming the field, when a value has the wrong type or range.
     """
@@ -61,6 +71,8 @@ class SamplingParams:
     stop: str | tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     min_tokens: int = 0
+    n: int = 1
+    prompt_logprobs: int | None = None
 
     def __post_init__(self):
         _check_number("temperature", self.temperature, low=0.0, high=math.inf, low_open=False, high_open=True)
@@ -69,8 +81,10 @@ class SamplingParams:
         _check_int("max_tokens", self.max_tokens, low=1)
         if self.seed is not None:
             _check_int("seed", self.seed, low=0, high=2**63 - 1)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS)
+        _check_int("n", self.n, low=1, high=MAX_ANSWERS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
         if not isinstance(self.ignore_eos, bool):
             raise InvalidRequest(f"ignore_eos must be true or false, got {self.ignore_eos!r}", field="ignore_eos")
         if not isinstance(self.stop_token_ids, tuple | list):
@@ -173,14 +187,50 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens, or the engine's max_model_len
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """How urgent a request is, and on whose behalf it comes.
+
+    priority   smaller comes first; waiting makes up for it (see `queue.py`)
+    tenant     who shares the machine fairly with others; all requests without one are one tenant's
+    timeout_s  seconds from now after which the answer is worth nothing; None: it may take as long as it takes
+
+    Raises `InvalidRequest`, naming the field, when a value has the wrong type or range.
+    """
+
+    priority: int = 0
+    tenant: str = ""
+    timeout_s: float | None = None
+
+    def __post_init__(self):
+        _check_int("priority", self.priority, low=-MAX_PRIORITY, high=MAX_PRIORITY)
+        if not isinstance(self.tenant, str) or len(self.tenant) > MAX_TENANT_CHARS:
+            raise InvalidRequest(
+                f"tenant must be a text of up to {MAX_TENANT_CHARS} characters, got {str(self.tenant)[:80]!r}",
+                field="tenant",
+            )
+        if self.timeout_s is not None:
+            _check_number("timeout_s", self.timeout_s, low=0.0, high=math.inf, low_open=True, high_open=True)
+
+    def to_wire(self) -> dict[str, Any]:
+        """As plain values, for MessagePack."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+USUAL_TERMS = Terms()
+
+
+@dataclass(slots=True, eq=False)
 class Request:
-    """One request inside the engine. The scheduler alone changes it.
+    """One answer to one prompt inside the engine. The scheduler alone changes it.
 
     `tokens` holds the prompt and what was generated; keys and values of the first `computed_tokens` of them are in the
     cache, or will be when the steps under way have run. One more token may be `pending`: a step under way draws it, the
     workers will have it for the next step, and we learn it later. In plain decode exactly one token is there and not
     computed yet, be it known or pending.
+
+    Further answers to the same prompt are its `forks`: they wait until the prompt is computed but for its last token,
+    and go on from there with the same blocks.
     """
 
     id: RequestId
@@ -190,8 +240,15 @@ class Request:
     seed: int
     stop_token_ids: frozenset[int]
     max_total_tokens: int  # the sequence ends here at the latest
+    terms: Terms = USUAL_TERMS
+    caller: Any = None  # who asked; the engine's business
+    arrival_s: float = 0.0
+    deadline_s: float = math.inf
+    seniority: tuple[float, int] | None = None  # since its first admission: the smaller, the later it is preempted
+    is_live: bool = True  # neither finished nor given up
     computed_tokens: int = 0
     pending: int = 0  # tokens that a step under way draws
+    quiet_until: int = 0  # below this length it needs nothing of the cache manager
     cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
     lost_tokens: Mapping[str, int] = field(default_factory=dict)  # cached once and computed again, by cause
     slot: int | None = None  # on the workers, while running
@@ -199,6 +256,9 @@ class Request:
     is_cautious: bool = False  # prefill goes a block at a time: there is no memory for more
     chain: TokenChain | None = None  # the names of its prefixes, computed once
     gallery: Gallery | None = None  # the images it was asked about
+    forks: list["Request"] = field(default_factory=list)
+    parent: "Request | None" = None  # whose prompt it waits for
+    prompt_logprobs: list[Logprobs] | None = None  # from the second token on; None: nobody asked
 
     @property
     def remaining_tokens(self) -> int:
@@ -213,6 +273,15 @@ class Request:
     def is_ending(self) -> bool:
         """The token under way is its last, whatever it is."""
         return len(self.tokens) + self.pending >= self.max_total_tokens
+
+    @property
+    def is_at_fork(self) -> bool:
+        """All of its prompt is computed but the last token, and others go on from there."""
+        return bool(self.forks) and self.computed_tokens == self.prompt_tokens - 1
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_tokens - 1
 
     def finish_reason(self, last_token: int) -> FinishReason | None:
         """Does the sequence end with `last_token`, the one just appended?"""

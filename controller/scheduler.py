@@ -1,31 +1,43 @@
 """Who takes part in the next step, and why.
 
-Requests run first come, first served. A step holds at most `max_num_batched_tokens` tokens: one for each request that
-decodes, and what is left goes to prompts, in chunks. When the pool runs out of blocks the youngest running request is
-preempted: it gives back its blocks, goes to the head of the queue with the tokens it has, and is computed again later
-(often out of the prefix cache). The oldest request can therefore always go on, and since no request is taken that
-would not fit alone, every request ends.
+A step holds at most `max_num_batched_tokens` tokens: one for each request that decodes, and then prompts, in chunks,
+for as much of the step's time as is fair to those who decode (`pace.py`). Whose turn it is among those who wait is told
+in `queue.py`.
+
+When the pool runs out of blocks the most junior running request is preempted: it gives back its blocks, waits with the
+tokens it has, and is computed again later (often out of the prefix cache). Seniority is given at the first admission
+and kept for good: by time, where one level of priority is worth `ageing_s` seconds. A request is only ever preempted
+for a more senior one. So the most senior one can always go on, and since no request is taken that would not fit alone,
+every request ends.
 """
 
+import heapq
+import time
+from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import InvalidSetting, PoolExhausted
-from ..kvcache.manager import CacheManager, RequestId
+from ..kvcache.manager import CacheManager, Hit, RequestId
 from ..kvcache.tables import Copy
-from ..proto.step import Admit, Advance, Sampled, Sampling, Step, StepResult
+from ..proto.step import Admit, Advance, Logprobs, PromptLogprobs, Sampling, Step, StepResult
+from .pace import Pace
+from .queue import DECODE_WEIGHT, WaitingQueue
 from .request import FinishReason, Request
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """How large a step may be."""
+    """How large a step may be, and who is served first."""
 
     max_num_seqs: int = 64  # requests that run at once; slots on the workers
     max_num_batched_tokens: int = 2048  # tokens of one step, over all requests
     max_prefill_chunk_tokens: int | None = None  # prompt tokens of one request in one step; None: what the step holds
+    prefill_share: float = 0.5  # of a step's time, which prompts get at least while others decode; 1: all they need
+    ageing_s: float = 30.0  # seconds of waiting that make up for one level of priority
+    longest_prefix_first: bool = False  # among those whose turn it is, the one with most in the cache
 
     def __post_init__(self):
         for field in ("max_num_seqs", "max_num_batched_tokens"):
@@ -42,60 +54,102 @@ class SchedulerSettings:
                 f"({self.max_num_seqs}), so that every running request can decode one token in a step",
                 field="max_num_batched_tokens",
             )
+        if not 0 < self.prefill_share <= 1:
+            raise InvalidSetting(f"prefill_share must lie in (0, 1], got {self.prefill_share}", field="prefill_share")
+        if not self.ageing_s > 0:
+            raise InvalidSetting(f"ageing_s must be more than 0 seconds, got {self.ageing_s}", field="ageing_s")
 
 
 class Progress(NamedTuple):
     """What a step brought to one request."""
 
     request: Request
-    sampled: Sampled
+    token: int
     finish_reason: FinishReason | None
+    logprobs: Logprobs | None = None
 
 
-class _Planned(NamedTuple):
-    request: Request
-    advance: Advance
+class _Flight(NamedTuple):
+    """A step under way."""
+
+    drawing: Sequence[Request]  # who gets a token by it, in the order of the result
+    prompts: Sequence[tuple[Request, int]]  # those of more than one token, and the slot they had
+    decoding: int
+    prompt_tokens: int
 
 
 class Scheduler:
     """Queues, slots and the plan of each step. Single-threaded; knows neither Ray nor torch.
 
-    Invariant: a running request has a slot and an open row in the manager; a waiting one has neither.
+    Invariant: a running request has a slot and an open row in the manager; a waiting one has neither, nor has a fork
+    that waits for its parent's prompt.
     """
 
-    def __init__(self, settings: SchedulerSettings, manager: CacheManager):
+    def __init__(self, settings: SchedulerSettings, manager: CacheManager, clock: Callable[[], float] = time.monotonic):
+        """clock: seconds; for ageing and deadlines."""
         self._settings = settings
         self._manager = manager
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []  # oldest admission first
+        self._clock = clock
+        self._pace = Pace(settings.prefill_share)
+        self._queue = WaitingQueue(settings.ageing_s)
+        self._running: list[Request] = []  # most senior first
         self._requests: dict[RequestId, Request] = {}
         self._free_slots = list(range(settings.max_num_seqs - 1, -1, -1))
         self._copies: list[Copy] = []  # of blocks, for the step being planned
         self._saves: list[tuple[int, int, int, int]] = []  # of states: (slot, group, tokens, block)
+        self._forked: list[Admit] = []  # who takes a slot in the step being planned, beside those admitted
         self._retired_slots: list[int] = []  # the workers have not heard of these yet
         self._aborted: list[Request] = []
-        self._in_flight: deque[list[_Planned]] = deque()  # of the steps under way, oldest first
+        self._deadlines: list[tuple[float, RequestId]] = []  # a heap
+        self._expired: list[Request] = []
+        self._held_up: Request | None = None  # it was its turn, and there was no room
+        self._in_flight: deque[_Flight] = deque()  # oldest first
         self._epoch = 1
         self._steps = 0
         self.preemptions = 0
 
     # -- requests come and go ----------------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        self._requests[request.id] = request
-        self._waiting.append(request)
+    def add(self, request: Request, forks: Sequence[Request] = ()) -> None:
+        """Queue a request, and others that ask the same and differ in what is drawn."""
+        request.arrival_s = self._clock()
+        for each in (request, *forks):
+            each.arrival_s = request.arrival_s
+            self._requests[each.id] = each
+            self._queue.enter(each)
+            if request.terms.timeout_s is not None:
+                each.deadline_s = each.arrival_s + request.terms.timeout_s
+                heapq.heappush(self._deadlines, (each.deadline_s, each.id))
+        for fork in forks:
+            fork.parent = request
+        request.forks = list(forks)
+        self._queue.add(request)
 
     def abort(self, request_id: RequestId) -> bool:
         """Forget a request at the next plan: a step in flight may still write to its blocks. False if unknown."""
-        request = self._requests.pop(request_id, None)
+        request = self._requests.get(request_id)
         if request is None:
             return False
+        self._forget(request)
         self._aborted.append(request)
         return True
 
+    def take_expired(self) -> list[Request]:
+        """Requests that were given up since the last call, because their time was over."""
+        expired, self._expired = self._expired, []
+        return expired
+
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting or self._aborted)
+        return bool(self._running or self._queue or self._aborted)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._requests) - len(self._running)
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -105,114 +159,229 @@ class Scheduler:
         Steps before it may still be under way. Workers run steps in order, so it may use what those write, and give
         away blocks that those still read.
         """
+        now_s = self._clock()
         self._drop_aborted()
-        planned, short_of_blocks = self._advance_running()
-        admitted = [] if short_of_blocks and self._running else self._admit_waiting(self._tokens_left(planned))
-        return self._seal(planned, admitted)
+        self._expire(now_s)
+        self._make_room(now_s)
+        self._fork()
+        decode, planned, budget, is_short = self._advance_running()
+        admitted = [] if is_short and self._running else self._admit_waiting(budget, now_s)
+        return self._seal(decode, planned, admitted)
 
     def commit(self, result: StepResult) -> list[Progress]:
         """The oldest step under way has run: enter its tokens, give back blocks nobody needs, finish what is finished.
 
         A request that ends with a token of its stops may have one more step under way: what that draws is dropped.
         """
-        planned = self._in_flight.popleft()
-        by_slot = {advance.slot: request for request, advance in planned}
-        for request, advance in planned:
-            if advance.tokens > 1 and request.slot == advance.slot:
+        flight = self._in_flight.popleft()
+        self._pace.learn(flight.decoding, flight.prompt_tokens, result.run_us)
+        by_slot: dict[int, Request] = {}
+        for request, slot in flight.prompts:
+            by_slot[slot] = request
+            if request.slot == slot:
                 self._manager.commit(request.id)
+                request.quiet_until = self._manager.quiet_until(request.id)
+        for entry in result.prompt_logprobs:
+            _enter_prompt_logprobs(by_slot[entry.slot], entry)
+        assert len(result.tokens) == len(flight.drawing), "a step must bring one token to each who draws"
         progress = []
-        for sampled in result.sampled:
-            request = by_slot[sampled.slot]
-            if request.id not in self._requests:
+        for request, token in zip(flight.drawing, result.tokens, strict=True):
+            if not request.is_live:
                 continue  # aborted or finished while the step ran
-            request.tokens.append(sampled.token)
+            tokens = request.tokens
+            tokens.append(token)
             request.pending -= 1
-            reason = request.finish_reason(sampled.token)
-            if reason is not None:
-                self._finish(request)
-            progress.append(Progress(request, sampled, reason))
+            reason = None
+            if token in request.stop_token_ids or len(tokens) >= request.max_total_tokens:
+                reason = request.finish_reason(token)
+                self._forget(request)
+                self._drop(request)
+            progress.append(Progress(request, token, reason))
+        if result.logprobs:
+            found = {flight.drawing[place].id: row for place, row in result.logprobs}
+            progress = [entry._replace(logprobs=found.get(entry.request.id)) for entry in progress]
         return progress
 
-    # -- the parts of a plan -----------------------------------------------------------------------------------------
+    # -- ends --------------------------------------------------------------------------------------------------------
 
-    def _finish(self, request: Request) -> None:
+    def _forget(self, request: Request) -> None:
+        """It is nobody's concern any more; `_drop` takes what it has."""
+        request.is_live = False
         del self._requests[request.id]
+
+    def _drop(self, request: Request) -> None:
+        """Take a request off wherever it is. Forks that wait for its prompt go on by themselves."""
         if request.slot is not None:
             self._retire(request)
+        elif request.parent is not None:
+            request.parent.forks.remove(request)
         else:
-            self._waiting.remove(request)  # preempted while its last token was under way
+            self._queue.remove(request)
+        self._release_forks(request)
+        self._queue.leave(request)
 
     def _drop_aborted(self) -> None:
         for request in self._aborted:
-            if request.slot is not None:
-                self._retire(request)
-            else:
-                self._waiting.remove(request)
+            self._drop(request)
         self._aborted.clear()
 
-    def _advance_running(self) -> tuple[list[_Planned], bool]:
-        """One token for those who decode, chunks for those in prefill; oldest first. Did the pool run short?"""
-        prefill_budget = self._settings.max_num_batched_tokens - sum(r.is_decoding for r in self._running)
-        planned: list[_Planned] = []
+    def _expire(self, now_s: float) -> None:
+        """Give up what has become worthless."""
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, request_id = heapq.heappop(self._deadlines)
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._forget(request)
+                self._drop(request)
+                self._expired.append(request)
+
+    # -- the parts of a plan -----------------------------------------------------------------------------------------
+
+    def _make_room(self, now_s: float) -> None:
+        """Somebody could not be admitted in the last step: a running request of lower priority makes room for it."""
+        waiting = self._held_up
+        if waiting is None or not waiting.is_live or not self._running:
+            return
+        victim = self._running[-1]
+        assert victim.seniority is not None
+        is_lower = victim.terms.priority > waiting.terms.priority
+        if is_lower and victim.seniority > self._seniority(waiting, now_s):
+            self._preempt(victim)
+
+    def _fork(self) -> None:
+        """Those whose prompt is computed but for its last token share it with their forks."""
+        for request in [each for each in self._running if each.is_at_fork]:
+            while request.forks and self._try_fork(request, request.forks[0]):
+                pass
+            self._release_forks(request)
+
+    def _advance_running(self) -> tuple[list[Request], list[tuple[Request, Advance]], int, bool]:
+        """One token for those who decode, chunks for those in prefill; most senior first.
+
+        Returns who decodes without needing a block, everybody else, the tokens left for prompts, and whether the pool
+        ran short.
+        """
+        decode: list[Request] = []
+        others: list[Request] = []
+        prompts = 0
+        for request in self._running:
+            known = len(request.tokens) + request.pending
+            if request.computed_tokens + 1 != known or known <= request.prompt_tokens:
+                prompts += 1
+                others.append(request)
+            elif known >= request.max_total_tokens:
+                continue  # its last token is under way, and we have not heard of it yet
+            elif known < request.quiet_until:
+                decode.append(request)
+            else:
+                others.append(request)
+        budget = self._prompt_budget(len(decode) + len(others) - prompts, prompts)
+        planned: list[tuple[Request, Advance]] = []
+        preempted = self.preemptions
         short = False
-        for request in list(self._running):
-            if request.slot is None or request.is_ending:
-                continue  # preempted by an older one just now; or done, and we have not heard yet
-            tokens = 1 if request.is_decoding else self._chunk(request, prefill_budget)
+        for request in others:
+            if request.slot is None:
+                continue  # preempted by a more senior one just now
+            is_decoding = request.is_decoding
+            tokens = 1 if is_decoding else self._chunk(request, budget)
             if tokens == 0:
                 continue
             while (advance := self._try_advance(request, tokens)) is None:
                 short = True
-                youngest = self._running[-1]
-                if youngest is not request:
-                    self._preempt(youngest)
+                most_junior = self._running[-1]
+                if most_junior is not request:
+                    self._preempt(most_junior)
                 elif shorter := self._fitting_chunk(request, tokens - 1):
                     tokens = shorter
                 else:
                     if len(self._running) == 1:
                         self._start_over(request)
-                    break  # wait for an older one to end
+                    break  # wait for a more senior one to end
             if advance is not None:
-                planned.append(_Planned(request, advance))
-                prefill_budget -= 0 if request.is_decoding else tokens
-        return planned, short
+                planned.append((request, advance))
+                budget -= 0 if is_decoding else tokens
+        if self.preemptions > preempted:
+            decode = [request for request in decode if request.slot is not None]
+        return decode, planned, budget, short
 
-    def _admit_waiting(self, budget: int) -> list[tuple[Admit, _Planned]]:
+    def _prompt_budget(self, decoding: int, prompts: int) -> int:
+        """Tokens of prompts that the step may hold: what is left of it, and what is fair to those who decode."""
+        left = self._settings.max_num_batched_tokens - decoding
+        prompts += min(len(self._queue), len(self._free_slots))
+        if not decoding or not prompts:
+            return left
+        fair = max(self._pace.prompt_tokens(decoding, prompts), self._manager.plan.block_tokens)
+        return int(min(left, fair))
+
+    def _admit_waiting(self, budget: int, now_s: float) -> list[tuple[Admit, Request, Advance]]:
         admitted = []
-        while self._waiting and self._free_slots and budget > 0:
-            request = self._waiting[0]
+        self._held_up = None
+        while budget > 0 and (request := self._next_waiting(now_s)) is not None:
             if request.pending:
                 break  # preempted just now, and a token of it is under way
-            entry = self._try_admit(request, budget, alone=not self._running)
+            entry = self._try_admit(request, budget, now_s) if self._free_slots else None
             if entry is None:
+                self._held_up = request
                 break
-            self._waiting.popleft()
-            self._running.append(request)
             admitted.append(entry)
-            budget -= entry[1].advance.tokens
+            budget -= entry[2].tokens
         return admitted
 
-    def _seal(self, planned: list[_Planned], admitted: list[tuple[Admit, _Planned]]) -> Step | None:
-        work = planned + [entry for _, entry in admitted]
-        if not work:
+    def _next_waiting(self, now_s: float) -> Request | None:
+        if self._settings.longest_prefix_first and self._free_slots:
+            return self._queue.best_head(lambda request: self._lookup(request).tokens, now_s)
+        return self._queue.head()
+
+    def _seal(
+        self,
+        decode: list[Request],
+        planned: list[tuple[Request, Advance]],
+        admitted: list[tuple[Admit, Request, Advance]],
+    ) -> Step | None:
+        planned += [(request, advance) for _, request, advance in admitted]
+        if not decode and not planned:
             return None
-        self._in_flight.append(work)
-        for request, advance in work:
-            request.pending += advance.tokens == request.remaining_tokens
+        slots = []
+        for request in decode:
+            request.pending += 1
+            request.computed_tokens += 1
+            slots.append(request.slot)
+        drawing, prompts = [*decode], []
+        decoding, prompt_tokens = len(decode), 0
+        if self._queue.num_tenants > 1:
+            self._count_served(decode, planned)
+        for request, advance in planned:
+            if request.is_decoding:
+                decoding += 1
+            else:
+                prompt_tokens += advance.tokens
+                prompts.append((request, advance.slot))
+            if advance.tokens == request.remaining_tokens:
+                request.pending += 1
+                drawing.append(request)
             request.computed_tokens += advance.tokens
+        self._in_flight.append(_Flight(drawing, prompts, decoding, prompt_tokens))
         self._steps += 1
         retired, self._retired_slots = self._retired_slots, []
         copies, self._copies = self._copies, []
         saves, self._saves = self._saves, []
+        forked, self._forked = self._forked, []
         return Step(
             self._epoch,
             self._steps,
             tuple(retired),
             tuple(copies),
             tuple(saves),
-            tuple(admit for admit, _ in admitted),
-            tuple(entry.advance for entry in work),
+            (*forked, *(admit for admit, _, _ in admitted)),
+            tuple(advance for _, advance in planned),
+            tuple(slots),
         )
+
+    def _count_served(self, decode: Sequence[Request], planned: Sequence[tuple[Request, Advance]]) -> None:
+        for request in decode:
+            self._queue.served(request.terms.tenant, DECODE_WEIGHT)
+        for request, advance in planned:
+            self._queue.served(request.terms.tenant, DECODE_WEIGHT if request.is_decoding else advance.tokens)
 
     # -- one request -------------------------------------------------------------------------------------------------
 
@@ -220,6 +389,8 @@ class Scheduler:
         limit = self._settings.max_prefill_chunk_tokens or budget
         if request.is_cautious:
             limit = min(limit, self._manager.plan.block_tokens)
+        if request.forks and request.computed_tokens < request.prompt_tokens - 1:
+            limit = min(limit, request.prompt_tokens - 1 - request.computed_tokens)
         tokens = max(0, min(request.remaining_tokens, budget, limit))
         if tokens == 0:
             return 0
@@ -230,9 +401,6 @@ class Scheduler:
         longest = self._manager.room_to_grow(request.id, request.computed_tokens + tokens)
         return max(0, longest - request.computed_tokens)
 
-    def _tokens_left(self, planned: Iterable[_Planned]) -> int:
-        return self._settings.max_num_batched_tokens - sum(entry.advance.tokens for entry in planned)
-
     def _try_advance(self, request: Request, tokens: int) -> Advance | None:
         """None, with nothing taken, when the pool has too few blocks."""
         assert request.slot is not None
@@ -240,17 +408,22 @@ class Scheduler:
             growth = self._manager.extend(request.id, request.computed_tokens + tokens, written=request.computed_tokens)
         except PoolExhausted:
             return None
+        request.quiet_until = self._manager.quiet_until(request.id)
         self._copies += growth.copies
         self._saves += [(request.slot, save.group, save.length, save.block) for save in growth.saves]
         return Advance(request.slot, tokens, tuple(map(tuple, growth.blocks)) if growth else ())
 
-    def _try_admit(self, request: Request, budget: int, *, alone: bool) -> tuple[Admit, _Planned] | None:
-        """A slot and the first chunk's blocks for a waiting request. None, with nothing taken, if that can not be."""
-        gallery = request.gallery
-        encoder = gallery.encoder if gallery is not None else None
+    def _lookup(self, request: Request) -> Hit:
+        encoder = request.gallery.encoder if request.gallery is not None else None
         if request.chain is None:
             request.chain = self._manager.chain(request.tokens, encoder=encoder)
         hit = self._manager.lookup(request.chain, encoder=encoder)
+        return hit._replace(tokens=0) if request.lacks_prompt_logprobs else hit
+
+    def _try_admit(self, request: Request, budget: int, now_s: float) -> tuple[Admit, Request, Advance] | None:
+        """A slot and the first chunk's blocks for a waiting request. None, with nothing taken, if that can not be."""
+        alone = not self._running
+        hit = self._lookup(request)
         self._manager.open(request.id, hit)
         request.computed_tokens = hit.tokens
         request.slot = self._free_slots[-1]
@@ -260,32 +433,81 @@ class Scheduler:
             tokens = shorter
             advance = self._try_advance(request, tokens)
         if advance is None:
-            assert not alone, f"request {request.id} does not fit an empty pool, and was taken"
             self._manager.release(request.id, hit.tokens)
             request.computed_tokens, request.slot = 0, None
+            if alone:  # what it found in the cache, and a copy of its end, are too much for a pool that just fits it
+                assert hit.tokens, f"request {request.id} does not fit an empty pool, and was taken"
+                self._manager.reset_prefix_cache()
+                return self._try_admit(request, budget, now_s)
             return None
         self._free_slots.pop()
+        self._queue.remove(request)
+        if request.seniority is None:
+            request.seniority = self._seniority(request, now_s)
+        self._start(request)
+        if request.is_at_fork:  # they find in the cache what they would share
+            self._release_forks(request)
         if not request.preemptions:
             request.cached_tokens, request.lost_tokens = hit.tokens, hit.lost
-        admit = Admit(
+        admit = self._admit(request, has_encoded=bool(hit.encoder_tokens))
+        return admit, request, advance._replace(blocks=())  # its blocks came with the table
+
+    def _try_fork(self, parent: Request, fork: Request) -> bool:
+        """Let `fork` go on from where `parent` is. False, with nothing taken, for lack of a slot or of blocks."""
+        if not self._free_slots:
+            return False
+        try:
+            growth = self._manager.fork(parent.id, fork.id, fork.tokens)
+        except PoolExhausted:
+            return False
+        parent.forks.remove(fork)
+        fork.parent = None
+        self._copies += growth.copies
+        fork.slot = self._free_slots.pop()
+        fork.computed_tokens = parent.computed_tokens
+        fork.cached_tokens, fork.lost_tokens = parent.cached_tokens, parent.lost_tokens
+        assert parent.seniority is not None
+        fork.seniority = parent.seniority[0], fork.id
+        self._start(fork)
+        self._forked.append(self._admit(fork, has_encoded=True))
+        return True
+
+    def _release_forks(self, request: Request) -> None:
+        """Those that wait for the prompt of `request` wait like everybody else."""
+        for fork in request.forks:
+            fork.parent = None
+            self._queue.add(fork)
+        request.forks = []
+
+    def _start(self, request: Request) -> None:
+        insort(self._running, request, key=_by_seniority)
+
+    def _seniority(self, request: Request, now_s: float) -> tuple[float, int]:
+        """What it was given at its first admission, or what it would be given now."""
+        return request.seniority or (now_s + request.terms.priority * self._settings.ageing_s, request.id)
+
+    def _admit(self, request: Request, *, has_encoded: bool) -> Admit:
+        """What the workers must know of a request that has its slot and its blocks."""
+        assert request.slot is not None
+        gallery = request.gallery
+        return Admit(
             request.slot,
             tuple(request.tokens),
-            hit.tokens,
+            request.computed_tokens,
             tuple(map(tuple, self._manager.table(request.id))),
             request.max_total_tokens,
             _sampling(request),
             gallery.views if gallery is not None else (),
-            gallery.inputs if gallery is not None and not hit.encoder_tokens else (),
+            gallery.inputs if gallery is not None and not has_encoded else (),
         )
-        return admit, _Planned(request, advance._replace(blocks=()))  # its blocks came with the table
 
     def _preempt(self, request: Request) -> None:
-        """Back to the head of the queue, with the tokens it has and without its blocks."""
+        """Back to its place in the queue, with the tokens it has and without its blocks."""
         self._retire(request)
         request.computed_tokens = 0
         request.preemptions += 1
         self.preemptions += 1
-        self._waiting.appendleft(request)
+        self._queue.add(request)
 
     def _start_over(self, request: Request) -> None:
         """A request that has the pool to itself, and still not one block more, sits on large pages it uses in part.
@@ -299,16 +521,34 @@ class Scheduler:
 
     def _retire(self, request: Request) -> None:
         """Take a running request off its slot and give back its blocks."""
-        assert request.slot is not None
+        slot = request.slot
+        assert slot is not None
         self._manager.release(request.id, request.computed_tokens)
         self._running.remove(request)
-        self._retired_slots.append(request.slot)
-        self._free_slots.append(request.slot)
+        self._free_slots.append(slot)
         request.slot = None
+        for admit in self._forked:
+            if admit.slot == slot:  # the workers were not to hear of it before the step that is being planned
+                self._forked.remove(admit)
+                return
+        self._retired_slots.append(slot)
+
+
+def _by_seniority(request: Request) -> tuple[float, int]:
+    assert request.seniority is not None
+    return request.seniority
+
+
+def _enter_prompt_logprobs(request: Request, entry: PromptLogprobs) -> None:
+    """What is new of it: a request that was preempted computes the beginning of its prompt again."""
+    known = request.prompt_logprobs
+    if known is not None and entry.start <= len(known) + 1:
+        known += entry.rows[len(known) + 1 - entry.start :]
 
 
 def _sampling(request: Request) -> Sampling:
     params = request.sampling
+    wants_prompt = params.prompt_logprobs is not None and request.lacks_prompt_logprobs
     return Sampling(
         params.temperature,
         max(params.top_k, 0),
@@ -323,4 +563,5 @@ def _sampling(request: Request) -> Sampling:
         params.biases,
         tuple(request.stop_token_ids) if params.min_tokens else (),
         params.min_tokens,
+        params.prompt_logprobs if wants_prompt and params.prompt_logprobs is not None else -1,
     )

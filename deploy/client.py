@@ -14,8 +14,8 @@ from grpc_status import rpc_status
 
 from ..controller.engine import TokenLogprobs
 from ..controller.info import EngineInfo
-from ..controller.request import SamplingParams
-from ..errors import EngineUnavailable, IntarsiaError, RequestTooLarge
+from ..controller.request import USUAL_TERMS, SamplingParams, Terms
+from ..errors import EngineUnavailable, IntarsiaError, InvalidRequest, RequestTooLarge
 from ..proto import inference_pb2 as pb
 from ..proto import inference_pb2_grpc as pb_grpc
 from .convert import (
@@ -49,6 +49,8 @@ class Chunk:
     logprobs: tuple[TokenLogprobs, ...]  # empty unless asked for
     finish_reason: str | None  # "stop" or "length" in the last chunk
     usage: Usage | None  # in the last chunk
+    index: int = 0  # of the answer, when there are several
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # in the first chunk, when asked for: of the second token and on
 
 
 class Client:
@@ -68,15 +70,23 @@ class Client:
         *,
         images: Sequence[bytes] = (),
         request_id: str = "",
+        terms: Terms = USUAL_TERMS,
     ) -> Iterator[Chunk]:
-        """Tokens as they come. Closing the iterator before its end stops the generation.
+        """Tokens as they come, of all answers; each chunk says which answer it is of. Closing the iterator before its
+        end stops the generation.
 
         images: files in a usual format, one for each image token of the prompt
+        terms: priority, tenant and time limit
 
         Raises the server's errors as they were: `InvalidRequest`, `EngineUnavailable`, ...
         """
         request = pb.GenerateRequest(
-            request_id=request_id, sampling=sampling_to_proto(sampling or SamplingParams()), images=images
+            request_id=request_id,
+            sampling=sampling_to_proto(sampling or SamplingParams()),
+            images=images,
+            priority=terms.priority,
+            tenant=terms.tenant,
+            timeout_s=terms.timeout_s,
         )
         prompt_to_proto(request, prompt)
         call: Any = self._stub.Generate(request, timeout=self._timeout_s)
@@ -91,7 +101,9 @@ class Client:
     def complete(
         self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, *, images: Sequence[bytes] = ()
     ) -> Chunk:
-        """The whole answer at once."""
+        """The whole answer at once. Of several answers, use `generate`."""
+        if sampling is not None and sampling.n > 1:
+            raise InvalidRequest(f"complete returns one answer, and n is {sampling.n}; use generate", field="n")
         chunks = list(self.generate(prompt, sampling, images=images))
         return Chunk(
             text="".join(chunk.text for chunk in chunks),
@@ -99,6 +111,7 @@ class Client:
             logprobs=tuple(row for chunk in chunks for row in chunk.logprobs),
             finish_reason=chunks[-1].finish_reason,
             usage=chunks[-1].usage,
+            prompt_logprobs=chunks[0].prompt_logprobs,
         )
 
     def model_info(self) -> EngineInfo:
@@ -143,4 +156,6 @@ def _chunk(response: pb.GenerateResponse) -> Chunk:
         usage=Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
         if response.HasField("usage")
         else None,
+        index=response.index,
+        prompt_logprobs=logprobs_from_proto(response.prompt_logprobs),
     )

@@ -10,9 +10,10 @@ from grpc import StatusCode
 
 from ..controller.engine import TokenDelta, TokenLogprobs
 from ..controller.info import EngineInfo, GroupInfo
-from ..controller.request import SamplingParams
+from ..controller.request import SamplingParams, Terms
 from ..errors import (
     ERRORS,
+    DeadlineExceeded,
     EngineUnavailable,
     IntarsiaError,
     InvalidRequest,
@@ -35,6 +36,7 @@ STATUS_CODES: dict[type[IntarsiaError], StatusCode] = {
     InvalidRequest: StatusCode.INVALID_ARGUMENT,
     InvalidSetting: StatusCode.FAILED_PRECONDITION,
     ModelError: StatusCode.FAILED_PRECONDITION,
+    DeadlineExceeded: StatusCode.DEADLINE_EXCEEDED,
     PoolExhausted: StatusCode.RESOURCE_EXHAUSTED,
     EngineUnavailable: StatusCode.UNAVAILABLE,
 }
@@ -46,9 +48,12 @@ beyond 8 KiB are refused, and then the caller learns nothing. Ours are shorter, 
 
 MAX_DETAIL_CHARS = 80
 
+LONGEST_DEADLINE_S = 10 * 365 * 24 * 3600.0
+"""A call without a deadline has one in the far future."""
+
 _OPTIONAL = (
     "temperature", "top_k", "top_p", "seed", "max_tokens", "ignore_eos", "logprobs", "min_p", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "min_tokens", "include_stop_str_in_output",
+    "frequency_penalty", "repetition_penalty", "min_tokens", "include_stop_str_in_output", "n", "prompt_logprobs",
 )  # fmt: skip
 
 
@@ -68,6 +73,14 @@ def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
     return pb.SamplingParams(
         **given, stop_token_ids=params.stop_token_ids, logit_bias=dict(params.biases), stop=params.stops
     )
+
+
+def terms_from_proto(request: pb.GenerateRequest, time_remaining_s: float | None) -> Terms:
+    """time_remaining_s: of the call. Raises `InvalidRequest`, naming the field."""
+    limits = [request.timeout_s] if request.HasField("timeout_s") else []
+    if time_remaining_s is not None and time_remaining_s < LONGEST_DEADLINE_S:
+        limits.append(max(time_remaining_s, 0.001))
+    return Terms(priority=request.priority, tenant=request.tenant, timeout_s=min(limits, default=None))
 
 
 def prompt_to_proto(request: pb.GenerateRequest, prompt: str | Sequence[int]) -> None:
@@ -92,6 +105,8 @@ def response_to_proto(
         text=text,
         finish_reason=FINISH_REASONS[delta.finish_reason],
         logprobs=[_logprobs_to_proto(row) for row in delta.logprobs or ()],
+        index=delta.answer,
+        prompt_logprobs=[_logprobs_to_proto(row) for row in delta.prompt_logprobs or ()],
     )
     if delta.finish_reason is not None:
         response.usage.CopyFrom(

@@ -17,7 +17,14 @@ from ..controller.client import EngineClient
 from ..errors import IntarsiaError, InvalidRequest, InvalidSetting
 from ..proto import inference_pb2 as pb
 from ..proto import inference_pb2_grpc as pb_grpc
-from .convert import MAX_MESSAGE_BYTES, error_to_status, info_to_proto, response_to_proto, sampling_from_proto
+from .convert import (
+    MAX_MESSAGE_BYTES,
+    error_to_status,
+    info_to_proto,
+    response_to_proto,
+    sampling_from_proto,
+    terms_from_proto,
+)
 from .images import ImageReader, read_images
 from .text import with_text
 from .tokenizer import Tokenizer, encode_prompt
@@ -56,11 +63,12 @@ class InferenceServicer(pb_grpc.InferenceServicer):
                 else ()
             )
             sampling = sampling_from_proto(request.sampling)
-            deltas = self._engine.generate(prompt, sampling, request_id, images)
-            # Closing the generator is what frees the blocks of a client that has gone, or of a text that has ended.
-            async with contextlib.aclosing(deltas):
+            terms = terms_from_proto(request, context.time_remaining())
+            generation = self._engine.generate(prompt, sampling, request_id, images, terms)
+            # Closing it is what frees the blocks of a client that has gone.
+            async with contextlib.aclosing(generation):
                 completion_tokens = 0
-                async for delta, text in with_text(deltas, self._tokenizer, sampling):
+                async for delta, text in with_text(generation, self._tokenizer, sampling):
                     completion_tokens += len(delta.token_ids)
                     yield response_to_proto(request_id, delta, text, len(prompt), completion_tokens)
 

@@ -11,12 +11,11 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..controller.client import EngineClient
-from ..controller.engine import TokenLogprobs
+from ..controller.client import EngineClient, TokenDelta, TokenLogprobs
 from ..controller.images import Image
 from ..controller.info import EngineInfo
 from ..controller.launch import RunningEngine, start_engine
-from ..controller.request import SamplingParams
+from ..controller.request import USUAL_TERMS, SamplingParams, Terms
 from ..errors import EngineUnavailable, InvalidRequest
 from ..kvcache.check import Recount
 from .images import ImageReader, read_images
@@ -29,15 +28,62 @@ Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """What became of one prompt."""
+class CompletionOutput:
+    """One answer."""
 
-    prompt_token_ids: tuple[int, ...]
+    index: int
     token_ids: tuple[int, ...]  # generated; the end token included, if there was one
     text: str  # empty when the checkpoint has no tokenizer
     finish_reason: str  # "stop" or "length"
-    num_cached_tokens: int  # of the prompt, found in the prefix cache
     logprobs: tuple[TokenLogprobs, ...] | None  # one per generated token, when asked for
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What became of one prompt. `token_ids`, `text`, `finish_reason` and `logprobs` are those of the first answer."""
+
+    prompt_token_ids: tuple[int, ...]
+    num_cached_tokens: int  # of the prompt, found in the prefix cache
+    outputs: tuple[CompletionOutput, ...]  # as many as `n` asks for
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of its second token and on, when asked for
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.outputs[0].token_ids
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def finish_reason(self) -> str:
+        return self.outputs[0].finish_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        return self.outputs[0].logprobs
+
+
+class _Growing:
+    """An answer as it grows."""
+
+    def __init__(self, index: int):
+        self._index = index
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._text = ""
+        self._finish_reason: str | None = None
+
+    def add(self, delta: TokenDelta, text: str) -> None:
+        self._token_ids += delta.token_ids
+        self._logprobs += delta.logprobs or ()
+        self._text += text
+        self._finish_reason = delta.finish_reason
+
+    def finished(self, wants_logprobs: bool) -> CompletionOutput:
+        assert self._finish_reason is not None
+        logprobs = tuple(self._logprobs) if wants_logprobs else None
+        return CompletionOutput(self._index, tuple(self._token_ids), self._text, self._finish_reason, logprobs)
 
 
 class LLM:
@@ -88,11 +134,13 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         images: Sequence[Sequence[bytes]] | None = None,
+        terms: Terms = USUAL_TERMS,
     ) -> list[RequestOutput]:
         """Complete all prompts (texts or token ids), batched as the engine sees fit; outputs in the prompts' order.
 
         sampling_params: one for all prompts, or one for each; None: the defaults
         images: of each prompt, files in a usual format, one for each image token of it
+        terms: priority, tenant and time limit of all of them
 
         Raises `InvalidRequest` for the first prompt that can not be served; the others are stopped.
         """
@@ -106,7 +154,7 @@ class LLM:
                 f"there are {len(listed)} prompts and {len(pictures)} lists of images; give one for each",
                 field="images",
             )
-        return self._await(self._generate_all(engine.client, tokenised, params, pictures))
+        return self._await(self._generate_all(engine.client, tokenised, params, pictures, terms))
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None
@@ -157,32 +205,29 @@ class LLM:
         prompts: list[list[int]],
         params: list[SamplingParams],
         images: list[list[Image]],
+        terms: Terms,
     ) -> list[RequestOutput]:
         async with asyncio.TaskGroup() as group:
             asked = zip(prompts, params, images, strict=True)
-            tasks = [group.create_task(self._generate(client, *each)) for each in asked]
+            tasks = [group.create_task(self._generate(client, *each, terms)) for each in asked]
         return [task.result() for task in tasks]
 
     async def _generate(
-        self, client: EngineClient, prompt: list[int], params: SamplingParams, images: list[Image]
+        self, client: EngineClient, prompt: list[int], params: SamplingParams, images: list[Image], terms: Terms
     ) -> RequestOutput:
-        token_ids: list[int] = []
-        logprobs: list[TokenLogprobs] = []
-        text = ""
-        delta = None
-        async with contextlib.aclosing(client.generate(prompt, params, images=images)) as deltas:
-            async for delta, piece in with_text(deltas, self._tokenizer, params):
-                token_ids += delta.token_ids
-                logprobs += delta.logprobs or ()
-                text += piece
-        assert delta is not None and delta.finish_reason is not None
+        answers = [_Growing(index) for index in range(params.n)]
+        cached_tokens, prompt_logprobs = 0, None
+        async with contextlib.aclosing(client.generate(prompt, params, images=images, terms=terms)) as generation:
+            async for delta, text in with_text(generation, self._tokenizer, params):
+                answers[delta.answer].add(delta, text)
+                if delta.answer == 0:
+                    cached_tokens = delta.num_cached_tokens
+                    prompt_logprobs = delta.prompt_logprobs or prompt_logprobs
         return RequestOutput(
             prompt_token_ids=tuple(prompt),
-            token_ids=tuple(token_ids),
-            text=text,
-            finish_reason=delta.finish_reason,
-            num_cached_tokens=delta.num_cached_tokens,
-            logprobs=tuple(logprobs) if params.logprobs is not None else None,
+            num_cached_tokens=cached_tokens,
+            outputs=tuple(answer.finished(params.logprobs is not None) for answer in answers),
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _running(self) -> RunningEngine:

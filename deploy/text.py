@@ -1,40 +1,64 @@
 """What text the tokens of a request bring, and where it ends: at a stop string, which no worker knows."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Protocol
 
-from ..controller.engine import TokenDelta
+from ..controller.client import TokenDelta
 from ..controller.request import SamplingParams
 from ..errors import InvalidRequest
 from .tokenizer import Tokenizer
 
 
+class Deltas(Protocol):
+    """What a `Generation` is to us."""
+
+    def __aiter__(self) -> AsyncIterator[TokenDelta]: ...
+
+    def end(self, index: int) -> None: ...
+
+
 async def with_text(
-    deltas: AsyncGenerator[TokenDelta, None], tokenizer: Tokenizer | None, sampling: SamplingParams
+    generation: Deltas, tokenizer: Tokenizer | None, sampling: SamplingParams
 ) -> AsyncGenerator[tuple[TokenDelta, str], None]:
-    """Each delta with the text that may be told by now; the last one has a finish reason. Text is empty without a
-    tokenizer. The caller closes `deltas`: after a stop string they would go on.
+    """Each delta with the text that may be told by now; the last one of each answer has a finish reason. Text is empty
+    without a tokenizer. An answer that comes to a stop string is ended; the caller closes `generation`.
 
     Raises `InvalidRequest` for stop strings without a tokenizer.
     """
     if tokenizer is None:
         if sampling.stops:
             raise InvalidRequest("this model has no tokenizer, so it can not stop at a text", field="stop")
-        async for delta in deltas:
+        async for delta in generation:
             yield delta, ""
         return
-    stream = tokenizer.stream()
-    gate = StopGate(sampling.stops, sampling.include_stop_str_in_output)
-    tokens = 0
-    async for delta in deltas:
-        tokens += len(delta.token_ids)
-        piece = stream.push(delta.token_ids)
-        if delta.finish_reason is not None:
-            piece += stream.finish()
-        told, stopped = gate.push(piece, may_stop=tokens >= sampling.min_tokens)
+    answers = [_Answer(tokenizer, sampling) for _ in range(sampling.n)]
+    async for delta in generation:
+        text, stopped = answers[delta.answer].push(delta)
         if stopped:
-            yield delta._replace(finish_reason="stop"), told
-            return
-        yield delta, told + (gate.rest() if delta.finish_reason is not None else "")
+            generation.end(delta.answer)
+            delta = delta._replace(finish_reason="stop")
+        yield delta, text
+
+
+class _Answer:
+    """The text of one answer as it grows."""
+
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams):
+        self._stream = tokenizer.stream()
+        self._gate = StopGate(sampling.stops, sampling.include_stop_str_in_output)
+        self._min_tokens = sampling.min_tokens
+        self._tokens = 0
+
+    def push(self, delta: TokenDelta) -> tuple[str, bool]:
+        """The text that may be told now, and whether a stop string has come."""
+        self._tokens += len(delta.token_ids)
+        piece = self._stream.push(delta.token_ids)
+        if delta.finish_reason is not None:
+            piece += self._stream.finish()
+        told, stopped = self._gate.push(piece, may_stop=self._tokens >= self._min_tokens)
+        if stopped or delta.finish_reason is None:
+            return told, stopped
+        return told + self._gate.rest(), False
 
 
 class StopGate:

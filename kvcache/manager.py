@@ -169,6 +169,10 @@ class CacheManager:
         """Of an open request's row: its place in arrays."""
         return self._rows[request].number
 
+    def quiet_until(self, request: RequestId) -> int:
+        """Below this length, growing token by token, a request needs no block: `extend` would do nothing."""
+        return self._rows[request].quiet_until
+
     def due(self, numbers: np.ndarray, lengths: np.ndarray) -> list[int]:
         """Which rows need anything to grow to these lengths, as positions in `numbers`. Shapes: [R] and [R]."""
         return np.flatnonzero(lengths >= self._quiet_until[numbers]).tolist()

@@ -156,7 +156,7 @@ class BlockPool:
 
     def room_for(self, wants: Sequence[int], request: RequestId) -> bool:
         """Would `take` succeed?"""
-        return self._needed(wants, request)[1]
+        return self._needed_at_last(wants, request)[1]
 
     def room_at_no_loss(self, wants: Sequence[int], request: RequestId) -> bool:
         """Would `take` succeed without evicting a prefix that is likely to be wanted again?"""
@@ -327,7 +327,7 @@ class BlockPool:
             self.log.cleared()
 
     def end(self, request: RequestId) -> None:
-        """A request holds nothing any more: what was set aside for it is for all."""
+        """What was set aside for a request is for all: it holds nothing any more, or it needs something else."""
         for mine in self._groups:
             spare = mine.spare.pop(request, None)
             if spare:
@@ -346,7 +346,7 @@ class BlockPool:
         opened = self._opened(wants, request)
         if all(pages <= len(arena.free) for pages, arena in zip(opened, self._arenas, strict=True)):
             return None
-        needed, enough = self._needed(wants, request)
+        needed, enough = self._needed_at_last(wants, request)
         if not enough:
             self._refuse(wants)
         return [len(arena.free) + len(arena.idle) - pages for pages, arena in zip(needed, self._arenas, strict=True)]
@@ -361,7 +361,16 @@ class BlockPool:
                 opened[mine.arena] -= -lacking // mine.per_large
         return opened
 
-    def _needed(self, wants: Sequence[int], request: RequestId) -> tuple[list[int], bool]:
+    def _needed_at_last(self, wants: Sequence[int], request: RequestId) -> tuple[list[int], bool]:
+        """`_needed`; before it refuses, what the request set aside for itself in other groups is for all: a large page
+        may become free by it."""
+        needed, enough = self._needed(wants)
+        if not enough and any(request in mine.spare for mine in self._groups):
+            self.end(request)
+            needed, enough = self._needed(wants)
+        return needed, enough
+
+    def _needed(self, wants: Sequence[int]) -> tuple[list[int], bool]:
         """The least large pages per arena that `wants` takes, and whether there are so many."""
         needed = [0] * len(self._arenas)
         for g, count in enumerate(wants):

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eintarsia/proto/inference.proto\x12\x0bintarsia.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xce\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x17\n\nignore_eos\x18\x07 \x01(\x08H\x05\x88\x01\x01\x12\x15\n\x08logprobs\x18\x08 \x01(\x05H\x06\x88\x01\x01\x12\x12\n\x05min_p\x18\t \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x01H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x01H\n\x88\x01\x01\x12>\n\nlogit_bias\x18\r \x03(\x0b\x32*.intarsia.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\x0e \x01(\x05H\x0b\x88\x01\x01\x12\x0c\n\x04stop\x18\x0f \x03(\t\x12\'\n\x1ainclude_stop_str_in_output\x18\x10 \x01(\x08H\x0c\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokensB\x1d\n\x1b_include_stop_str_in_output\"\xaa\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.intarsia.v1.TokenIdsH\x00\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.intarsia.v1.SamplingParams\x12\x0e\n\x06images\x18\x05 \x03(\x0c\x42\x08\n\x06prompt\"\x99\x01\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x33\n\x03top\x18\x03 \x03(\x0b\x32&.intarsia.v1.TokenLogprobs.Alternative\x1a\x30\n\x0b\x41lternative\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\xca\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.intarsia.v1.TokenLogprobs\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.intarsia.v1.FinishReason\x12!\n\x05usage\x18\x06 \x01(\x0b\x32\x12.intarsia.v1.Usage\"\x15\n\x13GetModelInfoRequest\"T\n\nLayerGroup\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\x12\x12\n\npage_bytes\x18\x04 \x01(\x04\"\x98\x04\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x05 \x01(\r\x12\x14\n\x0cweight_bytes\x18\x06 \x01(\x04\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\n \x01(\r\x12\x15\n\reos_token_ids\x18\x0b \x03(\r\x12\x10\n\x08strategy\x18\x0c \x01(\t\x12\'\n\x06groups\x18\r \x03(\x0b\x32\x17.intarsia.v1.LayerGroup\x12\x12\n\nnum_blocks\x18\x0e \x01(\x04\x12\x13\n\x0bnum_buffers\x18\x0f \x01(\r\x12\x16\n\x0ekv_cache_bytes\x18\x10 \x01(\x04\x12\x1d\n\x15\x65nable_prefix_caching\x18\x12 \x01(\x08\x12\x1b\n\x13max_len_concurrency\x18\x13 \x01(\x01\x12\x1b\n\x0eimage_token_id\x18\x14 \x01(\rH\x00\x88\x01\x01\x12\x1e\n\x16max_images_per_request\x18\x15 \x01(\r\x12\r\n\x05notes\x18\x16 \x03(\tB\x11\n\x0f_image_token_idJ\x04\x08\x11\x10\x12*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xa0\x01\n\tInference\x12I\n\x08Generate\x12\x1c.intarsia.v1.GenerateRequest\x1a\x1d.intarsia.v1.GenerateResponse0\x01\x12H\n\x0cGetModelInfo\x12 .intarsia.v1.GetModelInfoRequest\x1a\x16.intarsia.v1.ModelInfob\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eintarsia/proto/inference.proto\x12\x0bintarsia.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x96\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x17\n\nignore_eos\x18\x07 \x01(\x08H\x05\x88\x01\x01\x12\x15\n\x08logprobs\x18\x08 \x01(\x05H\x06\x88\x01\x01\x12\x12\n\x05min_p\x18\t \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x01H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x01H\n\x88\x01\x01\x12>\n\nlogit_bias\x18\r \x03(\x0b\x32*.intarsia.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\x0e \x01(\x05H\x0b\x88\x01\x01\x12\x0c\n\x04stop\x18\x0f \x03(\t\x12\'\n\x1ainclude_stop_str_in_output\x18\x10 \x01(\x08H\x0c\x88\x01\x01\x12\x0e\n\x01n\x18\x11 \x01(\x05H\r\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x12 \x01(\x05H\x0e\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokensB\x1d\n\x1b_include_stop_str_in_outputB\x04\n\x02_nB\x12\n\x10_prompt_logprobs\"\xf2\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.intarsia.v1.TokenIdsH\x00\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.intarsia.v1.SamplingParams\x12\x0e\n\x06images\x18\x05 \x03(\x0c\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x16\n\ttimeout_s\x18\x08 \x01(\x01H\x01\x88\x01\x01\x42\x08\n\x06promptB\x0c\n\n_timeout_s\"\x99\x01\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x33\n\x03top\x18\x03 \x03(\x0b\x32&.intarsia.v1.TokenLogprobs.Alternative\x1a\x30\n\x0b\x41lternative\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\x8e\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12,\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1a.intarsia.v1.TokenLogprobs\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.intarsia.v1.FinishReason\x12!\n\x05usage\x18\x06 \x01(\x0b\x32\x12.intarsia.v1.Usage\x12\r\n\x05index\x18\x07 \x01(\r\x12\x33\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x1a.intarsia.v1.TokenLogprobs\"\x15\n\x13GetModelInfoRequest\"T\n\nLayerGroup\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\x12\x12\n\npage_bytes\x18\x04 \x01(\x04\"\x98\x04\n\tModelInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x05 \x01(\r\x12\x14\n\x0cweight_bytes\x18\x06 \x01(\x04\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\n \x01(\r\x12\x15\n\reos_token_ids\x18\x0b \x03(\r\x12\x10\n\x08strategy\x18\x0c \x01(\t\x12\'\n\x06groups\x18\r \x03(\x0b\x32\x17.intarsia.v1.LayerGroup\x12\x12\n\nnum_blocks\x18\x0e \x01(\x04\x12\x13\n\x0bnum_buffers\x18\x0f \x01(\r\x12\x16\n\x0ekv_cache_bytes\x18\x10 \x01(\x04\x12\x1d\n\x15\x65nable_prefix_caching\x18\x12 \x01(\x08\x12\x1b\n\x13max_len_concurrency\x18\x13 \x01(\x01\x12\x1b\n\x0eimage_token_id\x18\x14 \x01(\rH\x00\x88\x01\x01\x12\x1e\n\x16max_images_per_request\x18\x15 \x01(\r\x12\r\n\x05notes\x18\x16 \x03(\tB\x11\n\x0f_image_token_idJ\x04\x08\x11\x10\x12*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xa0\x01\n\tInference\x12I\n\x08Generate\x12\x1c.intarsia.v1.GenerateRequest\x1a\x1d.intarsia.v1.GenerateResponse0\x01\x12H\n\x0cGetModelInfo\x12 .intarsia.v1.GetModelInfoRequest\x1a\x16.intarsia.v1.ModelInfob\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,30 +33,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2057
-  _globals['_FINISHREASON']._serialized_end=2152
+  _globals['_FINISHREASON']._serialized_start=2269
+  _globals['_FINISHREASON']._serialized_end=2364
   _globals['_TOKENIDS']._serialized_start=47
   _globals['_TOKENIDS']._serialized_end=70
   _globals['_SAMPLINGPARAMS']._serialized_start=73
-  _globals['_SAMPLINGPARAMS']._serialized_end=791
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=533
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=581
-  _globals['_GENERATEREQUEST']._serialized_start=794
-  _globals['_GENERATEREQUEST']._serialized_end=964
-  _globals['_TOKENLOGPROBS']._serialized_start=967
-  _globals['_TOKENLOGPROBS']._serialized_end=1120
-  _globals['_TOKENLOGPROBS_ALTERNATIVE']._serialized_start=1072
-  _globals['_TOKENLOGPROBS_ALTERNATIVE']._serialized_end=1120
-  _globals['_USAGE']._serialized_start=1122
-  _globals['_USAGE']._serialized_end=1202
-  _globals['_GENERATERESPONSE']._serialized_start=1205
-  _globals['_GENERATERESPONSE']._serialized_end=1407
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1409
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1430
-  _globals['_LAYERGROUP']._serialized_start=1432
-  _globals['_LAYERGROUP']._serialized_end=1516
-  _globals['_MODELINFO']._serialized_start=1519
-  _globals['_MODELINFO']._serialized_end=2055
-  _globals['_INFERENCE']._serialized_start=2155
-  _globals['_INFERENCE']._serialized_end=2315
+  _globals['_SAMPLINGPARAMS']._serialized_end=863
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=579
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=627
+  _globals['_GENERATEREQUEST']._serialized_start=866
+  _globals['_GENERATEREQUEST']._serialized_end=1108
+  _globals['_TOKENLOGPROBS']._serialized_start=1111
+  _globals['_TOKENLOGPROBS']._serialized_end=1264
+  _globals['_TOKENLOGPROBS_ALTERNATIVE']._serialized_start=1216
+  _globals['_TOKENLOGPROBS_ALTERNATIVE']._serialized_end=1264
+  _globals['_USAGE']._serialized_start=1266
+  _globals['_USAGE']._serialized_end=1346
+  _globals['_GENERATERESPONSE']._serialized_start=1349
+  _globals['_GENERATERESPONSE']._serialized_end=1619
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1621
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1642
+  _globals['_LAYERGROUP']._serialized_start=1644
+  _globals['_LAYERGROUP']._serialized_end=1728
+  _globals['_MODELINFO']._serialized_start=1731
+  _globals['_MODELINFO']._serialized_end=2267
+  _globals['_INFERENCE']._serialized_start=2367
+  _globals['_INFERENCE']._serialized_end=2527
 # @@protoc_insertion_point(module_scope)

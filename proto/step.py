@@ -26,6 +26,7 @@ class Sampling(NamedTuple):
     logit_bias: tuple[tuple[int, float], ...] = ()
     ends: tuple[int, ...] = ()  # tokens that are not drawn before `min_tokens` are generated
     min_tokens: int = 0
+    prompt_logprobs: int = -1  # as `logprobs`, for the tokens of the prompt
 
     @property
     def has_penalties(self) -> bool:
@@ -64,32 +65,28 @@ class Advance(NamedTuple):
     """Compute the next `tokens` of a slot. `blocks` are appended to its tables first."""
 
     slot: int
-    tokens: int  # 1 in plain decode
+    tokens: int
     blocks: tuple[tuple[int, ...], ...]  # [group][new block]; empty when no group gets any
 
 
-PLAIN_DECODE = (1, ())
-"""One token, and no blocks."""
-
-
 class Step(NamedTuple):
-    """The work of one forward pass. Retired slots are free for the admissions of the same step."""
+    """One forward pass over `decode` and `advance`. What comes before them is applied first, in the order of fields."""
 
-    epoch: int  # of the worker group; workers refuse another
-    number: int  # counts up from 1; the answer repeats it
+    epoch: int  # of the worker group; answers of an older one are void
+    number: int
     retire: tuple[int, ...]  # slots
     copies: tuple[tuple[int, int, int], ...]  # (group, source block, target block), made before anything is written
     saves: tuple[tuple[int, int, int, int], ...]  # (slot, group, tokens, block): the state after so many tokens, kept
     admit: tuple[Admit, ...]
     advance: tuple[Advance, ...]
+    decode: tuple[int, ...] = ()  # slots that compute one token and get no blocks: what steps are mostly made of
 
     def pack(self) -> bytes:
-        """A plain decode, which is what steps are mostly made of, travels as the number of its slot."""
-        return pack(self._replace(advance=tuple(a.slot if a[1:] == PLAIN_DECODE else a for a in self.advance)))  # type: ignore[arg-type]
+        return pack(self)
 
     @classmethod
     def unpack(cls, data: bytes) -> "Step":
-        epoch, number, retire, copies, saves, admit, advance = unpack(data)
+        epoch, number, retire, copies, saves, admit, advance, decode = unpack(data)
         return cls(
             epoch,
             number,
@@ -97,7 +94,8 @@ class Step(NamedTuple):
             copies,
             saves,
             tuple(_admit(*fields) for fields in admit),
-            tuple(Advance(a, *PLAIN_DECODE) if isinstance(a, int) else Advance(*a) for a in advance),
+            tuple(Advance(*fields) for fields in advance),
+            decode,
         )
 
 
@@ -114,22 +112,30 @@ def _admit(slot, tokens, computed, blocks, max_tokens, sampling, views, images) 
     )
 
 
-class Sampled(NamedTuple):
-    """A new token of a slot."""
+class Logprobs(NamedTuple):
+    """Natural-log probabilities of a token that is known, and of the most probable ones in its place."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token, logprob), best first
+
+
+class PromptLogprobs(NamedTuple):
+    """Of the tokens of a prompt from position `start` on, as far as the step computed what comes before them."""
 
     slot: int
-    token: int
-    logprob: float | None  # of `token`, when asked for
-    top: tuple[tuple[int, float], ...]  # (token, logprob) of the most probable ones, when asked for
+    start: int
+    rows: tuple[Logprobs, ...]
 
 
 class StepResult(NamedTuple):
-    """What rank 0 answers; other ranks answer with no `sampled`. `error` tells why a rank could not run the step."""
+    """What rank 0 answers; other ranks answer with no tokens. `error` tells why a rank could not run the step."""
 
     epoch: int
     number: int
-    sampled: tuple[Sampled, ...]
-    run_us: int  # time the worker spent on the step
+    tokens: tuple[int, ...]  # a new one for each slot whose last known token was computed: `decode`, then `advance`
+    logprobs: tuple[tuple[int, Logprobs], ...] = ()  # (place in `tokens`, ...) of those who asked
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    run_us: int = 0  # time the worker spent on the step
     error: str | None = None
 
     def pack(self) -> bytes:
@@ -137,5 +143,15 @@ class StepResult(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> "StepResult":
-        epoch, number, sampled, run_us, error = unpack(data)
-        return cls(epoch, number, tuple(Sampled(*fields) for fields in sampled), run_us, error)
+        epoch, number, tokens, logprobs, prompt_logprobs, run_us, error = unpack(data)
+        return cls(
+            epoch,
+            number,
+            tokens,
+            tuple((place, Logprobs(*row)) for place, row in logprobs),
+            tuple(
+                PromptLogprobs(slot, start, tuple(Logprobs(*r) for r in rows)) for slot, start, rows in prompt_logprobs
+            ),
+            run_us,
+            error,
+        )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from intarsia.controller.engine import Engine, TokenDelta
+from intarsia.controller.engine import Delivery, Engine
 from intarsia.controller.request import SamplingParams
 from intarsia.controller.startup import build_engine
 from intarsia.deploy.images import ImageReader, read_images
@@ -42,18 +42,21 @@ class Completion:
     def __init__(self):
         self.token_ids: list[int] = []
         self.logprobs: list[Any] = []
+        self.prompt_logprobs: tuple[Any, ...] = ()
         self.num_cached_tokens = 0
         self.finish_reason: str | None = None
         self.error: IntarsiaError | None = None
         self.done = asyncio.Event()
 
-    def outlet(self, batch: list[tuple[str, TokenDelta | IntarsiaError]]) -> None:
-        for _, item in batch:
+    def outlet(self, delivery: Delivery) -> None:
+        self.token_ids += delivery.tokens
+        for _, item in delivery.others:
             if isinstance(item, IntarsiaError):
                 self.error = item
             else:
                 self.token_ids += item.token_ids
                 self.logprobs += item.logprobs or ()
+                self.prompt_logprobs = item.prompt_logprobs or self.prompt_logprobs
                 self.num_cached_tokens = item.num_cached_tokens
                 self.finish_reason = item.finish_reason
             if self.error or self.finish_reason:
@@ -80,7 +83,7 @@ async def complete(
         asked = zip(prompts, images or [[] for _ in prompts], completions, strict=True)
         for n, (prompt, pictures, completion) in enumerate(asked):
             found = read_images(reader, pictures, engine.info.model)
-            engine.submit(prompt, sampling, f"request-{n}", completion.outlet, found)
+            engine.submit(prompt, sampling, n, completion.outlet, found)
         await asyncio.gather(*(completion.done.wait() for completion in completions))
         await asyncio.sleep(0)
     finally:

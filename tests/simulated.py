@@ -9,7 +9,7 @@ from hashlib import blake2b
 
 from intarsia.kvcache.plan import MemoryPlan
 from intarsia.kvcache.reach import Keeps
-from intarsia.proto.step import Sampled, Step, StepResult
+from intarsia.proto.step import Advance, Step, StepResult
 
 VOCAB = 50
 
@@ -38,6 +38,7 @@ class SimulatedWorker:
         self._slots: dict[int, dict] = {}
         self._saves: dict[tuple[int, int], list[tuple[int, int]]] = {}  # slot, group -> lengths, and where to
         self.largest_step_tokens = 0
+        self.computed_tokens = 0
 
     def run(self, step: Step) -> StepResult:
         for slot in step.retire:
@@ -58,11 +59,13 @@ class SimulatedWorker:
         self._saves = {}
         for slot, g, length, block in step.saves:
             self._saves.setdefault((slot, g), []).append((length, block))
-        self.largest_step_tokens = max(self.largest_step_tokens, sum(a.tokens for a in step.advance))
-        sampled = [token for entry in step.advance if (token := self._advance(entry))]
-        return StepResult(step.epoch, step.number, tuple(sampled), 0)
+        work = [*(Advance(slot, 1, ()) for slot in step.decode), *step.advance]
+        self.largest_step_tokens = max(self.largest_step_tokens, sum(a.tokens for a in work))
+        self.computed_tokens += sum(a.tokens for a in work)
+        tokens = [token for entry in work if (token := self._advance(entry)) is not None]
+        return StepResult(step.epoch, step.number, tuple(tokens))
 
-    def _advance(self, entry) -> Sampled | None:
+    def _advance(self, entry: Advance) -> int | None:
         state = self._slots[entry.slot]
         tokens, start = state["tokens"], state["computed"]
         stop = start + entry.tokens
@@ -94,7 +97,7 @@ class SimulatedWorker:
             return None
         assert len(tokens) < state["max"]
         tokens.append(next_token(tokens))
-        return Sampled(entry.slot, tokens[-1], None, ())
+        return tokens[-1]
 
     def _large(self, block: int, g: int) -> tuple[int, int]:
         group = self._plan.groups[g]

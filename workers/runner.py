@@ -10,20 +10,29 @@ from ..kernels.paged_attention import GroupBatch
 from ..kernels.state import SaveAt, StateBatch
 from ..kvcache.plan import Group, MemoryPlan
 from ..kvcache.reach import Keeps, Reach
-from ..proto.step import Admit, Advance, Sampled, Sampling, Step, View
+from ..proto.step import Admit, Advance, Logprobs, PromptLogprobs, Sampling, Step, View
 from .attention import step_masks
 from .facts import RunnerLimits
 from .model import LoadedModel
 from .parallel import TensorParallel
-from .sampler import History, sample
+from .sampler import History, logprobs, sample
 
 WARM_UP_TOKENS = 4
 
 
+class Drawn(NamedTuple):
+    """What a step drew: see `StepResult`."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[tuple[int, Logprobs], ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+
+
 class _Rows(NamedTuple):
-    """The requests of one step, decoding ones first. Index arrays over slots; R rows."""
+    """The requests of one step, those of one token first. Index arrays over slots; R rows."""
 
     slots: np.ndarray  # [R]
+    places: np.ndarray  # [R] in the order of the step
     query_lens: np.ndarray  # [R] int32: tokens to compute
     computed: np.ndarray  # [R] int32: tokens computed before this step
     finishes: np.ndarray  # [R] bool: the last known token is computed, so a new one is sampled
@@ -49,6 +58,7 @@ class SlotTables:
         self.sampling: list[Sampling | None] = [None] * slots
         self.histories: list[History | None] = [None] * slots
         self.views: list[Sequence[View]] = [()] * slots
+        self.asking: set[int] = set()  # slots of whose prompt log-probabilities are wanted
 
     def admit(self, entry: Admit) -> None:
         slot = entry.slot
@@ -57,6 +67,8 @@ class SlotTables:
         has_penalties = entry.sampling.has_penalties
         self.histories[slot] = History(entry.tokens, entry.sampling.prompt_tokens) if has_penalties else None
         self.views[slot] = entry.views
+        if entry.sampling.prompt_logprobs >= 0:
+            self.asking.add(slot)
         self.known[slot] = len(entry.tokens)
         self.computed[slot] = entry.computed_tokens
         self.last_token[slot] = entry.tokens[-1]
@@ -76,6 +88,7 @@ class SlotTables:
         self.sampling[slot] = None
         self.histories[slot] = None
         self.views[slot] = ()
+        self.asking.discard(slot)
 
     def tokens(self, slot: int, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of a slot, which are not computed yet."""
@@ -107,7 +120,7 @@ class ModelRunner:
         self._tables = SlotTables(plan, limits)
 
     @torch.inference_mode()
-    def run(self, step: Step) -> Sequence[Sampled]:
+    def run(self, step: Step) -> Drawn:
         """Compute the step's tokens. New tokens are returned on rank 0; all ranks keep them for the next step."""
         tables = self._tables
         self._model.copy_blocks(step.copies)
@@ -121,15 +134,18 @@ class ModelRunner:
         for advance in step.advance:
             if advance.blocks:
                 tables.append_blocks(advance)
-        rows = self._rows(step.advance)
-        logits = self._forward(rows, step.saves)
-        return self._sample(rows, logits)
+        rows = self._rows(step)
+        asked = self._asked_prompts(rows)
+        logits = self._forward(rows, step.saves, asked)
+        about_prompts = self._prompt_logprobs(rows, logits, asked)
+        return self._sample(rows, logits[sum(rows.query_lens[row] for row in asked) :], about_prompts)
 
     @torch.inference_mode()
     def warm_up(self, backend: str | None) -> None:
         """Forward passes over the null block: the layers find their backend, or fail, before anyone waits."""
         rows = _Rows(
             slots=np.zeros(1, dtype=np.int64),
+            places=np.zeros(1, dtype=np.int64),
             query_lens=np.array([WARM_UP_TOKENS], dtype=np.int32),
             computed=np.zeros(1, dtype=np.int32),
             finishes=np.ones(1, dtype=bool),
@@ -139,23 +155,34 @@ class ModelRunner:
         self._forward(rows)
         self._tables.retire(0)
 
-    def _rows(self, advances: Sequence[Advance]) -> _Rows:
-        slots = np.array([advance.slot for advance in advances])
-        query_lens = np.array([advance.tokens for advance in advances], dtype=np.int32)
+    def _rows(self, step: Step) -> _Rows:
+        slots = np.array([*step.decode, *(advance.slot for advance in step.advance)])
+        query_lens = np.ones(len(slots), dtype=np.int32)
+        if step.advance:
+            query_lens[len(step.decode) :] = [advance.tokens for advance in step.advance]
         order = np.argsort(query_lens > 1, kind="stable")
         slots, query_lens = slots[order], query_lens[order]
         computed = self._tables.computed[slots]
-        return _Rows(slots, query_lens, computed, computed + query_lens == self._tables.known[slots])
+        return _Rows(slots, order, query_lens, computed, computed + query_lens == self._tables.known[slots])
 
-    def _forward(self, rows: _Rows, saves: Sequence[tuple[int, int, int, int]] = ()) -> torch.Tensor:
-        """Logits [rows that finish, vocabulary] of the packed tokens of all rows."""
+    def _asked_prompts(self, rows: _Rows) -> list[int]:
+        """Rows of whose prompt the log-probabilities are wanted."""
+        asked = []
+        for row, slot in enumerate(rows.slots.tolist()) if self._tables.asking else ():
+            sampling = self._tables.sampling[slot]
+            if slot in self._tables.asking and sampling and rows.computed[row] < sampling.prompt_tokens - 1:
+                asked.append(row)
+        return asked
+
+    def _forward(
+        self, rows: _Rows, saves: Sequence[tuple[int, int, int, int]] = (), asked: Sequence[int] = ()
+    ) -> torch.Tensor:
+        """Logits [tokens, vocabulary]: of all tokens of rows `asked` about, then the last of rows that finish."""
         ends = np.cumsum(rows.query_lens)
         starts = ends - rows.query_lens
         kv_lens = rows.computed + rows.query_lens
         positions = np.arange(ends[-1]) + np.repeat(rows.computed - starts, rows.query_lens)
-        tokens = np.concatenate(
-            [self._tables.tokens(s, c, k) for s, c, k in zip(rows.slots, rows.computed, kv_lens, strict=True)]
-        )
+        tokens = self._tokens(rows, kv_lens)
         device = self._model.device
         positions_T = torch.from_numpy(positions).to(device)
         self._model.attention.begin_step([self._batch(g, mask, rows, kv_lens) for g, mask in self._masks], positions_T)
@@ -168,10 +195,21 @@ class ModelRunner:
             input_ids=torch.from_numpy(tokens).unsqueeze(0).to(device),
             position_ids=positions_T.unsqueeze(0),
             use_cache=False,
-            logits_to_keep=torch.from_numpy(ends[rows.finishes] - 1).to(device),
+            logits_to_keep=torch.from_numpy(
+                np.concatenate([*(np.arange(starts[row], ends[row]) for row in asked), ends[rows.finishes] - 1])
+            ).to(device),
             **self._extra_inputs,
         )
         return output.logits[0]
+
+    def _tokens(self, rows: _Rows, kv_lens: np.ndarray) -> np.ndarray:
+        """[T] of all rows. Those that decode, which come first, need no loop."""
+        is_last = rows.finishes & (rows.query_lens == 1)
+        decoding = len(is_last) if is_last.all() else int(is_last.argmin())
+        rest = zip(rows.slots[decoding:], rows.computed[decoding:], kv_lens[decoding:], strict=True)
+        return np.concatenate(
+            [self._tables.last_token[rows.slots[:decoding]], *(self._tables.tokens(*row) for row in rest)]
+        )
 
     def _batch(self, g: int, mask: Reach, rows: _Rows, kv_lens: np.ndarray) -> GroupBatch:
         group = self._groups[g]
@@ -198,23 +236,47 @@ class ModelRunner:
             ],
         )
 
-    def _sample(self, rows: _Rows, logits: torch.Tensor) -> Sequence[Sampled]:
+    def _prompt_logprobs(self, rows: _Rows, logits: torch.Tensor, asked: Sequence[int]) -> tuple[PromptLogprobs, ...]:
+        """Of the tokens of prompts that follow those computed, as far as they are of the prompt."""
+        if self._parallel.rank:
+            return ()
+        found = []
+        for row in asked:
+            slot, start, count = int(rows.slots[row]), int(rows.computed[row]), int(rows.query_lens[row])
+            sampling, prompt = self._tables.sampling[slot], self._tables.prompt[slot]
+            assert sampling is not None and prompt is not None
+            follow = torch.from_numpy(prompt[start + 1 : min(start + count + 1, sampling.prompt_tokens)])
+            own, logits = logits[: len(follow)], logits[count:]
+            about = logprobs(own, follow.to(own.device), sampling.prompt_logprobs)
+            found.append(PromptLogprobs(slot, start + 1, tuple(about)))
+        return tuple(found)
+
+    def _sample(self, rows: _Rows, logits: torch.Tensor, about_prompts: tuple[PromptLogprobs, ...]) -> Drawn:
         tables = self._tables
         tables.computed[rows.slots] += rows.query_lens
         slots = rows.slots[rows.finishes]
         if len(slots) == 0:
-            return ()
-        sampled: Sequence[Sampled] = ()
-        tokens = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
+            return Drawn(prompt_logprobs=about_prompts)
+        drawn = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
+        about: list[tuple[int, Logprobs]] = []
+        histories = [tables.histories[slot] for slot in slots]
         if self._parallel.rank == 0:
             samplings = [s for slot in slots if (s := tables.sampling[slot]) is not None]
-            histories = [tables.histories[slot] for slot in slots]
-            sampled = sample(logits, samplings, tables.known[slots].tolist(), slots.tolist(), histories)
-            for history, entry in zip(histories, sampled, strict=True):
-                if history is not None:
-                    history.add(entry.token)
-            tokens.copy_(torch.tensor([entry.token for entry in sampled]))
-        self._parallel.share_from_first(tokens)
-        tables.last_token[slots] = tokens.cpu().numpy()
+            tokens, about = sample(logits, samplings, tables.known[slots].tolist(), histories)
+            drawn.copy_(tokens)
+        self._parallel.share_from_first(drawn)
+        tokens = drawn.cpu().numpy()
+        tables.last_token[slots] = tokens
         tables.known[slots] += 1
-        return sampled
+        if self._parallel.rank:
+            return Drawn()
+        for history, token in zip(histories, tokens.tolist(), strict=True):
+            if history is not None:
+                history.add(token)
+        in_step = np.argsort(rows.places[rows.finishes])  # places of rows, in the order of the step
+        place = {int(row): n for n, row in enumerate(in_step)}
+        return Drawn(
+            tuple(tokens[in_step].tolist()),
+            tuple((place[row], entry) for row, entry in about),
+            about_prompts,
+        )

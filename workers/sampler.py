@@ -6,7 +6,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from ..proto.step import Sampled, Sampling
+from ..proto.step import Logprobs, Sampling
 
 
 class History:
@@ -40,10 +40,9 @@ def sample(
     logits_RV: Tensor,
     samplings: Sequence[Sampling],
     positions: Sequence[int],
-    slots: Sequence[int],
     histories: Sequence[History | None] | None = None,
-) -> list[Sampled]:
-    """One token per row.
+) -> tuple[Tensor, list[tuple[int, Logprobs]]]:
+    """One token per row [R], and the log-probabilities of the rows that want them.
 
     Shapes  R rows, V vocabulary; logits [R, V] in any float dtype
     positions: of the token to be drawn, in its sequence
@@ -59,12 +58,19 @@ def sample(
             [samplings[row] for row in random_rows],
             [_uniform(samplings[row].seed, positions[row]) for row in random_rows],
         )
-    chosen = tokens.tolist()
-    sampled = [Sampled(slot, token, None, ()) for slot, token in zip(slots, chosen, strict=True)]
-    for row, sampling in enumerate(samplings):
-        if sampling.logprobs >= 0:
-            sampled[row] = _with_logprobs(sampled[row], logits_RV[row], sampling.logprobs)
-    return sampled
+    asked = [(row, sampling.logprobs) for row, sampling in enumerate(samplings) if sampling.logprobs >= 0]
+    return tokens, [(row, logprobs(logits_RV[row : row + 1], tokens[row : row + 1], count)[0]) for row, count in asked]
+
+
+def logprobs(logits_RV: Tensor, tokens_R: Tensor, count: int) -> list[Logprobs]:
+    """Of one token per row, and of the `count` most probable ones."""
+    logprobs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
+    chosen = logprobs_RV.gather(1, tokens_R.unsqueeze(1)).squeeze(1).tolist()
+    if not count:
+        return [Logprobs(value, ()) for value in chosen]
+    top = logprobs_RV.topk(min(count, logprobs_RV.shape[1]), dim=-1)
+    pairs = zip(chosen, top.indices.tolist(), top.values.tolist(), strict=True)
+    return [Logprobs(value, tuple(zip(indices, values, strict=True))) for value, indices, values in pairs]
 
 
 def _adjusted(
@@ -117,10 +123,3 @@ def _uniform(seed: int, position: int) -> float:
     """A number in [0, 1) that depends on nothing but its arguments."""
     digest = blake2b(seed.to_bytes(8) + position.to_bytes(8), digest_size=8).digest()
     return (int.from_bytes(digest) >> 11) * 2.0**-53
-
-
-def _with_logprobs(sampled: Sampled, logits_V: Tensor, count: int) -> Sampled:
-    logprobs_V = torch.log_softmax(logits_V, dim=-1)
-    top = logprobs_V.topk(min(count, len(logprobs_V))) if count else None
-    pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)) if top else ()
-    return sampled._replace(logprob=float(logprobs_V[sampled.token]), top=pairs)

@@ -18,7 +18,7 @@ from .environment import threads_per_worker
 from .facts import ModelFacts, ModelSettings, RunnerLimits
 from .model import LoadedModel, load_model
 from .parallel import TensorParallel
-from .runner import ModelRunner
+from .runner import Drawn, ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +65,12 @@ class Worker:
         started = time.perf_counter()
         try:
             assert self._runner is not None, "load a model and allocate its pages first"
-            sampled = tuple(self._runner.run(step))
-            error = None
+            drawn, error = self._runner.run(step), None
         except Exception as failure:
             logger.exception("step %d failed on rank %d", step.number, self._parallel.rank)
-            sampled, error = (), f"{type(failure).__name__}: {failure}"
+            drawn, error = Drawn(), f"{type(failure).__name__}: {failure}"
         run_us = int((time.perf_counter() - started) * 1e6)
-        return StepResult(step.epoch, step.number, sampled, run_us, error)
+        return StepResult(step.epoch, step.number, *drawn, run_us, error)
 
     def listen(self, host: str) -> Address:
         """Take steps from the controller, in a thread of their own, until it leaves."""

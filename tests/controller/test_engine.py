@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from intarsia.controller.engine import Engine
+from intarsia.controller.engine import Delivery, Engine
 from intarsia.controller.info import EngineInfo, GroupInfo
 from intarsia.controller.request import SamplingParams
 from intarsia.controller.scheduler import Scheduler, SchedulerSettings
@@ -66,7 +66,7 @@ def running(engine: Engine, work: Coroutine) -> Any:
 
 def submit(engine: Engine, tokens: list[int], sampling: SamplingParams = SAMPLING) -> Completion:
     completion = Completion()
-    engine.submit(tokens, sampling, "request", completion.outlet)
+    engine.submit(tokens, sampling, 0, completion.outlet)
     return completion
 
 
@@ -146,15 +146,15 @@ def test_one_message_per_front_end_and_step():
         done = asyncio.Event()
         finished = 0
 
-        def outlet(batch) -> None:
+        def outlet(delivery: Delivery) -> None:
             nonlocal finished
-            messages.append(len(batch))
-            finished += sum(delta.finish_reason is not None for _, delta in batch)
+            messages.append(len(delivery.handles) + len(delivery.others))
+            finished += sum(getattr(item, "finish_reason", None) is not None for _, item in delivery.others)
             if finished == 4:
                 done.set()
 
         for n in range(4):
-            engine.submit([n], SAMPLING, str(n), outlet)
+            engine.submit([n], SAMPLING, n, outlet)
         await done.wait()
 
     running(engine, scenario())
@@ -166,7 +166,7 @@ def test_aborted_request_frees_its_blocks():
 
     async def scenario() -> None:
         completion = Completion()
-        request = engine.submit(PROMPT, SamplingParams(max_tokens=90), "request", completion.outlet)
+        [request] = engine.submit(PROMPT, SamplingParams(max_tokens=90), 0, completion.outlet)
         while len(completion.token_ids) < 3:
             await asyncio.sleep(0)
         engine.abort(request)
@@ -264,7 +264,7 @@ def test_a_request_given_up_while_two_steps_run_frees_its_blocks():
     engine, workers = slow_engine(depth=2)
 
     async def scenario() -> None:
-        request = engine.submit(PROMPT, SAMPLING, "gone", Completion().outlet)
+        [request] = engine.submit(PROMPT, SAMPLING, 0, Completion().outlet)
         await settle()
         assert workers.started == [1, 2]
         engine.abort(request)

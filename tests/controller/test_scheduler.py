@@ -1,10 +1,11 @@
 import random
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from intarsia.controller.request import FinishReason, Request, SamplingParams
+from intarsia.controller.request import USUAL_TERMS, FinishReason, Request, SamplingParams, Terms
 from intarsia.controller.scheduler import Progress, Scheduler, SchedulerSettings
 from intarsia.errors import InvalidSetting
 from intarsia.kvcache.check import recount
@@ -27,14 +28,21 @@ class Bench:
         per_large: Sequence[int] = (),
         caching: bool = True,
         depth: int = 1,
-        **limits,
+        step_us: int = 0,
+        token_us: int = 0,
+        **limits: Any,
     ):
-        """depth: steps under way at once."""
+        """depth: steps under way at once. step_us, token_us: what a step takes, and a token in it, as it is told."""
         plan = plan_of(*reaches, blocks=blocks, block_tokens=block_tokens, per_large=per_large)
         self.manager = CacheManager(plan, CacheSettings(prefix_caching=caching))
         self.scheduler = Scheduler(
-            SchedulerSettings(**({"max_num_seqs": 4, "max_num_batched_tokens": 32} | limits)), self.manager
+            SchedulerSettings(**{"max_num_seqs": 4, "max_num_batched_tokens": 32, **limits}),
+            self.manager,
+            clock=lambda: self.now_s,
         )
+        self.now_s = 1000.0
+        self.order_of_ends: list[int] = []
+        self._cost_us = step_us, token_us
         self.worker = SimulatedWorker(plan)
         self.generated: dict[int, list[int]] = {}
         self.reasons: dict[int, FinishReason | None] = {}
@@ -42,7 +50,25 @@ class Bench:
         self._depth = depth
         self._under_way: deque[StepResult] = deque()
 
-    def add(self, prompt: list[int], max_tokens: int, stop: tuple[int, ...] = ()) -> Request:
+    def add(
+        self, prompt: list[int], max_tokens: int, stop: tuple[int, ...] = (), terms: Terms = USUAL_TERMS
+    ) -> Request:
+        return self.add_family(prompt, max_tokens, 1, stop, terms)[0]
+
+    def add_family(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        answers: int,
+        stop: tuple[int, ...] = (),
+        terms: Terms = USUAL_TERMS,
+    ) -> list[Request]:
+        """A request with forks: several answers to one prompt."""
+        family = [self._request(prompt, max_tokens, stop, terms) for _ in range(answers)]
+        self.scheduler.add(family[0], family[1:])
+        return family
+
+    def _request(self, prompt: list[int], max_tokens: int, stop: tuple[int, ...], terms: Terms) -> Request:
         self._count += 1
         request = Request(
             id=RequestId(self._count),
@@ -52,9 +78,9 @@ class Bench:
             seed=0,
             stop_token_ids=frozenset(stop),
             max_total_tokens=len(prompt) + max_tokens,
+            terms=terms,
         )
         assert self.manager.fits(request.max_total_tokens)
-        self.scheduler.add(request)
         self.generated[request.id] = []
         return request
 
@@ -65,15 +91,25 @@ class Bench:
             recount(self.manager)
             if step is None:
                 break
-            self._under_way.append(self.worker.run(step))
+            tokens = len(step.decode) + sum(advance.tokens for advance in step.advance)
+            per_step, per_token = self._cost_us
+            self._under_way.append(self.worker.run(step)._replace(run_us=per_step + tokens * per_token))
         if not self._under_way:
             return []
         progress = self.scheduler.commit(self._under_way.popleft())
-        for request, sampled, reason in progress:
-            self.generated[request.id].append(sampled.token)
+        for request, token, reason, _ in progress:
+            self.generated[request.id].append(token)
             self.reasons[request.id] = reason
+            if reason is not None:
+                self.order_of_ends.append(request.id)
         recount(self.manager)
         return progress
+
+    def prompt_tokens_of_next_step(self) -> int | None:
+        """Run a step; None if there was none."""
+        before = self.worker.computed_tokens
+        decoding = self.step()
+        return self.worker.computed_tokens - before - len(decoding) if decoding else None
 
     def run(self, limit: int = 10_000) -> int:
         steps = 0
@@ -195,7 +231,7 @@ def test_quiet_decode_step_names_slots_only():
     bench.step()
     step = bench.scheduler.plan_step()
     assert step
-    assert (step.retire, step.admit, [(a.tokens, a.blocks) for a in step.advance]) == ((), (), [(1, ())])
+    assert (step.retire, step.admit, step.advance, step.decode) == ((), (), (), (0,))
     assert len(step.pack()) < 16
 
 
@@ -251,3 +287,150 @@ def test_random_loads_end_with_every_token_right_and_every_block_free():
         assert recount(bench.manager).all_free
         preemptions += bench.scheduler.preemptions
     assert preemptions > 0, "the load was too light to preempt anybody"
+
+
+# Several answers to one prompt
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("prompt", [[3], PROMPT, list(range(21))])
+@pytest.mark.parametrize("reaches", [(Full(), Sliding(5)), (Full(), State()), (Chunked(4),)])
+def test_forks_share_the_prompt_and_generate_what_the_model_says(reaches, prompt: list[int], caching: bool):
+    bench = Bench(*reaches, caching=caching, max_num_batched_tokens=8, depth=2)
+    family = bench.add_family(prompt, max_tokens=9, answers=3)
+    bench.run()
+    assert [bench.generated[each.id] for each in family] == [continuation(prompt, 9)] * 3
+    assert bench.worker.computed_tokens < len(prompt) + 3 * 9 + (3 if caching or len(prompt) > 1 else 3 * len(prompt))
+    assert recount(bench.manager).all_free
+
+
+def test_more_answers_than_slots_wait_like_everybody_else():
+    bench = Bench(Full(), max_num_seqs=2)
+    family = bench.add_family(PROMPT, max_tokens=5, answers=7)
+    bench.run()
+    assert [bench.generated[each.id] for each in family] == [continuation(PROMPT, 5)] * 7
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("steps_before", [0, 1, 2, 3])
+def test_an_answer_that_is_given_up_leaves_the_others_alone(victim: int, steps_before: int):
+    bench = Bench(Full(), Sliding(5), max_num_batched_tokens=4, depth=2)
+    family = bench.add_family(list(range(10)), max_tokens=9, answers=3)
+    for _ in range(steps_before):
+        bench.step()
+    bench.scheduler.abort(family[victim].id)
+    bench.run()
+    for index, each in enumerate(family):
+        if index != victim:
+            assert bench.generated[each.id] == continuation(list(range(10)), 9)
+    assert recount(bench.manager).all_free
+
+
+# Who goes first, who gives way
+
+
+def test_urgent_request_takes_the_slot_of_a_less_urgent_one_which_loses_no_token():
+    bench = Bench(Full(), max_num_seqs=1)
+    patient = bench.add(PROMPT, max_tokens=20, terms=Terms(priority=5))
+    for _ in range(3):
+        bench.step()
+    urgent = bench.add([9, 8, 7], max_tokens=4)
+    bench.run()
+    assert bench.order_of_ends == [urgent.id, patient.id]
+    assert patient.preemptions == 1
+    assert bench.generated[patient.id] == continuation(PROMPT, 20)
+    assert bench.generated[urgent.id] == continuation([9, 8, 7], 4)
+
+
+def test_urgent_request_displaces_nobody_who_has_run_for_long_enough():
+    bench = Bench(Full(), max_num_seqs=1, ageing_s=10.0)
+    patient = bench.add(PROMPT, max_tokens=20, terms=Terms(priority=1))
+    bench.step()
+    bench.now_s += 11
+    urgent = bench.add([9, 8, 7], max_tokens=4)
+    bench.run()
+    assert bench.order_of_ends == [patient.id, urgent.id]
+
+
+def test_equal_priorities_displace_nobody():
+    bench = Bench(Full(), max_num_seqs=1)
+    first, second = bench.add(PROMPT, max_tokens=9), bench.add(PROMPT, max_tokens=2)
+    bench.run()
+    assert bench.order_of_ends == [first.id, second.id]
+    assert bench.scheduler.preemptions == 0
+
+
+def test_short_pool_preempts_the_least_urgent_whoever_came_first():
+    bench = Bench(Full(), blocks=13, caching=False)
+    patient = bench.add([1] * 8, max_tokens=24, terms=Terms(priority=3))
+    urgent = bench.add([2] * 8, max_tokens=24)
+    bench.run()
+    assert (urgent.preemptions, patient.preemptions > 0) == (0, True)
+
+
+def test_a_flood_of_one_tenant_does_not_hold_up_another():
+    bench = Bench(Full(), max_num_seqs=1, blocks=64)
+    flood = [bench.add([n] * 6, max_tokens=4, terms=Terms(tenant="flood")) for n in range(6)]
+    bench.step()
+    single = bench.add(PROMPT, max_tokens=4, terms=Terms(tenant="single"))
+    bench.run()
+    assert bench.order_of_ends[:2] == [flood[0].id, single.id]
+
+
+def test_longest_prefix_first_takes_what_is_cached_before_what_came_first():
+    bench = Bench(Full(), max_num_seqs=1, longest_prefix_first=True)
+    bench.add(list(range(12)), max_tokens=1)
+    bench.run()
+    blocker = bench.add(PROMPT, max_tokens=2)
+    bench.step()
+    unknown, known = bench.add([40] * 12, max_tokens=1), bench.add(list(range(12)), max_tokens=1)
+    bench.run()
+    assert bench.order_of_ends[1:] == [blocker.id, known.id, unknown.id]
+
+
+# Deadlines
+
+
+def test_a_request_whose_time_is_over_is_given_up_wherever_it_is():
+    bench = Bench(Full(), max_num_seqs=1, depth=2)
+    runs = bench.add(PROMPT, max_tokens=50, terms=Terms(timeout_s=5.0))
+    waits = bench.add(PROMPT, max_tokens=50, terms=Terms(timeout_s=4.0))
+    patient = bench.add([1, 2, 3], max_tokens=3)
+    for _ in range(3):
+        bench.step()
+    assert bench.scheduler.take_expired() == []
+    bench.now_s += 4.5
+    bench.step()
+    assert bench.scheduler.take_expired() == [waits]
+    bench.now_s += 1.0
+    bench.run()
+    assert bench.scheduler.take_expired() == [runs]
+    assert bench.generated[patient.id] == continuation([1, 2, 3], 3)
+    assert recount(bench.manager).all_free
+
+
+def test_a_deadline_that_is_met_is_forgotten():
+    bench = Bench(Full())
+    bench.add(PROMPT, max_tokens=3, terms=Terms(timeout_s=5.0))
+    bench.run()
+    bench.now_s += 10
+    bench.scheduler.plan_step()
+    assert bench.scheduler.take_expired() == []
+
+
+# How much of a step prompts get
+
+
+def test_a_long_prompt_leaves_half_of_the_time_to_those_who_decode():
+    bench = Bench(Full(), blocks=256, max_num_batched_tokens=256, token_us=100, step_us=1000)
+    decoding = [bench.add([n] * 3, max_tokens=60) for n in range(3)]
+    for _ in range(10):
+        bench.step()
+    bench.add(list(range(10)) * 20, max_tokens=1)
+    shares = []
+    while (flight := bench.prompt_tokens_of_next_step()) is not None:
+        shares.append(flight)
+    during = [tokens for tokens in shares if tokens]
+    assert len(during) > 10
+    assert max(during[5:]) <= 2 * (1000 + 3 * 100) / 100
+    assert all(bench.generated[each.id] == continuation([n] * 3, 60) for n, each in enumerate(decoding))

@@ -8,7 +8,7 @@ from typing import Any
 from intarsia.controller.engine import TokenDelta
 from intarsia.controller.images import Image
 from intarsia.controller.info import EngineInfo, GroupInfo
-from intarsia.controller.request import SamplingParams
+from intarsia.controller.request import USUAL_TERMS, SamplingParams, Terms
 
 HANG: Any = "hang"
 """In a script: nothing more comes until the caller gives up."""
@@ -49,20 +49,42 @@ class ScriptedEngine:
         self.server: Any = None  # the GrpcServer in front
         self._script = script
 
-    async def generate(
+    def generate(
         self,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         request_id: str | None = None,
         images: Sequence[Image] = (),
-    ) -> AsyncGenerator[TokenDelta, None]:
+        terms: Terms = USUAL_TERMS,
+    ) -> "ScriptedGeneration":
         self.asked.append((list(prompt_token_ids), sampling, request_id))
+        self.terms = terms
+        return ScriptedGeneration(self._script, self.closed)
+
+
+class ScriptedGeneration:
+    """Plays a script to whoever iterates."""
+
+    def __init__(self, script: Sequence[Any], closed: threading.Event):
+        self._closed = closed
+        self._deltas = self._play(script)
+
+    async def _play(self, script: Sequence[Any]) -> AsyncGenerator[TokenDelta, None]:
         try:
-            for entry in self._script:
+            for entry in script:
                 if entry is HANG:
                     await asyncio.sleep(3600)
                 if isinstance(entry, Exception):
                     raise entry
                 yield entry
         finally:
-            self.closed.set()
+            self._closed.set()
+
+    def __aiter__(self) -> AsyncGenerator[TokenDelta, None]:
+        return self._deltas
+
+    def end(self, index: int) -> None:
+        self._closed.set()
+
+    async def aclose(self) -> None:
+        await self._deltas.aclose()

@@ -1,6 +1,5 @@
 import asyncio
 import random
-from collections.abc import AsyncGenerator
 
 import pytest
 
@@ -61,15 +60,29 @@ def test_any_cut_of_a_text_ends_at_the_same_place():
         assert not any(stop in told for stop in stops)
 
 
+class Scripted:
+    """A generation of one token per delta, for each of its answers in turn."""
+
+    def __init__(self, *answers: list[int]):
+        self._answers = answers
+        self.ended: list[int] = []
+
+    async def __aiter__(self):
+        for n in range(max(map(len, self._answers))):
+            for index, ids in enumerate(self._answers):
+                if n < len(ids) and index not in self.ended:
+                    reason = "length" if n == len(ids) - 1 else None
+                    yield TokenDelta((ids[n],), None, reason, answer=index)
+
+    def end(self, index: int) -> None:
+        self.ended.append(index)
+
+
 def told_by(tokenizer: Tokenizer | None, text: str, sampling: SamplingParams) -> list[tuple[str, str | None]]:
     ids = tokenizer.encode(text) if tokenizer else [1, 2, 3]
 
-    async def deltas() -> AsyncGenerator[TokenDelta, None]:
-        for n, token in enumerate(ids):
-            yield TokenDelta((token,), None, "length" if n == len(ids) - 1 else None, 0)
-
     async def collect() -> list[tuple[str, str | None]]:
-        return [(piece, delta.finish_reason) async for delta, piece in with_text(deltas(), tokenizer, sampling)]
+        return [(piece, delta.finish_reason) async for delta, piece in with_text(Scripted(ids), tokenizer, sampling)]
 
     return asyncio.run(collect())
 
@@ -77,6 +90,22 @@ def told_by(tokenizer: Tokenizer | None, text: str, sampling: SamplingParams) ->
 def test_generation_ends_with_the_token_that_completes_a_stop(byte_tokenizer: Tokenizer):
     told = told_by(byte_tokenizer, "abcdefgh", SamplingParams(stop="de"))
     assert told == [("a", None), ("b", None), ("c", None), ("", None), ("", "stop")]
+
+
+def test_each_answer_ends_at_its_own_stop(byte_tokenizer: Tokenizer):
+    generation = Scripted(byte_tokenizer.encode("ab.cd"), byte_tokenizer.encode("xyz"))
+    told = ["", ""]
+    reasons = {}
+
+    async def collect() -> None:
+        async for delta, text in with_text(generation, byte_tokenizer, SamplingParams(n=2, stop=".")):
+            told[delta.answer] += text
+            reasons[delta.answer] = delta.finish_reason
+
+    asyncio.run(collect())
+    assert told == ["ab", "xyz"]
+    assert reasons == {0: "stop", 1: "length"}
+    assert generation.ended == [0]
 
 
 def test_what_only_looked_like_a_stop_is_told_in_the_end(byte_tokenizer: Tokenizer):

@@ -1,19 +1,20 @@
-from intarsia.proto.step import Admit, Advance, Sampled, Sampling, Step, StepResult
+from intarsia.proto.step import Admit, Advance, Logprobs, PromptLogprobs, Sampling, Step, StepResult
 
 
 def test_step_survives_the_wire():
     sampling = Sampling(0.7, 40, 0.9, 2**63 - 1, -1)
     admit = Admit(4, (1, 2, 3), 0, ((1, 0), (2, 9)), 90, sampling)
-    step = Step(3, 17, (4, 5), ((0, 7, 8),), ((4, 1, 2, 6),), (admit,), (Advance(4, 3, ()),))
+    step = Step(3, 17, (4, 5), ((0, 7, 8),), ((4, 1, 2, 6),), (admit,), (Advance(4, 3, ()),), (1, 2))
     assert Step.unpack(step.pack()) == step
 
 
 def test_result_survives_the_wire():
-    result = StepResult(3, 17, (Sampled(4, 99, -0.25, ((99, -0.25), (7, -3.5))), Sampled(5, 1, None, ())), 850)
+    row = Logprobs(-0.25, ((99, -0.25), (7, -3.5)))
+    result = StepResult(3, 17, (99, 1), ((0, row),), (PromptLogprobs(5, 1, (row, Logprobs(-1.5, ()))),), 850)
     assert StepResult.unpack(result.pack()) == result
 
 
 def test_quiet_decode_step_of_256_requests_packs_below_1_kilobyte():
-    step = Step(1, 100_000, (), (), (), (), tuple(Advance(slot, 1, ()) for slot in range(256)))
+    step = Step(1, 100_000, (), (), (), (), (), tuple(range(256)))
     assert len(step.pack()) < 1024
     assert Step.unpack(step.pack()) == step

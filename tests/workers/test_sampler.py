@@ -9,14 +9,12 @@ GREEDY = Sampling(0.0, 0, 1.0, 0, -1)
 
 def draw(logits: torch.Tensor, sampling: Sampling, count: int) -> list[int]:
     """Tokens at `count` positions of one sequence."""
-    rows = sample(logits.expand(count, -1), [sampling] * count, range(count), range(count))
-    return [row.token for row in rows]
+    return sample(logits.expand(count, -1), [sampling] * count, range(count))[0].tolist()
 
 
 def test_temperature_zero_takes_the_most_probable_token():
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 4.9, 0.0]])
-    assert [s.token for s in sample(logits, [GREEDY] * 2, [0, 0], [7, 3])] == [1, 0]
-    assert [s.slot for s in sample(logits, [GREEDY] * 2, [0, 0], [7, 3])] == [7, 3]
+    assert sample(logits, [GREEDY] * 2, [0, 0])[0].tolist() == [1, 0]
 
 
 def test_frequencies_follow_the_softmax():
@@ -44,8 +42,8 @@ def test_top_k_and_top_p_leave_only_the_probable_tokens(sampling: Sampling, allo
 def test_draw_depends_on_seed_and_position_only():
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
     samplings = [Sampling(1.0, 0, 1.0, seed, -1) for seed in range(6)]
-    together = [s.token for s in sample(logits, samplings, [9] * 6, range(6))]
-    alone = [sample(logits[n : n + 1], [samplings[n]], [9], [0])[0].token for n in range(6)]
+    together = sample(logits, samplings, [9] * 6)[0].tolist()
+    alone = [sample(logits[n : n + 1], [samplings[n]], [9])[0].item() for n in range(6)]
     assert together == alone
     assert len({tuple(draw(logits[:1], s, 20)) for s in samplings}) == 6
 
@@ -53,10 +51,11 @@ def test_draw_depends_on_seed_and_position_only():
 def test_logprobs_are_of_the_model_whatever_the_temperature():
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
     expected = torch.log_softmax(logits[0], -1)
-    (result,) = sample(logits, [Sampling(3.0, 0, 1.0, 1, 2)], [0], [0])
-    assert result.logprob == pytest.approx(float(expected[result.token]))
-    assert [token for token, _ in result.top] == [2, 1]
-    assert [value for _, value in result.top] == pytest.approx([float(expected[2]), float(expected[1])])
+    tokens, [(row, about)] = sample(logits, [Sampling(3.0, 0, 1.0, 1, 2)], [0])
+    assert row == 0
+    assert about.logprob == pytest.approx(float(expected[int(tokens[0])]))
+    assert [token for token, _ in about.top] == [2, 1]
+    assert [value for _, value in about.top] == pytest.approx([float(expected[2]), float(expected[1])])
 
 
 def test_min_p_leaves_out_what_is_far_less_probable_than_the_best():
@@ -104,13 +103,13 @@ def test_a_history_of_parts_is_that_of_the_whole():
 def test_bias_moves_the_choice_and_leaves_other_rows_and_logprobs_alone():
     logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, 3.0, 1.0]])
     biased = Sampling(0.0, 0, 1.0, 0, 0, logit_bias=((2, 5.0),))
-    rows = sample(logits, [biased, GREEDY], [0, 0], [0, 1])
-    assert [row.token for row in rows] == [2, 1]
-    assert rows[0].logprob == pytest.approx(float(torch.log_softmax(logits[0], -1)[2]))
+    tokens, [(row, about)] = sample(logits, [biased, GREEDY], [0, 0])
+    assert (row, tokens.tolist()) == (0, [2, 1])
+    assert about.logprob == pytest.approx(float(torch.log_softmax(logits[0], -1)[2]))
 
 
 def test_ends_are_not_drawn_before_min_tokens_are_there():
     logits = torch.tensor([[0.0, 3.0, 1.0]])
     sampling = Sampling(0.0, 0, 1.0, 0, -1, prompt_tokens=4, ends=(1,), min_tokens=2)
-    tokens = [sample(logits, [sampling], [position], [0])[0].token for position in (4, 5, 6)]
+    tokens = [sample(logits, [sampling], [position])[0].item() for position in (4, 5, 6)]
     assert tokens == [2, 2, 1]

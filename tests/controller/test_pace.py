@@ -1,0 +1,41 @@
+from intarsia.controller.pace import Pace
+
+
+def paced(least_share: float = 0.5) -> Pace:
+    """Ten requests decode in 10 ms; a token of a prompt takes 0.1 ms more."""
+    pace = Pace(least_share)
+    for _ in range(50):
+        pace.learn(10, 0, 10_000)
+        pace.learn(10, 100, 20_000)
+    return pace
+
+
+def test_nothing_is_limited_before_both_costs_are_known():
+    pace = Pace(0.5)
+    assert pace.prompt_tokens(10, 1) == float("inf")
+    pace.learn(10, 0, 10_000)
+    assert pace.prompt_tokens(10, 1) == float("inf")
+    pace.learn(10, 100, 20_000)
+    assert pace.prompt_tokens(10, 1) < 200
+
+
+def test_one_prompt_beside_many_who_decode_gets_half_of_the_step():
+    assert round(paced().prompt_tokens(10, 1)) == 100
+
+
+def test_many_prompts_get_as_much_as_they_are_many():
+    assert round(paced().prompt_tokens(10, 90)) == 900
+
+
+def test_nobody_decoding_limits_nothing():
+    assert paced().prompt_tokens(0, 5) == float("inf")
+
+
+def test_a_share_of_one_limits_nothing():
+    assert paced(1.0).prompt_tokens(10, 1) == float("inf")
+
+
+def test_one_hiccup_does_not_starve_prompts():
+    pace = paced()
+    pace.learn(10, 100, 10_000_000)
+    assert pace.prompt_tokens(10, 1) > 50

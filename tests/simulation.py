@@ -1,0 +1,245 @@
+"""The real scheduler and the real cache manager under a virtual clock: no Ray, no torch, no waiting.
+
+A scenario is made of nothing but its seed: the model's kinds of layers, the size of the pool and of a step, who comes
+when and asks for what, who gives up. A simulated worker computes every token from what the pages hold, so a wrong block
+is found by the token that reads it. What must hold is checked on the way:
+
+- every token is the one an undisturbed request would get; nothing is lost, doubled or told after the end;
+- the tables, counted anew, name every block exactly once where they must, and at the end nobody holds any;
+- no step is larger than it may be; whoever decodes gets a token in every step, unless the pool runs short;
+- a request is preempted only for a more senior one, and every request ends;
+- who is given up is out of the tables with the next plan; a deadline is neither missed nor early.
+"""
+
+import random
+from collections import deque
+from dataclasses import dataclass
+
+from intarsia.controller.request import FinishReason, Request, SamplingParams, Terms
+from intarsia.controller.scheduler import Scheduler, SchedulerSettings
+from intarsia.kvcache.check import recount
+from intarsia.kvcache.manager import CacheManager, CacheSettings, RequestId
+from intarsia.kvcache.plan import Group
+from intarsia.kvcache.reach import Chunked, Full, Sliding, State
+from intarsia.proto.step import StepResult
+from intarsia.tests.kvcache.plans import plan_of
+from intarsia.tests.simulated import VOCAB, SimulatedWorker, continuation
+
+KINDS = (Full(), Sliding(1), Sliding(3), Sliding(6), Sliding(11), Chunked(4), Chunked(7), State())
+
+LONGEST = 26
+"""Tokens of a request."""
+
+
+@dataclass
+class Outcome:
+    """What a scenario came to."""
+
+    requests: int = 0
+    tokens: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    expired: int = 0
+    aborted: int = 0
+    forked: int = 0
+    virtual_s: float = 0.0
+
+    def add(self, other: "Outcome") -> None:
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+class Violation(AssertionError):
+    """An invariant did not hold."""
+
+
+class Scenario:
+    """One run, from its seed alone."""
+
+    def __init__(self, seed: int):
+        self.seed = seed
+        self._rng = rng = random.Random(seed)
+        reaches = rng.sample(KINDS, rng.randint(1, 3))
+        size = rng.choice([2, 3, 4])
+        alone = sum(Group(reach, (0,), size).blocks_spanning(LONGEST, chunk_tokens=1) for reach in reaches)
+        plan = plan_of(
+            *reaches,
+            blocks=1 + alone + rng.choice([0, 0, 3, 10, 30]),
+            block_tokens=size,
+            per_large=[rng.choice([1, 1, 2, 3]) for _ in reaches],
+        )
+        self._manager = CacheManager(
+            plan, CacheSettings(prefix_caching=rng.random() < 0.7), hash_key=rng.randbytes(32), clock=self._clock
+        )
+        seats = rng.randint(1, 6)
+        self._settings = SchedulerSettings(
+            max_num_seqs=seats,
+            max_num_batched_tokens=rng.randint(seats, 40),
+            max_prefill_chunk_tokens=rng.choice([None, None, 1, 7]),
+            prefill_share=rng.choice([0.1, 0.5, 1.0]),
+            ageing_s=rng.choice([0.001, 0.1, 30.0]),
+            longest_prefix_first=rng.random() < 0.3,
+        )
+        self._scheduler = Scheduler(self._settings, self._manager, self._clock)
+        self._worker = SimulatedWorker(plan)
+        self._depth = rng.choice([1, 2, 2, 3])
+        self._step_s = rng.choice([0.001, 0.02])
+        self._token_s = rng.choice([0.0, 0.0001, 0.002])
+        self._now_s = 0.0
+        self._under_way: deque[StepResult] = deque()
+        self._requests: dict[RequestId, Request] = {}
+        self._prompts: dict[RequestId, tuple[list[int], int]] = {}
+        self._generated: dict[RequestId, list[int]] = {}
+        self._ended: dict[RequestId, FinishReason | str] = {}
+        self._outcome = Outcome()
+
+    def _clock(self) -> float:
+        return self._now_s
+
+    def run(self) -> Outcome:
+        """Play it to its end. Raises `Violation`, or whatever assertion failed, naming the seed."""
+        try:
+            self._play()
+        except Exception as error:
+            raise Violation(f"seed {self.seed}: {type(error).__name__}: {error}") from error
+        return self._outcome
+
+    def _play(self) -> None:
+        rng = self._rng
+        for _ in range(rng.randint(1, 12)):
+            self._submit()
+            for _ in range(rng.choice([0, 0, 1, 2, 6])):
+                self._step()
+            if rng.random() < 0.15:
+                self._give_up(rng.choice(list(self._requests)))
+            self._now_s += rng.choice([0.0, 0.0, 0.05, 1.0])
+        idle = 0
+        while self._scheduler.has_work or self._under_way:
+            idle = 0 if self._step() else idle + 1
+            _check(idle < 3, "nothing is computed, and somebody waits")
+            _check(self._outcome.steps < 20_000, "it does not come to an end")
+        self._check_end()
+
+    # -- what happens ------------------------------------------------------------------------------------------------
+
+    def _submit(self) -> None:
+        rng = self._rng
+        prompt = [rng.randint(0, 1) for _ in range(rng.randint(1, LONGEST - 8))]
+        count = rng.randint(1, 8)
+        stops = rng.choice([(), (), tuple(range(0, VOCAB, 9))])
+        terms = Terms(
+            priority=rng.choice([0, 0, 0, 1, -1, 5]),
+            tenant=rng.choice(["", "", "a", "b"]),
+            timeout_s=rng.choice([None, None, None, 0.001, 0.05, 0.5]),
+        )
+        family = []
+        for _ in range(rng.choice([1, 1, 1, 2, 4])):
+            request = Request(
+                id=RequestId(len(self._requests) + 1),
+                tokens=list(prompt),
+                prompt_tokens=len(prompt),
+                sampling=SamplingParams(max_tokens=count),
+                seed=0,
+                stop_token_ids=frozenset(stops),
+                max_total_tokens=len(prompt) + count,
+                terms=terms,
+            )
+            _check(self._manager.fits(request.max_total_tokens), "the pool is too small for the scenario")
+            self._requests[request.id] = request
+            self._prompts[request.id] = list(prompt), count
+            self._generated[request.id] = []
+            family.append(request)
+        self._scheduler.add(family[0], family[1:])
+        self._outcome.requests += len(family)
+        self._outcome.forked += len(family) - 1
+
+    def _give_up(self, request_id: RequestId) -> None:
+        known = request_id not in self._ended
+        _check(self._scheduler.abort(request_id) == known, "a request that ended is still known, or the reverse")
+        if known:
+            self._ended[request_id] = "aborted"
+            self._outcome.aborted += 1
+
+    def _step(self) -> bool:
+        """Plan until `depth` steps are under way, then the oldest comes back. False if there was none."""
+        while len(self._under_way) < self._depth:
+            result = self._plan()
+            if result is None:
+                break
+            self._under_way.append(result)
+        if not self._under_way:
+            return False
+        result = self._under_way.popleft()
+        self._now_s += result.run_us / 1e6
+        for request, token, reason, _ in self._scheduler.commit(result):
+            _check(request.id not in self._ended, f"request {request.id} hears of a token after its end")
+            self._generated[request.id].append(token)
+            if reason is not None:
+                self._ended[request.id] = reason
+        self._outcome.steps += 1
+        if self._rng.random() < 0.1:
+            recount(self._manager)
+        return True
+
+    def _plan(self) -> StepResult | None:
+        running = {each.id: each for each in self._requests.values() if each.slot is not None}
+        decoding = [each for each in running.values() if each.is_live and each.is_decoding and not each.is_ending]
+        preempted = {each.id: each.preemptions for each in running.values()}
+        step = self._scheduler.plan_step()
+        self._check_expired()
+        victims = [each for each in running.values() if each.preemptions > preempted[each.id]]
+        self._outcome.preemptions += len(victims)
+        stayed = [each for each in running.values() if each.slot is not None and each not in victims]
+        for victim in victims:
+            most_junior = all(victim.seniority > other.seniority for other in stayed)  # type: ignore[operator]
+            _check(most_junior, f"request {victim.id} gave way, and a more junior one stays")
+        if self._rng.random() < 0.1:
+            recount(self._manager)
+        if step is None:
+            return None
+        computed = len(step.decode) + sum(advance.tokens for advance in step.advance)
+        _check(computed <= self._settings.max_num_batched_tokens, "a step is larger than it may be")
+        slots = {*step.decode, *(advance.slot for advance in step.advance)}
+        _check(len(slots) == len(step.decode) + len(step.advance), "a slot takes part twice")
+        if not victims:
+            for each in decoding:
+                waits = each.is_live and each.slot is not None and each.slot not in slots
+                _check(not waits or len(self._seated()) > 1, f"request {each.id} decodes, and got no token")
+        result = self._worker.run(step)
+        seconds = self._step_s + computed * self._token_s
+        return result._replace(run_us=int(seconds * 1e6))
+
+    def _seated(self) -> list[Request]:
+        return [each for each in self._requests.values() if each.slot is not None]
+
+    # -- what must hold ----------------------------------------------------------------------------------------------
+
+    def _check_expired(self) -> None:
+        for request in self._scheduler.take_expired():
+            _check(request.deadline_s <= self._now_s, f"request {request.id} was given up too early")
+            _check(request.id not in self._ended, f"request {request.id} ends twice")
+            _check(request.slot is None, f"request {request.id} was given up and keeps its slot")
+            self._ended[request.id] = "expired"
+            self._outcome.expired += 1
+        for request in self._requests.values():
+            late = request.deadline_s <= self._now_s and request.id not in self._ended
+            _check(not late, f"request {request.id} is over its deadline, and goes on")
+
+    def _check_end(self) -> None:
+        for request_id, (prompt, count) in self._prompts.items():
+            request, generated = self._requests[request_id], self._generated[request_id]
+            _check(request_id in self._ended, f"request {request_id} never ended")
+            expected = continuation(prompt, count)
+            stop = next((n + 1 for n, token in enumerate(expected) if token in request.stop_token_ids), count)
+            if self._ended[request_id] in ("aborted", "expired"):
+                stop = min(stop, len(generated))
+            _check(generated == expected[:stop], f"request {request_id} got {generated}, not {expected[:stop]}")
+            self._outcome.tokens += len(generated)
+        _check(recount(self._manager).all_free, "blocks are held at the end")
+        _check(self._scheduler.num_running == self._scheduler.num_waiting == 0, "somebody is left")
+        self._outcome.virtual_s = self._now_s
+
+
+def _check(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise Violation(otherwise)
