@@ -24,11 +24,19 @@ from .scheduler import Progress, Scheduler
 logger = logging.getLogger(__name__)
 
 
+FORM_TIMEOUT_S = 5.0
+"""For compiling the form of an answer. Usual ones take milliseconds, the first one of a model a second more."""
+
+
 class StepRunner(Protocol):
     """Whoever runs steps: the worker group, or one worker in this process."""
 
     def start_step(self, step: Step) -> Awaitable[StepResult]:
         """Send a step on its way at once; its answer comes later. Answers are awaited in the order of steps."""
+        ...
+
+    async def prepare_form(self, kind: str, text: str) -> None:
+        """Compile the form of an answer, beside the steps. Raises `InvalidRequest`, naming the field."""
         ...
 
 
@@ -112,6 +120,7 @@ class Engine:
         self._depth = depth
         self._under_way: deque[tuple[Step, asyncio.Future[StepResult]]] = deque()  # oldest first
         self._wake = asyncio.Event()
+        self._preparing: set[asyncio.Future[None]] = set()
         self._failure: IntarsiaError | None = None
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -156,9 +165,36 @@ class Engine:
                 )
             )
         self._live.update((request.id, request) for request in requests)
+        if sampling.form is None:
+            self._queue(requests)
+        else:
+            task = asyncio.ensure_future(self._queue_with_form(requests, *sampling.form))
+            self._preparing.add(task)
+            task.add_done_callback(self._preparing.discard)
+        return [request.id for request in requests]
+
+    def _queue(self, requests: list[Request]) -> None:
         self._scheduler.add(requests[0], requests[1:])
         self._wake.set()
-        return [request.id for request in requests]
+
+    async def _queue_with_form(self, requests: list[Request], kind: str, text: str) -> None:
+        """Queue a request when the form of its answers is compiled; whoever is running does not wait for that."""
+        error = None
+        try:
+            await asyncio.wait_for(self._workers.prepare_form(kind, text), FORM_TIMEOUT_S)
+        except TimeoutError:
+            error = InvalidRequest(
+                f"{kind} could not be compiled within {FORM_TIMEOUT_S:g} s; make it simpler", field=kind
+            )
+        except IntarsiaError as refusal:
+            error = refusal
+        live = [request for request in requests if request.id in self._live]  # some may have been given up meanwhile
+        if error is None and live:
+            self._queue(live)
+        elif error is not None:
+            for request in live:
+                del self._live[request.id]
+                self._tell(request, error)
 
     def abort(self, request_id: RequestId) -> None:
         """Stop an answer and free its blocks. Unknown or finished ones are left alone."""
@@ -315,6 +351,11 @@ class Engine:
                 field="prompt",
                 asked=token,
                 limit=info.vocab_size - 1,
+            )
+        if sampling.form is not None and not info.eos_token_ids:
+            kind, _ = sampling.form
+            raise InvalidRequest(
+                f"{info.model} has no end token, so an answer of a given form could not end", field=kind
             )
         strange = next((token for token, _ in sampling.biases if token >= info.vocab_size), None)
         if strange is not None:

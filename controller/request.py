@@ -1,5 +1,6 @@
 """What a caller asks for (`SamplingParams`), and what the scheduler knows of a running request (`Request`)."""
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -16,6 +17,9 @@ MAX_BIASES = 1024
 
 MAX_ANSWERS = 128
 """To one prompt."""
+
+MAX_FORM_CHARS = 65_536
+"""Of a schema, a regular expression, or all choices together."""
 
 MAX_PRIORITY = 1000
 
@@ -51,6 +55,9 @@ class SamplingParams:
     logprobs        None: none; n: log-probability of each chosen token and of the n most probable ones
     n               answers to the same prompt, which is computed once; the seed of answer i is seed + i
     prompt_logprobs  as logprobs, for the tokens of the prompt, which is computed anew then, not taken from the cache
+    json_schema     the answer is JSON of this schema, as text or as a dict; {} is any JSON
+    regex           the answer matches this regular expression as a whole
+    choice          the answer is one of these texts
 
     Raises `InvalidRequest`, naming the field, when a value has the wrong type or range.
     """
@@ -73,6 +80,9 @@ class SamplingParams:
     min_tokens: int = 0
     n: int = 1
     prompt_logprobs: int | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
 
     def __post_init__(self):
         _check_number("temperature", self.temperature, low=0.0, high=math.inf, low_open=False, high_open=True)
@@ -115,6 +125,40 @@ class SamplingParams:
                 f"include_stop_str_in_output must be true or false, got {self.include_stop_str_in_output!r}",
                 field="include_stop_str_in_output",
             )
+
+        self._check_form()
+
+    def _check_form(self) -> None:
+        given = [name for name in ("json_schema", "regex", "choice") if getattr(self, name) not in (None, ())]
+        if len(given) > 1:
+            raise InvalidRequest(f"an answer has one form; {' and '.join(given)} are given", field=given[1])
+        if isinstance(self.json_schema, Mapping):
+            try:
+                object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
+            except (TypeError, ValueError) as error:
+                raise InvalidRequest(f"json_schema is no JSON: {error}", field="json_schema") from None
+        for name in ("json_schema", "regex"):
+            text = getattr(self, name)
+            if text is not None and (not isinstance(text, str) or not 0 < len(text) <= MAX_FORM_CHARS):
+                raise InvalidRequest(
+                    f"{name} must be a text of 1 to {MAX_FORM_CHARS} characters, got {str(text)[:80]!r}", field=name
+                )
+        if not isinstance(self.choice, tuple | list) or not all(isinstance(t, str) and t for t in self.choice):
+            raise InvalidRequest(
+                f"choice must be a list of texts, none empty, got {self.choice!r}"[:300], field="choice"
+            )
+        object.__setattr__(self, "choice", tuple(self.choice))
+        if sum(map(len, self.choice)) > MAX_FORM_CHARS:
+            raise InvalidRequest(f"choice may have {MAX_FORM_CHARS} characters in all", field="choice")
+
+    @property
+    def form(self) -> tuple[str, str] | None:
+        """The kind and the text of the form that the answer must have, if any."""
+        if self.choice:
+            return "choice", json.dumps(self.choice)
+        if self.regex is not None:
+            return "regex", self.regex
+        return ("json_schema", str(self.json_schema)) if self.json_schema is not None else None
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:

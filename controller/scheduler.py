@@ -17,7 +17,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import InvalidSetting, PoolExhausted
 from ..kvcache.manager import CacheManager, Hit, RequestId
@@ -93,6 +93,7 @@ class Scheduler:
         self._pace = Pace(settings.prefill_share)
         self._queue = WaitingQueue(settings.ageing_s)
         self._running: list[Request] = []  # most senior first
+        self._parents: list[Request] = []  # of forks that wait for a prompt
         self._requests: dict[RequestId, Request] = {}
         self._free_slots = list(range(settings.max_num_seqs - 1, -1, -1))
         self._copies: list[Copy] = []  # of blocks, for the step being planned
@@ -122,7 +123,9 @@ class Scheduler:
                 heapq.heappush(self._deadlines, (each.deadline_s, each.id))
         for fork in forks:
             fork.parent = request
-        request.forks = list(forks)
+        if forks:
+            request.forks = list(forks)
+            self._parents.append(request)
         self._queue.add(request)
 
     def abort(self, request_id: RequestId) -> bool:
@@ -250,7 +253,7 @@ class Scheduler:
 
     def _fork(self) -> None:
         """Those whose prompt is computed but for its last token share it with their forks."""
-        for request in [each for each in self._running if each.is_at_fork]:
+        for request in [each for each in self._parents if each.slot is not None and each.is_at_fork]:
             while request.forks and self._try_fork(request, request.forks[0]):
                 pass
             self._release_forks(request)
@@ -341,11 +344,10 @@ class Scheduler:
         planned += [(request, advance) for _, request, advance in admitted]
         if not decode and not planned:
             return None
-        slots = []
         for request in decode:
             request.pending += 1
             request.computed_tokens += 1
-            slots.append(request.slot)
+        slots: Any = [request.slot for request in decode]
         drawing, prompts = [*decode], []
         decoding, prompt_tokens = len(decode), 0
         if self._queue.num_tenants > 1:
@@ -478,6 +480,8 @@ class Scheduler:
             fork.parent = None
             self._queue.add(fork)
         request.forks = []
+        if request in self._parents:
+            self._parents.remove(request)
 
     def _start(self, request: Request) -> None:
         insort(self._running, request, key=_by_seniority)
@@ -564,4 +568,5 @@ def _sampling(request: Request) -> Sampling:
         tuple(request.stop_token_ids) if params.min_tokens else (),
         params.min_tokens,
         params.prompt_logprobs if wants_prompt and params.prompt_logprobs is not None else -1,
+        params.form or (),
     )

@@ -50,6 +50,8 @@ class Workers(Protocol):
 
     def start_step(self, step: Step) -> Awaitable[StepResult]: ...
 
+    async def prepare_form(self, kind: str, text: str) -> None: ...
+
 
 async def build_engine(settings: EngineSettings, workers: Workers) -> Engine:
     """Load the model, plan and allocate the memory. The engine's loop is the caller's to run."""

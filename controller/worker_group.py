@@ -66,6 +66,10 @@ class WorkerGroup:
     async def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None:
         await self._all("allocate", plan, limits)
 
+    async def prepare_form(self, kind: str, text: str) -> None:
+        """Compile the form of an answer where tokens are drawn. Raises `InvalidRequest`, naming the field."""
+        await answer(self._actors[0].prepare_form.remote(kind, text), "worker")
+
     def start_step(self, step: Step) -> Awaitable[StepResult]:
         """Broadcast a step at once; the answer waits for every rank. Raises `EngineUnavailable` when one is lost or
         fails. Workers run steps in order, and answers are to be awaited in order."""

@@ -54,6 +54,7 @@ LONGEST_DEADLINE_S = 10 * 365 * 24 * 3600.0
 _OPTIONAL = (
     "temperature", "top_k", "top_p", "seed", "max_tokens", "ignore_eos", "logprobs", "min_p", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "min_tokens", "include_stop_str_in_output", "n", "prompt_logprobs",
+    "json_schema", "regex",
 )  # fmt: skip
 
 
@@ -65,13 +66,18 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(message.stop_token_ids),
         logit_bias=dict(message.logit_bias),
         stop=tuple(message.stop),
+        choice=tuple(message.choice),
     )
 
 
 def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
     given: dict[str, Any] = {name: value for name in _OPTIONAL if (value := getattr(params, name)) is not None}
     return pb.SamplingParams(
-        **given, stop_token_ids=params.stop_token_ids, logit_bias=dict(params.biases), stop=params.stops
+        **given,
+        stop_token_ids=params.stop_token_ids,
+        logit_bias=dict(params.biases),
+        stop=params.stops,
+        choice=params.choice,
     )
 
 

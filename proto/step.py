@@ -27,6 +27,7 @@ class Sampling(NamedTuple):
     ends: tuple[int, ...] = ()  # tokens that are not drawn before `min_tokens` are generated
     min_tokens: int = 0
     prompt_logprobs: int = -1  # as `logprobs`, for the tokens of the prompt
+    form: tuple[str, ...] = ()  # of the answer: its kind and its text
 
     @property
     def has_penalties(self) -> bool:

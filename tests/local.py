@@ -29,6 +29,9 @@ class LocalWorkers:
     async def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None:
         self.worker.allocate(plan, limits)
 
+    async def prepare_form(self, kind: str, text: str) -> None:
+        await asyncio.to_thread(self.worker.prepare_form, kind, text)
+
     async def start_step(self, step: Step) -> StepResult:
         assert Step.unpack(step.pack()) == step
         result = self.worker.run(Step.unpack(step.pack()))
@@ -72,18 +75,22 @@ async def make_engine(model: Path, workers: Any | None = None, **settings: Any) 
 async def complete(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
-    sampling: SamplingParams,
+    sampling: SamplingParams | Sequence[SamplingParams],
     images: Sequence[Sequence[bytes]] | None = None,
 ) -> list[Completion]:
-    """Run all prompts, with their images, at once to their ends, the engine's loop included."""
+    """Run all prompts, with their images, at once to their ends, the engine's loop included.
+
+    sampling: of all, or of each
+    """
     completions = [Completion() for _ in prompts]
     loop = asyncio.create_task(engine.run())
     try:
         reader = ImageReader.of(engine.info)
-        asked = zip(prompts, images or [[] for _ in prompts], completions, strict=True)
-        for n, (prompt, pictures, completion) in enumerate(asked):
+        params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+        asked = zip(prompts, params, images or [[] for _ in prompts], completions, strict=True)
+        for n, (prompt, wanted, pictures, completion) in enumerate(asked):
             found = read_images(reader, pictures, engine.info.model)
-            engine.submit(prompt, sampling, n, completion.outlet, found)
+            engine.submit(prompt, wanted, n, completion.outlet, found)
         await asyncio.gather(*(completion.done.wait() for completion in completions))
         await asyncio.sleep(0)
     finally:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .worker import Worker
 
 
-@ray.remote(concurrency_groups={"watch": 1})  # pyright: ignore[reportCallIssue]  Ray's hints lack it
+@ray.remote(concurrency_groups={"watch": 1, "forms": 2})  # pyright: ignore[reportCallIssue]  Ray's hints lack it
 class WorkerActor:
     """One rank in a process of its own. Life cycle by actor calls; steps come over its own stream."""
 
@@ -41,6 +41,10 @@ class WorkerActor:
     def loaded(self) -> tuple[int, int]:
         """Parameters that are there, and all of them; (0, 0) before it begins. Answers while `load` runs."""
         return self._worker.loaded if self._worker is not None else (0, 0)
+
+    @ray.method(concurrency_group="forms")
+    def prepare_form(self, kind: str, text: str) -> None:
+        self._real().prepare_form(kind, text)
 
     def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None:
         self._real().allocate(plan, limits)

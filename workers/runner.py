@@ -13,6 +13,7 @@ from ..kvcache.reach import Keeps, Reach
 from ..proto.step import Admit, Advance, Logprobs, PromptLogprobs, Sampling, Step, View
 from .attention import step_masks
 from .facts import RunnerLimits
+from .grammars import Grammars, Matcher
 from .model import LoadedModel
 from .parallel import TensorParallel
 from .sampler import History, logprobs, sample
@@ -45,7 +46,9 @@ class SlotTables:
     of the sampled ones only the last is ever needed.
     """
 
-    def __init__(self, plan: MemoryPlan, limits: RunnerLimits):
+    def __init__(self, plan: MemoryPlan, limits: RunnerLimits, grammars: Grammars | None):
+        """grammars: where tokens are drawn."""
+        self._grammars = grammars
         slots = limits.max_num_seqs
         self.block_tables = [
             np.zeros((slots, _most_blocks(group, limits.max_model_len)), dtype=np.int32) for group in plan.groups
@@ -57,6 +60,7 @@ class SlotTables:
         self.prompt: list[np.ndarray | None] = [None] * slots
         self.sampling: list[Sampling | None] = [None] * slots
         self.histories: list[History | None] = [None] * slots
+        self.matchers: list[Matcher | None] = [None] * slots
         self.views: list[Sequence[View]] = [()] * slots
         self.asking: set[int] = set()  # slots of whose prompt log-probabilities are wanted
 
@@ -66,6 +70,10 @@ class SlotTables:
         self.sampling[slot] = entry.sampling
         has_penalties = entry.sampling.has_penalties
         self.histories[slot] = History(entry.tokens, entry.sampling.prompt_tokens) if has_penalties else None
+        if entry.sampling.form and self._grammars is not None:
+            kind, text = entry.sampling.form
+            said = entry.tokens[entry.sampling.prompt_tokens :]
+            self.matchers[slot] = self._grammars.matcher(kind, text, said)
         self.views[slot] = entry.views
         if entry.sampling.prompt_logprobs >= 0:
             self.asking.add(slot)
@@ -87,6 +95,7 @@ class SlotTables:
         self.prompt[slot] = None
         self.sampling[slot] = None
         self.histories[slot] = None
+        self.matchers[slot] = None
         self.views[slot] = ()
         self.asking.discard(slot)
 
@@ -109,7 +118,14 @@ def _most_blocks(group: Group, max_model_len: int) -> int:
 class ModelRunner:
     """Runs steps of a loaded model over its pages. One per worker; every rank runs the same steps."""
 
-    def __init__(self, model: LoadedModel, plan: MemoryPlan, limits: RunnerLimits, parallel: TensorParallel):
+    def __init__(
+        self,
+        model: LoadedModel,
+        plan: MemoryPlan,
+        limits: RunnerLimits,
+        parallel: TensorParallel,
+        grammars: Grammars,
+    ):
         self._model = model
         self._groups = plan.groups
         self._masks = step_masks(plan)
@@ -117,7 +133,7 @@ class ModelRunner:
         self._extra_inputs = {"cross_attention_states": torch.empty(0)} if model.cross is not None else {}
         self._state_groups = [g for g, group in enumerate(plan.groups) if group.reach.keeps is Keeps.STATE]
         self._parallel = parallel
-        self._tables = SlotTables(plan, limits)
+        self._tables = SlotTables(plan, limits, grammars if parallel.rank == 0 else None)
 
     @torch.inference_mode()
     def run(self, step: Step) -> Drawn:
@@ -260,9 +276,10 @@ class ModelRunner:
         drawn = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
         about: list[tuple[int, Logprobs]] = []
         histories = [tables.histories[slot] for slot in slots]
+        matchers = [tables.matchers[slot] for slot in slots]
         if self._parallel.rank == 0:
             samplings = [s for slot in slots if (s := tables.sampling[slot]) is not None]
-            tokens, about = sample(logits, samplings, tables.known[slots].tolist(), histories)
+            tokens, about = sample(logits, samplings, tables.known[slots].tolist(), histories, matchers)
             drawn.copy_(tokens)
         self._parallel.share_from_first(drawn)
         tokens = drawn.cpu().numpy()
@@ -270,9 +287,11 @@ class ModelRunner:
         tables.known[slots] += 1
         if self._parallel.rank:
             return Drawn()
-        for history, token in zip(histories, tokens.tolist(), strict=True):
+        for history, matcher, token in zip(histories, matchers, tokens.tolist(), strict=True):
             if history is not None:
                 history.add(token)
+            if matcher is not None:
+                matcher.take(token)
         in_step = np.argsort(rows.places[rows.finishes])  # places of rows, in the order of the step
         place = {int(row): n for n, row in enumerate(in_step)}
         return Drawn(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..proto.step import Logprobs, Sampling
+from .grammars import Matcher
 
 
 class History:
@@ -41,15 +42,18 @@ def sample(
     samplings: Sequence[Sampling],
     positions: Sequence[int],
     histories: Sequence[History | None] | None = None,
+    matchers: Sequence[Matcher | None] | None = None,
 ) -> tuple[Tensor, list[tuple[int, Logprobs]]]:
     """One token per row [R], and the log-probabilities of the rows that want them.
 
     Shapes  R rows, V vocabulary; logits [R, V] in any float dtype
     positions: of the token to be drawn, in its sequence
     histories: of the rows whose sampling has penalties
+    matchers: of the rows whose answer has a form
     """
     logits_RV = logits_RV.float()
-    wanted_RV = _adjusted(logits_RV, samplings, positions, histories or [None] * len(samplings))
+    nothing = [None] * len(samplings)
+    wanted_RV = _adjusted(logits_RV, samplings, positions, histories or nothing, matchers or nothing)
     tokens = wanted_RV.argmax(dim=-1)
     random_rows = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
     if random_rows:
@@ -74,13 +78,19 @@ def logprobs(logits_RV: Tensor, tokens_R: Tensor, count: int) -> list[Logprobs]:
 
 
 def _adjusted(
-    logits_RV: Tensor, samplings: Sequence[Sampling], positions: Sequence[int], histories: Sequence[History | None]
+    logits_RV: Tensor,
+    samplings: Sequence[Sampling],
+    positions: Sequence[int],
+    histories: Sequence[History | None],
+    matchers: Sequence[Matcher | None],
 ) -> Tensor:
-    """Logits with penalties, biases and without ends that come too early; the very same tensor if nobody wants any."""
+    """Logits with penalties and biases, without ends that come too early and what the form of the answer excludes; the
+    very same tensor if nobody wants any of it."""
     changed_RV = logits_RV
-    for row, (sampling, position, history) in enumerate(zip(samplings, positions, histories, strict=True)):
+    rows = zip(samplings, positions, histories, matchers, strict=True)
+    for row, (sampling, position, history, matcher) in enumerate(rows):
         is_early = bool(sampling.ends) and position < sampling.prompt_tokens + sampling.min_tokens
-        if not (is_early or sampling.logit_bias or history is not None):
+        if not (is_early or sampling.logit_bias or history is not None or matcher is not None):
             continue
         if changed_RV is logits_RV:
             changed_RV = logits_RV.clone()
@@ -89,8 +99,10 @@ def _adjusted(
             history.penalize(logits_V, sampling)
         for token, bias in sampling.logit_bias:
             logits_V[token] += bias
-        if is_early:
+        if is_early and not (matcher is not None and matcher.is_complete):
             logits_V[[token for token in sampling.ends if token < len(logits_V)]] = float("-inf")
+        if matcher is not None:
+            matcher.restrict(logits_V)
     return changed_RV
 
 

@@ -16,6 +16,7 @@ from ..proto.step import Step, StepResult
 from .collectives import make_collectives
 from .environment import threads_per_worker
 from .facts import ModelFacts, ModelSettings, RunnerLimits
+from .grammars import Grammars
 from .model import LoadedModel, load_model
 from .parallel import TensorParallel
 from .runner import Drawn, ModelRunner
@@ -33,6 +34,7 @@ class Worker:
         self._settings: ModelSettings | None = None
         self._model: LoadedModel | None = None
         self._runner: ModelRunner | None = None
+        self._grammars: Grammars | None = None
         self.loaded = (0, 0)  # parameters that are there, and all of them; read by another thread
 
     def meeting_point(self, host: str) -> Address:
@@ -48,7 +50,14 @@ class Worker:
         self._runner = self._model = None  # free the old model first
         self._settings = settings
         self._model = load_model(settings, self._parallel, self._device, self._note_loaded)
-        return self._model.facts
+        facts = self._model.facts
+        self._grammars = Grammars(settings.model_dir, settings.trust_remote_code, facts.vocab_size, facts.eos_token_ids)
+        return facts
+
+    def prepare_form(self, kind: str, text: str) -> None:
+        """Compile the form of an answer, beside the steps. Raises `InvalidRequest`, naming the field."""
+        assert self._grammars is not None, "load a model first"
+        self._grammars.prepare(kind, text)
 
     def _note_loaded(self, done: int, total: int) -> None:
         self.loaded = (done, total)
@@ -56,8 +65,9 @@ class Worker:
     def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None:
         """Lay out the pages, and run the model once over them."""
         assert self._model is not None and self._settings is not None, "load a model first"
+        assert self._grammars is not None
         self._model.allocate(plan, self._settings.attention_backend)
-        self._runner = ModelRunner(self._model, plan, limits, self._parallel)
+        self._runner = ModelRunner(self._model, plan, limits, self._parallel, self._grammars)
         self._runner.warm_up(self._settings.attention_backend)
 
     def run(self, step: Step) -> StepResult:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from intarsia.controller.engine import Delivery, Engine
+from intarsia.controller import engine as engine_module
+from intarsia.controller.engine import Delivery, Engine, TokenDelta
 from intarsia.controller.info import EngineInfo, GroupInfo
-from intarsia.controller.request import SamplingParams
+from intarsia.controller.request import SamplingParams, Terms
 from intarsia.controller.scheduler import Scheduler, SchedulerSettings
-from intarsia.errors import EngineUnavailable, InvalidRequest, RequestTooLarge
+from intarsia.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, RequestTooLarge
 from intarsia.kvcache.manager import CacheManager
 from intarsia.kvcache.plan import MemoryPlan
 from intarsia.kvcache.reach import Full, Sliding
@@ -35,6 +36,12 @@ class SimulatedGroup:
         if self._fail_at is not None and step.number >= self._fail_at:
             raise EngineUnavailable(f"worker 1 of 2 is gone in step {step.number}")
         return self._worker.run(step)
+
+    async def prepare_form(self, kind: str, text: str) -> None:
+        if text == "slow":
+            await asyncio.sleep(3600)
+        if text != "good":
+            raise InvalidRequest(f"{kind} can not be used: {text}", field=kind)
 
 
 def make_engine(blocks: int = 64, fail_at: int | None = None, eos: tuple[int, ...] = ()) -> Engine:
@@ -274,3 +281,91 @@ def test_a_request_given_up_while_two_steps_run_frees_its_blocks():
 
     running(engine, scenario())
     assert engine.recount().all_free
+
+
+# Answers of a given form
+
+
+def test_a_form_that_can_not_be_compiled_is_told_and_disturbs_nobody(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_module, "FORM_TIMEOUT_S", 0.05)
+    engine = make_engine(eos=(VOCAB - 1,))
+
+    async def scenario() -> list[Completion]:
+        asked = [submit(engine, PROMPT)] + [
+            submit(engine, PROMPT, SamplingParams(max_tokens=8, regex=regex, ignore_eos=True))
+            for regex in ("good", "bad", "slow")
+        ]
+        await asyncio.gather(*(completion.done.wait() for completion in asked))
+        return asked
+
+    plain, good, bad, slow = running(engine, scenario())
+    assert plain.token_ids == good.token_ids == continuation(PROMPT, 8)
+    assert isinstance(bad.error, InvalidRequest)
+    assert (bad.error.message, bad.error.field) == ("regex can not be used: bad", "regex")
+    assert isinstance(slow.error, InvalidRequest)
+    assert "could not be compiled within 0.05 s" in slow.error.message
+    assert engine.recount().all_free
+
+
+def test_a_request_given_up_while_its_form_is_compiled_is_never_queued():
+    engine = make_engine(eos=(VOCAB - 1,))
+
+    async def scenario() -> None:
+        [request] = engine.submit(PROMPT, SamplingParams(regex="good"), 0, Completion().outlet)
+        engine.abort(request)
+        await settle()
+
+    running(engine, scenario())
+    assert engine.stats.steps == 0
+
+
+def test_a_form_without_an_end_token_is_refused():
+    with pytest.raises(InvalidRequest, match="has no end token, so an answer of a given form could not end"):
+        submit(make_engine(), PROMPT, SamplingParams(regex="good"))
+
+
+# Deadlines, and several answers
+
+
+def test_a_request_whose_time_is_over_hears_how_far_it_came():
+    engine, workers = slow_engine(depth=1)
+
+    async def scenario() -> Completion:
+        completion = Completion()
+        engine.submit(PROMPT, SAMPLING, 0, completion.outlet, terms=Terms(timeout_s=0.02))
+        await settle()
+        workers.allowed.release()
+        await settle()
+        await asyncio.sleep(0.03)
+        workers.allowed.release()
+        await completion.done.wait()
+        return completion
+
+    completion = running(engine, scenario())
+    assert isinstance(completion.error, DeadlineExceeded)
+    assert "0.02 s are over; 2 tokens of at most 8 were generated" in completion.error.message
+    assert engine.stats.expired_requests == 1
+    assert engine.recount().all_free
+
+
+def test_answers_to_one_prompt_have_handles_in_a_row():
+    engine = make_engine()
+    heard: dict[int, list[int]] = {5: [], 6: [], 7: []}
+
+    async def scenario() -> None:
+        done = asyncio.Event()
+
+        def outlet(delivery: Delivery) -> None:
+            for handle, token in zip(delivery.handles, delivery.tokens, strict=True):
+                heard[handle].append(token)
+            for handle, item in delivery.others:
+                assert isinstance(item, TokenDelta)
+                heard[handle] += item.token_ids
+            if all(len(tokens) == 8 for tokens in heard.values()):
+                done.set()
+
+        engine.submit(PROMPT, SamplingParams(max_tokens=8, n=3), 5, outlet)
+        await done.wait()
+
+    running(engine, scenario())
+    assert heard == {handle: continuation(PROMPT, 8) for handle in (5, 6, 7)}

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from intarsia.controller.engine import Delivery, Engine, TokenDelta
 from intarsia.controller.request import SamplingParams
 from intarsia.tests import models
 from intarsia.tests.conftest import Loop, TinyModel
-from intarsia.tests.local import complete, make_engine
+from intarsia.tests.local import Completion, complete, make_engine
 
 WANTED = SamplingParams(
     temperature=0,
@@ -74,3 +75,103 @@ def test_tokens_equal_those_by_hand_after_preemption_on_two_workers(
     preemptions, tokens = loop.run(run())
     assert preemptions > 0
     assert tokens == expected
+
+
+PROMPT_LOGPROBS = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=3, logprobs=2)
+
+
+def check_prompt_logprobs(model: TinyModel, completions: Sequence[Completion]) -> None:
+    oracle = models.load_oracle(model.path)
+    for prompt, completion in zip(model.prompts, completions, strict=True):
+        assert len(completion.logprobs) == 4
+        with torch.inference_mode():
+            truth = models.log_probabilities(oracle, prompt[:1], prompt[1:])
+        assert [row.token_id for row in completion.prompt_logprobs] == prompt[1:]
+        for n, row in enumerate(completion.prompt_logprobs):
+            best = truth[n].topk(3)
+            assert row.logprob == pytest.approx(float(truth[n, prompt[n + 1]]), abs=1e-3)
+            assert [value for _, value in row.top] == pytest.approx(best.values.tolist(), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_prefill_chunk_tokens": 7, "block_size": 5}, {"kv_cache_memory": "96KiB", "block_size": 5}]
+)
+def test_prompt_logprobs_are_those_of_the_oracle_also_when_the_prompt_is_cached(tiny: Callable, settings: dict):
+    model: TinyModel = tiny("gemma3")
+
+    async def run() -> list[list[Completion]]:
+        engine = await make_engine(model.path, **settings)
+        return [await complete(engine, model.prompts, PROMPT_LOGPROBS) for _ in range(2)]
+
+    for completions in asyncio.run(run()):
+        check_prompt_logprobs(model, completions)
+
+
+def test_prompt_logprobs_on_two_workers_beside_requests_without(tiny: Callable, two_workers: Any, loop: Loop):
+    model: TinyModel = tiny("gemma3")
+
+    async def run() -> list[Completion]:
+        engine = await make_engine(model.path, two_workers, max_prefill_chunk_tokens=7)
+        plain = SamplingParams(temperature=0, max_tokens=24)
+        asked = [PROMPT_LOGPROBS] * len(model.prompts) + [plain] * len(model.prompts)
+        return await complete(engine, [*model.prompts, *model.prompts], asked)
+
+    completions = loop.run(run())
+    check_prompt_logprobs(model, completions[: len(model.prompts)])
+    assert [c.token_ids for c in completions[len(model.prompts) :]] == model.expected
+
+
+@pytest.mark.parametrize("family", ["gemma3", "bamba", "qwen3_next", "llama4", "lfm2"])
+@pytest.mark.parametrize("caching", [True, False])
+def test_answers_that_share_their_prompt_are_those_of_as_many_requests(tiny: Callable, family: str, caching: bool):
+    """Greedy ones are the oracle's; drawn ones are those of requests of their own, with the seeds that follow."""
+    model: TinyModel = tiny(family)
+    answers = 3
+
+    async def run() -> tuple[list[Family], list[Completion]]:
+        engine = await make_engine(model.path, enable_prefix_caching=caching, max_prefill_chunk_tokens=13, block_size=5)
+        greedy = SamplingParams(temperature=0, max_tokens=24, n=answers)
+        families = await complete_families(engine, model.prompts, greedy)
+        drawn = SamplingParams(temperature=1.0, max_tokens=12, n=answers, seed=40)
+        families += await complete_families(engine, model.prompts[:2], drawn)
+        alone = [SamplingParams(temperature=1.0, max_tokens=12, seed=40 + n) for n in range(answers)]
+        return families, [
+            completion for prompt in model.prompts[:2] for completion in await complete(engine, [prompt] * 3, alone)
+        ]
+
+    families, alone = asyncio.run(run())
+    greedy, drawn = families[: len(model.prompts)], families[len(model.prompts) :]
+    assert [each.token_ids for each in greedy] == [[expected] * answers for expected in model.expected]
+    assert [ids for each in drawn for ids in each.token_ids] == [completion.token_ids for completion in alone]
+    assert len({tuple(ids) for ids in drawn[0].token_ids}) == answers
+
+
+class Family:
+    """Collects several answers to one prompt."""
+
+    def __init__(self, answers: int):
+        self.token_ids: list[list[int]] = [[] for _ in range(answers)]
+        self.done = asyncio.Event()
+        self._left = answers
+
+    def outlet(self, delivery: Delivery) -> None:
+        for handle, token in zip(delivery.handles, delivery.tokens, strict=True):
+            self.token_ids[handle].append(token)
+        for handle, item in delivery.others:
+            assert isinstance(item, TokenDelta), item
+            self.token_ids[handle] += item.token_ids
+            self._left -= item.finish_reason is not None
+        if self._left == 0:
+            self.done.set()
+
+
+async def complete_families(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> list[Family]:
+    families = [Family(params.n) for _ in prompts]
+    running = asyncio.create_task(engine.run())
+    for prompt, family in zip(prompts, families, strict=True):
+        engine.submit(prompt, params, 0, family.outlet)
+    await asyncio.gather(*(family.done.wait() for family in families))
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert engine.recount().all_free
+    return families

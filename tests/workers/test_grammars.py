@@ -1,0 +1,137 @@
+"""Answers of a given form, from a model that would say anything."""
+
+import asyncio
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from intarsia.controller.request import SamplingParams
+from intarsia.errors import InvalidRequest
+from intarsia.tests.local import Completion, complete, make_engine
+from intarsia.workers.grammars import Grammars
+
+EOS = 256
+VOCAB = 320
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model whose tokens are the 256 bytes and an end."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("talker")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({byte: n for n, byte in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    fast.save_pretrained(folder)
+    assert fast.eos_token_id == EOS
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, sliding_window=8, max_position_embeddings=512, initializer_range=0.5,
+        eos_token_id=EOS, bos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+def answers(talker: Path, *asked: SamplingParams, **settings) -> list[Completion]:
+    async def scenario() -> list[Completion]:
+        engine = await make_engine(talker, **settings)
+        return await complete(engine, [[1, 2, 3 + n] for n in range(len(asked))], asked)
+
+    return asyncio.run(scenario())
+
+
+def text_of(talker: Path, completion: Completion) -> str:
+    from transformers import AutoTokenizer
+
+    assert completion.error is None, completion.error
+    return AutoTokenizer.from_pretrained(talker).decode(completion.token_ids, skip_special_tokens=True)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["oak", "ash"]}, "age": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_have_their_form_and_end_by_themselves(talker: Path, temperature: float):
+    common = {"temperature": temperature, "max_tokens": 60, "seed": 3}
+    schema, regex, choice, free = answers(
+        talker,
+        SamplingParams(**common, json_schema=SCHEMA),
+        SamplingParams(**common, regex="[a-c]{3}-[0-9]{2}"),
+        SamplingParams(**common, choice=("walnut", 'ma"ple', "äsche")),
+        SamplingParams(**common),
+    )
+    found = json.loads(text_of(talker, schema))
+    assert found["name"] in ("oak", "ash") and 1 <= found["age"] <= 99
+    assert re.fullmatch("[a-c]{3}-[0-9]{2}", text_of(talker, regex))
+    assert text_of(talker, choice) in ("walnut", 'ma"ple', "äsche")
+    assert [each.finish_reason for each in (schema, regex, choice)] == ["stop"] * 3
+    assert not re.fullmatch("[a-c]{3}-[0-9]{2}", text_of(talker, free))
+
+
+def test_a_preempted_answer_keeps_its_form(talker: Path):
+    """A pool for less than both: one of them is computed anew in the middle of its answer."""
+    asked = [SamplingParams(temperature=1.0, seed=n, max_tokens=70, regex="(ab|c){60}") for n in range(3)]
+    found = answers(talker, *asked, kv_cache_memory="24KiB", block_size=4, max_model_len=160)
+    for completion in found:
+        assert re.fullmatch("(ab|c)+", text_of(talker, completion))
+
+
+def test_the_end_may_not_come_early_and_must_come_at_last(talker: Path):
+    """min_tokens beyond what the form can say: the form decides."""
+    [completion] = answers(talker, SamplingParams(temperature=0, max_tokens=20, min_tokens=15, regex="abc"))
+    assert text_of(talker, completion) == "abc"
+    assert completion.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"regex": "(ab"}, "regex can not be used"),
+        ({"json_schema": "{"}, "json_schema can not be read"),
+        ({"json_schema": {"type": "elephant"}}, "json_schema can not be used"),
+    ],
+)
+def test_a_form_that_is_none_is_refused_with_its_reason(talker: Path, form: dict, message: str):
+    [completion] = answers(talker, SamplingParams(max_tokens=5, **form))
+    assert isinstance(completion.error, InvalidRequest)
+    assert message in completion.error.message
+    assert completion.error.field == next(iter(form))
+
+
+def test_a_checkpoint_without_a_tokenizer_says_so(tmp_path: Path):
+    with pytest.raises(InvalidRequest, match="need the model's tokenizer"):
+        Grammars(str(tmp_path), False, VOCAB, [EOS]).prepare("regex", "a+")
+
+
+def test_a_form_is_compiled_once(talker: Path, monkeypatch: pytest.MonkeyPatch):
+    grammars = Grammars(str(talker), False, VOCAB, [EOS])
+    grammars.prepare("regex", "ab+")
+    monkeypatch.setattr(grammars, "_compile", lambda *_: pytest.fail("it was compiled again"))
+    matcher, other = (grammars.matcher("regex", "ab+", []) for _ in range(2))
+    matcher.take(alphabet_token(talker, "a"))
+    logits = [torch.zeros(VOCAB) for _ in range(2)]
+    matcher.restrict(logits[0])
+    other.restrict(logits[1])
+    assert torch.isfinite(logits[0]).nonzero().flatten().tolist() == [alphabet_token(talker, "b")]
+    assert torch.isfinite(logits[1]).nonzero().flatten().tolist() == [alphabet_token(talker, "a")]
+
+
+def alphabet_token(talker: Path, byte: str) -> int:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(talker).convert_tokens_to_ids(byte)

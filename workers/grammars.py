@@ -1,0 +1,135 @@
+"""Answers of a given form: which tokens may come next.
+
+llguidance (https://github.com/guidance-ai/llguidance) parses what was said so far and tells the tokens that can follow;
+nothing is computed over the vocabulary beforehand, and its own limits keep hostile patterns short. A form is compiled
+before its request is queued, in a thread of its own and without Python's lock, so that no step waits for it.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidRequest
+
+REMEMBERED = 256
+"""Compiled forms that are kept."""
+
+
+class Grammars:
+    """The forms of one model's answers. `prepare` may run beside everything else."""
+
+    def __init__(self, model_dir: str, trust_remote_code: bool, vocab_size: int, eos_token_ids: Sequence[int]):
+        self._model_dir = Path(model_dir)
+        self._trust_remote_code = trust_remote_code
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._tokenizer: Any = None
+        self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def prepare(self, kind: str, text: str) -> None:
+        """Compile a form, or find it compiled. Raises `InvalidRequest`, naming the field, when it is none."""
+        self._find(kind, text)
+
+    def matcher(self, kind: str, text: str, said: Sequence[int]) -> "Matcher":
+        """What may follow, for one answer of which `said` is there already."""
+        matcher = Matcher(self._find(kind, text).deep_copy(), self._eos_token_ids)
+        for token in said:
+            matcher.take(token)
+        return matcher
+
+    def _find(self, kind: str, text: str) -> Any:
+        key = kind, text
+        with self._lock:
+            if key in self._compiled:
+                self._compiled.move_to_end(key)
+                return self._compiled[key]
+        compiled = self._compile(kind, text)
+        with self._lock:
+            self._compiled[key] = compiled
+            if len(self._compiled) > REMEMBERED:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def _compile(self, kind: str, text: str) -> Any:
+        from llguidance import LLMatcher
+
+        try:
+            matcher = LLMatcher(self._tokens(kind), _source(kind, text), log_level=0)
+        except ValueError as error:
+            raise InvalidRequest(f"{kind} can not be read: {_first_line(str(error))}", field=kind) from None
+        if matcher.is_error():
+            raise InvalidRequest(f"{kind} can not be used: {_first_line(matcher.get_error())}", field=kind)
+        return matcher
+
+    def _tokens(self, kind: str) -> Any:
+        if self._tokenizer is None:
+            from llguidance.hf import from_tokenizer
+            from transformers import AutoTokenizer
+
+            try:
+                fast = AutoTokenizer.from_pretrained(
+                    self._model_dir, local_files_only=True, trust_remote_code=self._trust_remote_code
+                )
+                self._tokenizer = from_tokenizer(fast, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
+            except Exception as error:  # of whatever kind: the model has no tokenizer that can be used
+                raise InvalidRequest(
+                    f"answers of a given form need the model's tokenizer, which can not be used for it: "
+                    f"{_first_line(str(error))}",
+                    field=kind,
+                ) from error
+        return self._tokenizer
+
+
+class Matcher:
+    """The form of one answer, as far as it has come."""
+
+    def __init__(self, matcher: Any, eos_token_ids: Sequence[int]):
+        self._matcher = matcher
+        self._eos_token_ids = eos_token_ids
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing can follow but the end; also when the form turned out to be too complex."""
+        return self._matcher.is_stopped()
+
+    def restrict(self, logits_V: Tensor) -> None:
+        """Leave only tokens that may follow. In place."""
+        allowed = torch.zeros(len(logits_V), dtype=torch.bool)
+        if self.is_complete:
+            allowed[[token for token in self._eos_token_ids if token < len(allowed)]] = True
+        else:
+            bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+            found = (bits.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8) & 1).bool().flatten()[: len(allowed)]
+            allowed[: len(found)] = found
+        logits_V.masked_fill_(~allowed.to(logits_V.device), float("-inf"))
+
+    def take(self, token: int) -> None:
+        """It was said. One too many, after the end, changes nothing."""
+        if not self.is_complete:
+            self._matcher.consume_token(token)
+
+
+def _source(kind: str, text: str) -> str:
+    """As llguidance wants it."""
+    from llguidance import LLMatcher
+
+    match kind:
+        case "json_schema":
+            # Where any white space may follow, small models go on with it for ever.
+            return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
+        case "regex":
+            return LLMatcher.grammar_from_regex(text)
+        case "choice":
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(text))))
+    raise InvalidRequest(f"{kind} is no form of answers; there are json_schema, regex and choice", field="sampling")
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0][:300]
