@@ -260,6 +260,9 @@ async def _null_model(count: int, rounds: int) -> dict[str, float]:
         async def prepare_form(self, kind: str, text: str) -> None:
             raise NotImplementedError
 
+        async def lost(self) -> Any:
+            await asyncio.Event().wait()
+
     known: dict[int, list[int]] = {}
     layers = tuple(
         LayerSpec(index, Full() if index % 6 == 5 else Sliding(1024), 8, 128, 128, item_bytes=2) for index in range(48)

@@ -39,6 +39,10 @@ class StepRunner(Protocol):
         """Compile the form of an answer, beside the steps. Raises `InvalidRequest`, naming the field."""
         ...
 
+    async def lost(self) -> IntarsiaError:
+        """Wait until nothing can run any more; why that is."""
+        ...
+
 
 class TokenLogprobs(NamedTuple):
     """Natural-log probabilities at one position."""
@@ -213,6 +217,7 @@ class Engine:
 
     async def run(self) -> None:
         """Serve until cancelled. When the workers are lost every request is told, and new ones are refused."""
+        watch = asyncio.ensure_future(self._watch())
         try:
             while True:
                 self._send_steps()
@@ -229,8 +234,14 @@ class Engine:
                 EngineUnavailable(f"the engine stopped on an internal error: {error!r}. See the controller's log.")
             )
         finally:
+            watch.cancel()
             for _, answer in self._under_way:
                 answer.cancel()
+
+    async def _watch(self) -> None:
+        """A worker that dies while nothing runs is found out by no step."""
+        self._failure = await self._workers.lost()
+        self._wake.set()
 
     def _send_steps(self) -> None:
         """Keep the workers busy: while one step runs, the next one waits at their door."""
@@ -267,6 +278,8 @@ class Engine:
     async def _wait_for_work(self) -> None:
         await asyncio.sleep(0)
         while not self._scheduler.has_work:
+            if self._failure is not None:
+                raise self._failure
             self._wake.clear()
             await self._wake.wait()
 

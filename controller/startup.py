@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from ..errors import InvalidSetting
+from ..errors import IntarsiaError, InvalidSetting
 from ..kvcache.manager import CacheManager, CacheSettings
 from ..kvcache.plan import MemoryPlan, PlanSettings
 from ..kvcache.strategies import plan_memory
@@ -51,6 +51,8 @@ class Workers(Protocol):
     def start_step(self, step: Step) -> Awaitable[StepResult]: ...
 
     async def prepare_form(self, kind: str, text: str) -> None: ...
+
+    async def lost(self) -> IntarsiaError: ...
 
 
 async def build_engine(settings: EngineSettings, workers: Workers) -> Engine:

@@ -89,6 +89,18 @@ class WorkerGroup:
                 raise EngineUnavailable(f"worker {rank} could not run step {step.number}: {result.error}")
         return results[0]
 
+    async def lost(self) -> EngineUnavailable:
+        """Wait until a worker is gone, be a step under way or not; which one."""
+        size = len(self._streams)
+        watches = [asyncio.ensure_future(stream.wait_gone()) for stream in self._streams]
+        try:
+            await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            rank = next(rank for rank, watch in enumerate(watches) if watch.done())
+            return EngineUnavailable(f"worker {rank} of {size} is gone")
+        finally:
+            for watch in watches:
+                watch.cancel()
+
     async def process_ids(self) -> list[int]:
         """Of the workers, in rank order."""
         return [pid for _, pid in await self._all("node")]

@@ -36,6 +36,22 @@ class ChannelClosed(ConnectionError):
     """The other side is gone, or it was never one of ours."""
 
 
+class _Reader(asyncio.StreamReader):
+    """Tells of its end also when nobody reads."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.ended = asyncio.Event()
+
+    def feed_eof(self) -> None:
+        super().feed_eof()
+        self.ended.set()
+
+    def set_exception(self, exc: Exception) -> None:
+        super().set_exception(exc)
+        self.ended.set()
+
+
 class Stream:
     """One connection, seen from an event loop. Frames arrive in the order they were sent."""
 
@@ -45,11 +61,19 @@ class Stream:
 
     @classmethod
     async def connect(cls, address: Address) -> "Stream":
-        reader, writer = await asyncio.open_connection(address.host, address.port)
-        set_no_delay(writer.get_extra_info("socket"))
-        stream = cls(reader, writer)
+        loop = asyncio.get_running_loop()
+        reader = _Reader(loop=loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+        transport, _ = await loop.create_connection(lambda: protocol, address.host, address.port)
+        tune(transport.get_extra_info("socket"))
+        stream = cls(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
         stream.send(address.secret)
         return stream
+
+    async def wait_gone(self) -> None:
+        """Wait until the other side is gone, whoever reads meanwhile. Of connected streams only."""
+        assert isinstance(self._reader, _Reader), "a stream that was accepted is read until its end"
+        await self._reader.ended.wait()
 
     def send(self, payload: bytes) -> None:
         """Queue one frame. Returns at once; a closed connection shows at the next `receive`."""
@@ -102,7 +126,7 @@ class StreamServer:
         assert task
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        set_no_delay(writer.get_extra_info("socket"))
+        tune(writer.get_extra_info("socket"))
         stream = Stream(reader, writer)
         try:
             if await self._is_ours(reader):
@@ -147,7 +171,7 @@ class BlockingListener:
                 first = b""
             if hmac.compare_digest(first, self._secret):
                 connection.settimeout(None)
-                set_no_delay(connection)
+                tune(connection)
                 return connection
             connection.close()
 
@@ -174,7 +198,7 @@ def connect_blocking(address: Address, timeout_s: float) -> socket.socket:
     """A connection to a `BlockingListener`. Raises `OSError`."""
     connection = socket.create_connection((address.host, address.port), timeout=timeout_s)
     connection.settimeout(None)
-    set_no_delay(connection)
+    tune(connection)
     send_blocking(connection, address.secret)
     return connection
 
@@ -209,6 +233,11 @@ def _check_length(length: int, limit_bytes: int = MAX_FRAME_BYTES) -> None:
         raise ChannelClosed(f"a frame of {length} bytes was announced; at most {limit_bytes} are taken")
 
 
-def set_no_delay(connection: socket.socket) -> None:
-    """Send small frames at once: a step must not wait for Nagle's algorithm."""
+def tune(connection: socket.socket) -> None:
+    """Send small frames at once: a step must not wait for Nagle's algorithm. And hear of a machine that is gone, which
+    says no goodbye: within three seconds, be it asked for something or not. A process that dies is heard of at once."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 2), ("TCP_USER_TIMEOUT", 3000)):
+        if hasattr(socket, option):  # Linux has them all
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -32,6 +32,10 @@ class LocalWorkers:
     async def prepare_form(self, kind: str, text: str) -> None:
         await asyncio.to_thread(self.worker.prepare_form, kind, text)
 
+    async def lost(self) -> IntarsiaError:
+        await asyncio.Event().wait()
+        raise AssertionError
+
     async def start_step(self, step: Step) -> StepResult:
         assert Step.unpack(step.pack()) == step
         result = self.worker.run(Step.unpack(step.pack()))

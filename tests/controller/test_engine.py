@@ -11,7 +11,7 @@ from intarsia.controller.engine import Delivery, Engine, TokenDelta
 from intarsia.controller.info import EngineInfo, GroupInfo
 from intarsia.controller.request import SamplingParams, Terms
 from intarsia.controller.scheduler import Scheduler, SchedulerSettings
-from intarsia.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, RequestTooLarge
+from intarsia.errors import DeadlineExceeded, EngineUnavailable, IntarsiaError, InvalidRequest, RequestTooLarge
 from intarsia.kvcache.manager import CacheManager
 from intarsia.kvcache.plan import MemoryPlan
 from intarsia.kvcache.reach import Full, Sliding
@@ -36,6 +36,10 @@ class SimulatedGroup:
         if self._fail_at is not None and step.number >= self._fail_at:
             raise EngineUnavailable(f"worker 1 of 2 is gone in step {step.number}")
         return self._worker.run(step)
+
+    async def lost(self) -> IntarsiaError:
+        await asyncio.Event().wait()
+        raise AssertionError
 
     async def prepare_form(self, kind: str, text: str) -> None:
         if text == "slow":

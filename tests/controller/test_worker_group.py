@@ -1,5 +1,6 @@
 """Real Ray workers behind real streams: start-up, failure, and what a step costs in vain."""
 
+import asyncio
 import os
 import signal
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from intarsia.controller.request import SamplingParams
 from intarsia.controller.worker_group import WorkerGroup
 from intarsia.errors import CorruptCheckpoint, EngineUnavailable, InvalidSetting, ModelNotFound
 from intarsia.proto.step import Advance, Step, StepResult
@@ -53,5 +55,24 @@ def test_killed_worker_is_noticed_in_the_step_that_waits_for_it(ray_cluster: Non
         os.kill(loop.run(group.process_ids())[0], signal.SIGKILL)
         with pytest.raises(EngineUnavailable, match="worker 0 of 1 is gone in step 1"):
             loop.run(finished(group, Step(1, 1, (), (), (), (), ())))
+    finally:
+        loop.run(group.close())
+
+
+def test_killed_worker_is_noticed_at_once_when_nothing_runs(ray_cluster: None, loop: Loop, tiny: Callable):
+    group: Any = loop.run(WorkerGroup.create(1))
+
+    async def scenario() -> None:
+        engine = await make_engine(tiny("llama").path, group)
+        running = asyncio.create_task(engine.run())
+        await asyncio.sleep(0.1)
+        assert not running.done()
+        os.kill((await group.process_ids())[0], signal.SIGKILL)
+        await asyncio.wait_for(running, 10)
+        with pytest.raises(EngineUnavailable, match="worker 0 of 1 is gone"):
+            engine.submit([1], SamplingParams(), 0, lambda delivery: None)
+
+    try:
+        loop.run(scenario())
     finally:
         loop.run(group.close())
