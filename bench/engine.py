@@ -223,11 +223,20 @@ PEERS: dict[str, Callable[[str, int], dict[str, float]]] = {
 
 
 def controller(args: argparse.Namespace) -> dict[str, Any]:
-    """Requests that decode, with workers that answer at once: what is left is the controller's own work."""
-    return {"requests": {str(count): asyncio.run(_null_model(count, args.rounds)) for count in (1, 32, 256)}}
+    """Requests that decode, with workers that answer at once: what is left is the controller's own work. Once with a pool
+    that has blank blocks, once with one that is full of known prefixes, so that every block must be made free."""
+    return {
+        "model": "48 layers: 40 of a window of 1,024, 8 full; blocks of 16 tokens",
+        "requests": [
+            {"requests": count, "pool": "full of prefixes" if is_full else "with room"}
+            | asyncio.run(_null_model(count, args.rounds, is_full))
+            for count in (1, 32, 256)
+            for is_full in (False, True)
+        ],
+    }
 
 
-async def _null_model(count: int, rounds: int) -> dict[str, float]:
+async def _null_model(count: int, rounds: int, is_full: bool = False) -> dict[str, float]:
     from intarsia.controller.engine import Delivery, Engine
     from intarsia.controller.info import EngineInfo
     from intarsia.controller.request import SamplingParams
@@ -281,6 +290,10 @@ async def _null_model(count: int, rounds: int) -> dict[str, float]:
     loop = asyncio.create_task(engine.run())
     found = []
     for round_ in range(rounds):
+        if is_full:
+            _fill(manager)
+        else:
+            engine.reset_prefix_cache()
         left = asyncio.Event()
         open_answers = count
 
@@ -313,6 +326,23 @@ async def _null_model(count: int, rounds: int) -> dict[str, float]:
     await asyncio.gather(loop, return_exceptions=True)
     median = {name: _median(found, name) for name in found[0]}
     return {"controller_us_per_step": round(median["plan_us"] + median["commit_us"], 1), **median}
+
+
+def _fill(manager: Any) -> None:
+    """Known prefixes in every block."""
+    from intarsia.kvcache.manager import RequestId
+
+    number = 1 << 40
+    while manager.pool.num_blank:
+        number += 1
+        tokens = [number % 997 + n for n in range(4096)]
+        tokens[0] = number % 100_000
+        request = RequestId(number)
+        manager.open(request, manager.lookup(tokens))
+        for length in range(512, 4097, 512):
+            manager.extend(request, length)
+            manager.commit(request)
+        manager.release(request)
 
 
 # -- hybrid beside uniform -------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from ..proto.step import Step, StepResult
 from .images import Gallery, Image, lay_out
 from .info import EngineInfo
 from .request import USUAL_TERMS, Request, SamplingParams, Terms
-from .scheduler import Progress, Scheduler
+from .scheduler import Outcome, Progress, Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +72,6 @@ class Delivery(NamedTuple):
     tokens: list[int]
     others: list[tuple[int, TokenDelta | IntarsiaError]]  # first and last tokens, log-probabilities, errors
 
-
-NOWHERE = Delivery([], [], [])
 
 Outlet = Callable[[Delivery], None]
 """Takes what one step brought to the requests of one front end, by the handles that it gave them."""
@@ -268,10 +266,11 @@ class Engine:
         result = await answer
         answered = time.perf_counter()
         self._under_way.popleft()
-        progress = self._scheduler.commit(result)
-        self._deliver(progress)
+        outcome = self._scheduler.commit(result)
+        self._deliver(outcome)
         commit_us = (time.perf_counter() - answered) * 1e6
-        self._count(step, result, len(progress), wait_us=(answered - started) * 1e6, commit_us=commit_us)
+        generated = len(outcome.tokens) + len(outcome.notable)
+        self._count(step, result, generated, wait_us=(answered - started) * 1e6, commit_us=commit_us)
         # Let front ends submit, abort and receive before the next plan, even if no await above had to wait.
         await asyncio.sleep(0)
 
@@ -283,24 +282,22 @@ class Engine:
             self._wake.clear()
             await self._wake.wait()
 
-    def _deliver(self, progress: list[Progress]) -> None:
+    def _deliver(self, outcome: Outcome) -> None:
         """One call per front end and step, whatever the number of its requests."""
         deliveries: dict[Outlet, Delivery] = {}
-        outlet, delivery = None, NOWHERE
-        for entry in progress:
-            request, token, reason, logprobs = entry
+        outlet, handles, tokens = None, [], []
+        for request, token in zip(outcome.requests, outcome.tokens, strict=True):
             caller = request.caller
             if caller.outlet is not outlet:
                 outlet = caller.outlet
-                delivery = deliveries.setdefault(outlet, Delivery([], [], []))
-            if caller.has_begun and reason is None and logprobs is None:
-                delivery.handles.append(caller.handle)
-                delivery.tokens.append(token)
-                continue
-            delivery.others.append((caller.handle, _delta(entry)))
-            caller.has_begun = True
-            if reason is not None:
-                del self._live[request.id]
+                handles, tokens, _ = deliveries.setdefault(outlet, Delivery([], [], []))
+            handles.append(caller.handle)
+            tokens.append(token)
+        for entry in outcome.notable:
+            caller = entry.request.caller
+            deliveries.setdefault(caller.outlet, Delivery([], [], [])).others.append((caller.handle, _delta(entry)))
+            if entry.finish_reason is not None:
+                del self._live[entry.request.id]
                 self.stats.finished_requests += 1
         for outlet, delivery in deliveries.items():
             outlet(delivery)
@@ -419,7 +416,7 @@ class Engine:
 def _delta(entry: Progress) -> TokenDelta:
     request, token, reason, logprobs = entry
     about_prompt = None
-    if request.prompt_logprobs is not None and not request.caller.has_begun:
+    if request.prompt_logprobs is not None and len(request.tokens) == request.prompt_tokens + 1:
         prompt = request.tokens[1 : request.prompt_tokens]
         about_prompt = tuple(TokenLogprobs(t, *row) for t, row in zip(prompt, request.prompt_logprobs, strict=True))
     return TokenDelta(

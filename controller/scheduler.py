@@ -15,7 +15,7 @@ import heapq
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -67,6 +67,19 @@ class Progress(NamedTuple):
     token: int
     finish_reason: FinishReason | None
     logprobs: Logprobs | None = None
+
+
+class Outcome(NamedTuple):
+    """What a step brought. Mostly that is a token for each of many, with nothing more to say: those are columns."""
+
+    requests: list[Request]
+    tokens: list[int]
+    notable: list[Progress]  # first and last tokens, and those with log-probabilities
+
+    def each(self) -> Iterator[Progress]:
+        for request, token in zip(self.requests, self.tokens, strict=True):
+            yield Progress(request, token, None)
+        yield from self.notable
 
 
 class _Flight(NamedTuple):
@@ -171,7 +184,7 @@ class Scheduler:
         admitted = [] if is_short and self._running else self._admit_waiting(budget, now_s)
         return self._seal(decode, planned, admitted)
 
-    def commit(self, result: StepResult) -> list[Progress]:
+    def commit(self, result: StepResult) -> Outcome:
         """The oldest step under way has run: enter its tokens, give back blocks nobody needs, finish what is finished.
 
         A request that ends with a token of its stops may have one more step under way: what that draws is dropped.
@@ -187,23 +200,25 @@ class Scheduler:
         for entry in result.prompt_logprobs:
             _enter_prompt_logprobs(by_slot[entry.slot], entry)
         assert len(result.tokens) == len(flight.drawing), "a step must bring one token to each who draws"
-        progress = []
+        logprobs = {flight.drawing[place].id: row for place, row in result.logprobs}
+        requests, plain, notable = [], [], []
         for request, token in zip(flight.drawing, result.tokens, strict=True):
             if not request.is_live:
                 continue  # aborted or finished while the step ran
             tokens = request.tokens
             tokens.append(token)
             request.pending -= 1
-            reason = None
-            if token in request.stop_token_ids or len(tokens) >= request.max_total_tokens:
-                reason = request.finish_reason(token)
+            known = len(tokens)
+            if token in request.stop_token_ids or known >= request.max_total_tokens:
+                notable.append(Progress(request, token, request.finish_reason(token), logprobs.get(request.id)))
                 self._forget(request)
                 self._drop(request)
-            progress.append(Progress(request, token, reason))
-        if result.logprobs:
-            found = {flight.drawing[place].id: row for place, row in result.logprobs}
-            progress = [entry._replace(logprobs=found.get(entry.request.id)) for entry in progress]
-        return progress
+            elif logprobs or known == request.prompt_tokens + 1:
+                notable.append(Progress(request, token, None, logprobs.get(request.id)))
+            else:
+                requests.append(request)
+                plain.append(token)
+        return Outcome(requests, plain, notable)
 
     # -- ends --------------------------------------------------------------------------------------------------------
 

@@ -41,6 +41,9 @@ WORK_DOUBLES_AT_TOKENS = 32_768
 LEAST_CHUNK_TOKENS = 512
 """A shorter chunk of prefill makes worse use of the workers than what it saves is worth."""
 
+NAMED_AT_ONCE = 4
+"""Blocks of an answer that are named together: others find it in the cache so many blocks late, while it runs."""
+
 SALT_MEMORY = 256
 """Latest prompts remembered to tell a prompt that another salt kept from its prefix."""
 
@@ -117,10 +120,16 @@ class CacheManager:
         )
         self._others = self._tables if any(group.reach.keeps is not Keeps.TOKENS for group in plan.groups) else []
         self._has_states = any(group.reach.keeps is Keeps.STATE for group in plan.groups)
+        self._moving = [
+            table
+            for table, group in zip(self._tables, plan.groups, strict=True)
+            if group.reach.keeps is not Keeps.TOKENS or moves_on(group.reach)
+        ]
         self._has_windows = any(moves_on(group.reach) for group in plan.groups)
         self._keeps_front = any(
             group.reach.keeps is Keeps.TOKENS and not moves_on(group.reach) for group in plan.groups
         )
+        self._name_every = self._size * self._blocks_named_at_once()
         self._rows: dict[RequestId, Row] = {}
         self._free_numbers: list[int] = list(range(255, -1, -1))
         self._quiet_until = np.zeros(256, dtype=np.int64)  # by row number
@@ -128,6 +137,14 @@ class CacheManager:
         self._pins: list[_Pin] = []
         self._expiries: list[tuple[float, int, list[list[tuple[BlockId, bytes]]]]] = []
         self._recent: OrderedDict[bytes, tuple[bytes, Sequence[int]]] = OrderedDict()
+
+    def _blocks_named_at_once(self) -> int:
+        """Of those that fill up token by token. Naming some at once is cheaper; what a layer gives back must have its
+        name by then."""
+        reaches = [group.reach for group in self._groups]
+        far = all(r.window_tokens is None or r.window_tokens > (NAMED_AT_ONCE + 1) * self._size for r in reaches)
+        plain = all(r.keeps is Keeps.TOKENS and r.chunk_tokens is None for r in reaches)
+        return NAMED_AT_ONCE if far and plain else 1
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
@@ -248,10 +265,14 @@ class CacheManager:
         if length < row.quiet_until:
             row.extent = max(row.extent, length)
             return NOTHING
-        row.chain.grow()
-        if row.copied:
+        if row.copied and row.sources:
             self._drop_sources(row)
-        for table in self._tables:
+        if written is None or length - written > 1 or row.chain.lag >= self._name_every:
+            row.chain.grow()
+            tables = self._tables
+        else:
+            tables = self._moving  # the others have nothing to name, and never anything to give back
+        for table in tables:
             table.settle(row)
         if self._expiries or self._pins:
             self._expire()

@@ -35,6 +35,11 @@ class Chain(Protocol):
         """The same for a drafter, whose last entry of a block was made with the token after it: that is named, too."""
         ...
 
+    @property
+    def lag(self) -> int:
+        """Tokens that are known and part of no name yet."""
+        ...
+
     def grow(self) -> list[bytes]:
         """Compute the names of all full blocks of the tokens known by now."""
         ...
@@ -75,6 +80,11 @@ class TokenChain:
     def known(self) -> int:
         return len(self.tokens)
 
+    @property
+    def lag(self) -> int:
+        """Tokens that are known and part of no name yet."""
+        return len(self.tokens) - len(self.names) * self._block_tokens
+
     def grow(self) -> list[bytes]:
         names, size = self.names, self._block_tokens
         first, end = len(names) * size, len(self.tokens) // size * size
@@ -107,6 +117,10 @@ class GivenChain:
         self.names = names
         self.known = length
         self.memo: object = None
+
+    @property
+    def lag(self) -> int:
+        return 0
 
     @property
     def draft_names(self) -> list[bytes]:

@@ -171,7 +171,7 @@ class Scenario:
             return False
         result = self._under_way.popleft()
         self._now_s += result.run_us / 1e6
-        for request, token, reason, _ in self._scheduler.commit(result):
+        for request, token, reason, _ in self._scheduler.commit(result).each():
             _check(request.id not in self._ended, f"request {request.id} hears of a token after its end")
             self._generated[request.id].append(token)
             if reason is not None:

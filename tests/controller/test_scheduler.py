@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from intarsia.controller.request import USUAL_TERMS, FinishReason, Request, SamplingParams, Terms
-from intarsia.controller.scheduler import Progress, Scheduler, SchedulerSettings
+from intarsia.controller.scheduler import Outcome, Scheduler, SchedulerSettings
 from intarsia.errors import InvalidSetting
 from intarsia.kvcache.check import recount
 from intarsia.kvcache.manager import CacheManager, CacheSettings, RequestId
@@ -84,7 +84,7 @@ class Bench:
         self.generated[request.id] = []
         return request
 
-    def step(self) -> list[Progress]:
+    def step(self) -> Outcome:
         """Plan until `depth` steps are under way, then let the oldest one run and enter what it brought."""
         while len(self._under_way) < self._depth:
             step = self.scheduler.plan_step()
@@ -95,21 +95,21 @@ class Bench:
             per_step, per_token = self._cost_us
             self._under_way.append(self.worker.run(step)._replace(run_us=per_step + tokens * per_token))
         if not self._under_way:
-            return []
-        progress = self.scheduler.commit(self._under_way.popleft())
-        for request, token, reason, _ in progress:
+            return Outcome([], [], [])
+        outcome = self.scheduler.commit(self._under_way.popleft())
+        for request, token, reason, _ in outcome.each():
             self.generated[request.id].append(token)
             self.reasons[request.id] = reason
             if reason is not None:
                 self.order_of_ends.append(request.id)
         recount(self.manager)
-        return progress
+        return outcome
 
     def prompt_tokens_of_next_step(self) -> int | None:
         """Run a step; None if there was none."""
         before = self.worker.computed_tokens
-        decoding = self.step()
-        return self.worker.computed_tokens - before - len(decoding) if decoding else None
+        drawn = len(list(self.step().each()))
+        return self.worker.computed_tokens - before - drawn if drawn else None
 
     def run(self, limit: int = 10_000) -> int:
         steps = 0
@@ -162,7 +162,7 @@ def test_decoding_requests_never_wait_for_a_long_prompt():
     bench.step()
     bench.add(list(range(40)), max_tokens=1)
     for _ in range(6):
-        assert first in [entry.request for entry in bench.step()]
+        assert first in [entry.request for entry in bench.step().each()]
 
 
 def test_no_step_exceeds_its_token_limit():
@@ -220,7 +220,7 @@ def test_request_aborted_while_its_step_runs_gets_no_more_tokens():
     step = bench.scheduler.plan_step()
     assert step
     bench.scheduler.abort(request.id)
-    assert bench.scheduler.commit(bench.worker.run(step)) == []
+    assert list(bench.scheduler.commit(bench.worker.run(step)).each()) == []
     bench.run()
     assert recount(bench.manager).all_free
 
