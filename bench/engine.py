@@ -223,8 +223,8 @@ PEERS: dict[str, Callable[[str, int], dict[str, float]]] = {
 
 
 def controller(args: argparse.Namespace) -> dict[str, Any]:
-    """Requests that decode, with workers that answer at once: what is left is the controller's own work. Once with a pool
-    that has blank blocks, once with one that is full of known prefixes, so that every block must be made free."""
+    """Requests that decode, with workers that answer at once: what is left is the controller's own work. Once with a
+    pool that has blank blocks, once with one that is full of known prefixes, so that every block must be made free."""
     return {
         "model": "48 layers: 40 of a window of 1,024, 8 full; blocks of 16 tokens",
         "requests": [

@@ -47,9 +47,13 @@ class EngineClient:
         request_id: str | None = None,
         images: Sequence[Image] = (),
         terms: Terms = USUAL_TERMS,
+        is_streaming: bool = True,
     ) -> "Generation":
-        """Ask for a completion, or for `sampling.n` of them. The request is sent when its first delta is awaited."""
-        body = [list(prompt_token_ids), sampling.to_wire(), images, terms.to_wire()]
+        """Ask for a completion, or for `sampling.n` of them. The request is sent when its first delta is awaited.
+
+        is_streaming: tokens as they come; else each answer in one delta, which costs less
+        """
+        body = [list(prompt_token_ids), sampling.to_wire(), images, terms.to_wire(), is_streaming]
         return Generation(self, body, sampling.n, request_id or uuid.uuid4().hex)
 
     async def wait_gone(self) -> IntarsiaError:

@@ -95,14 +95,15 @@ class EngineStats:
 
 
 class _Caller:
-    """Who asked for an answer."""
+    """Who asked for an answer, and what it has not been told yet because it wants all at once."""
 
-    __slots__ = ("handle", "has_begun", "outlet")
+    __slots__ = ("handle", "is_streaming", "kept", "outlet")
 
-    def __init__(self, outlet: Outlet, handle: int):
+    def __init__(self, outlet: Outlet, handle: int, is_streaming: bool):
         self.outlet = outlet
         self.handle = handle
-        self.has_begun = False
+        self.is_streaming = is_streaming
+        self.kept: list[TokenDelta] = []  # those with more to say than a token
 
 
 class Engine:
@@ -135,8 +136,10 @@ class Engine:
         outlet: Outlet,
         images: Sequence[Image] = (),
         terms: Terms = USUAL_TERMS,
+        is_streaming: bool = True,
     ) -> list[RequestId]:
-        """Queue a request; its tokens go to `outlet`. One id per answer, whose handles are `handle` and those after it.
+        """Queue a request; its tokens go to `outlet` as they come, or each answer at its end when not `is_streaming`.
+        One id per answer, whose handles are `handle` and those after it.
 
         Raises `InvalidRequest` if it can not be served as asked.
         """
@@ -161,7 +164,7 @@ class Engine:
                     stop_token_ids=ends,
                     max_total_tokens=max_total_tokens,
                     terms=terms,
-                    caller=_Caller(outlet, handle + index),
+                    caller=_Caller(outlet, handle + index, is_streaming),
                     gallery=gallery,
                     prompt_logprobs=[] if sampling.prompt_logprobs is not None and not index else None,
                 )
@@ -288,6 +291,8 @@ class Engine:
         outlet, handles, tokens = None, [], []
         for request, token in zip(outcome.requests, outcome.tokens, strict=True):
             caller = request.caller
+            if not caller.is_streaming:
+                continue  # the request knows its tokens
             if caller.outlet is not outlet:
                 outlet = caller.outlet
                 handles, tokens, _ = deliveries.setdefault(outlet, Delivery([], [], []))
@@ -295,7 +300,12 @@ class Engine:
             tokens.append(token)
         for entry in outcome.notable:
             caller = entry.request.caller
-            deliveries.setdefault(caller.outlet, Delivery([], [], [])).others.append((caller.handle, _delta(entry)))
+            delta: TokenDelta | None = _delta(entry)
+            if not caller.is_streaming:
+                caller.kept.append(delta)
+                delta = _whole(entry, caller.kept) if entry.finish_reason is not None else None
+            if delta is not None:
+                deliveries.setdefault(caller.outlet, Delivery([], [], [])).others.append((caller.handle, delta))
             if entry.finish_reason is not None:
                 del self._live[entry.request.id]
                 self.stats.finished_requests += 1
@@ -426,3 +436,11 @@ def _delta(entry: Progress) -> TokenDelta:
         request.cached_tokens,
         about_prompt,
     )
+
+
+def _whole(entry: Progress, kept: Sequence[TokenDelta]) -> TokenDelta:
+    """An answer at its end. kept: of its deltas those with more to say than a token, its first and last among them."""
+    request, first, last = entry.request, kept[0], kept[-1]
+    logprobs = None if last.logprobs is None else tuple(row for delta in kept for row in delta.logprobs or ())
+    tokens = tuple(request.tokens[request.prompt_tokens :])
+    return last._replace(token_ids=tokens, logprobs=logprobs, prompt_logprobs=first.prompt_logprobs)

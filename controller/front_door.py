@@ -2,7 +2,7 @@
 
 A connection is also the front end's lease: when it closes, its requests are aborted and their blocks are free.
 
-    front end -> engine   ["submit", handle, tokens, sampling, images, terms]   ["abort", handle]
+    front end -> engine   ["submit", handle, tokens, sampling, images, terms, is_streaming]   ["abort", handle]
     engine -> front end   first the EngineInfo; then, per step, [handles, tokens, [[handle, tag, delta or error], ...]]
 
 Handles are numbers that the front end draws; a request for n answers takes n of them in a row.
@@ -50,10 +50,11 @@ class FrontDoor:
                         self._engine.abort(requests.pop(handle))
                     continue
                 try:
-                    tokens, sampling, images, terms = rest
+                    tokens, sampling, images, terms, is_streaming = rest
                     params = SamplingParams(**sampling)
                     pictures = [Image(*image) for image in images]
-                    ids = self._engine.submit(tokens, params, handle, outlet, pictures, Terms(**terms))
+                    urgency = Terms(**terms)
+                    ids = self._engine.submit(tokens, params, handle, outlet, pictures, urgency, is_streaming)
                     requests |= {handle + index: request_id for index, request_id in enumerate(ids)}
                 except IntarsiaError as error:
                     stream.send_message([[], [], [_encode(handle, error)]])

@@ -7,13 +7,14 @@ frame back from each. Which transport carries the frames is known here and in `p
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable
+from itertools import count
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ..errors import EngineUnavailable, InvalidSetting
+from ..errors import EngineUnavailable, IntarsiaError, InvalidSetting
 from ..kvcache.plan import MemoryPlan
 from ..proto.channel import ChannelClosed, Stream
 from ..proto.step import Step, StepResult
@@ -30,7 +31,10 @@ class WorkerGroup:
     def __init__(self, placement: PlacementGroup, actors: list[Any], streams: list[Stream]):
         self._placement = placement
         self._actors = actors
-        self._streams = streams
+        self._streams = streams  # for steps
+        self._beside: list[Beside] = []  # for what goes on beside them
+        self._process_ids: list[int] = []
+        self._serving: list[Any] = []  # calls of `serve` that have not returned
         self._answering = asyncio.Lock()  # one reader at a time, first come first served
 
     @classmethod
@@ -45,30 +49,44 @@ class WorkerGroup:
         actors = [make.options(**options).remote(rank, size, local_workers) for rank in range(size)]
         group = cls(placement, actors, [])
         try:
-            hosts = [host for host, _ in await group._all("node")]
+            nodes = await group._all("node")
+            hosts = [host for host, _ in nodes]
+            group._process_ids = [pid for _, pid in nodes]
             if size > 1:
                 await group._all("join", await group._each("meeting_point", hosts))
-            addresses = await group._each("listen", hosts)
-            group._streams = [await Stream.connect(address) for address in addresses]
+            for steps, beside in await group._each("listen", hosts):
+                group._streams.append(await Stream.connect(steps))
+                group._beside.append(Beside(await Stream.connect(beside)))
         except BaseException:
             await group.close()
             raise
         return group
 
     async def load(self, settings: ModelSettings) -> ModelFacts:
+        await self._stop_serving()
         return (await self._all("load", settings))[0]
 
     async def loaded(self) -> tuple[int, int]:
         """Parameters that all ranks have read, and will have; (0, 0) before they begin."""
-        each = await self._all("loaded")
+        each = await asyncio.gather(*(beside.ask("loaded") for beside in self._beside))
         return sum(done for done, _ in each), sum(total for _, total in each)
 
     async def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None:
+        """Afterwards the workers take steps, and nothing else until they are to load or allocate again."""
+        await self._stop_serving()
         await self._all("allocate", plan, limits)
+        self._serving = [actor.serve.remote() for actor in self._actors]
 
     async def prepare_form(self, kind: str, text: str) -> None:
         """Compile the form of an answer where tokens are drawn. Raises `InvalidRequest`, naming the field."""
-        await answer(self._actors[0].prepare_form.remote(kind, text), "worker")
+        await self._beside[0].ask("form", kind, text)
+
+    async def _stop_serving(self) -> None:
+        if self._serving:
+            for stream in self._streams:
+                stream.send(b"")
+            await asyncio.gather(*(answer(call, "worker") for call in self._serving))
+            self._serving = []
 
     def start_step(self, step: Step) -> Awaitable[StepResult]:
         """Broadcast a step at once; the answer waits for every rank. Raises `EngineUnavailable` when one is lost or
@@ -103,11 +121,11 @@ class WorkerGroup:
 
     async def process_ids(self) -> list[int]:
         """Of the workers, in rank order."""
-        return [pid for _, pid in await self._all("node")]
+        return self._process_ids
 
     async def close(self) -> None:
         """End all workers and give their resources back."""
-        for stream in self._streams:
+        for stream in [*self._streams, *(beside.stream for beside in self._beside)]:
             await stream.close()
         for actor in self._actors:
             ray.kill(actor)
@@ -131,6 +149,31 @@ class WorkerGroup:
     async def _all(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every rank at once; the first error counts."""
         return await asyncio.gather(*(answer(getattr(actor, method).remote(*args), "worker") for actor in self._actors))
+
+
+class Beside:
+    """What a worker is asked while it computes: one question at a time, over a stream of their own."""
+
+    def __init__(self, stream: Stream):
+        self.stream = stream
+        self._numbers = count()
+        self._lock = asyncio.Lock()
+
+    async def ask(self, verb: str, *arguments: Any) -> Any:
+        """Raises what the worker answers, or `EngineUnavailable` when it is gone."""
+        async with self._lock:
+            number = next(self._numbers)
+            self.stream.send_message([number, verb, *arguments])
+            try:
+                while True:
+                    answered, result, error = await self.stream.receive_message()
+                    if answered == number:  # else: of a question that nobody waits for any more
+                        break
+            except ChannelClosed as closed:
+                raise EngineUnavailable("a worker is gone") from closed
+        if error is not None:
+            raise IntarsiaError.from_wire(error)
+        return result
 
 
 async def _place(size: int) -> PlacementGroup:

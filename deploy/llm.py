@@ -217,7 +217,9 @@ class LLM:
     ) -> RequestOutput:
         answers = [_Growing(index) for index in range(params.n)]
         cached_tokens, prompt_logprobs = 0, None
-        async with contextlib.aclosing(client.generate(prompt, params, images=images, terms=terms)) as generation:
+        # Only who looks for a text to stop at has to read along.
+        asked = client.generate(prompt, params, images=images, terms=terms, is_streaming=bool(params.stops))
+        async with contextlib.aclosing(asked) as generation:
             async for delta, text in with_text(generation, self._tokenizer, params):
                 answers[delta.answer].add(delta, text)
                 if delta.answer == 0:

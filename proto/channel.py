@@ -180,18 +180,22 @@ class BlockingListener:
 
 
 class BlockingServer:
-    """Serves one stream in a plain thread: a worker serves its controller with it."""
+    """Serves one stream in the thread that calls `serve`: a worker serves its controller with it."""
 
     def __init__(self, host: str):
         self._listener = BlockingListener(host)
         self.address = self._listener.address
+        self._connection: socket.socket | None = None
 
     def serve(self, answer: Callable[[bytes], bytes]) -> None:
-        """Answer every frame of the first stream that knows the secret. Returns when that stream is closed."""
-        with self._listener.accept() as connection, contextlib.suppress(ChannelClosed, OSError):
-            self._listener.close()
-            while True:
-                send_blocking(connection, answer(receive_blocking(connection)))
+        """Answer every frame of the first stream that knows the secret. Returns when that stream is closed; or when it
+        sends an empty frame, and then it may be served again."""
+        with contextlib.suppress(ChannelClosed, OSError):
+            if self._connection is None:
+                self._connection = self._listener.accept()
+                self._listener.close()
+            while payload := receive_blocking(self._connection):
+                send_blocking(self._connection, answer(payload))
 
 
 def connect_blocking(address: Address, timeout_s: float) -> socket.socket:

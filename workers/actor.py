@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from .worker import Worker
 
 
-@ray.remote(concurrency_groups={"watch": 1, "forms": 2})  # pyright: ignore[reportCallIssue]  Ray's hints lack it
+@ray.remote
 class WorkerActor:
-    """One rank in a process of its own. Life cycle by actor calls; steps come over its own stream."""
+    """One rank in a process of its own. Life cycle by actor calls, one at a time and in the process's first thread.
+    Steps come over a stream of their own while `serve` runs, and what goes on beside them over another."""
 
     def __init__(self, rank: int, size: int, local_workers: int):
         prepare_process(local_workers)
@@ -37,20 +38,15 @@ class WorkerActor:
     def load(self, settings: ModelSettings) -> ModelFacts:
         return self._real().load(settings)
 
-    @ray.method(concurrency_group="watch")
-    def loaded(self) -> tuple[int, int]:
-        """Parameters that are there, and all of them; (0, 0) before it begins. Answers while `load` runs."""
-        return self._worker.loaded if self._worker is not None else (0, 0)
-
-    @ray.method(concurrency_group="forms")
-    def prepare_form(self, kind: str, text: str) -> None:
-        self._real().prepare_form(kind, text)
-
     def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None:
         self._real().allocate(plan, limits)
 
-    def listen(self, host: str) -> Address:
+    def listen(self, host: str) -> tuple[Address, Address]:
         return self._real().listen(host)
+
+    def serve(self) -> None:
+        """Take steps until the controller leaves or has something else for us."""
+        self._real().serve()
 
     def _real(self) -> "Worker":
         """Made at its first use: importing torch takes seconds, and all ranks do it at the same time."""

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
+from ..errors import IntarsiaError
 from ..kvcache.plan import MemoryPlan
 from ..proto.channel import Address, BlockingServer
+from ..proto.packing import pack, unpack
 from ..proto.step import Step, StepResult
 from .collectives import make_collectives
 from .environment import threads_per_worker
@@ -35,6 +37,7 @@ class Worker:
         self._model: LoadedModel | None = None
         self._runner: ModelRunner | None = None
         self._grammars: Grammars | None = None
+        self._steps: BlockingServer | None = None
         self.loaded = (0, 0)  # parameters that are there, and all of them; read by another thread
 
     def meeting_point(self, host: str) -> Address:
@@ -82,11 +85,32 @@ class Worker:
         run_us = int((time.perf_counter() - started) * 1e6)
         return StepResult(step.epoch, step.number, *drawn, run_us, error)
 
-    def listen(self, host: str) -> Address:
-        """Take steps from the controller, in a thread of their own, until it leaves."""
-        server = BlockingServer(host)
-        threading.Thread(target=server.serve, args=(self._answer,), name="steps", daemon=True).start()
-        return server.address
+    def listen(self, host: str) -> tuple[Address, Address]:
+        """Where the controller finds us: for steps, and for what goes on beside them in a thread of its own."""
+        self._steps = BlockingServer(host)
+        beside = BlockingServer(host)
+        threading.Thread(target=beside.serve, args=(self._answer_beside,), name="beside", daemon=True).start()
+        return self._steps.address, beside.address
 
-    def _answer(self, payload: bytes) -> bytes:
-        return self.run(Step.unpack(payload)).pack()
+    def serve(self) -> None:
+        """Take steps from the controller until it leaves or has something else for us.
+
+        In the process's first thread: OpenMP counts it among those that compute, and where more threads do than there
+        are cores, its helpers go to sleep at once whenever they wait. A step of 32 requests took 16 ms so.
+        """
+        assert self._steps is not None, "listen first"
+        self._steps.serve(lambda payload: self.run(Step.unpack(payload)).pack())
+
+    def _answer_beside(self, payload: bytes) -> bytes:
+        number, verb, *arguments = unpack(payload)
+        if verb == "loaded":
+            return pack([number, self.loaded, None])
+        assert verb == "form", f"nobody should ask for {verb}"
+        try:
+            self.prepare_form(*arguments)
+        except IntarsiaError as error:
+            return pack([number, None, error.to_wire()])
+        except Exception as error:  # ours, and told as such; the thread goes on
+            logger.exception("a form could not be compiled")
+            return pack([number, None, IntarsiaError(f"{type(error).__name__}: {error}").to_wire()])
+        return pack([number, None, None])
