@@ -14,7 +14,7 @@ So nobody starves, and a preempted request finds its old place again.
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from ..kvcache.manager import RequestId
 from .request import Request
@@ -89,6 +89,26 @@ class WaitingQueue:
         """Who is next; None if nobody waits."""
         tenant = self._next_tenant()
         return self._waiting[tenant.heap[0][1]] if tenant is not None else None
+
+    def after(self, passed: Collection[Request]) -> Request | None:
+        """Who is next when these can not be taken now; of the same tenant as the first of them."""
+        heap = self._tenants[next(iter(passed)).terms.tenant].heap
+        known = {request.id for request in passed}
+        following = (
+            number
+            for _, number in heapq.nsmallest(LOOK_AHEAD + len(known), heap)
+            if number in self._waiting and number not in known
+        )
+        number = next(following, None)
+        return self._waiting[number] if number is not None else None
+
+    def next_few(self, count: int) -> list[Request]:
+        """Some of those who wait, of the tenant whose turn it is."""
+        tenant = self._next_tenant()
+        if tenant is None:
+            return []
+        nearest = heapq.nsmallest(count, tenant.heap)
+        return [self._waiting[number] for _, number in nearest if number in self._waiting]
 
     def best_head(self, cached_tokens: Callable[[Request], int], now_s: float) -> Request | None:
         """Of the first few of the tenant whose turn it is, the one with the most in the cache; the first of them if it

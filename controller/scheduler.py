@@ -21,11 +21,19 @@ from typing import Any, NamedTuple
 
 from ..errors import InvalidSetting, PoolExhausted
 from ..kvcache.manager import CacheManager, Hit, RequestId
+from ..kvcache.prefix import shared_blocks
 from ..kvcache.tables import Copy
 from ..proto.step import Admit, Advance, Logprobs, PromptLogprobs, Sampling, Step, StepResult
 from .pace import Pace
 from .queue import DECODE_WEIGHT, WaitingQueue
 from .request import FinishReason, Request
+
+MOST_PATIENT = 8
+"""Requests that may be passed by in one step because somebody else computes their prompt."""
+
+
+TOUCHED = 4
+"""Waiting requests whose cached prefixes are kept for them while prompts are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,16 +342,48 @@ class Scheduler:
     def _admit_waiting(self, budget: int, now_s: float) -> list[tuple[Admit, Request, Advance]]:
         admitted = []
         self._held_up = None
-        while budget > 0 and (request := self._next_waiting(now_s)) is not None:
-            if request.pending:
+        full_budget = self._settings.max_num_batched_tokens
+        patient: list[Request] = []  # whose turn it is, and who had better wait
+        while budget > 0 and len(patient) <= MOST_PATIENT:
+            request = self._queue.after(patient) if patient else self._next_waiting(now_s)
+            if request is None or request.pending:
                 break  # preempted just now, and a token of it is under way
+            if self._free_slots and self._is_being_computed(request):
+                patient.append(request)
+                continue
             entry = self._try_admit(request, budget, now_s) if self._free_slots else None
             if entry is None:
                 self._held_up = request
                 break
             admitted.append(entry)
             budget -= entry[2].tokens
+        if self._queue and budget < full_budget:  # prompts go on, and take blocks
+            self._touch_waiting()
         return admitted
+
+    def _touch_waiting(self) -> None:
+        """What those next in turn will take up is not evicted for the prompts of others."""
+        for request in self._queue.next_few(TOUCHED):
+            if not request.lacks_prompt_logprobs:
+                self._manager.touch(self._lookup(request))
+
+    def _is_being_computed(self, request: Request) -> bool:
+        """Does a running request compute what is most of this prompt? Then it is cheaper to wait for it than to compute
+        it twice."""
+        if not self._manager.is_caching or request.lacks_prompt_logprobs or request.preemptions:
+            return False
+        hit = self._lookup(request)
+        assert request.chain is not None
+        size = self._manager.plan.block_tokens
+        lacking = len(request.tokens) - hit.tokens
+        for other in self._running:
+            if other.chain is None or other.computed_tokens >= other.prompt_tokens:
+                continue
+            common = min(shared_blocks(request.chain, other.chain) * size, other.prompt_tokens)
+            if other.computed_tokens < common and common - hit.tokens >= max(lacking / 2, size):
+                self._manager.expect(other.id, common)
+                return True
+        return False
 
     def _next_waiting(self, now_s: float) -> Request | None:
         if self._settings.longest_prefix_first and self._free_slots:

@@ -16,6 +16,7 @@ import heapq
 import secrets
 import time
 from array import array
+from bisect import insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -231,6 +232,10 @@ class CacheManager:
         return self.pool.room_at_no_loss(self._missing(row, length), row.request)
 
     @property
+    def is_caching(self) -> bool:
+        return self._caching
+
+    @property
     def num_open(self) -> int:
         return len(self._rows)
 
@@ -299,6 +304,20 @@ class CacheManager:
             if length <= written:
                 raise
             return length, self.extend(request, length, written)
+
+    def expect(self, request: RequestId, length: int) -> None:
+        """Another request waits to go on where `request` has computed `length` tokens: keep what it needs for that."""
+        row = self._rows[request]
+        if row.extent < length and length not in row.marks:
+            insort(row.marks, length)
+            row.spans.clear()
+
+    def touch(self, hit: Hit) -> None:
+        """Somebody waits to take this prefix up: of what is kept, let it go last."""
+        if hit.tokens and not self.pool.num_blank:
+            for g, table in enumerate(self._tables):
+                for block in reversed(table.needed(hit.chain, hit.tokens)):  # the front outlives the tail
+                    self.pool.touch(g, block)
 
     def commit(self, request: RequestId) -> None:
         """The step that `extend` was for has run: its keys, values and states are written.

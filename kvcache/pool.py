@@ -244,6 +244,23 @@ class BlockPool:
             arena.idle.discard(large)
             arena.idle.push(large, Tier.LOW, Born.NEW, 0.0)
 
+    def touch(self, group: int, block: int) -> None:
+        """A kept block is the last of its tier to go from now on: somebody is about to take it up."""
+        mine = self._groups[group]
+        if mine.holders[block] or mine.name_of[block] is None:
+            return
+        arena, large = self._arenas[mine.arena], block // mine.per_large
+        arena.tier[large] = max(arena.tier[large], Tier.USUAL)
+        if mine.per_large > 1:
+            mine.kept.discard(block)
+            mine.kept.push(block, Tier.USUAL, mine.born[block], 0.0)
+            if block in (dormant := mine.dormant.get(large, [])):
+                dormant.remove(block)
+        if arena.busy[large] == 0:
+            arena.idle.discard(large)
+            born = mine.born[block] if mine.per_large == 1 else arena.born[large]
+            arena.idle.push(large, Tier.USUAL, born, arena.worth[large])
+
     def _free_block(self, mine: _Blocks, arena: _Large, block: int, tier: Tier, worth: float) -> None:
         """Nobody holds this block, one of several of its large page, any more."""
         large = block // mine.per_large

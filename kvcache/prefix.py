@@ -108,6 +108,18 @@ class TokenChain:
         return sha256(self._end_key + kind + self.names[full // self._block_tokens - 1] + tail).digest()
 
 
+def shared_blocks(one: Chain, other: Chain) -> int:
+    """Full blocks that two sequences have in common. Names are of all that comes before: from some on they differ."""
+    low, high = 0, min(len(one.names), len(other.names))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one.names[middle - 1] == other.names[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 class GivenChain:
     """Names that are known from elsewhere, as in a trace that lists block ids instead of tokens."""
 

@@ -105,6 +105,10 @@ class GroupTable(Protocol):
         """Take up the blocks of a prefix on which this group can go on."""
         ...
 
+    def needed(self, chain: Chain, length: int) -> list[int]:
+        """The cached blocks with which this group can go on at `length`, in order."""
+        ...
+
     def missing(self, row: Row, length: int) -> int:
         """Blocks to add before `length` tokens are written."""
         ...
@@ -233,6 +237,13 @@ class TokenTable(_Table):
             self._pool.share(g, [source], found=True)
             row.sources.append((g, source))
 
+    def needed(self, chain: Chain, length: int) -> list[int]:
+        names, index = self._names(chain), self._index
+        first = self._reach.oldest_needed(length) // self._size
+        found = [index[name] for name in names[first : length // self._size] if name in index]
+        end = chain.end(length) if length % self._size else None
+        return found if end is None or end not in index else [*found, index[end]]
+
     def missing(self, row: Row, length: int) -> int:
         return max(0, -(-length // self._size) - len(row.blocks[self._g]))
 
@@ -356,6 +367,10 @@ class StateTable(_Table):
         self._pool.share(self._g, [source], found=True)
         row.sources.append((self._g, source))
 
+    def needed(self, chain: Chain, length: int) -> list[int]:
+        name = self._name_at(chain, length)
+        return [self._index[name]] if name in self._index else []
+
     def missing(self, row: Row, length: int) -> int:
         return 0 if row.blocks[self._g] else 1
 
@@ -427,6 +442,9 @@ class EncoderTable(_Table):
             self._pool.share(self._g, blocks, found=True)
             row.blocks[self._g] = blocks
             row.named[self._g] = len(blocks)
+
+    def needed(self, chain: Chain, length: int) -> list[int]:
+        return []
 
     def missing(self, row: Row, length: int) -> int:
         wanted = -(-row.encoder.tokens // self._size) if row.encoder is not None else 0

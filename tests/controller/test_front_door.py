@@ -9,8 +9,8 @@ import pytest
 from intarsia.controller.client import EngineClient
 from intarsia.controller.engine import Engine
 from intarsia.controller.front_door import FrontDoor
-from intarsia.controller.request import SamplingParams
-from intarsia.errors import EngineUnavailable, InvalidRequest
+from intarsia.controller.request import SamplingParams, Terms
+from intarsia.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest
 from intarsia.proto.channel import Address, Stream
 from intarsia.tests.controller.test_engine import PROMPT, make_engine
 from intarsia.tests.simulated import continuation
@@ -149,3 +149,60 @@ def test_garbage_from_one_front_end_disturbs_no_other(frame: bytes):
         return tokens
 
     assert served(scenario) == continuation(PROMPT, 30)
+
+
+def test_several_answers_come_in_one_stream_and_one_can_be_ended():
+    async def scenario(engine: Engine, address: Address):
+        client = await EngineClient.connect(address)
+        generation = client.generate(PROMPT, SamplingParams(max_tokens=30, n=3))
+        tokens: list[list[int]] = [[], [], []]
+        async for delta in generation:
+            tokens[delta.answer] += delta.token_ids
+            if len(tokens[1]) == 4:
+                generation.end(1)
+        await all_free(engine)
+        await client.close()
+        return tokens, engine.stats.aborted_requests
+
+    tokens, aborted = served(scenario)
+    expected = continuation(PROMPT, 30)
+    assert (tokens[0], tokens[2]) == (expected, expected)
+    assert tokens[1] == expected[:4]
+    assert aborted == 1
+
+
+def test_an_answer_that_is_not_streamed_comes_as_one():
+    async def scenario(engine: Engine, address: Address):
+        client = await EngineClient.connect(address)
+        generation = client.generate(PROMPT, SamplingParams(max_tokens=12, n=2), is_streaming=False)
+        deltas = [delta async for delta in generation]
+        await client.close()
+        return deltas
+
+    deltas = served(scenario)
+    assert sorted((delta.answer, delta.finish_reason) for delta in deltas) == [(0, "length"), (1, "length")]
+    assert [list(delta.token_ids) for delta in deltas] == [continuation(PROMPT, 12)] * 2
+
+
+def test_a_generation_nobody_keeps_is_aborted():
+    async def scenario(engine: Engine, address: Address):
+        client = await EngineClient.connect(address)
+        async for _ in client.generate(PROMPT, SamplingParams(max_tokens=90)):
+            break
+        await all_free(engine)
+        await client.close()
+        return engine.stats.aborted_requests
+
+    assert served(scenario) == 1
+
+
+def test_time_that_is_over_ends_the_stream_with_a_typed_error():
+    async def scenario(engine: Engine, address: Address):
+        client = await EngineClient.connect(address)
+        with pytest.raises(DeadlineExceeded, match="s are over") as caught:
+            async for _ in client.generate(PROMPT, SamplingParams(max_tokens=90), terms=Terms(timeout_s=0.0001)):
+                pass
+        await client.close()
+        return caught.value
+
+    assert served(scenario).retryable

@@ -434,3 +434,51 @@ def test_a_long_prompt_leaves_half_of_the_time_to_those_who_decode():
     assert len(during) > 10
     assert max(during[5:]) <= 2 * (1000 + 3 * 100) / 100
     assert all(bench.generated[each.id] == continuation([n] * 3, 60) for n, each in enumerate(decoding))
+
+
+# Prefixes that others compute, or wait for
+
+
+def test_requests_that_come_together_compute_their_common_prompt_once():
+    bench = Bench(Full(), Sliding(5), blocks=256, max_num_batched_tokens=8)
+    prompt = [n % 50 for n in range(40)]
+    family = [bench.add([*prompt, n], max_tokens=3) for n in range(4)]
+    bench.run()
+    assert [bench.generated[each.id] for each in family] == [continuation([*prompt, n], 3) for n in range(4)]
+    assert bench.worker.computed_tokens < 41 + 3 * (1 + 4) + 4 * 3  # not 4 * 41
+
+
+def test_waiting_for_a_prompt_of_another_ends_when_that_one_is_given_up():
+    bench = Bench(Full(), blocks=256, max_num_batched_tokens=8)
+    prompt = [n % 50 for n in range(40)]
+    first, second = bench.add(prompt, max_tokens=3), bench.add([*prompt, 1], max_tokens=3)
+    bench.step()
+    assert second.slot is None
+    bench.scheduler.abort(first.id)
+    bench.run()
+    assert bench.generated[second.id] == continuation([*prompt, 1], 3)
+
+
+def test_unlike_requests_behind_one_that_waits_for_a_prompt_are_not_held_up():
+    bench = Bench(Full(), blocks=256, max_num_batched_tokens=16)
+    prompt = [n % 50 for n in range(40)]
+    bench.add(prompt, max_tokens=3)
+    alike, other = bench.add([*prompt, 1], max_tokens=3), bench.add([9, 8], max_tokens=3)
+    for _ in range(3):
+        bench.step()
+    assert alike.slot is None
+    assert other.slot is not None or bench.generated[other.id]
+
+
+def test_a_prefix_that_somebody_waits_for_outlives_others():
+    """Two prompts are known and the pool is full; the one that a waiting request begins with stays."""
+    wanted, unwanted = [1] * 12, [2] * 12
+    for prompts in ((wanted, unwanted), (unwanted, wanted)):
+        bench = Bench(Full(), blocks=13, max_num_seqs=1, max_num_batched_tokens=8)  # 12 usable blocks of 4 tokens
+        for prompt in prompts:
+            bench.add(prompt, max_tokens=1)
+            bench.run()
+        bench.add([3] * 24, max_tokens=8)
+        waits = bench.add([*wanted, 5], max_tokens=1)
+        bench.run()
+        assert waits.cached_tokens == 12

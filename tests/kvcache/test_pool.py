@@ -224,3 +224,13 @@ def test_recount_finds_damage(damage, finding: str):
     assert not faults(pool, [block])
     damage(pool, block)
     assert any(finding in fault for fault in faults(pool, [block]))
+
+
+def test_a_touched_block_is_the_last_of_its_tier_to_go():
+    pool = BlockPool(plan_of(Full(), blocks=5))
+    blocks = pool.take([4], RequestId(1))[0]
+    pool.name(0, blocks, [b"a", b"b", b"c", b"d"])
+    pool.give_back(0, blocks)
+    pool.touch(0, blocks[0])
+    pool.take([3], RequestId(2))
+    assert [pool.name_of(0, block) for block in blocks] == [b"a", None, None, None]
