@@ -65,7 +65,9 @@ class SchedulerSettings:
         if not 0 < self.prefill_share <= 1:
             raise InvalidSetting(f"prefill_share must lie in (0, 1], got {self.prefill_share}", field="prefill_share")
         if not self.ageing_s > 0:
-            raise InvalidSetting(f"ageing_s must be more than 0 seconds, got {self.ageing_s}", field="ageing_s")
+            raise InvalidSetting(
+                f"priority_ageing_s must be more than 0 seconds, got {self.ageing_s}", field="priority_ageing_s"
+            )
 
 
 class Progress(NamedTuple):

@@ -57,6 +57,15 @@ def serve(
         str | None, typer.Option(help="torch or reference.  [default: the first that fits]")
     ] = None,
     max_images_per_request: Annotated[int, typer.Option(help="Where the model takes images.")] = 1,
+    prefill_share: Annotated[
+        float, typer.Option(help="Share of a step's time that prompts get at least while others decode; 1: all.")
+    ] = 0.5,
+    priority_ageing_s: Annotated[
+        float, typer.Option(help="Seconds of waiting that make up for one level of priority.")
+    ] = 30.0,
+    longest_prefix_first: Annotated[
+        bool, typer.Option("--longest-prefix-first", help="Of those next in turn, take the one with most in the cache.")
+    ] = False,
     allow_generic: Annotated[
         bool, typer.Option("--allow-generic", help="Try an architecture that nobody has tested, as plain attention.")
     ] = False,
@@ -84,6 +93,9 @@ def serve(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             max_prefill_chunk_tokens=max_prefill_chunk_tokens,
+            prefill_share=prefill_share,
+            priority_ageing_s=priority_ageing_s,
+            longest_prefix_first=longest_prefix_first,
             strategy=strategy,
             expected_average_seq_len=expected_average_seq_len,
             dtype=dtype,
@@ -109,6 +121,14 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
     min_p: Annotated[float, typer.Option(help="Leave out tokens less probable than this share of the best one.")] = 0.0,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    presence_penalty: Annotated[float, typer.Option(help="Less of what the answer has already; from -2 to 2.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="... for each time it has it; from -2 to 2.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Less of what prompt and answer have; 1: none.")] = 1.0,
+    json_schema: Annotated[str | None, typer.Option(help="Answer in JSON of this schema.")] = None,
+    regex: Annotated[str | None, typer.Option(help="Answer with a text that matches as a whole.")] = None,
+    choice: Annotated[list[str] | None, typer.Option(help="Answer with one of these texts.")] = None,
+    priority: Annotated[int, typer.Option(help="Smaller comes first.")] = 0,
+    timeout_s: Annotated[float | None, typer.Option(help="Seconds after which the answer is worth nothing.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")] = False,
     image: Annotated[
         list[Path] | None, typer.Option(help="A picture for each image token of the prompt, in their order.")
@@ -116,7 +136,7 @@ def generate(
 ) -> None:
     """Ask a running server, and print the answer as it comes."""
     with _plain_errors():
-        from ..controller.request import SamplingParams
+        from ..controller.request import SamplingParams, Terms
         from .client import Client
 
         sampling = SamplingParams(
@@ -127,12 +147,19 @@ def generate(
             seed=seed,
             max_tokens=max_tokens,
             stop=tuple(stop or ()),
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            repetition_penalty=repetition_penalty,
+            json_schema=json_schema,
+            regex=regex,
+            choice=tuple(choice or ()),
             ignore_eos=ignore_eos,
         )
+        terms = Terms(priority=priority, timeout_s=timeout_s)
         asked = _prompt(prompt, token_ids)
         with Client(address) as client:
             usage = None
-            for chunk in client.generate(asked, sampling, images=[_read(path) for path in image or ()]):
+            for chunk in client.generate(asked, sampling, images=[_read(path) for path in image or ()], terms=terms):
                 text = chunk.text if isinstance(asked, str) else "".join(f"{token} " for token in chunk.token_ids)
                 print(text, end="", flush=True)
                 usage = chunk.usage or usage

@@ -98,6 +98,9 @@ class LLM:
     max_num_seqs              64: most requests in one step
     max_model_len             None: most tokens of one request, prompt included; None: what the model was made for
     max_prefill_chunk_tokens  None: most prompt tokens of one request in one step; None: all that fit
+    prefill_share             0.5: of a step's time, which prompts get at least while others decode; 1: all they need
+    priority_ageing_s         30: seconds of waiting that make up for one level of priority
+    longest_prefix_first      False: of those next in turn, take the one with most of its prompt in the cache
     dtype                     "auto": as saved, or "float32", "bfloat16", "float16"
     attention_backend         None: the first that covers the model, or its name
     max_images_per_request    1: where a model takes images
