@@ -88,6 +88,7 @@ class EngineStats:
     aborted_requests: int = 0
     expired_requests: int = 0
     preemptions: int = 0
+    swaps: int = 0  # of them, those whose blocks went to host memory
     plan_us: float = 0.0  # choosing the work of a step, and its blocks
     commit_us: float = 0.0  # entering its tokens, naming and giving back blocks, handing out
     wait_us: float = 0.0  # with nothing to do but wait for a worker's answer
@@ -342,6 +343,7 @@ class Engine:
         stats.generated_tokens += tokens
         stats.computed_tokens += len(step.decode) + sum(advance.tokens for advance in step.advance)
         stats.preemptions = self._scheduler.preemptions
+        stats.swaps = self._scheduler.swaps
         stats.wait_us += wait_us
         stats.commit_us += commit_us
         stats.run_us += result.run_us

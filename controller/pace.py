@@ -39,6 +39,10 @@ class Pace:
         share = max(self._least_share, prompts / (prompts + decoding))
         return step_us * share / (1 - share) / self._token_us
 
+    def prefill_us(self, tokens: int) -> float:
+        """What it takes to compute so many tokens of a prompt; 0 while that is not known."""
+        return (self._token_us or 0.0) * tokens
+
     def _decode_step_us(self, decoding: int) -> float | None:
         """Of the nearest number of requests that was seen."""
         if not self._decode_us or not decoding:

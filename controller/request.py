@@ -12,6 +12,7 @@ from ..kvcache.manager import RequestId
 from ..kvcache.prefix import TokenChain
 from ..proto.step import Logprobs
 from .images import Gallery
+from .swap import Swapped
 
 MAX_BIASES = 1024
 
@@ -302,6 +303,7 @@ class Request:
     gallery: Gallery | None = None  # the images it was asked about
     forks: list["Request"] = field(default_factory=list)
     parent: "Request | None" = None  # whose prompt it waits for
+    swapped: Swapped | None = None  # its blocks, in host memory
     prompt_logprobs: list[Logprobs] | None = None  # from the second token on; None: nobody asked
 
     @property

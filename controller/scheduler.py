@@ -21,12 +21,17 @@ from typing import Any, NamedTuple
 
 from ..errors import InvalidSetting, PoolExhausted
 from ..kvcache.manager import CacheManager, Hit, RequestId
-from ..kvcache.prefix import shared_blocks
-from ..kvcache.tables import Copy
+from ..kvcache.pool import BlockId
+from ..kvcache.prefix import TokenChain, shared_blocks
+from ..kvcache.tables import Copy, Encoder
 from ..proto.step import Admit, Advance, Logprobs, PromptLogprobs, Sampling, Step, StepResult
 from .pace import Pace
 from .queue import DECODE_WEIGHT, WaitingQueue
 from .request import FinishReason, Request
+from .swap import SwapSpace
+
+HOST_BYTES_PER_US = 8_000
+"""8 GB/s between a worker's memory and the host's, each way: what PCIe 4 brings at least, and a CPU's own memory."""
 
 MOST_PATIENT = 8
 """Requests that may be passed by in one step because somebody else computes their prompt."""
@@ -46,6 +51,7 @@ class SchedulerSettings:
     prefill_share: float = 0.5  # of a step's time, which prompts get at least while others decode; 1: all they need
     ageing_s: float = 30.0  # seconds of waiting that make up for one level of priority
     longest_prefix_first: bool = False  # among those whose turn it is, the one with most in the cache
+    swap_bytes: int = 0  # of host memory per worker, for preempted requests that are dear to compute anew
 
     def __post_init__(self):
         for field in ("max_num_seqs", "max_num_batched_tokens"):
@@ -64,6 +70,8 @@ class SchedulerSettings:
             )
         if not 0 < self.prefill_share <= 1:
             raise InvalidSetting(f"prefill_share must lie in (0, 1], got {self.prefill_share}", field="prefill_share")
+        if self.swap_bytes < 0:
+            raise InvalidSetting(f"swap_space must be at least 0 bytes, got {self.swap_bytes}", field="swap_space")
         if not self.ageing_s > 0:
             raise InvalidSetting(
                 f"priority_ageing_s must be more than 0 seconds, got {self.ageing_s}", field="priority_ageing_s"
@@ -127,10 +135,14 @@ class Scheduler:
         self._deadlines: list[tuple[float, RequestId]] = []  # a heap
         self._expired: list[Request] = []
         self._held_up: Request | None = None  # it was its turn, and there was no room
+        self._swap = SwapSpace(settings.swap_bytes)
+        self._swap_out: list[tuple[int, int, int]] = []  # for the step being planned: (group, block, ticket)
+        self._swap_in: list[tuple[int, int, int]] = []  # (group, ticket, block)
         self._in_flight: deque[_Flight] = deque()  # oldest first
         self._epoch = 1
         self._steps = 0
         self.preemptions = 0
+        self.swaps = 0  # of them, those whose blocks went to host memory
 
     # -- requests come and go ----------------------------------------------------------------------------------------
 
@@ -246,6 +258,7 @@ class Scheduler:
         else:
             self._queue.remove(request)
         self._release_forks(request)
+        self._forget_swapped(request)
         self._queue.leave(request)
 
     def _drop_aborted(self) -> None:
@@ -424,11 +437,16 @@ class Scheduler:
         retired, self._retired_slots = self._retired_slots, []
         copies, self._copies = self._copies, []
         saves, self._saves = self._saves, []
+        swap_out, self._swap_out = self._swap_out, []
+        swap_in, self._swap_in = self._swap_in, []
         forked, self._forked = self._forked, []
         return Step(
             self._epoch,
             self._steps,
             tuple(retired),
+            tuple(swap_out),
+            tuple(swap_in),
+            self._swap.take_forgotten(),
             tuple(copies),
             tuple(saves),
             (*forked, *(admit for admit, _, _ in admitted)),
@@ -472,16 +490,26 @@ class Scheduler:
         self._saves += [(request.slot, save.group, save.length, save.block) for save in growth.saves]
         return Advance(request.slot, tokens, tuple(map(tuple, growth.blocks)) if growth else ())
 
-    def _lookup(self, request: Request) -> Hit:
+    def _named(self, request: Request) -> tuple[TokenChain, Encoder | None]:
+        """The names of its prefixes, and what it is read beside."""
         encoder = request.gallery.encoder if request.gallery is not None else None
         if request.chain is None:
             request.chain = self._manager.chain(request.tokens, encoder=encoder)
-        hit = self._manager.lookup(request.chain, encoder=encoder)
+        return request.chain, encoder
+
+    def _lookup(self, request: Request) -> Hit:
+        chain, encoder = self._named(request)
+        hit = self._manager.lookup(chain, encoder=encoder)
         return hit._replace(tokens=0) if request.lacks_prompt_logprobs else hit
 
     def _try_admit(self, request: Request, budget: int, now_s: float) -> tuple[Admit, Request, Advance] | None:
         """A slot and the first chunk's blocks for a waiting request. None, with nothing taken, if that can not be."""
         alone = not self._running
+        if request.swapped is not None:
+            entry = self._try_swap_in(request, budget)
+            if entry is not None or not alone:
+                return entry
+            self._forget_swapped(request)  # a block at a time, computed anew, it fits
         hit = self._lookup(request)
         self._manager.open(request.id, hit)
         request.computed_tokens = hit.tokens
@@ -510,6 +538,33 @@ class Scheduler:
             request.cached_tokens, request.lost_tokens = hit.tokens, hit.lost
         admit = self._admit(request, has_encoded=bool(hit.encoder_tokens))
         return admit, request, advance._replace(blocks=())  # its blocks came with the table
+
+    def _try_swap_in(self, request: Request, budget: int) -> tuple[Admit, Request, Advance] | None:
+        """As `_try_admit`, for a request whose blocks wait in host memory."""
+        swapped = request.swapped
+        assert swapped is not None
+        chain, encoder = self._named(request)
+        try:
+            blocks = self._manager.swap_in(request.id, chain, swapped.tokens, swapped.places, encoder)
+        except PoolExhausted:
+            return None
+        request.computed_tokens = swapped.tokens
+        request.slot = self._free_slots[-1]
+        advance = self._try_advance(request, self._chunk(request, budget))
+        if advance is None:
+            self._manager.abandon(request.id)
+            request.computed_tokens, request.slot = 0, None
+            return None
+        if request.is_at_fork:
+            self._release_forks(request)
+        self._free_slots.pop()
+        self._queue.remove(request)
+        self._start(request)
+        for (group, _), ticket, block in zip(swapped.places, swapped.tickets, blocks, strict=True):
+            self._swap_in.append((group, ticket, block))
+        self._swap.give_back(swapped)
+        request.swapped = None
+        return self._admit(request, has_encoded=True), request, advance._replace(blocks=())
 
     def _try_fork(self, parent: Request, fork: Request) -> bool:
         """Let `fork` go on from where `parent` is. False, with nothing taken, for lack of a slot or of blocks."""
@@ -563,12 +618,40 @@ class Scheduler:
         )
 
     def _preempt(self, request: Request) -> None:
-        """Back to its place in the queue, with the tokens it has and without its blocks."""
-        self._retire(request)
+        """Back to its place in the queue, with its tokens; its blocks are given back, or wait in host memory."""
+        if self._is_worth_swapping(request):
+            self._put_aside(request)
+        else:
+            self._retire(request)
         request.computed_tokens = 0
         request.preemptions += 1
         self.preemptions += 1
         self._queue.add(request)
+
+    def _is_worth_swapping(self, request: Request) -> bool:
+        """Is it cheaper to copy its blocks to host memory and back than to compute them again?"""
+        if not self._settings.swap_bytes or not request.computed_tokens:
+            return False
+        copied = self._manager.swap_bytes(request.id)
+        copy_us = 2 * copied / HOST_BYTES_PER_US
+        return copied <= self._swap.free_bytes and copy_us < self._pace.prefill_us(request.computed_tokens)
+
+    def _put_aside(self, request: Request) -> None:
+        """`_retire`, with a copy of its blocks in host memory."""
+        tokens = request.computed_tokens
+        admit_is_known = all(admit.slot != request.slot for admit in self._forked)
+        moved = self._retire(request, keep=admit_is_known)
+        if moved is not None:
+            sizes = [group.block_bytes for group in self._manager.plan.groups]
+            self.swaps += 1
+            request.swapped = self._swap.put(tokens, [(g, n) for g, n, _ in moved], sizes)
+            for (group, _, block), ticket in zip(moved, request.swapped.tickets, strict=True):
+                self._swap_out.append((group, block, ticket))
+
+    def _forget_swapped(self, request: Request) -> None:
+        if request.swapped is not None:
+            self._swap.forget(request.swapped)
+            request.swapped = None
 
     def _start_over(self, request: Request) -> None:
         """A request that has the pool to itself, and still not one block more, sits on large pages it uses in part.
@@ -578,21 +661,25 @@ class Scheduler:
         assert not request.is_cautious, f"request {request.id} does not fit alone, and was taken"
         request.is_cautious = True
         self._preempt(request)
+        self._forget_swapped(request)
         self._manager.reset_prefix_cache()
 
-    def _retire(self, request: Request) -> None:
-        """Take a running request off its slot and give back its blocks."""
+    def _retire(self, request: Request, *, keep: bool = False) -> list[tuple[int, int, BlockId]] | None:
+        """Take a running request off its slot and give back its blocks; with `keep`, say what to copy if it can be."""
         slot = request.slot
         assert slot is not None
-        self._manager.release(request.id, request.computed_tokens)
+        moved = self._manager.swap_out(request.id, request.computed_tokens) if keep else None
+        if moved is None:
+            self._manager.release(request.id, request.computed_tokens)
         self._running.remove(request)
         self._free_slots.append(slot)
         request.slot = None
         for admit in self._forked:
             if admit.slot == slot:  # the workers were not to hear of it before the step that is being planned
                 self._forked.remove(admit)
-                return
+                return moved
         self._retired_slots.append(slot)
+        return moved
 
 
 def _by_seniority(request: Request) -> tuple[float, int]:

@@ -66,6 +66,9 @@ def serve(
     longest_prefix_first: Annotated[
         bool, typer.Option("--longest-prefix-first", help="Of those next in turn, take the one with most in the cache.")
     ] = False,
+    swap_space: Annotated[
+        str, typer.Option(help="Host memory per worker for the blocks of preempted requests, e.g. 4GiB.")
+    ] = "0",
     allow_generic: Annotated[
         bool, typer.Option("--allow-generic", help="Try an architecture that nobody has tested, as plain attention.")
     ] = False,
@@ -96,6 +99,7 @@ def serve(
             prefill_share=prefill_share,
             priority_ageing_s=priority_ageing_s,
             longest_prefix_first=longest_prefix_first,
+            swap_space=swap_space,
             strategy=strategy,
             expected_average_seq_len=expected_average_seq_len,
             dtype=dtype,

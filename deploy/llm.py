@@ -101,6 +101,8 @@ class LLM:
     prefill_share             0.5: of a step's time, which prompts get at least while others decode; 1: all they need
     priority_ageing_s         30: seconds of waiting that make up for one level of priority
     longest_prefix_first      False: of those next in turn, take the one with most of its prompt in the cache
+    swap_space                0: bytes of host memory on each worker, where blocks of preempted requests wait that are
+                              dearer to compute anew than to copy
     dtype                     "auto": as saved, or "float32", "bfloat16", "float16"
     attention_backend         None: the first that covers the model, or its name
     max_images_per_request    1: where a model takes images

@@ -384,6 +384,77 @@ class CacheManager:
             table.finish(row, retain.tier, worth)
         self.pool.end(request)
 
+    def swap_out(self, request: RequestId, length: int) -> list[tuple[int, int, BlockId]] | None:
+        """`release` a request whose first `length` tokens are written, and say what must be copied for it to go on from
+        there later: (group, place in its table, block) each, before anybody else writes to those blocks.
+
+        None, with nothing done, when its blocks wait to be filled from others first.
+        """
+        row = self._rows[request]
+        if row.sources:
+            return None
+        row.extent = length
+        for table in self._tables:
+            table.settle(row)  # what windows have passed need not be copied
+        held = [
+            (g, n, block)
+            for g, (blocks, group) in enumerate(zip(row.blocks, self._groups, strict=True))
+            for n, block in enumerate(blocks)
+            if block != NULL and (group.reach.keeps is not Keeps.TOKENS or n * group.block_tokens < length)
+        ]
+        self.release(request, length)
+        return held
+
+    def swap_bytes(self, request: RequestId) -> int:
+        """What `swap_out` would copy, about."""
+        row = self._rows[request]
+        return sum(
+            sum(block != NULL for block in blocks) * group.block_bytes
+            for blocks, group in zip(row.blocks, self._groups, strict=True)
+        )
+
+    def swap_in(
+        self, request: RequestId, chain: Chain, length: int, places: Sequence[tuple[int, int]], encoder: Encoder | None
+    ) -> list[BlockId]:
+        """Open a request again where `swap_out` closed it. places: (group, place in its table) of what was copied.
+
+        Returns the blocks to copy it to, in that order. Raises `PoolExhausted`, with nothing taken.
+        """
+        wants = [0] * len(self._tables)
+        for g, _ in places:
+            wants[g] += 1
+        taken = self.pool.take(wants, request)
+        row = self._add_row(request, chain, encoder)
+        chain.grow()
+        unused = [iter(blocks) for blocks in taken]
+        found = []
+        for g, n in places:  # in the order of places within a group
+            blocks = row.blocks[g]
+            if not blocks:
+                row.first[g] = n
+            blocks += [NULL] * (n - len(blocks))
+            found.append(next(unused[g]))
+            blocks.append(found[-1])
+        for g, group in enumerate(self._groups):
+            if group.reach.keeps is Keeps.TOKENS:
+                full = length // group.block_tokens
+                row.blocks[g] += [NULL] * (full - len(row.blocks[g]))
+                row.named[g] = full  # they had their names before
+                if all(place[0] != g for place in places):
+                    row.first[g] = len(row.blocks[g])
+            else:
+                row.named[g] = len(row.blocks[g])
+        row.extent, row.copied = length, True
+        return found
+
+    def abandon(self, request: RequestId) -> None:
+        """`swap_in` was for nothing: the copies are not made."""
+        row = self._rows.pop(request)
+        self._free_numbers.append(row.number)
+        for g, blocks in enumerate(row.blocks):
+            self.pool.give_back(g, [block for block in blocks if block != NULL])
+        self.pool.end(request)
+
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix and every pin. Open requests keep their blocks."""
         for pin in self._pins:

@@ -76,6 +76,9 @@ class Step(NamedTuple):
     epoch: int  # of the worker group; answers of an older one are void
     number: int
     retire: tuple[int, ...]  # slots
+    swap_out: tuple[tuple[int, int, int], ...]  # (group, block, ticket): to host memory, before anything is written
+    swap_in: tuple[tuple[int, int, int], ...]  # (group, ticket, block): from there, which ends the ticket
+    forget: tuple[int, ...]  # tickets of what nobody will ask for any more
     copies: tuple[tuple[int, int, int], ...]  # (group, source block, target block), made before anything is written
     saves: tuple[tuple[int, int, int, int], ...]  # (slot, group, tokens, block): the state after so many tokens, kept
     admit: tuple[Admit, ...]
@@ -87,11 +90,14 @@ class Step(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> "Step":
-        epoch, number, retire, copies, saves, admit, advance, decode = unpack(data)
+        epoch, number, retire, swap_out, swap_in, forget, copies, saves, admit, advance, decode = unpack(data)
         return cls(
             epoch,
             number,
             retire,
+            swap_out,
+            swap_in,
+            forget,
             copies,
             saves,
             tuple(_admit(*fields) for fields in admit),

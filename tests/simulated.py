@@ -39,10 +39,21 @@ class SimulatedWorker:
         self._saves: dict[tuple[int, int], list[tuple[int, int]]] = {}  # slot, group -> lengths, and where to
         self.largest_step_tokens = 0
         self.computed_tokens = 0
+        self.swapped: dict[int, list[bytes | None]] = {}
 
     def run(self, step: Step) -> StepResult:
         for slot in step.retire:
             del self._slots[slot]
+        for g, block, ticket in step.swap_out:
+            content = [self._read(block, offset, g) for offset in range(self._plan.groups[g].block_tokens)]
+            assert ticket not in self.swapped, "a ticket was given twice"
+            self.swapped[ticket] = content
+        for g, ticket, block in step.swap_in:
+            for offset, content in enumerate(self.swapped.pop(ticket)):
+                if content is not None:
+                    self._write(block, offset, g, content)
+        for ticket in step.forget:
+            del self.swapped[ticket]
         for g, source, target in step.copies:
             for offset in range(self._plan.groups[g].block_tokens):
                 content = self._read(source, offset, g)

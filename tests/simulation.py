@@ -42,6 +42,7 @@ class Outcome:
     expired: int = 0
     aborted: int = 0
     forked: int = 0
+    swapped: int = 0
     virtual_s: float = 0.0
 
     def add(self, other: "Outcome") -> None:
@@ -79,6 +80,7 @@ class Scenario:
             prefill_share=rng.choice([0.1, 0.5, 1.0]),
             ageing_s=rng.choice([0.001, 0.1, 30.0]),
             longest_prefix_first=rng.random() < 0.3,
+            swap_bytes=rng.choice([0, 0, 300, 5000]),
         )
         self._scheduler = Scheduler(self._settings, self._manager, self._clock)
         self._worker = SimulatedWorker(plan)
@@ -205,6 +207,7 @@ class Scenario:
             for each in decoding:
                 waits = each.is_live and each.slot is not None and each.slot not in slots
                 _check(not waits or len(self._seated()) > 1, f"request {each.id} decodes, and got no token")
+        self._outcome.swapped += bool(step.swap_in)
         result = self._worker.run(step)
         seconds = self._step_s + computed * self._token_s
         return result._replace(run_us=int(seconds * 1e6))
@@ -236,6 +239,8 @@ class Scenario:
             _check(generated == expected[:stop], f"request {request_id} got {generated}, not {expected[:stop]}")
             self._outcome.tokens += len(generated)
         _check(recount(self._manager).all_free, "blocks are held at the end")
+        _check(self._scheduler._swap.free_bytes == self._settings.swap_bytes, "host memory is held at the end")
+        _check(len(self._worker.swapped) <= len(self._scheduler._swap._forgotten), "workers keep what nobody asks for")
         _check(self._scheduler.num_running == self._scheduler.num_waiting == 0, "somebody is left")
         self._outcome.virtual_s = self._now_s
 

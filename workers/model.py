@@ -67,6 +67,11 @@ class LoadedModel:
         if self.cross is not None:
             self.cross.use(self._pages, plan, backend)
 
+    @property
+    def pages(self) -> Pages:
+        assert self._pages is not None, "allocate pages first"
+        return self._pages
+
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy whole blocks: (group, source, target) each, in this order."""
         if copies:

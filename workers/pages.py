@@ -25,6 +25,7 @@ class Pages:
         self.tokens: dict[int, Tensor] = {}  # layer -> view
         self.states: dict[int, tuple[Tensor, ...]] = {}
         self.group_of: dict[tuple[int, Keeps], tuple[int, int]] = {}  # layer -> its group, and its place there
+        self._swapped: dict[int, list[Tensor]] = {}  # ticket -> a block's bytes in each buffer
         self._whole: list[list[Tensor]] = []  # [group][buffer]: [blocks, page_bytes]
         for g, group in enumerate(plan.groups):
             blocks = plan.blocks_of(group)
@@ -44,6 +45,21 @@ class Pages:
         for g, source, target in copies:
             for pages in self._whole[g]:
                 pages[target].copy_(pages[source])
+
+    def swap_out(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Keep whole blocks in host memory: (group, block, ticket) each."""
+        for g, block, ticket in moves:
+            self._swapped[ticket] = [pages[block].to("cpu", copy=True) for pages in self._whole[g]]
+
+    def swap_in(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Put them back, into any block: (group, ticket, block) each."""
+        for g, ticket, block in moves:
+            for pages, kept in zip(self._whole[g], self._swapped.pop(ticket), strict=True):
+                pages[block].copy_(kept)
+
+    def forget(self, tickets: Sequence[int]) -> None:
+        for ticket in tickets:
+            del self._swapped[ticket]
 
     def _share(self, layers: Sequence[LayerSpec]) -> None:
         for layer in layers:

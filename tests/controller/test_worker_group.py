@@ -45,7 +45,7 @@ def test_more_workers_than_the_cluster_has_cpus_are_refused_with_the_numbers(ray
 def test_failing_step_names_the_rank_and_the_reason(two_workers: WorkerGroup, loop: Loop, tiny: Callable):
     loop.run(make_engine(tiny("llama").path, two_workers))
     with pytest.raises(EngineUnavailable, match=r"worker \d could not run step 1: .*slot 3 is empty"):
-        loop.run(finished(two_workers, Step(1, 1, (), (), (), (), (Advance(3, 1, ()),))))
+        loop.run(finished(two_workers, Step(1, 1, (), (), (), (), (), (), (), (Advance(3, 1, ()),))))
 
 
 def test_killed_worker_is_noticed_in_the_step_that_waits_for_it(ray_cluster: None, loop: Loop, tiny: Callable):
@@ -54,7 +54,7 @@ def test_killed_worker_is_noticed_in_the_step_that_waits_for_it(ray_cluster: Non
         loop.run(make_engine(tiny("llama").path, group))
         os.kill(loop.run(group.process_ids())[0], signal.SIGKILL)
         with pytest.raises(EngineUnavailable, match="worker 0 of 1 is gone in step 1"):
-            loop.run(finished(group, Step(1, 1, (), (), (), (), ())))
+            loop.run(finished(group, Step(1, 1, (), (), (), (), (), (), (), ())))
     finally:
         loop.run(group.close())
 

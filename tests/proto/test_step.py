@@ -4,7 +4,19 @@ from intarsia.proto.step import Admit, Advance, Logprobs, PromptLogprobs, Sampli
 def test_step_survives_the_wire():
     sampling = Sampling(0.7, 40, 0.9, 2**63 - 1, -1)
     admit = Admit(4, (1, 2, 3), 0, ((1, 0), (2, 9)), 90, sampling)
-    step = Step(3, 17, (4, 5), ((0, 7, 8),), ((4, 1, 2, 6),), (admit,), (Advance(4, 3, ()),), (1, 2))
+    step = Step(
+        3,
+        17,
+        (4, 5),
+        ((0, 3, 9),),
+        ((1, 8, 2),),
+        (7,),
+        ((0, 7, 8),),
+        ((4, 1, 2, 6),),
+        (admit,),
+        (Advance(4, 3, ()),),
+        (1, 2),
+    )
     assert Step.unpack(step.pack()) == step
 
 
@@ -15,6 +27,6 @@ def test_result_survives_the_wire():
 
 
 def test_quiet_decode_step_of_256_requests_packs_below_1_kilobyte():
-    step = Step(1, 100_000, (), (), (), (), (), tuple(range(256)))
+    step = Step(1, 100_000, (), (), (), (), (), (), (), (), tuple(range(256)))
     assert len(step.pack()) < 1024
     assert Step.unpack(step.pack()) == step

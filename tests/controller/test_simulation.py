@@ -1,0 +1,74 @@
+"""Random scenarios of the real scheduler and cache manager; `bench/simulate.py` plays any number of them."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from intarsia.controller.scheduler import Scheduler
+from intarsia.controller.swap import SwapSpace
+from intarsia.kvcache.manager import CacheManager
+from intarsia.tests.simulation import Outcome, Scenario, Violation
+
+
+def play(seeds: range) -> Outcome:
+    total = Outcome()
+    for seed in seeds:
+        total.add(Scenario(seed).run())
+    return total
+
+
+def test_random_scenarios_violate_nothing():
+    first = random.randrange(1 << 30)
+    print(f"seeds {first} to {first + 299}")
+    total = play(range(first, first + 300))
+    assert min(total.preemptions, total.expired, total.aborted, total.forked, total.swapped) > 0
+
+
+@pytest.mark.slow
+def test_many_random_scenarios_violate_nothing():
+    play(range(20_000))
+
+
+def test_a_scenario_is_the_same_from_the_same_seed():
+    assert Scenario(11).run() == Scenario(11).run()
+
+
+def quiet_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CacheManager, "quiet_until", lambda self, request: 1 << 40)
+
+
+def seniority_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Scheduler._preempt
+
+    def preempt(self: Scheduler, request) -> None:
+        original(self, self._running[0])
+
+    monkeypatch.setattr(Scheduler, "_preempt", preempt)
+
+
+def deadlines_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "_expire", lambda self, now_s: None)
+
+
+def swapped_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SwapSpace, "give_back", lambda self, swapped: None)
+
+
+def forks_from_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Scheduler._admit
+
+    def admit(self: Scheduler, request, *, has_encoded: bool):
+        entry = original(self, request, has_encoded=has_encoded)
+        return entry._replace(computed_tokens=entry.computed_tokens + (request.parent is None and has_encoded))
+
+    monkeypatch.setattr(Scheduler, "_admit", admit)
+
+
+@pytest.mark.parametrize(
+    "plant", [quiet_for_ever, seniority_forgotten, deadlines_unseen, swapped_forgotten, forks_from_too_late]
+)
+def test_planted_bugs_are_found(plant: Callable, monkeypatch: pytest.MonkeyPatch):
+    plant(monkeypatch)
+    with pytest.raises(Violation, match=r"seed \d+: "):
+        play(range(200))
