@@ -76,12 +76,15 @@ class WaitingQueue:
     def add(self, request: Request) -> None:
         """It waits, for the first time or again."""
         self._waiting[request.id] = request
-        due_s = request.arrival_s + request.terms.priority * self._ageing_s
-        heapq.heappush(self._tenants[request.terms.tenant].heap, (due_s, request.id))
+        heapq.heappush(self._tenants[request.terms.tenant].heap, (self.due_s(request), request.id))
 
     def remove(self, request: Request) -> None:
         """It waits no more."""
         del self._waiting[request.id]
+
+    def due_s(self, request: Request) -> float:
+        """The smaller, the earlier it is its turn, among those of its tenant."""
+        return request.arrival_s + request.terms.priority * self._ageing_s
 
     # -- whose turn it is --------------------------------------------------------------------------------------------
 

@@ -285,8 +285,12 @@ class Scheduler:
             return
         victim = self._running[-1]
         assert victim.seniority is not None
+        # Behind it in the queue, too, or the victim's place would be taken by the victim.
+        is_behind = victim.terms.tenant != waiting.terms.tenant or self._queue.due_s(victim) > self._queue.due_s(
+            waiting
+        )
         is_lower = victim.terms.priority > waiting.terms.priority
-        if is_lower and victim.seniority > self._seniority(waiting, now_s):
+        if is_lower and is_behind and victim.seniority > self._seniority(waiting, now_s):
             self._preempt(victim)
 
     def _fork(self) -> None:
