@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from intarsia.kernels import native
 from intarsia.kernels.paged_attention import Needs, select_backend
 
 CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+
 PLAIN = Needs(torch.float32, heads=8, kv_heads=2, key_dim=64, value_dim=64)
 
 

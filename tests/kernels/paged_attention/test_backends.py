@@ -47,6 +47,8 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(torch_sdpa_module, "SPREAD_TOKENS", 6)
         monkeypatch.setattr(torch_sdpa_module, "PART_TOKENS", 48)
         monkeypatch.setattr(torch_sdpa_module, "TILE_QUERIES", 5)
+    if "native" in request.param and (lacks := NativeBackend.lacks()):
+        pytest.skip(lacks)
     if request.param == "native in small pieces":
         monkeypatch.setattr(native_module, "PIECE_TOKENS", 6)
     return NativeBackend() if "native" in request.param else TorchBackend()

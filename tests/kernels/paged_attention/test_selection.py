@@ -9,6 +9,7 @@ import torch
 from intarsia.errors import InvalidSetting, UnsupportedModel
 from intarsia.kernels.paged_attention import (
     Capabilities,
+    NativeBackend,
     Needs,
     ReferenceBackend,
     TorchBackend,
@@ -50,8 +51,8 @@ def test_the_first_backend_that_covers_the_layer_is_chosen(needs, chosen):
     assert type(backend) is chosen
 
 
-def test_the_default_on_a_cpu_is_native_and_a_name_forces_another():
-    assert select_backend(PLAIN, CPU).name == "native"
+def test_the_default_on_a_cpu_is_native_where_there_is_a_compiler_and_a_name_forces_another():
+    assert select_backend(PLAIN, CPU).name == ("torch" if NativeBackend.lacks() else "native")
     assert select_backend(PLAIN, CPU, "torch").name == "torch"
     assert select_backend(PLAIN, CPU, "reference").name == "reference"
 
