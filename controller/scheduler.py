@@ -204,6 +204,8 @@ class Scheduler:
         self._fork()
         decode, planned, budget, is_short = self._advance_running()
         admitted = [] if is_short and self._running else self._admit_waiting(budget, now_s)
+        if self._queue and self._manager.is_full and (admitted or any(not each.is_decoding for each, _ in planned)):
+            self._touch_waiting()
         return self._seal(decode, planned, admitted)
 
     def commit(self, result: StepResult) -> Outcome:
@@ -285,11 +287,10 @@ class Scheduler:
             return
         victim = self._running[-1]
         assert victim.seniority is not None
-        # Behind it in the queue, too, or the victim's place would be taken by the victim.
-        is_behind = victim.terms.tenant != waiting.terms.tenant or self._queue.due_s(victim) > self._queue.due_s(
-            waiting
-        )
         is_lower = victim.terms.priority > waiting.terms.priority
+        # Behind it in the queue, too, or the victim's place would be taken by the victim.
+        is_behind = self._queue.due_s(victim) > self._queue.due_s(waiting)
+        is_behind |= victim.terms.tenant != waiting.terms.tenant
         if is_lower and is_behind and victim.seniority > self._seniority(waiting, now_s):
             self._preempt(victim)
 
@@ -361,7 +362,6 @@ class Scheduler:
     def _admit_waiting(self, budget: int, now_s: float) -> list[tuple[Admit, Request, Advance]]:
         admitted = []
         self._held_up = None
-        full_budget = self._settings.max_num_batched_tokens
         patient: list[Request] = []  # whose turn it is, and who had better wait
         while budget > 0 and len(patient) <= MOST_PATIENT:
             request = self._queue.after(patient) if patient else self._next_waiting(now_s)
@@ -376,8 +376,6 @@ class Scheduler:
                 break
             admitted.append(entry)
             budget -= entry[2].tokens
-        if self._queue and budget < full_budget:  # prompts go on, and take blocks
-            self._touch_waiting()
         return admitted
 
     def _touch_waiting(self) -> None:

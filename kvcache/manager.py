@@ -236,6 +236,11 @@ class CacheManager:
         return self._caching
 
     @property
+    def is_full(self) -> bool:
+        """Every block is held or keeps a prefix: new ones are made free by eviction."""
+        return self.pool.num_blank == 0
+
+    @property
     def num_open(self) -> int:
         return len(self._rows)
 
@@ -314,7 +319,7 @@ class CacheManager:
 
     def touch(self, hit: Hit) -> None:
         """Somebody waits to take this prefix up: of what is kept, let it go last."""
-        if hit.tokens and not self.pool.num_blank:
+        if hit.tokens:
             for g, table in enumerate(self._tables):
                 for block in reversed(table.needed(hit.chain, hit.tokens)):  # the front outlives the tail
                     self.pool.touch(g, block)
