@@ -13,10 +13,18 @@ import pytest
 
 from intarsia import SamplingParams
 from intarsia.controller.launch import RunningEngine, start_engine
+from intarsia.controller.request import Terms
 from intarsia.deploy.client import Client
 from intarsia.deploy.grpc_server import GrpcServer
 from intarsia.deploy.settings import engine_settings
-from intarsia.errors import EngineUnavailable, IntarsiaError, InvalidRequest, InvalidSetting, RequestTooLarge
+from intarsia.errors import (
+    DeadlineExceeded,
+    EngineUnavailable,
+    IntarsiaError,
+    InvalidRequest,
+    InvalidSetting,
+    RequestTooLarge,
+)
 from intarsia.tests import models
 from intarsia.tests.conftest import Loop, TinyModel
 
@@ -93,6 +101,27 @@ def test_64_streams_with_20_disconnects_are_all_right_and_every_block_returns(se
         assert models.is_greedy(service.oracle, prompt, output)
     assert loop.run(service.engine.stats())["preemptions"] > 0
     assert sum(len(o) < c for o, c in zip(outputs, counts, strict=True)) == DISCONNECTS
+
+
+def test_several_answers_prompt_logprobs_and_time_limits_over_the_wire(service: Service, loop: Loop):
+    model = service.model
+    with Client(service.address) as client:
+        params = SamplingParams(temperature=0, max_tokens=24, n=3, prompt_logprobs=2)
+        tokens: list[list[int]] = [[], [], []]
+        reasons, about_prompt = {}, ()
+        for chunk in client.generate(model.prompts[2], params, terms=Terms(priority=-1, tenant="a", timeout_s=60)):
+            tokens[chunk.index] += chunk.token_ids
+            about_prompt = about_prompt or chunk.prompt_logprobs
+            reasons[chunk.index] = chunk.finish_reason
+        assert tokens == [model.expected[2]] * 3
+        assert reasons == dict.fromkeys(range(3), "length")
+        assert [row.token_id for row in about_prompt] == model.prompts[2][1:]
+        with pytest.raises(DeadlineExceeded, match=r"0\.001 s are over") as late:
+            list(client.generate(model.prompts[2], SamplingParams(max_tokens=100), terms=Terms(timeout_s=0.001)))
+        assert (late.value.field, late.value.retryable) == ("timeout_s", True)
+        with pytest.raises(InvalidRequest, match="no end token, so an answer of a given form could not end"):
+            client.complete(model.prompts[2], SamplingParams(choice=("a", "b")))
+    assert all_free(service, loop)
 
 
 @pytest.mark.parametrize(
