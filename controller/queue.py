@@ -95,23 +95,13 @@ class WaitingQueue:
 
     def after(self, passed: Collection[Request]) -> Request | None:
         """Who is next when these can not be taken now; of the same tenant as the first of them."""
-        heap = self._tenants[next(iter(passed)).terms.tenant].heap
-        known = {request.id for request in passed}
-        following = (
-            number
-            for _, number in heapq.nsmallest(LOOK_AHEAD + len(known), heap)
-            if number in self._waiting and number not in known
-        )
-        number = next(following, None)
-        return self._waiting[number] if number is not None else None
+        tenant = self._tenants[next(iter(passed)).terms.tenant]
+        return next((each for each in self._first(tenant, LOOK_AHEAD + len(passed)) if each not in passed), None)
 
     def next_few(self, count: int) -> list[Request]:
         """Some of those who wait, of the tenant whose turn it is."""
         tenant = self._next_tenant()
-        if tenant is None:
-            return []
-        nearest = heapq.nsmallest(count, tenant.heap)
-        return [self._waiting[number] for _, number in nearest if number in self._waiting]
+        return self._first(tenant, count) if tenant is not None else []
 
     def best_head(self, cached_tokens: Callable[[Request], int], now_s: float) -> Request | None:
         """Of the first few of the tenant whose turn it is, the one with the most in the cache; the first of them if it
@@ -122,9 +112,7 @@ class WaitingQueue:
         first = self._waiting[tenant.heap[0][1]]
         if now_s - first.arrival_s >= self._ageing_s:
             return first
-        nearest = heapq.nsmallest(LOOK_AHEAD, tenant.heap)
-        candidates = [self._waiting[number] for _, number in nearest if number in self._waiting]
-        return max(candidates, key=cached_tokens)  # the earlier one among equals
+        return max(self._first(tenant, LOOK_AHEAD), key=cached_tokens)  # the earlier one among equals
 
     def served(self, tenant: str, tokens: int) -> None:
         """Count what a step does for a tenant."""
@@ -134,6 +122,11 @@ class WaitingQueue:
     def num_tenants(self) -> int:
         """Tenants with requests that wait or run."""
         return len(self._tenants)
+
+    def _first(self, tenant: _Tenant, count: int) -> list[Request]:
+        """Up to so many of a tenant's requests that wait, in their order."""
+        nearest = heapq.nsmallest(count, tenant.heap)
+        return [self._waiting[number] for _, number in nearest if number in self._waiting]
 
     def _next_tenant(self) -> _Tenant | None:
         if not self._waiting:

@@ -36,7 +36,6 @@ HOST_BYTES_PER_US = 8_000
 MOST_PATIENT = 8
 """Requests that may be passed by in one step because somebody else computes their prompt."""
 
-
 TOUCHED = 4
 """Waiting requests whose cached prefixes are kept for them while prompts are computed."""
 

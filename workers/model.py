@@ -1,7 +1,7 @@
 """How a transformers module is loaded: built empty, filled with this rank's slices, hooked up to our attention."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -71,12 +71,6 @@ class LoadedModel:
     def pages(self) -> Pages:
         assert self._pages is not None, "allocate pages first"
         return self._pages
-
-    def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy whole blocks: (group, source, target) each, in this order."""
-        if copies:
-            assert self._pages is not None, "allocate pages first"
-            self._pages.copy(copies)
 
 
 def load_model(

@@ -139,12 +139,11 @@ class ModelRunner:
     def run(self, step: Step) -> Drawn:
         """Compute the step's tokens. New tokens are returned on rank 0; all ranks keep them for the next step."""
         tables = self._tables
-        if step.swap_out or step.swap_in or step.forget:
-            pages = self._model.pages
-            pages.swap_out(step.swap_out)
-            pages.swap_in(step.swap_in)
-            pages.forget(step.forget)
-        self._model.copy_blocks(step.copies)
+        pages = self._model.pages
+        pages.swap_out(step.swap_out)
+        pages.swap_in(step.swap_in)
+        pages.forget(step.forget)
+        pages.copy(step.copies)
         for slot in step.retire:
             tables.retire(slot)
         for admission in step.admit:
