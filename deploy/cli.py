@@ -54,7 +54,7 @@ def serve(
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     attention_backend: Annotated[
-        str | None, typer.Option(help="torch or reference.  [default: the first that fits]")
+        str | None, typer.Option(help="native, torch or reference.  [default: the first that fits]")
     ] = None,
     max_images_per_request: Annotated[int, typer.Option(help="Where the model takes images.")] = 1,
     prefill_share: Annotated[
@@ -69,6 +69,12 @@ def serve(
     swap_space: Annotated[
         str, typer.Option(help="Host memory per worker for the blocks of preempted requests, e.g. 4GiB.")
     ] = "0",
+    enforce_eager: Annotated[
+        bool, typer.Option("--enforce-eager", help="Run transformers' modules as they are written; slower.")
+    ] = False,
+    torch_compile: Annotated[
+        bool, typer.Option("--torch-compile", help="Compile the model with torch.compile; starting takes minutes.")
+    ] = False,
     allow_generic: Annotated[
         bool, typer.Option("--allow-generic", help="Try an architecture that nobody has tested, as plain attention.")
     ] = False,
@@ -105,6 +111,8 @@ def serve(
             dtype=dtype,
             attention_backend=attention_backend,
             max_images_per_request=max_images_per_request,
+            enforce_eager=enforce_eager,
+            torch_compile=torch_compile,
             allow_generic=allow_generic,
             trust_remote_code=trust_remote_code,
             name=name,

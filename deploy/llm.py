@@ -106,6 +106,8 @@ class LLM:
     dtype                     "auto": as saved, or "float32", "bfloat16", "float16"
     attention_backend         None: the first that covers the model, or its name
     max_images_per_request    1: where a model takes images
+    enforce_eager             False: run transformers' modules as they are written, nothing fused or recorded; slower
+    torch_compile             False: compile the model with torch.compile, which takes minutes when it starts
     allow_generic             False: try an architecture that nobody has tested, as plain attention
     trust_remote_code         False: run Python files that come with the checkpoint
     name                      None: of the engine in the Ray cluster; None: drawn

@@ -37,6 +37,8 @@ def engine_settings(
     dtype: str = "auto",
     attention_backend: str | None = None,
     max_images_per_request: int = 1,
+    enforce_eager: bool = False,
+    torch_compile: bool = False,
     allow_generic: bool = False,
     trust_remote_code: bool = False,
     name: str | None = None,
@@ -47,7 +49,14 @@ def engine_settings(
     """
     return EngineSettings(
         model=ModelSettings(
-            str(model), tensor_parallel_size, dtype, attention_backend, allow_generic, trust_remote_code
+            model_dir=str(model),
+            tensor_parallel_size=tensor_parallel_size,
+            dtype=dtype,
+            attention_backend=attention_backend,
+            allow_generic=allow_generic,
+            enforce_eager=enforce_eager,
+            torch_compile=torch_compile,
+            trust_remote_code=trust_remote_code,
         ),
         plan=plan_settings(kv_cache_memory, block_size, strategy, expected_average_seq_len),
         scheduler=SchedulerSettings(

@@ -5,9 +5,12 @@ layer's pages and the metadata its group shares in this step; it writes the new 
 pages. No mask is built and no cache object exists.
 """
 
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +48,16 @@ def step_masks(plan: MemoryPlan) -> list[tuple[int, Reach]]:
     )
 
 
+class Seen(NamedTuple):
+    """One call of the function transformers calls, while we learn."""
+
+    q_THD: Tensor
+    k_TKD: Tensor
+    v_TKD: Tensor
+    out_THD: Tensor
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]  # the way to call again, with other q, k and v
+
+
 class PagedAttention:
     """Attention of all layers of one model over their pages, and the step it is used in.
 
@@ -56,10 +69,14 @@ class PagedAttention:
         self._layers = {layer.index: layer for layer in layers if layer.reach.keeps is Keeps.TOKENS}
         self._dtype = dtype
         self._device = device
-        self._backend: Backend | None = None  # None: learning
+        self._backend: Backend | None = None  # None: learning, and each token sees itself alone
+        self.seen: dict[nn.Module, Seen] = {}  # while learning, by calling module
         self._views: dict[int, Tensor] = {}
         self._mask_of: dict[int, int] = {}  # layer -> place in `step_masks`
         self._needs: dict[int, Needs] = {}
+        self._params: dict[int, LayerParams] = {}  # as learnt, for compiled code
+        self._number = next(_numbers)
+        _by_number[self._number] = self
         self._metas: list[GroupMeta] = []
         self.positions_T = torch.empty(0, dtype=torch.int64)
 
@@ -111,6 +128,15 @@ class PagedAttention:
             )
         self._backend = chosen[0]
 
+    @property
+    def is_learning(self) -> bool:
+        return self._backend is None
+
+    @property
+    def backend(self) -> Backend:
+        assert self._backend is not None, "learn first"
+        return self._backend
+
     def begin_step(self, batches: Sequence[GroupBatch], positions_T: Tensor) -> None:
         """The block tables and lengths of the next forward pass, one batch for each of `step_masks`.
 
@@ -120,22 +146,34 @@ class PagedAttention:
         if self._backend is not None:
             self._metas = [self._backend.prepare(batch, self._device) for batch in batches]
 
+    def resume(self, metas: list[GroupMeta], positions_T: Tensor) -> None:
+        """Run the next forward pass over metadata that was prepared elsewhere."""
+        self._metas, self.positions_T = metas, positions_T
+
     def attend(self, layer: int, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, params: LayerParams) -> Tensor:
         """Write this step's keys and values of one layer, then attend. Shapes as transformers has them, B == 1.
 
         Returns [1, T, H, D].
         """
         q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (q_BHTD, k_BKTD, v_BKTD))
+        return self.attend_packed(q_THD, k_TKD, v_TKD, layer, params).unsqueeze(0)
+
+    def attend_packed(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, params: LayerParams) -> Tensor:
+        """The same with packed tokens. Returns [T,H,D]."""
+        if torch.compiler.is_compiling():
+            return torch.ops.intarsia.attend(q_THD, k_TKD, v_TKD, layer, self._number)
         value_dim = params.latent_values or v_TKD.shape[-1]
-        out_THD = torch.empty((*q_THD.shape[:2], value_dim), dtype=q_THD.dtype, device=q_THD.device)
         if self._backend is None:
+            self._params[layer] = params
             self._note(layer, q_THD.shape[1], params)
-            return out_THD.zero_().unsqueeze(0)
+            values_TKD = k_TKD[..., :value_dim] if params.latent_values else v_TKD
+            return values_TKD.repeat_interleave(q_THD.shape[1] // values_TKD.shape[1], dim=1)
+        out_THD = torch.empty((*q_THD.shape[:2], value_dim), dtype=q_THD.dtype, device=q_THD.device)
         meta, view = self._metas[self._mask_of[layer]], self._views[layer]
         if self._layers[layer].shares is None:  # else its source has written them, in this very step
             self._backend.write(view, k_TKD, v_TKD, meta)
         self._backend.attend(q_THD, view, params, meta, out_THD)
-        return out_THD.unsqueeze(0)
+        return out_THD
 
     def _note(self, layer: int, heads: int, params: LayerParams) -> None:
         spec = self._layers[layer]
@@ -151,6 +189,24 @@ class PagedAttention:
             softcap=params.softcap is not None,
             sinks=params.sinks is not None,
         )
+
+
+_numbers = itertools.count()
+_by_number: weakref.WeakValueDictionary[int, PagedAttention] = weakref.WeakValueDictionary()
+
+
+@torch.library.custom_op("intarsia::attend", mutates_args=())
+def _attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, number: int) -> Tensor:
+    """How code that torch has compiled calls `PagedAttention.attend_packed`. Pages change unseen by the compiler, which
+    is right as long as nothing but this operator touches them."""
+    paged = _by_number[number]
+    return paged.attend_packed(q_THD, k_TKD, v_TKD, layer, paged._params[layer])
+
+
+@_attend.register_fake
+def _(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, number: int) -> Tensor:
+    latent_values = _by_number[number]._params[layer].latent_values
+    return q_THD.new_empty((*q_THD.shape[:2], latent_values or v_TKD.shape[-1]))
 
 
 def _intarsia_attention(
@@ -171,7 +227,13 @@ def _intarsia_attention(
     query_scale = getattr(module, _QUERY_SCALE)
     if query_scale is not None:
         query = (query * query_scale(paged.positions_T)[:, None]).to(query.dtype)
-    return paged.attend(layer, query, key, value, LayerParams(scale, softcap, s_aux)), None
+    params = LayerParams(scale, softcap, s_aux)
+    output = paged.attend(layer, query, key, value, params)
+    if paged.is_learning and query_scale is None:
+        q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+        attend = partial(paged.attend_packed, layer=layer, params=params)
+        paged.seen[module] = Seen(q_THD, k_TKD, v_TKD, output[0], attend)
+    return output, None
 
 
 AttentionInterface.register(IMPLEMENTATION, _intarsia_attention)

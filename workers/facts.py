@@ -18,6 +18,8 @@ class ModelSettings:
     dtype: str = "auto"  # "auto": the one the checkpoint was saved in
     attention_backend: str | None = None  # None: the first that covers the model's layers
     allow_generic: bool = False  # try an architecture that nobody has tested, as plain attention
+    enforce_eager: bool = False  # run the module's own code: nothing fused, recorded or compiled
+    torch_compile: bool = False  # let torch compile the module instead
     trust_remote_code: bool = False  # run Python files that come with the checkpoint
 
     def __post_init__(self):
@@ -25,6 +27,11 @@ class ModelSettings:
             raise InvalidSetting(
                 f"tensor_parallel_size must be at least 1, got {self.tensor_parallel_size}",
                 field="tensor_parallel_size",
+            )
+        if self.enforce_eager and self.torch_compile:
+            raise InvalidSetting(
+                "enforce_eager runs the model as it is written, torch_compile does not: leave one of them out",
+                field="torch_compile",
             )
         if self.dtype not in DTYPES:
             raise InvalidSetting(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}", field="dtype")

@@ -6,7 +6,7 @@ these very operators, which have no public name.
 """
 
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -48,6 +48,18 @@ def pack_linears(module: nn.Module, device: torch.device, leave: Set[str] = froz
         is_own = type(child) is nn.Linear and uses[id(child.weight)] == 1 and child.weight.dtype in PACKED_DTYPES
         if is_own and name.rpartition(".")[2] not in leave:
             PackedLinear.take_over(child)  # pyright: ignore[reportArgumentType]
+
+
+def merge_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
+    """One product in place of several of the same input: their outputs side by side."""
+    merged = nn.Linear(linears[0].in_features, 1, bias=False, device="meta")
+    merged.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
+    merged.out_features = len(merged.weight)
+    if any(linear.bias is not None for linear in linears):
+        biases = [x.weight.new_zeros(x.out_features) if x.bias is None else x.bias for x in linears]
+        merged.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    pack_linears(merged, merged.weight.device)
+    return merged
 
 
 def _can_pack() -> bool:

@@ -15,12 +15,17 @@ class Pages:
     """Block b of a layer starts at byte offset + b * page_bytes of its buffer.
 
     A layer that keeps tokens has one view [blocks, block_tokens, kv_heads, key_dim + value_dim]; a layer that keeps a
-    state has one view [blocks, ...] per tensor of it. A layer that shares another's pages has the other's view.
+    state has one view [blocks + 1, ...] per tensor of it: no block of a state is nobody's, so there is a spare one
+    behind them, outside the plan, for rows that only fill up a step. A layer that shares another's pages has the
+    other's view.
     """
 
     def __init__(self, plan: MemoryPlan, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device):
         self._dtype = dtype
-        buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for size in plan.buffers]
+        buffers = [
+            torch.zeros(size + _spare_bytes(plan, n), dtype=torch.uint8, device=device)
+            for n, size in enumerate(plan.buffers)
+        ]
         specs = {(layer.index, layer.reach.keeps): layer for layer in layers}
         self.tokens: dict[int, Tensor] = {}  # layer -> view
         self.states: dict[int, tuple[Tensor, ...]] = {}
@@ -81,10 +86,18 @@ class Pages:
                 self._dtype if tensor.item_bytes == self._dtype.itemsize else torch.float32,
                 place.offset_bytes + offset,
                 group.page_bytes,
-                (blocks, *tensor.shape),
+                (blocks + 1, *tensor.shape),
             )
             for tensor, offset in zip(layer.state, layer.state_offsets, strict=True)
         )
+
+
+def _spare_bytes(plan: MemoryPlan, buffer: int) -> int:
+    """Behind a buffer: room for one more page of any state in it."""
+    states = (group for group in plan.groups if group.reach.keeps is Keeps.STATE)
+    return max(
+        (group.page_bytes for group in states if any(place.buffer == buffer for place in group.places)), default=0
+    )
 
 
 def _view(buffer: Tensor, dtype: torch.dtype, offset_bytes: int, page_bytes: int, shape: Sequence[int]) -> Tensor:

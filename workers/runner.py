@@ -6,14 +6,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..errors import UnsupportedModel
 from ..kernels.paged_attention import GroupBatch
 from ..kernels.state import SaveAt, StateBatch
 from ..kvcache.plan import Group, MemoryPlan
 from ..kvcache.reach import Keeps, Reach
 from ..proto.step import Admit, Advance, Logprobs, PromptLogprobs, Sampling, Step, View
 from .attention import step_masks
-from .facts import RunnerLimits
+from .facts import ModelSettings, RunnerLimits
+from .fused import Watch, fuse
 from .grammars import Grammars, Matcher
+from .graphs import DecodeGraphs, DecodeStep, recorder
 from .model import LoadedModel
 from .parallel import TensorParallel
 from .sampler import History, logprobs, sample
@@ -115,6 +118,21 @@ def _most_blocks(group: Group, max_model_len: int) -> int:
     return -(-max_model_len // group.block_tokens)
 
 
+def _is_plain_decode(rows: _Rows) -> bool:
+    return bool((rows.query_lens == 1).all() and rows.finishes.all() and (rows.computed > 0).all())
+
+
+def _warm_up_rows(computed: int, rows: int = 1) -> _Rows:
+    """Rows of a few tokens, behind `computed` ones."""
+    return _Rows(
+        slots=np.zeros(rows, dtype=np.int64),
+        places=np.arange(rows),
+        query_lens=np.full(rows, WARM_UP_TOKENS, dtype=np.int32),
+        computed=np.full(rows, computed, dtype=np.int32),
+        finishes=np.ones(rows, dtype=bool),
+    )
+
+
 class ModelRunner:
     """Runs steps of a loaded model over its pages. One per worker; every rank runs the same steps."""
 
@@ -129,10 +147,10 @@ class ModelRunner:
         self._model = model
         self._groups = plan.groups
         self._masks = step_masks(plan)
-        # transformers leaves cross layers out unless it sees an encoder's output; ours know theirs.
-        self._extra_inputs = {"cross_attention_states": torch.empty(0)} if model.cross is not None else {}
         self._state_groups = [g for g, group in enumerate(plan.groups) if group.reach.keeps is Keeps.STATE]
         self._parallel = parallel
+        self._limits = limits
+        self._graphs: DecodeGraphs | None = None
         self._tables = SlotTables(plan, limits, grammars if parallel.rank == 0 else None)
 
     @torch.inference_mode()
@@ -161,19 +179,40 @@ class ModelRunner:
         return self._sample(rows, logits[sum(rows.query_lens[row] for row in asked) :], about_prompts)
 
     @torch.inference_mode()
-    def warm_up(self, backend: str | None) -> None:
-        """Forward passes over the null block: the layers find their backend, or fail, before anyone waits."""
-        rows = _Rows(
-            slots=np.zeros(1, dtype=np.int64),
-            places=np.zeros(1, dtype=np.int64),
-            query_lens=np.array([WARM_UP_TOKENS], dtype=np.int32),
-            computed=np.zeros(1, dtype=np.int32),
-            finishes=np.ones(1, dtype=bool),
-        )
-        self._tables.prompt[0] = np.zeros(WARM_UP_TOKENS, dtype=np.int64)
-        self._model.attention.learn(lambda: self._forward(rows), backend)
-        self._forward(rows)
+    def warm_up(self, settings: ModelSettings) -> None:
+        """Forward passes over the null block: the layers find their backend, or fail, before anyone waits; what can be
+        computed in fewer calls is found."""
+        far = _warm_up_rows(max(0, self._limits.max_model_len - WARM_UP_TOKENS))
+        self._tables.prompt[0] = np.arange(far.computed[0] + WARM_UP_TOKENS) % WARM_UP_TOKENS
+        watch = Watch(self._model.module, self._model.attention)
+        with watch.open():  # far from the start: what depends on the position shows
+            self._model.attention.learn(lambda: self._forward(far), settings.attention_backend)
+        if settings.torch_compile:
+            self._compile()
+        elif not settings.enforce_eager:
+            fuse(watch)
+        self._forward(_warm_up_rows(0))
         self._tables.retire(0)
+        record = recorder(self._model.device)
+        if record is not None and not settings.enforce_eager and self._model.cross is None:
+            self._graphs = DecodeGraphs(self._model, record)
+
+    def _compile(self) -> None:
+        """Now, not when requests come: no, one and several tokens are different things to a compiler, and so are
+        logits."""
+        from torch._dynamo.exc import TorchDynamoException
+
+        self._model.compile()
+        one = _warm_up_rows(0)._replace(query_lens=np.ones(1, dtype=np.int32))
+        unfinished = _warm_up_rows(0)._replace(finishes=np.zeros(1, dtype=bool))
+        try:
+            for rows in (_warm_up_rows(0), _warm_up_rows(0, rows=2), unfinished, one):
+                self._forward(rows)
+        except TorchDynamoException as error:
+            raise UnsupportedModel(
+                f"torch.compile can not compile this model: {error}. Start without torch_compile.",
+                field="torch_compile",
+            ) from error
 
     def _rows(self, step: Step) -> _Rows:
         slots = np.array([*step.decode, *(advance.slot for advance in step.advance)])
@@ -203,24 +242,22 @@ class ModelRunner:
         kv_lens = rows.computed + rows.query_lens
         positions = np.arange(ends[-1]) + np.repeat(rows.computed - starts, rows.query_lens)
         tokens = self._tokens(rows, kv_lens)
+        batches = [self._batch(g, mask, rows, kv_lens) for g, mask in self._masks]
+        states = {g: self._state_batch(g, rows, saves) for g in self._state_groups}
+        if self._graphs is not None and not saves and not asked and _is_plain_decode(rows):
+            logits = self._graphs.run(DecodeStep(tokens, positions, batches, states))
+            if logits is not None:
+                return logits
         device = self._model.device
         positions_T = torch.from_numpy(positions).to(device)
-        self._model.attention.begin_step([self._batch(g, mask, rows, kv_lens) for g, mask in self._masks], positions_T)
-        self._model.states.begin_step({g: self._state_batch(g, rows, saves) for g in self._state_groups})
+        self._model.attention.begin_step(batches, positions_T)
+        self._model.states.begin_step(states)
         if self._model.cross is not None:
             tables = [table[rows.slots] for table in self._tables.block_tables]
             views = [self._tables.views[slot] for slot in rows.slots]
             self._model.cross.begin_step(tables, rows.query_lens, rows.computed, views)
-        output = self._model.module(
-            input_ids=torch.from_numpy(tokens).unsqueeze(0).to(device),
-            position_ids=positions_T.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=torch.from_numpy(
-                np.concatenate([*(np.arange(starts[row], ends[row]) for row in asked), ends[rows.finishes] - 1])
-            ).to(device),
-            **self._extra_inputs,
-        )
-        return output.logits[0]
+        keep = np.concatenate([*(np.arange(starts[row], ends[row]) for row in asked), ends[rows.finishes] - 1])
+        return self._model.forward(torch.from_numpy(tokens).to(device), positions_T, torch.from_numpy(keep).to(device))
 
     def _tokens(self, rows: _Rows, kv_lens: np.ndarray) -> np.ndarray:
         """[T] of all rows. Those that decode, which come first, need no loop."""

@@ -5,8 +5,10 @@ batch. Ours runs packed tokens of many requests, each from the state in its page
 `mixers.py` in place of the module's own, over the module's own weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +17,9 @@ from ..kvcache.reach import Keeps
 from .mixers import MIXERS
 from .pages import Pages
 from .parallel import TensorParallel
+
+SPARE = -1
+"""The page behind those of the plan: see `Pages`."""
 
 
 class PagedStates:
@@ -25,6 +30,8 @@ class PagedStates:
         self._backend = select_state_backend()
         self._pages: Pages | None = None
         self._metas: dict[int, StateMeta] = {}  # group -> who goes on from which page
+        # What rows there are and which pages they have is known step by step, not to a compiler.
+        self.scan = cast(Callable[..., Tensor], torch.compiler.disable(self._scan))
 
     def bind(self, model: nn.Module, parallel: TensorParallel) -> None:
         """Replace the forward pass of every state mixer of `model`."""
@@ -45,7 +52,24 @@ class PagedStates:
         """Who goes on from which page in the next forward pass, by group."""
         self._metas = {g: prepare(batch, self._device) for g, batch in batches.items()}
 
-    def scan(
+    def frame(self, rows: int) -> StateMeta:
+        """Metadata of steps of one token for each of so many rows, in tensors that stay where they are."""
+        nobody = np.zeros(rows, dtype=np.int32)
+        return prepare(StateBatch(nobody, nobody + 1, nobody != 0), self._device)
+
+    def refill(self, frame: StateMeta, batch: StateBatch) -> None:
+        """Put such a step into a frame; rows beyond its own go on from the spare page."""
+        singles = frame[0].singles
+        assert singles is not None
+        count = len(batch.pages)
+        singles.pages[:count].copy_(torch.from_numpy(batch.pages), non_blocking=True)
+        singles.pages[count:] = SPARE
+
+    def resume(self, metas: dict[int, StateMeta]) -> None:
+        """Run the next forward pass over metadata that was prepared elsewhere."""
+        self._metas = metas
+
+    def _scan(
         self, layer: int, which: int, recurrence: Recurrence, constants: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> Tensor:
         """Run this step's tokens [T,..] through tensor `which` of a layer's state. Returns [T,..]."""

@@ -71,7 +71,7 @@ class Worker:
         assert self._grammars is not None
         self._model.allocate(plan, self._settings.attention_backend)
         self._runner = ModelRunner(self._model, plan, limits, self._parallel, self._grammars)
-        self._runner.warm_up(self._settings.attention_backend)
+        self._runner.warm_up(self._settings)
 
     def run(self, step: Step) -> StepResult:
         """One step. Whatever goes wrong is an answer too: the controller decides what becomes of the requests."""

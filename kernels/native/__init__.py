@@ -16,6 +16,8 @@ import tempfile
 from hashlib import sha256
 from pathlib import Path
 
+import torch
+
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).resolve().parent
@@ -25,6 +27,9 @@ LINK_FLAGS = ("-shared", "-fopenmp")  # without -ffast-math, which would change 
 
 COMPILE_TIMEOUT_S = 120
 
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""How the sources count kinds of numbers (`numbers.h`)."""
+
 
 class Unavailable(Exception):
     """Why there is no library."""
@@ -32,12 +37,17 @@ class Unavailable(Exception):
 
 @functools.cache
 def library(name: str) -> ctypes.CDLL | str:
-    """The library of `name`.cpp; or, in words, why there is none. Logged once per process."""
+    """The library of `name`.cpp; or, in words, why there is none. Logged once per process and reason."""
     try:
         return ctypes.CDLL(str(_built(FOLDER / f"{name}.cpp")))
     except (Unavailable, OSError) as error:
-        logger.warning("no native kernels, torch's are used instead: %s", error)
+        _warn_once(str(error))
         return str(error)
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    logger.warning("no native kernels, torch's are used instead: %s", reason)
 
 
 def cache_folder() -> Path:
@@ -52,7 +62,8 @@ def _built(source: Path) -> Path:
     if compiler is None:
         raise Unavailable("there is no C++ compiler (g++); install one and start again")
     version = _run([compiler, "--version"])
-    identity = "\n".join([source.read_text(), version, *COMPILE_FLAGS, *LINK_FLAGS, _processor()])
+    texts = [source.read_text(), *(header.read_text() for header in sorted(FOLDER.glob("*.h")))]
+    identity = "\n".join([*texts, version, *COMPILE_FLAGS, *LINK_FLAGS, _processor()])
     target = cache_folder() / f"{source.stem}-{sha256(identity.encode()).hexdigest()[:20]}.so"
     if not target.exists():
         _compile(compiler, source, target)

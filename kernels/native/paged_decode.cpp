@@ -11,67 +11,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
-namespace {
-
-constexpr int LANES = 16, TILE = 64, WIDE = 4;
-typedef float Vec __attribute__((vector_size(4 * LANES)));
-typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
-typedef uint16_t Half __attribute__((vector_size(2 * LANES)));
-
-typedef _Float16 float16;
-typedef float16 Float16s __attribute__((vector_size(2 * LANES)));
-
-struct bfloat16 {
-    uint16_t bits;
-};
-
-inline float to_float(float x) { return x; }
-inline float to_float(bfloat16 x) {
-    uint32_t wide = uint32_t(x.bits) << 16;
-    float result;
-    std::memcpy(&result, &wide, 4);
-    return result;
-}
-inline float to_float(float16 x) { return x; }
-inline void from_float(float x, float* to) { *to = x; }
-inline void from_float(float x, float16* to) { *to = float16(x); }
-inline void from_float(float x, bfloat16* to) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    if ((bits & 0x7FFFFFFF) > 0x7F800000)
-        to->bits = 0x7FC0;  // NaN stays NaN
-    else
-        to->bits = uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);  // to the nearest, ties to even
-}
-inline Vec load(const float* from) {
-    Vec result;
-    std::memcpy(&result, from, sizeof result);
-    return result;
-}
-inline Vec load(const bfloat16* from) {
-    Half narrow;
-    std::memcpy(&narrow, from, sizeof narrow);
-    Bits wide = __builtin_convertvector(narrow, Bits) << 16;
-    Vec result;
-    std::memcpy(&result, &wide, sizeof result);
-    return result;
-}
-inline Vec load(const float16* from) {
-    Float16s narrow;
-    std::memcpy(&narrow, from, sizeof narrow);
-    return __builtin_convertvector(narrow, Vec);
-}
-inline float sum(Vec v) {
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += v[i];
-    return total;
-}
-
-}  // namespace
+#include "numbers.h"
 
 extern "C" {
 
@@ -107,6 +51,8 @@ struct Write {
 }  // extern "C"
 
 namespace {
+
+constexpr int TILE = 64, WIDE = 4;
 
 // scores[g][t] = q[g] . k[t] for `G` query heads and `N` tokens
 template <int G, int N, class T>
@@ -267,11 +213,7 @@ void attend(const Attention& a) {
 extern "C" {
 
 void intarsia_attend(const Attention* a) {
-    switch (a->kind) {
-        case 0: return attend<float>(*a);
-        case 1: return attend<bfloat16>(*a);
-        default: return attend<float16>(*a);
-    }
+    with_kind(a->kind, [&](auto* number) { attend<std::remove_pointer_t<decltype(number)>>(*a); });
 }
 
 void intarsia_write(const Write* w) {

@@ -21,9 +21,6 @@ PIECE_TOKENS = 1024
 """A longer row is cut, so that few rows keep all threads busy."""
 
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-
 class _Attention(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("query", "pages", "out", "sinks", "block_table", "token_of")),
@@ -70,7 +67,7 @@ class NativeBackend(TorchBackend):
     name: ClassVar[str] = "native"
     capabilities: ClassVar[Capabilities] = Capabilities(
         devices=frozenset({"cpu"}),
-        dtypes=frozenset(_KINDS),
+        dtypes=frozenset(native.KINDS),
     )
 
     @classmethod
@@ -86,6 +83,9 @@ class NativeBackend(TorchBackend):
         page, offset = batch.token_places()
         parts = tuple(self.prefill_parts(batch, device))
         return GroupMeta(torch.from_numpy(page), torch.from_numpy(offset), plan=(_cut(batch), parts))
+
+    def frame(self, batch: GroupBatch, device: torch.device) -> None:
+        return None  # on a CPU nothing is gained
 
     def write(self, kv_view: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: GroupMeta) -> None:
         k_TKD, v_TKD = _dense_heads(k_TKD), _dense_heads(v_TKD)
@@ -148,7 +148,7 @@ class NativeBackend(TorchBackend):
                     decode.block_table.shape[1],
                     params.scale,
                     params.softcap or 0.0,
-                    _KINDS[q_THD.dtype],
+                    native.KINDS[q_THD.dtype],
                 )
             )
         )

@@ -165,6 +165,17 @@ class Backend(Protocol):
         """Work out everything the layers of the group share: where tokens go, what is gathered, who sees what."""
         ...
 
+    def frame(self, batch: GroupBatch, device: torch.device) -> GroupMeta | None:
+        """Metadata for steps of the shape of `batch`, in which each row has one query: its tensors stay where they are,
+        and `write` and `attend` neither wait for the device nor look at what the tensors hold, so that what they do can
+        be recorded. Its contents are undefined before `refill`. None: this backend has no such thing.
+        """
+        ...
+
+    def refill(self, frame: GroupMeta, batch: GroupBatch) -> None:
+        """Put another step of the same shape into a frame."""
+        ...
+
     def write(self, kv_view: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: GroupMeta) -> None:
         """Put this step's keys [T,K,Dk] and values [T,K,Dv] into their pages; touch nothing else.
 

@@ -32,6 +32,12 @@ class ReferenceBackend:
         page, offset = (torch.from_numpy(place).to(device) for place in batch.token_places())
         return GroupMeta(page, offset, plan=batch)
 
+    def frame(self, batch: GroupBatch, device: torch.device) -> None:
+        return None
+
+    def refill(self, frame: GroupMeta, batch: GroupBatch) -> None:
+        raise AssertionError("there are no frames")
+
     def write(self, kv_view: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: GroupMeta) -> None:
         key_dim = k_TKD.shape[-1]
         for token, (page, offset) in enumerate(zip(meta.token_page.tolist(), meta.token_offset.tolist())):

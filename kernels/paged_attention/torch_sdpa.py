@@ -51,6 +51,7 @@ class Part:
     rows: int
     live: slice  # of a row's gathered tokens: cuts off both ends (prefill) or keeps all, zeroed (decode)
     dirty: Tensor | None  # [..] int64: gathered tokens, counted over all rows, whose bytes may be anything
+    is_dirty: Tensor | None  # [N*L] bool: the same where shapes are fixed
     tiles: tuple[Tile, ...]
 
 
@@ -74,6 +75,32 @@ class TorchBackend:
         page, offset = batch.token_places()
         parts = (*_decode_parts(batch, device), *_prefill_parts(batch, device))
         return GroupMeta(_upload(page, device), _upload(offset, device), plan=parts)
+
+    def frame(self, batch: GroupBatch, device: torch.device) -> GroupMeta | None:
+        rows, pages = len(batch.kv_lens), _most_pages(batch)
+        place = torch.zeros(rows, dtype=torch.int64, device=device)
+        part = Part(
+            pages=torch.zeros(rows * pages, dtype=torch.int64, device=device),
+            rows=rows,
+            live=slice(None),
+            dirty=None,
+            is_dirty=torch.zeros(rows * pages * batch.block_tokens, dtype=torch.bool, device=device),
+            tiles=(Tile(slice(0, rows), slice(None), torch.zeros(rows, 1, pages * batch.block_tokens, device=device)),),
+        )
+        return GroupMeta(place, place.clone(), plan=(part,))
+
+    def refill(self, frame: GroupMeta, batch: GroupBatch) -> None:
+        (part,) = frame.plan
+        rows = np.arange(part.rows)
+        blocks, dirty, padding = _gathered(batch, rows, *_page_span(batch, rows), len(part.pages) // part.rows)
+        dead = dirty | padding[..., None]
+        for buffer, values in (
+            *zip((frame.token_page, frame.token_offset), batch.token_places(), strict=True),
+            (part.pages, blocks),
+            (part.is_dirty, dead),
+            (part.tiles[0].mask_NML, np.where(dead, np.float32("-inf"), np.float32(0))),
+        ):
+            buffer.copy_(torch.from_numpy(values).view(buffer.shape), non_blocking=True)
 
     def write(self, kv_view: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: GroupMeta) -> None:
         kv_view[meta.token_page, meta.token_offset] = torch.cat((k_TKD, v_TKD), dim=-1)
@@ -105,10 +132,14 @@ class TorchBackend:
         torch.index_select(kv_view, 0, part.pages, out=pages)
         if part.dirty is not None:
             pages.view(-1, *shape[2:]).index_fill_(0, part.dirty, 0)
+        if part.is_dirty is not None:
+            pages.view(-1, *shape[2:]).masked_fill_(part.is_dirty[:, None, None], 0)
         return pages.view(part.rows, -1, *shape[2:])[:, part.live].transpose(1, 2)
 
     def _scratch(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """A tensor of this shape whose bytes are anything. Grows and never shrinks: fresh memory is slow."""
+        if like.is_cuda and torch.cuda.is_current_stream_capturing():  # what is recorded keeps its memory
+            return torch.empty(shape, dtype=like.dtype, device=like.device)
         scratch_bytes = math.prod(shape) * like.itemsize
         if self._workspace.numel() < scratch_bytes or self._workspace.device != like.device:
             self._workspace = torch.empty(scratch_bytes, dtype=torch.uint8, device=like.device)
@@ -142,12 +173,7 @@ def _decode_part(
     masked (dead):                                  #                 # # # # #
     zeroed (dirty):                                 0               0 | 0
     """
-    column = np.arange(pages.max())
-    padding = column >= pages[:, None]
-    block = first_page[:, None] + np.where(padding, 0, column)
-    position = block[..., None] * batch.block_tokens + np.arange(batch.block_tokens)
-    end = batch.kv_lens[rows, None, None]
-    dirty = (position < batch.oldest_visible(end - 1)) | (position >= end)
+    blocks, dirty, padding = _gathered(batch, rows, first_page, pages, int(pages.max()))
     dead = (dirty | padding[..., None]).reshape(len(rows), 1, -1)
     tokens = batch.first_token()[rows]
     tile = Tile(
@@ -156,12 +182,34 @@ def _decode_part(
         mask_NML=_upload(np.where(dead, np.float32("-inf"), np.float32(0)), device) if dead.any() else None,
     )
     return Part(
-        pages=_upload(batch.block_table[rows[:, None], block].astype(np.int64).ravel(), device),
+        pages=_upload(blocks.ravel(), device),
         rows=len(rows),
         live=slice(None),
         dirty=_upload(np.flatnonzero(dirty), device) if dirty.any() else None,
+        is_dirty=None,
         tiles=(tile,),
     )
+
+
+def _gathered(
+    batch: GroupBatch, rows: np.ndarray, first_page: np.ndarray, pages: np.ndarray, width: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What is gathered for N rows of one query: pages [N,W]; which of their tokens are no live ones of the row
+    [N,W,tokens]; which pages are there for the width alone [N,W]."""
+    column = np.arange(width)
+    padding = column >= pages[:, None]
+    block = first_page[:, None] + np.where(padding, 0, column)
+    position = block[..., None] * batch.block_tokens + np.arange(batch.block_tokens)
+    end = batch.kv_lens[rows, None, None]
+    dirty = (position < batch.oldest_visible(end - 1)) | (position >= end)
+    return batch.block_table[rows[:, None], block].astype(np.int64), dirty, padding
+
+
+def _most_pages(batch: GroupBatch) -> int:
+    """That one query of the group may see part of, as wide as the block table is."""
+    span = batch.window_tokens or batch.chunk_tokens
+    width = batch.block_table.shape[1]
+    return width if span is None else min(width, (span - 2) // batch.block_tokens + 2)
 
 
 def _prefill_parts(batch: GroupBatch, device: torch.device) -> Iterator[Part]:
@@ -191,6 +239,7 @@ def _prefill_parts(batch: GroupBatch, device: torch.device) -> Iterator[Part]:
             rows=1,
             live=slice(oldest - to_page, int(batch.kv_lens[row]) - to_page),
             dirty=None,
+            is_dirty=None,
             tiles=tuple(tiles),
         )
 
@@ -201,7 +250,7 @@ def _whole_part(batch: GroupBatch, row: int, device: torch.device) -> Part:
     first = int(batch.first_token()[row])
     pages = batch.block_table[row, : -(-keys // batch.block_tokens)].astype(np.int64)
     tile = Tile(tokens=slice(first, first + queries), keys=slice(None), mask_NML=None)
-    return Part(pages=_upload(pages, device), rows=1, live=slice(0, keys), dirty=None, tiles=(tile,))
+    return Part(pages=_upload(pages, device), rows=1, live=slice(0, keys), dirty=None, is_dirty=None, tiles=(tile,))
 
 
 def _tile_spans(batch: GroupBatch, row: np.intp) -> Iterator[tuple[int, int, int]]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from intarsia.kernels.paged_attention import (
     Backend,
     GroupBatch,
+    GroupMeta,
     LayerParams,
     NativeBackend,
     ReferenceBackend,
@@ -39,7 +40,22 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=["reference", "torch", "torch in small pieces", "native", "native in small pieces"])
+class FramedBackend(TorchBackend):
+    """Steps of one query per row go through a frame that has held another step before."""
+
+    def prepare(self, batch: GroupBatch, device: torch.device) -> GroupMeta:
+        if not batch.is_causal or len(batch.query_lens) == 0 or (batch.query_lens != 1).any():
+            return super().prepare(batch, device)
+        frame = self.frame(batch, device)
+        assert frame is not None
+        for lens in (np.maximum(1, batch.kv_lens // 2), batch.kv_lens):
+            self.refill(frame, replace(batch, kv_lens=lens))
+        return frame
+
+
+@pytest.fixture(
+    params=["reference", "torch", "torch in small pieces", "torch in frames", "native", "native in small pieces"]
+)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
     if request.param == "reference":
         return ReferenceBackend()
@@ -47,6 +63,8 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(torch_sdpa_module, "SPREAD_TOKENS", 6)
         monkeypatch.setattr(torch_sdpa_module, "PART_TOKENS", 48)
         monkeypatch.setattr(torch_sdpa_module, "TILE_QUERIES", 5)
+    if request.param == "torch in frames":
+        return FramedBackend()
     if "native" in request.param and (lacks := NativeBackend.lacks()):
         pytest.skip(lacks)
     if request.param == "native in small pieces":

@@ -1,0 +1,67 @@
+"""Token-wise operations in plain torch: what the fast ones must equal."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .protocol import Activation, Norm, Turn
+
+_ACTIVATE = {
+    Activation.SILU: F.silu,
+    Activation.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
+    Activation.GELU: F.gelu,
+}
+
+
+def rms_norm(x: Tensor, norm: Norm) -> Tensor:
+    """x: [.., C]. Returns the same shape and dtype; sums are in float32."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+    if norm.rounds_first:
+        wide = wide.to(x.dtype)
+    return (wide * norm.scale).to(x.dtype)
+
+
+def gate(gate_up: Tensor, activation: Activation) -> Tensor:
+    """gate_up: [.., 2C], gates first. Returns [.., C]: activated gates times the rest."""
+    gates, up = gate_up.float().chunk(2, dim=-1)
+    return (_ACTIVATE[activation](gates).to(gate_up.dtype) * up).to(gate_up.dtype)
+
+
+def prepare_heads(
+    qkv_TC: Tensor,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    norms: tuple[Norm | None, Norm | None],
+    cos_TR: Tensor | None,
+    sin_TR: Tensor | None,
+    turn: Turn,
+    rotary_dim: int,
+) -> None:
+    """Norm and turn the queries and keys of packed tokens, in place. What follows them in a token stays.
+
+    norms       of queries and of keys; over one head or over all of them, as their scale is wide
+    cos, sin    of as many numbers as are turned, or of half as many where both halves have the same
+    rotary_dim  the first of a head's numbers, which are turned
+    """
+    for first, count, norm in ((0, heads, norms[0]), (heads, kv_heads, norms[1])):
+        part = qkv_TC[:, first * head_dim : (first + count) * head_dim]
+        if norm is not None:
+            part.copy_(rms_norm(part.unflatten(-1, (-1, len(norm.scale))), norm).flatten(-2))
+        if turn is not Turn.NOT_AT_ALL:
+            assert cos_TR is not None and sin_TR is not None, "without angles nothing can be turned"
+            part.copy_(_turned(part.unflatten(-1, (count, head_dim)), cos_TR, sin_TR, turn, rotary_dim).flatten(-2))
+
+
+def _turned(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, turn: Turn, rotary_dim: int) -> Tensor:
+    x_THR = x_THD[..., :rotary_dim].float()
+    if cos_TR.shape[-1] < rotary_dim:
+        cos_TR, sin_TR = cos_TR.repeat(1, 2), sin_TR.repeat(1, 2)
+    if turn is Turn.HALVES:
+        low, high = x_THR.chunk(2, dim=-1)
+        crossed = torch.cat((-high, low), dim=-1)
+    else:
+        crossed = torch.stack((-x_THR[..., 1::2], x_THR[..., ::2]), dim=-1).flatten(-2)
+    turned = x_THR * cos_TR.unsqueeze(1) + crossed * sin_TR.unsqueeze(1)
+    return torch.cat((turned.to(x_THD.dtype), x_THD[..., rotary_dim:]), dim=-1)

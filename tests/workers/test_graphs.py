@@ -1,0 +1,128 @@
+"""Decode steps that are recorded and replayed. Where there is no GPU, operations are recorded as torch sees them: with
+every number that Python read baked in, as in a CUDA graph, and replayed without any Python between them."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import pytest
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from intarsia.controller.request import SamplingParams
+from intarsia.tests.local import LocalWorkers, complete, make_engine
+from intarsia.workers import graphs, runner
+from intarsia.workers.graphs import Replay, padded_pages, padded_rows
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+
+
+class Tape:
+    """Records by running once more, and puts the pages back as they were: a GPU does not run what it records."""
+
+    def __init__(self, workers: LocalWorkers):
+        self._workers = workers
+        self.recorded = self.replayed = 0
+
+    def __call__(self, forward: Callable[[], Tensor]) -> Replay:
+        model = self._workers.worker._model
+        assert model is not None
+        buffers = {
+            view.untyped_storage().data_ptr(): view.untyped_storage()
+            for views in (*model.pages.tokens.values(), *model.pages.states.values())
+            for view in (views if isinstance(views, tuple | list) else [views])
+        }
+        before = [storage.clone() for storage in buffers.values()]
+        tape = make_fx(forward)()
+        for storage, old in zip(buffers.values(), before, strict=True):
+            storage.copy_(old)
+        self.recorded += 1
+
+        def replay() -> Tensor:
+            self.replayed += 1
+            return tape()
+
+        return replay
+
+
+@pytest.fixture
+def taped(monkeypatch: pytest.MonkeyPatch) -> tuple[LocalWorkers, Tape]:
+    """Workers whose decode steps are recorded."""
+    workers = LocalWorkers()
+    tape = Tape(workers)
+    monkeypatch.setattr(runner, "recorder", lambda device: tape)
+    monkeypatch.setattr(runner, "fuse", lambda watch: None)  # C++ leaves nothing on the tape; there is none on a GPU
+    return workers, tape
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["gemma3", "gemma2", "smollm3", "llama4", "bamba", "falcon_h1", "lfm2", "qwen3_5", "gemma3n", "deepseek_v3"],
+)
+def test_replayed_steps_give_the_tokens_of_the_oracle(family: str, tiny: Callable, taped: tuple[LocalWorkers, Tape]):
+    """Requests come, grow over borders of pages and shapes, and go; prompts come in chunks between."""
+    model, (workers, tape) = tiny(family), taped
+
+    async def run() -> None:
+        engine = await make_engine(model.path, workers, attention_backend="torch", max_prefill_chunk_tokens=7)
+        for _ in range(2):
+            answers = await complete(engine, model.prompts, GREEDY)
+            assert [answer.token_ids for answer in answers] == model.expected
+        assert engine.recount().all_free
+
+    asyncio.run(run())
+    assert tape.recorded > 2, "rows and pages must have taken several shapes"
+    assert tape.replayed > 10
+
+
+def test_what_can_not_be_recorded_goes_on_unrecorded_and_the_log_says_why(
+    tiny: Callable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def refuse(forward: Callable[[], Tensor]) -> Replay:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(runner, "recorder", lambda device: refuse)
+    model = tiny("gemma3")
+    for backend, reason in (("torch", "could not be recorded: operation not"), ("reference", "has no fixed shapes")):
+        caplog.clear()
+
+        async def run(backend: str = backend) -> None:
+            engine = await make_engine(model.path, attention_backend=backend)
+            answers = await complete(engine, model.prompts[:2], GREEDY)
+            assert [answer.token_ids for answer in answers] == model.expected[:2]
+
+        with caplog.at_level(logging.WARNING, graphs.logger.name):
+            asyncio.run(run())
+        [record] = [record for record in caplog.records if record.name == graphs.logger.name]
+        assert reason in record.getMessage()
+
+
+def test_more_shapes_than_may_be_kept_are_computed_unrecorded(
+    tiny: Callable, taped: tuple[LocalWorkers, Tape], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(graphs, "MOST_FRAMES", 1)
+    model, (workers, tape) = tiny("gemma3"), taped
+
+    async def run() -> None:
+        engine = await make_engine(model.path, workers, attention_backend="torch")
+        answers = await complete(engine, model.prompts, GREEDY)
+        assert [answer.token_ids for answer in answers] == model.expected
+
+    asyncio.run(run())
+    assert tape.recorded == 1
+
+
+def test_nothing_is_recorded_when_modules_shall_run_as_written(tiny: Callable, taped: tuple[LocalWorkers, Tape]):
+    model, (workers, tape) = tiny("gemma3"), taped
+
+    async def run() -> None:
+        engine = await make_engine(model.path, workers, attention_backend="torch", enforce_eager=True)
+        await complete(engine, model.prompts[:2], GREEDY)
+
+    asyncio.run(run())
+    assert tape.recorded == 0
+
+
+def test_shapes_are_few_and_never_too_small():
+    assert [padded_rows(n) for n in (1, 2, 3, 5, 8, 9, 16, 17, 64)] == [1, 2, 4, 8, 8, 16, 16, 24, 64]
+    assert [padded_pages(n) for n in (1, 2, 3, 8, 9, 1000)] == [1, 2, 4, 8, 16, 1024]
