@@ -29,7 +29,7 @@ proto: $(READY)
 	@$(BIN)/python proto/generate.py
 
 bench: $(READY)
-	@$(BIN)/python bench/decode.py
+	@$(BIN)/python bench/engine.py throughput
 
 # A virtual environment with the package and its development tools. Machines without an NVIDIA GPU take the torch
 # version named in constraints.txt; GPU machines take the torch that fits their driver.

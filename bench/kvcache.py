@@ -26,8 +26,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from intarsia.errors import PoolExhausted
 from intarsia.kvcache.manager import CacheManager, RequestId
 from intarsia.kvcache.plan import PlanSettings
@@ -139,15 +137,14 @@ def _step_costs(model: str, requests: int, tokens: int, count: int) -> dict[str,
             manager.commit(request)
 
         prefills.append(_us(prefill))
-    numbers = np.array([manager.number(RequestId(n)) for n in range(requests)])
-    lengths = np.array([len(prompt) for prompt in prompts])
+    quiet_until = [0] * requests
 
     def step() -> None:
-        nonlocal lengths
-        lengths += 1
-        for n in manager.due(numbers, lengths):
-            length = int(lengths[n])
-            manager.extend(RequestId(n), length, length - 1)
+        for n, prompt in enumerate(prompts):
+            length = len(prompt)
+            if length >= quiet_until[n]:
+                manager.extend(RequestId(n), length, length - 1)
+                quiet_until[n] = manager.quiet_until(RequestId(n))
 
     steps = []
     for token in range(count):

@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import NamedTuple
 
-import numpy as np
-
 from ..errors import InvalidSetting, PoolExhausted
 from .events import EventLog
 from .plan import NULL_BLOCK, Group, MemoryPlan
@@ -132,8 +130,6 @@ class CacheManager:
         )
         self._name_every = self._size * self._blocks_named_at_once()
         self._rows: dict[RequestId, Row] = {}
-        self._free_numbers: list[int] = list(range(255, -1, -1))
-        self._quiet_until = np.zeros(256, dtype=np.int64)  # by row number
         self._most_pinned = int(plan.usable_blocks * settings.pinned_share)
         self._pins: list[_Pin] = []
         self._expiries: list[tuple[float, int, list[list[tuple[BlockId, bytes]]]]] = []
@@ -183,17 +179,9 @@ class CacheManager:
         """The blocks of a request, [group][block of the sequence]; null where they were given back."""
         return [list(blocks) for blocks in self._rows[request].blocks]
 
-    def number(self, request: RequestId) -> int:
-        """Of an open request's row: its place in arrays."""
-        return self._rows[request].number
-
     def quiet_until(self, request: RequestId) -> int:
         """Below this length, growing token by token, a request needs no block: `extend` would do nothing."""
         return self._rows[request].quiet_until
-
-    def due(self, numbers: np.ndarray, lengths: np.ndarray) -> list[int]:
-        """Which rows need anything to grow to these lengths, as positions in `numbers`. Shapes: [R] and [R]."""
-        return np.flatnonzero(lengths >= self._quiet_until[numbers]).tolist()
 
     def room_to_grow(self, request: RequestId, length: int) -> int:
         """The longest up to `length` that the pool has blocks for now; what the request has already if none."""
@@ -374,7 +362,6 @@ class CacheManager:
     def release(self, request: RequestId, length: int | None = None, retain: Retain = USUAL_RETENTION) -> None:
         """Give back all blocks. length: tokens that are written, when not all that blocks were taken for."""
         row = self._rows.pop(request)
-        self._free_numbers.append(row.number)
         if length is not None:
             row.extent = length
         row.chain.grow()
@@ -455,7 +442,6 @@ class CacheManager:
     def abandon(self, request: RequestId) -> None:
         """`swap_in` was for nothing: the copies are not made."""
         row = self._rows.pop(request)
-        self._free_numbers.append(row.number)
         for g, blocks in enumerate(row.blocks):
             self.pool.give_back(g, [block for block in blocks if block != NULL])
         self.pool.end(request)
@@ -554,13 +540,7 @@ class CacheManager:
         row.sources.clear()
 
     def _add_row(self, request: RequestId, chain: Chain, encoder: Encoder | None) -> Row:
-        if not self._free_numbers:
-            size = len(self._quiet_until)
-            self._free_numbers = list(range(2 * size - 1, size - 1, -1))
-            self._quiet_until = np.concatenate([self._quiet_until, np.zeros(size, dtype=np.int64)])
-        row = Row(request, self._free_numbers.pop(), chain, len(self._tables), encoder)
-        self._rows[request] = row
-        self._quiet_until[row.number] = 0
+        row = self._rows[request] = Row(request, chain, len(self._tables), encoder)
         return row
 
     def _missing(self, row: Row, length: int) -> list[int]:
@@ -571,7 +551,6 @@ class CacheManager:
 
     def _note_quiet(self, row: Row) -> None:
         row.quiet_until = min([table.next_event(row) for table in self._others or self._tables[:1]])
-        self._quiet_until[row.number] = row.quiet_until
 
     def _make_saves(self, row: Row, length: int) -> tuple[Save, ...]:
         """Blocks for snapshots on the way. They are worth having, never worth failing for."""

@@ -60,13 +60,12 @@ class Row:
     """
 
     __slots__ = (
-        "blocks", "chain", "copied", "encoder", "extent", "first", "marks", "named", "number", "quiet_until", "request",
+        "blocks", "chain", "copied", "encoder", "extent", "first", "marks", "named", "quiet_until", "request",
         "saves", "sources", "spans", "undrafted",
     )  # fmt: skip
 
-    def __init__(self, request: RequestId, number: int, chain: Chain, groups: int, encoder: Encoder | None):
+    def __init__(self, request: RequestId, chain: Chain, groups: int, encoder: Encoder | None):
         self.request = request
-        self.number = number  # its place in arrays over all rows
         self.chain = chain
         self.encoder = encoder
         self.extent = 0  # tokens that are written, or will be by the step under way

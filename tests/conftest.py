@@ -50,6 +50,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TinyModel]
     return make
 
 
+@pytest.fixture(scope="session")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer of bytes."""
+    from intarsia.tests import models
+
+    return models.make_talker(tmp_path_factory.mktemp("talker"))
+
+
 class Loop:
     """An event loop in a thread of its own, for what lives longer than one test."""
 

@@ -663,6 +663,27 @@ def picture(width: int, height: int, seed: int) -> bytes:
     return file.getvalue()
 
 
+def make_talker(folder: Path) -> Path:
+    """A tiny random model whose tokens are the 256 bytes and an end, with its tokenizer. It would say anything."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({byte: n for n, byte in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, sliding_window=8, max_position_embeddings=512, initializer_range=0.5,
+        eos_token_id=tokenizer.token_to_id("<eos>"), bos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
 def load_oracle(
     path: Path, images: Sequence[bytes] = (), dtype: torch.dtype = torch.float32, **config_changes: Any
 ) -> Any:

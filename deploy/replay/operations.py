@@ -34,6 +34,7 @@ class _Request:
         self.tokens = tokens
         self.chain = chain
         self.computed = 0
+        self.quiet_until = 0  # tokens below which a step asks nothing of the manager
 
 
 class OperationRunner:
@@ -203,20 +204,19 @@ class OperationRunner:
         return request, hit
 
     def _round(self, requests: Mapping[str, _Request], tokens: Sequence[int]) -> list[str]:
-        """One decode step of all these requests: one comparison, and work for those that need a block."""
-        keys, chosen = list(requests), list(requests.values())
-        for request, token in zip(chosen, tokens, strict=True):
+        """One decode step of all these requests: a comparison for each, and work for those that need a block."""
+        for request, token in zip(requests.values(), tokens, strict=True):
             request.tokens.append(token)
-        numbers = np.array([self.manager.number(request.number) for request in chosen], dtype=np.int64)
-        lengths = np.array([request.computed + 1 for request in chosen], dtype=np.int64)
         refused: list[str] = []
         started = time.perf_counter()
-        for n in self.manager.due(numbers, lengths):
-            request = chosen[n]
+        for key, request in requests.items():
+            if request.computed + 1 < request.quiet_until:
+                continue
             try:
                 self.manager.extend(request.number, request.computed + 1, request.computed)
+                request.quiet_until = self.manager.quiet_until(request.number)
             except PoolExhausted as error:
-                refused.append(keys[n])
+                refused.append(key)
                 self._short = str(error)
         self._note("step", started)
         for key, request in requests.items():

@@ -1,12 +1,15 @@
 """The whole way: gRPC clients, a front end, a controller actor and two tensor-parallel worker actors on real Ray."""
 
+import json
 import os
 import random
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,6 +20,7 @@ from intarsia.controller.request import Terms
 from intarsia.deploy.client import Client
 from intarsia.deploy.grpc_server import GrpcServer
 from intarsia.deploy.settings import engine_settings
+from intarsia.deploy.tokenizer import Tokenizer
 from intarsia.errors import (
     DeadlineExceeded,
     EngineUnavailable,
@@ -122,6 +126,46 @@ def test_several_answers_prompt_logprobs_and_time_limits_over_the_wire(service: 
         with pytest.raises(InvalidRequest, match="no end token, so an answer of a given form could not end"):
             client.complete(model.prompts[2], SamplingParams(choice=("a", "b")))
     assert all_free(service, loop)
+
+
+def test_answers_of_a_given_form_over_the_wire(ray_cluster: None, talker: Path, loop: Loop):
+    """The form travels with the request, is compiled on a worker, and shapes what a random model says; one that is none
+    disturbs nobody."""
+    schema = {
+        "type": "object",
+        "properties": {"wood": {"enum": ["oak", "ash"]}, "rings": {"type": "integer", "minimum": 1, "maximum": 99}},
+        "required": ["wood", "rings"],
+        "additionalProperties": False,
+    }
+
+    async def start() -> tuple[RunningEngine, GrpcServer, str]:
+        engine = await start_engine(engine_settings(str(talker), tensor_parallel_size=2, kv_cache_memory="1MiB"))
+        server = GrpcServer(engine.client, Tokenizer.load(talker))
+        return engine, server, await server.start(port=0)
+
+    engine, server, address = loop.run(start())
+    asked = {
+        "json_schema": (schema, lambda text: 1 <= json.loads(text)["rings"] <= 99 and json.loads(text)["wood"]),
+        "regex": ("[a-c]{3}-[0-9]{2}", lambda text: re.fullmatch("[a-c]{3}-[0-9]{2}", text)),
+        "choice": (("walnut", "äsche"), lambda text: text in ("walnut", "äsche")),
+    }
+    try:
+        with Client(address) as client:
+            free = client.generate("the inlay", SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+            next(free)
+            for name, (form, is_right) in asked.items():
+                params: Any = {name: form, "max_tokens": 60, "seed": 3, "n": 2}
+                answers = {0: "", 1: ""}
+                for chunk in client.generate("the inlay", SamplingParams(**params)):
+                    answers[chunk.index] += chunk.text
+                assert all(is_right(text) for text in answers.values()), (name, answers)
+            with pytest.raises(InvalidRequest, match="regex can not be used") as refused:
+                client.complete("the inlay", SamplingParams(regex="(ab"))
+            assert refused.value.field == "regex"
+            assert sum(len(chunk.token_ids) for chunk in free) == 99
+    finally:
+        loop.run(server.stop(grace_s=0))
+        loop.run(engine.shutdown())
 
 
 @pytest.mark.parametrize(

@@ -13,33 +13,7 @@ from intarsia.errors import InvalidRequest
 from intarsia.tests.local import Completion, complete, make_engine
 from intarsia.workers.grammars import Grammars
 
-EOS = 256
-VOCAB = 320
-
-
-@pytest.fixture(scope="module")
-def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random model whose tokens are the 256 bytes and an end."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("talker")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({byte: n for n, byte in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<eos>"])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-    fast.save_pretrained(folder)
-    assert fast.eos_token_id == EOS
-    torch.manual_seed(0)
-    config = Gemma3TextConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, sliding_window=8, max_position_embeddings=512, initializer_range=0.5,
-        eos_token_id=EOS, bos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    return folder
+EOS, VOCAB = 256, 320  # of the talker
 
 
 def answers(talker: Path, *asked: SamplingParams, **settings) -> list[Completion]:
