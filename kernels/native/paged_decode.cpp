@@ -3,7 +3,7 @@
 // One piece of work is a row (one query of every head) and a run of its tokens; pieces of a long row are merged at the
 // end, so that few long rows keep all threads busy. Within a piece, per kv head:
 //
-//     tile of 64 tokens      scores [query heads of the kv head][tokens]   = q . k       4 x 4 accumulators
+//     tile of 64 tokens      scores [query heads of the kv head][tokens]   = q . k       16 tokens at a time
 //     softmax as it goes     new maximum, rescale what is summed, weights  = exp(score - maximum)
 //     sum of values          [query heads][numbers of a value]             += weight * v  4 x 64 numbers in registers
 //
@@ -13,6 +13,7 @@
 #include <cmath>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "numbers.h"
@@ -54,25 +55,36 @@ namespace {
 
 constexpr int TILE = 64, WIDE = 4;
 
-// scores[g][t] = q[g] . k[t] for `G` query heads and `N` tokens
-template <int G, int N, class T>
+// The sums of 16 vectors, as one: neighbouring halves are added, then quarters, until a lane is left of each.
+template <int W, size_t... I>
+inline Vec fold(Vec p, Vec q, std::index_sequence<I...>) {
+    typedef int32_t Places __attribute__((vector_size(4 * LANES)));
+    constexpr Places low = {(int32_t(I) / (2 * W) * 2 * W + int32_t(I) % W + (int32_t(I) / W % 2) * LANES)...};
+    constexpr Places high = {(int32_t(I) / (2 * W) * 2 * W + int32_t(I) % W + W + (int32_t(I) / W % 2) * LANES)...};
+    return __builtin_shuffle(p, q, low) + __builtin_shuffle(p, q, high);
+}
+inline Vec sums(Vec* v) {
+    constexpr auto lanes = std::make_index_sequence<LANES>();
+    for (int i = 0; i < 8; i++) v[i] = fold<8>(v[i], v[i + 8], lanes);
+    for (int i = 0; i < 4; i++) v[i] = fold<4>(v[i], v[i + 4], lanes);
+    for (int i = 0; i < 2; i++) v[i] = fold<2>(v[i], v[i + 2], lanes);
+    return fold<1>(v[0], v[1], lanes);
+}
+
+// scores[0 .. 16) = q . keys[0 .. 16)
+template <class T>
 inline void dot(const float* q, const T* const* keys, int dim, float* scores) {
-    Vec acc[G][N] = {};
+    Vec acc[LANES] = {};
     int d = 0;
     for (; d + LANES <= dim; d += LANES) {
-        Vec k[N];
-        for (int n = 0; n < N; n++) k[n] = load(keys[n] + d);
-        for (int g = 0; g < G; g++) {
-            Vec query = load(q + g * dim + d);
-            for (int n = 0; n < N; n++) acc[g][n] += query * k[n];
-        }
+        const Vec query = load(q + d);
+        for (int n = 0; n < LANES; n++) acc[n] += query * load(keys[n] + d);
     }
-    for (int g = 0; g < G; g++)
-        for (int n = 0; n < N; n++) {
-            float total = sum(acc[g][n]);
-            for (int e = d; e < dim; e++) total += q[g * dim + e] * to_float(keys[n][e]);
-            scores[g * TILE + n] = total;
-        }
+    Vec total = sums(acc);
+    if (d < dim)
+        for (int n = 0; n < LANES; n++)
+            for (int e = d; e < dim; e++) total[n] += q[e] * to_float(keys[n][e]);
+    store(total, scores);
 }
 
 // acc[g][0 .. 16 * B) += sum over t of weights[g][t] * values[t]
@@ -109,9 +121,9 @@ void piece(const Attention& a, int row, int first, int end, int kv_head, const f
             tokens[t] = pages + int64_t(table[block]) * a.page_stride +
                         (position - block * a.block_tokens) * a.page_token_stride;
         }
-        int t = 0;
-        for (; t + WIDE <= count; t += WIDE) dot<G, WIDE>(q, tokens + t, a.key_dim, scores + t);
-        for (; t < count; t++) dot<G, 1>(q, tokens + t, a.key_dim, scores + t);
+        for (int t = count; t % LANES; t++) tokens[t] = tokens[0];  // whose scores nobody reads
+        for (int t = 0; t < count; t += LANES)
+            for (int g = 0; g < G; g++) dot(q + g * a.key_dim, tokens + t, a.key_dim, scores + g * TILE + t);
         for (int g = 0; g < G; g++) {
             float* s = scores + g * TILE;
             if (a.softcap > 0)
