@@ -6,7 +6,8 @@ later?). Anything that is not an `IntarsiaError` is a bug of ours.
 
     IntarsiaError
     ├── InvalidRequest       a request that can not be served as asked: change it
-    │   └── RequestTooLarge  ... because it would not fit even with the whole pool to itself
+    │   ├── RequestTooLarge  ... because it would not fit even with the whole pool to itself
+    │   └── UnknownModel     ... because it names a model that is not served here
     ├── InvalidSetting       a setting that can not work: change how the engine is started
     ├── ModelError           the checkpoint is at fault
     │   ├── ModelNotFound    there is no checkpoint at that place
@@ -55,6 +56,10 @@ class InvalidRequest(IntarsiaError):
 
 class RequestTooLarge(InvalidRequest):
     """The request would not fit even if it had the whole pool to itself."""
+
+
+class UnknownModel(InvalidRequest):
+    """The request names a model that is not served here."""
 
 
 class InvalidSetting(IntarsiaError):

@@ -10,7 +10,7 @@ from ..proto.channel import Address, ChannelClosed, Stream
 from .engine import TokenDelta, TokenLogprobs
 from .front_door import decode
 from .images import Image
-from .info import EngineInfo
+from .info import EngineInfo, EngineLoad
 from .request import USUAL_TERMS, SamplingParams, Terms
 
 __all__ = ["EngineClient", "Generation", "TokenDelta", "TokenLogprobs"]
@@ -23,6 +23,7 @@ class EngineClient:
         self.info = info
         self._stream = stream
         self._answers: dict[int, _Answer] = {}  # by handle
+        self._questions: dict[int, asyncio.Future[EngineLoad]] = {}  # by handle
         self._request_ids: set[str] = set()  # in use
         self._next_handle = 0
         self._failure: IntarsiaError | None = None
@@ -55,6 +56,19 @@ class EngineClient:
         """
         body = [list(prompt_token_ids), sampling.to_wire(), images, terms.to_wire(), is_streaming]
         return Generation(self, body, sampling.n, request_id or uuid.uuid4().hex)
+
+    async def load(self) -> EngineLoad:
+        """How busy the engine is. Raises `EngineUnavailable` when it is gone."""
+        if self._failure is not None:
+            raise self._failure
+        handle = self._next_handle
+        self._next_handle += 1
+        self._questions[handle] = asyncio.get_running_loop().create_future()
+        self._stream.send_message(["load", handle])
+        try:
+            return await self._questions[handle]
+        finally:
+            del self._questions[handle]
 
     async def wait_gone(self) -> IntarsiaError:
         """Wait until the engine can not be reached any more; why that is."""
@@ -103,7 +117,12 @@ class EngineClient:
                 handles, tokens, others = await self._stream.receive_message()
                 for entry in others:
                     handle, item = decode(entry)
-                    if (answer := self._answers.get(handle)) is not None:  # else: aborted, and the engine had not heard
+                    if isinstance(item, EngineLoad):
+                        if (question := self._questions.get(handle)) is not None and not question.done():
+                            question.set_result(item)
+                    elif (
+                        answer := self._answers.get(handle)
+                    ) is not None:  # else: aborted, and the engine had not heard
                         answer.put(item)
                 for handle, token in zip(handles, tokens, strict=True):
                     if (answer := self._answers.get(handle)) is not None:
@@ -116,6 +135,9 @@ class EngineClient:
         self._gone.set()
         for answer in self._answers.values():
             answer.put(error)
+        for question in self._questions.values():
+            if not question.done():
+                question.set_exception(error)
 
 
 class _Answer:

@@ -17,7 +17,7 @@ from ..kvcache.check import Recount, recount
 from ..kvcache.manager import CacheManager, RequestId
 from ..proto.step import Step, StepResult
 from .images import Gallery, Image, lay_out
-from .info import EngineInfo
+from .info import EngineInfo, EngineLoad
 from .request import USUAL_TERMS, Request, SamplingParams, Terms
 from .scheduler import Outcome, Progress, Scheduler
 
@@ -82,6 +82,8 @@ class EngineStats:
     """Counters since the start. Times are of the controller process, in microseconds."""
 
     steps: int = 0
+    prompt_tokens: int = 0  # of answers that have begun
+    cached_tokens: int = 0  # of them, found in the prefix cache
     generated_tokens: int = 0
     computed_tokens: int = 0
     finished_requests: int = 0
@@ -215,6 +217,24 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         self._manager.reset_prefix_cache()
 
+    def load(self) -> EngineLoad:
+        pool, stats = self._manager.pool, self.stats
+        return EngineLoad(
+            self._scheduler.num_running,
+            self._scheduler.num_waiting,
+            pool.num_free,
+            pool.num_kept,
+            self.info.num_blocks,
+            stats.steps,
+            stats.prompt_tokens,
+            stats.cached_tokens,
+            stats.generated_tokens,
+            stats.finished_requests,
+            stats.aborted_requests,
+            stats.expired_requests,
+            stats.preemptions,
+        )
+
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -301,6 +321,9 @@ class Engine:
             tokens.append(token)
         for entry in outcome.notable:
             caller = entry.request.caller
+            if len(entry.request.tokens) == entry.request.prompt_tokens + 1:
+                self.stats.prompt_tokens += entry.request.prompt_tokens
+                self.stats.cached_tokens += entry.request.cached_tokens
             delta: TokenDelta | None = _delta(entry)
             if not caller.is_streaming:
                 caller.kept.append(delta)

@@ -3,7 +3,9 @@
 A connection is also the front end's lease: when it closes, its requests are aborted and their blocks are free.
 
     front end -> engine   ["submit", handle, tokens, sampling, images, terms, is_streaming]   ["abort", handle]
-    engine -> front end   first the EngineInfo; then, per step, [handles, tokens, [[handle, tag, delta or error], ...]]
+                          ["load", handle]
+    engine -> front end   first the EngineInfo; then, per step, [handles, tokens, [[handle, tag, what], ...]], where
+                          what is a delta, an error, or the answer to a question
 
 Handles are numbers that the front end draws; a request for n answers takes n of them in a row.
 """
@@ -13,9 +15,10 @@ from ..kvcache.manager import RequestId
 from ..proto.channel import Address, ChannelClosed, Stream, StreamServer
 from .engine import Delivery, Engine, TokenDelta, TokenLogprobs
 from .images import Image
+from .info import EngineLoad
 from .request import SamplingParams, Terms
 
-DELTA, ERROR = 0, 1
+DELTA, ERROR, LOAD = range(3)
 
 
 class FrontDoor:
@@ -49,6 +52,9 @@ class FrontDoor:
                     if handle in requests:
                         self._engine.abort(requests.pop(handle))
                     continue
+                if verb == "load":
+                    stream.send_message([[], [], [[handle, LOAD, self._engine.load()]]])
+                    continue
                 try:
                     tokens, sampling, images, terms, is_streaming = rest
                     params = SamplingParams(**sampling)
@@ -71,11 +77,13 @@ def _encode(handle: int, item: TokenDelta | IntarsiaError) -> list:
     return [handle, DELTA, item]
 
 
-def decode(entry: tuple) -> tuple[int, TokenDelta | IntarsiaError]:
+def decode(entry: tuple) -> tuple[int, TokenDelta | IntarsiaError | EngineLoad]:
     """One of the last part of the engine's message, for the other end."""
     handle, tag, value = entry
     if tag == ERROR:
         return handle, IntarsiaError.from_wire(value)
+    if tag == LOAD:
+        return handle, EngineLoad(*value)
     delta = TokenDelta(*value)
     return handle, delta._replace(logprobs=_rows(delta.logprobs), prompt_logprobs=_rows(delta.prompt_logprobs))
 

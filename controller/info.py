@@ -12,6 +12,29 @@ class GroupInfo(NamedTuple):
     page_bytes: int  # from one block to the next in a buffer, on one rank
 
 
+class EngineLoad(NamedTuple):
+    """How busy an engine is at this moment, and what it has done since its start."""
+
+    running: int  # requests
+    waiting: int
+    free_blocks: int  # large pages that any group could have, those of known prefixes included
+    kept_blocks: int  # of them, those that hold known prefixes
+    num_blocks: int
+    steps: int
+    prompt_tokens: int
+    cached_tokens: int  # of them, found in the prefix cache
+    generated_tokens: int
+    finished_requests: int
+    aborted_requests: int
+    expired_requests: int
+    preemptions: int
+
+    @property
+    def pool_use(self) -> float:
+        """Share of the pool that requests hold, from 0 to 1."""
+        return 1 - self.free_blocks / self.num_blocks
+
+
 class EngineInfo(NamedTuple):
     """Fixed facts of a started engine. Packs as a MessagePack array."""
 
@@ -37,6 +60,12 @@ class EngineInfo(NamedTuple):
     image_token_id: int | None = None  # stands for an image in a prompt; None: the model takes none
     max_images_per_request: int = 0
     notes: tuple[str, ...] = ()  # what was decided otherwise than asked or written, for people
+    pool_request_len: int | None = None  # tokens of the longest request that the pool can hold; None: max_model_len
+
+    @property
+    def longest_request(self) -> int:
+        """Tokens, prompt and answer, of the longest request that is served."""
+        return self.max_model_len if self.pool_request_len is None else self.pool_request_len
 
     @property
     def capacity_tokens(self) -> int:

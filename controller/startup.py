@@ -1,5 +1,6 @@
 """From settings and a worker group to an engine that is ready to serve."""
 
+import bisect
 from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ class EngineSettings:
     max_model_len: int | None = None  # prompt and generated tokens of one request; None: what the model was made for
     prefix_caching: bool = True
     max_images_per_request: int = 1  # where a model takes images
+    served_model_name: str | None = None  # None: the checkpoint folder's
     name: str | None = None  # of the engine within the Ray cluster; None: drawn
 
     def __post_init__(self):
@@ -87,10 +89,17 @@ def _plan_settings(settings: EngineSettings, facts: ModelFacts) -> PlanSettings:
     return replace(settings.plan, encoder_tokens=image_tokens * settings.max_images_per_request)
 
 
+def _longest(plan: MemoryPlan, max_model_len: int) -> int | None:
+    """Tokens of the longest request that the pool can hold; None: any that is allowed."""
+    if plan.fits(max_model_len):
+        return None
+    return bisect.bisect_left(range(max_model_len), True, key=lambda length: not plan.fits(length + 1))
+
+
 def _describe(settings: EngineSettings, facts: ModelFacts, plan: MemoryPlan, max_model_len: int) -> EngineInfo:
     model_dir = Path(settings.model.model_dir)
     return EngineInfo(
-        model=model_dir.name,
+        model=settings.served_model_name or model_dir.name,
         model_dir=str(model_dir),
         architecture=facts.architecture,
         dtype=facts.dtype,
@@ -114,4 +123,5 @@ def _describe(settings: EngineSettings, facts: ModelFacts, plan: MemoryPlan, max
         image_token_id=facts.image_token_id,
         max_images_per_request=settings.max_images_per_request if facts.image_token_id is not None else 0,
         notes=facts.notes + plan.notes,
+        pool_request_len=_longest(plan, max_model_len),
     )

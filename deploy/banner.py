@@ -6,7 +6,7 @@ from rich.table import Table
 from ..controller.info import EngineInfo
 
 
-def banner(info: EngineInfo, address: str | None = None) -> RenderableType:
+def banner(info: EngineInfo, http: str | None = None, grpc: str | None = None) -> RenderableType:
     """The facts a person wants to see before the first request. Reads well at 80 columns."""
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bold")
@@ -30,13 +30,15 @@ def banner(info: EngineInfo, address: str | None = None) -> RenderableType:
         facts.add_row("images", f"up to {info.max_images_per_request} in a request, by token {info.image_token_id}")
     for note in info.notes:
         facts.add_row("note", note)
-    if address:
-        facts.add_row("address", f"{address} (gRPC)")
+    if http:
+        facts.add_row("HTTP", f"{http}/v1 (OpenAI-compatible)")
+    if grpc:
+        facts.add_row("gRPC", grpc)
     return Group(facts, _groups(info))
 
 
-def print_banner(info: EngineInfo, address: str | None = None) -> None:
-    Console(highlight=False).print(banner(info, address))
+def print_banner(info: EngineInfo, http: str | None = None, grpc: str | None = None) -> None:
+    Console(highlight=False).print(banner(info, http, grpc))
 
 
 def human_bytes(count: int) -> str:

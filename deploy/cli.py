@@ -82,10 +82,14 @@ def serve(
         bool, typer.Option("--trust-remote-code", help="Run Python files that come with the checkpoint.")
     ] = False,
     host: Annotated[str, typer.Option(help="Loopback address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 50051,
+    port: Annotated[int, typer.Option(help="Port for HTTP; 0 takes a free one.", min=0, max=65535)] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="Port for gRPC; 0 takes a free one.", min=0, max=65535)] = 50051,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model.  [default: its folder's name]")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the engine in the Ray cluster.  [default: drawn]")] = None,
 ) -> None:
-    """Serve a model over gRPC until stopped with Ctrl-C."""
+    """Serve a model over HTTP (OpenAI-compatible) and gRPC until stopped with Ctrl-C."""
     with _plain_errors():
         import asyncio
 
@@ -115,10 +119,11 @@ def serve(
             torch_compile=torch_compile,
             allow_generic=allow_generic,
             trust_remote_code=trust_remote_code,
+            served_model_name=served_model_name,
             name=name,
         )
         print(f"loading {model} ...", flush=True)
-        asyncio.run(run(settings, host, port))
+        asyncio.run(run(settings, host, port, grpc_port))
 
 
 @app.command()

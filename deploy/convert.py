@@ -148,8 +148,7 @@ def info_from_proto(message: pb.ModelInfo) -> EngineInfo:
         GroupInfo(group.kind, tuple(group.layers), group.block_tokens, group.page_bytes) for group in message.groups
     )
     fields: dict[str, Any] = {name: getattr(message, name) for name in EngineInfo._fields if name != "model_dir"}
-    if not message.HasField("image_token_id"):
-        fields["image_token_id"] = None
+    fields |= {name: None for name in ("image_token_id", "pool_request_len") if not message.HasField(name)}
     fields |= {"model_dir": "", "groups": groups}
     fields |= {"eos_token_ids": tuple(message.eos_token_ids), "notes": tuple(message.notes)}
     return EngineInfo(**fields)

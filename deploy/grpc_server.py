@@ -1,10 +1,8 @@
 """The gRPC server: how a request enters, how a bad one is refused, how tokens leave."""
 
-import asyncio
 import contextlib
 import ipaddress
 import logging
-import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,7 +11,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
-from ..controller.client import EngineClient
 from ..errors import IntarsiaError, InvalidRequest, InvalidSetting
 from ..proto import inference_pb2 as pb
 from ..proto import inference_pb2_grpc as pb_grpc
@@ -25,9 +22,7 @@ from .convert import (
     sampling_from_proto,
     terms_from_proto,
 )
-from .images import ImageReader, read_images
-from .text import with_text
-from .tokenizer import Tokenizer, encode_prompt
+from .front_end import Asked, FrontEnd
 
 logger = logging.getLogger(__name__)
 
@@ -45,53 +40,48 @@ SHUTDOWN_GRACE_S = 5.0
 class InferenceServicer(pb_grpc.InferenceServicer):
     """Answers `intarsia.v1.Inference` out of one engine."""
 
-    def __init__(self, engine: EngineClient, tokenizer: Tokenizer | None, images: ImageReader | None = None):
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._images = images
+    def __init__(self, front_end: FrontEnd):
+        self._front_end = front_end
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GenerateResponse]:
         async with _refusing(context):
-            request_id = request.request_id or uuid.uuid4().hex
-            prompt = self._prompt(request)
-            # Decoding takes its time, and other streams go on meanwhile.
-            images = (
-                await asyncio.to_thread(read_images, self._images, request.images, self._engine.info.model)
-                if request.images
-                else ()
-            )
-            sampling = sampling_from_proto(request.sampling)
-            terms = terms_from_proto(request, context.time_remaining())
-            generation = self._engine.generate(prompt, sampling, request_id, images, terms)
-            # Closing it is what frees the blocks of a client that has gone.
-            async with contextlib.aclosing(generation):
-                completion_tokens = 0
-                async for delta, text in with_text(generation, self._tokenizer, sampling):
+            asked = await self._asked(request, context.time_remaining())
+            completion_tokens = 0
+            async with contextlib.aclosing(self._front_end.generate(asked)) as answers:
+                async for delta, text in answers:
                     completion_tokens += len(delta.token_ids)
-                    yield response_to_proto(request_id, delta, text, len(prompt), completion_tokens)
+                    yield response_to_proto(answers.request_id, delta, text, len(asked.prompt), completion_tokens)
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
-        return info_to_proto(self._engine.info)
+        return info_to_proto(self._front_end.info)
 
-    def _prompt(self, request: pb.GenerateRequest) -> list[int]:
+    async def _asked(self, request: pb.GenerateRequest, time_remaining_s: float | None) -> Asked:
+        return Asked(
+            await self._prompt(request),
+            sampling_from_proto(request.sampling),
+            await self._front_end.read_images(request.images),
+            terms_from_proto(request, time_remaining_s),
+            request.request_id,
+        )
+
+    async def _prompt(self, request: pb.GenerateRequest) -> list[int]:
         kind = request.WhichOneof("prompt")
         if kind is None:
             raise InvalidRequest("the request has no prompt; give text or token_ids", field="prompt")
         if kind == "token_ids":
             return list(request.token_ids.ids)
-        return encode_prompt(self._tokenizer, request.text, self._engine.info.model)
+        return await self._front_end.encode(request.text)
 
 
 class GrpcServer:
     """The service with health and reflection, on a loopback address."""
 
-    def __init__(self, engine: EngineClient, tokenizer: Tokenizer | None):
+    def __init__(self, front_end: FrontEnd):
         self._server = grpc.aio.server(options=OPTIONS)
         self._health: Any = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
-        servicer = InferenceServicer(engine, tokenizer, ImageReader.of(engine.info))
-        pb_grpc.add_InferenceServicer_to_server(servicer, self._server)
+        pb_grpc.add_InferenceServicer_to_server(InferenceServicer(front_end), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 
@@ -103,9 +93,9 @@ class GrpcServer:
             port = self._server.add_insecure_port(target)
         except RuntimeError as error:
             raise InvalidSetting(
-                f"can not listen on {target}: the port is in use or not allowed. Choose another --port, or 0 for a "
-                "free one.",
-                field="port",
+                f"can not listen on {target}: the port is in use or not allowed. Choose another --grpc-port, or 0 "
+                "for a free one.",
+                field="grpc_port",
                 asked=port,
             ) from error
         await self._server.start()

@@ -110,6 +110,7 @@ class LLM:
     torch_compile             False: compile the model with torch.compile, which takes minutes when it starts
     allow_generic             False: try an architecture that nobody has tested, as plain attention
     trust_remote_code         False: run Python files that come with the checkpoint
+    served_model_name         None: what the model is called in answers; None: as its folder is
     name                      None: of the engine in the Ray cluster; None: drawn
 
     Raises `ModelError` or `InvalidSetting`, naming the field, before or while the engine starts; nothing is left

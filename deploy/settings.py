@@ -41,6 +41,7 @@ def engine_settings(
     torch_compile: bool = False,
     allow_generic: bool = False,
     trust_remote_code: bool = False,
+    served_model_name: str | None = None,
     name: str | None = None,
 ) -> EngineSettings:
     """Settings of an engine. Raises `InvalidSetting`, naming the field.
@@ -71,6 +72,7 @@ def engine_settings(
         max_model_len=max_model_len,
         prefix_caching=enable_prefix_caching,
         max_images_per_request=max_images_per_request,
+        served_model_name=served_model_name,
         name=name,
     )
 

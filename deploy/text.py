@@ -84,7 +84,7 @@ class StopGate:
         if found:
             start, length = min(found)
             return text[: start + length * self._include], True
-        keep = max(self._beginning(text, stop) for stop in self._stops)
+        keep = could_begin(text, self._stops)
         text, self._waiting = text[: len(text) - keep], text[len(text) - keep :]
         return text, False
 
@@ -93,7 +93,11 @@ class StopGate:
         waiting, self._waiting = self._waiting, ""
         return waiting
 
-    @staticmethod
-    def _beginning(text: str, stop: str) -> int:
-        """Characters at the end of `text` that could begin `stop`."""
-        return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if stop.startswith(text[-n:])), 0)
+
+def could_begin(text: str, marks: Sequence[str]) -> int:
+    """Characters at the end of `text` with which one of `marks` could begin."""
+
+    def beginning(mark: str) -> int:
+        return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)
+
+    return max(map(beginning, marks))

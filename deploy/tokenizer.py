@@ -33,23 +33,33 @@ class Tokenizer:
             raise CorruptCheckpoint(f"the tokenizer in {path} can not be read: {error}", field="model") from error
         return cls(fast)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens the model wants in front."""
-        return self._fast.encode(text)
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids, with the special tokens the model wants in front unless said otherwise."""
+        return self._fast.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""
         return self._fast.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def text_of(self, token_id: int) -> str:
+        """One token by itself, special ones too."""
+        return self._fast.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **options: Any
+    ) -> list[int]:
         """Token ids of a conversation, up to where the model answers. transformers runs templates in a sandbox.
 
-        Raises `InvalidRequest` when the checkpoint has no template, or the template refuses the messages.
+        options: variables for the template. Raises `InvalidRequest` when the checkpoint has no template, or the
+        template refuses the messages.
         """
         if not self._fast.chat_template:
             raise InvalidRequest("this checkpoint has no chat template; send the prompt as text", field="messages")
+        options = {"add_generation_prompt": True, **options}
         try:
-            encoded = self._fast.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True)
+            encoded = self._fast.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=True, **options
+            )
         except Exception as error:  # noqa: BLE001  templates raise what their authors wrote
             raise InvalidRequest(f"the chat template refuses these messages: {error}", field="messages") from None
         return list(encoded["input_ids"] if isinstance(encoded, Mapping) else encoded)
@@ -96,8 +106,8 @@ class TextStream:
         return decode(self._tokens[self._settled : self._told]), decode(self._tokens[self._settled :])
 
 
-def encode_prompt(tokenizer: Tokenizer | None, text: str, model: str) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer | None, text: str, model: str, add_special_tokens: bool = True) -> list[int]:
     """Token ids of a text prompt. Raises `InvalidRequest` when the model has no tokenizer."""
     if tokenizer is None:
         raise InvalidRequest(f"{model} has no tokenizer, so it takes prompts of token ids only", field="prompt")
-    return tokenizer.encode(text)
+    return tokenizer.encode(text, add_special_tokens)

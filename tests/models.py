@@ -663,6 +663,18 @@ def picture(width: int, height: int, seed: int) -> bytes:
     return file.getvalue()
 
 
+CHAT_TEMPLATE = """
+{%- if tools %}tools: {{ tools | tojson }}
+{% endif %}
+{%- for message in messages %}
+    {%- if message.role == 'forbidden' %}{{ raise_exception('no such role') }}{% endif %}
+    {{- message.role }}: {{ message.content }}
+    {%- for call in message.tool_calls or [] %} calls {{ call.function.name }} {{ call.function.arguments | tojson }}
+    {%- endfor %}
+{% endfor %}
+{%- if add_generation_prompt %}{{ voice | default('assistant') }}: {% endif %}"""
+
+
 def make_talker(folder: Path) -> Path:
     """A tiny random model whose tokens are the 256 bytes and an end, with its tokenizer. It would say anything."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -673,7 +685,9 @@ def make_talker(folder: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<eos>"])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
     torch.manual_seed(0)
     config = Gemma3TextConfig(
         vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,

@@ -257,7 +257,8 @@ class ModelRunner:
             views = [self._tables.views[slot] for slot in rows.slots]
             self._model.cross.begin_step(tables, rows.query_lens, rows.computed, views)
         keep = np.concatenate([*(np.arange(starts[row], ends[row]) for row in asked), ends[rows.finishes] - 1])
-        keep_T = torch.from_numpy(keep).to(device) if len(keep) < len(tokens) else None
+        keeps_all = not asked and len(keep) == len(tokens)
+        keep_T = None if keeps_all else torch.from_numpy(keep).to(device)
         return self._model.forward(torch.from_numpy(tokens).to(device), positions_T, keep_T)
 
     def _tokens(self, rows: _Rows, kv_lens: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from intarsia.deploy.front_end import FrontEnd
 from intarsia.deploy.grpc_server import GrpcServer
 from intarsia.deploy.tokenizer import Tokenizer
 from intarsia.tests.deploy.scripted import ScriptedEngine
@@ -21,7 +22,7 @@ def serve_script(loop: Any) -> Iterator[Callable[..., tuple[ScriptedEngine, str]
         engine: Any = ScriptedEngine(script)
 
         async def listen() -> str:
-            engine.server = GrpcServer(engine, tokenizer)
+            engine.server = GrpcServer(FrontEnd.of(engine, tokenizer))
             servers.append(engine.server)
             return await engine.server.start(port=0)
 

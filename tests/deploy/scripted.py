@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -56,16 +57,18 @@ class ScriptedEngine:
         request_id: str | None = None,
         images: Sequence[Image] = (),
         terms: Terms = USUAL_TERMS,
+        is_streaming: bool = True,
     ) -> "ScriptedGeneration":
         self.asked.append((list(prompt_token_ids), sampling, request_id))
         self.terms = terms
-        return ScriptedGeneration(self._script, self.closed)
+        return ScriptedGeneration(self._script, self.closed, request_id or uuid.uuid4().hex)
 
 
 class ScriptedGeneration:
     """Plays a script to whoever iterates."""
 
-    def __init__(self, script: Sequence[Any], closed: threading.Event):
+    def __init__(self, script: Sequence[Any], closed: threading.Event, request_id: str):
+        self.request_id = request_id
         self._closed = closed
         self._deltas = self._play(script)
 

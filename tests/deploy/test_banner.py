@@ -7,14 +7,14 @@ from intarsia.deploy.banner import banner, human_bytes
 from intarsia.tests.deploy.scripted import INFO
 
 
-def printed(info, address=None) -> str:
+def printed(info, *addresses: str) -> str:
     console = Console(file=io.StringIO(), width=80)
-    console.print(banner(info, address))
+    console.print(banner(info, *addresses))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_banner_tells_the_facts_within_80_columns():
-    text = printed(INFO, "127.0.0.1:50051")
+    text = printed(INFO, "http://127.0.0.1:8000", "127.0.0.1:50051")
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
     for fact in ("tiny-hybrid", "float32", "3 MiB", "64 MiB", "1,000", "12,500 tokens", "12.5", "layered", "16 KiB"):
         assert fact in text, fact

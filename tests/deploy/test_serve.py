@@ -26,7 +26,7 @@ def test_serve_answers_until_it_is_told_to_stop(stop: signal.Signals, tiny: Call
     model = tiny("ministral")
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     server = subprocess.Popen(
-        [COMMAND, "serve", model.path, "--port", "0", "--kv-cache-memory", "2MiB"],
+        [COMMAND, "serve", model.path, "--port", "0", "--grpc-port", "0", "--kv-cache-memory", "2MiB"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -39,7 +39,7 @@ def test_serve_answers_until_it_is_told_to_stop(stop: signal.Signals, tiny: Call
         if line.startswith("ready"):
             break
     printed = "".join(lines)
-    found = re.search(r"address +(\S+)", printed)
+    found = re.search(r"gRPC +(\S+)", printed)
     assert found, printed
     with Client(found[1]) as client:
         answer = client.complete(model.prompts[1], SamplingParams(temperature=0, max_tokens=24))

@@ -59,7 +59,7 @@ class SpaceMarking(Tokenizer):
         steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
         self.backend.decoder = decoders.Sequence(steps)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.backend.encode(text.replace(" ", "▁")).ids
 
     def decode(self, token_ids) -> str:

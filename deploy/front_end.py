@@ -1,0 +1,103 @@
+"""One engine as the outside meets it: texts and files in, text out. HTTP and gRPC are two ways to say the same."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from ..controller.client import EngineClient, Generation, TokenDelta
+from ..controller.images import Image
+from ..controller.info import EngineInfo, EngineLoad
+from ..controller.request import USUAL_TERMS, SamplingParams, Terms
+from ..errors import InvalidRequest
+from .images import ImageReader, read_images
+from .text import with_text
+from .tokenizer import Tokenizer, encode_prompt
+
+LONG_TEXT_CHARS = 4096
+"""A longer text takes the tokenizer more than a millisecond, so other streams go on beside it."""
+
+Result = TypeVar("Result")
+
+
+class Asked(NamedTuple):
+    """A request as the engine takes it."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    images: Sequence[Image] = ()
+    terms: Terms = USUAL_TERMS
+    request_id: str = ""
+
+
+class FrontEnd:
+    """Lives on the event loop of its engine's connection."""
+
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer | None, images: ImageReader | None = None):
+        self.tokenizer = tokenizer
+        self._engine = engine
+        self._images = images
+
+    @classmethod
+    def of(cls, engine: EngineClient, tokenizer: Tokenizer | None) -> "FrontEnd":
+        return cls(engine, tokenizer, ImageReader.of(engine.info))
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    async def load(self) -> EngineLoad:
+        return await self._engine.load()
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises `InvalidRequest` when the model has no tokenizer."""
+        return await _beside(
+            len(text), lambda: encode_prompt(self.tokenizer, text, self.info.model, add_special_tokens)
+        )
+
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **options: Any
+    ) -> list[int]:
+        """Token ids of a conversation, up to where the model answers. options: for the template.
+
+        Raises `InvalidRequest` when the model has no tokenizer or no template, or the template refuses.
+        """
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise InvalidRequest(f"{self.info.model} has no tokenizer, so it takes no messages", field="messages")
+        size = sum(len(str(message)) for message in messages)
+        return await _beside(size, lambda: tokenizer.chat(messages, tools, **options))
+
+    async def read_images(self, files: Sequence[bytes]) -> Sequence[Image]:
+        """Raises `InvalidRequest` for what is none, or where the model takes none."""
+        if not files:
+            return ()
+        return await asyncio.to_thread(read_images, self._images, files, self.info.model)
+
+    def generate(self, asked: Asked, *, is_streaming: bool = True) -> "Answers":
+        """The answers to a request. The engine hears of it when the first delta is awaited."""
+        generation = self._engine.generate(
+            asked.prompt, asked.sampling, asked.request_id or None, asked.images, asked.terms, is_streaming
+        )
+        return Answers(generation, self.tokenizer, asked)
+
+
+class Answers:
+    """The deltas of a request with their text, those of all its answers in one stream. `aclose` aborts what goes on;
+    use it in `contextlib.aclosing`, since that is what frees the blocks of a client that has gone."""
+
+    def __init__(self, generation: Generation, tokenizer: Tokenizer | None, asked: Asked):
+        self.asked = asked
+        self.request_id = generation.request_id
+        self._generation = generation
+        self._tokenizer = tokenizer
+
+    def __aiter__(self) -> AsyncGenerator[tuple[TokenDelta, str], None]:
+        return with_text(self._generation, self._tokenizer, self.asked.sampling)
+
+    async def aclose(self) -> None:
+        await self._generation.aclose()
+
+
+async def _beside(chars: int, work: Callable[[], Result]) -> Result:
+    """In a thread, if it would hold up others."""
+    return work() if chars <= LONG_TEXT_CHARS else await asyncio.to_thread(work)

@@ -1,0 +1,199 @@
+"""What both ways to ask for text share: collecting and streaming answers, usage, log-probabilities."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+
+from ...controller.engine import TokenDelta, TokenLogprobs
+from ...errors import IntarsiaError
+from ..front_end import Answers, Asked, FrontEnd
+from ..tokenizer import Tokenizer
+from .protocol import PromptDetails, StreamOptions, Usage
+
+Result = TypeVar("Result")
+
+CLIENT_CLOSED = 499
+"""nginx's status for a client that has left; nobody reads it."""
+
+
+class Piece(NamedTuple):
+    """What came for one answer of one prompt."""
+
+    prompt: int  # which one, when a request has several
+    delta: TokenDelta
+    text: str
+
+
+class Collected:
+    """One whole answer."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: Sequence[TokenLogprobs] | None = None
+        self.finish_reason: str | None = None
+
+    def add(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.token_ids += piece.delta.token_ids
+        self.logprobs += piece.delta.logprobs or ()
+        self.prompt_logprobs = self.prompt_logprobs or piece.delta.prompt_logprobs
+        self.finish_reason = piece.delta.finish_reason
+
+
+class Counter:
+    """Usage over all prompts and answers of a request, as it grows."""
+
+    def __init__(self, asked: Sequence[Asked]):
+        self._prompt_tokens = sum(len(one.prompt) for one in asked)
+        self._cached = [0] * len(asked)
+        self._completion_tokens = 0
+
+    def add(self, piece: Piece) -> None:
+        self._completion_tokens += len(piece.delta.token_ids)
+        self._cached[piece.prompt] = max(self._cached[piece.prompt], piece.delta.num_cached_tokens)
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            total_tokens=self._prompt_tokens + self._completion_tokens,
+            prompt_tokens_details=PromptDetails(cached_tokens=sum(self._cached)),
+        )
+
+
+class StreamUsage:
+    """The usage that a stream tells, as its `stream_options` have it."""
+
+    def __init__(self, options: StreamOptions | None, counter: Counter):
+        self._at_end = bool(options and options.include_usage)
+        self._always = bool(options and options.continuous_usage_stats)
+        self._counter = counter
+
+    def put_into(self, event: dict[str, Any]) -> dict[str, Any]:
+        """Any event but the last."""
+        if self._at_end or self._always:
+            event["usage"] = self._counter.usage().model_dump() if self._always else None
+        return event
+
+    def last(self, event: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The last one, which has no choices, if it is wanted."""
+        if self._at_end:
+            yield event | {"usage": self._counter.usage().model_dump()}
+
+
+async def pieces(front_end: FrontEnd, asked: Sequence[Asked], *, is_streaming: bool) -> AsyncGenerator[Piece, None]:
+    """All that comes for several prompts, computed side by side, in the order in which it comes."""
+    running = [front_end.generate(one, is_streaming=is_streaming) for one in asked]
+    if len(running) == 1:
+        async with contextlib.aclosing(running[0]) as answers:
+            async for delta, text in answers:
+                yield Piece(0, delta, text)
+        return
+    inbox: asyncio.Queue[Piece | IntarsiaError | None] = asyncio.Queue()
+
+    async def forward(prompt: int, answers: Answers) -> None:
+        try:
+            async with contextlib.aclosing(answers):
+                async for delta, text in answers:
+                    inbox.put_nowait(Piece(prompt, delta, text))
+            inbox.put_nowait(None)
+        except IntarsiaError as error:
+            inbox.put_nowait(error)
+
+    tasks = [asyncio.ensure_future(forward(n, answers)) for n, answers in enumerate(running)]
+    try:
+        open_prompts = len(tasks)
+        while open_prompts:
+            item = await inbox.get()
+            if isinstance(item, IntarsiaError):
+                raise item
+            if item is None:
+                open_prompts -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def while_connected(request: Request, work: Awaitable[Result]) -> Result | None:
+    """The result, or None when the client left before it was there; then the work has been cancelled."""
+    task = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return None
+    finally:
+        for each in (task, leaving):
+            each.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def event_stream(events: AsyncGenerator[dict[str, Any] | str, None], error_event: Any) -> StreamingResponse:
+    """Server-sent events. What is refused before the first one is refused as usual, with a status of its own; what
+    fails later is told as an event, made by `error_event`."""
+    try:
+        first = await anext(events)
+    except StopAsyncIteration:
+        first = None
+    except BaseException:
+        await events.aclose()
+        raise
+
+    async def lines() -> AsyncIterator[str]:
+        async with contextlib.aclosing(events):
+            try:
+                if first is not None:
+                    yield _line(first)
+                async for event in events:
+                    yield _line(event)
+            except IntarsiaError as error:
+                yield _line(error_event(error))
+
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(lines(), media_type="text/event-stream", headers=headers)
+
+
+def _line(event: dict[str, Any] | str) -> str:
+    data = event if isinstance(event, str) else json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {data}\n\n"
+
+
+def now_s() -> int:
+    return int(time.time())
+
+
+def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
+    return tokenizer.text_of(token_id) if tokenizer is not None else f"token_id:{token_id}"
+
+
+def prompt_logprobs_of(rows: Sequence[TokenLogprobs] | None, tokenizer: Tokenizer | None) -> list[Any] | None:
+    """As the field has it: nothing of the first token, then {id: {logprob, rank, text}} of each."""
+    if rows is None:
+        return None
+
+    def entry(row: TokenLogprobs) -> dict[str, Any]:
+        found = {
+            str(token): {"logprob": logprob, "rank": n + 1, "decoded_token": token_text(tokenizer, token)}
+            for n, (token, logprob) in enumerate(row.top)
+        }
+        own = {"logprob": row.logprob, "rank": None, "decoded_token": token_text(tokenizer, row.token_id)}
+        return {str(row.token_id): own} | found
+
+    return [None, *map(entry, rows)]

@@ -1,0 +1,294 @@
+"""The routes, errors in OpenAI's shape, and what else there is to ask."""
+
+import contextlib
+import difflib
+import logging
+import re
+import uuid
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import pydantic
+from fastapi import FastAPI, Header, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ...errors import (
+    DeadlineExceeded,
+    EngineUnavailable,
+    IntarsiaError,
+    InvalidRequest,
+    PoolExhausted,
+    UnknownModel,
+)
+from ..front_end import FrontEnd
+from ..metrics import METRICS_TYPE, Metrics
+from .answers import CLIENT_CLOSED, event_stream, now_s, while_connected
+from .chat import ChatCall
+from .completions import CompletionCall
+from .protocol import (
+    ChatCompletion,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    DetokenizeRequest,
+    ErrorResponse,
+    ModelCard,
+    ModelList,
+    PlainText,
+    Sampling,
+    TokenizeRequest,
+    Tokens,
+)
+from .requests import check_model, turns_of
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 32 * 2**20
+
+EXTENSIONS = {"token_ids", "prompt_token_ids", "prompt_logprobs", "tool_calls", "index", "token_strs"}
+"""Fields of answers that are left out where they are null; the others stand there as null, as OpenAI has them."""
+
+STATUSES: tuple[tuple[type[IntarsiaError], int, str, str | None], ...] = (
+    (UnknownModel, 404, "invalid_request_error", "model_not_found"),
+    (InvalidRequest, 400, "invalid_request_error", None),
+    (DeadlineExceeded, 504, "timeout_error", "deadline_exceeded"),
+    (PoolExhausted, 503, "overloaded_error", "overloaded"),
+    (EngineUnavailable, 503, "service_unavailable_error", "engine_unavailable"),
+)
+"""(class, status, type, code), the first that fits; anything else is our own fault."""
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": description}
+    for status, description in (
+        (400, "The request can not be served as asked; `param` names the field."),
+        (404, "No such model, or no such place."),
+        (413, "The body is too large."),
+        (500, "An error of the server's own."),
+        (503, "The engine is not there, or not now; `Retry-After` says when to try again."),
+        (504, "The answer did not come in time."),
+    )
+}
+
+RequestId = Annotated[str | None, Header(alias="X-Request-Id", pattern=r"^[\x21-\x7e]{1,128}$")]
+
+
+def make_app(front_end: Callable[[], FrontEnd]) -> FastAPI:
+    """The application. front_end: called with each request, so that the engine may come later than the routes."""
+    app = FastAPI(title="Intarsia", version="1", docs_url=None, redoc_url=None)
+    created, metrics = now_s(), Metrics()
+    app.add_middleware(_BodyLimit)
+    _answer_errors(app)
+    _describe(app)
+
+    @app.post("/v1/completions", response_model=Completion, responses=ERRORS, operation_id="complete")
+    async def complete(body: CompletionRequest, request: Request, x_request_id: RequestId = None) -> Response:
+        call = CompletionCall(front_end(), body, _request_id(body, x_request_id))
+        return await _answered(call, body, request, metrics)
+
+    @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=ERRORS, operation_id="chat")
+    async def chat(body: ChatRequest, request: Request, x_request_id: RequestId = None) -> Response:
+        call = ChatCall(front_end(), body, _request_id(body, x_request_id))
+        return await _answered(call, body, request, metrics)
+
+    @app.get("/v1/models", response_model=ModelList, responses={503: ERRORS[503]}, operation_id="list_models")
+    async def models() -> ModelList:
+        return ModelList(data=[_card(front_end(), created)])
+
+    @app.get("/v1/models/{model:path}", response_model=ModelCard, responses=ERRORS, operation_id="get_model")
+    async def model(model: str) -> ModelCard:
+        check_model(model, front_end().info.model)
+        return _card(front_end(), created)
+
+    @app.post("/tokenize", response_model=Tokens, responses=ERRORS, operation_id="tokenize")
+    async def tokenize(body: TokenizeRequest) -> Response:
+        return _json(await _tokens(front_end(), body))
+
+    @app.post("/detokenize", response_model=PlainText, responses=ERRORS, operation_id="detokenize")
+    async def detokenize(body: DetokenizeRequest) -> PlainText:
+        here = front_end()
+        check_model(body.model, here.info.model)
+        if here.tokenizer is None:
+            raise InvalidRequest(f"{here.info.model} has no tokenizer", field="tokens")
+        strange = next((token for token in body.tokens if token >= here.info.vocab_size), None)
+        if strange is not None:
+            raise InvalidRequest(
+                f"token {strange} is not in the vocabulary of {here.info.vocab_size} tokens",
+                field="tokens",
+                asked=strange,
+                limit=here.info.vocab_size - 1,
+            )
+        return PlainText(prompt=here.tokenizer.decode(body.tokens))
+
+    @app.get("/health", responses={503: ERRORS[503]}, operation_id="health")
+    async def health() -> Response:
+        await front_end().load()  # an engine that is gone raises
+        return Response(status_code=200)
+
+    @app.get("/metrics", response_class=PlainTextResponse, responses={503: ERRORS[503]}, operation_id="metrics")
+    async def prometheus() -> Response:
+        here = front_end()
+        return Response(metrics.render(here.info, await here.load()), media_type=METRICS_TYPE)
+
+    return app
+
+
+async def _answered(call: CompletionCall | ChatCall, body: Sampling, request: Request, metrics: Metrics) -> Response:
+    await call.prepare()
+    if body.stream:
+        return await event_stream(call.events(), lambda error: _shape(error)[1])
+    answer = await while_connected(request, call.answer())
+    return _json(answer) if answer is not None else Response(status_code=CLIENT_CLOSED)
+
+
+def _json(answer: pydantic.BaseModel) -> JSONResponse:
+    return JSONResponse(_pruned(answer.model_dump()))
+
+
+def _pruned(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _pruned(inner) for name, inner in value.items() if inner is not None or name not in EXTENSIONS}
+    return [_pruned(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _request_id(body: Sampling, header: str | None) -> str:
+    return body.request_id or header or uuid.uuid4().hex
+
+
+def _card(front_end: FrontEnd, created: int) -> ModelCard:
+    info = front_end.info
+    return ModelCard(id=info.model, created=created, root=info.model, max_model_len=info.max_model_len)
+
+
+async def _tokens(front_end: FrontEnd, body: TokenizeRequest) -> Tokens:
+    check_model(body.model, front_end.info.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("give a prompt or messages, one of them", field="prompt")
+    if body.messages is not None:
+        turns, _ = turns_of(body.messages)
+        options = dict(body.chat_template_kwargs or {})
+        if body.add_generation_prompt is not None:
+            options["add_generation_prompt"] = body.add_generation_prompt
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+        tokens = await front_end.encode_chat(turns, tools, **options)
+    else:
+        assert body.prompt is not None
+        tokens = await front_end.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    texts = None
+    if body.return_token_strs and front_end.tokenizer is not None:
+        texts = [front_end.tokenizer.text_of(token) for token in tokens]
+    return Tokens(count=len(tokens), max_model_len=front_end.info.max_model_len, tokens=tokens, token_strs=texts)
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+
+def _shape(error: IntarsiaError) -> tuple[int, dict[str, Any]]:
+    for kind, status, name, code in STATUSES:
+        if isinstance(error, kind):
+            return status, _error(error.message, name, error.field, code)
+    return 500, _error(error.message, "server_error", error.field, None)
+
+
+def _error(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _answer_errors(app: FastAPI) -> None:
+    @app.exception_handler(IntarsiaError)
+    async def ours(request: Request, error: IntarsiaError) -> Response:
+        status, body = _shape(error)
+        return JSONResponse(body, status, headers={"Retry-After": "1"} if status == 503 else None)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        message, param = _first_fault(error.errors(), request)
+        return JSONResponse(_error(message, "invalid_request_error", param), 400)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return JSONResponse(_error(message, "invalid_request_error"), error.status_code, headers=error.headers)
+
+    @app.exception_handler(Exception)
+    async def bug(request: Request, error: Exception) -> Response:
+        return JSONResponse(_error("internal error; the server's log has the details", "server_error"), 500)
+
+
+def _first_fault(faults: Any, request: Request) -> tuple[str, str | None]:
+    """What is wrong with a body, in words, and where. Of a value that fits none of several kinds, the nearest miss."""
+    fault = max(faults, key=lambda each: len(each["loc"]))
+    place = ".".join(str(part) for part in fault["loc"][1:] if not _is_kind(str(part)))
+    name = place.rpartition(".")[2]
+    match fault["type"]:
+        case "extra_forbidden":
+            near = difflib.get_close_matches(name, _known_fields(request), n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            return f"{place} is no parameter of {request.url.path}.{hint}", place
+        case "missing":
+            return f"{place} is missing", place
+        case "json_invalid":
+            return f"the body is no JSON: {fault.get('ctx', {}).get('error', fault['msg'])}", None
+    given = repr(fault.get("input"))
+    shown = given if len(given) <= 80 else given[:76] + " ..."
+    return f"{place or 'the body'}: {fault['msg'][0].lower()}{fault['msg'][1:]}, got {shown}", place or None
+
+
+def _is_kind(part: str) -> bool:
+    """Whether part of a place names one of several kinds that a value may have, and not a field or an index."""
+    return bool(re.search(r"[\[(]|^(str|int|float|bool|list|dict|TextPart|NamedTool)$", part))
+
+
+def _known_fields(request: Request) -> list[str]:
+    bodies = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest, "/tokenize": TokenizeRequest}
+    body = bodies.get(request.url.path)
+    return [field.alias or name for name, field in body.model_fields.items()] if body is not None else []
+
+
+class _BodyLimit:
+    """Refuses bodies that are too large before they are read."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > MAX_BODY_BYTES:
+                raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+            return message
+
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        with contextlib.suppress(ValueError):
+            if int(length) > MAX_BODY_BYTES:
+                message = f"the body has {int(length)} bytes; the limit is {MAX_BODY_BYTES}"
+                await JSONResponse(_error(message, "invalid_request_error"), 413)(scope, receive, send)
+                return
+        await self._app(scope, counted, send)
+
+
+def _describe(app: FastAPI) -> None:
+    """The OpenAPI document without the 422 that FastAPI adds: what is invalid is answered with 400 here."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            made = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            for operations in made["paths"].values():
+                for operation in operations.values():
+                    operation["responses"].pop("422", None)
+            for name in ("HTTPValidationError", "ValidationError"):
+                made.get("components", {}).get("schemas", {}).pop(name, None)
+            app.openapi_schema = made
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]

@@ -1,0 +1,178 @@
+"""/v1/completions: a prompt goes on."""
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from ...controller.engine import TokenLogprobs
+from ...controller.request import SamplingParams
+from ...errors import InvalidRequest
+from ..front_end import Asked, FrontEnd
+from ..tokenizer import Tokenizer
+from .answers import Collected, Counter, Piece, StreamUsage, now_s, pieces, prompt_logprobs_of, token_text
+from .protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from .requests import check_model, sampling_of, terms_of
+
+DEFAULT_MAX_TOKENS = 16
+
+MAX_PROMPTS = 2048
+"""Of one request."""
+
+
+class CompletionCall:
+    """One request, and the ways to answer it."""
+
+    def __init__(self, front_end: FrontEnd, body: CompletionRequest, request_id: str):
+        """Raises `InvalidRequest`, naming the field."""
+        check_model(body.model, front_end.info.model)
+        if body.suffix:
+            raise InvalidRequest("suffix is not supported: text is only continued here", field="suffix")
+        if body.best_of not in (None, body.n or 1):
+            raise InvalidRequest("best_of is not supported beyond n: answers are not ranked here", field="best_of")
+        if body.max_tokens == 0 and not body.echo:
+            raise InvalidRequest("max_tokens is 0, so there is nothing to answer; give echo too", field="max_tokens")
+        self._front_end = front_end
+        self._body = body
+        self._id = f"cmpl-{request_id}"
+        self._request_id = request_id
+        self._created = now_s()
+        # Where nothing is to be said a token is drawn still, and not told.
+        max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
+        self._sampling = sampling_of(body, max_tokens, body.logprobs)
+        if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
+            self._sampling = _with(self._sampling, prompt_logprobs=body.logprobs)
+        self._asked: list[Asked] = []
+
+    async def prepare(self) -> None:
+        """Texts become tokens. Raises `InvalidRequest`."""
+        given: Any = self._body.prompt
+        if isinstance(given, str):
+            prompts = [await self._front_end.encode(given)]
+        elif isinstance(given[0], int):
+            prompts = [list(given)]
+        elif isinstance(given[0], str):
+            prompts = [await self._front_end.encode(text) for text in given]
+        else:
+            prompts = [list(tokens) for tokens in given]
+        if len(prompts) > MAX_PROMPTS:
+            raise InvalidRequest(
+                f"a request may have {MAX_PROMPTS} prompts, this one has {len(prompts)}",
+                field="prompt",
+                asked=len(prompts),
+                limit=MAX_PROMPTS,
+            )
+        terms = terms_of(self._body)
+        ids = [self._request_id if len(prompts) == 1 else f"{self._request_id}-{n}" for n in range(len(prompts))]
+        self._asked = [Asked(prompt, self._sampling, (), terms, own) for prompt, own in zip(prompts, ids, strict=True)]
+
+    async def answer(self) -> Completion:
+        counter = Counter(self._asked)
+        collected = [[Collected() for _ in range(self._sampling.n)] for _ in self._asked]
+        async for piece in pieces(self._front_end, self._asked, is_streaming=False):
+            piece = self._told(piece)
+            counter.add(piece)
+            collected[piece.prompt][piece.delta.answer].add(piece)
+        choices = [
+            self._choice(prompt, answer, one)
+            for prompt, answers in enumerate(collected)
+            for answer, one in enumerate(answers)
+        ]
+        return Completion(
+            id=self._id,
+            created=self._created,
+            model=self._front_end.info.model,
+            choices=choices,
+            usage=counter.usage(),
+        )
+
+    async def events(self) -> AsyncGenerator[dict[str, Any] | str, None]:
+        counter = Counter(self._asked)
+        usage = StreamUsage(self._body.stream_options, counter)
+        offsets: dict[tuple[int, int], int] = {}
+        begun: set[tuple[int, int]] = set()
+        async for piece in pieces(self._front_end, self._asked, is_streaming=True):
+            piece = self._told(piece)
+            counter.add(piece)
+            one, key = Collected(), (piece.prompt, piece.delta.answer)
+            one.add(piece)
+            if not (one.text or one.token_ids or one.finish_reason):
+                continue
+            choice = self._choice(*key, one, offset=offsets.get(key, 0), is_first=key not in begun)
+            begun.add(key)
+            offsets[key] = offsets.get(key, 0) + len(choice.text)
+            yield usage.put_into(
+                self._event([choice.model_dump(exclude_none=True) | {"finish_reason": one.finish_reason}])
+            )
+        for event in usage.last(self._event([])):
+            yield event
+        yield "[DONE]"
+
+    def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._front_end.info.model,
+            "choices": choices,
+        }
+
+    def _told(self, piece: Piece) -> Piece:
+        """Without the token that nobody asked for."""
+        if self._body.max_tokens != 0:
+            return piece
+        delta = piece.delta._replace(token_ids=(), logprobs=None, finish_reason=piece.delta.finish_reason and "length")
+        return piece._replace(delta=delta, text="")
+
+    def _choice(
+        self, prompt: int, answer: int, one: Collected, *, offset: int = 0, is_first: bool = True
+    ) -> CompletionChoice:
+        tokenizer, asked = self._front_end.tokenizer, self._asked[prompt]
+        text, rows = one.text, list(one.logprobs)
+        echoes = bool(self._body.echo) and is_first
+        logprobs = None
+        if self._body.logprobs is not None:
+            logprobs = _logprobs(asked.prompt if echoes else None, one.prompt_logprobs or (), rows, tokenizer, offset)
+        if echoes:
+            text = (tokenizer.decode(asked.prompt) if tokenizer is not None else "") + text
+        wants_ids = bool(self._body.return_token_ids)
+        about_prompt = one.prompt_logprobs if self._body.prompt_logprobs is not None else None
+        return CompletionChoice(
+            index=prompt * self._sampling.n + answer,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=one.finish_reason,  # type: ignore[arg-type]
+            token_ids=one.token_ids if wants_ids else None,
+            prompt_token_ids=asked.prompt if wants_ids and is_first else None,
+            prompt_logprobs=prompt_logprobs_of(about_prompt, tokenizer),
+        )
+
+
+def _with(sampling: SamplingParams, **changes: Any) -> SamplingParams:
+    return SamplingParams(**(sampling.to_wire() | changes))
+
+
+def _logprobs(
+    prompt: Sequence[int] | None,
+    about_prompt: Sequence[TokenLogprobs],
+    rows: Sequence[TokenLogprobs],
+    tokenizer: Tokenizer | None,
+    offset: int,
+) -> CompletionLogprobs:
+    """Of an answer, and of the prompt before it if that is echoed; nothing is known of a prompt's first token."""
+    found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+
+    def add(token: int, logprob: float | None, top: Sequence[tuple[int, float]] | None) -> None:
+        nonlocal offset
+        text = token_text(tokenizer, token)
+        found.tokens.append(text)
+        found.token_logprobs.append(logprob)
+        found.top_logprobs.append(None if top is None else {token_text(tokenizer, other): at for other, at in top})
+        found.text_offset.append(offset)
+        offset += len(text)
+
+    if prompt:
+        add(prompt[0], None, None)
+        for row in about_prompt:
+            add(*row)
+    for row in rows:
+        add(*row)
+    return found

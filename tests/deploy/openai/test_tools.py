@@ -1,0 +1,93 @@
+"""Calls of tools in what a model says."""
+
+import json
+
+import pytest
+
+from intarsia.deploy.openai.protocol import ChatRequest
+from intarsia.deploy.openai.tools import CallReader, tool_use
+from intarsia.errors import InvalidRequest
+
+TOOLS = [
+    {"type": "function", "function": {"name": "saw", "parameters": {"type": "object", "properties": {"cm": {}}}}},
+    {"type": "function", "function": {"name": "glue"}},
+]
+
+
+def request(**fields) -> ChatRequest:
+    return ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS} | fields)
+
+
+def read(text: str, size: int, **fields) -> tuple[str, list[tuple[str, object]]]:
+    """What is said and what is called, when the text comes in pieces of `size` characters."""
+    use = tool_use(request(**fields))
+    assert use is not None
+    reader = CallReader(use)
+    said = "".join(reader.push(text[n : n + size]) for n in range(0, len(text), size))
+    rest, calls = reader.finish()
+    return said + rest, [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("text", "said", "called"),
+    [
+        ("just words", "just words", []),
+        ("a < b and [1, 2]", "a < b and [1, 2]", []),
+        ("[1] is a footnote", "[1] is a footnote", []),
+        ('<tool_call>\n{"name": "saw", "arguments": {"cm": 3}}\n</tool_call>', "", [("saw", {"cm": 3})]),
+        (
+            'I will. <tool_call>{"name": "saw", "arguments": {}}</tool_call><tool_call>{"name": "glue"}</tool_call>',
+            "I will. ",
+            [("saw", {}), ("glue", {})],
+        ),
+        ('[TOOL_CALLS][{"name": "saw", "arguments": {"cm": 1}}]', "", [("saw", {"cm": 1})]),
+        ('[{"name": "saw", "arguments": {"cm": 1}}]', "", [("saw", {"cm": 1})]),
+        ('{"name": "saw", "parameters": {"cm": 9}}', "", [("saw", {"cm": 9})]),
+        ('<|python_tag|>{"name": "glue", "parameters": {}}', "", [("glue", {})]),
+        ('{"name": "drill", "parameters": {}}', '{"name": "drill", "parameters": {}}', []),
+        ('{"answer": 42}', '{"answer": 42}', []),
+        ("<tool_call>broken", "<tool_call>broken", []),
+        ("", "", []),
+        ("ends with <tool", "ends with <tool", []),
+    ],
+)
+def test_words_and_calls_are_told_apart_however_they_come(text: str, said: str, called: list, size: int):
+    assert read(text, size) == (said, called)
+
+
+def test_a_required_call_is_an_array_of_calls_by_schema():
+    use = tool_use(request(tool_choice="required", parallel_tool_calls=False))
+    assert use is not None and use.form is not None
+    schema = json.loads(use.form["json_schema"])
+    assert schema["maxItems"] == 1
+    assert [call["properties"]["name"]["const"] for call in schema["items"]["anyOf"]] == ["saw", "glue"]
+    assert read('[{"name": "saw", "arguments": {"cm": 2}}]', 4, tool_choice="required") == ("", [("saw", {"cm": 2})])
+
+
+def test_a_named_call_is_its_arguments():
+    named = {"type": "function", "function": {"name": "saw"}}
+    use = tool_use(request(tool_choice=named))
+    assert use is not None and use.form == {"json_schema": json.dumps(TOOLS[0]["function"]["parameters"])}
+    assert read(' {"cm": 5}', 3, tool_choice=named) == ("", [("saw", {"cm": 5})])
+
+
+def test_no_call_is_wanted_without_tools_or_by_choice():
+    assert tool_use(request(tool_choice="none")) is None
+    assert tool_use(request(tools=None)) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tools": None, "tool_choice": "required"}, "there are no tools"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "drill"}}},
+            "names 'drill'; the tools are saw, glue",
+        ),
+    ],
+)
+def test_a_choice_of_what_is_not_there_is_refused(fields: dict, message: str):
+    with pytest.raises(InvalidRequest, match=message) as refused:
+        tool_use(request(**fields))
+    assert refused.value.field == "tool_choice"
