@@ -13,6 +13,7 @@ later?). Anything that is not an `IntarsiaError` is a bug of ours.
     │   ├── ModelNotFound    there is no checkpoint at that place
     │   ├── CorruptCheckpoint  there is one, and it can not be read
     │   └── UnsupportedModel   it can be read, and we do not know how to run it
+    ├── RequestAborted       somebody else asked to stop it
     ├── DeadlineExceeded     the answer did not come in the time that was given
     ├── PoolExhausted        no blocks left right now (the scheduler's business; users never see it)
     └── EngineUnavailable    the engine is starting, stopping or gone: try again later
@@ -80,6 +81,10 @@ class CorruptCheckpoint(ModelError):
 
 class UnsupportedModel(ModelError):
     """The checkpoint can be read, and we do not know how to run it."""
+
+
+class RequestAborted(IntarsiaError):
+    """Somebody else asked to stop the request."""
 
 
 class DeadlineExceeded(IntarsiaError):

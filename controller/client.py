@@ -175,8 +175,11 @@ class Generation(AsyncIterator[TokenDelta]):
         self._body = body
         self._first_handle: int | None = None
         self._open = set(range(answers))  # answers that go on
+        self._aborted: IntarsiaError | None = None
 
     async def __anext__(self) -> TokenDelta:
+        if self._aborted is not None:
+            raise self._aborted
         if self._first_handle is None and self._open:
             self._first_handle = self._client._submit(self, self._body)
         while self._open:
@@ -199,6 +202,12 @@ class Generation(AsyncIterator[TokenDelta]):
         if index in self._open:
             handle = self._close(index)
             self._client._abort(handle)
+
+    def abort(self, error: IntarsiaError) -> None:
+        """Stop it for whoever iterates, who gets the error."""
+        if self._open:
+            self._aborted = error
+            self.inbox.put_nowait(error)
 
     async def aclose(self) -> None:
         """Abort all that goes on."""

@@ -182,11 +182,11 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return sum(request.id in self._requests for request in self._running)  # else: aborted, until the next plan
 
     @property
     def num_waiting(self) -> int:
-        return len(self._requests) - len(self._running)
+        return len(self._requests) - self.num_running
 
     # -- one step ----------------------------------------------------------------------------------------------------
 

@@ -5,24 +5,26 @@ with Client("127.0.0.1:50051") as client:
         print(chunk.text, end="", flush=True)
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from grpc_status import rpc_status
 
 from ..controller.engine import TokenLogprobs
-from ..controller.info import EngineInfo
+from ..controller.info import EngineInfo, EngineLoad
 from ..controller.request import USUAL_TERMS, SamplingParams, Terms
 from ..errors import EngineUnavailable, IntarsiaError, InvalidRequest, RequestTooLarge
 from ..proto import inference_pb2 as pb
 from ..proto import inference_pb2_grpc as pb_grpc
 from .convert import (
     MAX_MESSAGE_BYTES,
+    error_from_proto,
     error_from_status,
     finish_reason_from_proto,
     info_from_proto,
+    load_from_proto,
     logprobs_from_proto,
     prompt_to_proto,
     sampling_to_proto,
@@ -53,6 +55,16 @@ class Chunk:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # in the first chunk, when asked for: of the second token and on
 
 
+class Asked(NamedTuple):
+    """One request of a batch."""
+
+    prompt: str | Sequence[int]
+    sampling: SamplingParams | None = None
+    images: Sequence[bytes] = ()  # files in a usual format, one for each image token of the prompt
+    request_id: str = ""
+    terms: Terms = USUAL_TERMS
+
+
 class Client:
     """A connection to one server. Threads may share it."""
 
@@ -80,21 +92,13 @@ class Client:
 
         Raises the server's errors as they were: `InvalidRequest`, `EngineUnavailable`, ...
         """
-        request = pb.GenerateRequest(
-            request_id=request_id,
-            sampling=sampling_to_proto(sampling or SamplingParams()),
-            images=images,
-            priority=terms.priority,
-            tenant=terms.tenant,
-            timeout_s=terms.timeout_s,
-        )
-        prompt_to_proto(request, prompt)
+        request = _request(Asked(prompt, sampling, images, request_id, terms))
         call: Any = self._stub.Generate(request, timeout=self._timeout_s)
         try:
             for response in call:
                 yield _chunk(response)
         except grpc.RpcError as error:
-            raise self._typed(error) from None
+            raise _typed(error, self.address) from None
         finally:
             call.cancel()
 
@@ -102,24 +106,43 @@ class Client:
         self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, *, images: Sequence[bytes] = ()
     ) -> Chunk:
         """The whole answer at once. Of several answers, use `generate`."""
-        if sampling is not None and sampling.n > 1:
-            raise InvalidRequest(f"complete returns one answer, and n is {sampling.n}; use generate", field="n")
-        chunks = list(self.generate(prompt, sampling, images=images))
-        return Chunk(
-            text="".join(chunk.text for chunk in chunks),
-            token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
-            logprobs=tuple(row for chunk in chunks for row in chunk.logprobs),
-            finish_reason=chunks[-1].finish_reason,
-            usage=chunks[-1].usage,
-            prompt_logprobs=chunks[0].prompt_logprobs,
-        )
+        _check_one(sampling)
+        return _joined(list(self.generate(prompt, sampling, images=images)))
+
+    def complete_batch(self, asked: Sequence[Asked]) -> list[Chunk | IntarsiaError]:
+        """The answers to several requests, computed side by side, in their order; what is wrong with one of them stands
+        in its place."""
+        for one in asked:
+            _check_one(one.sampling)
+        batch = _Batch(len(asked))
+        call: Any = self._stub.GenerateBatch(_batch_request(asked), timeout=self._timeout_s)
+        try:
+            for response in call:
+                batch.add(response)
+        except grpc.RpcError as error:
+            raise _typed(error, self.address) from None
+        finally:
+            call.cancel()
+        return batch.outcomes()
+
+    def abort(self, request_id: str) -> bool:
+        """Stop a request of any client of the server. False if there is none of that name."""
+        return self._call(self._stub.Abort, pb.AbortRequest(request_id=request_id)).found
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        request = pb.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
+        return list(self._call(self._stub.Tokenize, request).ids)
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        return self._call(self._stub.Detokenize, pb.TokenIds(ids=token_ids)).text
 
     def model_info(self) -> EngineInfo:
         """What is being served. `model_dir` is empty: it is the server's business."""
-        try:
-            return info_from_proto(self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=self._timeout_s))
-        except grpc.RpcError as error:
-            raise self._typed(error) from None
+        return info_from_proto(self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest()))
+
+    def load(self) -> EngineLoad:
+        """How busy the engine is."""
+        return load_from_proto(self._call(self._stub.GetLoad, pb.GetLoadRequest()))
 
     def close(self) -> None:
         self._channel.close()
@@ -130,20 +153,158 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _typed(self, error: Any) -> IntarsiaError:
-        """The error as the server raised it, or what its absence means."""
-        status = rpc_status.from_call(error)
-        ours = error_from_status(status) if status else None
-        if ours is not None:
-            return ours
-        if error.code() is grpc.StatusCode.UNAVAILABLE:
-            return EngineUnavailable(
-                f"no server answers at {self.address}: {error.details()}. Start one with: intarsia serve MODEL_DIR",
-                field="address",
-            )
-        if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # of gRPC itself: ours would carry details
-            return RequestTooLarge(f"{self.address} does not take a message of this size: {error.details()}")
-        return IntarsiaError(f"{self.address} answered {error.code().name}: {error.details()}")
+    def _call(self, method: Any, request: Any) -> Any:
+        try:
+            return method(request, timeout=self._timeout_s)
+        except grpc.RpcError as error:
+            raise _typed(error, self.address) from None
+
+
+class AsyncClient:
+    """The same on an event loop; see `Client`."""
+
+    def __init__(self, address: str = "127.0.0.1:50051", *, timeout_s: float | None = None):
+        self.address = address
+        self._timeout_s = timeout_s
+        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        self._stub: Any = pb_grpc.InferenceStub(self._channel)  # type: ignore[arg-type]
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        images: Sequence[bytes] = (),
+        request_id: str = "",
+        terms: Terms = USUAL_TERMS,
+    ) -> AsyncGenerator[Chunk, None]:
+        request = _request(Asked(prompt, sampling, images, request_id, terms))
+        call = self._stub.Generate(request, timeout=self._timeout_s)
+        try:
+            async for response in call:
+                yield _chunk(response)
+        except grpc.RpcError as error:
+            raise _typed(error, self.address) from None
+        finally:
+            call.cancel()
+
+    async def complete(
+        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, *, images: Sequence[bytes] = ()
+    ) -> Chunk:
+        _check_one(sampling)
+        return _joined([chunk async for chunk in self.generate(prompt, sampling, images=images)])
+
+    async def complete_batch(self, asked: Sequence[Asked]) -> list[Chunk | IntarsiaError]:
+        for one in asked:
+            _check_one(one.sampling)
+        batch = _Batch(len(asked))
+        call = self._stub.GenerateBatch(_batch_request(asked), timeout=self._timeout_s)
+        try:
+            async for response in call:
+                batch.add(response)
+        except grpc.RpcError as error:
+            raise _typed(error, self.address) from None
+        finally:
+            call.cancel()
+        return batch.outcomes()
+
+    async def abort(self, request_id: str) -> bool:
+        return (await self._call(self._stub.Abort, pb.AbortRequest(request_id=request_id))).found
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        request = pb.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
+        return list((await self._call(self._stub.Tokenize, request)).ids)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return (await self._call(self._stub.Detokenize, pb.TokenIds(ids=token_ids))).text
+
+    async def model_info(self) -> EngineInfo:
+        return info_from_proto(await self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest()))
+
+    async def load(self) -> EngineLoad:
+        return load_from_proto(await self._call(self._stub.GetLoad, pb.GetLoadRequest()))
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def __aenter__(self) -> "AsyncClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _call(self, method: Any, request: Any) -> Any:
+        try:
+            return await method(request, timeout=self._timeout_s)
+        except grpc.RpcError as error:
+            raise _typed(error, self.address) from None
+
+
+class _Batch:
+    """What came for each request of a batch."""
+
+    def __init__(self, size: int):
+        self._chunks: list[list[Chunk]] = [[] for _ in range(size)]
+        self._errors: dict[int, IntarsiaError] = {}
+
+    def add(self, response: pb.GenerateBatchResponse) -> None:
+        if response.HasField("error"):
+            self._errors[response.request] = error_from_proto(response.error)
+        else:
+            self._chunks[response.request].append(_chunk(response.response))
+
+    def outcomes(self) -> list[Chunk | IntarsiaError]:
+        return [self._errors.get(n) or _joined(chunks) for n, chunks in enumerate(self._chunks)]
+
+
+def _request(asked: Asked) -> pb.GenerateRequest:
+    """Raises `InvalidRequest` for what has no place in a message."""
+    request = pb.GenerateRequest(
+        request_id=asked.request_id,
+        sampling=sampling_to_proto(asked.sampling or SamplingParams()),
+        images=asked.images,
+        priority=asked.terms.priority,
+        tenant=asked.terms.tenant,
+        timeout_s=asked.terms.timeout_s,
+    )
+    prompt_to_proto(request, asked.prompt)
+    return request
+
+
+def _batch_request(asked: Sequence[Asked]) -> pb.GenerateBatchRequest:
+    return pb.GenerateBatchRequest(requests=map(_request, asked))
+
+
+def _check_one(sampling: SamplingParams | None) -> None:
+    if sampling is not None and sampling.n > 1:
+        raise InvalidRequest(f"complete returns one answer, and n is {sampling.n}; use generate", field="n")
+
+
+def _joined(chunks: Sequence[Chunk]) -> Chunk:
+    return Chunk(
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
+        logprobs=tuple(row for chunk in chunks for row in chunk.logprobs),
+        finish_reason=chunks[-1].finish_reason,
+        usage=chunks[-1].usage,
+        prompt_logprobs=chunks[0].prompt_logprobs,
+    )
+
+
+def _typed(error: Any, address: str) -> IntarsiaError:
+    """The error as the server raised it, or what its absence means."""
+    status = rpc_status.from_call(error)
+    ours = error_from_status(status) if status else None
+    if ours is not None:
+        return ours
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        return EngineUnavailable(
+            f"no server answers at {address}: {error.details()}. Start one with: intarsia serve MODEL_DIR",
+            field="address",
+        )
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # of gRPC itself: ours would carry details
+        return RequestTooLarge(f"{address} does not take a message of this size: {error.details()}")
+    return IntarsiaError(f"{address} answered {error.code().name}: {error.details()}")
 
 
 def _chunk(response: pb.GenerateResponse) -> Chunk:

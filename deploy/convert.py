@@ -9,7 +9,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import StatusCode
 
 from ..controller.engine import TokenDelta, TokenLogprobs
-from ..controller.info import EngineInfo, GroupInfo
+from ..controller.info import EngineInfo, EngineLoad, GroupInfo
 from ..controller.request import SamplingParams, Terms
 from ..errors import (
     ERRORS,
@@ -20,6 +20,8 @@ from ..errors import (
     InvalidSetting,
     ModelError,
     PoolExhausted,
+    RequestAborted,
+    UnknownModel,
 )
 from ..proto import inference_pb2 as pb
 
@@ -33,14 +35,16 @@ FINISH_REASONS = {None: pb.FINISH_REASON_UNSPECIFIED, "stop": pb.FINISH_REASON_S
 _REASON_OF = {number: name for name, number in FINISH_REASONS.items()}
 
 STATUS_CODES: dict[type[IntarsiaError], StatusCode] = {
+    UnknownModel: StatusCode.NOT_FOUND,
     InvalidRequest: StatusCode.INVALID_ARGUMENT,
     InvalidSetting: StatusCode.FAILED_PRECONDITION,
     ModelError: StatusCode.FAILED_PRECONDITION,
+    RequestAborted: StatusCode.CANCELLED,
     DeadlineExceeded: StatusCode.DEADLINE_EXCEEDED,
     PoolExhausted: StatusCode.RESOURCE_EXHAUSTED,
     EngineUnavailable: StatusCode.UNAVAILABLE,
 }
-"""By base class; anything else is INTERNAL."""
+"""By base class, the first that fits; anything else is INTERNAL."""
 
 MAX_MESSAGE_CHARS = 300
 """An error travels three times in the headers of a response: percent-encoded, as status and as field violation. Headers
@@ -154,6 +158,15 @@ def info_from_proto(message: pb.ModelInfo) -> EngineInfo:
     return EngineInfo(**fields)
 
 
+def load_to_proto(load: EngineLoad) -> pb.Load:
+    fields: dict[str, Any] = load._asdict()
+    return pb.Load(**fields, pool_use=load.pool_use)
+
+
+def load_from_proto(message: pb.Load) -> EngineLoad:
+    return EngineLoad(*(getattr(message, name) for name in EngineLoad._fields))
+
+
 def error_to_status(error: IntarsiaError) -> status_pb2.Status:
     """An error as google.rpc.Status, with its class and numbers for programs."""
     code = next((code for cls, code in STATUS_CODES.items() if isinstance(error, cls)), StatusCode.INTERNAL)
@@ -172,6 +185,20 @@ def error_to_status(error: IntarsiaError) -> status_pb2.Status:
         packed.append(any_pb2.Any())
         packed[-1].Pack(detail)
     return status_pb2.Status(code=code.value[0], message=message, details=packed)
+
+
+def error_to_proto(error: IntarsiaError) -> pb.RequestError:
+    """The same within a message, for one request of several."""
+    status = error_to_status(error)
+    info = error_details_pb2.ErrorInfo()
+    status.details[0].Unpack(info)
+    return pb.RequestError(code=status.code, reason=info.reason, message=error.message, metadata=dict(info.metadata))
+
+
+def error_from_proto(error: pb.RequestError) -> IntarsiaError:
+    metadata = dict(error.metadata)
+    field = metadata.pop("field", None)
+    return ERRORS.get(error.reason, IntarsiaError)(error.message, field=field, **metadata)
 
 
 def error_from_status(status: status_pb2.Status) -> IntarsiaError | None:

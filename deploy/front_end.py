@@ -8,7 +8,7 @@ from ..controller.client import EngineClient, Generation, TokenDelta
 from ..controller.images import Image
 from ..controller.info import EngineInfo, EngineLoad
 from ..controller.request import USUAL_TERMS, SamplingParams, Terms
-from ..errors import InvalidRequest
+from ..errors import IntarsiaError, InvalidRequest, RequestAborted
 from .images import ImageReader, read_images
 from .text import with_text
 from .tokenizer import Tokenizer, encode_prompt
@@ -36,6 +36,7 @@ class FrontEnd:
         self.tokenizer = tokenizer
         self._engine = engine
         self._images = images
+        self._running: dict[str, Answers] = {}  # by request id
 
     @classmethod
     def of(cls, engine: EngineClient, tokenizer: Tokenizer | None) -> "FrontEnd":
@@ -53,6 +54,20 @@ class FrontEnd:
         return await _beside(
             len(text), lambda: encode_prompt(self.tokenizer, text, self.info.model, add_special_tokens)
         )
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text without special tokens. Raises `InvalidRequest` without a tokenizer, or for what is no token."""
+        if self.tokenizer is None:
+            raise InvalidRequest(f"{self.info.model} has no tokenizer", field="tokens")
+        strange = next((token for token in token_ids if not 0 <= token < self.info.vocab_size), None)
+        if strange is not None:
+            raise InvalidRequest(
+                f"token {strange} is not in the vocabulary of {self.info.vocab_size} tokens",
+                field="tokens",
+                asked=strange,
+                limit=self.info.vocab_size - 1,
+            )
+        return self.tokenizer.decode(token_ids)
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **options: Any
@@ -78,23 +93,40 @@ class FrontEnd:
         generation = self._engine.generate(
             asked.prompt, asked.sampling, asked.request_id or None, asked.images, asked.terms, is_streaming
         )
-        return Answers(generation, self.tokenizer, asked)
+        return Answers(generation, self.tokenizer, asked, self._running)
+
+    def abort(self, request_id: str) -> bool:
+        """Stop a request of any client of this front end. False if there is none of that name."""
+        answers = self._running.get(request_id)
+        if answers is not None:
+            answers.abort(RequestAborted(f"request {request_id!r} was aborted"))
+        return answers is not None
 
 
 class Answers:
     """The deltas of a request with their text, those of all its answers in one stream. `aclose` aborts what goes on;
     use it in `contextlib.aclosing`, since that is what frees the blocks of a client that has gone."""
 
-    def __init__(self, generation: Generation, tokenizer: Tokenizer | None, asked: Asked):
+    def __init__(
+        self, generation: Generation, tokenizer: Tokenizer | None, asked: Asked, running: "dict[str, Answers]"
+    ):
+        """running: where this is found while it goes on."""
         self.asked = asked
         self.request_id = generation.request_id
+        self._running = running
+        self._running.setdefault(self.request_id, self)
         self._generation = generation
         self._tokenizer = tokenizer
 
     def __aiter__(self) -> AsyncGenerator[tuple[TokenDelta, str], None]:
         return with_text(self._generation, self._tokenizer, self.asked.sampling)
 
+    def abort(self, error: IntarsiaError) -> None:
+        self._generation.abort(error)
+
     async def aclose(self) -> None:
+        if self._running.get(self.request_id) is self:
+            del self._running[self.request_id]
         await self._generation.aclose()
 
 

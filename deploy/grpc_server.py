@@ -1,9 +1,10 @@
 """The gRPC server: how a request enters, how a bad one is refused, how tokens leave."""
 
+import asyncio
 import contextlib
 import ipaddress
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import grpc
@@ -16,8 +17,10 @@ from ..proto import inference_pb2 as pb
 from ..proto import inference_pb2_grpc as pb_grpc
 from .convert import (
     MAX_MESSAGE_BYTES,
+    error_to_proto,
     error_to_status,
     info_to_proto,
+    load_to_proto,
     response_to_proto,
     sampling_from_proto,
     terms_from_proto,
@@ -47,15 +50,68 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GenerateResponse]:
         async with _refusing(context):
-            asked = await self._asked(request, context.time_remaining())
-            completion_tokens = 0
-            async with contextlib.aclosing(self._front_end.generate(asked)) as answers:
-                async for delta, text in answers:
-                    completion_tokens += len(delta.token_ids)
-                    yield response_to_proto(answers.request_id, delta, text, len(asked.prompt), completion_tokens)
+            async for response in self._responses(await self._asked(request, context.time_remaining())):
+                yield response
+
+    async def GenerateBatch(
+        self, request: pb.GenerateBatchRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GenerateBatchResponse]:
+        async with _refusing(context):
+            inbox: asyncio.Queue[pb.GenerateBatchResponse | None] = asyncio.Queue()
+            time_remaining_s = context.time_remaining()
+
+            async def run(number: int, one: pb.GenerateRequest) -> None:
+                try:
+                    asked = await self._asked(one, time_remaining_s)
+                    async for response in self._responses(asked):
+                        inbox.put_nowait(pb.GenerateBatchResponse(request=number, response=response))
+                except IntarsiaError as error:
+                    inbox.put_nowait(pb.GenerateBatchResponse(request=number, error=error_to_proto(error)))
+                finally:
+                    inbox.put_nowait(None)
+
+            tasks = [asyncio.ensure_future(run(number, one)) for number, one in enumerate(request.requests)]
+            try:
+                running = len(tasks)
+                while running:
+                    item = await inbox.get()
+                    if item is None:
+                        running -= 1
+                    else:
+                        yield item
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
+        return pb.AbortResponse(found=self._front_end.abort(request.request_id))
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenIds:
+        add = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        async with _refusing(context):
+            return pb.TokenIds(ids=await self._front_end.encode(request.text, add_special_tokens=add))
+        raise AssertionError("refused")
+
+    async def Detokenize(self, request: pb.TokenIds, context: Any) -> pb.DetokenizeResponse:
+        async with _refusing(context):
+            return pb.DetokenizeResponse(text=self._front_end.decode(request.ids))
+        raise AssertionError("refused")
+
+    async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.Load:
+        async with _refusing(context):
+            return load_to_proto(await self._front_end.load())
+        raise AssertionError("refused")
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
         return info_to_proto(self._front_end.info)
+
+    async def _responses(self, asked: Asked) -> AsyncGenerator[pb.GenerateResponse, None]:
+        completion_tokens = 0
+        async with contextlib.aclosing(self._front_end.generate(asked)) as answers:
+            async for delta, text in answers:
+                completion_tokens += len(delta.token_ids)
+                yield response_to_proto(answers.request_id, delta, text, len(asked.prompt), completion_tokens)
 
     async def _asked(self, request: pb.GenerateRequest, time_remaining_s: float | None) -> Asked:
         return Asked(

@@ -40,6 +40,31 @@ class InferenceStub:
                 request_serializer=intarsia_dot_proto_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=intarsia_dot_proto_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateBatch = channel.unary_stream(
+                '/intarsia.v1.Inference/GenerateBatch',
+                request_serializer=intarsia_dot_proto_dot_inference__pb2.GenerateBatchRequest.SerializeToString,
+                response_deserializer=intarsia_dot_proto_dot_inference__pb2.GenerateBatchResponse.FromString,
+                _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/intarsia.v1.Inference/Abort',
+                request_serializer=intarsia_dot_proto_dot_inference__pb2.AbortRequest.SerializeToString,
+                response_deserializer=intarsia_dot_proto_dot_inference__pb2.AbortResponse.FromString,
+                _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/intarsia.v1.Inference/Tokenize',
+                request_serializer=intarsia_dot_proto_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=intarsia_dot_proto_dot_inference__pb2.TokenIds.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/intarsia.v1.Inference/Detokenize',
+                request_serializer=intarsia_dot_proto_dot_inference__pb2.TokenIds.SerializeToString,
+                response_deserializer=intarsia_dot_proto_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
+        self.GetLoad = channel.unary_unary(
+                '/intarsia.v1.Inference/GetLoad',
+                request_serializer=intarsia_dot_proto_dot_inference__pb2.GetLoadRequest.SerializeToString,
+                response_deserializer=intarsia_dot_proto_dot_inference__pb2.Load.FromString,
+                _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/intarsia.v1.Inference/GetModelInfo',
                 request_serializer=intarsia_dot_proto_dot_inference__pb2.GetModelInfoRequest.SerializeToString,
@@ -60,6 +85,40 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GenerateBatch(self, request, context):
+        """The same for several requests side by side. What is wrong with one of them is told of that one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Abort(self, request, context):
+        """Stops a request of any client of this server, by its id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """Text to token ids and back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetLoad(self, request, context):
+        """How busy the engine is now, and what it has done since its start.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModelInfo(self, request, context):
         """What is being served, and how much of it fits.
         """
@@ -74,6 +133,31 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=intarsia_dot_proto_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=intarsia_dot_proto_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateBatch': grpc.unary_stream_rpc_method_handler(
+                    servicer.GenerateBatch,
+                    request_deserializer=intarsia_dot_proto_dot_inference__pb2.GenerateBatchRequest.FromString,
+                    response_serializer=intarsia_dot_proto_dot_inference__pb2.GenerateBatchResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=intarsia_dot_proto_dot_inference__pb2.AbortRequest.FromString,
+                    response_serializer=intarsia_dot_proto_dot_inference__pb2.AbortResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=intarsia_dot_proto_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=intarsia_dot_proto_dot_inference__pb2.TokenIds.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=intarsia_dot_proto_dot_inference__pb2.TokenIds.FromString,
+                    response_serializer=intarsia_dot_proto_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'GetLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLoad,
+                    request_deserializer=intarsia_dot_proto_dot_inference__pb2.GetLoadRequest.FromString,
+                    response_serializer=intarsia_dot_proto_dot_inference__pb2.Load.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
@@ -109,6 +193,141 @@ class Inference:
             '/intarsia.v1.Inference/Generate',
             intarsia_dot_proto_dot_inference__pb2.GenerateRequest.SerializeToString,
             intarsia_dot_proto_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/intarsia.v1.Inference/GenerateBatch',
+            intarsia_dot_proto_dot_inference__pb2.GenerateBatchRequest.SerializeToString,
+            intarsia_dot_proto_dot_inference__pb2.GenerateBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/intarsia.v1.Inference/Abort',
+            intarsia_dot_proto_dot_inference__pb2.AbortRequest.SerializeToString,
+            intarsia_dot_proto_dot_inference__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/intarsia.v1.Inference/Tokenize',
+            intarsia_dot_proto_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            intarsia_dot_proto_dot_inference__pb2.TokenIds.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/intarsia.v1.Inference/Detokenize',
+            intarsia_dot_proto_dot_inference__pb2.TokenIds.SerializeToString,
+            intarsia_dot_proto_dot_inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/intarsia.v1.Inference/GetLoad',
+            intarsia_dot_proto_dot_inference__pb2.GetLoadRequest.SerializeToString,
+            intarsia_dot_proto_dot_inference__pb2.Load.FromString,
             options,
             channel_credentials,
             insecure,

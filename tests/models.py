@@ -663,15 +663,15 @@ def picture(width: int, height: int, seed: int) -> bytes:
     return file.getvalue()
 
 
-CHAT_TEMPLATE = """
-{%- if tools %}tools: {{ tools | tojson }}
-{% endif %}
+CHAT_TEMPLATE = r"""
+{%- if tools %}tools: {{ tools | tojson }}{{ '\n' }}{% endif %}
 {%- for message in messages %}
     {%- if message.role == 'forbidden' %}{{ raise_exception('no such role') }}{% endif %}
     {{- message.role }}: {{ message.content }}
     {%- for call in message.tool_calls or [] %} calls {{ call.function.name }} {{ call.function.arguments | tojson }}
     {%- endfor %}
-{% endfor %}
+    {{- '\n' }}
+{%- endfor %}
 {%- if add_generation_prompt %}{{ voice | default('assistant') }}: {% endif %}"""
 
 

@@ -171,8 +171,10 @@ async def event_stream(events: AsyncGenerator[dict[str, Any] | str, None], error
 
 
 def _line(event: dict[str, Any] | str) -> str:
-    data = event if isinstance(event, str) else json.dumps(event, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {data}\n\n"
+    if isinstance(event, str):
+        return f"data: {event}\n\n"
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    return f"{name}data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 def now_s() -> int:

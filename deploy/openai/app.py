@@ -3,10 +3,9 @@
 import contextlib
 import difflib
 import logging
-import re
 import uuid
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from typing import Annotated, Any, Protocol
 
 import pydantic
 from fastapi import FastAPI, Header, Request
@@ -22,6 +21,7 @@ from ...errors import (
     IntarsiaError,
     InvalidRequest,
     PoolExhausted,
+    RequestAborted,
     UnknownModel,
 )
 from ..front_end import FrontEnd
@@ -39,11 +39,14 @@ from .protocol import (
     ModelCard,
     ModelList,
     PlainText,
+    ResponseBody,
+    ResponsesRequest,
     Sampling,
     TokenizeRequest,
     Tokens,
 )
 from .requests import check_model, turns_of
+from .responses import ResponsesCall
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,7 @@ EXTENSIONS = {"token_ids", "prompt_token_ids", "prompt_logprobs", "tool_calls", 
 STATUSES: tuple[tuple[type[IntarsiaError], int, str, str | None], ...] = (
     (UnknownModel, 404, "invalid_request_error", "model_not_found"),
     (InvalidRequest, 400, "invalid_request_error", None),
+    (RequestAborted, CLIENT_CLOSED, "request_aborted", "request_aborted"),
     (DeadlineExceeded, 504, "timeout_error", "deadline_exceeded"),
     (PoolExhausted, 503, "overloaded_error", "overloaded"),
     (EngineUnavailable, 503, "service_unavailable_error", "engine_unavailable"),
@@ -87,12 +91,17 @@ def make_app(front_end: Callable[[], FrontEnd]) -> FastAPI:
     @app.post("/v1/completions", response_model=Completion, responses=ERRORS, operation_id="complete")
     async def complete(body: CompletionRequest, request: Request, x_request_id: RequestId = None) -> Response:
         call = CompletionCall(front_end(), body, _request_id(body, x_request_id))
-        return await _answered(call, body, request, metrics)
+        return await _answered(call, bool(body.stream), request)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=ERRORS, operation_id="chat")
     async def chat(body: ChatRequest, request: Request, x_request_id: RequestId = None) -> Response:
         call = ChatCall(front_end(), body, _request_id(body, x_request_id))
-        return await _answered(call, body, request, metrics)
+        return await _answered(call, bool(body.stream), request)
+
+    @app.post("/v1/responses", response_model=ResponseBody, responses=ERRORS, operation_id="respond")
+    async def respond(body: ResponsesRequest, request: Request, x_request_id: RequestId = None) -> Response:
+        call = ResponsesCall(front_end(), body, x_request_id or uuid.uuid4().hex)
+        return await _answered(call, bool(body.stream), request)
 
     @app.get("/v1/models", response_model=ModelList, responses={503: ERRORS[503]}, operation_id="list_models")
     async def models() -> ModelList:
@@ -111,17 +120,7 @@ def make_app(front_end: Callable[[], FrontEnd]) -> FastAPI:
     async def detokenize(body: DetokenizeRequest) -> PlainText:
         here = front_end()
         check_model(body.model, here.info.model)
-        if here.tokenizer is None:
-            raise InvalidRequest(f"{here.info.model} has no tokenizer", field="tokens")
-        strange = next((token for token in body.tokens if token >= here.info.vocab_size), None)
-        if strange is not None:
-            raise InvalidRequest(
-                f"token {strange} is not in the vocabulary of {here.info.vocab_size} tokens",
-                field="tokens",
-                asked=strange,
-                limit=here.info.vocab_size - 1,
-            )
-        return PlainText(prompt=here.tokenizer.decode(body.tokens))
+        return PlainText(prompt=here.decode(body.tokens))
 
     @app.get("/health", responses={503: ERRORS[503]}, operation_id="health")
     async def health() -> Response:
@@ -136,9 +135,19 @@ def make_app(front_end: Callable[[], FrontEnd]) -> FastAPI:
     return app
 
 
-async def _answered(call: CompletionCall | ChatCall, body: Sampling, request: Request, metrics: Metrics) -> Response:
+class Call(Protocol):
+    """A request of any kind."""
+
+    async def prepare(self) -> None: ...
+
+    async def answer(self) -> pydantic.BaseModel: ...
+
+    def events(self) -> AsyncGenerator[dict[str, Any] | str, None]: ...
+
+
+async def _answered(call: Call, is_streaming: bool, request: Request) -> Response:
     await call.prepare()
-    if body.stream:
+    if is_streaming:
         return await event_stream(call.events(), lambda error: _shape(error)[1])
     answer = await while_connected(request, call.answer())
     return _json(answer) if answer is not None else Response(status_code=CLIENT_CLOSED)
@@ -205,7 +214,7 @@ def _answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        message, param = _first_fault(error.errors(), request)
+        message, param = _first_fault(error, request)
         return JSONResponse(_error(message, "invalid_request_error", param), 400)
 
     @app.exception_handler(HTTPException)
@@ -218,10 +227,10 @@ def _answer_errors(app: FastAPI) -> None:
         return JSONResponse(_error("internal error; the server's log has the details", "server_error"), 500)
 
 
-def _first_fault(faults: Any, request: Request) -> tuple[str, str | None]:
+def _first_fault(error: RequestValidationError, request: Request) -> tuple[str, str | None]:
     """What is wrong with a body, in words, and where. Of a value that fits none of several kinds, the nearest miss."""
-    fault = max(faults, key=lambda each: len(each["loc"]))
-    place = ".".join(str(part) for part in fault["loc"][1:] if not _is_kind(str(part)))
+    fault: Any = max(error.errors(), key=lambda each: len(each["loc"]))
+    place = ".".join(_place(fault["loc"][1:], error.body))
     name = place.rpartition(".")[2]
     match fault["type"]:
         case "extra_forbidden":
@@ -230,6 +239,8 @@ def _first_fault(faults: Any, request: Request) -> tuple[str, str | None]:
             return f"{place} is no parameter of {request.url.path}.{hint}", place
         case "missing":
             return f"{place} is missing", place
+        case "none_required":
+            return f"{place} is not supported here; leave it out", place
         case "json_invalid":
             return f"the body is no JSON: {fault.get('ctx', {}).get('error', fault['msg'])}", None
     given = repr(fault.get("input"))
@@ -237,9 +248,15 @@ def _first_fault(faults: Any, request: Request) -> tuple[str, str | None]:
     return f"{place or 'the body'}: {fault['msg'][0].lower()}{fault['msg'][1:]}, got {shown}", place or None
 
 
-def _is_kind(part: str) -> bool:
-    """Whether part of a place names one of several kinds that a value may have, and not a field or an index."""
-    return bool(re.search(r"[\[(]|^(str|int|float|bool|list|dict|TextPart|NamedTool)$", part))
+def _place(parts: Sequence[str | int], value: Any) -> Iterator[str]:
+    """Of the parts, those that lead into `value`: others name one of several kinds that a value may have."""
+    for n, part in enumerate(parts):
+        is_inside = (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int))
+        if is_inside:
+            value = value[part]  # type: ignore[index]
+            yield str(part)
+        elif n == len(parts) - 1 and isinstance(value, dict):
+            yield str(part)  # what is missing
 
 
 def _known_fields(request: Request) -> list[str]:

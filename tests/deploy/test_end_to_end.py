@@ -17,7 +17,7 @@ import pytest
 from intarsia import SamplingParams
 from intarsia.controller.launch import RunningEngine, start_engine
 from intarsia.controller.request import Terms
-from intarsia.deploy.client import Client
+from intarsia.deploy.client import Asked, AsyncClient, Client
 from intarsia.deploy.front_end import FrontEnd
 from intarsia.deploy.grpc_server import GrpcServer
 from intarsia.deploy.settings import engine_settings
@@ -28,6 +28,7 @@ from intarsia.errors import (
     IntarsiaError,
     InvalidRequest,
     InvalidSetting,
+    RequestAborted,
     RequestTooLarge,
 )
 from intarsia.tests import models
@@ -126,6 +127,44 @@ def test_several_answers_prompt_logprobs_and_time_limits_over_the_wire(service: 
         assert (late.value.field, late.value.retryable) == ("timeout_s", True)
         with pytest.raises(InvalidRequest, match="no end token, so an answer of a given form could not end"):
             client.complete(model.prompts[2], SamplingParams(choice=("a", "b")))
+    assert all_free(service, loop)
+
+
+def test_a_batch_is_answered_in_its_order_and_a_bad_request_fails_alone(service: Service, loop: Loop):
+    model, greedy = service.model, SamplingParams(temperature=0, max_tokens=24)
+    asked = [Asked(prompt, greedy) for prompt in model.prompts]
+    asked.insert(1, Asked([1, 999], greedy))
+    with Client(service.address) as client:
+        outcomes = client.complete_batch(asked)
+    error = outcomes.pop(1)
+    assert isinstance(error, InvalidRequest) and error.field == "prompt" and "999" in str(error)
+    assert [list(one.token_ids) for one in outcomes if not isinstance(one, Exception)] == model.expected
+
+    async def again() -> list[Any]:
+        async with AsyncClient(service.address) as client:
+            streamed = [chunk async for chunk in client.generate(model.prompts[0], greedy)]
+            with pytest.raises(InvalidRequest, match="empty"):
+                await client.complete([])
+            info, load = await client.model_info(), await client.load()
+            assert info.max_model_len == 512 and load.num_blocks == info.num_blocks and load.steps > 0
+            batch: list[Any] = await client.complete_batch(asked[2:])
+            return [[token for chunk in streamed for token in chunk.token_ids], *(list(b.token_ids) for b in batch)]
+
+    assert loop.run(again()) == model.expected
+    assert all_free(service, loop)
+
+
+def test_a_request_is_stopped_from_another_connection(service: Service, loop: Loop):
+    with Client(service.address) as client, Client(service.address) as other:
+        assert not other.abort("nobody")
+        answer = client.generate(service.model.prompts[1], SamplingParams(max_tokens=200), request_id="mine")
+        next(answer)
+        assert other.abort("mine")
+        with pytest.raises(RequestAborted, match="'mine' was aborted"):
+            list(answer)
+        assert not other.abort("mine")
+        aborted = other.load().aborted_requests
+    assert aborted > 0
     assert all_free(service, loop)
 
 

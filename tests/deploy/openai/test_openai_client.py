@@ -184,6 +184,53 @@ def test_a_tool_that_must_be_called_is_called(client: openai.OpenAI, choice: obj
     assert again.usage is not None and again.usage.completion_tokens <= 2
 
 
+def test_a_response_is_the_chats_answer_in_other_words(client: openai.OpenAI):
+    chat = client.chat.completions.create(model="talker", messages=ASK, temperature=0, max_tokens=20)
+    answer = client.responses.create(
+        model="talker", instructions="You inlay.", input="Which wood?", temperature=0, max_output_tokens=20
+    )
+    assert answer.output_text == chat.choices[0].message.content
+    assert answer.usage is not None and chat.usage is not None
+    assert answer.usage.output_tokens == chat.usage.completion_tokens
+    assert answer.status == ("incomplete" if chat.choices[0].finish_reason == "length" else "completed")
+    assert chat.choices[0].finish_reason != "length" or answer.incomplete_details is not None
+
+
+def test_a_response_streams_its_events_in_their_order(client: openai.OpenAI):
+    asked: Any = {"model": "talker", "input": ASK, "temperature": 0, "max_output_tokens": 20}
+    whole = client.responses.create(**asked)
+    events = list(client.responses.create(**asked, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert kinds[-4:-1] == ["output_text.done", "content_part.done", "output_item.done"]
+    assert kinds[-1] == whole.status
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    assert events[-1].response.output_text == whole.output_text  # type: ignore[union-attr]
+
+
+def test_a_response_calls_tools_and_hears_their_answers(client: openai.OpenAI):
+    tool: Any = {"type": "function", **TOOL["function"]}
+    asked: Any = {"model": "talker", "input": ASK, "tools": [tool], "tool_choice": {"type": "function", "name": "saw"}}
+    with client.responses.stream(**asked) as stream:
+        kinds = [event.type for event in stream]
+        [call] = stream.get_final_response().output
+    assert "response.function_call_arguments.done" in kinds
+    assert call.type == "function_call" and 1 <= json.loads(call.arguments)["cm"] <= 9
+    said = {"type": "function_call_output", "call_id": call.call_id, "output": "sawn"}
+    turns: Any = [*ASK, call.model_dump(exclude={"parsed_arguments"}), said]
+    again = client.responses.create(model="talker", input=turns, max_output_tokens=3)
+    assert again.usage is not None and again.usage.output_tokens <= 3
+
+
+def test_a_response_of_a_schema_parses(client: openai.OpenAI):
+    schema = {"type": "object", "properties": {"wood": {"enum": ["oak", "ash"]}}, "required": ["wood"]}
+    schema |= {"additionalProperties": False}
+    wanted: Any = {"format": {"type": "json_schema", "name": "timber", "schema": schema, "strict": True}}
+    answer = client.responses.create(model="talker", input="wood?", text=wanted)
+    assert json.loads(answer.output_text)["wood"] in ("oak", "ash")
+
+
 def test_stops_end_answers_before_them(api: Api, client: openai.OpenAI):
     text = client.completions.create(model="talker", prompt="oak", **GREEDY).choices[0].text
     stop = text[5:7]
