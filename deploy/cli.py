@@ -4,9 +4,11 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from .config import ConfiguredCommand
 
 app = typer.Typer(
     name="intarsia",
@@ -14,6 +16,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # whose panels cut the names of options short
 )
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -28,8 +31,16 @@ def demo() -> None:
         run()
 
 
-@app.command()
+def _use_file(context: typer.Context, path: Path | None) -> Path | None:
+    from .config import use_file
+
+    with _plain_errors():
+        return use_file(context, path)
+
+
+@app.command(cls=ConfiguredCommand)
 def serve(
+    context: typer.Context,
     model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face checkpoint directory.")],
     tensor_parallel_size: Annotated[int, typer.Option(help="Workers that share the model, one GPU each.")] = 1,
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
@@ -46,6 +57,9 @@ def serve(
     strategy: Annotated[
         str, typer.Option(help="How memory is laid out: auto, layered, packed, partitioned or uniform.")
     ] = "auto",
+    disable_hybrid_kv_cache_manager: Annotated[
+        bool, typer.Option("--disable-hybrid-kv-cache-manager", help="Every layer keeps every token: strategy uniform.")
+    ] = False,
     expected_average_seq_len: Annotated[
         str | None,
         typer.Option(
@@ -81,49 +95,64 @@ def serve(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python files that come with the checkpoint.")
     ] = False,
-    host: Annotated[str, typer.Option(help="Loopback address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port for HTTP; 0 takes a free one.", min=0, max=65535)] = 8000,
-    grpc_port: Annotated[int, typer.Option(help="Port for gRPC; 0 takes a free one.", min=0, max=65535)] = 50051,
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the model.  [default: its folder's name]")
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the engine in the Ray cluster.  [default: drawn]")] = None,
+    host: Annotated[str, typer.Option(help="Loopback address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port for HTTP; 0 takes a free one.", min=0, max=65535)] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="Port for gRPC; 0 takes a free one.", min=0, max=65535)] = 50051,
+    config: Annotated[
+        Path | None,
+        typer.Option(is_eager=True, callback=_use_file, help="YAML with any of these settings; flags come first."),
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print every setting and where it comes from; start nothing.")
+    ] = False,
 ) -> None:
-    """Serve a model over HTTP (OpenAI-compatible) and gRPC until stopped with Ctrl-C."""
+    """Serve a model over HTTP (OpenAI-compatible) and gRPC until stopped with Ctrl-C.
+
+    Every setting is a flag, an environment variable (--kv-cache-memory: INTARSIA_KV_CACHE_MEMORY) and a key of the
+    file that --config names (kv_cache_memory).
+    """
     with _plain_errors():
+        if print_config:
+            from .config import describe
+
+            print(describe(context), end="")
+            return
         import asyncio
+        import inspect
 
         from .serve import serve as run
         from .settings import engine_settings
 
-        settings = engine_settings(
-            str(model),
-            tensor_parallel_size=tensor_parallel_size,
-            block_size=block_size,
-            kv_cache_memory=kv_cache_memory,
-            enable_prefix_caching=enable_prefix_caching,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            max_prefill_chunk_tokens=max_prefill_chunk_tokens,
-            prefill_share=prefill_share,
-            priority_ageing_s=priority_ageing_s,
-            longest_prefix_first=longest_prefix_first,
-            swap_space=swap_space,
-            strategy=strategy,
-            expected_average_seq_len=expected_average_seq_len,
-            dtype=dtype,
-            attention_backend=attention_backend,
-            max_images_per_request=max_images_per_request,
-            enforce_eager=enforce_eager,
-            torch_compile=torch_compile,
-            allow_generic=allow_generic,
-            trust_remote_code=trust_remote_code,
-            served_model_name=served_model_name,
-            name=name,
-        )
+        if disable_hybrid_kv_cache_manager:
+            context.params["strategy"] = _uniform(strategy)
+        wanted = inspect.signature(engine_settings).parameters
+        given: dict[str, Any] = {name: value for name, value in context.params.items() if name in wanted}
+        given["model"] = str(model)
+        settings = engine_settings(**given)
         print(f"loading {model} ...", flush=True)
         asyncio.run(run(settings, host, port, grpc_port))
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what is installed and what is missing: versions, GPUs, compiled kernels, the Ray cluster, the environment."""
+    from .doctor import examine, print_findings, to_json
+
+    findings = examine()
+    if as_json:
+        import json
+
+        print(json.dumps(to_json(findings), indent=2))
+    else:
+        print_findings(findings)
+    if not all(finding.is_fine for finding in findings):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -296,6 +325,17 @@ def replay(
 def main() -> None:
     """Entry point of the `intarsia` command."""
     app()
+
+
+def _uniform(strategy: str) -> str:
+    from ..errors import InvalidSetting
+
+    if strategy not in ("auto", "uniform"):
+        raise InvalidSetting(
+            f"disable_hybrid_kv_cache_manager means strategy uniform, and strategy {strategy} is given; leave one out",
+            field="strategy",
+        )
+    return "uniform"
 
 
 def _read(path: Path) -> bytes:
