@@ -70,6 +70,11 @@ class EngineClient:
         finally:
             del self._questions[handle]
 
+    @property
+    def failure(self) -> IntarsiaError | None:
+        """Why the engine can not be reached any more; None while it can."""
+        return self._failure
+
     async def wait_gone(self) -> IntarsiaError:
         """Wait until the engine can not be reached any more; why that is."""
         await self._gone.wait()

@@ -15,7 +15,7 @@ from grpc_status import rpc_status
 from ..controller.engine import TokenLogprobs
 from ..controller.info import EngineInfo, EngineLoad
 from ..controller.request import USUAL_TERMS, SamplingParams, Terms
-from ..errors import EngineUnavailable, IntarsiaError, InvalidRequest, RequestTooLarge
+from ..errors import DeadlineExceeded, EngineUnavailable, IntarsiaError, InvalidRequest, RequestTooLarge
 from ..proto import inference_pb2 as pb
 from ..proto import inference_pb2_grpc as pb_grpc
 from .convert import (
@@ -31,6 +31,13 @@ from .convert import (
 )
 
 OPTIONS = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.enable_http_proxy", 0))
+
+
+BARE_CODES: dict[grpc.StatusCode, type[IntarsiaError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+}
+"""What is clear without details: Ray Serve's proxy drops them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +304,8 @@ def _typed(error: Any, address: str) -> IntarsiaError:
     ours = error_from_status(status) if status else None
     if ours is not None:
         return ours
+    if error.code() in BARE_CODES:
+        return BARE_CODES[error.code()](error.details())
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         return EngineUnavailable(
             f"no server answers at {address}: {error.details()}. Start one with: intarsia serve MODEL_DIR",

@@ -53,6 +53,9 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             async for response in self._responses(await self._asked(request, context.time_remaining())):
                 yield response
 
+    def model_info(self) -> pb.ModelInfo:
+        return info_to_proto(self._front_end.info)
+
     async def GenerateBatch(
         self, request: pb.GenerateBatchRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GenerateBatchResponse]:
@@ -104,7 +107,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         raise AssertionError("refused")
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
-        return info_to_proto(self._front_end.info)
+        return self.model_info()
 
     async def _responses(self, asked: Asked) -> AsyncGenerator[pb.GenerateResponse, None]:
         completion_tokens = 0

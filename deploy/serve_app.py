@@ -1,0 +1,162 @@
+"""Engines as replicas of a Ray Serve deployment.
+
+    serve run intarsia.deploy.serve_app:app model=path/to/checkpoint tensor_parallel_size=2 num_replicas=2
+
+or `serve deploy` with a file like deploy/cluster/serve.yaml. Every replica has an engine of its own: a controller and
+its workers. What it answers is what `intarsia serve` answers, HTTP and gRPC.
+"""
+
+import difflib
+import inspect
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import grpc
+import pydantic
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.grpc_util import RayServegRPCContext
+
+from ..controller.launch import RunningEngine, start_engine
+from ..errors import EngineUnavailable, InvalidSetting
+from ..proto import inference_pb2 as pb
+from .front_end import FrontEnd
+from .grpc_server import InferenceServicer
+from .openai.app import make_app
+from .settings import engine_settings
+from .tokenizer import Tokenizer
+
+MAX_ONGOING_REQUESTS = 1024
+"""Of a replica. The engine queues by itself, in its own order; Serve should not do so before it."""
+
+
+class DeploymentOptions(pydantic.BaseModel):
+    """What `app` takes beside an engine's settings."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    num_replicas: int = pydantic.Field(1, ge=1, description="Where they are not scaled.")
+    max_replicas: int | None = pydantic.Field(None, ge=1, description="Scale up to so many, by requests in flight.")
+    min_replicas: int = pydantic.Field(1, ge=0)
+    target_ongoing_requests: float = pydantic.Field(32.0, gt=0, description="In flight per replica, when scaled.")
+    max_ongoing_requests: int = pydantic.Field(MAX_ONGOING_REQUESTS, ge=1)
+
+
+@serve.deployment(
+    health_check_period_s=5,
+    health_check_timeout_s=60,  # a replica whose event loop is busy for a while is not sick
+    graceful_shutdown_wait_loop_s=1,
+    graceful_shutdown_timeout_s=60,  # streams may end
+)
+@serve.ingress()
+class Replica:
+    """One engine and its front end, within a Serve replica."""
+
+    async def __init__(self, settings: dict[str, Any]):
+        wanted = engine_settings(**settings)
+        tokenizer = Tokenizer.load(wanted.model.model_dir, trust_remote_code=wanted.model.trust_remote_code)
+        self._engine: RunningEngine | None = await start_engine(wanted)
+        self._front_end = FrontEnd.of(self._engine.client, tokenizer)
+        self._servicer = InferenceServicer(self._front_end)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return make_app(lambda: self._front_end)
+
+    async def check_health(self) -> None:
+        """Called by Serve. An engine that is gone makes the replica start again; a busy one does not."""
+        failure = self._engine.client.failure if self._engine else EngineUnavailable("the engine was shut down")
+        if failure is not None:
+            raise failure
+
+    async def __del__(self) -> None:
+        """Called by Serve when the replica is to end, its requests being done."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.shutdown()
+
+    # -- gRPC: Serve calls the method of the RPC's name --------------------------------------------------------------
+
+    async def Generate(
+        self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        async for response in self._servicer.Generate(request, _Context(grpc_context)):  # type: ignore[arg-type]
+            yield response
+
+    async def GenerateBatch(
+        self, request: pb.GenerateBatchRequest, grpc_context: RayServegRPCContext
+    ) -> AsyncGenerator[pb.GenerateBatchResponse, None]:
+        async for response in self._servicer.GenerateBatch(request, _Context(grpc_context)):  # type: ignore[arg-type]
+            yield response
+
+    async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: RayServegRPCContext) -> pb.TokenIds:
+        return await self._servicer.Tokenize(request, _Context(grpc_context))
+
+    async def Detokenize(self, request: pb.TokenIds, grpc_context: RayServegRPCContext) -> pb.DetokenizeResponse:
+        return await self._servicer.Detokenize(request, _Context(grpc_context))
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest) -> pb.ModelInfo:
+        return self._servicer.model_info()
+
+    async def GetLoad(self, request: pb.GetLoadRequest, grpc_context: RayServegRPCContext) -> pb.Load:
+        """Of the replica that happens to be asked."""
+        return await self._servicer.GetLoad(request, _Context(grpc_context))
+
+
+class _Context:
+    """Serve's context of a gRPC call, as our servicer knows contexts."""
+
+    def __init__(self, context: RayServegRPCContext):
+        self._context = context
+
+    def time_remaining(self) -> float | None:
+        return None  # Serve does not tell; it ends calls whose deadline has passed
+
+    async def abort_with_status(self, status: grpc.Status) -> None:
+        self._context.set_code(status.code)
+        self._context.set_details(status.details)
+        self._context.set_trailing_metadata(list(status.trailing_metadata or ()))  # type: ignore[arg-type]  bytes too
+        raise RuntimeError(status.details)
+
+
+def app(args: Mapping[str, Any]) -> serve.Application:
+    """The application of `serve run`. args: settings of an engine, and `DeploymentOptions`, as texts or values.
+
+    Raises `InvalidSetting`, naming the field, before anything starts.
+    """
+    settings, options = _split(dict(args))
+    engine_settings(**settings)  # what can be refused at once is refused here
+    scaling: dict[str, Any] = {"num_replicas": options.num_replicas}
+    if options.max_replicas is not None:
+        scaling = {
+            "num_replicas": "auto",
+            "autoscaling_config": {
+                "min_replicas": options.min_replicas,
+                "max_replicas": max(options.max_replicas, options.min_replicas),
+                "target_ongoing_requests": options.target_ongoing_requests,
+            },
+        }
+    made: Any = Replica
+    return made.options(max_ongoing_requests=options.max_ongoing_requests, **scaling).bind(settings)
+
+
+def _split(args: dict[str, Any]) -> tuple[dict[str, Any], DeploymentOptions]:
+    """Settings of the engine, in their types, and the rest."""
+    parameters = inspect.signature(engine_settings).parameters
+    known: dict[str, Any] = {name: (parameter.annotation, parameter.default) for name, parameter in parameters.items()}
+    known["model"] = (str, ...)
+    for name in args:
+        if name not in known and name not in DeploymentOptions.model_fields:
+            near = difflib.get_close_matches(name, [*known, *DeploymentOptions.model_fields], n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise InvalidSetting(f"{name} is no setting.{hint}", field=name)
+    if "model" not in args:
+        raise InvalidSetting("model is missing: serve run intarsia.deploy.serve_app:app model=PATH", field="model")
+    Settings: Any = pydantic.create_model("Settings", **known)
+    try:
+        settings = Settings(**{name: value for name, value in args.items() if name in known})
+        options = DeploymentOptions(**{name: value for name, value in args.items() if name not in known})
+    except pydantic.ValidationError as error:
+        fault = error.errors()[0]
+        name = str(fault["loc"][0])
+        raise InvalidSetting(f"{name}: {fault['msg']}, got {fault['input']!r}", field=name) from None
+    return {name: getattr(settings, name) for name in args if name in known}, options

@@ -1,0 +1,115 @@
+"""Engines as replicas of Ray Serve, on the cluster at hand."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import openai
+import pytest
+import yaml
+from ray import serve
+from ray.serve.config import gRPCOptions
+from ray.serve.schema import ServeDeploySchema
+
+from intarsia import SamplingParams
+from intarsia.deploy.client import Asked, Chunk, Client
+from intarsia.deploy.serve_app import app
+from intarsia.errors import InvalidRequest, InvalidSetting
+from intarsia.tests.conftest import free_port
+
+GREEDY: Any = {"temperature": 0, "max_tokens": 20, "extra_body": {"ignore_eos": True}}
+
+
+SERVICERS = ["intarsia.proto.inference_pb2_grpc.add_InferenceServicer_to_server"]
+
+
+class Addresses(NamedTuple):
+    http: str
+    grpc: str
+
+
+@pytest.fixture(scope="module")
+def addresses(ray_cluster: None, talker: Path) -> Iterator[Addresses]:
+    """Two replicas behind Serve's proxy."""
+    port, grpc_port = free_port(), free_port()
+    serve.start(
+        http_options={"host": "127.0.0.1", "port": port},
+        grpc_options=gRPCOptions(port=grpc_port, grpc_servicer_functions=SERVICERS),
+    )
+    serve.run(
+        app({"model": str(talker), "served_model_name": "talker", "num_replicas": "2", "kv_cache_memory": "1MiB"})
+    )
+    yield Addresses(f"http://127.0.0.1:{port}/v1", f"127.0.0.1:{grpc_port}")
+    serve.shutdown()
+
+
+@pytest.fixture(scope="module")
+def client(addresses: Addresses) -> openai.OpenAI:
+    return openai.OpenAI(base_url=addresses.http, api_key="none", max_retries=0)
+
+
+def test_grpc_through_serve_says_what_http_says(addresses: Addresses, client: openai.OpenAI):
+    whole = client.completions.create(model="talker", prompt="The inlay", **GREEDY).choices[0].text
+    greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with Client(addresses.grpc) as other:
+        assert "".join(chunk.text for chunk in other.generate("The inlay", greedy)) == whole
+        outcomes = other.complete_batch([Asked("The inlay", greedy), Asked([999], greedy)])
+        assert isinstance(outcomes[0], Chunk) and outcomes[0].text == whole
+        assert isinstance(outcomes[1], InvalidRequest) and outcomes[1].field == "prompt"
+        assert other.detokenize(other.tokenize("äsche")) == "äsche"
+        assert other.model_info().model == "talker" and other.load().num_blocks > 0
+        with pytest.raises(InvalidRequest, match="the prompt is empty"):
+            list(other.generate([]))
+
+
+def test_many_streams_through_serve_say_the_same(client: openai.OpenAI):
+    def stream(_: int) -> str:
+        events = client.completions.create(model="talker", prompt="The inlay", stream=True, **GREEDY)
+        return "".join(event.choices[0].text for event in events)
+
+    whole = client.completions.create(model="talker", prompt="The inlay", **GREEDY).choices[0].text
+    with ThreadPoolExecutor(16) as pool:
+        assert set(pool.map(stream, range(32))) == {whole}
+
+
+def test_errors_pass_through_serve_as_they_are(client: openai.OpenAI):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model="talker", prompt="x", extra_body={"max_token": 3})
+    assert refused.value.param == "max_token"
+
+
+def test_chat_with_a_schema_through_serve(client: openai.OpenAI):
+    answer = client.chat.completions.create(
+        model="talker",
+        messages=[{"role": "user", "content": "wood?"}],
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "timber", "schema": {"enum": ["oak", "ash"]}},
+        },
+    )
+    assert json.loads(answer.choices[0].message.content or "") in ("oak", "ash")
+
+
+@pytest.mark.parametrize(
+    ("args", "field", "message"),
+    [
+        ({}, "model", "model is missing"),
+        ({"model": "m", "block_sise": "3"}, "block_sise", "Did you mean block_size?"),
+        ({"model": "m", "block_size": "x"}, "block_size", "got 'x'"),
+        ({"model": "m", "num_replicas": "0"}, "num_replicas", "greater than or equal to 1"),
+        ({"model": "m", "block_size": "-1"}, "block_size", "at least 1 token"),
+    ],
+)
+def test_an_impossible_setting_is_refused_before_anything_starts(args: dict, field: str, message: str):
+    with pytest.raises(InvalidSetting, match=message) as refused:
+        app(args)
+    assert refused.value.field == field
+
+
+def test_the_example_for_serve_deploy_is_one_that_serve_and_we_understand():
+    text = (Path(__file__).parents[2] / "deploy" / "cluster" / "serve.yaml").read_text()
+    [application] = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
+    assert application.import_path == "intarsia.deploy.serve_app:app"
+    app(application.args)
