@@ -45,13 +45,16 @@ class LoadedModel:
         cross: CrossAttention | None,
         facts: ModelFacts,
         device: torch.device,
+        is_tested: bool,
     ):
+        """is_tested: of a family that the tests know."""
         self.module = module
         self.attention = attention
         self.states = states
         self.cross = cross
         self.facts = facts
         self.device = device
+        self.is_tested = is_tested
         self._pages: Pages | None = None
         self._run: Callable[..., Any] = module
 
@@ -111,7 +114,8 @@ def load_model(
     checkpoint = Checkpoint(settings.model_dir)
     whole = _read_config(settings)
     config = whole.get_text_config()
-    notes = [complete_layer_types(config, checkpoint.config), _check_family(whole, config, settings)]
+    family_note = _check_family(whole, config, settings)
+    notes = [complete_layer_types(config, checkpoint.config), family_note]
     for note in filter(None, notes):
         logger.warning(note)
     dtype = _dtype(settings, config)
@@ -140,7 +144,7 @@ def load_model(
     )
     if not settings.torch_compile:  # which sees no further than an operator it does not know
         pack_linears(module, device, leave=READ_WEIGHTS)
-    return LoadedModel(module.eval(), attention, states, cross, facts, device)
+    return LoadedModel(module.eval(), attention, states, cross, facts, device, is_tested=family_note is None)
 
 
 def _check_family(whole: Any, config: Any, settings: ModelSettings) -> str | None:

@@ -189,7 +189,7 @@ class ModelRunner:
             self._model.attention.learn(lambda: self._forward(far), settings.attention_backend)
         if settings.torch_compile:
             self._compile()
-        elif not settings.enforce_eager:
+        elif not settings.enforce_eager and self._model.is_tested:
             fuse(watch)
         self._forward(_warm_up_rows(0))
         self._tables.retire(0)

@@ -123,9 +123,9 @@ def make_app(front_end: Callable[[], FrontEnd]) -> FastAPI:
         return PlainText(prompt=here.decode(body.tokens))
 
     @app.get("/health", responses={503: ERRORS[503]}, operation_id="health")
-    async def health() -> Response:
+    async def health() -> dict[str, str]:
         await front_end().load()  # an engine that is gone raises
-        return Response(status_code=200)
+        return {"status": "ok"}
 
     @app.get("/metrics", response_class=PlainTextResponse, responses={503: ERRORS[503]}, operation_id="metrics")
     async def prometheus() -> Response:

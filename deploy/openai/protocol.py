@@ -6,7 +6,16 @@ misspelt `max_token` would otherwise cost its owner an hour.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    model_validator,
+)
 
 from ...controller.request import MAX_ANSWERS, MAX_LOGPROBS, MAX_PRIORITY, MAX_STOP_CHARS, MAX_STOPS
 
@@ -404,6 +413,12 @@ InputItem = Annotated[
 ]
 
 
+def _no(value: bool) -> bool:
+    if value:
+        raise ValueError("answers are not made in the background here")
+    return value
+
+
 class ResponseTool(Strict):
     type: Literal["function"]
     name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -460,7 +475,7 @@ class ResponsesRequest(Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     previous_response_id: None = Field(None, description="Nothing is stored: send the whole conversation.")
-    background: Literal[False] | None = None
+    background: Annotated[bool, AfterValidator(_no), Field(json_schema_extra={"const": False})] | None = None
 
 
 class ResponseUsageDetails(BaseModel):

@@ -15,6 +15,7 @@ from intarsia.kernels.tokenwise import native
 from intarsia.tests.conftest import TinyModel
 from intarsia.tests.local import LocalWorkers, complete, make_engine
 from intarsia.tests.models import make_checkpoint
+from intarsia.tests.workers.test_model import granite
 from intarsia.workers.fused import FusedAttention, FusedMLP, FusedNorm
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="there is no C++ compiler")
@@ -46,6 +47,10 @@ def test_what_a_family_computes_as_we_can_is_found(family: str, tiny: Callable):
 
 def test_every_part_of_a_model_is_as_written_when_that_is_wanted(tiny: Callable):
     assert counts(fused_model(tiny("gemma3").path, enforce_eager=True)) == (0, 0, 0)
+
+
+def test_a_family_nobody_tested_is_as_written(tmp_path: Path):
+    assert counts(fused_model(granite(tmp_path), allow_generic=True)) == (0, 0, 0)
 
 
 def test_without_a_compiler_every_part_is_as_written(tiny: Callable, monkeypatch: pytest.MonkeyPatch):
