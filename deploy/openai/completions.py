@@ -87,24 +87,37 @@ class CompletionCall:
     async def events(self) -> AsyncGenerator[dict[str, Any] | str, None]:
         counter = Counter(self._asked)
         usage = StreamUsage(self._body.stream_options, counter)
-        offsets: dict[tuple[int, int], int] = {}
-        begun: set[tuple[int, int]] = set()
+        offsets: dict[tuple[int, int], int] = {}  # by prompt and answer: characters told
+        body = self._body
+        is_plain = body.logprobs is None and not (
+            body.echo or body.return_token_ids or body.prompt_logprobs is not None
+        )
         async for piece in pieces(self._front_end, self._asked, is_streaming=True):
             piece = self._told(piece)
             counter.add(piece)
-            one, key = Collected(), (piece.prompt, piece.delta.answer)
-            one.add(piece)
-            if not (one.text or one.token_ids or one.finish_reason):
-                continue
-            choice = self._choice(*key, one, offset=offsets.get(key, 0), is_first=key not in begun)
-            begun.add(key)
-            offsets[key] = offsets.get(key, 0) + len(choice.text)
-            yield usage.put_into(
-                self._event([choice.model_dump(exclude_none=True) | {"finish_reason": one.finish_reason}])
-            )
+            entry = self._entry(piece) if is_plain else self._rich_entry(piece, offsets)
+            if entry is not None:
+                yield usage.put_into(self._event([entry]))
         for event in usage.last(self._event([])):
             yield event
         yield "[DONE]"
+
+    def _entry(self, piece: Piece) -> dict[str, Any] | None:
+        """What most events hold, made in as little time as most of them deserve."""
+        reason = piece.delta.finish_reason
+        if not (piece.text or piece.delta.token_ids or reason):
+            return None
+        index = piece.prompt * self._sampling.n + piece.delta.answer
+        return {"index": index, "text": piece.text, "logprobs": None, "finish_reason": reason}
+
+    def _rich_entry(self, piece: Piece, offsets: dict[tuple[int, int], int]) -> dict[str, Any] | None:
+        one, key = Collected(), (piece.prompt, piece.delta.answer)
+        one.add(piece)
+        if not (one.text or one.token_ids or one.finish_reason):
+            return None
+        choice = self._choice(*key, one, offset=offsets.get(key, 0), is_first=key not in offsets)
+        offsets[key] = offsets.get(key, 0) + len(choice.text)
+        return choice.model_dump(exclude_none=True) | {"finish_reason": one.finish_reason}
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
