@@ -9,6 +9,7 @@ sockets. Ways take turns.
 
 import argparse
 import asyncio
+import contextlib
 import importlib.util
 import json
 import os
@@ -29,7 +30,8 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         model = _engine_bench()._gemma(Path(folder) / "gemma")
-        found = asyncio.run(_measure(model, args))
+        with contextlib.redirect_stdout(sys.stderr):  # Ray has things to say when Serve ends
+            found = asyncio.run(_measure(model, args))
     speed = {way: statistics.median(found[way]) for way in WAYS}
     json.dump(
         {
