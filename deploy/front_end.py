@@ -1,7 +1,7 @@
 """One engine as the outside meets it: texts and files in, text out. HTTP and gRPC are two ways to say the same."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from ..controller.client import EngineClient, Generation, TokenDelta
@@ -128,6 +128,39 @@ class Answers:
         if self._running.get(self.request_id) is self:
             del self._running[self.request_id]
         await self._generation.aclose()
+
+
+async def side_by_side(
+    streams: Sequence[AsyncIterator[Result]],
+) -> AsyncGenerator[tuple[int, Result | IntarsiaError], None]:
+    """What several streams bring, as it comes, each with the number of its stream. One that fails with an error of ours
+    ends with it; the others go on. Leaving this ends them all."""
+    inbox: asyncio.Queue[tuple[int, Result | IntarsiaError] | None] = asyncio.Queue()
+
+    async def forward(number: int, stream: AsyncIterator[Result]) -> None:
+        try:
+            async for item in stream:
+                inbox.put_nowait((number, item))
+        except IntarsiaError as error:
+            inbox.put_nowait((number, error))
+        finally:
+            inbox.put_nowait(None)
+
+    tasks = [asyncio.ensure_future(forward(number, stream)) for number, stream in enumerate(streams)]
+    try:
+        running = len(tasks)
+        while running:
+            item = await inbox.get()
+            if item is None:
+                running -= 1
+            else:
+                yield item
+        for task in tasks:
+            task.result()  # what is no error of ours is a bug, and must be seen
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _beside(chars: int, work: Callable[[], Result]) -> Result:

@@ -1,6 +1,5 @@
 """The gRPC server: how a request enters, how a bad one is refused, how tokens leave."""
 
-import asyncio
 import contextlib
 import ipaddress
 import logging
@@ -25,7 +24,7 @@ from .convert import (
     sampling_from_proto,
     terms_from_proto,
 )
-from .front_end import Asked, FrontEnd
+from .front_end import Asked, FrontEnd, side_by_side
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +48,10 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GenerateResponse]:
-        async with _refusing(context):
-            async for response in self._responses(await self._asked(request, context.time_remaining())):
+        # Closing them is what frees the blocks of a client that has gone.
+        answered = contextlib.aclosing(self._answered(request, context.time_remaining()))
+        async with _refusing(context), answered as responses:
+            async for response in responses:
                 yield response
 
     def model_info(self) -> pb.ModelInfo:
@@ -60,32 +61,14 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         self, request: pb.GenerateBatchRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GenerateBatchResponse]:
         async with _refusing(context):
-            inbox: asyncio.Queue[pb.GenerateBatchResponse | None] = asyncio.Queue()
             time_remaining_s = context.time_remaining()
-
-            async def run(number: int, one: pb.GenerateRequest) -> None:
-                try:
-                    asked = await self._asked(one, time_remaining_s)
-                    async for response in self._responses(asked):
-                        inbox.put_nowait(pb.GenerateBatchResponse(request=number, response=response))
-                except IntarsiaError as error:
-                    inbox.put_nowait(pb.GenerateBatchResponse(request=number, error=error_to_proto(error)))
-                finally:
-                    inbox.put_nowait(None)
-
-            tasks = [asyncio.ensure_future(run(number, one)) for number, one in enumerate(request.requests)]
-            try:
-                running = len(tasks)
-                while running:
-                    item = await inbox.get()
-                    if item is None:
-                        running -= 1
+            streams = [self._answered(one, time_remaining_s) for one in request.requests]
+            async with contextlib.aclosing(side_by_side(streams)) as together:
+                async for number, item in together:
+                    if isinstance(item, IntarsiaError):
+                        yield pb.GenerateBatchResponse(request=number, error=error_to_proto(item))
                     else:
-                        yield item
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                        yield pb.GenerateBatchResponse(request=number, response=item)
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
         return pb.AbortResponse(found=self._front_end.abort(request.request_id))
@@ -109,7 +92,10 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
         return self.model_info()
 
-    async def _responses(self, asked: Asked) -> AsyncGenerator[pb.GenerateResponse, None]:
+    async def _answered(
+        self, request: pb.GenerateRequest, time_remaining_s: float | None
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        asked = await self._asked(request, time_remaining_s)
         completion_tokens = 0
         async with contextlib.aclosing(self._front_end.generate(asked)) as answers:
             async for delta, text in answers:

@@ -12,7 +12,7 @@ from starlette.responses import StreamingResponse
 
 from ...controller.engine import TokenDelta, TokenLogprobs
 from ...errors import IntarsiaError
-from ..front_end import Answers, Asked, FrontEnd
+from ..front_end import Asked, FrontEnd, side_by_side
 from ..tokenizer import Tokenizer
 from .protocol import PromptDetails, StreamOptions, Usage
 
@@ -91,38 +91,23 @@ class StreamUsage:
 
 async def pieces(front_end: FrontEnd, asked: Sequence[Asked], *, is_streaming: bool) -> AsyncGenerator[Piece, None]:
     """All that comes for several prompts, computed side by side, in the order in which it comes."""
-    running = [front_end.generate(one, is_streaming=is_streaming) for one in asked]
-    if len(running) == 1:
-        async with contextlib.aclosing(running[0]) as answers:
+
+    async def of(prompt: int, one: Asked) -> AsyncGenerator[Piece, None]:
+        async with contextlib.aclosing(front_end.generate(one, is_streaming=is_streaming)) as answers:
             async for delta, text in answers:
-                yield Piece(0, delta, text)
+                yield Piece(prompt, delta, text)
+
+    streams = [of(prompt, one) for prompt, one in enumerate(asked)]
+    if len(streams) == 1:
+        async with contextlib.aclosing(streams[0]) as stream:
+            async for piece in stream:
+                yield piece
         return
-    inbox: asyncio.Queue[Piece | IntarsiaError | None] = asyncio.Queue()
-
-    async def forward(prompt: int, answers: Answers) -> None:
-        try:
-            async with contextlib.aclosing(answers):
-                async for delta, text in answers:
-                    inbox.put_nowait(Piece(prompt, delta, text))
-            inbox.put_nowait(None)
-        except IntarsiaError as error:
-            inbox.put_nowait(error)
-
-    tasks = [asyncio.ensure_future(forward(n, answers)) for n, answers in enumerate(running)]
-    try:
-        open_prompts = len(tasks)
-        while open_prompts:
-            item = await inbox.get()
+    async with contextlib.aclosing(side_by_side(streams)) as together:
+        async for _, item in together:
             if isinstance(item, IntarsiaError):
                 raise item
-            if item is None:
-                open_prompts -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            yield item
 
 
 async def while_connected(request: Request, work: Awaitable[Result]) -> Result | None:
