@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,11 @@ print(ray.get(look.remote()))
 ray.shutdown()
 """
     assert run_python(code, ROOT, PYTHONPATH=str(tmp_path), RAY_ADDRESS="").splitlines()[-1] == "(True, True)"
+
+
+def test_every_folder_with_code_is_named_as_a_package():
+    """One that is not would be missing from what `pip install` copies, and nowhere else."""
+    named = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    inside = {path.parent.relative_to(ROOT) for path in ROOT.glob("[a-z]*/**/__init__.py")}
+    folders = {".".join(("intarsia", *path.parts)) for path in inside if path.parts[0] not in ("tests", "build")}
+    assert named == folders | {"intarsia"}
