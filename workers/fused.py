@@ -82,9 +82,16 @@ class Watch:
         return call.args[0]
 
 
-def fuse(watch: Watch) -> None:
-    """Take over what was seen to compute what we can compute. Called after the pass, in inference mode."""
-    if not native.is_available() or not type(watch.model).__module__.startswith("transformers."):
+def fuse(watch: Watch, device: torch.device) -> None:
+    """Take over what was seen to compute what we can compute. Called after the pass, in inference mode.
+
+    device: where the model lies; nothing is taken over but on a CPU, whose memory is all that C++ can read
+    """
+    if (
+        device.type != "cpu"
+        or not native.is_available()
+        or not type(watch.model).__module__.startswith("transformers.")
+    ):
         return
     counts = {
         name: sum(take(module, watch) for module in list(watch.model.modules()) if _is_as_written(module))

@@ -190,7 +190,7 @@ class ModelRunner:
         if settings.torch_compile:
             self._compile()
         elif not settings.enforce_eager and self._model.is_tested:
-            fuse(watch)
+            fuse(watch, self._model.device)
         self._forward(_warm_up_rows(0))
         self._tables.retire(0)
         record = recorder(self._model.device)

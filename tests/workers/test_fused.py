@@ -16,7 +16,7 @@ from intarsia.tests.conftest import TinyModel
 from intarsia.tests.local import LocalWorkers, complete, make_engine
 from intarsia.tests.models import make_checkpoint
 from intarsia.tests.workers.test_model import granite
-from intarsia.workers.fused import FusedAttention, FusedMLP, FusedNorm
+from intarsia.workers.fused import FusedAttention, FusedMLP, FusedNorm, Watch, fuse
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="there is no C++ compiler")
 
@@ -51,6 +51,15 @@ def test_every_part_of_a_model_is_as_written_when_that_is_wanted(tiny: Callable)
 
 def test_a_family_nobody_tested_is_as_written(tmp_path: Path):
     assert counts(fused_model(granite(tmp_path), allow_generic=True)) == (0, 0, 0)
+
+
+def test_nothing_is_even_tried_on_another_device(tiny: Callable, monkeypatch: pytest.MonkeyPatch):
+    """C++ that is given addresses of a GPU's memory ends the process."""
+    model = fused_model(tiny("gemma3").path, enforce_eager=True)
+    monkeypatch.setattr(native, "is_available", lambda: pytest.fail("it was asked for"))
+    attention: Any = None
+    fuse(Watch(model, attention), torch.device("cuda"))
+    assert counts(model) == (0, 0, 0)
 
 
 def test_without_a_compiler_every_part_is_as_written(tiny: Callable, monkeypatch: pytest.MonkeyPatch):

@@ -51,7 +51,9 @@ def taped(monkeypatch: pytest.MonkeyPatch) -> tuple[LocalWorkers, Tape]:
     workers = LocalWorkers()
     tape = Tape(workers)
     monkeypatch.setattr(runner, "recorder", lambda device: tape)
-    monkeypatch.setattr(runner, "fuse", lambda watch: None)  # C++ leaves nothing on the tape; there is none on a GPU
+    monkeypatch.setattr(
+        runner, "fuse", lambda watch, device: None
+    )  # C++ leaves nothing on the tape; there is none on a GPU
     return workers, tape
 
 
