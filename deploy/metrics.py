@@ -32,13 +32,11 @@ COUNTERS = {
 }
 
 
-class Metrics:
-    """Renders what an engine says of itself."""
-
-    def render(self, info: EngineInfo, load: EngineLoad) -> bytes:
-        registry = CollectorRegistry()
-        registry.register(_Families(info.model, load))
-        return exposition.generate_latest(registry)
+def render(info: EngineInfo, load: EngineLoad) -> bytes:
+    """What an engine says of itself, as Prometheus reads it."""
+    registry = CollectorRegistry()
+    registry.register(_Families(info.model, load))
+    return exposition.generate_latest(registry)
 
 
 class _Families:

@@ -25,7 +25,7 @@ from ...errors import (
     UnknownModel,
 )
 from ..front_end import FrontEnd
-from ..metrics import METRICS_TYPE, Metrics
+from ..metrics import METRICS_TYPE, render
 from .answers import CLIENT_CLOSED, event_stream, now_s, while_connected
 from .chat import ChatCall
 from .completions import CompletionCall
@@ -83,7 +83,7 @@ RequestId = Annotated[str | None, Header(alias="X-Request-Id", pattern=r"^[\x21-
 def make_app(front_end: Callable[[], FrontEnd]) -> FastAPI:
     """The application. front_end: called with each request, so that the engine may come later than the routes."""
     app = FastAPI(title="Intarsia", version="1", docs_url=None, redoc_url=None)
-    created, metrics = now_s(), Metrics()
+    created = now_s()
     app.add_middleware(_BodyLimit)
     _answer_errors(app)
     _describe(app)
@@ -130,7 +130,7 @@ def make_app(front_end: Callable[[], FrontEnd]) -> FastAPI:
     @app.get("/metrics", response_class=PlainTextResponse, responses={503: ERRORS[503]}, operation_id="metrics")
     async def prometheus() -> Response:
         here = front_end()
-        return Response(metrics.render(here.info, await here.load()), media_type=METRICS_TYPE)
+        return Response(render(here.info, await here.load()), media_type=METRICS_TYPE)
 
     return app
 

@@ -95,26 +95,21 @@ class CompletionCall:
         async for piece in pieces(self._front_end, self._asked, is_streaming=True):
             piece = self._told(piece)
             counter.add(piece)
-            entry = self._entry(piece) if is_plain else self._rich_entry(piece, offsets)
-            if entry is not None:
+            if piece.text or piece.delta.token_ids or piece.delta.finish_reason:
+                entry = self._entry(piece) if is_plain else self._rich_entry(piece, offsets)
                 yield usage.put_into(self._event([entry]))
         for event in usage.last(self._event([])):
             yield event
         yield "[DONE]"
 
-    def _entry(self, piece: Piece) -> dict[str, Any] | None:
+    def _entry(self, piece: Piece) -> dict[str, Any]:
         """What most events hold, made in as little time as most of them deserve."""
-        reason = piece.delta.finish_reason
-        if not (piece.text or piece.delta.token_ids or reason):
-            return None
         index = piece.prompt * self._sampling.n + piece.delta.answer
-        return {"index": index, "text": piece.text, "logprobs": None, "finish_reason": reason}
+        return {"index": index, "text": piece.text, "logprobs": None, "finish_reason": piece.delta.finish_reason}
 
-    def _rich_entry(self, piece: Piece, offsets: dict[tuple[int, int], int]) -> dict[str, Any] | None:
+    def _rich_entry(self, piece: Piece, offsets: dict[tuple[int, int], int]) -> dict[str, Any]:
         one, key = Collected(), (piece.prompt, piece.delta.answer)
         one.add(piece)
-        if not (one.text or one.token_ids or one.finish_reason):
-            return None
         choice = self._choice(*key, one, offset=offsets.get(key, 0), is_first=key not in offsets)
         offsets[key] = offsets.get(key, 0) + len(choice.text)
         return choice.model_dump(exclude_none=True) | {"finish_reason": one.finish_reason}
