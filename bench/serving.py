@@ -1,10 +1,10 @@
 """What serving costs: 64 streams at once, straight from the engine, through its own HTTP server, and through Ray Serve.
 
-    python bench/serving.py [--streams 64] [--new-tokens 64] [--rounds 3]
+    python bench/serving.py [--streams 64] [--new-tokens 256] [--rounds 3] [--stream-interval-s 0] [--haproxy]
 
-Prints one JSON object: tokens per second of each way, and its share of the engine's own. The model is that of
-`bench/engine.py`; everything shares this machine's cores, the client too, which reads server-sent events from plain
-sockets. Ways take turns.
+Prints one JSON object: tokens per second of each way, and its share of the engine's own in the same round, medians of
+the rounds. The model is that of `bench/engine.py`; everything shares this machine's cores, the client too, which does
+no more than read the bytes of server-sent events. Ways take turns.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -22,25 +23,31 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-WAYS = ("engine", "http", "serve")
-
 
 def main() -> None:
     args = _arguments()
     os.environ["HF_HUB_OFFLINE"] = "1"
+    if args.haproxy:  # of Serve's processes, which Ray starts with this environment
+        os.environ |= {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
     with tempfile.TemporaryDirectory() as folder:
         model = _engine_bench()._gemma(Path(folder) / "gemma")
         with contextlib.redirect_stdout(sys.stderr):  # Ray has things to say when Serve ends
             found = asyncio.run(_measure(model, args))
-    speed = {way: statistics.median(found[way]) for way in WAYS}
+    speed = {way: statistics.median(values) for way, values in found.items()}
+    shares = {
+        way: [value / alone for value, alone in zip(values, found["engine"], strict=True)]
+        for way, values in found.items()
+    }
     json.dump(
         {
             "benchmark": "serving",
             "streams": args.streams,
             "new_tokens": args.new_tokens,
             "rounds": args.rounds,
+            "stream_interval_s": args.stream_interval_s,
+            "haproxy": args.haproxy,
             "tokens_per_s": {way: round(value, 1) for way, value in speed.items()},
-            "of_the_engine": {way: round(value / speed["engine"], 3) for way, value in speed.items()},
+            "of_the_engine": {way: round(statistics.median(values), 3) for way, values in shares.items()},
             "all": {way: [round(value, 1) for value in values] for way, values in found.items()},
         },
         sys.stdout,
@@ -62,36 +69,27 @@ async def _measure(model: str, args: argparse.Namespace) -> dict[str, list[float
 
     settings: dict[str, Any] = {"kv_cache_memory": "256MiB", "enable_prefix_caching": False, "max_num_seqs": 64}
     ensure_ray(4)
-    found: dict[str, list[float]] = {way: [] for way in WAYS}
-
-    async def with_engine(rounds: Callable[[Any], Awaitable[None]]) -> None:
-        engine = await start_engine(engine_settings(model, **settings))
-        try:
-            await rounds(engine)
-        finally:
-            await engine.shutdown()
-
-    async def direct(engine: Any) -> None:
-        front_end = FrontEnd.of(engine.client, None)
-        server = HttpServer(make_app(lambda: front_end))
-        url = await server.start(port=0)
-        port = int(url.rpartition(":")[2])
-        for round_ in range(args.rounds + 1):
-            speeds = await _engine_streams(engine.client, args), await _http_streams(port, args)
-            if round_:  # the first one warms up
-                found["engine"].append(speeds[0])
-                found["http"].append(speeds[1])
-        await server.stop()
-
-    await with_engine(direct)
-    port = _free_port()
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
-    await asyncio.to_thread(serve.run, app({"model": model, **settings}))
+    engine = await start_engine(engine_settings(model, **settings))
+    front_end = FrontEnd.of(engine.client, None, args.stream_interval_s)
+    server = HttpServer(make_app(lambda: front_end))
+    own_port = int((await server.start(port=0)).rpartition(":")[2])
+    serve_port = _free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": serve_port})
+    await asyncio.to_thread(serve.run, app({"model": model, "stream_interval_s": args.stream_interval_s, **settings}))
+    ways: dict[str, Callable[[], Awaitable[float]]] = {
+        "engine": lambda: _engine_streams(engine.client, args),
+        "http": lambda: _http_streams(own_port, args),
+        "serve": lambda: _http_streams(serve_port, args),
+    }
+    found: dict[str, list[float]] = {way: [] for way in ways}
     for round_ in range(args.rounds + 1):
-        speed = await _http_streams(port, args)
-        if round_:
-            found["serve"].append(speed)
+        for way, streams in ways.items():
+            speed = await streams()
+            if round_:  # the first one warms up
+                found[way].append(speed)
     await asyncio.to_thread(serve.shutdown)
+    await server.stop()
+    await engine.shutdown()
     ray.shutdown()
     return found
 
@@ -114,27 +112,44 @@ async def _engine_streams(client: Any, args: argparse.Namespace) -> float:
 
 async def _http_streams(port: int, args: argparse.Namespace) -> float:
     fixed = {"max_tokens": args.new_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    fixed["stream_options"] = {"include_usage": True}
 
     async def one(prompt: list[int]) -> int:
         body = json.dumps({"prompt": prompt, **fixed}).encode()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         )
-        writer.write(f"{head}\r\nConnection: close\r\n\r\n".encode() + body)
-        events = 0
-        while line := await reader.readline():
-            events += line.startswith(b"data: {")
-            if line.startswith(b"data: [DONE]"):
-                break
-        writer.close()
-        return events
+        loop = asyncio.get_running_loop()
+        transport, reader = await loop.create_connection(lambda: _Reader(loop.create_future()), "127.0.0.1", port)
+        transport.write(f"{head}\r\nConnection: close\r\n\r\n".encode() + body)
+        try:
+            return await reader.completion_tokens
+        finally:
+            transport.close()
 
     return await _timed([one(prompt) for prompt in _prompts(args.streams)], args)
 
 
+class _Reader(asyncio.Protocol):
+    """Reads a stream to its end, whose last event says how many tokens there were."""
+
+    def __init__(self, completion_tokens: "asyncio.Future[int]"):
+        self.completion_tokens = completion_tokens
+        self._last = b""
+
+    def data_received(self, data: bytes) -> None:
+        self._last = self._last[-1024:] + data
+        if b"data: [DONE]" in data:
+            found = re.search(rb'"completion_tokens":(\d+)', self._last)
+            self.completion_tokens.set_result(int(found[1]) if found else 0)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.completion_tokens.done():
+            self.completion_tokens.set_exception(ConnectionError(f"the stream broke: {self._last!r}"))
+
+
 async def _timed(streams: list[Awaitable[int]], args: argparse.Namespace) -> float:
-    """Tokens per second. Every token comes in a delta, or an event, of its own."""
+    """Tokens per second."""
     started = time.perf_counter()
     counts = await asyncio.gather(*streams)
     seconds = time.perf_counter() - started
@@ -161,8 +176,10 @@ def _free_port() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--stream-interval-s", type=float, default=0.0, help="between pieces of a stream")
+    parser.add_argument("--haproxy", action="store_true", help="Serve's own HAProxy instead of its Python proxy")
     return parser.parse_args()
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import uuid
 from collections.abc import AsyncIterator, Sequence
 
@@ -12,6 +13,8 @@ from .front_door import decode
 from .images import Image
 from .info import EngineInfo, EngineLoad
 from .request import USUAL_TERMS, SamplingParams, Terms
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["EngineClient", "Generation", "TokenDelta", "TokenLogprobs"]
 
@@ -48,13 +51,14 @@ class EngineClient:
         request_id: str | None = None,
         images: Sequence[Image] = (),
         terms: Terms = USUAL_TERMS,
-        is_streaming: bool = True,
+        stream_interval_s: float = 0.0,
     ) -> "Generation":
         """Ask for a completion, or for `sampling.n` of them. The request is sent when its first delta is awaited.
 
-        is_streaming: tokens as they come; else each answer in one delta, which costs less
+        stream_interval_s: from one delta of an answer to its next, each with all tokens since. 0: each token by
+            itself; infinite: the whole answer in one. Fewer deltas cost less.
         """
-        body = [list(prompt_token_ids), sampling.to_wire(), images, terms.to_wire(), is_streaming]
+        body = [list(prompt_token_ids), sampling.to_wire(), images, terms.to_wire(), stream_interval_s]
         return Generation(self, body, sampling.n, request_id or uuid.uuid4().hex)
 
     async def load(self) -> EngineLoad:
@@ -134,6 +138,9 @@ class EngineClient:
                         answer.put_token(token)
         except ChannelClosed:
             self._fail(EngineUnavailable("the engine has gone; start it again, or wait until it is back"))
+        except Exception as error:  # a bug of ours must still reach every waiting caller
+            logger.exception("what the engine says can not be read")
+            self._fail(EngineUnavailable(f"what the engine says can not be read: {error!r}. See the log."))
 
     def _fail(self, error: IntarsiaError) -> None:
         self._failure = self._failure or error

@@ -5,6 +5,7 @@ A plain class on an event loop. `actor.py` puts it into the Ray actor that users
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections import deque
@@ -98,15 +99,26 @@ class EngineStats:
 
 
 class _Caller:
-    """Who asked for an answer, and what it has not been told yet because it wants all at once."""
+    """Who asked for an answer, and what it has not been told yet because it wants several tokens at once."""
 
-    __slots__ = ("handle", "is_streaming", "kept", "outlet")
+    __slots__ = ("handle", "interval_s", "kept", "next_s", "outlet", "told")
 
-    def __init__(self, outlet: Outlet, handle: int, is_streaming: bool):
+    def __init__(self, outlet: Outlet, handle: int, interval_s: float, told: int):
         self.outlet = outlet
         self.handle = handle
-        self.is_streaming = is_streaming
-        self.kept: list[TokenDelta] = []  # those with more to say than a token
+        self.interval_s = interval_s
+        self.told = told  # tokens of the sequence, the prompt among them
+        self.next_s = 0.0 if interval_s != math.inf else math.inf  # when to tell what is untold
+        self.kept: list[TokenDelta] = []  # of the untold, those with more to say than a token
+
+    def tell(self, request: Request, now_s: float) -> TokenDelta:
+        """All that is untold, in one."""
+        tokens, kept = tuple(request.tokens[self.told :]), self.kept
+        self.told, self.kept, self.next_s = len(request.tokens), [], now_s + self.interval_s
+        if not kept:
+            return TokenDelta(tokens, num_cached_tokens=request.cached_tokens)
+        logprobs = None if kept[-1].logprobs is None else tuple(row for delta in kept for row in delta.logprobs or ())
+        return kept[-1]._replace(token_ids=tokens, logprobs=logprobs, prompt_logprobs=kept[0].prompt_logprobs)
 
 
 class Engine:
@@ -139,10 +151,11 @@ class Engine:
         outlet: Outlet,
         images: Sequence[Image] = (),
         terms: Terms = USUAL_TERMS,
-        is_streaming: bool = True,
+        stream_interval_s: float = 0.0,
     ) -> list[RequestId]:
-        """Queue a request; its tokens go to `outlet` as they come, or each answer at its end when not `is_streaming`.
-        One id per answer, whose handles are `handle` and those after it.
+        """Queue a request; its tokens go to `outlet`. One id per answer, whose handles are `handle` and those after it.
+
+        stream_interval_s: from one delta of an answer to its next; 0: each token at once; infinite: all at its end
 
         Raises `InvalidRequest` if it can not be served as asked.
         """
@@ -167,7 +180,7 @@ class Engine:
                     stop_token_ids=ends,
                     max_total_tokens=max_total_tokens,
                     terms=terms,
-                    caller=_Caller(outlet, handle + index, is_streaming),
+                    caller=_Caller(outlet, handle + index, stream_interval_s, told=len(tokens)),
                     gallery=gallery,
                     prompt_logprobs=[] if sampling.prompt_logprobs is not None and not index else None,
                 )
@@ -310,10 +323,14 @@ class Engine:
         """One call per front end and step, whatever the number of its requests."""
         deliveries: dict[Outlet, Delivery] = {}
         outlet, handles, tokens = None, [], []
+        now_s = time.perf_counter()
         for request, token in zip(outcome.requests, outcome.tokens, strict=True):
             caller = request.caller
-            if not caller.is_streaming:
-                continue  # the request knows its tokens
+            if caller.interval_s:  # the request knows its tokens
+                if now_s >= caller.next_s:
+                    others = deliveries.setdefault(caller.outlet, Delivery([], [], [])).others
+                    others.append((caller.handle, caller.tell(request, now_s)))
+                continue
             if caller.outlet is not outlet:
                 outlet = caller.outlet
                 handles, tokens, _ = deliveries.setdefault(outlet, Delivery([], [], []))
@@ -325,9 +342,10 @@ class Engine:
                 self.stats.prompt_tokens += entry.request.prompt_tokens
                 self.stats.cached_tokens += entry.request.cached_tokens
             delta: TokenDelta | None = _delta(entry)
-            if not caller.is_streaming:
+            if caller.interval_s:
                 caller.kept.append(delta)
-                delta = _whole(entry, caller.kept) if entry.finish_reason is not None else None
+                is_due = entry.finish_reason is not None or now_s >= caller.next_s
+                delta = caller.tell(entry.request, now_s) if is_due else None
             if delta is not None:
                 deliveries.setdefault(caller.outlet, Delivery([], [], [])).others.append((caller.handle, delta))
             if entry.finish_reason is not None:
@@ -461,11 +479,3 @@ def _delta(entry: Progress) -> TokenDelta:
         request.cached_tokens,
         about_prompt,
     )
-
-
-def _whole(entry: Progress, kept: Sequence[TokenDelta]) -> TokenDelta:
-    """An answer at its end. kept: of its deltas those with more to say than a token, its first and last among them."""
-    request, first, last = entry.request, kept[0], kept[-1]
-    logprobs = None if last.logprobs is None else tuple(row for delta in kept for row in delta.logprobs or ())
-    tokens = tuple(request.tokens[request.prompt_tokens :])
-    return last._replace(token_ids=tokens, logprobs=logprobs, prompt_logprobs=first.prompt_logprobs)

@@ -2,7 +2,7 @@
 
 A connection is also the front end's lease: when it closes, its requests are aborted and their blocks are free.
 
-    front end -> engine   ["submit", handle, tokens, sampling, images, terms, is_streaming]   ["abort", handle]
+    front end -> engine   ["submit", handle, tokens, sampling, images, terms, stream_interval_s]   ["abort", handle]
                           ["load", handle]
     engine -> front end   first the EngineInfo; then, per step, [handles, tokens, [[handle, tag, what], ...]], where
                           what is a delta, an error, or the answer to a question
@@ -56,11 +56,11 @@ class FrontDoor:
                     stream.send_message([[], [], [[handle, LOAD, self._engine.load()]]])
                     continue
                 try:
-                    tokens, sampling, images, terms, is_streaming = rest
+                    tokens, sampling, images, terms, stream_interval_s = rest
                     params = SamplingParams(**sampling)
                     pictures = [Image(*image) for image in images]
                     urgency = Terms(**terms)
-                    ids = self._engine.submit(tokens, params, handle, outlet, pictures, urgency, is_streaming)
+                    ids = self._engine.submit(tokens, params, handle, outlet, pictures, urgency, stream_interval_s)
                     requests |= {handle + index: request_id for index, request_id in enumerate(ids)}
                 except IntarsiaError as error:
                     stream.send_message([[], [], [_encode(handle, error)]])

@@ -102,6 +102,9 @@ def serve(
     host: Annotated[str, typer.Option(help="Loopback address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port for HTTP; 0 takes a free one.", min=0, max=65535)] = 8000,
     grpc_port: Annotated[int, typer.Option(help="Port for gRPC; 0 takes a free one.", min=0, max=65535)] = 50051,
+    stream_interval_s: Annotated[
+        float, typer.Option(help="Seconds between the pieces of a streamed answer; 0: each token by itself.")
+    ] = 0.0,
     config: Annotated[
         Path | None,
         typer.Option(is_eager=True, callback=_use_file, help="YAML with any of these settings; flags come first."),
@@ -134,7 +137,7 @@ def serve(
         given["model"] = str(model)
         settings = engine_settings(**given)
         print(f"loading {model} ...", flush=True)
-        asyncio.run(run(settings, host, port, grpc_port))
+        asyncio.run(run(settings, host, port, grpc_port, stream_interval_s))
 
 
 @app.command()

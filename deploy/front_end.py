@@ -1,6 +1,7 @@
 """One engine as the outside meets it: texts and files in, text out. HTTP and gRPC are two ways to say the same."""
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -8,13 +9,15 @@ from ..controller.client import EngineClient, Generation, TokenDelta
 from ..controller.images import Image
 from ..controller.info import EngineInfo, EngineLoad
 from ..controller.request import USUAL_TERMS, SamplingParams, Terms
-from ..errors import IntarsiaError, InvalidRequest, RequestAborted
+from ..errors import IntarsiaError, InvalidRequest, InvalidSetting, RequestAborted
 from .images import ImageReader, read_images
 from .text import with_text
 from .tokenizer import Tokenizer, encode_prompt
 
 LONG_TEXT_CHARS = 4096
 """A longer text takes the tokenizer more than a millisecond, so other streams go on beside it."""
+
+LONGEST_STREAM_INTERVAL_S = 10.0
 
 Result = TypeVar("Result")
 
@@ -32,15 +35,23 @@ class Asked(NamedTuple):
 class FrontEnd:
     """Lives on the event loop of its engine's connection."""
 
-    def __init__(self, engine: EngineClient, tokenizer: Tokenizer | None, images: ImageReader | None = None):
+    def __init__(
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer | None,
+        images: ImageReader | None = None,
+        stream_interval_s: float = 0.0,
+    ):
+        """stream_interval_s: from one piece of a streamed answer to its next. Raises `InvalidSetting`."""
+        self.stream_interval_s = check_stream_interval(stream_interval_s)
         self.tokenizer = tokenizer
         self._engine = engine
         self._images = images
         self._running: dict[str, Answers] = {}  # by request id
 
     @classmethod
-    def of(cls, engine: EngineClient, tokenizer: Tokenizer | None) -> "FrontEnd":
-        return cls(engine, tokenizer, ImageReader.of(engine.info))
+    def of(cls, engine: EngineClient, tokenizer: Tokenizer | None, stream_interval_s: float = 0.0) -> "FrontEnd":
+        return cls(engine, tokenizer, ImageReader.of(engine.info), stream_interval_s)
 
     @property
     def info(self) -> EngineInfo:
@@ -90,8 +101,11 @@ class FrontEnd:
 
     def generate(self, asked: Asked, *, is_streaming: bool = True) -> "Answers":
         """The answers to a request. The engine hears of it when the first delta is awaited."""
+        interval_s = self.stream_interval_s if is_streaming else math.inf
+        if asked.sampling.stops:
+            interval_s = 0.0  # whoever looks for a text to stop at has to read along
         generation = self._engine.generate(
-            asked.prompt, asked.sampling, asked.request_id or None, asked.images, asked.terms, is_streaming
+            asked.prompt, asked.sampling, asked.request_id or None, asked.images, asked.terms, interval_s
         )
         return Answers(generation, self.tokenizer, asked, self._running)
 
@@ -161,6 +175,16 @@ async def side_by_side(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def check_stream_interval(value_s: float) -> float:
+    """Raises `InvalidSetting`."""
+    if not 0 <= value_s <= LONGEST_STREAM_INTERVAL_S:
+        raise InvalidSetting(
+            f"stream_interval_s must be from 0 to {LONGEST_STREAM_INTERVAL_S:g} seconds, got {value_s}",
+            field="stream_interval_s",
+        )
+    return value_s
 
 
 async def _beside(chars: int, work: Callable[[], Result]) -> Result:

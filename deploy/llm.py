@@ -6,6 +6,7 @@ with LLM("path/to/checkpoint", tensor_parallel_size=2) as llm:
 
 import asyncio
 import contextlib
+import math
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -226,7 +227,8 @@ class LLM:
         answers = [_Growing(index) for index in range(params.n)]
         cached_tokens, prompt_logprobs = 0, None
         # Only who looks for a text to stop at has to read along.
-        asked = client.generate(prompt, params, images=images, terms=terms, is_streaming=bool(params.stops))
+        interval_s = 0.0 if params.stops else math.inf
+        asked = client.generate(prompt, params, images=images, terms=terms, stream_interval_s=interval_s)
         async with contextlib.aclosing(asked) as generation:
             async for delta, text in with_text(generation, self._tokenizer, params):
                 answers[delta.answer].add(delta, text)

@@ -30,6 +30,11 @@ MAX_ONGOING_REQUESTS = 1024
 """Of a replica. The engine queues by itself, in its own order; Serve should not do so before it."""
 
 
+STREAM_INTERVAL_S = 0.1
+"""Between the pieces of a streamed answer: each is a message between Serve's processes, which take as long for one as
+a small model for a token. A reader sees text flow ten times a second."""
+
+
 class DeploymentOptions(pydantic.BaseModel):
     """What `app` takes beside an engine's settings."""
 
@@ -40,6 +45,7 @@ class DeploymentOptions(pydantic.BaseModel):
     min_replicas: int = pydantic.Field(1, ge=0)
     target_ongoing_requests: float = pydantic.Field(32.0, gt=0, description="In flight per replica, when scaled.")
     max_ongoing_requests: int = pydantic.Field(MAX_ONGOING_REQUESTS, ge=1)
+    stream_interval_s: float = pydantic.Field(STREAM_INTERVAL_S, ge=0, description="Between pieces of a stream.")
 
 
 @serve.deployment(
@@ -52,11 +58,11 @@ class DeploymentOptions(pydantic.BaseModel):
 class Replica:
     """One engine and its front end, within a Serve replica."""
 
-    async def __init__(self, settings: dict[str, Any]):
+    async def __init__(self, settings: dict[str, Any], stream_interval_s: float = 0.0):
         wanted = engine_settings(**settings)
         tokenizer = Tokenizer.load(wanted.model.model_dir, trust_remote_code=wanted.model.trust_remote_code)
         self._engine: RunningEngine | None = await start_engine(wanted)
-        self._front_end = FrontEnd.of(self._engine.client, tokenizer)
+        self._front_end = FrontEnd.of(self._engine.client, tokenizer, stream_interval_s)
         self._servicer = InferenceServicer(self._front_end)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -136,7 +142,8 @@ def app(args: Mapping[str, Any]) -> serve.Application:
             },
         }
     made: Any = Replica
-    return made.options(max_ongoing_requests=options.max_ongoing_requests, **scaling).bind(settings)
+    configured = made.options(max_ongoing_requests=options.max_ongoing_requests, **scaling)
+    return configured.bind(settings, options.stream_interval_s)
 
 
 def _split(args: dict[str, Any]) -> tuple[dict[str, Any], DeploymentOptions]:

@@ -1,6 +1,7 @@
 """Front ends over real streams, with a simulated worker behind the engine."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -174,7 +175,7 @@ def test_several_answers_come_in_one_stream_and_one_can_be_ended():
 def test_an_answer_that_is_not_streamed_comes_as_one():
     async def scenario(engine: Engine, address: Address):
         client = await EngineClient.connect(address)
-        generation = client.generate(PROMPT, SamplingParams(max_tokens=12, n=2), is_streaming=False)
+        generation = client.generate(PROMPT, SamplingParams(max_tokens=12, n=2), stream_interval_s=math.inf)
         deltas = [delta async for delta in generation]
         await client.close()
         return deltas
@@ -182,6 +183,23 @@ def test_an_answer_that_is_not_streamed_comes_as_one():
     deltas = served(scenario)
     assert sorted((delta.answer, delta.finish_reason) for delta in deltas) == [(0, "length"), (1, "length")]
     assert [list(delta.token_ids) for delta in deltas] == [continuation(PROMPT, 12)] * 2
+
+
+def test_pieces_of_an_interval_hold_what_single_tokens_hold():
+    async def scenario(engine: Engine, address: Address):
+        client = await EngineClient.connect(address)
+        params = SamplingParams(max_tokens=40)
+        asked = [client.generate(PROMPT, params, stream_interval_s=interval_s) for interval_s in (0.0, 0.003, 3600.0)]
+        deltas = [[delta async for delta in generation] for generation in asked]
+        await client.close()
+        return deltas
+
+    single, pieces, two = served(scenario)
+    assert len(single) == 40 >= len(pieces) >= len(two) == 2  # the first token is never kept back
+    for deltas in (single, pieces, two):
+        assert [token for delta in deltas for token in delta.token_ids] == continuation(PROMPT, 40)
+        assert {delta.num_cached_tokens for delta in deltas} == {deltas[0].num_cached_tokens}
+        assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + ["length"]
 
 
 def test_a_generation_nobody_keeps_is_aborted():

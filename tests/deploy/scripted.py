@@ -57,7 +57,7 @@ class ScriptedEngine:
         request_id: str | None = None,
         images: Sequence[Image] = (),
         terms: Terms = USUAL_TERMS,
-        is_streaming: bool = True,
+        stream_interval_s: float = 0.0,
     ) -> "ScriptedGeneration":
         self.asked.append((list(prompt_token_ids), sampling, request_id))
         self.terms = terms

@@ -237,6 +237,7 @@ def test_stops_end_answers_before_them(api: Api, client: openai.OpenAI):
     answer = client.completions.create(model="talker", prompt="oak", stop=[stop], **GREEDY)
     assert answer.choices[0].text == text[: text.find(stop)]
     assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None and answer.usage.completion_tokens < GREEDY["max_tokens"]
 
 
 @pytest.mark.parametrize(
