@@ -13,9 +13,11 @@ later?). Anything that is not an `IntarsiaError` is a bug of ours.
     │   ├── ModelNotFound    there is no checkpoint at that place
     │   ├── CorruptCheckpoint  there is one, and it can not be read
     │   └── UnsupportedModel   it can be read, and we do not know how to run it
+    ├── Unauthenticated      the server wants a key, and this is none of its keys
     ├── RequestAborted       somebody else asked to stop it
     ├── DeadlineExceeded     the answer did not come in the time that was given
     ├── PoolExhausted        no blocks left right now (the scheduler's business; users never see it)
+    ├── Overloaded           more is asked of the server at once than it takes: try again later
     └── EngineUnavailable    the engine is starting, stopping or gone: try again later
 """
 
@@ -31,6 +33,8 @@ class IntarsiaError(Exception):
     """
 
     retryable: ClassVar[bool] = False
+    retry_after_s: ClassVar[float | None] = None
+    """How long to wait before the same call, where that is known to help."""
 
     def __init__(self, message: str, *, field: str | None = None, **details: Detail):
         super().__init__(message)
@@ -83,6 +87,10 @@ class UnsupportedModel(ModelError):
     """The checkpoint can be read, and we do not know how to run it."""
 
 
+class Unauthenticated(IntarsiaError):
+    """The server wants a key, and the caller has none, or another."""
+
+
 class RequestAborted(IntarsiaError):
     """Somebody else asked to stop the request."""
 
@@ -97,12 +105,21 @@ class PoolExhausted(IntarsiaError):
     """The pool has fewer free blocks than asked for. Nothing was taken."""
 
     retryable = True
+    retry_after_s = 1.0
+
+
+class Overloaded(IntarsiaError):
+    """More is asked of the server at once than it takes. Nothing of the request was done."""
+
+    retryable = True
+    retry_after_s = 1.0
 
 
 class EngineUnavailable(IntarsiaError):
     """The engine is starting, stopping or gone."""
 
     retryable = True
+    retry_after_s = 1.0
 
 
 def _tree(cls: type[IntarsiaError]) -> dict[str, type[IntarsiaError]]:

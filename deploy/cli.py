@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -99,12 +99,25 @@ def serve(
         str | None, typer.Option(help="What clients call the model.  [default: its folder's name]")
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the engine in the Ray cluster.  [default: drawn]")] = None,
-    host: Annotated[str, typer.Option(help="Loopback address to listen on.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Where to listen; beyond loopback only with keys and TLS.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port for HTTP; 0 takes a free one.", min=0, max=65535)] = 8000,
     grpc_port: Annotated[int, typer.Option(help="Port for gRPC; 0 takes a free one.", min=0, max=65535)] = 50051,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="A key that clients must send; may be given several times.")
+    ] = None,
+    api_key_file: Annotated[str | None, typer.Option(help="A file of such keys, one on each line.")] = None,
+    ssl_certfile: Annotated[str | None, typer.Option(help="TLS: the server's certificate, PEM.")] = None,
+    ssl_keyfile: Annotated[str | None, typer.Option(help="TLS: its key, PEM.")] = None,
+    ssl_ca_certs: Annotated[
+        str | None, typer.Option(help="TLS: clients need a certificate too, signed by one of these, PEM.")
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen where other machines can connect, without keys or TLS.")
+    ] = False,
     stream_interval_s: Annotated[
         float, typer.Option(help="Seconds between the pieces of a streamed answer; 0: each token by itself.")
     ] = 0.0,
+    max_streams: Annotated[int, typer.Option(help="Most requests being answered; more are told to try again.")] = 4096,
     config: Annotated[
         Path | None,
         typer.Option(is_eager=True, callback=_use_file, help="YAML with any of these settings; flags come first."),
@@ -125,19 +138,18 @@ def serve(
             print(describe(context), end="")
             return
         import asyncio
-        import inspect
 
         from .serve import serve as run
+        from .serve import server_settings
         from .settings import engine_settings
 
         if disable_hybrid_kv_cache_manager:
             context.params["strategy"] = _uniform(strategy)
-        wanted = inspect.signature(engine_settings).parameters
-        given: dict[str, Any] = {name: value for name, value in context.params.items() if name in wanted}
-        given["model"] = str(model)
-        settings = engine_settings(**given)
+        context.params["model"] = str(model)
+        settings = engine_settings(**_those_of(engine_settings, context.params))
+        server = server_settings(**_those_of(server_settings, context.params))
         print(f"loading {model} ...", flush=True)
-        asyncio.run(run(settings, host, port, grpc_port, stream_interval_s))
+        asyncio.run(run(settings, server))
 
 
 @app.command()
@@ -163,6 +175,12 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="The text to continue.")] = None,
     token_ids: Annotated[str | None, typer.Option(help="A prompt of token ids instead: 1,2,3.")] = None,
     address: Annotated[str, typer.Option(help="Where the server listens.")] = DEFAULT_ADDRESS,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="INTARSIA_API_KEY", help="What the server wants to see.")
+    ] = None,
+    ssl_ca_certs: Annotated[
+        str | None, typer.Option(help="TLS: who may have signed the server's certificate, PEM.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Choose among the k most probable tokens; 0: all.")] = 0,
@@ -186,7 +204,7 @@ def generate(
     """Ask a running server, and print the answer as it comes."""
     with _plain_errors():
         from ..controller.request import SamplingParams, Terms
-        from .client import Client
+        from .client import Client, Tls
 
         sampling = SamplingParams(
             temperature=temperature,
@@ -206,7 +224,8 @@ def generate(
         )
         terms = Terms(priority=priority, timeout_s=timeout_s)
         asked = _prompt(prompt, token_ids)
-        with Client(address) as client:
+        tls = Tls(ca_certs=ssl_ca_certs) if ssl_ca_certs is not None else None
+        with Client(address, api_key=api_key, tls=tls) as client:
             usage = None
             for chunk in client.generate(asked, sampling, images=[_read(path) for path in image or ()], terms=terms):
                 text = chunk.text if isinstance(asked, str) else "".join(f"{token} " for token in chunk.token_ids)
@@ -328,6 +347,13 @@ def replay(
 def main() -> None:
     """Entry point of the `intarsia` command."""
     app()
+
+
+def _those_of(function: Callable[..., Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the parameters of a command, those that `function` takes."""
+    import inspect
+
+    return {name: params[name] for name in inspect.signature(function).parameters if name in params}
 
 
 def _uniform(strategy: str) -> str:

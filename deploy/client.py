@@ -7,6 +7,7 @@ with Client("127.0.0.1:50051") as client:
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
@@ -15,7 +16,15 @@ from grpc_status import rpc_status
 from ..controller.engine import TokenLogprobs
 from ..controller.info import EngineInfo, EngineLoad
 from ..controller.request import USUAL_TERMS, SamplingParams, Terms
-from ..errors import DeadlineExceeded, EngineUnavailable, IntarsiaError, InvalidRequest, RequestTooLarge
+from ..errors import (
+    DeadlineExceeded,
+    EngineUnavailable,
+    IntarsiaError,
+    InvalidRequest,
+    InvalidSetting,
+    RequestTooLarge,
+    Unauthenticated,
+)
 from ..proto import inference_pb2 as pb
 from ..proto import inference_pb2_grpc as pb_grpc
 from .convert import (
@@ -36,6 +45,7 @@ OPTIONS = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.enable
 BARE_CODES: dict[grpc.StatusCode, type[IntarsiaError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
 }
 """What is clear without details: Ray Serve's proxy drops them."""
 
@@ -72,14 +82,38 @@ class Asked(NamedTuple):
     terms: Terms = USUAL_TERMS
 
 
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """How a client meets a server with TLS. All are files in PEM."""
+
+    ca_certs: str | None = None  # who may have signed the server's certificate; None: whom this machine trusts
+    certfile: str | None = None  # the client's own certificate and its key, where the server wants one
+    keyfile: str | None = None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Raises `InvalidSetting` for files that can not be read."""
+        return grpc.ssl_channel_credentials(*map(_read, (self.ca_certs, self.keyfile, self.certfile)))
+
+
 class Client:
     """A connection to one server. Threads may share it."""
 
-    def __init__(self, address: str = "127.0.0.1:50051", *, timeout_s: float | None = None):
+    def __init__(
+        self,
+        address: str = "127.0.0.1:50051",
+        *,
+        timeout_s: float | None = None,
+        api_key: str | None = None,
+        tls: Tls | None = None,
+    ):
         """timeout_s: for each call; None waits as long as it takes."""
         self.address = address
-        self._timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(address, options=OPTIONS)
+        self._options = _call_options(timeout_s, api_key)
+        self._channel = (
+            grpc.insecure_channel(address, options=OPTIONS)
+            if tls is None
+            else grpc.secure_channel(address, tls.credentials(), options=OPTIONS)
+        )
         self._stub = pb_grpc.InferenceStub(self._channel)
 
     def generate(
@@ -100,7 +134,7 @@ class Client:
         Raises the server's errors as they were: `InvalidRequest`, `EngineUnavailable`, ...
         """
         request = _request(Asked(prompt, sampling, images, request_id, terms))
-        call: Any = self._stub.Generate(request, timeout=self._timeout_s)
+        call: Any = self._stub.Generate(request, **self._options)
         try:
             for response in call:
                 yield _chunk(response)
@@ -122,7 +156,7 @@ class Client:
         for one in asked:
             _check_one(one.sampling)
         batch = _Batch(len(asked))
-        call: Any = self._stub.GenerateBatch(_batch_request(asked), timeout=self._timeout_s)
+        call: Any = self._stub.GenerateBatch(_batch_request(asked), **self._options)
         try:
             for response in call:
                 batch.add(response)
@@ -162,7 +196,7 @@ class Client:
 
     def _call(self, method: Any, request: Any) -> Any:
         try:
-            return method(request, timeout=self._timeout_s)
+            return method(request, **self._options)
         except grpc.RpcError as error:
             raise _typed(error, self.address) from None
 
@@ -170,10 +204,21 @@ class Client:
 class AsyncClient:
     """The same on an event loop; see `Client`."""
 
-    def __init__(self, address: str = "127.0.0.1:50051", *, timeout_s: float | None = None):
+    def __init__(
+        self,
+        address: str = "127.0.0.1:50051",
+        *,
+        timeout_s: float | None = None,
+        api_key: str | None = None,
+        tls: Tls | None = None,
+    ):
         self.address = address
-        self._timeout_s = timeout_s
-        self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+        self._options = _call_options(timeout_s, api_key)
+        self._channel = (
+            grpc.aio.insecure_channel(address, options=OPTIONS)
+            if tls is None
+            else grpc.aio.secure_channel(address, tls.credentials(), options=OPTIONS)
+        )
         self._stub: Any = pb_grpc.InferenceStub(self._channel)  # type: ignore[arg-type]
 
     async def generate(
@@ -186,7 +231,7 @@ class AsyncClient:
         terms: Terms = USUAL_TERMS,
     ) -> AsyncGenerator[Chunk, None]:
         request = _request(Asked(prompt, sampling, images, request_id, terms))
-        call = self._stub.Generate(request, timeout=self._timeout_s)
+        call = self._stub.Generate(request, **self._options)
         try:
             async for response in call:
                 yield _chunk(response)
@@ -205,7 +250,7 @@ class AsyncClient:
         for one in asked:
             _check_one(one.sampling)
         batch = _Batch(len(asked))
-        call = self._stub.GenerateBatch(_batch_request(asked), timeout=self._timeout_s)
+        call = self._stub.GenerateBatch(_batch_request(asked), **self._options)
         try:
             async for response in call:
                 batch.add(response)
@@ -242,7 +287,7 @@ class AsyncClient:
 
     async def _call(self, method: Any, request: Any) -> Any:
         try:
-            return await method(request, timeout=self._timeout_s)
+            return await method(request, **self._options)
         except grpc.RpcError as error:
             raise _typed(error, self.address) from None
 
@@ -262,6 +307,18 @@ class _Batch:
 
     def outcomes(self) -> list[Chunk | IntarsiaError]:
         return [self._errors.get(n) or _joined(chunks) for n, chunks in enumerate(self._chunks)]
+
+
+def _call_options(timeout_s: float | None, api_key: str | None) -> dict[str, Any]:
+    metadata = (("authorization", f"Bearer {api_key}"),) if api_key is not None else None
+    return {"timeout": timeout_s, "metadata": metadata}
+
+
+def _read(file: str | None) -> bytes | None:
+    try:
+        return Path(file).read_bytes() if file is not None else None
+    except OSError as error:
+        raise InvalidSetting(f"{file} can not be read: {error.strerror}", field="tls") from None
 
 
 def _request(asked: Asked) -> pb.GenerateRequest:

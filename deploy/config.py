@@ -20,7 +20,7 @@ PREFIX = "INTARSIA_"
 NOT_SETTINGS = frozenset({"config", "print_config", "help"})
 
 SECRETS = ("key", "token", "secret", "password")
-"""What has one of these in its name is never printed."""
+"""What is called so, or so at its end, is never printed."""
 
 
 class ConfiguredCommand(TyperCommand):
@@ -87,7 +87,8 @@ def _lines(context: typer.Context) -> Iterator[str]:
     for name, value in context.params.items():
         if name in NOT_SETTINGS:
             continue
-        shown = "..." if any(part in name.split("_") for part in SECRETS) and value is not None else value
+        value = None if value == () else value  # an option that may be given several times, and was not
+        shown = "..." if name.rpartition("_")[2] in SECRETS and value is not None else value
         text = yaml.safe_dump({name: str(shown) if isinstance(shown, Path) else shown}).strip()
         source = sources.get(context.get_parameter_source(name))  # type: ignore[arg-type]
         yield f"{text}  # {source}" if source else text

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from google.protobuf import any_pb2
+from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import StatusCode
@@ -19,8 +19,10 @@ from ..errors import (
     InvalidRequest,
     InvalidSetting,
     ModelError,
+    Overloaded,
     PoolExhausted,
     RequestAborted,
+    Unauthenticated,
     UnknownModel,
 )
 from ..proto import inference_pb2 as pb
@@ -41,7 +43,9 @@ STATUS_CODES: dict[type[IntarsiaError], StatusCode] = {
     ModelError: StatusCode.FAILED_PRECONDITION,
     RequestAborted: StatusCode.CANCELLED,
     DeadlineExceeded: StatusCode.DEADLINE_EXCEEDED,
+    Unauthenticated: StatusCode.UNAUTHENTICATED,
     PoolExhausted: StatusCode.RESOURCE_EXHAUSTED,
+    Overloaded: StatusCode.RESOURCE_EXHAUSTED,
     EngineUnavailable: StatusCode.UNAVAILABLE,
 }
 """By base class, the first that fits; anything else is INTERNAL."""
@@ -180,6 +184,9 @@ def error_to_status(error: IntarsiaError) -> status_pb2.Status:
     if error.field:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after_s is not None:
+        delay = duration_pb2.Duration(nanos=round(error.retry_after_s * 1e9) % 10**9, seconds=int(error.retry_after_s))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     packed = []
     for detail in details:
         packed.append(any_pb2.Any())

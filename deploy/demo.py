@@ -17,7 +17,7 @@ from ..controller.request import SamplingParams
 from .banner import print_banner
 from .client import Client, Usage
 from .demo_model import WORDS, make_demo_checkpoint
-from .serve import serving
+from .serve import ServerSettings, serving
 from .settings import engine_settings
 
 PROMPT = " ".join(WORDS.split()[:90])
@@ -36,7 +36,7 @@ async def _run() -> None:
         model = await asyncio.to_thread(make_demo_checkpoint, Path(folder) / "tiny-hybrid")
         _say(console, "starting Ray, the controller and 2 tensor-parallel workers")
         settings = engine_settings(str(model), tensor_parallel_size=2, kv_cache_memory="8MiB")
-        async with serving(settings, "127.0.0.1", 0, 0) as (engine, (http, address)):
+        async with serving(settings, ServerSettings(port=0, grpc_port=0)) as (engine, (http, address)):
             print_banner(engine.client.info, http, address)
             _say(console, f"a gRPC client sends a prompt of {len(PROMPT.split())} words and streams the answer")
             first = await asyncio.to_thread(_ask, address, console)

@@ -3,13 +3,14 @@
 import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from ..controller.client import EngineClient, Generation, TokenDelta
 from ..controller.images import Image
 from ..controller.info import EngineInfo, EngineLoad
 from ..controller.request import USUAL_TERMS, SamplingParams, Terms
-from ..errors import IntarsiaError, InvalidRequest, InvalidSetting, RequestAborted
+from ..errors import IntarsiaError, InvalidRequest, InvalidSetting, Overloaded, RequestAborted
 from .images import ImageReader, read_images
 from .text import with_text
 from .tokenizer import Tokenizer, encode_prompt
@@ -32,6 +33,24 @@ class Asked(NamedTuple):
     request_id: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class FrontEndSettings:
+    """What a front end does with answers on their way."""
+
+    stream_interval_s: float = 0.0  # from one piece of a streamed answer to its next; 0: each token by itself
+    max_streams: int = 4096  # requests being answered, streamed or not
+
+    def __post_init__(self):
+        if not 0 <= self.stream_interval_s <= LONGEST_STREAM_INTERVAL_S:
+            raise InvalidSetting(
+                f"stream_interval_s must be from 0 to {LONGEST_STREAM_INTERVAL_S:g} seconds, "
+                f"got {self.stream_interval_s}",
+                field="stream_interval_s",
+            )
+        if self.max_streams < 1:
+            raise InvalidSetting(f"max_streams must be at least 1, got {self.max_streams}", field="max_streams")
+
+
 class FrontEnd:
     """Lives on the event loop of its engine's connection."""
 
@@ -40,18 +59,19 @@ class FrontEnd:
         engine: EngineClient,
         tokenizer: Tokenizer | None,
         images: ImageReader | None = None,
-        stream_interval_s: float = 0.0,
+        settings: FrontEndSettings | None = None,
     ):
-        """stream_interval_s: from one piece of a streamed answer to its next. Raises `InvalidSetting`."""
-        self.stream_interval_s = check_stream_interval(stream_interval_s)
+        self.settings = settings or FrontEndSettings()
         self.tokenizer = tokenizer
         self._engine = engine
         self._images = images
         self._running: dict[str, Answers] = {}  # by request id
 
     @classmethod
-    def of(cls, engine: EngineClient, tokenizer: Tokenizer | None, stream_interval_s: float = 0.0) -> "FrontEnd":
-        return cls(engine, tokenizer, ImageReader.of(engine.info), stream_interval_s)
+    def of(
+        cls, engine: EngineClient, tokenizer: Tokenizer | None, settings: FrontEndSettings | None = None
+    ) -> "FrontEnd":
+        return cls(engine, tokenizer, ImageReader.of(engine.info), settings)
 
     @property
     def info(self) -> EngineInfo:
@@ -100,8 +120,18 @@ class FrontEnd:
         return await asyncio.to_thread(read_images, self._images, files, self.info.model)
 
     def generate(self, asked: Asked, *, is_streaming: bool = True) -> "Answers":
-        """The answers to a request. The engine hears of it when the first delta is awaited."""
-        interval_s = self.stream_interval_s if is_streaming else math.inf
+        """The answers to a request. The engine hears of it when the first delta is awaited.
+
+        Raises `Overloaded` when as many are being answered as the settings allow.
+        """
+        limit = self.settings.max_streams
+        if len(self._running) >= limit:
+            raise Overloaded(
+                f"{len(self._running)} requests are being answered here, and max_streams is {limit}; try again in "
+                f"{Overloaded.retry_after_s:g} s",
+                limit=limit,
+            )
+        interval_s = self.settings.stream_interval_s if is_streaming else math.inf
         if asked.sampling.stops:
             interval_s = 0.0  # whoever looks for a text to stop at has to read along
         generation = self._engine.generate(
@@ -175,16 +205,6 @@ async def side_by_side(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def check_stream_interval(value_s: float) -> float:
-    """Raises `InvalidSetting`."""
-    if not 0 <= value_s <= LONGEST_STREAM_INTERVAL_S:
-        raise InvalidSetting(
-            f"stream_interval_s must be from 0 to {LONGEST_STREAM_INTERVAL_S:g} seconds, got {value_s}",
-            field="stream_interval_s",
-        )
-    return value_s
 
 
 async def _beside(chars: int, work: Callable[[], Result]) -> Result:

@@ -1,19 +1,19 @@
 """The gRPC server: how a request enters, how a bad one is refused, how tokens leave."""
 
 import contextlib
-import ipaddress
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Any, NamedTuple
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
-from ..errors import IntarsiaError, InvalidRequest, InvalidSetting
+from ..errors import IntarsiaError, InvalidRequest, InvalidSetting, Unauthenticated
 from ..proto import inference_pb2 as pb
 from ..proto import inference_pb2_grpc as pb_grpc
+from .access import OPEN_SERVICES, Access
 from .convert import (
     MAX_MESSAGE_BYTES,
     error_to_proto,
@@ -121,10 +121,11 @@ class InferenceServicer(pb_grpc.InferenceServicer):
 
 
 class GrpcServer:
-    """The service with health and reflection, on a loopback address."""
+    """The service with health and reflection."""
 
-    def __init__(self, front_end: FrontEnd):
-        self._server = grpc.aio.server(options=OPTIONS)
+    def __init__(self, front_end: FrontEnd, access: Access | None = None):
+        self._access = access or Access()
+        self._server = grpc.aio.server(interceptors=[_Keys(self._access)], options=OPTIONS)
         self._health: Any = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         pb_grpc.add_InferenceServicer_to_server(InferenceServicer(front_end), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -132,10 +133,14 @@ class GrpcServer:
 
     async def start(self, host: str = "127.0.0.1", port: int = 50051) -> str:
         """Listen; port 0 takes a free one. Returns the address. Raises `InvalidSetting` if that can not be."""
-        check_loopback(host)
+        self._access.check_host(host)
         target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            port = self._server.add_insecure_port(target)
+            credentials = self._access.grpc_credentials()
+            if credentials is None:
+                port = self._server.add_insecure_port(target)
+            else:
+                port = self._server.add_secure_port(target, credentials)
         except RuntimeError as error:
             raise InvalidSetting(
                 f"can not listen on {target}: the port is in use or not allowed. Choose another --grpc-port, or 0 "
@@ -154,30 +159,61 @@ class GrpcServer:
         await self._server.stop(grace_s)
 
 
+class _Keys(grpc.aio.ServerInterceptor):
+    """Lets calls pass that bring a key, where one is wanted."""
+
+    def __init__(self, access: Access):
+        self._access = access
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], handler_call_details: Any
+    ) -> Any:
+        if handler_call_details.method.startswith(OPEN_SERVICES):
+            return await continuation(handler_call_details)
+        given = dict(handler_call_details.invocation_metadata).get("authorization")
+        try:
+            self._access.check_key(given)
+        except Unauthenticated as error:
+            return _refusal(error)
+        return await continuation(handler_call_details)
+
+
+def _refusal(error: IntarsiaError) -> Any:
+    """A handler that does nothing else, for calls of any kind."""
+
+    async def refuse(request: bytes, context: Any) -> None:
+        await context.abort_with_status(status_of(error))
+
+    return grpc.unary_unary_rpc_method_handler(refuse)  # type: ignore[arg-type]
+
+
+class _Status(NamedTuple):
+    """What ends a call, as gRPC wants it."""
+
+    code: grpc.StatusCode
+    details: str
+    trailing_metadata: tuple[tuple[str, str | bytes], ...]
+
+
 @contextlib.asynccontextmanager
 async def _refusing(context: Any) -> AsyncIterator[None]:
     """Our errors become statuses with details; anything else is our own fault, and only the log learns of it."""
     try:
         yield
-    except IntarsiaError as error:
-        status = error_to_status(error)
+    except IntarsiaError as known:
+        error = known
     except Exception:
         logger.exception("a call failed on an internal error")
-        status = error_to_status(IntarsiaError("internal error; the server's log has the details"))
+        error = IntarsiaError("internal error; the server's log has the details")
     else:
         return
-    await context.abort_with_status(rpc_status.to_status(status))
+    await context.abort_with_status(status_of(error))
 
 
-def check_loopback(host: str) -> None:
-    """Raises `InvalidSetting` for an address that other machines could reach."""
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
-        raise InvalidSetting(
-            f"host must be a loopback address (127.0.0.1, ::1 or localhost), got {host!r}: there are no keys and no "
-            "TLS yet, so only this machine may connect",
-            field="host",
-        )
+def status_of(error: IntarsiaError) -> Any:
+    """An error as what a call ends with."""
+    status: Any = rpc_status.to_status(error_to_status(error))
+    metadata = tuple(status.trailing_metadata)
+    if error.retry_after_s is not None:  # what clients with a retry policy go by
+        metadata += (("grpc-retry-pushback-ms", str(round(error.retry_after_s * 1000))),)
+    return _Status(status.code, status.details, metadata)

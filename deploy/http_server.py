@@ -1,4 +1,4 @@
-"""Any ASGI application on a loopback address, in this process's event loop."""
+"""Any ASGI application on an address, in this process's event loop."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ from typing import Any
 import uvicorn
 
 from ..errors import InvalidSetting
-from .grpc_server import check_loopback
+from .access import Access
 
 BACKLOG = 2048
 SHUTDOWN_GRACE_S = 5
@@ -26,7 +26,9 @@ class _Uvicorn(uvicorn.Server):
 class HttpServer:
     """An application that listens between `start` and `stop`."""
 
-    def __init__(self, app: Any):
+    def __init__(self, app: Any, access: Access | None = None):
+        self._access = access or Access()
+        options: Any = self._access.ssl_options()
         config = uvicorn.Config(
             app,
             log_level="warning",
@@ -34,13 +36,14 @@ class HttpServer:
             lifespan="off",
             server_header=False,
             timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
+            **options,
         )
         self._server = _Uvicorn(config)
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 8000) -> str:
         """Listen; port 0 takes a free one. Returns the URL. Raises `InvalidSetting` if that can not be."""
-        check_loopback(host)
+        self._access.check_host(host)
         listening = _listen(host, port)
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[listening]))
         while not self._server.started and not self._serving.done():
@@ -48,7 +51,7 @@ class HttpServer:
         if self._serving.done():
             await self._serving
         name = f"[{host}]" if ":" in host else host
-        return f"http://{name}:{listening.getsockname()[1]}"
+        return f"{'https' if self._access.has_tls else 'http'}://{name}:{listening.getsockname()[1]}"
 
     async def stop(self) -> None:
         """Take nothing new, and give running answers a few seconds to end."""

@@ -3,18 +3,55 @@
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..controller.launch import RunningEngine, start_engine
 from ..controller.startup import EngineSettings
+from .access import Access, AccessSettings
 from .banner import print_banner
-from .front_end import FrontEnd, check_stream_interval
-from .grpc_server import GrpcServer, check_loopback
+from .front_end import FrontEnd, FrontEndSettings
+from .grpc_server import GrpcServer
 from .http_server import HttpServer
 from .loading_bar import loading_bar
 from .openai.app import make_app
 from .tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """Where an engine is reached, and by whom. Port 0 takes a free one."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    grpc_port: int = 50051
+    access: AccessSettings = field(default_factory=AccessSettings)
+    front_end: FrontEndSettings = field(default_factory=FrontEndSettings)
+
+
+def server_settings(
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    grpc_port: int = 50051,
+    api_key: Sequence[str] | None = None,
+    api_key_file: str | None = None,
+    ssl_certfile: str | None = None,
+    ssl_keyfile: str | None = None,
+    ssl_ca_certs: str | None = None,
+    insecure: bool = False,
+    stream_interval_s: float = 0.0,
+    max_streams: int = 4096,
+) -> ServerSettings:
+    """Flags and arguments as settings. Raises `InvalidSetting`, naming the field."""
+    return ServerSettings(
+        host,
+        port,
+        grpc_port,
+        AccessSettings(tuple(api_key or ()), api_key_file, ssl_certfile, ssl_keyfile, ssl_ca_certs, insecure),
+        FrontEndSettings(stream_interval_s, max_streams),
+    )
 
 
 class Listening(NamedTuple):
@@ -25,36 +62,35 @@ class Listening(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def serving(
-    settings: EngineSettings, host: str, http_port: int, grpc_port: int, stream_interval_s: float = 0.0
-) -> AsyncIterator[tuple[RunningEngine, Listening]]:
-    """A started engine with its servers; all of it ends with the context. Port 0 takes a free one."""
-    check_loopback(host)  # what can be refused at once is refused before workers start
-    check_stream_interval(stream_interval_s)
+async def serving(settings: EngineSettings, server: ServerSettings) -> AsyncIterator[tuple[RunningEngine, Listening]]:
+    """A started engine with its servers; all of it ends with the context."""
+    access = Access(server.access)
+    access.check_host(server.host)  # what can be refused at once is refused before workers start
     tokenizer = Tokenizer.load(settings.model.model_dir, trust_remote_code=settings.model.trust_remote_code)
     with loading_bar() as watch:
         engine = await start_engine(settings, watch)
     try:
-        front_end = FrontEnd.of(engine.client, tokenizer, stream_interval_s)
-        http, grpc = HttpServer(make_app(lambda: front_end)), GrpcServer(front_end)
+        front_end = FrontEnd.of(engine.client, tokenizer, server.front_end)
+        http, grpc = HttpServer(make_app(lambda: front_end, access), access), GrpcServer(front_end, access)
         try:
-            yield engine, Listening(await http.start(host, http_port), await grpc.start(host, grpc_port))
+            yield (
+                engine,
+                Listening(await http.start(server.host, server.port), await grpc.start(server.host, server.grpc_port)),
+            )
         finally:
             await asyncio.gather(http.stop(), grpc.stop())
     finally:
         await engine.shutdown()
 
 
-async def serve(
-    settings: EngineSettings, host: str, http_port: int, grpc_port: int, stream_interval_s: float = 0.0
-) -> None:
+async def serve(settings: EngineSettings, server: ServerSettings) -> None:
     """Serve until SIGINT or SIGTERM; running calls get a few seconds to end.
 
     Raises `EngineUnavailable` when the engine goes by itself, so that whoever watches the process can start it again.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    async with serving(settings, host, http_port, grpc_port, stream_interval_s) as (engine, listening):
+    async with serving(settings, server) as (engine, listening):
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stop.set)
         print_banner(engine.client.info, *listening)

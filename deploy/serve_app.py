@@ -18,10 +18,11 @@ from ray import serve
 from ray.serve.grpc_util import RayServegRPCContext
 
 from ..controller.launch import RunningEngine, start_engine
-from ..errors import EngineUnavailable, InvalidSetting
+from ..errors import EngineUnavailable, InvalidSetting, Unauthenticated
 from ..proto import inference_pb2 as pb
-from .front_end import FrontEnd
-from .grpc_server import InferenceServicer
+from .access import Access, AccessSettings
+from .front_end import FrontEnd, FrontEndSettings
+from .grpc_server import InferenceServicer, status_of
 from .openai.app import make_app
 from .settings import engine_settings
 from .tokenizer import Tokenizer
@@ -46,6 +47,7 @@ class DeploymentOptions(pydantic.BaseModel):
     target_ongoing_requests: float = pydantic.Field(32.0, gt=0, description="In flight per replica, when scaled.")
     max_ongoing_requests: int = pydantic.Field(MAX_ONGOING_REQUESTS, ge=1)
     stream_interval_s: float = pydantic.Field(STREAM_INTERVAL_S, ge=0, description="Between pieces of a stream.")
+    api_key_file: str | None = pydantic.Field(None, description="Keys that clients must send, on the replicas' nodes.")
 
 
 @serve.deployment(
@@ -58,15 +60,20 @@ class DeploymentOptions(pydantic.BaseModel):
 class Replica:
     """One engine and its front end, within a Serve replica."""
 
-    async def __init__(self, settings: dict[str, Any], stream_interval_s: float = 0.0):
+    async def __init__(self, settings: dict[str, Any], options: DeploymentOptions):
         wanted = engine_settings(**settings)
+        self._access = Access(AccessSettings(api_key_file=options.api_key_file))
         tokenizer = Tokenizer.load(wanted.model.model_dir, trust_remote_code=wanted.model.trust_remote_code)
         self._engine: RunningEngine | None = await start_engine(wanted)
-        self._front_end = FrontEnd.of(self._engine.client, tokenizer, stream_interval_s)
+        self._front_end = FrontEnd.of(
+            self._engine.client,
+            tokenizer,
+            FrontEndSettings(options.stream_interval_s, options.max_ongoing_requests),
+        )
         self._servicer = InferenceServicer(self._front_end)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return make_app(lambda: self._front_end)
+        return make_app(lambda: self._front_end, self._access)
 
     async def check_health(self) -> None:
         """Called by Serve. An engine that is gone makes the replica start again; a busy one does not."""
@@ -85,27 +92,37 @@ class Replica:
     async def Generate(
         self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        async for response in self._servicer.Generate(request, _Context(grpc_context)):  # type: ignore[arg-type]
+        async for response in self._servicer.Generate(request, await self._admitted(grpc_context)):  # type: ignore[arg-type]
             yield response
 
     async def GenerateBatch(
         self, request: pb.GenerateBatchRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[pb.GenerateBatchResponse, None]:
-        async for response in self._servicer.GenerateBatch(request, _Context(grpc_context)):  # type: ignore[arg-type]
+        async for response in self._servicer.GenerateBatch(request, await self._admitted(grpc_context)):  # type: ignore[arg-type]
             yield response
 
     async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: RayServegRPCContext) -> pb.TokenIds:
-        return await self._servicer.Tokenize(request, _Context(grpc_context))
+        return await self._servicer.Tokenize(request, await self._admitted(grpc_context))
 
     async def Detokenize(self, request: pb.TokenIds, grpc_context: RayServegRPCContext) -> pb.DetokenizeResponse:
-        return await self._servicer.Detokenize(request, _Context(grpc_context))
+        return await self._servicer.Detokenize(request, await self._admitted(grpc_context))
 
-    async def GetModelInfo(self, request: pb.GetModelInfoRequest) -> pb.ModelInfo:
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, grpc_context: RayServegRPCContext) -> pb.ModelInfo:
+        await self._admitted(grpc_context)
         return self._servicer.model_info()
 
     async def GetLoad(self, request: pb.GetLoadRequest, grpc_context: RayServegRPCContext) -> pb.Load:
         """Of the replica that happens to be asked."""
-        return await self._servicer.GetLoad(request, _Context(grpc_context))
+        return await self._servicer.GetLoad(request, await self._admitted(grpc_context))
+
+    async def _admitted(self, grpc_context: RayServegRPCContext) -> "_Context":
+        """The context of a call that brings a key, where one is wanted."""
+        context = _Context(grpc_context)
+        try:
+            self._access.check_key(dict(grpc_context.invocation_metadata()).get("authorization"))
+        except Unauthenticated as error:
+            await context.abort_with_status(status_of(error))
+        return context
 
 
 class _Context:
@@ -143,7 +160,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
         }
     made: Any = Replica
     configured = made.options(max_ongoing_requests=options.max_ongoing_requests, **scaling)
-    return configured.bind(settings, options.stream_interval_s)
+    return configured.bind(settings, options)
 
 
 def _split(args: dict[str, Any]) -> tuple[dict[str, Any], DeploymentOptions]:

@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import logging
+import math
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Annotated, Any, Protocol
@@ -20,10 +21,13 @@ from ...errors import (
     EngineUnavailable,
     IntarsiaError,
     InvalidRequest,
+    Overloaded,
     PoolExhausted,
     RequestAborted,
+    Unauthenticated,
     UnknownModel,
 )
+from ..access import OPEN_PATHS, Access
 from ..front_end import FrontEnd
 from ..metrics import METRICS_TYPE, render
 from .answers import CLIENT_CLOSED, event_stream, now_s, while_connected
@@ -60,7 +64,9 @@ STATUSES: tuple[tuple[type[IntarsiaError], int, str, str | None], ...] = (
     (InvalidRequest, 400, "invalid_request_error", None),
     (RequestAborted, CLIENT_CLOSED, "request_aborted", "request_aborted"),
     (DeadlineExceeded, 504, "timeout_error", "deadline_exceeded"),
+    (Unauthenticated, 401, "authentication_error", "invalid_api_key"),
     (PoolExhausted, 503, "overloaded_error", "overloaded"),
+    (Overloaded, 503, "overloaded_error", "overloaded"),
     (EngineUnavailable, 503, "service_unavailable_error", "engine_unavailable"),
 )
 """(class, status, type, code), the first that fits; anything else is our own fault."""
@@ -69,6 +75,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse, "description": description}
     for status, description in (
         (400, "The request can not be served as asked; `param` names the field."),
+        (401, "A key is wanted, and this is none."),
         (404, "No such model, or no such place."),
         (413, "The body is too large."),
         (500, "An error of the server's own."),
@@ -80,11 +87,12 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 RequestId = Annotated[str | None, Header(alias="X-Request-Id", pattern=r"^[\x21-\x7e]{1,128}$")]
 
 
-def make_app(front_end: Callable[[], FrontEnd]) -> FastAPI:
+def make_app(front_end: Callable[[], FrontEnd], access: Access | None = None) -> FastAPI:
     """The application. front_end: called with each request, so that the engine may come later than the routes."""
     app = FastAPI(title="Intarsia", version="1", docs_url=None, redoc_url=None)
     created = now_s()
     app.add_middleware(_BodyLimit)
+    app.add_middleware(_Keys, access=access or Access())
     _answer_errors(app)
     _describe(app)
 
@@ -202,6 +210,16 @@ def _shape(error: IntarsiaError) -> tuple[int, dict[str, Any]]:
     return 500, _error(error.message, "server_error", error.field, None)
 
 
+def _refusal(error: IntarsiaError) -> JSONResponse:
+    status, body = _shape(error)
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(body, status, headers=headers)
+
+
 def _error(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -209,8 +227,7 @@ def _error(message: str, kind: str, param: str | None = None, code: str | None =
 def _answer_errors(app: FastAPI) -> None:
     @app.exception_handler(IntarsiaError)
     async def ours(request: Request, error: IntarsiaError) -> Response:
-        status, body = _shape(error)
-        return JSONResponse(body, status, headers={"Retry-After": "1"} if status == 503 else None)
+        return _refusal(error)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -263,6 +280,23 @@ def _known_fields(request: Request) -> list[str]:
     bodies = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest, "/tokenize": TokenizeRequest}
     body = bodies.get(request.url.path)
     return [field.alias or name for name, field in body.model_fields.items()] if body is not None else []
+
+
+class _Keys:
+    """Lets requests pass that bring a key, where one is wanted."""
+
+    def __init__(self, app: ASGIApp, access: Access):
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            try:
+                self._access.check_key(dict(scope["headers"]).get(b"authorization", b"").decode("latin-1"))
+            except Unauthenticated as error:
+                await _refusal(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class _BodyLimit:

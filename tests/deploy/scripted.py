@@ -8,7 +8,7 @@ from typing import Any
 
 from intarsia.controller.engine import TokenDelta
 from intarsia.controller.images import Image
-from intarsia.controller.info import EngineInfo, GroupInfo
+from intarsia.controller.info import EngineInfo, EngineLoad, GroupInfo
 from intarsia.controller.request import USUAL_TERMS, SamplingParams, Terms
 
 HANG: Any = "hang"
@@ -49,6 +49,9 @@ class ScriptedEngine:
         self.closed = threading.Event()
         self.server: Any = None  # the GrpcServer in front
         self._script = script
+
+    async def load(self) -> EngineLoad:
+        return EngineLoad(0, 0, 1000, 0, 1000, *[0] * 8)
 
     def generate(
         self,

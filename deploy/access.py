@@ -1,0 +1,154 @@
+"""Who may connect: to which addresses, with which certificates, with which key.
+
+Without settings a server listens on loopback, where everybody may ask. On any other address it wants keys and TLS, or
+to be told that it shall do without.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from ..errors import InvalidSetting, Unauthenticated
+
+OPEN_PATHS = frozenset({"/health"})
+"""Of HTTP: what is answered without a key, since load balancers have none."""
+
+OPEN_SERVICES = ("/grpc.health.v1.Health/",)
+
+SCHEME = "bearer "
+
+
+@dataclass(frozen=True, slots=True)
+class AccessSettings:
+    """Files are in PEM. With `ssl_ca_certs`, clients need a certificate too, signed by one of those."""
+
+    api_key: tuple[str, ...] = field(default=(), repr=False)  # any of them
+    api_key_file: str | None = None  # more of them, one on each line
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None
+    insecure: bool = False  # listen where other machines can connect, without keys or TLS
+
+
+class Access:
+    """What both servers of a process ask about whoever connects."""
+
+    def __init__(self, settings: AccessSettings | None = None):
+        """Raises `InvalidSetting` for files that can not be read or do not fit together."""
+        self.settings = settings = settings or AccessSettings()
+        self._keys = [_digest(key) for key in (*settings.api_key, *_keys_of(settings.api_key_file))]
+        if settings.api_key_file is not None and not self._keys:
+            raise InvalidSetting(f"api_key_file {settings.api_key_file} holds no key", field="api_key_file")
+        if any(not key for key in settings.api_key):
+            raise InvalidSetting("api_key is empty; leave it out to ask for none", field="api_key")
+        self._check_files()
+
+    @property
+    def wants_key(self) -> bool:
+        return bool(self._keys)
+
+    @property
+    def has_tls(self) -> bool:
+        return self.settings.ssl_certfile is not None
+
+    def check_host(self, host: str) -> None:
+        """Raises `InvalidSetting` for an address that other machines could reach without saying who they are."""
+        if _is_loopback(host) or self.settings.insecure or (self.wants_key and self.has_tls):
+            return
+        missing = " and ".join(
+            what
+            for what, there in (
+                ("keys (--api-key-file)", self.wants_key),
+                ("TLS (--ssl-certfile, --ssl-keyfile)", self.has_tls),
+            )
+            if not there
+        )
+        raise InvalidSetting(
+            f"other machines could reach host {host!r}, and there are no {missing}. Give them, listen on loopback "
+            "(127.0.0.1), or say --insecure if the network itself keeps strangers out.",
+            field="host",
+        )
+
+    def check_key(self, authorization: str | None) -> None:
+        """authorization: the header of a request. Raises `Unauthenticated`."""
+        if not self._keys:
+            return
+        given = authorization or ""
+        if not given.lower().startswith(SCHEME):
+            raise Unauthenticated("a key is wanted: send the header 'Authorization: Bearer KEY'", field="api_key")
+        digest = _digest(given[len(SCHEME) :].strip())
+        if not any([hmac.compare_digest(digest, key) for key in self._keys]):  # all of them, to take the same time
+            raise Unauthenticated("this key is not known here", field="api_key")
+
+    def ssl_options(self) -> Mapping[str, object]:
+        """For uvicorn."""
+        settings = self.settings
+        if not self.has_tls:
+            return {}
+        wanted = ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE
+        return {
+            "ssl_certfile": settings.ssl_certfile,
+            "ssl_keyfile": settings.ssl_keyfile,
+            "ssl_ca_certs": settings.ssl_ca_certs,
+            "ssl_cert_reqs": wanted,
+        }
+
+    def grpc_credentials(self) -> grpc.ServerCredentials | None:
+        settings = self.settings
+        if settings.ssl_certfile is None or settings.ssl_keyfile is None:
+            return None
+        pair = Path(settings.ssl_keyfile).read_bytes(), Path(settings.ssl_certfile).read_bytes()
+        roots = Path(settings.ssl_ca_certs).read_bytes() if settings.ssl_ca_certs else None
+        return grpc.ssl_server_credentials([pair], root_certificates=roots, require_client_auth=roots is not None)
+
+    def _check_files(self) -> None:
+        settings = self.settings
+        if (settings.ssl_certfile is None) != (settings.ssl_keyfile is None):
+            missing = "ssl_keyfile" if settings.ssl_keyfile is None else "ssl_certfile"
+            raise InvalidSetting(f"TLS needs ssl_certfile and ssl_keyfile; {missing} is missing", field=missing)
+        if settings.ssl_ca_certs is not None and settings.ssl_certfile is None:
+            raise InvalidSetting("ssl_ca_certs is of use with ssl_certfile and ssl_keyfile only", field="ssl_ca_certs")
+        if settings.ssl_certfile is None:
+            return
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+        except (OSError, ssl.SSLError) as error:
+            raise InvalidSetting(
+                f"{settings.ssl_certfile} and {settings.ssl_keyfile} are no certificate with its key: {error}",
+                field="ssl_certfile",
+            ) from None
+        if settings.ssl_ca_certs is not None:
+            try:
+                context.load_verify_locations(settings.ssl_ca_certs)
+            except (OSError, ssl.SSLError) as error:
+                raise InvalidSetting(
+                    f"{settings.ssl_ca_certs} holds no certificates: {error}", field="ssl_ca_certs"
+                ) from None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _keys_of(file: str | None) -> list[str]:
+    if file is None:
+        return []
+    try:
+        lines = Path(file).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidSetting(f"api_key_file {file} can not be read: {error}", field="api_key_file") from None
+    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
