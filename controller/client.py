@@ -4,17 +4,22 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any
 
-from ..errors import EngineUnavailable, IntarsiaError, InvalidRequest
+from ..errors import EngineUnavailable, IntarsiaError, InvalidRequest, Overloaded
+from ..kvcache.events import Event
 from ..proto.channel import Address, ChannelClosed, Stream
 from .engine import TokenDelta, TokenLogprobs
-from .front_door import decode
+from .front_door import ANSWER, EVENTS, decode, decode_events
 from .images import Image
-from .info import EngineInfo, EngineLoad
+from .info import CacheState, EngineInfo, EngineLoad
 from .request import USUAL_TERMS, SamplingParams, Terms
 
 logger = logging.getLogger(__name__)
+
+MOST_UNREAD_EVENTS = 10_000
+"""Messages kept for a watcher of the cache who does not read."""
 
 __all__ = ["EngineClient", "Generation", "TokenDelta", "TokenLogprobs"]
 
@@ -26,7 +31,8 @@ class EngineClient:
         self.info = info
         self._stream = stream
         self._answers: dict[int, _Answer] = {}  # by handle
-        self._questions: dict[int, asyncio.Future[EngineLoad]] = {}  # by handle
+        self._questions: dict[int, asyncio.Future[Any]] = {}  # by handle
+        self._watches: dict[int, asyncio.Queue[list[Event] | IntarsiaError]] = {}  # by handle
         self._request_ids: set[str] = set()  # in use
         self._next_handle = 0
         self._failure: IntarsiaError | None = None
@@ -63,16 +69,48 @@ class EngineClient:
 
     async def load(self) -> EngineLoad:
         """How busy the engine is. Raises `EngineUnavailable` when it is gone."""
+        return EngineLoad(*await self._ask("load"))
+
+    async def cache_state(self) -> CacheState:
+        """Where the pool's blocks are. Raises `EngineUnavailable` when the engine is gone."""
+        return CacheState.from_wire(await self._ask("cache"))
+
+    async def watch_cache(self) -> AsyncGenerator[list[Event], None]:
+        """What becomes known in the prefix cache and what is known no longer, as it happens; what is known already
+        comes first, after a `Cleared`. Close it to stop.
+
+        Raises `Overloaded` when more has happened than the caller has taken: what is known must be asked for anew.
+        Raises `EngineUnavailable` when the engine is gone.
+        """
         if self._failure is not None:
             raise self._failure
-        handle = self._next_handle
-        self._next_handle += 1
+        handle = self._draw_handle()
+        inbox = self._watches[handle] = asyncio.Queue()
+        self._stream.send_message(["watch", handle])
+        try:
+            while True:
+                events = await inbox.get()
+                if isinstance(events, IntarsiaError):
+                    raise events
+                yield events
+        finally:
+            if self._watches.pop(handle, None) is not None and self._failure is None:
+                self._stream.send_message(["unwatch", handle])
+
+    async def _ask(self, verb: str) -> Any:
+        if self._failure is not None:
+            raise self._failure
+        handle = self._draw_handle()
         self._questions[handle] = asyncio.get_running_loop().create_future()
-        self._stream.send_message(["load", handle])
+        self._stream.send_message([verb, handle])
         try:
             return await self._questions[handle]
         finally:
             del self._questions[handle]
+
+    def _draw_handle(self) -> int:
+        self._next_handle += 1
+        return self._next_handle - 1
 
     @property
     def failure(self) -> IntarsiaError | None:
@@ -124,15 +162,16 @@ class EngineClient:
         try:
             while True:
                 handles, tokens, others = await self._stream.receive_message()
-                for entry in others:
-                    handle, item = decode(entry)
-                    if isinstance(item, EngineLoad):
+                for handle, tag, value in others:
+                    if tag == ANSWER:
                         if (question := self._questions.get(handle)) is not None and not question.done():
-                            question.set_result(item)
+                            question.set_result(value)
+                    elif tag == EVENTS:
+                        self._put_events(handle, decode_events(value))
                     elif (
                         answer := self._answers.get(handle)
                     ) is not None:  # else: aborted, and the engine had not heard
-                        answer.put(item)
+                        answer.put(decode(tag, value))
                 for handle, token in zip(handles, tokens, strict=True):
                     if (answer := self._answers.get(handle)) is not None:
                         answer.put_token(token)
@@ -142,9 +181,28 @@ class EngineClient:
             logger.exception("what the engine says can not be read")
             self._fail(EngineUnavailable(f"what the engine says can not be read: {error!r}. See the log."))
 
+    def _put_events(self, handle: int, events: list[Event]) -> None:
+        inbox = self._watches.get(handle)
+        if inbox is None:
+            return
+        if inbox.qsize() < MOST_UNREAD_EVENTS:
+            inbox.put_nowait(events)
+            return
+        del self._watches[handle]
+        self._stream.send_message(["unwatch", handle])
+        inbox.put_nowait(
+            Overloaded(
+                f"the cache changed in {MOST_UNREAD_EVENTS} steps, and none of it was taken; watch it anew, and read "
+                "faster",
+                limit=MOST_UNREAD_EVENTS,
+            )
+        )
+
     def _fail(self, error: IntarsiaError) -> None:
         self._failure = self._failure or error
         self._gone.set()
+        for inbox in self._watches.values():
+            inbox.put_nowait(error)
         for answer in self._answers.values():
             answer.put(error)
         for question in self._questions.values():

@@ -15,10 +15,11 @@ from typing import NamedTuple, Protocol
 
 from ..errors import DeadlineExceeded, EngineUnavailable, IntarsiaError, InvalidRequest, RequestTooLarge
 from ..kvcache.check import Recount, recount
+from ..kvcache.events import Cleared, Event, EventLog
 from ..kvcache.manager import CacheManager, RequestId
 from ..proto.step import Step, StepResult
 from .images import Gallery, Image, lay_out
-from .info import EngineInfo, EngineLoad
+from .info import CacheState, EngineInfo, EngineLoad, GroupState
 from .request import USUAL_TERMS, Request, SamplingParams, Terms
 from .scheduler import Outcome, Progress, Scheduler
 
@@ -76,6 +77,10 @@ class Delivery(NamedTuple):
 
 Outlet = Callable[[Delivery], None]
 """Takes what one step brought to the requests of one front end, by the handles that it gave them."""
+
+
+Watcher = Callable[[list[Event]], None]
+"""Takes what changed in the prefix cache since it was last called."""
 
 
 @dataclass(slots=True)
@@ -140,6 +145,8 @@ class Engine:
         self._wake = asyncio.Event()
         self._preparing: set[asyncio.Future[None]] = set()
         self._failure: IntarsiaError | None = None
+        self._watchers: list[Watcher] = []
+        self._events: EventLog | None = None  # while there are watchers
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -229,6 +236,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         self._manager.reset_prefix_cache()
+        self._tell_watchers()
 
     def load(self) -> EngineLoad:
         pool, stats = self._manager.pool, self.stats
@@ -247,6 +255,33 @@ class Engine:
             stats.expired_requests,
             stats.preemptions,
         )
+
+    def cache_state(self) -> CacheState:
+        pool = self._manager.pool
+        groups = tuple(
+            GroupState(group.kind, group.block_tokens, pool.num_held(number), len(pool.index(number)))
+            for number, group in enumerate(self.info.groups)
+        )
+        held = self.info.num_blocks - pool.num_free
+        return CacheState(held, pool.num_kept, pool.num_blank, self._manager.num_open, groups)
+
+    def watch_cache(self, watcher: Watcher) -> list[Event]:
+        """Tell `watcher` what changes in the prefix cache from now on. Returns what is known now."""
+        self._events = self._manager.listen()
+        self._tell_watchers()  # what the others have not heard yet is part of what is known now
+        self._watchers.append(watcher)
+        return [Cleared(), *self._manager.known()]
+
+    def unwatch_cache(self, watcher: Watcher) -> None:
+        self._watchers.remove(watcher)
+        if not self._watchers:
+            self._events = None
+            self._manager.stop_listening()
+
+    def _tell_watchers(self) -> None:
+        if self._events is not None and (events := self._events.take()):
+            for watcher in self._watchers:
+                watcher(events)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -305,6 +340,7 @@ class Engine:
         self._under_way.popleft()
         outcome = self._scheduler.commit(result)
         self._deliver(outcome)
+        self._tell_watchers()
         commit_us = (time.perf_counter() - answered) * 1e6
         generated = len(outcome.tokens) + len(outcome.notable)
         self._count(step, result, generated, wait_us=(answered - started) * 1e6, commit_us=commit_us)

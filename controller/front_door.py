@@ -3,22 +3,35 @@
 A connection is also the front end's lease: when it closes, its requests are aborted and their blocks are free.
 
     front end -> engine   ["submit", handle, tokens, sampling, images, terms, stream_interval_s]   ["abort", handle]
-                          ["load", handle]
+                          ["load", handle]   ["cache", handle]   ["watch", handle]   ["unwatch", handle]
     engine -> front end   first the EngineInfo; then, per step, [handles, tokens, [[handle, tag, what], ...]], where
-                          what is a delta, an error, or the answer to a question
+                          what is a delta, an error, the answer to a question, or events of the cache
 
 Handles are numbers that the front end draws; a request for n answers takes n of them in a row.
 """
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
 from ..errors import IntarsiaError
+from ..kvcache.events import Cleared, Event, Removed, Stored
 from ..kvcache.manager import RequestId
 from ..proto.channel import Address, ChannelClosed, Stream, StreamServer
-from .engine import Delivery, Engine, TokenDelta, TokenLogprobs
+from .engine import Delivery, Engine, TokenDelta, TokenLogprobs, Watcher
 from .images import Image
-from .info import EngineLoad
 from .request import SamplingParams, Terms
 
-DELTA, ERROR, LOAD = range(3)
+DELTA, ERROR, ANSWER, EVENTS = range(4)
+
+MOST_NAMES = 4096
+"""Of blocks in one message of events: a pool's names at once would hold up the tokens behind them."""
+
+KINDS: tuple[type[Event], ...] = (Stored, Removed, Cleared)
+"""Of events, by their number on the wire."""
+
+QUESTIONS: Mapping[str, Callable[[Engine], Any]] = {"load": Engine.load, "cache": Engine.cache_state}
+"""By verb. Answers are plain values and named tuples of them."""
 
 
 class FrontDoor:
@@ -37,6 +50,7 @@ class FrontDoor:
     async def _serve(self, stream: Stream) -> None:
         stream.send_message(self._engine.info)
         requests: dict[int, RequestId] = {}
+        watchers: dict[int, Watcher] = {}
 
         def outlet(delivery: Delivery) -> None:
             others = [_encode(handle, item) for handle, item in delivery.others]
@@ -52,8 +66,15 @@ class FrontDoor:
                     if handle in requests:
                         self._engine.abort(requests.pop(handle))
                     continue
-                if verb == "load":
-                    stream.send_message([[], [], [[handle, LOAD, self._engine.load()]]])
+                if verb in QUESTIONS:
+                    stream.send_message([[], [], [[handle, ANSWER, QUESTIONS[verb](self._engine)]]])
+                    continue
+                if verb == "watch":
+                    watchers[handle] = partial(_send_events, stream, handle)
+                    _send_events(stream, handle, self._engine.watch_cache(watchers[handle]))
+                    continue
+                if verb == "unwatch":
+                    self._engine.unwatch_cache(watchers.pop(handle))
                     continue
                 try:
                     tokens, sampling, images, terms, stream_interval_s = rest
@@ -69,6 +90,30 @@ class FrontDoor:
         finally:
             for request_id in requests.values():
                 self._engine.abort(request_id)
+            for watcher in watchers.values():
+                self._engine.unwatch_cache(watcher)
+
+
+def _send_events(stream: Stream, handle: int, events: Sequence[Event]) -> None:
+    for part in _parts(events):
+        stream.send_message([[], [], [[handle, EVENTS, [[KINDS.index(type(event)), *event] for event in part]]]])
+
+
+def _parts(events: Sequence[Event]) -> Iterator[list[Event]]:
+    """The same in messages of bounded size."""
+    part: list[Event] = []
+    room = MOST_NAMES
+    for event in events:
+        names = () if isinstance(event, Cleared) else event.hashes
+        for start in range(0, max(1, len(names)), MOST_NAMES):
+            piece = event if isinstance(event, Cleared) else event._replace(hashes=names[start : start + MOST_NAMES])
+            room -= 1 + len(names[start : start + MOST_NAMES])
+            if room < 0 and part:
+                yield part
+                part, room = [], MOST_NAMES
+            part.append(piece)
+    if part:
+        yield part
 
 
 def _encode(handle: int, item: TokenDelta | IntarsiaError) -> list:
@@ -77,15 +122,17 @@ def _encode(handle: int, item: TokenDelta | IntarsiaError) -> list:
     return [handle, DELTA, item]
 
 
-def decode(entry: tuple) -> tuple[int, TokenDelta | IntarsiaError | EngineLoad]:
-    """One of the last part of the engine's message, for the other end."""
-    handle, tag, value = entry
+def decode_events(value: Sequence) -> list[Event]:
+    """For the other end."""
+    return [KINDS[kind](*rest) for kind, *rest in value]
+
+
+def decode(tag: int, value: Any) -> TokenDelta | IntarsiaError:
+    """What came for an answer, for the other end."""
     if tag == ERROR:
-        return handle, IntarsiaError.from_wire(value)
-    if tag == LOAD:
-        return handle, EngineLoad(*value)
+        return IntarsiaError.from_wire(value)
     delta = TokenDelta(*value)
-    return handle, delta._replace(logprobs=_rows(delta.logprobs), prompt_logprobs=_rows(delta.prompt_logprobs))
+    return delta._replace(logprobs=_rows(delta.logprobs), prompt_logprobs=_rows(delta.prompt_logprobs))
 
 
 def _rows(wire: tuple | None) -> tuple[TokenLogprobs, ...] | None:

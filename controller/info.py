@@ -1,5 +1,6 @@
 """What a running engine says about itself: the banner, `GetModelInfo` and the reports are all made of it."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -33,6 +34,30 @@ class EngineLoad(NamedTuple):
     def pool_use(self) -> float:
         """Share of the pool that requests hold, from 0 to 1."""
         return 1 - self.free_blocks / self.num_blocks
+
+
+class GroupState(NamedTuple):
+    """Blocks of one group at this moment."""
+
+    kind: str  # as in `GroupInfo`
+    block_tokens: int
+    held_blocks: int  # by requests, or by other owners
+    known_blocks: int  # that carry a known prefix, held or not
+
+
+class CacheState(NamedTuple):
+    """Where the pool's large pages are. `held_pages + kept_pages + blank_pages` are all there are."""
+
+    held_pages: int
+    kept_pages: int  # free, and still good for prefixes
+    blank_pages: int
+    requests: int  # that hold blocks
+    groups: tuple[GroupState, ...]
+
+    @classmethod
+    def from_wire(cls, wire: Sequence) -> "CacheState":
+        held, kept, blank, requests, groups = wire
+        return cls(held, kept, blank, requests, tuple(GroupState(*group) for group in groups))
 
 
 class EngineInfo(NamedTuple):

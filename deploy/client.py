@@ -14,7 +14,7 @@ import grpc
 from grpc_status import rpc_status
 
 from ..controller.engine import TokenLogprobs
-from ..controller.info import EngineInfo, EngineLoad
+from ..controller.info import CacheState, EngineInfo, EngineLoad
 from ..controller.request import USUAL_TERMS, SamplingParams, Terms
 from ..errors import (
     DeadlineExceeded,
@@ -25,12 +25,15 @@ from ..errors import (
     RequestTooLarge,
     Unauthenticated,
 )
+from ..kvcache.events import Event
 from ..proto import inference_pb2 as pb
 from ..proto import inference_pb2_grpc as pb_grpc
 from .convert import (
     MAX_MESSAGE_BYTES,
+    cache_state_from_proto,
     error_from_proto,
     error_from_status,
+    events_from_proto,
     finish_reason_from_proto,
     info_from_proto,
     load_from_proto,
@@ -185,6 +188,25 @@ class Client:
         """How busy the engine is."""
         return load_from_proto(self._call(self._stub.GetLoad, pb.GetLoadRequest()))
 
+    def cache_state(self) -> CacheState:
+        """Where the blocks of the pool are."""
+        return cache_state_from_proto(self._call(self._stub.GetCacheState, pb.GetCacheStateRequest()))
+
+    def watch_cache(self) -> Iterator[list[Event]]:
+        """What becomes known in the prefix cache and what is known no longer, as it happens; what is known already
+        comes first, after a `Cleared`. Close the iterator to stop.
+
+        Raises `Overloaded` when more has happened than was read.
+        """
+        call: Any = self._stub.WatchCacheEvents(pb.WatchCacheEventsRequest(), metadata=self._options["metadata"])
+        try:
+            for message in call:
+                yield events_from_proto(message)
+        except grpc.RpcError as error:
+            raise _typed(error, self.address) from None
+        finally:
+            call.cancel()
+
     def close(self) -> None:
         self._channel.close()
 
@@ -275,6 +297,19 @@ class AsyncClient:
 
     async def load(self) -> EngineLoad:
         return load_from_proto(await self._call(self._stub.GetLoad, pb.GetLoadRequest()))
+
+    async def cache_state(self) -> CacheState:
+        return cache_state_from_proto(await self._call(self._stub.GetCacheState, pb.GetCacheStateRequest()))
+
+    async def watch_cache(self) -> AsyncGenerator[list[Event], None]:
+        call = self._stub.WatchCacheEvents(pb.WatchCacheEventsRequest(), metadata=self._options["metadata"])
+        try:
+            async for message in call:
+                yield events_from_proto(message)
+        except grpc.RpcError as error:
+            raise _typed(error, self.address) from None
+        finally:
+            call.cancel()
 
     async def close(self) -> None:
         await self._channel.close()

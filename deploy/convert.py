@@ -9,7 +9,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import StatusCode
 
 from ..controller.engine import TokenDelta, TokenLogprobs
-from ..controller.info import EngineInfo, EngineLoad, GroupInfo
+from ..controller.info import CacheState, EngineInfo, EngineLoad, GroupInfo, GroupState
 from ..controller.request import SamplingParams, Terms
 from ..errors import (
     ERRORS,
@@ -25,6 +25,7 @@ from ..errors import (
     Unauthenticated,
     UnknownModel,
 )
+from ..kvcache.events import Cleared, Event, Removed, Stored
 from ..proto import inference_pb2 as pb
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -169,6 +170,42 @@ def load_to_proto(load: EngineLoad) -> pb.Load:
 
 def load_from_proto(message: pb.Load) -> EngineLoad:
     return EngineLoad(*(getattr(message, name) for name in EngineLoad._fields))
+
+
+def cache_state_to_proto(state: CacheState) -> pb.CacheState:
+    fields: dict[str, Any] = state._asdict()
+    fields["groups"] = [pb.GroupState(**group._asdict()) for group in state.groups]
+    return pb.CacheState(**fields)
+
+
+def cache_state_from_proto(message: pb.CacheState) -> CacheState:
+    groups = tuple(GroupState(*(getattr(group, name) for name in GroupState._fields)) for group in message.groups)
+    return CacheState(message.held_pages, message.kept_pages, message.blank_pages, message.requests, groups)
+
+
+def events_to_proto(events: Sequence[Event]) -> pb.CacheEvents:
+    def one(event: Event) -> pb.CacheEvent:
+        match event:
+            case Stored():
+                return pb.CacheEvent(stored=pb.Blocks(**event._asdict()))
+            case Removed():
+                return pb.CacheEvent(removed=pb.Blocks(**event._asdict()))
+            case Cleared():
+                return pb.CacheEvent(cleared=True)
+
+    return pb.CacheEvents(events=map(one, events))
+
+
+def events_from_proto(message: pb.CacheEvents) -> list[Event]:
+    def one(event: pb.CacheEvent) -> Event:
+        if event.HasField("stored"):
+            blocks = event.stored
+            return Stored(blocks.group, blocks.kind, blocks.block_tokens, tuple(blocks.hashes))
+        if event.HasField("removed"):
+            return Removed(event.removed.group, event.removed.kind, tuple(event.removed.hashes))
+        return Cleared()
+
+    return list(map(one, message.events))
 
 
 def error_to_status(error: IntarsiaError) -> status_pb2.Status:

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..controller.client import EngineClient, Generation, TokenDelta
 from ..controller.images import Image
-from ..controller.info import EngineInfo, EngineLoad
+from ..controller.info import CacheState, EngineInfo, EngineLoad
 from ..controller.request import USUAL_TERMS, SamplingParams, Terms
 from ..errors import IntarsiaError, InvalidRequest, InvalidSetting, Overloaded, RequestAborted
+from ..kvcache.events import Event
 from .images import ImageReader, read_images
 from .text import with_text
 from .tokenizer import Tokenizer, encode_prompt
@@ -79,6 +80,12 @@ class FrontEnd:
 
     async def load(self) -> EngineLoad:
         return await self._engine.load()
+
+    async def cache_state(self) -> CacheState:
+        return await self._engine.cache_state()
+
+    def watch_cache(self) -> AsyncGenerator[list[Event], None]:
+        return self._engine.watch_cache()
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises `InvalidRequest` when the model has no tokenizer."""

@@ -16,8 +16,10 @@ from ..proto import inference_pb2_grpc as pb_grpc
 from .access import OPEN_SERVICES, Access
 from .convert import (
     MAX_MESSAGE_BYTES,
+    cache_state_to_proto,
     error_to_proto,
     error_to_status,
+    events_to_proto,
     info_to_proto,
     load_to_proto,
     response_to_proto,
@@ -88,6 +90,18 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         async with _refusing(context):
             return load_to_proto(await self._front_end.load())
         raise AssertionError("refused")
+
+    async def GetCacheState(self, request: pb.GetCacheStateRequest, context: Any) -> pb.CacheState:
+        async with _refusing(context):
+            return cache_state_to_proto(await self._front_end.cache_state())
+        raise AssertionError("refused")
+
+    async def WatchCacheEvents(
+        self, request: pb.WatchCacheEventsRequest, context: Any
+    ) -> AsyncIterator[pb.CacheEvents]:
+        async with _refusing(context), contextlib.aclosing(self._front_end.watch_cache()) as watch:
+            async for events in watch:
+                yield events_to_proto(events)
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
         return self.model_info()

@@ -115,6 +115,17 @@ class Replica:
         """Of the replica that happens to be asked."""
         return await self._servicer.GetLoad(request, await self._admitted(grpc_context))
 
+    async def GetCacheState(self, request: pb.GetCacheStateRequest, grpc_context: RayServegRPCContext) -> pb.CacheState:
+        """Of the replica that happens to be asked."""
+        return await self._servicer.GetCacheState(request, await self._admitted(grpc_context))
+
+    async def WatchCacheEvents(
+        self, request: pb.WatchCacheEventsRequest, grpc_context: RayServegRPCContext
+    ) -> AsyncGenerator[pb.CacheEvents, None]:
+        """Of the replica that happens to be asked."""
+        async for events in self._servicer.WatchCacheEvents(request, await self._admitted(grpc_context)):
+            yield events
+
     async def _admitted(self, grpc_context: RayServegRPCContext) -> "_Context":
         """The context of a call that brings a key, where one is wanted."""
         context = _Context(grpc_context)

@@ -24,7 +24,7 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from ..errors import InvalidSetting, PoolExhausted
-from .events import EventLog
+from .events import EventLog, Stored
 from .plan import NULL_BLOCK, Group, MemoryPlan
 from .pool import BlockId, BlockPool, RequestId
 from .prefix import Chain, Ends, TokenChain
@@ -469,6 +469,17 @@ class CacheManager:
         if self.pool.log is None:
             self.pool.log = EventLog([(group.reach.name, group.block_tokens) for group in self._groups])
         return self.pool.log
+
+    def stop_listening(self) -> None:
+        self.pool.log = None
+
+    def known(self) -> list[Stored]:
+        """All that is known now, as if it had just become known; the blocks of a group in no order."""
+        return [
+            Stored(number, group.reach.name, group.block_tokens, tuple(names))
+            for number, group in enumerate(self._groups)
+            if (names := self.pool.index(number))
+        ]
 
     # -- the search --------------------------------------------------------------------------------------------------
 

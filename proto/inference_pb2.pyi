@@ -239,6 +239,68 @@ class Load(_message.Message):
     preemptions: int
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pool_use: _Optional[float] = ..., free_blocks: _Optional[int] = ..., kept_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., finished_requests: _Optional[int] = ..., aborted_requests: _Optional[int] = ..., expired_requests: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
+class GetCacheStateRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CacheState(_message.Message):
+    __slots__ = ("held_pages", "kept_pages", "blank_pages", "requests", "groups")
+    HELD_PAGES_FIELD_NUMBER: _ClassVar[int]
+    KEPT_PAGES_FIELD_NUMBER: _ClassVar[int]
+    BLANK_PAGES_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    held_pages: int
+    kept_pages: int
+    blank_pages: int
+    requests: int
+    groups: _containers.RepeatedCompositeFieldContainer[GroupState]
+    def __init__(self, held_pages: _Optional[int] = ..., kept_pages: _Optional[int] = ..., blank_pages: _Optional[int] = ..., requests: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupState, _Mapping]]] = ...) -> None: ...
+
+class GroupState(_message.Message):
+    __slots__ = ("kind", "block_tokens", "held_blocks", "known_blocks")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    block_tokens: int
+    held_blocks: int
+    known_blocks: int
+    def __init__(self, kind: _Optional[str] = ..., block_tokens: _Optional[int] = ..., held_blocks: _Optional[int] = ..., known_blocks: _Optional[int] = ...) -> None: ...
+
+class WatchCacheEventsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CacheEvents(_message.Message):
+    __slots__ = ("events",)
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    events: _containers.RepeatedCompositeFieldContainer[CacheEvent]
+    def __init__(self, events: _Optional[_Iterable[_Union[CacheEvent, _Mapping]]] = ...) -> None: ...
+
+class CacheEvent(_message.Message):
+    __slots__ = ("stored", "removed", "cleared")
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    stored: Blocks
+    removed: Blocks
+    cleared: bool
+    def __init__(self, stored: _Optional[_Union[Blocks, _Mapping]] = ..., removed: _Optional[_Union[Blocks, _Mapping]] = ..., cleared: _Optional[bool] = ...) -> None: ...
+
+class Blocks(_message.Message):
+    __slots__ = ("group", "kind", "block_tokens", "hashes")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    kind: str
+    block_tokens: int
+    hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, group: _Optional[int] = ..., kind: _Optional[str] = ..., block_tokens: _Optional[int] = ..., hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
 class GetModelInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -65,6 +65,16 @@ class InferenceStub:
                 request_serializer=intarsia_dot_proto_dot_inference__pb2.GetLoadRequest.SerializeToString,
                 response_deserializer=intarsia_dot_proto_dot_inference__pb2.Load.FromString,
                 _registered_method=True)
+        self.GetCacheState = channel.unary_unary(
+                '/intarsia.v1.Inference/GetCacheState',
+                request_serializer=intarsia_dot_proto_dot_inference__pb2.GetCacheStateRequest.SerializeToString,
+                response_deserializer=intarsia_dot_proto_dot_inference__pb2.CacheState.FromString,
+                _registered_method=True)
+        self.WatchCacheEvents = channel.unary_stream(
+                '/intarsia.v1.Inference/WatchCacheEvents',
+                request_serializer=intarsia_dot_proto_dot_inference__pb2.WatchCacheEventsRequest.SerializeToString,
+                response_deserializer=intarsia_dot_proto_dot_inference__pb2.CacheEvents.FromString,
+                _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/intarsia.v1.Inference/GetModelInfo',
                 request_serializer=intarsia_dot_proto_dot_inference__pb2.GetModelInfoRequest.SerializeToString,
@@ -119,6 +129,21 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetCacheState(self, request, context):
+        """Where the blocks of the pool are now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchCacheEvents(self, request, context):
+        """What becomes known in the prefix cache and what is known no longer, as it happens. All that is known already comes
+        first, after a `cleared`. Whoever reads too slowly is told so with RESOURCE_EXHAUSTED, and begins anew.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModelInfo(self, request, context):
         """What is being served, and how much of it fits.
         """
@@ -158,6 +183,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetLoad,
                     request_deserializer=intarsia_dot_proto_dot_inference__pb2.GetLoadRequest.FromString,
                     response_serializer=intarsia_dot_proto_dot_inference__pb2.Load.SerializeToString,
+            ),
+            'GetCacheState': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCacheState,
+                    request_deserializer=intarsia_dot_proto_dot_inference__pb2.GetCacheStateRequest.FromString,
+                    response_serializer=intarsia_dot_proto_dot_inference__pb2.CacheState.SerializeToString,
+            ),
+            'WatchCacheEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchCacheEvents,
+                    request_deserializer=intarsia_dot_proto_dot_inference__pb2.WatchCacheEventsRequest.FromString,
+                    response_serializer=intarsia_dot_proto_dot_inference__pb2.CacheEvents.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
@@ -328,6 +363,60 @@ class Inference:
             '/intarsia.v1.Inference/GetLoad',
             intarsia_dot_proto_dot_inference__pb2.GetLoadRequest.SerializeToString,
             intarsia_dot_proto_dot_inference__pb2.Load.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCacheState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/intarsia.v1.Inference/GetCacheState',
+            intarsia_dot_proto_dot_inference__pb2.GetCacheStateRequest.SerializeToString,
+            intarsia_dot_proto_dot_inference__pb2.CacheState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchCacheEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/intarsia.v1.Inference/WatchCacheEvents',
+            intarsia_dot_proto_dot_inference__pb2.WatchCacheEventsRequest.SerializeToString,
+            intarsia_dot_proto_dot_inference__pb2.CacheEvents.FromString,
             options,
             channel_credentials,
             insecure,

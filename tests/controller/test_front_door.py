@@ -1,17 +1,21 @@
 """Front ends over real streams, with a simulated worker behind the engine."""
 
 import asyncio
+import contextlib
 import math
+import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
+from intarsia.controller import client as client_module
 from intarsia.controller.client import EngineClient
 from intarsia.controller.engine import Engine
 from intarsia.controller.front_door import FrontDoor
 from intarsia.controller.request import SamplingParams, Terms
-from intarsia.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest
+from intarsia.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, Overloaded
+from intarsia.kvcache.events import Cleared, Event, Removed, Stored
 from intarsia.proto.channel import Address, Stream
 from intarsia.tests.controller.test_engine import PROMPT, make_engine
 from intarsia.tests.simulated import continuation
@@ -224,3 +228,104 @@ def test_time_that_is_over_ends_the_stream_with_a_typed_error():
         return caught.value
 
     assert served(scenario).retryable
+
+
+# -- the cache, watched from outside ---------------------------------------------------------------------------------
+
+
+class Mirror:
+    """What a watcher knows of the cache."""
+
+    def __init__(self, client: EngineClient):
+        self.known: dict[int, set[bytes]] = {}
+        self.failure: Exception | None = None
+        self.task = asyncio.ensure_future(self._follow(client))
+
+    async def _follow(self, client: EngineClient) -> None:
+        async with contextlib.aclosing(client.watch_cache()) as watch:
+            async for events in watch:
+                for event in events:
+                    self._apply(event)
+
+    def _apply(self, event: Event) -> None:
+        match event:
+            case Stored(group, _, _, hashes):
+                self.known.setdefault(group, set()).update(hashes)
+            case Removed(group, _, hashes):
+                self.known[group] -= set(hashes)
+            case Cleared():
+                self.known = {}
+
+    async def is_true(self, engine: Engine) -> None:
+        """Wait until it shows what is there; the test's time limit ends a wait in vain."""
+        pool = engine._manager.pool
+        groups = range(len(engine.info.groups))
+        while any(self.known.get(group, set()) != set(pool.index(group)) for group in groups):
+            await asyncio.sleep(0.001)
+
+
+def test_watchers_see_the_cache_as_it_is_whenever_they_come():
+    async def scenario(engine: Engine, address: Address):
+        client, other = await EngineClient.connect(address), await EngineClient.connect(address)
+        early = Mirror(client)
+        rng = random.Random(3)
+        for round_ in range(12):
+            prompts = [[rng.randrange(50) for _ in range(rng.randint(1, 60))] for _ in range(6)]
+            await asyncio.gather(*[collect(client, prompt, SamplingParams(max_tokens=9)) for prompt in prompts])
+            if round_ == 6:
+                engine.reset_prefix_cache()
+            await early.is_true(engine)
+        assert any(early.known.values())
+        late = Mirror(other)
+        await late.is_true(engine)
+        for mirror in (early, late):
+            assert engine._events is not None
+            mirror.task.cancel()
+            await asyncio.gather(mirror.task, return_exceptions=True)
+        while engine._manager.pool.log is not None:  # nobody listens, so nothing is collected
+            await asyncio.sleep(0.001)
+        state = await client.cache_state()
+        await client.close()
+        await other.close()
+        return engine, state
+
+    engine, state = served(scenario)
+    count = engine.recount()
+    assert (state.held_pages, state.kept_pages, state.blank_pages) == (count.held, count.kept, count.blank)
+    assert state.requests == 0
+    assert [group.kind for group in state.groups] == [group.kind for group in engine.info.groups]
+    assert sum(group.known_blocks for group in state.groups) > 0
+
+
+def test_the_end_of_a_connection_ends_its_watch():
+    async def scenario(engine: Engine, address: Address):
+        client = await EngineClient.connect(address)
+        mirror = Mirror(client)
+        await collect(client, PROMPT, SamplingParams(max_tokens=9))
+        await mirror.is_true(engine)
+        await client.close()
+        while engine._manager.pool.log is not None:
+            await asyncio.sleep(0.001)
+        with pytest.raises(EngineUnavailable):
+            await mirror.task
+
+    served(scenario)
+
+
+def test_a_watcher_who_does_not_read_is_told_to_begin_anew(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(client_module, "MOST_UNREAD_EVENTS", 3)
+
+    async def scenario(engine: Engine, address: Address):
+        client = await EngineClient.connect(address)
+        async with contextlib.aclosing(client.watch_cache()) as watch:
+            assert await anext(watch) == [Cleared()]
+            for n in range(6):
+                await collect(client, [n] * 40, SamplingParams(max_tokens=1))
+            with pytest.raises(Overloaded, match="watch it anew"):
+                async for _ in watch:
+                    pass
+        while engine._manager.pool.log is not None:
+            await asyncio.sleep(0.001)
+        await client.close()
+
+    served(scenario)

@@ -1,5 +1,6 @@
 """The whole way: gRPC clients, a front end, a controller actor and two tensor-parallel worker actors on real Ray."""
 
+import contextlib
 import json
 import os
 import random
@@ -31,6 +32,7 @@ from intarsia.errors import (
     RequestAborted,
     RequestTooLarge,
 )
+from intarsia.kvcache.events import Cleared, Stored
 from intarsia.tests import models
 from intarsia.tests.conftest import Loop, TinyModel
 
@@ -107,6 +109,28 @@ def test_64_streams_with_20_disconnects_are_all_right_and_every_block_returns(se
         assert models.is_greedy(service.oracle, prompt, output)
     assert loop.run(service.engine.stats())["preemptions"] > 0
     assert sum(len(o) < c for o, c in zip(outputs, counts, strict=True)) == DISCONNECTS
+
+
+def test_the_cache_is_seen_from_outside(service: Service, loop: Loop):
+    prompt = [7, 11, 13] * 14
+
+    async def watch(address: str) -> int:
+        async with AsyncClient(address) as client, contextlib.aclosing(client.watch_cache()) as events:
+            first = await anext(events)
+            await client.complete(prompt, SamplingParams(max_tokens=2))
+            assert first[0] == Cleared()
+            return sum(isinstance(event, Stored) for event in await anext(events))
+
+    with Client(service.address) as client:
+        loop.run(service.engine.reset_prefix_cache())
+        assert sum(group.known_blocks for group in client.cache_state().groups) == 0
+        assert loop.run(watch(service.address)) > 0
+        state, count = client.cache_state(), loop.run(service.engine.recount())
+        assert (state.held_pages, state.kept_pages, state.blank_pages) == (count.held, count.kept, count.blank)
+        [first, *rest] = [next(client.watch_cache())]
+        assert not rest and first[0] == Cleared()
+        known = {event.group: len(event.hashes) for event in first[1:] if isinstance(event, Stored)}
+        assert known == {number: group.known_blocks for number, group in enumerate(state.groups) if group.known_blocks}
 
 
 def test_several_answers_prompt_logprobs_and_time_limits_over_the_wire(service: Service, loop: Loop):
