@@ -13,7 +13,7 @@ from ..controller.request import USUAL_TERMS, SamplingParams, Terms
 from ..errors import IntarsiaError, InvalidRequest, InvalidSetting, Overloaded, RequestAborted
 from ..kvcache.events import Event
 from .images import ImageReader, read_images
-from .text import with_text
+from .text import whole_answers, with_text
 from .tokenizer import Tokenizer, encode_prompt
 
 LONG_TEXT_CHARS = 4096
@@ -127,7 +127,8 @@ class FrontEnd:
         return await asyncio.to_thread(read_images, self._images, files, self.info.model)
 
     def generate(self, asked: Asked, *, is_streaming: bool = True) -> "Answers":
-        """The answers to a request. The engine hears of it when the first delta is awaited.
+        """The answers to a request, each in one delta if they are not streamed. The engine hears of it when the first
+        delta is awaited.
 
         Raises `Overloaded` when as many are being answered as the settings allow.
         """
@@ -144,7 +145,7 @@ class FrontEnd:
         generation = self._engine.generate(
             asked.prompt, asked.sampling, asked.request_id or None, asked.images, asked.terms, interval_s
         )
-        return Answers(generation, self.tokenizer, asked, self._running)
+        return Answers(generation, self.tokenizer, asked, self._running, is_streaming)
 
     def abort(self, request_id: str) -> bool:
         """Stop a request of any client of this front end. False if there is none of that name."""
@@ -159,7 +160,12 @@ class Answers:
     use it in `contextlib.aclosing`, since that is what frees the blocks of a client that has gone."""
 
     def __init__(
-        self, generation: Generation, tokenizer: Tokenizer | None, asked: Asked, running: "dict[str, Answers]"
+        self,
+        generation: Generation,
+        tokenizer: Tokenizer | None,
+        asked: Asked,
+        running: "dict[str, Answers]",
+        is_streaming: bool,
     ):
         """running: where this is found while it goes on."""
         self.asked = asked
@@ -168,9 +174,11 @@ class Answers:
         self._running.setdefault(self.request_id, self)
         self._generation = generation
         self._tokenizer = tokenizer
+        self._is_streaming = is_streaming
 
     def __aiter__(self) -> AsyncGenerator[tuple[TokenDelta, str], None]:
-        return with_text(self._generation, self._tokenizer, self.asked.sampling)
+        pieces = with_text(self._generation, self._tokenizer, self.asked.sampling)
+        return pieces if self._is_streaming else whole_answers(pieces)
 
     def abort(self, error: IntarsiaError) -> None:
         self._generation.abort(error)

@@ -40,6 +40,26 @@ async def with_text(
         yield delta, text
 
 
+async def whole_answers(
+    pieces: AsyncIterator[tuple[TokenDelta, str]],
+) -> AsyncGenerator[tuple[TokenDelta, str], None]:
+    """The same with each answer in one."""
+    begun: dict[int, tuple[TokenDelta, str]] = {}  # by answer
+    async for delta, text in pieces:
+        if delta.answer in begun:
+            before, told = begun[delta.answer]
+            logprobs = None if delta.logprobs is None else (before.logprobs or ()) + delta.logprobs
+            delta = delta._replace(
+                token_ids=before.token_ids + delta.token_ids,
+                logprobs=logprobs,
+                prompt_logprobs=before.prompt_logprobs,
+            )
+            text = told + text
+        begun[delta.answer] = delta, text
+        if delta.finish_reason is not None:
+            yield begun.pop(delta.answer)
+
+
 class _Answer:
     """The text of one answer as it grows."""
 

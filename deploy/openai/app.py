@@ -34,6 +34,7 @@ from .answers import CLIENT_CLOSED, event_stream, now_s, while_connected
 from .chat import ChatCall
 from .completions import CompletionCall
 from .protocol import (
+    TOKEN_FORMAT,
     ChatCompletion,
     ChatRequest,
     Completion,
@@ -46,7 +47,9 @@ from .protocol import (
     ResponseBody,
     ResponsesRequest,
     Sampling,
+    TokenizeChat,
     TokenizeRequest,
+    TokenizeText,
     Tokens,
 )
 from .requests import check_model, turns_of
@@ -84,6 +87,31 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     )
 }
 
+SERVER_SENT_EVENT = {
+    "type": "object",
+    "properties": {
+        "event": {"type": "string"},
+        "data": {"type": "string", "description": "JSON, or [DONE] at the end."},
+    },
+    "required": ["data"],
+}
+
+STREAMED: dict[int | str, dict[str, Any]] = ERRORS | {
+    200: {
+        "description": "The answer, or with `stream` its pieces as server-sent events.",
+        "content": {"text/event-stream": {"schema": SERVER_SENT_EVENT}},
+    }
+}
+
+BODIES: dict[str, tuple[type[pydantic.BaseModel], ...]] = {
+    "/v1/completions": (CompletionRequest,),
+    "/v1/chat/completions": (ChatRequest,),
+    "/v1/responses": (ResponsesRequest,),
+    "/tokenize": (TokenizeText, TokenizeChat),
+    "/detokenize": (DetokenizeRequest,),
+}
+"""What is posted where."""
+
 RequestId = Annotated[str | None, Header(alias="X-Request-Id", pattern=r"^[\x21-\x7e]{1,128}$")]
 
 
@@ -94,19 +122,19 @@ def make_app(front_end: Callable[[], FrontEnd], access: Access | None = None) ->
     app.add_middleware(_BodyLimit)
     app.add_middleware(_Keys, access=access or Access())
     _answer_errors(app)
-    _describe(app)
+    _describe(app, front_end)
 
-    @app.post("/v1/completions", response_model=Completion, responses=ERRORS, operation_id="complete")
+    @app.post("/v1/completions", response_model=Completion, responses=STREAMED, operation_id="complete")
     async def complete(body: CompletionRequest, request: Request, x_request_id: RequestId = None) -> Response:
         call = CompletionCall(front_end(), body, _request_id(body, x_request_id))
         return await _answered(call, bool(body.stream), request)
 
-    @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=ERRORS, operation_id="chat")
+    @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMED, operation_id="chat")
     async def chat(body: ChatRequest, request: Request, x_request_id: RequestId = None) -> Response:
         call = ChatCall(front_end(), body, _request_id(body, x_request_id))
         return await _answered(call, bool(body.stream), request)
 
-    @app.post("/v1/responses", response_model=ResponseBody, responses=ERRORS, operation_id="respond")
+    @app.post("/v1/responses", response_model=ResponseBody, responses=STREAMED, operation_id="respond")
     async def respond(body: ResponsesRequest, request: Request, x_request_id: RequestId = None) -> Response:
         call = ResponsesCall(front_end(), body, x_request_id or uuid.uuid4().hex)
         return await _answered(call, bool(body.stream), request)
@@ -180,11 +208,9 @@ def _card(front_end: FrontEnd, created: int) -> ModelCard:
     return ModelCard(id=info.model, created=created, root=info.model, max_model_len=info.max_model_len)
 
 
-async def _tokens(front_end: FrontEnd, body: TokenizeRequest) -> Tokens:
+async def _tokens(front_end: FrontEnd, body: TokenizeText | TokenizeChat) -> Tokens:
     check_model(body.model, front_end.info.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequest("give a prompt or messages, one of them", field="prompt")
-    if body.messages is not None:
+    if isinstance(body, TokenizeChat):
         turns, _ = turns_of(body.messages)
         options = dict(body.chat_template_kwargs or {})
         if body.add_generation_prompt is not None:
@@ -192,7 +218,6 @@ async def _tokens(front_end: FrontEnd, body: TokenizeRequest) -> Tokens:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
         tokens = await front_end.encode_chat(turns, tools, **options)
     else:
-        assert body.prompt is not None
         tokens = await front_end.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     texts = None
     if body.return_token_strs and front_end.tokenizer is not None:
@@ -277,9 +302,8 @@ def _place(parts: Sequence[str | int], value: Any) -> Iterator[str]:
 
 
 def _known_fields(request: Request) -> list[str]:
-    bodies = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest, "/tokenize": TokenizeRequest}
-    body = bodies.get(request.url.path)
-    return [field.alias or name for name, field in body.model_fields.items()] if body is not None else []
+    models = BODIES.get(request.url.path, ())
+    return [field.alias or name for model in models for name, field in model.model_fields.items()]
 
 
 class _Keys:
@@ -328,8 +352,9 @@ class _BodyLimit:
         await self._app(scope, counted, send)
 
 
-def _describe(app: FastAPI) -> None:
-    """The OpenAPI document without the 422 that FastAPI adds: what is invalid is answered with 400 here."""
+def _describe(app: FastAPI, front_end: Callable[[], FrontEnd]) -> None:
+    """The OpenAPI document of the served model. Without the 422 that FastAPI adds: what is invalid is answered with
+    400 here."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -339,7 +364,16 @@ def _describe(app: FastAPI) -> None:
                     operation["responses"].pop("422", None)
             for name in ("HTTPValidationError", "ValidationError"):
                 made.get("components", {}).get("schemas", {}).pop(name, None)
+            _limit_tokens(made, front_end().info.vocab_size)
             app.openapi_schema = made
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]
+
+
+def _limit_tokens(value: Any, vocab_size: int) -> None:
+    """Wherever a schema speaks of token ids."""
+    if isinstance(value, dict) and value.get("format") == TOKEN_FORMAT:
+        value["maximum"] = vocab_size - 1
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _limit_tokens(inner, vocab_size)

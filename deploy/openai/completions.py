@@ -24,8 +24,6 @@ class CompletionCall:
     def __init__(self, front_end: FrontEnd, body: CompletionRequest, request_id: str):
         """Raises `InvalidRequest`, naming the field."""
         check_model(body.model, front_end.info.model)
-        if body.suffix:
-            raise InvalidRequest("suffix is not supported: text is only continued here", field="suffix")
         if body.best_of not in (None, body.n or 1):
             raise InvalidRequest("best_of is not supported beyond n: answers are not ranked here", field="best_of")
         if body.max_tokens == 0 and not body.echo:

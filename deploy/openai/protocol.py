@@ -19,17 +19,37 @@ from pydantic import (
 
 from ...controller.request import MAX_ANSWERS, MAX_LOGPROBS, MAX_PRIORITY, MAX_STOP_CHARS, MAX_STOPS
 
+TOKEN_FORMAT = "token"
+"""Of token ids in the OpenAPI document, which says of the served model how many there are."""
+
 Text = Annotated[str, StringConstraints(min_length=1)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1, json_schema_extra={"format": TOKEN_FORMAT})]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+FormName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 TokenName = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[dict[TokenName, Bias], Field(json_schema_extra={"additionalProperties": False})]
 BIGGEST_INT = 2**31 - 1
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_whole_numbers(cls, value: Any) -> Any:
+        """To JSON, 3.0 is a whole number like 3."""
+        return {name: _whole(inner) for name, inner in value.items()} if isinstance(value, dict) else value
+
+
+def _whole(value: Any) -> Any:
+    """Of the values within a list, too; those within an object are its model's business."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list) and value and not isinstance(value[0], str):
+        return [_whole(inner) for inner in value]
+    return value
 
 
 class StreamOptions(Strict):
@@ -39,7 +59,7 @@ class StreamOptions(Strict):
 
 
 class JsonSchema(Strict):
-    name: Annotated[str, StringConstraints(min_length=1, max_length=64)]
+    name: FormName
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     description: str | None = None
     strict: bool | None = None
@@ -75,11 +95,11 @@ class Sampling(Strict):
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: int | None = Field(None, description="Same seed, same answer; of any size.")
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[TokenName, Bias] | None = None
+    logit_bias: Biases | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="On whose behalf: requests of different users share the machine fairly.")
@@ -100,6 +120,12 @@ class Sampling(Strict):
     request_id: Name | None = None
 
 
+def _no_suffix(value: str) -> str:
+    if value:
+        raise ValueError("not supported: text is only continued here")
+    return value
+
+
 class CompletionRequest(Sampling):
     model: str | None = Field(None, description="The served model; none: it.")
     prompt: (
@@ -112,7 +138,7 @@ class CompletionRequest(Sampling):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = Field(None, description="n, or nothing.")
-    suffix: str | None = Field(None, description="Not supported: refused unless empty.")
+    suffix: Annotated[str, AfterValidator(_no_suffix), Field(json_schema_extra={"maxLength": 0})] | None = None
 
 
 class TextPart(Strict):
@@ -212,15 +238,30 @@ class ChatRequest(Sampling):
     modalities: list[Literal["text"]] | None = None
 
 
-class TokenizeRequest(Strict):
+class Tokenizing(Strict):
     model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeText(Tokenizing):
+    prompt: str
+    add_special_tokens: bool | None = Field(None, description="True unless said otherwise.")
+
+
+class TokenizeChat(Tokenizing):
+    messages: Annotated[list[Message], Field(min_length=1)]
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    add_special_tokens: bool | None = Field(None, description="Of a prompt; true unless said otherwise.")
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool | None = None
+
+
+def _what_to_tokenize(value: Any) -> str:
+    return "chat" if (value.get("messages") if isinstance(value, dict) else None) is not None else "text"
+
+
+TokenizeRequest = Annotated[
+    Annotated[TokenizeText, Tag("text")] | Annotated[TokenizeChat, Tag("chat")], Discriminator(_what_to_tokenize)
+]
 
 
 class DetokenizeRequest(Strict):
@@ -434,7 +475,7 @@ class ResponseToolName(Strict):
 
 class FlatSchemaFormat(Strict):
     type: Literal["json_schema"]
-    name: str
+    name: FormName
     schema_: dict[str, Any] = Field(alias="schema")
     description: str | None = None
     strict: bool | None = None

@@ -93,7 +93,7 @@ def test_a_request_id_is_kept(api: Api):
         ),
         ("/v1/responses", {"input": [{"type": "function_call", "name": "x"}]}, 400, "input.0.call_id", "is missing"),
         ("/v1/responses", {"input": "x", "previous_response_id": "resp_1"}, 400, "previous_response_id", "leave it"),
-        ("/tokenize", {}, 400, "prompt", "give a prompt or messages"),
+        ("/tokenize", {}, 400, "prompt", "prompt is missing"),
         ("/detokenize", {"tokens": [100_000]}, 400, "tokens", "vocabulary of 320"),
         ("/v1/models/gpt-9", None, 404, "model", "'gpt-9' is not served here"),
         ("/v1/nothing", None, 404, None, "Not Found"),

@@ -238,6 +238,11 @@ def test_stops_end_answers_before_them(api: Api, client: openai.OpenAI):
     assert answer.choices[0].text == text[: text.find(stop)]
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None and answer.usage.completion_tokens < GREEDY["max_tokens"]
+    chat: Any = {"model": "talker", "messages": [{"role": "user", "content": "wood?"}], **GREEDY}
+    text = client.chat.completions.create(**chat).choices[0].message.content or ""
+    [choice] = client.chat.completions.create(stop=[text[5:7]], logprobs=True, **chat).choices
+    assert (choice.message.content, choice.finish_reason) == (text[: text.find(text[5:7])], "stop")
+    assert choice.logprobs is not None and len(choice.logprobs.content or ()) > 1
 
 
 @pytest.mark.parametrize(

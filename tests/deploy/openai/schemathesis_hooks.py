@@ -1,0 +1,108 @@
+"""What a schema can not say of a request, for schemathesis: each rule makes a request that breaks it one that keeps it.
+
+Rules between fields (`min_tokens` and `max_tokens`), rules of other languages (a regular expression that is one), and
+what the served model can do: talker takes no images, knows no text of no characters, and at most 512 tokens. Requests
+that break the schema itself (the negative ones) are left as they are.
+"""
+
+import re
+import uuid
+from typing import Any
+
+import schemathesis
+
+LONGEST_TEXT = 20
+A_SCHEMA = {"type": "object", "properties": {"wood": {"enum": ["oak", "ash"]}}, "required": ["wood"]}
+
+
+@schemathesis.hook
+def map_case(context: Any, case: Any) -> Any:
+    if isinstance(case.body, dict) and case.meta is not None and case.meta.generation.mode.is_positive:
+        case.body = keep_rules(case.body)
+        if case.headers and "X-Request-Id" in case.headers:
+            case.headers["X-Request-Id"] = uuid.uuid4().hex
+    return case
+
+
+def keep_rules(body: dict[str, Any]) -> dict[str, Any]:
+    body = _short({name: value for name, value in body.items() if name != "model"})
+    if body.get("max_tokens") == 0:
+        body["echo"] = True
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+        if body.get(name):
+            body[name] = min(body[name], 8)  # for speed alone
+    if "messages" in body and not (body.get("max_tokens") or body.get("max_completion_tokens")):
+        body["max_completion_tokens"] = 8
+    if "input" in body and not body.get("max_output_tokens"):
+        body["max_output_tokens"] = 8
+    if body.get("min_tokens"):
+        body["min_tokens"] = 0
+    if body.get("n"):
+        body["n"] = min(body["n"], 4)  # for speed alone
+    if body.get("best_of") is not None:
+        body["best_of"] = body.get("n") or 1
+    if body.get("request_id"):
+        body["request_id"] = uuid.uuid4().hex  # two at a time may not have the same
+    if body.get("logit_bias"):
+        body["logit_bias"] = {
+            str(int(token) % 320) if token.isdigit() else token: bias for token, bias in body["logit_bias"].items()
+        }
+    if body.get("top_logprobs") is not None:
+        body["logprobs"] = True
+    if body.get("continue_final_message"):
+        body["add_generation_prompt"] = False
+    body.pop("chat_template_kwargs", None)  # variables of a template, which may be of any kind
+    _keep_rules_of_forms(body)
+    _keep_rules_of_tools(body)
+    return body
+
+
+def _keep_rules_of_forms(body: dict[str, Any]) -> None:
+    """A form is said once, and can be compiled."""
+    wanted = body.get("structured_outputs")
+    if wanted:
+        body["response_format"] = None
+        if wanted.get("json") is not None:
+            body["structured_outputs"] = {"json": A_SCHEMA}
+        elif wanted.get("regex") is not None:
+            body["structured_outputs"] = {"regex": re.escape(wanted["regex"]) if wanted["regex"].isalnum() else "a+"}
+        elif wanted.get("choice") is not None:
+            body["structured_outputs"] = {"choice": ["oak", "ash"]}
+    said = body.get("response_format")
+    if said and said.get("type") == "json_schema" and said["json_schema"].get("schema") is not None:
+        said["json_schema"]["schema"] = A_SCHEMA
+    said = (body.get("text") or {}).get("format")
+    if said and said.get("type") == "json_schema":
+        said["schema"] = A_SCHEMA
+
+
+def _keep_rules_of_tools(body: dict[str, Any]) -> None:
+    """A tool that must be called is there, and its parameters can be compiled. Its answer has no other form."""
+    tools = body.get("tools") or []
+    for tool in tools:
+        place = tool.get("function", tool)
+        if place.get("parameters") is not None:
+            place["parameters"] = A_SCHEMA
+    if "tool_choice" in body and not tools and body["tool_choice"] != "none":
+        body["tool_choice"] = "auto"
+    chosen = body.get("tool_choice")
+    if isinstance(chosen, dict):
+        chosen.get("function", chosen)["name"] = tools[0].get("function", tools[0])["name"]
+    if tools:
+        body.pop("structured_outputs", None)
+        body.pop("response_format", None)
+
+
+def _short(value: Any, name: str | None = None) -> Any:
+    """Texts and lists that together stay within the model's length, no text of nothing, and no images."""
+    if isinstance(value, dict):
+        if value.get("type") == "image_url":
+            return {"type": "text", "text": "a picture of oak"}
+        if value.get("type") == "input_image":
+            return {"type": "input_text", "text": "a picture of oak"}
+        return {inner: _short(held, inner) for inner, held in value.items()}
+    if isinstance(value, list):
+        return [_short(held, name) for held in value[:2]]
+    if isinstance(value, str):
+        return value[:LONGEST_TEXT].encode("utf-8", "ignore").decode() or ("oak" if name == "prompt" else "")
+    return value
