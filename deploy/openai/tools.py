@@ -52,7 +52,8 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
-    return tool.function.parameters or {"type": "object", "properties": {}}
+    """A function has the parameters that it has: no others, unless its schema says so."""
+    return {"additionalProperties": False} | (tool.function.parameters or {"type": "object", "properties": {}})
 
 
 def _calls_schema(tools: Sequence[Tool], is_parallel: bool | None) -> dict[str, Any]:
