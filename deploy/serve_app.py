@@ -15,12 +15,14 @@ import grpc
 import pydantic
 from fastapi import FastAPI
 from ray import serve
+from ray.serve.config import AutoscalingPolicy
 from ray.serve.grpc_util import RayServegRPCContext
 
 from ..controller.launch import RunningEngine, start_engine
 from ..errors import EngineUnavailable, InvalidSetting, Unauthenticated
 from ..proto import inference_pb2 as pb
 from .access import Access, AccessSettings
+from .autoscaling import POOL_USE, wanted_replicas
 from .front_end import FrontEnd, FrontEndSettings
 from .grpc_server import InferenceServicer, status_of
 from .openai.app import make_app
@@ -42,9 +44,12 @@ class DeploymentOptions(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid")
 
     num_replicas: int = pydantic.Field(1, ge=1, description="Where they are not scaled.")
-    max_replicas: int | None = pydantic.Field(None, ge=1, description="Scale up to so many, by requests in flight.")
+    max_replicas: int | None = pydantic.Field(None, ge=1, description="Scale up to so many, as autoscaling.py has it.")
     min_replicas: int = pydantic.Field(1, ge=0)
     target_ongoing_requests: float = pydantic.Field(32.0, gt=0, description="In flight per replica, when scaled.")
+    upscale_delay_s: float = pydantic.Field(30.0, ge=0, description="How long more must be wanted before it comes.")
+    downscale_delay_s: float = pydantic.Field(600.0, ge=0, description="How long less must be wanted before one goes.")
+    drain_timeout_s: float = pydantic.Field(600.0, ge=0, description="What a replica that goes has for its streams.")
     max_ongoing_requests: int = pydantic.Field(MAX_ONGOING_REQUESTS, ge=1)
     stream_interval_s: float = pydantic.Field(STREAM_INTERVAL_S, ge=0, description="Between pieces of a stream.")
     api_key_file: str | None = pydantic.Field(None, description="Keys that clients must send, on the replicas' nodes.")
@@ -54,7 +59,6 @@ class DeploymentOptions(pydantic.BaseModel):
     health_check_period_s=5,
     health_check_timeout_s=60,  # a replica whose event loop is busy for a while is not sick
     graceful_shutdown_wait_loop_s=1,
-    graceful_shutdown_timeout_s=60,  # streams may end
 )
 @serve.ingress()
 class Replica:
@@ -80,6 +84,10 @@ class Replica:
         failure = self._engine.client.failure if self._engine else EngineUnavailable("the engine was shut down")
         if failure is not None:
             raise failure
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve, for `autoscaling.wanted_replicas`."""
+        return {POOL_USE: (await self._front_end.load()).pool_use}
 
     async def __del__(self) -> None:
         """Called by Serve when the replica is to end, its requests being done."""
@@ -167,10 +175,17 @@ def app(args: Mapping[str, Any]) -> serve.Application:
                 "min_replicas": options.min_replicas,
                 "max_replicas": max(options.max_replicas, options.min_replicas),
                 "target_ongoing_requests": options.target_ongoing_requests,
+                "upscale_delay_s": options.upscale_delay_s,
+                "downscale_delay_s": options.downscale_delay_s,
+                "policy": AutoscalingPolicy(policy_function=wanted_replicas),
             },
         }
     made: Any = Replica
-    configured = made.options(max_ongoing_requests=options.max_ongoing_requests, **scaling)
+    configured = made.options(
+        max_ongoing_requests=options.max_ongoing_requests,
+        graceful_shutdown_timeout_s=options.drain_timeout_s,
+        **scaling,
+    )
     return configured.bind(settings, options)
 
 

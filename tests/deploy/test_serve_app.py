@@ -1,6 +1,7 @@
 """Engines as replicas of Ray Serve, on the cluster at hand."""
 
 import json
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any, NamedTuple
 
 import openai
 import pytest
+import ray
+import ray.util
 import yaml
 from ray import serve
 from ray.serve.config import gRPCOptions
@@ -25,6 +28,12 @@ GREEDY: Any = {"temperature": 0, "max_tokens": 20, "extra_body": {"ignore_eos": 
 SERVICERS = ["intarsia.proto.inference_pb2_grpc.add_InferenceServicer_to_server"]
 
 
+def settings_of(model: Path, **others: str) -> dict[str, str]:
+    """As the command line hands them over."""
+    settings = {"model": str(model), "served_model_name": "talker", "num_replicas": "2", "kv_cache_memory": "1MiB"}
+    return settings | others
+
+
 class Addresses(NamedTuple):
     http: str
     grpc: str
@@ -38,9 +47,7 @@ def addresses(ray_cluster: None, talker: Path) -> Iterator[Addresses]:
         http_options={"host": "127.0.0.1", "port": port},
         grpc_options=gRPCOptions(port=grpc_port, grpc_servicer_functions=SERVICERS),
     )
-    serve.run(
-        app({"model": str(talker), "served_model_name": "talker", "num_replicas": "2", "kv_cache_memory": "1MiB"})
-    )
+    serve.run(app(settings_of(talker)))
     yield Addresses(f"http://127.0.0.1:{port}/v1", f"127.0.0.1:{grpc_port}")
     serve.shutdown()
 
@@ -90,6 +97,37 @@ def test_chat_with_a_schema_through_serve(client: openai.OpenAI):
         },
     )
     assert json.loads(answer.choices[0].message.content or "") in ("oak", "ash")
+
+
+def test_a_rolling_redeploy_under_load_fails_no_stream(client: openai.OpenAI, talker: Path):
+    """Eight clients ask without a pause, and never again, while both replicas are replaced twice."""
+    long: Any = GREEDY | {"max_tokens": 300}
+    whole = client.completions.create(model="talker", prompt="The inlay", **long).choices[0].text
+    over = threading.Event()
+
+    def ask_on(_: int) -> list[str]:
+        told = []
+        while not over.is_set():
+            events = client.completions.create(model="talker", prompt="The inlay", stream=True, **long)
+            told.append("".join(event.choices[0].text for event in events))
+        return told
+
+    before = replica_names()
+    with ThreadPoolExecutor(8) as pool:
+        clients = [pool.submit(ask_on, n) for n in range(8)]
+        for interval_s in ("0.05", "0.02"):
+            serve.run(app(settings_of(talker, stream_interval_s=interval_s)))
+        over.set()
+        told = [text for each in clients for text in each.result()]
+    print(f"{len(told)} streams")
+    assert set(told) == {whole} and len(told) > 16
+    assert not before & replica_names()
+
+
+def replica_names() -> set[str]:
+    actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+    names = {actor["name"] for actor in actors}
+    return {name for name in names if name.startswith("SERVE_REPLICA::default#")}
 
 
 @pytest.mark.parametrize(
