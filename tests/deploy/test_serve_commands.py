@@ -1,0 +1,141 @@
+"""`serve run` and `serve deploy`, as people type them, on a Ray cluster of their own."""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import openai
+import pytest
+import yaml
+
+from intarsia.tests.conftest import free_port
+
+pytestmark = pytest.mark.slow
+
+START_TIMEOUT_S = 180
+GREEDY: Any = {"temperature": 0, "max_tokens": 300, "extra_body": {"ignore_eos": True}}
+
+
+class Cluster(NamedTuple):
+    environment: dict[str, str]
+    url: str  # of the dashboard
+    dashboard: httpx.Client
+
+
+def program(name: str) -> str:
+    return str(Path(sys.executable).with_name(name))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A head with its dashboard, which `serve deploy` talks to."""
+    port, dashboard = free_port(), free_port()
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # short: sockets lie in it
+        command = [
+            program("ray"), "start", "--head", "--block", "--num-cpus=8", "--disable-usage-stats",
+            "--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir={folder}",
+            "--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}",
+            f"--dashboard-agent-listen-port={free_port()}",
+        ]  # fmt: skip
+        token = secrets.token_hex(32)
+        environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+        head = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        url = f"http://127.0.0.1:{dashboard}"
+        try:
+            with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}) as asked:
+                wait(lambda: asked.get("/api/version").is_success)
+                yield Cluster(environment | {"RAY_ADDRESS": f"127.0.0.1:{port}"}, url, asked)
+        finally:
+            head.terminate()
+            head.wait(60)
+
+
+def wait(is_there: Callable[[], bool], timeout_s: float = START_TIMEOUT_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            if is_there():
+                return
+        except (httpx.HTTPError, openai.OpenAIError):
+            pass
+        time.sleep(0.5)
+    raise TimeoutError(f"not there within {timeout_s} s")
+
+
+def client_of(port: int) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+
+
+def stream(client: openai.OpenAI) -> str:
+    events = client.completions.create(model="talker", prompt="The inlay", stream=True, **GREEDY)
+    return "".join(event.choices[0].text for event in events)
+
+
+def test_serve_run_serves_until_it_is_interrupted(cluster: Cluster, talker: Path):
+    command = [
+        program("serve"), "run", "intarsia.deploy.serve_app:app",
+        f"model={talker}", "served_model_name=talker", "kv_cache_memory=1MiB",
+    ]  # fmt: skip
+    running = subprocess.Popen(command, env=cluster.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    client = client_of(8000)
+    try:
+        wait(lambda: bool(client.models.list().data))
+        assert len(stream(client)) > 100
+    finally:
+        running.send_signal(signal.SIGINT)
+        running.wait(60)
+    with pytest.raises(openai.APIError):
+        client.models.list()
+
+
+def test_serve_deploy_and_a_rolling_redeploy_fail_no_stream(cluster: Cluster, talker: Path, tmp_path: Path):
+    port = free_port()
+    config = yaml.safe_load((Path(__file__).parents[2] / "deploy" / "cluster" / "serve.yaml").read_text())
+    config["http_options"]["port"] = port
+    config["grpc_options"]["port"] = free_port()
+    args = {"model": str(talker), "served_model_name": "talker", "kv_cache_memory": "1MiB", "num_replicas": 2}
+
+    def deploy(**changes: Any) -> None:
+        config["applications"][0]["args"] = args | changes
+        (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
+        command = [program("serve"), "deploy", "-a", cluster.url, str(tmp_path / "serve.yaml")]
+        subprocess.run(command, env=cluster.environment, check=True, capture_output=True, timeout=60)
+
+    def state() -> dict[str, Any]:
+        return cluster.dashboard.get("/api/serve/applications/").json()["applications"]["intarsia"]
+
+    deploy()
+    wait(lambda: state()["status"] == "RUNNING")
+    client = client_of(port)
+    whole = stream(client)
+    over = threading.Event()
+
+    def ask_on(_: int) -> list[str]:
+        told = []
+        while not over.is_set():
+            told.append(stream(client))
+        return told
+
+    def replicas() -> set[str]:
+        [deployment] = state()["deployments"].values()
+        return {each["replica_id"] for each in deployment["replicas"] if each["state"] == "RUNNING"}
+
+    before = replicas()
+    with ThreadPoolExecutor(8) as pool:
+        clients = [pool.submit(ask_on, n) for n in range(8)]
+        deploy(stream_interval_s=0.05)
+        wait(lambda: state()["status"] == "RUNNING" and len(replicas()) == 2 and not replicas() & before)
+        over.set()
+        told = [text for each in clients for text in each.result()]
+    print(f"{len(told)} streams")
+    assert set(told) == {whole} and len(told) > 16
