@@ -29,15 +29,25 @@ class ControllerActor:
         self._workers: WorkerGroup | None = None
         self._engine: Engine | None = None
         self._loop_task: asyncio.Task | None = None
+        self._address: Address | None = None
 
     async def start(self, settings: EngineSettings) -> Address:
         """Load and allocate everything. Returns where front ends connect."""
         self._workers = await WorkerGroup.create(settings.model.tensor_parallel_size)
         self._engine = await build_engine(settings, self._workers)
         door = FrontDoor(self._engine)
-        address = await door.start(ray.util.get_node_ip_address())
+        self._address = await door.start(ray.util.get_node_ip_address())
         self._loop_task = asyncio.create_task(self._serve(self._engine, door))
-        return address
+        return self._address
+
+    async def address(self) -> Address | None:
+        """Where front ends connect; None while it starts."""
+        return self._address
+
+    async def leave(self) -> None:
+        """Tell whoever looks for an engine to take another."""
+        assert self._engine is not None
+        self._engine.is_leaving = True
 
     async def loaded(self) -> tuple[int, int]:
         """How far `start` has come: parameters that are there, and all of them."""

@@ -13,7 +13,7 @@ from ..proto.channel import Address, ChannelClosed, Stream
 from .engine import TokenDelta, TokenLogprobs
 from .front_door import ANSWER, EVENTS, decode, decode_events
 from .images import Image
-from .info import CacheState, EngineInfo, EngineLoad
+from .info import CacheState, EngineInfo, EngineLoad, Probe
 from .request import USUAL_TERMS, SamplingParams, Terms
 
 logger = logging.getLogger(__name__)
@@ -75,6 +75,10 @@ class EngineClient:
         """Where the pool's blocks are. Raises `EngineUnavailable` when the engine is gone."""
         return CacheState.from_wire(await self._ask("cache"))
 
+    async def probe(self, tokens: Sequence[int]) -> Probe:
+        """What a request with this prompt would meet here. Raises `EngineUnavailable` when the engine is gone."""
+        return Probe(*await self._ask("probe", list(tokens)))
+
     async def watch_cache(self) -> AsyncGenerator[list[Event], None]:
         """What becomes known in the prefix cache and what is known no longer, as it happens; what is known already
         comes first, after a `Cleared`. Close it to stop.
@@ -97,12 +101,12 @@ class EngineClient:
             if self._watches.pop(handle, None) is not None and self._failure is None:
                 self._stream.send_message(["unwatch", handle])
 
-    async def _ask(self, verb: str) -> Any:
+    async def _ask(self, verb: str, *about: Any) -> Any:
         if self._failure is not None:
             raise self._failure
         handle = self._draw_handle()
         self._questions[handle] = asyncio.get_running_loop().create_future()
-        self._stream.send_message([verb, handle])
+        self._stream.send_message([verb, handle, *about])
         try:
             return await self._questions[handle]
         finally:

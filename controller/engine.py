@@ -19,7 +19,7 @@ from ..kvcache.events import Cleared, Event, EventLog
 from ..kvcache.manager import CacheManager, RequestId
 from ..proto.step import Step, StepResult
 from .images import Gallery, Image, lay_out
-from .info import CacheState, EngineInfo, EngineLoad, GroupState
+from .info import CacheState, EngineInfo, EngineLoad, GroupState, Probe
 from .request import USUAL_TERMS, Request, SamplingParams, Terms
 from .scheduler import Outcome, Progress, Scheduler
 
@@ -147,6 +147,7 @@ class Engine:
         self._failure: IntarsiaError | None = None
         self._watchers: list[Watcher] = []
         self._events: EventLog | None = None  # while there are watchers
+        self.is_leaving = False  # whoever asks where to send requests is told to look elsewhere
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -255,6 +256,11 @@ class Engine:
             stats.expired_requests,
             stats.preemptions,
         )
+
+    def probe(self, tokens: Sequence[int]) -> Probe:
+        """What a request with this prompt would meet. Nothing is touched."""
+        cached_tokens = self._manager.lookup(tokens).tokens if tokens else 0
+        return Probe(cached_tokens, self._scheduler.queued_tokens, self._scheduler.num_running, self.is_leaving)
 
     def cache_state(self) -> CacheState:
         pool = self._manager.pool

@@ -3,7 +3,8 @@
 A connection is also the front end's lease: when it closes, its requests are aborted and their blocks are free.
 
     front end -> engine   ["submit", handle, tokens, sampling, images, terms, stream_interval_s]   ["abort", handle]
-                          ["load", handle]   ["cache", handle]   ["watch", handle]   ["unwatch", handle]
+                          ["load", handle]   ["cache", handle]   ["probe", handle, tokens]
+                            ["watch", handle]   ["unwatch", handle]
     engine -> front end   first the EngineInfo; then, per step, [handles, tokens, [[handle, tag, what], ...]], where
                           what is a delta, an error, the answer to a question, or events of the cache
 
@@ -30,7 +31,11 @@ MOST_NAMES = 4096
 KINDS: tuple[type[Event], ...] = (Stored, Removed, Cleared)
 """Of events, by their number on the wire."""
 
-QUESTIONS: Mapping[str, Callable[[Engine], Any]] = {"load": Engine.load, "cache": Engine.cache_state}
+QUESTIONS: Mapping[str, Callable[..., Any]] = {
+    "load": Engine.load,
+    "cache": Engine.cache_state,
+    "probe": Engine.probe,
+}
 """By verb. Answers are plain values and named tuples of them."""
 
 
@@ -67,7 +72,7 @@ class FrontDoor:
                         self._engine.abort(requests.pop(handle))
                     continue
                 if verb in QUESTIONS:
-                    stream.send_message([[], [], [[handle, ANSWER, QUESTIONS[verb](self._engine)]]])
+                    stream.send_message([[], [], [[handle, ANSWER, QUESTIONS[verb](self._engine, *rest)]]])
                     continue
                 if verb == "watch":
                     watchers[handle] = partial(_send_events, stream, handle)

@@ -36,6 +36,15 @@ class EngineLoad(NamedTuple):
         return 1 - self.free_blocks / self.num_blocks
 
 
+class Probe(NamedTuple):
+    """What a request with a certain prompt would meet, asked without sending it."""
+
+    cached_tokens: int  # of the prompt, in the prefix cache
+    queued_tokens: int  # of prompts that wait
+    running: int  # requests
+    is_leaving: bool  # the engine ends when its requests have; send no others
+
+
 class GroupState(NamedTuple):
     """Blocks of one group at this moment."""
 

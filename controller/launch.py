@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -21,6 +22,9 @@ from .startup import EngineSettings
 
 SHUTDOWN_TIMEOUT_S = 10.0
 WATCH_EVERY_S = 0.2
+ASK_TIMEOUT_S = 1.0
+QUIET_LOOKS = 3
+LOOK_EVERY_S = 0.1
 
 
 class RunningEngine:
@@ -42,6 +46,16 @@ class RunningEngine:
 
     async def worker_process_ids(self) -> list[int]:
         return await answer(self._controller.worker_process_ids.remote(), "controller")
+
+    async def leave(self, within_s: float) -> None:
+        """Wait until nobody is answered any more, having told other front ends to ask elsewhere."""
+        await answer(self._controller.leave.remote(), "controller")
+        deadline = time.monotonic() + within_s
+        quiet = 0
+        while quiet < QUIET_LOOKS and time.monotonic() < deadline:  # whoever asked before we left may just be coming
+            load = await self.client.load()
+            quiet = quiet + 1 if load.running + load.waiting == 0 else 0
+            await asyncio.sleep(LOOK_EVERY_S)
 
     async def shutdown(self) -> None:
         """End the engine; and Ray, if starting the engine started it."""
@@ -75,6 +89,25 @@ async def start_engine(settings: EngineSettings, watch: Watch | None = None) -> 
             ray.shutdown()
         raise
     return RunningEngine(controller, client, owns_ray=owns_ray)
+
+
+async def find_engines(prefix: str) -> dict[str, Address]:
+    """Engines of the Ray cluster that are ready and whose names begin so."""
+
+    def list_names() -> list[str]:
+        actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+        return [a["name"] for a in actors if a["namespace"] == NAMESPACE and a["name"].startswith(prefix)]
+
+    async def address_of(name: str) -> Address | None:
+        try:
+            controller: Any = await asyncio.to_thread(ray.get_actor, name, NAMESPACE)
+            return await asyncio.wait_for(answer(controller.address.remote(), "controller"), ASK_TIMEOUT_S)
+        except (ValueError, TimeoutError, IntarsiaError):  # it has gone meanwhile, or is busy starting
+            return None
+
+    names = await asyncio.to_thread(list_names)
+    addresses = await asyncio.gather(*map(address_of, names))
+    return {name: address for name, address in zip(names, addresses, strict=True) if address is not None}
 
 
 async def _watched(controller: Any, starting: Coroutine[Any, Any, Address], watch: Watch | None) -> Address:

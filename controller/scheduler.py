@@ -188,6 +188,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._requests) - self.num_running
 
+    @property
+    def queued_tokens(self) -> int:
+        """Of those that wait, all that they bring."""
+        return sum(len(request.tokens) for request in self._queue)
+
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def plan_step(self) -> Step | None:

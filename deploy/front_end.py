@@ -12,6 +12,7 @@ from ..controller.info import CacheState, EngineInfo, EngineLoad
 from ..controller.request import USUAL_TERMS, SamplingParams, Terms
 from ..errors import IntarsiaError, InvalidRequest, InvalidSetting, Overloaded, RequestAborted
 from ..kvcache.events import Event
+from .fleet import Fleet
 from .images import ImageReader, read_images
 from .text import whole_answers, with_text
 from .tokenizer import Tokenizer, encode_prompt
@@ -61,7 +62,10 @@ class FrontEnd:
         tokenizer: Tokenizer | None,
         images: ImageReader | None = None,
         settings: FrontEndSettings | None = None,
+        fleet: Fleet | None = None,
     ):
+        """fleet: to choose among for each request; None: there is but this engine."""
+        self._fleet = fleet
         self.settings = settings or FrontEndSettings()
         self.tokenizer = tokenizer
         self._engine = engine
@@ -70,9 +74,13 @@ class FrontEnd:
 
     @classmethod
     def of(
-        cls, engine: EngineClient, tokenizer: Tokenizer | None, settings: FrontEndSettings | None = None
+        cls,
+        engine: EngineClient,
+        tokenizer: Tokenizer | None,
+        settings: FrontEndSettings | None = None,
+        fleet: Fleet | None = None,
     ) -> "FrontEnd":
-        return cls(engine, tokenizer, ImageReader.of(engine.info), settings)
+        return cls(engine, tokenizer, ImageReader.of(engine.info), settings, fleet)
 
     @property
     def info(self) -> EngineInfo:
@@ -126,7 +134,7 @@ class FrontEnd:
             return ()
         return await asyncio.to_thread(read_images, self._images, files, self.info.model)
 
-    def generate(self, asked: Asked, *, is_streaming: bool = True) -> "Answers":
+    async def generate(self, asked: Asked, *, is_streaming: bool = True) -> "Answers":
         """The answers to a request, each in one delta if they are not streamed. The engine hears of it when the first
         delta is awaited.
 
@@ -142,7 +150,8 @@ class FrontEnd:
         interval_s = self.settings.stream_interval_s if is_streaming else math.inf
         if asked.sampling.stops:
             interval_s = 0.0  # whoever looks for a text to stop at has to read along
-        generation = self._engine.generate(
+        engine = self._engine if self._fleet is None else await self._fleet.choose(asked.prompt)
+        generation = engine.generate(
             asked.prompt, asked.sampling, asked.request_id or None, asked.images, asked.terms, interval_s
         )
         return Answers(generation, self.tokenizer, asked, self._running, is_streaming)

@@ -111,7 +111,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         asked = await self._asked(request, time_remaining_s)
         completion_tokens = 0
-        async with contextlib.aclosing(self._front_end.generate(asked)) as answers:
+        async with contextlib.aclosing(await self._front_end.generate(asked)) as answers:
             async for delta, text in answers:
                 completion_tokens += len(delta.token_ids)
                 yield response_to_proto(answers.request_id, delta, text, len(asked.prompt), completion_tokens)

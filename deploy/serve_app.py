@@ -6,9 +6,12 @@ or `serve deploy` with a file like deploy/cluster/serve.yaml. Every replica has 
 its workers. What it answers is what `intarsia serve` answers, HTTP and gRPC.
 """
 
+import contextlib
 import difflib
+import hashlib
 import inspect
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -18,11 +21,12 @@ from ray import serve
 from ray.serve.config import AutoscalingPolicy
 from ray.serve.grpc_util import RayServegRPCContext
 
-from ..controller.launch import RunningEngine, start_engine
-from ..errors import EngineUnavailable, InvalidSetting, Unauthenticated
+from ..controller.launch import RunningEngine, find_engines, start_engine
+from ..errors import EngineUnavailable, IntarsiaError, InvalidSetting, Unauthenticated
 from ..proto import inference_pb2 as pb
 from .access import Access, AccessSettings
 from .autoscaling import POOL_USE, wanted_replicas
+from .fleet import Fleet
 from .front_end import FrontEnd, FrontEndSettings
 from .grpc_server import InferenceServicer, status_of
 from .openai.app import make_app
@@ -67,12 +71,18 @@ class Replica:
     async def __init__(self, settings: dict[str, Any], options: DeploymentOptions):
         wanted = engine_settings(**settings)
         self._access = Access(AccessSettings(api_key_file=options.api_key_file))
+        self._options = options
+        name = engine_name(wanted.name, settings)
+        wanted = replace(wanted, name=name)
         tokenizer = Tokenizer.load(wanted.model.model_dir, trust_remote_code=wanted.model.trust_remote_code)
         self._engine: RunningEngine | None = await start_engine(wanted)
+        alike = name.rpartition("-")[0]
+        self._fleet = Fleet(self._engine.client, name, lambda: find_engines(f"{alike}-"))
         self._front_end = FrontEnd.of(
             self._engine.client,
             tokenizer,
             FrontEndSettings(options.stream_interval_s, options.max_ongoing_requests),
+            self._fleet,
         )
         self._servicer = InferenceServicer(self._front_end)
 
@@ -93,6 +103,9 @@ class Replica:
         """Called by Serve when the replica is to end, its requests being done."""
         engine, self._engine = self._engine, None
         if engine is not None:
+            with contextlib.suppress(IntarsiaError):  # it is gone already
+                await engine.leave(self._options.drain_timeout_s)  # other replicas' front ends may have requests there
+            await self._fleet.close()
             await engine.shutdown()
 
     # -- gRPC: Serve calls the method of the RPC's name --------------------------------------------------------------
@@ -142,6 +155,13 @@ class Replica:
         except Unauthenticated as error:
             await context.abort_with_status(status_of(error))
         return context
+
+
+def engine_name(name: str | None, settings: Mapping[str, Any]) -> str:
+    """Of a replica's engine. All that comes before the last hyphen is common to replicas that serve the same."""
+    here = serve.get_replica_context()
+    digest = hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:8]
+    return f"{name or here.app_name}-{here.deployment}-{digest}-{here.replica_id.unique_id}"
 
 
 class _Context:

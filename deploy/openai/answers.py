@@ -93,7 +93,7 @@ async def pieces(front_end: FrontEnd, asked: Sequence[Asked], *, is_streaming: b
     """All that comes for several prompts, computed side by side, in the order in which it comes."""
 
     async def of(prompt: int, one: Asked) -> AsyncGenerator[Piece, None]:
-        async with contextlib.aclosing(front_end.generate(one, is_streaming=is_streaming)) as answers:
+        async with contextlib.aclosing(await front_end.generate(one, is_streaming=is_streaming)) as answers:
             async for delta, text in answers:
                 yield Piece(prompt, delta, text)
 

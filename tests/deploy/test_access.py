@@ -212,7 +212,7 @@ def test_more_streams_than_allowed_are_told_to_try_again(start: Start, loop: Any
     async def begin() -> Any:
         from intarsia import SamplingParams
 
-        return here.front_end.generate(Asked([1], SamplingParams()))
+        return await here.front_end.generate(Asked([1], SamplingParams()))
 
     answers = loop.run(begin())
     refused = httpx.post(f"{here.http}/v1/completions", json={"prompt": [1]})

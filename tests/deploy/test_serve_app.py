@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from intarsia import SamplingParams
 from intarsia.deploy.client import Asked, Chunk, Client
+from intarsia.deploy.fleet import LOOK_AROUND_EVERY_S
 from intarsia.deploy.serve_app import app
 from intarsia.errors import InvalidRequest, InvalidSetting
 from intarsia.tests.conftest import free_port
@@ -79,6 +81,19 @@ def test_many_streams_through_serve_say_the_same(client: openai.OpenAI):
     whole = client.completions.create(model="talker", prompt="The inlay", **GREEDY).choices[0].text
     with ThreadPoolExecutor(16) as pool:
         assert set(pool.map(stream, range(32))) == {whole}
+
+
+def test_a_prefix_is_found_whichever_replica_is_asked(client: openai.OpenAI):
+    """Four prompts, each asked six times of two replicas: after the first time it is in the cache of one of them."""
+    time.sleep(2 * LOOK_AROUND_EVERY_S)  # until the replicas know of each other
+    for n in range(4):
+        asked: Any = {"model": "talker", "prompt": f"The inlay, number {n}. " * 12, **GREEDY}
+        first, *others = [client.completions.create(**asked) for _ in range(6)]
+        assert len({answer.choices[0].text for answer in (first, *others)}) == 1
+        for answer in others:
+            assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+            cached_tokens = answer.usage.prompt_tokens_details.cached_tokens
+            assert cached_tokens is not None and answer.usage.prompt_tokens - cached_tokens <= 16
 
 
 def test_errors_pass_through_serve_as_they_are(client: openai.OpenAI):
