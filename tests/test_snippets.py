@@ -1,0 +1,206 @@
+"""What the documentation tells people to type, typed.
+
+    ```sh        commands; a line each, comments aside
+    ```console   `$ command`, and lines that it prints
+    ```python    a program
+    ```          a picture or an output: nothing to run
+
+Checkpoints, ports and sizes are those of this machine; all else is typed as it stands.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import trustme
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from intarsia.tests.conftest import free_port
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted({ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("*/*/README.md")})
+PROGRAMS = ("intarsia", "curl", "grpcurl", "serve", "ray", "make", "python", "pip", "apt-get")
+TRACES = ROOT.parent / "shared" / "data" / "traces"
+
+ELSEWHERE = {
+    "make demo": ".ci/run",
+    "make test": ".ci/run",
+    "make test-all": "by hand: it takes as long as all else",
+    "make check": ".ci/run",
+    "serve deploy": "tests/deploy/test_serve_commands.py",
+    "serve run": "tests/deploy/test_serve_commands.py",
+    "export": "tests/deploy/test_serve_commands.py",
+    "ray start": "tests/deploy/test_serve_commands.py",
+    "grpcurl": "tests/deploy/test_reflection.py",
+}
+"""Commands that begin so, and what runs them."""
+
+
+class Snippet(NamedTuple):
+    page: Path
+    line: int
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def snippets(*kinds: str) -> list[Snippet]:
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            if match[1] in kinds:
+                found.append(Snippet(page, text.count("\n", 0, match.start()) + 1, match[1], match[2]))
+    return found
+
+
+class Desk(NamedTuple):
+    """Where snippets are typed: a folder with the files they name, and two servers."""
+
+    folder: Path
+    talker: Path
+    http_port: int
+    grpc_port: int
+    seeing_grpc_port: int  # of a model that takes images
+
+    def here(self, text: str) -> str:
+        """A snippet with what is different on this machine."""
+        if "--image" in text:
+            text += f" --address 127.0.0.1:{self.seeing_grpc_port}"
+        for there, here in (
+            ("path/to/checkpoint", str(self.talker)),
+            ("127.0.0.1:8000", f"127.0.0.1:{self.http_port}"),
+            ("127.0.0.1:50051", f"127.0.0.1:{self.grpc_port}"),
+            ("0.0.0.0", "127.0.0.1"),
+            ("4GiB", "4MiB"),
+            ("mooncake_conversation.jsonl.gz", str(TRACES / "mooncake_conversation.jsonl.gz")),
+        ):
+            text = text.replace(there, here)
+        if re.match(r"intarsia generate (?!.*--address)", text):
+            text += f" --address 127.0.0.1:{self.grpc_port}"
+        return text
+
+
+def environment() -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PATH": path}
+
+
+def begin(command: str, folder: Path) -> subprocess.Popen[str]:
+    """Start a server, and wait until it is ready."""
+    server = subprocess.Popen(
+        shlex.split(command), cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert server.stdout
+    printed = []
+    for line in server.stdout:
+        printed.append(line)
+        if line.startswith("ready"):
+            return server
+    raise AssertionError(f"{command} ended:\n{''.join(printed)}")
+
+
+def end(server: subprocess.Popen[str]) -> None:
+    server.send_signal(signal.SIGINT)
+    server.communicate(timeout=60)
+    assert server.returncode == 0
+
+
+def seeing_model(folder: Path, made: Path) -> Path:
+    """A tiny model that takes images, with a tokenizer of single characters."""
+    from transformers import AutoConfig, PreTrainedTokenizerFast
+
+    shutil.copytree(made, folder)
+    image_token = AutoConfig.from_pretrained(folder).image_token_index
+    characters = [chr(n) for n in range(32, 127)]
+    ids = [n for n in range(len(characters) + 1) if n != image_token][: len(characters)]
+    backend = Tokenizer(models.BPE(dict(zip(characters, ids, strict=True)) | {"<|image|>": image_token}, []))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens(["<|image|>"])
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def desk(talker: Path, tiny: Callable, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+    folder = tmp_path_factory.mktemp("desk")
+    (folder / "keys").write_text("oak\n")
+    authority = trustme.CA().issue_cert("127.0.0.1")
+    authority.cert_chain_pems[0].write_to_path(str(folder / "cert.pem"))
+    authority.private_key_pem.write_to_path(str(folder / "key.pem"))
+    Image.new("RGB", (40, 30), "peru").save(folder / "panel.jpg")
+    seeing = seeing_model(folder / "seeing", tiny("mllama").path)
+    ports = [free_port() for _ in range(4)]
+    servers = [
+        begin(f"intarsia serve {model} --kv-cache-memory 4MiB --port {http} --grpc-port {grpc}", folder)
+        for model, http, grpc in ((talker, *ports[:2]), (seeing, *ports[2:]))
+    ]
+    yield Desk(folder, talker, ports[0], ports[1], ports[3])
+    for server in servers:
+        end(server)
+
+
+def commands(snippet: Snippet) -> list[tuple[str, list[str]]]:
+    """Each command with the lines that it is said to print."""
+    found: list[tuple[str, list[str]]] = []
+    for line in snippet.text.replace("\\\n", " ").splitlines():
+        if snippet.kind == "sh":
+            found += [(shlex.join(words), [])] if (words := shlex.split(line, comments=True)) else []
+        elif line.startswith("$ "):
+            found.append((shlex.join(shlex.split(line[2:])), []))
+        else:
+            found[-1][1].append(line)
+    return found
+
+
+@pytest.mark.parametrize("snippet", snippets("sh", "console"), ids=str)
+def test_commands_do_and_print_what_is_said(snippet: Snippet, desk: Desk):
+    for command, said in commands(snippet):
+        if command.startswith(tuple(ELSEWHERE)):
+            continue
+        typed = desk.here(command)
+        if typed.startswith("intarsia serve"):
+            end(begin(f"{typed} --port 0 --grpc-port 0", desk.folder))
+            continue
+        done = subprocess.run(
+            shlex.split(typed), cwd=desk.folder, env=environment(), capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, f"{typed}\n{done.stdout}\n{done.stderr}"
+        assert '"error"' not in done.stdout or said, f"{typed}\n{done.stdout}"
+        printed = [" ".join(line.split()) for line in done.stdout.splitlines()]
+        for line in said:
+            assert " ".join(line.split()) in printed, f"{typed} does not print {line!r}:\n{done.stdout}"
+
+
+@pytest.mark.parametrize("snippet", snippets("python"), ids=str)
+def test_programs_run(snippet: Snippet, desk: Desk):
+    program = desk.here(snippet.text)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=desk.folder, env=environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, f"{program}\n{done.stderr}"
+    assert done.stdout.strip()
+
+
+def test_every_command_of_the_documentation_is_marked_as_one():
+    unmarked = [
+        f"{snippet}: {line}"
+        for snippet in snippets("")
+        for line in snippet.text.splitlines()
+        if line.removeprefix("$ ").startswith(tuple(f"{program} " for program in PROGRAMS))
+    ]
+    assert not unmarked
+    for place in ELSEWHERE.values():
+        assert not place.endswith(".py") or (ROOT / place).exists(), place
