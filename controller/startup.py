@@ -16,6 +16,9 @@ from .engine import Engine
 from .info import EngineInfo, GroupInfo
 from .scheduler import Scheduler, SchedulerSettings
 
+SMALLEST_TRIAL_BYTES, LARGEST_TRIAL_BYTES = 2**20, 2**36
+"""Of a plan that only has to be one."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
@@ -26,6 +29,7 @@ class EngineSettings:
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
     max_model_len: int | None = None  # prompt and generated tokens of one request; None: what the model was made for
     prefix_caching: bool = True
+    gpu_memory_utilization: float | None = None  # of a GPU's memory, for all; None, or no GPU: what `plan` says
     max_images_per_request: int = 1  # where a model takes images
     served_model_name: str | None = None  # None: the checkpoint folder's
     name: str | None = None  # of the engine within the Ray cluster; None: drawn
@@ -35,6 +39,11 @@ class EngineSettings:
             raise InvalidSetting(
                 f"max_model_len must leave room for a prompt token and a new one (2), got {self.max_model_len}",
                 field="max_model_len",
+            )
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise InvalidSetting(
+                f"gpu_memory_utilization must be more than 0 and at most 1, got {share}", field="gpu_memory_utilization"
             )
         if self.max_images_per_request < 1:
             raise InvalidSetting(
@@ -52,6 +61,8 @@ class Workers(Protocol):
 
     def start_step(self, step: Step) -> Awaitable[StepResult]: ...
 
+    async def spare_memory(self, trial: MemoryPlan, limits: RunnerLimits, share: float) -> int | None: ...
+
     async def prepare_form(self, kind: str, text: str) -> None: ...
 
     async def lost(self) -> IntarsiaError: ...
@@ -61,9 +72,11 @@ async def build_engine(settings: EngineSettings, workers: Workers) -> Engine:
     """Load the model, plan and allocate the memory. The engine's loop is the caller's to run."""
     facts = await workers.load(settings.model)
     max_model_len = _max_model_len(settings, facts)
-    plan = plan_memory(facts.layers, _plan_settings(settings, facts), max_model_len)
     limits = settings.scheduler
-    await workers.allocate(plan, RunnerLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_model_len))
+    sizes = RunnerLimits(limits.max_num_seqs, limits.max_num_batched_tokens, max_model_len)
+    wanted = await _with_spare_memory(_plan_settings(settings, facts), settings, facts, workers, sizes)
+    plan = plan_memory(facts.layers, wanted, max_model_len)
+    await workers.allocate(plan, sizes)
     manager = CacheManager(plan, CacheSettings(prefix_caching=settings.prefix_caching))
     return Engine(_describe(settings, facts, plan, max_model_len), Scheduler(limits, manager), manager, workers)
 
@@ -87,6 +100,29 @@ def _plan_settings(settings: EngineSettings, facts: ModelFacts) -> PlanSettings:
     size = settings.plan.block_tokens
     image_tokens = -(-facts.image_tokens // size) * size
     return replace(settings.plan, encoder_tokens=image_tokens * settings.max_images_per_request)
+
+
+async def _with_spare_memory(
+    wanted: PlanSettings, settings: EngineSettings, facts: ModelFacts, workers: Workers, sizes: RunnerLimits
+) -> PlanSettings:
+    """With all the memory that the devices have to spare, where that was asked for and they have their own."""
+    if settings.gpu_memory_utilization is None:
+        return wanted
+    trial = _smallest_plan(wanted, facts, sizes.max_model_len)
+    spare = await workers.spare_memory(trial, sizes, settings.gpu_memory_utilization)
+    return wanted if spare is None else replace(wanted, memory_bytes=spare)
+
+
+def _smallest_plan(wanted: PlanSettings, facts: ModelFacts, max_model_len: int) -> MemoryPlan:
+    """Of a power of two of bytes."""
+    memory_bytes = SMALLEST_TRIAL_BYTES
+    while True:
+        try:
+            return plan_memory(facts.layers, replace(wanted, memory_bytes=memory_bytes), max_model_len)
+        except InvalidSetting:
+            if memory_bytes >= LARGEST_TRIAL_BYTES:
+                raise
+            memory_bytes *= 2
 
 
 def _longest(plan: MemoryPlan, max_model_len: int) -> int | None:

@@ -77,6 +77,12 @@ class WorkerGroup:
         await self._all("allocate", plan, limits)
         self._serving = [actor.serve.remote() for actor in self._actors]
 
+    async def spare_memory(self, trial: MemoryPlan, limits: RunnerLimits, share: float) -> int | None:
+        """Bytes for pages on the rank that has least; None where devices have no memory of their own."""
+        await self._stop_serving()
+        spare = await self._all("spare_memory", trial, limits, share)
+        return None if None in spare else min(spare)
+
     async def prepare_form(self, kind: str, text: str) -> None:
         """Compile the form of an answer where tokens are drawn. Raises `InvalidRequest`, naming the field."""
         await self._beside[0].ask("form", kind, text)

@@ -44,7 +44,13 @@ def serve(
     model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face checkpoint directory.")],
     tensor_parallel_size: Annotated[int, typer.Option(help="Workers that share the model, one GPU each.")] = 1,
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
-    kv_cache_memory: Annotated[str, typer.Option(help="Memory for keys and values, per worker.")] = "64MiB",
+    kv_cache_memory: Annotated[
+        str | None,
+        typer.Option(help="Memory for keys and values, per worker.  [default: what a GPU can spare; else 64MiB]"),
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(help="Share of a GPU's memory for weights, steps, and keys and values together.")
+    ] = 0.9,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the blocks of known prompt prefixes.")] = True,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens in one step.")] = 2048,
     max_num_seqs: Annotated[int, typer.Option(help="Most requests in one step.")] = 64,

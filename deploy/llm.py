@@ -93,7 +93,9 @@ class LLM:
     model                     a local Hugging Face checkpoint directory
     tensor_parallel_size      1: workers that share the model, one GPU (or share of the CPU cores) each
     block_size                16: tokens per KV block
-    kv_cache_memory           "64MiB": for keys and values on each worker, as text with a unit or a number of bytes
+    kv_cache_memory           for keys and values on each worker, as text with a unit or a number of bytes; None: what a
+                              GPU can spare, else 64 MiB
+    gpu_memory_utilization    0.9: share of a GPU's memory that may be used, if kv_cache_memory is None
     enable_prefix_caching     True: reuse the blocks of known prompt prefixes
     max_num_batched_tokens    2048: most tokens in one step
     max_num_seqs              64: most requests in one step

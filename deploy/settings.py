@@ -10,6 +10,8 @@ from ..errors import InvalidSetting
 from ..kvcache.plan import PlanSettings
 from ..workers.facts import ModelSettings
 
+CPU_KV_CACHE_MEMORY = "64MiB"
+
 _UNITS: Mapping[str, int] = {
     "": 1, "B": 1,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -22,7 +24,8 @@ def engine_settings(
     *,
     tensor_parallel_size: int = 1,
     block_size: int = 16,
-    kv_cache_memory: str | int = "64MiB",
+    kv_cache_memory: str | int | None = None,
+    gpu_memory_utilization: float = 0.9,
     enable_prefix_caching: bool = True,
     max_num_batched_tokens: int = 2048,
     max_num_seqs: int = 64,
@@ -46,8 +49,10 @@ def engine_settings(
 ) -> EngineSettings:
     """Settings of an engine. Raises `InvalidSetting`, naming the field.
 
-    kv_cache_memory: bytes per rank for keys and values, as a number or as text with a unit ("64MiB", "10GB")
+    kv_cache_memory: bytes per rank for keys and values, as a number or as text with a unit ("64MiB", "10GB"). None:
+        what `gpu_memory_utilization` leaves of a GPU beside weights and steps; without a GPU, `CPU_KV_CACHE_MEMORY`
     """
+    memory = CPU_KV_CACHE_MEMORY if kv_cache_memory is None else kv_cache_memory
     return EngineSettings(
         model=ModelSettings(
             model_dir=str(model),
@@ -59,7 +64,7 @@ def engine_settings(
             torch_compile=torch_compile,
             trust_remote_code=trust_remote_code,
         ),
-        plan=plan_settings(kv_cache_memory, block_size, strategy, expected_average_seq_len),
+        plan=plan_settings(memory, block_size, strategy, expected_average_seq_len),
         scheduler=SchedulerSettings(
             max_num_seqs,
             max_num_batched_tokens,
@@ -71,6 +76,7 @@ def engine_settings(
         ),
         max_model_len=max_model_len,
         prefix_caching=enable_prefix_caching,
+        gpu_memory_utilization=gpu_memory_utilization if kv_cache_memory is None else None,
         max_images_per_request=max_images_per_request,
         served_model_name=served_model_name,
         name=name,

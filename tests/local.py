@@ -29,6 +29,9 @@ class LocalWorkers:
     async def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None:
         self.worker.allocate(plan, limits)
 
+    async def spare_memory(self, trial: MemoryPlan, limits: RunnerLimits, share: float) -> int | None:
+        return self.worker.spare_memory(trial, limits, share)
+
     async def prepare_form(self, kind: str, text: str) -> None:
         await asyncio.to_thread(self.worker.prepare_form, kind, text)
 

@@ -41,6 +41,9 @@ class WorkerActor:
     def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None:
         self._real().allocate(plan, limits)
 
+    def spare_memory(self, trial: MemoryPlan, limits: RunnerLimits, share: float) -> int | None:
+        return self._real().spare_memory(trial, limits, share)
+
     def listen(self, host: str) -> tuple[Address, Address]:
         return self._real().listen(host)
 

@@ -122,12 +122,12 @@ def _is_plain_decode(rows: _Rows) -> bool:
     return bool((rows.query_lens == 1).all() and rows.finishes.all() and (rows.computed > 0).all())
 
 
-def _warm_up_rows(computed: int, rows: int = 1) -> _Rows:
+def _warm_up_rows(computed: int, rows: int = 1, tokens: int = WARM_UP_TOKENS) -> _Rows:
     """Rows of a few tokens, behind `computed` ones."""
     return _Rows(
         slots=np.zeros(rows, dtype=np.int64),
         places=np.arange(rows),
-        query_lens=np.full(rows, WARM_UP_TOKENS, dtype=np.int32),
+        query_lens=np.full(rows, tokens, dtype=np.int32),
         computed=np.full(rows, computed, dtype=np.int32),
         finishes=np.ones(rows, dtype=bool),
     )
@@ -196,6 +196,19 @@ class ModelRunner:
         record = recorder(self._model.device)
         if record is not None and not settings.enforce_eager and self._model.cross is None:
             self._graphs = DecodeGraphs(self._model, record)
+
+    @torch.inference_mode()
+    def run_largest_steps(self, backend: str | None) -> None:
+        """Steps of as many tokens as there may be, of one prompt and of many rows, over the null block."""
+        limits = self._limits
+        longest = min(limits.max_num_batched_tokens, limits.max_model_len)
+        rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        each = min(limits.max_num_batched_tokens // rows, longest)
+        self._tables.prompt[0] = np.zeros(max(longest, WARM_UP_TOKENS), dtype=np.int64)
+        self._model.attention.learn(lambda: self._forward(_warm_up_rows(0)), backend)
+        self._forward(_warm_up_rows(0, tokens=longest))
+        self._forward(_warm_up_rows(0, rows=rows, tokens=each))
+        self._tables.retire(0)
 
     def _compile(self) -> None:
         """Now, not when requests come: no, one and several tokens are different things to a compiler, and so are

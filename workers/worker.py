@@ -19,6 +19,7 @@ from .collectives import make_collectives
 from .environment import threads_per_worker
 from .facts import ModelFacts, ModelSettings, RunnerLimits
 from .grammars import Grammars
+from .memory import device_memory, spare_bytes
 from .model import LoadedModel, load_model
 from .parallel import TensorParallel
 from .runner import Drawn, ModelRunner
@@ -72,6 +73,19 @@ class Worker:
         self._model.allocate(plan, self._settings.attention_backend)
         self._runner = ModelRunner(self._model, plan, limits, self._parallel, self._grammars)
         self._runner.warm_up(self._settings)
+
+    def spare_memory(self, trial: MemoryPlan, limits: RunnerLimits, share: float) -> int | None:
+        """Bytes left for pages when the engine takes `share` of the device's memory; None where a device has none of
+        its own. trial: a small plan, to run the largest steps over."""
+        memory = device_memory(self._device)
+        if memory is None:
+            return None
+        assert self._model is not None and self._settings is not None, "load a model first"
+        assert self._grammars is not None
+        backend = self._settings.attention_backend
+        self._model.allocate(trial, backend)
+        runner = ModelRunner(self._model, trial, limits, self._parallel, self._grammars)
+        return spare_bytes(memory, share, lambda: runner.run_largest_steps(backend), trial.memory_bytes)
 
     def run(self, step: Step) -> StepResult:
         """One step. Whatever goes wrong is an answer too: the controller decides what becomes of the requests."""

@@ -1,0 +1,80 @@
+"""How much of a device's memory is left for pages, found out by running a step.
+
+    the device   |  others, the runtime  |  weights  |  a step's own memory  |  pages  |  left alone  |
+                 |<-------------------  gpu_memory_utilization of it  ----------------->|
+
+A step's own memory can not be told from a config: it depends on the module, the backend and the allocator. So the
+largest steps are run once, over the null block, before there are pages.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from ..errors import InvalidSetting
+
+
+class DeviceMemory(Protocol):
+    """The memory of one device, in bytes."""
+
+    def total(self) -> int: ...
+
+    def in_use(self) -> int:
+        """By anybody."""
+        ...
+
+    def peak_of(self, work: Callable[[], object]) -> int:
+        """The most that tensors took while `work` ran, beyond those that were there before."""
+        ...
+
+
+class CudaMemory:
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def total(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[1]
+
+    def in_use(self) -> int:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
+
+    def peak_of(self, work: Callable[[], object]) -> int:
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        work()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device) - before
+
+
+def device_memory(device: torch.device) -> DeviceMemory | None:
+    """None where memory is not a device's own: a CPU shares it with the whole machine."""
+    return CudaMemory(device) if device.type == "cuda" else None
+
+
+def spare_bytes(memory: DeviceMemory, share: float, work: Callable[[], object], trial_bytes: int) -> int:
+    """What is left for pages of `share` of the memory. trial_bytes: of pages that are there now and will go.
+
+    Raises `InvalidSetting` when nothing is.
+    """
+    peak = memory.peak_of(work)
+    used = memory.in_use() - trial_bytes
+    allowed = int(memory.total() * share)
+    if allowed <= used + peak:
+        raise InvalidSetting(
+            f"gpu_memory_utilization of {share:g} allows {_gib(allowed)} of the device's {_gib(memory.total())}; "
+            f"weights and what else is there take {_gib(used)}, a step takes {_gib(peak)}, so nothing is left for keys "
+            "and values. Raise it, lower max_num_batched_tokens, or spread the model over more devices "
+            "(tensor_parallel_size).",
+            field="gpu_memory_utilization",
+            asked=share,
+            needed=used + peak,
+        )
+    return allowed - used - peak
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"
