@@ -70,7 +70,7 @@ async def _measure(model: str, args: argparse.Namespace) -> dict[str, list[float
     settings: dict[str, Any] = {"kv_cache_memory": "256MiB", "enable_prefix_caching": False, "max_num_seqs": 64}
     ensure_ray(4)
     engine = await start_engine(engine_settings(model, **settings))
-    front_end = FrontEnd.of(engine.client, None, FrontEndSettings(args.stream_interval_s))
+    front_end = FrontEnd(engine.client, None, FrontEndSettings(args.stream_interval_s))
     server = HttpServer(make_app(lambda: front_end))
     own_port = int((await server.start(port=0)).rpartition(":")[2])
     serve_port = _free_port()

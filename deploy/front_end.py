@@ -60,27 +60,16 @@ class FrontEnd:
         self,
         engine: EngineClient,
         tokenizer: Tokenizer | None,
-        images: ImageReader | None = None,
         settings: FrontEndSettings | None = None,
         fleet: Fleet | None = None,
     ):
         """fleet: to choose among for each request; None: there is but this engine."""
-        self._fleet = fleet
         self.settings = settings or FrontEndSettings()
         self.tokenizer = tokenizer
         self._engine = engine
-        self._images = images
+        self._fleet = fleet
+        self._images = ImageReader.of(engine.info)
         self._running: dict[str, Answers] = {}  # by request id
-
-    @classmethod
-    def of(
-        cls,
-        engine: EngineClient,
-        tokenizer: Tokenizer | None,
-        settings: FrontEndSettings | None = None,
-        fleet: Fleet | None = None,
-    ) -> "FrontEnd":
-        return cls(engine, tokenizer, ImageReader.of(engine.info), settings, fleet)
 
     @property
     def info(self) -> EngineInfo:

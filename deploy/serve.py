@@ -70,7 +70,7 @@ async def serving(settings: EngineSettings, server: ServerSettings) -> AsyncIter
     with loading_bar() as watch:
         engine = await start_engine(settings, watch)
     try:
-        front_end = FrontEnd.of(engine.client, tokenizer, server.front_end)
+        front_end = FrontEnd(engine.client, tokenizer, server.front_end)
         http, grpc = HttpServer(make_app(lambda: front_end, access), access), GrpcServer(front_end, access)
         try:
             yield (

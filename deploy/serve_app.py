@@ -78,7 +78,7 @@ class Replica:
         self._engine: RunningEngine | None = await start_engine(wanted)
         alike = name.rpartition("-")[0]
         self._fleet = Fleet(self._engine.client, name, lambda: find_engines(f"{alike}-"))
-        self._front_end = FrontEnd.of(
+        self._front_end = FrontEnd(
             self._engine.client,
             tokenizer,
             FrontEndSettings(options.stream_interval_s, options.max_ongoing_requests),

@@ -8,8 +8,8 @@ The life of a request here, in five verbs:
     manager.commit(request)                      # after it, if it was more than one token: name, give back
     manager.release(request)                     # finished or preempted: give everything back
 
-Asking changes nothing. `extend` is all or nothing. A decode step below a request's watermark touches nothing: `due`
-answers for a whole batch with one comparison. No torch, no Ray: a test, a simulator and the engine call the same class.
+Asking changes nothing. `extend` is all or nothing. A decode step below a request's watermark (`quiet_until`) touches
+nothing. No torch, no Ray: a test, a simulator and the engine call the same class.
 """
 
 import heapq

@@ -22,7 +22,7 @@ def serve_script(loop: Any) -> Iterator[Callable[..., tuple[ScriptedEngine, str]
         engine: Any = ScriptedEngine(script)
 
         async def listen() -> str:
-            engine.server = GrpcServer(FrontEnd.of(engine, tokenizer))
+            engine.server = GrpcServer(FrontEnd(engine, tokenizer))
             servers.append(engine.server)
             return await engine.server.start(port=0)
 

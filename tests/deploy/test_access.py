@@ -44,7 +44,7 @@ def start(loop: Any) -> Iterator[Start]:
 
     def begin(settings: AccessSettings, front_end_settings: FrontEndSettings | None = None) -> Addresses:
         async def listen() -> Addresses:
-            front_end = FrontEnd.of(ScriptedEngine(SCRIPT), None, front_end_settings)  # type: ignore[arg-type]
+            front_end = FrontEnd(ScriptedEngine(SCRIPT), None, front_end_settings)  # type: ignore[arg-type]
             access = Access(settings)
             http, rpc = HttpServer(make_app(lambda: front_end, access), access), GrpcServer(front_end, access)
             servers.extend((http, rpc))

@@ -59,7 +59,7 @@ def service(ray_cluster: None, loop: Loop, tiny: Callable) -> Iterator[Service]:
     engine = loop.run(start_engine(settings))
 
     async def listen() -> tuple[GrpcServer, str]:
-        server = GrpcServer(FrontEnd.of(engine.client, None))
+        server = GrpcServer(FrontEnd(engine.client, None))
         return server, await server.start(port=0)
 
     server, address = loop.run(listen())
@@ -204,7 +204,7 @@ def test_answers_of_a_given_form_over_the_wire(ray_cluster: None, talker: Path, 
 
     async def start() -> tuple[RunningEngine, GrpcServer, str]:
         engine = await start_engine(engine_settings(str(talker), tensor_parallel_size=2, kv_cache_memory="1MiB"))
-        server = GrpcServer(FrontEnd.of(engine.client, Tokenizer.load(talker)))
+        server = GrpcServer(FrontEnd(engine.client, Tokenizer.load(talker)))
         return engine, server, await server.start(port=0)
 
     engine, server, address = loop.run(start())
@@ -366,7 +366,7 @@ def test_images_go_through_grpc_to_the_vision_towers_of_two_workers(ray_cluster:
     engine = loop.run(start_engine(settings))
 
     async def listen() -> tuple[GrpcServer, str]:
-        server = GrpcServer(FrontEnd.of(engine.client, None))
+        server = GrpcServer(FrontEnd(engine.client, None))
         return server, await server.start(port=0)
 
     server, address = loop.run(listen())

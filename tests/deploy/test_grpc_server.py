@@ -165,7 +165,7 @@ def test_reflection_lists_the_service(serve_script):
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", ""])
 def test_host_beyond_this_machine_is_refused(loop, host):
     async def start():
-        await GrpcServer(FrontEnd.of(ScriptedEngine([]), None)).start(host, 0)  # type: ignore[arg-type]
+        await GrpcServer(FrontEnd(ScriptedEngine([]), None)).start(host, 0)  # type: ignore[arg-type]
 
     with pytest.raises(InvalidSetting, match="loopback") as refusal:
         loop.run(start())
@@ -176,7 +176,7 @@ def test_port_in_use_is_refused_with_a_way_out(serve_script, loop):
     _, address = serve_script()
 
     async def start():
-        await GrpcServer(FrontEnd.of(ScriptedEngine([]), None)).start("127.0.0.1", int(address.rpartition(":")[2]))  # type: ignore[arg-type]
+        await GrpcServer(FrontEnd(ScriptedEngine([]), None)).start("127.0.0.1", int(address.rpartition(":")[2]))  # type: ignore[arg-type]
 
     with pytest.raises(InvalidSetting, match="in use") as refusal:
         loop.run(start())

@@ -33,7 +33,7 @@ def api(ray_cluster: None, talker: Path, loop: Loop) -> Iterator[Api]:
     assert tokenizer is not None
 
     async def listen() -> tuple[FrontEnd, HttpServer, str]:
-        front_end = FrontEnd.of(engine.client, tokenizer)
+        front_end = FrontEnd(engine.client, tokenizer)
         server = HttpServer(make_app(lambda: front_end))
         return front_end, server, await server.start(port=0)
 
