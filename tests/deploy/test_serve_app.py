@@ -21,7 +21,7 @@ from intarsia import SamplingParams
 from intarsia.deploy.client import Asked, Chunk, Client
 from intarsia.deploy.fleet import LOOK_AROUND_EVERY_S
 from intarsia.deploy.serve_app import app
-from intarsia.errors import InvalidRequest, InvalidSetting
+from intarsia.errors import InvalidRequest, InvalidSetting, Unauthenticated
 from intarsia.tests.conftest import free_port
 
 GREEDY: Any = {"temperature": 0, "max_tokens": 20, "extra_body": {"ignore_eos": True}}
@@ -137,6 +137,21 @@ def test_a_rolling_redeploy_under_load_fails_no_stream(client: openai.OpenAI, ta
     print(f"{len(told)} streams")
     assert set(told) == {whole} and len(told) > 16
     assert not before & replica_names()
+
+
+def test_keys_are_asked_for_through_serve_too(addresses: Addresses, talker: Path, tmp_path: Path):
+    (tmp_path / "keys").write_text("oak\n")
+    serve.run(app(settings_of(talker, num_replicas="1", api_key_file=str(tmp_path / "keys"))))
+    for key in ("oak", "ash"):
+        http = openai.OpenAI(base_url=addresses.http, api_key=key, max_retries=0)
+        with Client(addresses.grpc, api_key=key) as grpc:
+            if key == "oak":
+                assert http.models.list().data and grpc.model_info().model == "talker"
+                continue
+            with pytest.raises(openai.AuthenticationError):
+                http.models.list()
+            with pytest.raises(Unauthenticated, match="this key is not known here"):
+                grpc.model_info()
 
 
 def replica_names() -> set[str]:
