@@ -4,7 +4,7 @@ A connection is also the front end's lease: when it closes, its requests are abo
 
     front end -> engine   ["submit", handle, tokens, sampling, images, terms, stream_interval_s]   ["abort", handle]
                           ["load", handle]   ["cache", handle]   ["probe", handle, tokens]
-                            ["watch", handle]   ["unwatch", handle]
+                          ["watch", handle]   ["unwatch", handle]
     engine -> front end   first the EngineInfo; then, per step, [handles, tokens, [[handle, tag, what], ...]], where
                           what is a delta, an error, the answer to a question, or events of the cache
 

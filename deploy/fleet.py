@@ -67,8 +67,9 @@ class Fleet:
     async def choose(self, prompt: Sequence[int]) -> EngineClient:
         """Where a request with this prompt is answered soonest."""
         engines = dict(self._engines)
-        if len(engines) == 1:
-            return engines[self._own]
+        own = engines[self._own]
+        if len(engines) == 1 or len(prompt) >= own.info.max_model_len:  # which is refused, wherever it goes
+            return own
         probes = await asyncio.gather(*[self._probe(engine, prompt) for engine in engines.values()])
         answered = {name: probe for name, probe in zip(engines, probes, strict=True) if probe is not None}
         return engines[choose(answered, self._own, len(prompt))]
