@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -143,10 +144,15 @@ def desk(talker: Path, tiny: Callable, tmp_path_factory: pytest.TempPathFactory)
     Image.new("RGB", (40, 30), "peru").save(folder / "panel.jpg")
     seeing = seeing_model(folder / "seeing", tiny("mllama").path)
     ports = [free_port() for _ in range(4)]
-    servers = [
-        begin(f"intarsia serve {model} --kv-cache-memory 4MiB --port {http} --grpc-port {grpc}", folder)
-        for model, http, grpc in ((talker, *ports[:2]), (seeing, *ports[2:]))
-    ]
+    with ThreadPoolExecutor(2) as pool:
+        servers = list(
+            pool.map(
+                lambda model, http, grpc: begin(f"intarsia serve {model} --port {http} --grpc-port {grpc}", folder),
+                (talker, seeing),
+                ports[::2],
+                ports[1::2],
+            )
+        )
     yield Desk(folder, talker, ports[0], ports[1], ports[3])
     for server in servers:
         end(server)
@@ -171,6 +177,8 @@ def test_commands_do_and_print_what_is_said(snippet: Snippet, desk: Desk):
         if command.startswith(tuple(ELSEWHERE)):
             continue
         typed = desk.here(command)
+        if command == "intarsia serve path/to/checkpoint":
+            continue  # the desk's own server
         if typed.startswith("intarsia serve"):
             end(begin(f"{typed} --port 0 --grpc-port 0", desk.folder))
             continue
@@ -204,3 +212,21 @@ def test_every_command_of_the_documentation_is_marked_as_one():
     assert not unmarked
     for place in ELSEWHERE.values():
         assert not place.endswith(".py") or (ROOT / place).exists(), place
+
+
+@pytest.mark.slow
+def test_the_demo_prints_what_the_readme_shows():
+    [shown] = re.findall(
+        r"^`make demo` prints:\n\n```\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    command = [str(Path(sys.executable).with_name("intarsia")), "demo"]
+    wide = environment() | {"COLUMNS": "200"}
+    done = subprocess.run(command, env=wide, capture_output=True, text=True, timeout=300, check=True)
+    printed = {without_numbers(line) for line in done.stdout.splitlines()}
+    for line in shown.splitlines():
+        assert line.startswith("...") or without_numbers(line) in printed, f"{line!r} is not printed:\n{done.stdout}"
+
+
+def without_numbers(line: str) -> str:
+    """Times, ports and sizes differ; words do not."""
+    return " ".join(re.sub(r"\d[\d.,]*", "0", line).split())

@@ -6,21 +6,24 @@ import sys
 from pathlib import Path
 
 import httpx
+import pytest
 
 from intarsia.tests.deploy.openai.conftest import Api
-
-EXAMPLES = 200
-"""Of each operation."""
 
 TIMEOUT_S = 900
 
 
-def test_schemathesis_finds_no_server_error_and_no_mismatch(api: Api):
+@pytest.mark.parametrize(
+    ("examples", "phases"),
+    [(40, "coverage,fuzzing"), pytest.param(200, "coverage,fuzzing,stateful", marks=pytest.mark.slow)],
+)
+def test_schemathesis_finds_no_server_error_and_no_mismatch(api: Api, examples: int, phases: str):
+    """examples: of each operation"""
     here = Path(__file__).parent
     command = [
         str(Path(sys.executable).with_name("schemathesis")), "--config-file", str(here / "schemathesis.toml"),
-        "run", f"{api.url}/openapi.json", "--max-examples", str(EXAMPLES), "--mode", "all", "--workers", "4",
-        "--phases", "coverage,fuzzing", "--no-color",
+        "run", f"{api.url}/openapi.json", "--max-examples", str(examples), "--mode", "all", "--workers", "4",
+        "--phases", phases, "--no-color",
     ]  # fmt: skip
     environment = os.environ | {"SCHEMATHESIS_HOOKS": "intarsia.tests.deploy.openai.schemathesis_hooks"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
