@@ -30,7 +30,7 @@ from intarsia.tests.conftest import free_port
 ROOT = Path(__file__).parents[1]
 PAGES = sorted({ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("*/*/README.md")})
 PROGRAMS = ("intarsia", "curl", "grpcurl", "serve", "ray", "make", "python", "pip", "apt-get")
-TRACES = ROOT.parent / "shared" / "data" / "traces"
+TRACE = ROOT.parent / "shared" / "data" / "traces" / "mooncake_conversation.jsonl.gz"
 
 ELSEWHERE = {
     "make demo": ".ci/run",
@@ -85,7 +85,7 @@ class Desk(NamedTuple):
             ("127.0.0.1:50051", f"127.0.0.1:{self.grpc_port}"),
             ("0.0.0.0", "127.0.0.1"),
             ("4GiB", "4MiB"),
-            ("mooncake_conversation.jsonl.gz", str(TRACES / "mooncake_conversation.jsonl.gz")),
+            (TRACE.name, str(TRACE)),
         ):
             text = text.replace(there, here)
         if re.match(r"intarsia generate (?!.*--address)", text):
@@ -176,6 +176,8 @@ def test_commands_do_and_print_what_is_said(snippet: Snippet, desk: Desk):
     for command, said in commands(snippet):
         if command.startswith(tuple(ELSEWHERE)):
             continue
+        if TRACE.name in command and not TRACE.exists():
+            pytest.skip("published traces are not part of the repository")
         typed = desk.here(command)
         if command == "intarsia serve path/to/checkpoint":
             continue  # the desk's own server
