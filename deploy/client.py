@@ -112,11 +112,7 @@ class Client:
         """timeout_s: for each call; None waits as long as it takes."""
         self.address = address
         self._options = _call_options(timeout_s, api_key)
-        self._channel = (
-            grpc.insecure_channel(address, options=OPTIONS)
-            if tls is None
-            else grpc.secure_channel(address, tls.credentials(), options=OPTIONS)
-        )
+        self._channel = _channel(grpc, address, tls)
         self._stub = pb_grpc.InferenceStub(self._channel)
 
     def generate(
@@ -236,11 +232,7 @@ class AsyncClient:
     ):
         self.address = address
         self._options = _call_options(timeout_s, api_key)
-        self._channel = (
-            grpc.aio.insecure_channel(address, options=OPTIONS)
-            if tls is None
-            else grpc.aio.secure_channel(address, tls.credentials(), options=OPTIONS)
-        )
+        self._channel = _channel(grpc.aio, address, tls)
         self._stub: Any = pb_grpc.InferenceStub(self._channel)  # type: ignore[arg-type]
 
     async def generate(
@@ -342,6 +334,13 @@ class _Batch:
 
     def outcomes(self) -> list[Chunk | IntarsiaError]:
         return [self._errors.get(n) or _joined(chunks) for n, chunks in enumerate(self._chunks)]
+
+
+def _channel(api: Any, address: str, tls: Tls | None) -> Any:
+    """api: `grpc`, or `grpc.aio`"""
+    if tls is None:
+        return api.insecure_channel(address, options=OPTIONS)
+    return api.secure_channel(address, tls.credentials(), options=OPTIONS)
 
 
 def _call_options(timeout_s: float | None, api_key: str | None) -> dict[str, Any]:
