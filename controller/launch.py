@@ -6,7 +6,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 import ray
@@ -91,8 +91,8 @@ async def start_engine(settings: EngineSettings, watch: Watch | None = None) -> 
     return RunningEngine(controller, client, owns_ray=owns_ray)
 
 
-async def find_engines(prefix: str) -> dict[str, Address]:
-    """Engines of the Ray cluster that are ready and whose names begin so."""
+async def find_engines(prefix: str, known: Collection[str] = ()) -> dict[str, Address]:
+    """Engines of the Ray cluster that are ready and whose names begin so, beside those that are known."""
 
     def list_names() -> list[str]:
         actors: list[Any] = ray.util.list_named_actors(all_namespaces=True)
@@ -105,7 +105,7 @@ async def find_engines(prefix: str) -> dict[str, Address]:
         except (ValueError, TimeoutError, IntarsiaError):  # it has gone meanwhile, or is busy starting
             return None
 
-    names = await asyncio.to_thread(list_names)
+    names = [name for name in await asyncio.to_thread(list_names) if name not in known]
     addresses = await asyncio.gather(*map(address_of, names))
     return {name: address for name, address in zip(names, addresses, strict=True) if address is not None}
 

@@ -14,7 +14,7 @@ back over the connection that every front end has with its own engine too: one m
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from ..controller.client import EngineClient
 from ..controller.info import Probe
@@ -35,8 +35,8 @@ DECODING_TOKENS = 64
 MOVE_TOKENS = 32
 """What another engine must save at least: every front end leans to its own."""
 
-Discover = Callable[[], Awaitable[Mapping[str, Address]]]
-"""Finds the engines that there are now, by name."""
+Discover = Callable[[Collection[str]], Awaitable[Mapping[str, Address]]]
+"""Finds the engines that there are now, by name, beside those whose names it is given."""
 
 
 def burden(probe: Probe, prompt_tokens: int) -> int:
@@ -90,15 +90,18 @@ class Fleet:
     async def _look_around(self) -> None:
         while True:
             try:
-                await self._meet(await self._discover())
+                await self._forget_gone()
+                await self._meet(await self._discover(self._engines.keys()))
             except Exception:  # the next time may be better; requests go to those we know
                 logger.warning("other engines could not be looked for", exc_info=True)
             await asyncio.sleep(LOOK_AROUND_EVERY_S)
 
-    async def _meet(self, found: Mapping[str, Address]) -> None:
+    async def _forget_gone(self) -> None:
         for name in set(self._engines) - {self._own}:
             if self._engines[name].failure is not None:
                 await self._engines.pop(name).close()
+
+    async def _meet(self, found: Mapping[str, Address]) -> None:
         for name in set(found) - set(self._engines):
             with contextlib.suppress(IntarsiaError):  # it has gone meanwhile
                 self._engines[name] = await EngineClient.connect(found[name])

@@ -12,6 +12,7 @@ import hashlib
 import inspect
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -77,7 +78,7 @@ class Replica:
         tokenizer = Tokenizer.load(wanted.model.model_dir, trust_remote_code=wanted.model.trust_remote_code)
         self._engine: RunningEngine | None = await start_engine(wanted)
         alike = name.rpartition("-")[0]
-        self._fleet = Fleet(self._engine.client, name, lambda: find_engines(f"{alike}-"))
+        self._fleet = Fleet(self._engine.client, name, partial(find_engines, f"{alike}-"))
         self._front_end = FrontEnd(
             self._engine.client,
             tokenizer,

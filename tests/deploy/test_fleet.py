@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from typing import Any
 
 import pytest
@@ -68,8 +68,8 @@ async def two_engines() -> AsyncIterator[Two]:
     loops = [asyncio.ensure_future(engine.run()) for engine in engines.values()]
     addresses: dict[str, Address] = {name: await door.start("127.0.0.1") for name, door in doors.items()}
 
-    async def discover() -> Mapping[str, Address]:
-        return addresses
+    async def discover(known: Collection[str]) -> Mapping[str, Address]:
+        return {name: address for name, address in addresses.items() if name not in known}
 
     clients = {name: await EngineClient.connect(address) for name, address in addresses.items()}
     fleet = Fleet(clients["own"], "own", discover)
