@@ -269,6 +269,9 @@ async def _null_model(count: int, rounds: int, is_full: bool = False) -> dict[st
         async def prepare_form(self, kind: str, text: str) -> None:
             raise NotImplementedError
 
+        async def status(self) -> Any:
+            return []
+
         async def lost(self) -> Any:
             await asyncio.Event().wait()
 

@@ -14,7 +14,9 @@ from .engine import TokenDelta, TokenLogprobs
 from .front_door import ANSWER, EVENTS, decode, decode_events
 from .images import Image
 from .info import CacheState, EngineInfo, EngineLoad, Probe
+from .metrics import Metrics
 from .request import USUAL_TERMS, SamplingParams, Terms
+from .view import EngineView, Look
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +80,14 @@ class EngineClient:
     async def probe(self, tokens: Sequence[int]) -> Probe:
         """What a request with this prompt would meet here. Raises `EngineUnavailable` when the engine is gone."""
         return Probe(*await self._ask("probe", list(tokens)))
+
+    async def metrics(self) -> Metrics:
+        """What was measured since the start. Raises `EngineUnavailable` when the engine is gone."""
+        return Metrics.from_wire(await self._ask("metrics"))
+
+    async def view(self, look: Look) -> EngineView:
+        """All there is to see at one moment. Raises `EngineUnavailable` when the engine is gone."""
+        return EngineView.from_wire(await self._ask("view", look))
 
     async def watch_cache(self) -> AsyncGenerator[list[Event], None]:
         """What becomes known in the prefix cache and what is known no longer, as it happens; what is known already

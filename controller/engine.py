@@ -18,10 +18,13 @@ from ..kvcache.check import Recount, recount
 from ..kvcache.events import Cleared, Event, EventLog
 from ..kvcache.manager import CacheManager, RequestId
 from ..proto.step import Step, StepResult
+from ..workers.facts import WorkerStatus
 from .images import Gallery, Image, lay_out
 from .info import CacheState, EngineInfo, EngineLoad, GroupState, Probe
+from .metrics import Meter, Metrics
 from .request import USUAL_TERMS, Request, SamplingParams, Terms
 from .scheduler import Outcome, Progress, Scheduler
+from .view import EngineView, Journal, Look, StepView, counted, request_views
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,10 @@ class StepRunner(Protocol):
 
     async def lost(self) -> IntarsiaError:
         """Wait until nothing can run any more; why that is."""
+        ...
+
+    async def status(self) -> Sequence[WorkerStatus]:
+        """How each rank is, asked beside the steps."""
         ...
 
 
@@ -103,6 +110,14 @@ class EngineStats:
     run_us: float = 0.0  # that rank 0 spent on steps
 
 
+class _UnderWay(NamedTuple):
+    """A step that was sent."""
+
+    step: Step
+    answer: asyncio.Future[StepResult]
+    plan_us: float
+
+
 class _Caller:
     """Who asked for an answer, and what it has not been told yet because it wants several tokens at once."""
 
@@ -141,7 +156,9 @@ class Engine:
         self._live: dict[RequestId, Request] = {}
         self._next_id = 0
         self._depth = depth
-        self._under_way: deque[tuple[Step, asyncio.Future[StepResult]]] = deque()  # oldest first
+        self._under_way: deque[_UnderWay] = deque()  # oldest first
+        self._meter = Meter()
+        self._journal = Journal()
         self._wake = asyncio.Event()
         self._preparing: set[asyncio.Future[None]] = set()
         self._failure: IntarsiaError | None = None
@@ -193,6 +210,7 @@ class Engine:
                     prompt_logprobs=[] if sampling.prompt_logprobs is not None and not index else None,
                 )
             )
+        self._meter.submitted(sampling.n, sampling.max_tokens)
         self._live.update((request.id, request) for request in requests)
         if sampling.form is None:
             self._queue(requests)
@@ -227,9 +245,15 @@ class Engine:
 
     def abort(self, request_id: RequestId) -> None:
         """Stop an answer and free its blocks. Unknown or finished ones are left alone."""
-        if self._live.pop(request_id, None) is not None and self._scheduler.abort(request_id):
+        request = self._live.pop(request_id, None)
+        if request is not None and self._scheduler.abort(request_id):
             self.stats.aborted_requests += 1
+            self._end_early(request, "abort")
             self._wake.set()
+
+    def _end_early(self, request: Request, how: str) -> None:
+        self._meter.ended(how)
+        self._journal.ended(request, how, time.monotonic())
 
     def recount(self) -> Recount:
         """Count every block from the tables. Raises `AssertionError` on any contradiction."""
@@ -255,6 +279,36 @@ class Engine:
             stats.aborted_requests,
             stats.expired_requests,
             stats.preemptions,
+        )
+
+    def metrics(self) -> Metrics:
+        return self._meter.read(self._manager)
+
+    async def view(self, look: Look) -> EngineView:
+        """All there is to see, at one moment between two steps."""
+        try:
+            workers = tuple(await self._workers.status())
+        except IntarsiaError:  # lost: the requests are told by the loop
+            workers = ()
+        now_s = time.monotonic()
+        count, faults = counted(self._manager) if look.with_recount else (None, "")
+        return EngineView(
+            now_s,
+            self.load(),
+            self.cache_state(),
+            request_views(
+                self._live.values(),
+                self._manager,
+                now_s,
+                with_blocks=look.with_pool,
+                with_tokens=look.with_tokens,
+            ),
+            self._journal.all_ended(look.with_tokens),
+            self._journal.steps(look.since_step),
+            workers,
+            self._manager.pool.map() if look.with_pool else None,
+            count,
+            faults,
         )
 
     def probe(self, tokens: Sequence[int]) -> Probe:
@@ -311,8 +365,8 @@ class Engine:
             )
         finally:
             watch.cancel()
-            for _, answer in self._under_way:
-                answer.cancel()
+            for sent in self._under_way:
+                sent.answer.cancel()
 
     async def _watch(self) -> None:
         """A worker that dies while nothing runs is found out by no step."""
@@ -325,14 +379,15 @@ class Engine:
             started = time.perf_counter()
             step = self._scheduler.plan_step()
             self._tell_expired()
-            self.stats.plan_us += (time.perf_counter() - started) * 1e6
+            plan_us = (time.perf_counter() - started) * 1e6
+            self.stats.plan_us += plan_us
             if step is None:
                 return
-            self._under_way.append((step, asyncio.ensure_future(self._workers.start_step(step))))
+            self._under_way.append(_UnderWay(step, asyncio.ensure_future(self._workers.start_step(step)), plan_us))
 
     async def _finish_oldest(self) -> None:
         """Wait for the answer to the oldest step; new requests need not wait for it if there is room for a step."""
-        step, answer = self._under_way[0]
+        step, answer, plan_us = self._under_way[0]
         started = time.perf_counter()
         if len(self._under_way) < self._depth:
             self._wake.clear()
@@ -348,8 +403,7 @@ class Engine:
         self._deliver(outcome)
         self._tell_watchers()
         commit_us = (time.perf_counter() - answered) * 1e6
-        generated = len(outcome.tokens) + len(outcome.notable)
-        self._count(step, result, generated, wait_us=(answered - started) * 1e6, commit_us=commit_us)
+        self._count(step, result, outcome, plan_us=plan_us, wait_us=(answered - started) * 1e6, commit_us=commit_us)
         # Let front ends submit, abort and receive before the next plan, even if no await above had to wait.
         await asyncio.sleep(0)
 
@@ -365,7 +419,7 @@ class Engine:
         """One call per front end and step, whatever the number of its requests."""
         deliveries: dict[Outlet, Delivery] = {}
         outlet, handles, tokens = None, [], []
-        now_s = time.perf_counter()
+        now_s = time.monotonic()
         for request, token in zip(outcome.requests, outcome.tokens, strict=True):
             caller = request.caller
             if caller.interval_s:  # the request knows its tokens
@@ -383,6 +437,7 @@ class Engine:
             if len(entry.request.tokens) == entry.request.prompt_tokens + 1:
                 self.stats.prompt_tokens += entry.request.prompt_tokens
                 self.stats.cached_tokens += entry.request.cached_tokens
+                self._meter.began(entry.request, now_s)
             delta: TokenDelta | None = _delta(entry)
             if caller.interval_s:
                 caller.kept.append(delta)
@@ -393,6 +448,8 @@ class Engine:
             if entry.finish_reason is not None:
                 del self._live[entry.request.id]
                 self.stats.finished_requests += 1
+                self._meter.finished(entry.request, entry.finish_reason.value, now_s)
+                self._journal.ended(entry.request, entry.finish_reason.value, now_s)
         for outlet, delivery in deliveries.items():
             outlet(delivery)
 
@@ -410,6 +467,7 @@ class Engine:
                 ),
             )
             self.stats.expired_requests += 1
+            self._end_early(request, "deadline")
 
     def _tell(self, request: Request, error: IntarsiaError) -> None:
         request.caller.outlet(Delivery([], [], [(request.caller.handle, error)]))
@@ -418,13 +476,41 @@ class Engine:
         self._failure = error
         for request in self._live.values():
             self._tell(request, error)
+            self._end_early(request, "error")
         self._live.clear()
 
-    def _count(self, step: Step, result: StepResult, tokens: int, *, wait_us: float, commit_us: float) -> None:
-        stats = self.stats
+    def _count(
+        self, step: Step, result: StepResult, outcome: Outcome, *, plan_us: float, wait_us: float, commit_us: float
+    ) -> None:
+        stats, now_s = self.stats, time.monotonic()
+        began = ended = 0
+        for entry in outcome.notable:
+            began += len(entry.request.tokens) == entry.request.prompt_tokens + 1
+            ended += entry.finish_reason is not None
+        generated = len(outcome.tokens) + len(outcome.notable)
+        computed = len(step.decode) + sum(advance.tokens for advance in step.advance)
+        running = self._scheduler.num_running
+        self._meter.stepped(computed, generated - began, now_s)
+        self._journal.stepped(
+            StepView(
+                step.number,
+                now_s,
+                int(plan_us),
+                int(wait_us),
+                int(commit_us),
+                result.run_us,
+                generated - began,
+                computed - (generated - began),
+                began,
+                ended,
+                running,
+                len(self._live) - running,
+                self._scheduler.preemptions - stats.preemptions,
+            )
+        )
         stats.steps += 1
-        stats.generated_tokens += tokens
-        stats.computed_tokens += len(step.decode) + sum(advance.tokens for advance in step.advance)
+        stats.generated_tokens += generated
+        stats.computed_tokens += computed
         stats.preemptions = self._scheduler.preemptions
         stats.swaps = self._scheduler.swaps
         stats.wait_us += wait_us

@@ -3,7 +3,8 @@
 A connection is also the front end's lease: when it closes, its requests are aborted and their blocks are free.
 
     front end -> engine   ["submit", handle, tokens, sampling, images, terms, stream_interval_s]   ["abort", handle]
-                          ["load", handle]   ["cache", handle]   ["probe", handle, tokens]
+                          ["load", handle]   ["cache", handle]   ["probe", handle, tokens]   ["metrics", handle]
+                          ["view", handle, look]
                           ["watch", handle]   ["unwatch", handle]
     engine -> front end   first the EngineInfo; then, per step, [handles, tokens, [[handle, tag, what], ...]], where
                           what is a delta, an error, the answer to a question, or events of the cache
@@ -11,6 +12,7 @@ A connection is also the front end's lease: when it closes, its requests are abo
 Handles are numbers that the front end draws; a request for n answers takes n of them in a row.
 """
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -22,6 +24,7 @@ from ..proto.channel import Address, ChannelClosed, Stream, StreamServer
 from .engine import Delivery, Engine, TokenDelta, TokenLogprobs, Watcher
 from .images import Image
 from .request import SamplingParams, Terms
+from .view import Look
 
 DELTA, ERROR, ANSWER, EVENTS = range(4)
 
@@ -35,6 +38,7 @@ QUESTIONS: Mapping[str, Callable[..., Any]] = {
     "load": Engine.load,
     "cache": Engine.cache_state,
     "probe": Engine.probe,
+    "metrics": lambda engine: engine.metrics().to_wire(),
 }
 """By verb. Answers are plain values and named tuples of them."""
 
@@ -56,6 +60,7 @@ class FrontDoor:
         stream.send_message(self._engine.info)
         requests: dict[int, RequestId] = {}
         watchers: dict[int, Watcher] = {}
+        looks: set[asyncio.Future[None]] = set()
 
         def outlet(delivery: Delivery) -> None:
             others = [_encode(handle, item) for handle, item in delivery.others]
@@ -73,6 +78,11 @@ class FrontDoor:
                     continue
                 if verb in QUESTIONS:
                     stream.send_message([[], [], [[handle, ANSWER, QUESTIONS[verb](self._engine, *rest)]]])
+                    continue
+                if verb == "view":
+                    looking = asyncio.ensure_future(self._show(stream, handle, Look(*rest[0])))
+                    looks.add(looking)
+                    looking.add_done_callback(looks.discard)
                     continue
                 if verb == "watch":
                     watchers[handle] = partial(_send_events, stream, handle)
@@ -97,6 +107,11 @@ class FrontDoor:
                 self._engine.abort(request_id)
             for watcher in watchers.values():
                 self._engine.unwatch_cache(watcher)
+            for looking in looks:
+                looking.cancel()
+
+    async def _show(self, stream: Stream, handle: int, look: Look) -> None:
+        stream.send_message([[], [], [[handle, ANSWER, await self._engine.view(look)]]])
 
 
 def _send_events(stream: Stream, handle: int, events: Sequence[Event]) -> None:

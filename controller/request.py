@@ -288,6 +288,8 @@ class Request:
     terms: Terms = USUAL_TERMS
     caller: Any = None  # who asked; the engine's business
     arrival_s: float = 0.0
+    admitted_s: float = 0.0  # the first time
+    first_token_s: float = 0.0  # when it came
     deadline_s: float = math.inf
     seniority: tuple[float, int] | None = None  # since its first admission: the smaller, the later it is preempted
     is_live: bool = True  # neither finished nor given up

@@ -537,6 +537,7 @@ class Scheduler:
         self._queue.remove(request)
         if request.seniority is None:
             request.seniority = self._seniority(request, now_s)
+            request.admitted_s = now_s
         self._start(request)
         if request.is_at_fork:  # they find in the cache what they would share
             self._release_forks(request)
@@ -588,6 +589,7 @@ class Scheduler:
         fork.cached_tokens, fork.lost_tokens = parent.cached_tokens, parent.lost_tokens
         assert parent.seniority is not None
         fork.seniority = parent.seniority[0], fork.id
+        fork.admitted_s = parent.admitted_s
         self._start(fork)
         self._forked.append(self._admit(fork, has_encoded=True))
         return True

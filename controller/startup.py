@@ -1,7 +1,7 @@
 """From settings and a worker group to an engine that is ready to serve."""
 
 import bisect
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -11,7 +11,7 @@ from ..kvcache.manager import CacheManager, CacheSettings
 from ..kvcache.plan import MemoryPlan, PlanSettings
 from ..kvcache.strategies import plan_memory
 from ..proto.step import Step, StepResult
-from ..workers.facts import ModelFacts, ModelSettings, RunnerLimits
+from ..workers.facts import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
 from .engine import Engine
 from .info import EngineInfo, GroupInfo
 from .scheduler import Scheduler, SchedulerSettings
@@ -66,6 +66,8 @@ class Workers(Protocol):
     async def prepare_form(self, kind: str, text: str) -> None: ...
 
     async def lost(self) -> IntarsiaError: ...
+
+    async def status(self) -> Sequence[WorkerStatus]: ...
 
 
 async def build_engine(settings: EngineSettings, workers: Workers) -> Engine:

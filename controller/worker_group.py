@@ -19,7 +19,7 @@ from ..kvcache.plan import MemoryPlan
 from ..proto.channel import ChannelClosed, Stream
 from ..proto.step import Step, StepResult
 from ..workers.actor import WorkerActor
-from ..workers.facts import ModelFacts, ModelSettings, RunnerLimits
+from ..workers.facts import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
 from .remote import answer
 
 PLACEMENT_TIMEOUT_S = 60.0
@@ -124,6 +124,10 @@ class WorkerGroup:
         finally:
             for watch in watches:
                 watch.cancel()
+
+    async def status(self) -> list[WorkerStatus]:
+        """How each rank is. Raises `EngineUnavailable` when one is gone."""
+        return [WorkerStatus(*each) for each in await asyncio.gather(*(b.ask("status") for b in self._beside))]
 
     async def process_ids(self) -> list[int]:
         """Of the workers, in rank order."""

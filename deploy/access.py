@@ -7,8 +7,9 @@ to be told that it shall do without.
 import hashlib
 import hmac
 import ipaddress
+import secrets
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,8 +17,11 @@ import grpc
 
 from ..errors import InvalidSetting, Unauthenticated
 
-OPEN_PATHS = frozenset({"/health"})
-"""Of HTTP: what is answered without a key, since load balancers have none."""
+OPEN_PATHS = frozenset({"/health", "/console"})
+"""Of HTTP: what is answered without a key. Load balancers have none, and the console's page holds nothing secret."""
+
+ADMIN_PATHS = ("/console/",)
+"""Of HTTP: what begins so wants the admin key."""
 
 OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 
@@ -30,6 +34,8 @@ class AccessSettings:
 
     api_key: tuple[str, ...] = field(default=(), repr=False)  # any of them
     api_key_file: str | None = None  # more of them, one on each line
+    admin_key: tuple[str, ...] = field(default=(), repr=False)  # for the console
+    admin_key_file: str | None = None
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     ssl_ca_certs: str | None = None
@@ -42,12 +48,17 @@ class Access:
     def __init__(self, settings: AccessSettings | None = None):
         """Raises `InvalidSetting` for files that can not be read or do not fit together."""
         self.settings = settings = settings or AccessSettings()
-        self._keys = [_digest(key) for key in (*settings.api_key, *_keys_of(settings.api_key_file))]
-        if settings.api_key_file is not None and not self._keys:
-            raise InvalidSetting(f"api_key_file {settings.api_key_file} holds no key", field="api_key_file")
-        if any(not key for key in settings.api_key):
-            raise InvalidSetting("api_key is empty; leave it out to ask for none", field="api_key")
+        self._keys = _all_keys("api_key", settings.api_key, settings.api_key_file)
+        self._admin_keys = _all_keys("admin_key", settings.admin_key, settings.admin_key_file)
         self._check_files()
+
+    def draw_admin_key(self) -> str | None:
+        """A key for the console, drawn for this process; None if it was given some."""
+        if self._admin_keys:
+            return None
+        key = secrets.token_urlsafe(18)
+        self._admin_keys = [_digest(key)]
+        return key
 
     @property
     def wants_key(self) -> bool:
@@ -77,14 +88,17 @@ class Access:
 
     def check_key(self, authorization: str | None) -> None:
         """authorization: the header of a request. Raises `Unauthenticated`."""
-        if not self._keys:
-            return
-        given = authorization or ""
-        if not given.lower().startswith(SCHEME):
-            raise Unauthenticated("a key is wanted: send the header 'Authorization: Bearer KEY'", field="api_key")
-        digest = _digest(given[len(SCHEME) :].strip())
-        if not any([hmac.compare_digest(digest, key) for key in self._keys]):  # all of them, to take the same time
-            raise Unauthenticated("this key is not known here", field="api_key")
+        if self._keys:
+            _check(authorization, self._keys, "api_key")
+
+    def check_admin_key(self, authorization: str | None) -> None:
+        """As `check_key`, for the console: without an admin key nobody may see it."""
+        if not self._admin_keys:
+            raise Unauthenticated(
+                "the console is closed: to open it, start the server with --admin-key-file (in Serve: admin_key_file)",
+                field="admin_key",
+            )
+        _check(authorization, self._admin_keys, "admin_key")
 
     def ssl_options(self) -> Mapping[str, object]:
         """For uvicorn."""
@@ -140,15 +154,33 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
+def _check(authorization: str | None, keys: Sequence[bytes], field: str) -> None:
+    given = authorization or ""
+    if not given.lower().startswith(SCHEME):
+        raise Unauthenticated("a key is wanted: send the header 'Authorization: Bearer KEY'", field=field)
+    digest = _digest(given[len(SCHEME) :].strip())
+    if not any([hmac.compare_digest(digest, key) for key in keys]):  # all of them, to take the same time
+        raise Unauthenticated("this key is not known here", field=field)
+
+
+def _all_keys(field: str, given: Sequence[str], file: str | None) -> list[bytes]:
+    if any(not key for key in given):
+        raise InvalidSetting(f"{field} is empty; leave it out to ask for none", field=field)
+    in_file = _keys_of(f"{field}_file", file)
+    if file is not None and not in_file:
+        raise InvalidSetting(f"{field}_file {file} holds no key", field=f"{field}_file")
+    return [_digest(key) for key in (*given, *in_file)]
+
+
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def _keys_of(file: str | None) -> list[str]:
+def _keys_of(field: str, file: str | None) -> list[str]:
     if file is None:
         return []
     try:
         lines = Path(file).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidSetting(f"api_key_file {file} can not be read: {error}", field="api_key_file") from None
+        raise InvalidSetting(f"{field} {file} can not be read: {error}", field=field) from None
     return [line.strip() for line in lines if line.strip() and not line.startswith("#")]

@@ -6,7 +6,9 @@ from rich.table import Table
 from ..controller.info import EngineInfo
 
 
-def banner(info: EngineInfo, http: str | None = None, grpc: str | None = None) -> RenderableType:
+def banner(
+    info: EngineInfo, http: str | None = None, grpc: str | None = None, console: str | None = None
+) -> RenderableType:
     """The facts a person wants to see before the first request. Reads well at 80 columns."""
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bold")
@@ -34,11 +36,15 @@ def banner(info: EngineInfo, http: str | None = None, grpc: str | None = None) -
         facts.add_row("HTTP", f"{http}/v1 (OpenAI-compatible)")
     if grpc:
         facts.add_row("gRPC", grpc)
+    if console:
+        facts.add_row("console", console)
     return Group(facts, _groups(info))
 
 
-def print_banner(info: EngineInfo, http: str | None = None, grpc: str | None = None) -> None:
-    Console(highlight=False).print(banner(info, http, grpc))
+def print_banner(
+    info: EngineInfo, http: str | None = None, grpc: str | None = None, console: str | None = None
+) -> None:
+    Console(highlight=False).print(banner(info, http, grpc, console))
 
 
 def human_bytes(count: int) -> str:

@@ -112,6 +112,13 @@ def serve(
         list[str] | None, typer.Option(help="A key that clients must send; may be given several times.")
     ] = None,
     api_key_file: Annotated[str | None, typer.Option(help="A file of such keys, one on each line.")] = None,
+    admin_key: Annotated[
+        list[str] | None, typer.Option(help="A key for the console at /console.  [default: drawn, and printed]")
+    ] = None,
+    admin_key_file: Annotated[str | None, typer.Option(help="A file of such keys, one on each line.")] = None,
+    console_prompts: Annotated[
+        bool, typer.Option("--console-prompts", help="Show texts of prompts and answers in the console.")
+    ] = False,
     ssl_certfile: Annotated[str | None, typer.Option(help="TLS: the server's certificate, PEM.")] = None,
     ssl_keyfile: Annotated[str | None, typer.Option(help="TLS: its key, PEM.")] = None,
     ssl_ca_certs: Annotated[
@@ -156,6 +163,34 @@ def serve(
         server = server_settings(**_those_of(server_settings, context.params))
         print(f"loading {model} ...", flush=True)
         asyncio.run(run(settings, server))
+
+
+@app.command()
+def top(
+    url: Annotated[
+        str | None, typer.Option(help="Of the server: http://HOST:PORT.  [default: the one you started last, here]")
+    ] = None,
+    admin_key: Annotated[
+        str | None, typer.Option(envvar="INTARSIA_ADMIN_KEY", help="Its admin key, if it was given one.")
+    ] = None,
+    ssl_ca_certs: Annotated[
+        str | None, typer.Option(help="TLS: who may have signed the server's certificate, PEM.")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print it once, and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --once: one JSON object.")] = False,
+) -> None:
+    """Watch a running server: the pool, who runs, who waits and why, steps and workers."""
+    with _plain_errors():
+        from ..errors import InvalidSetting
+        from .top import find_server, show, show_once
+
+        if as_json and not once:
+            raise InvalidSetting("--json is for --once", field="json")
+        server = find_server(url, admin_key, ssl_ca_certs)
+        if once:
+            show_once(server, as_json=as_json)
+        else:
+            show(server)
 
 
 @app.command()

@@ -36,8 +36,9 @@ async def _run() -> None:
         model = await asyncio.to_thread(make_demo_checkpoint, Path(folder) / "tiny-hybrid")
         _say(console, "starting Ray, the controller and 2 tensor-parallel workers")
         settings = engine_settings(str(model), tensor_parallel_size=2, kv_cache_memory="8MiB")
-        async with serving(settings, ServerSettings(port=0, grpc_port=0)) as (engine, (http, address)):
-            print_banner(engine.client.info, http, address)
+        async with serving(settings, ServerSettings(port=0, grpc_port=0)) as (engine, listening):
+            address = listening.grpc
+            print_banner(engine.client.info, *listening)
             _say(console, f"a gRPC client sends a prompt of {len(PROMPT.split())} words and streams the answer")
             first = await asyncio.to_thread(_ask, address, console)
             _say(console, "the same prompt again, now out of the prefix cache")

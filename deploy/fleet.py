@@ -64,6 +64,11 @@ class Fleet:
         self._discover = discover
         self._looking = asyncio.ensure_future(self._look_around())
 
+    @property
+    def engines(self) -> Mapping[str, EngineClient]:
+        """By name, the own one first."""
+        return dict(self._engines)
+
     async def choose(self, prompt: Sequence[int]) -> EngineClient:
         """Where a request with this prompt is answered soonest."""
         engines = dict(self._engines)

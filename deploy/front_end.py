@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from ..controller.client import EngineClient, Generation, TokenDelta
 from ..controller.images import Image
 from ..controller.info import CacheState, EngineInfo, EngineLoad
+from ..controller.metrics import Metrics
 from ..controller.request import USUAL_TERMS, SamplingParams, Terms
 from ..errors import IntarsiaError, InvalidRequest, InvalidSetting, Overloaded, RequestAborted
 from ..kvcache.events import Event
@@ -77,6 +78,14 @@ class FrontEnd:
 
     async def load(self) -> EngineLoad:
         return await self._engine.load()
+
+    async def measured(self) -> tuple[EngineLoad, CacheState, Metrics]:
+        """What the engine has to say of itself over time."""
+        return await self._engine.load(), await self._engine.cache_state(), await self._engine.metrics()
+
+    def engines(self) -> Mapping[str, EngineClient]:
+        """All engines that it sends requests to, its own first."""
+        return {self.info.model: self._engine} if self._fleet is None else self._fleet.engines
 
     async def cache_state(self) -> CacheState:
         return await self._engine.cache_state()

@@ -11,11 +11,13 @@ from ..controller.launch import RunningEngine, start_engine
 from ..controller.startup import EngineSettings
 from .access import Access, AccessSettings
 from .banner import print_banner
+from .console import ConsoleSettings
 from .front_end import FrontEnd, FrontEndSettings
 from .grpc_server import GrpcServer
 from .http_server import HttpServer
 from .loading_bar import loading_bar
 from .openai.app import make_app
+from .running import announced
 from .tokenizer import Tokenizer
 
 
@@ -28,6 +30,7 @@ class ServerSettings:
     grpc_port: int = 50051
     access: AccessSettings = field(default_factory=AccessSettings)
     front_end: FrontEndSettings = field(default_factory=FrontEndSettings)
+    console: ConsoleSettings = field(default_factory=ConsoleSettings)
 
 
 def server_settings(
@@ -37,20 +40,33 @@ def server_settings(
     grpc_port: int = 50051,
     api_key: Sequence[str] | None = None,
     api_key_file: str | None = None,
+    admin_key: Sequence[str] | None = None,
+    admin_key_file: str | None = None,
     ssl_certfile: str | None = None,
     ssl_keyfile: str | None = None,
     ssl_ca_certs: str | None = None,
     insecure: bool = False,
     stream_interval_s: float = 0.0,
     max_streams: int = 4096,
+    console_prompts: bool = False,
 ) -> ServerSettings:
     """Flags and arguments as settings. Raises `InvalidSetting`, naming the field."""
     return ServerSettings(
         host,
         port,
         grpc_port,
-        AccessSettings(tuple(api_key or ()), api_key_file, ssl_certfile, ssl_keyfile, ssl_ca_certs, insecure),
+        AccessSettings(
+            tuple(api_key or ()),
+            api_key_file,
+            tuple(admin_key or ()),
+            admin_key_file,
+            ssl_certfile,
+            ssl_keyfile,
+            ssl_ca_certs,
+            insecure,
+        ),
         FrontEndSettings(stream_interval_s, max_streams),
+        ConsoleSettings(console_prompts),
     )
 
 
@@ -59,6 +75,7 @@ class Listening(NamedTuple):
 
     http: str  # a URL
     grpc: str  # host:port
+    console: str  # a URL, with the admin key if it was drawn
 
 
 @contextlib.asynccontextmanager
@@ -71,12 +88,13 @@ async def serving(settings: EngineSettings, server: ServerSettings) -> AsyncIter
         engine = await start_engine(settings, watch)
     try:
         front_end = FrontEnd(engine.client, tokenizer, server.front_end)
-        http, grpc = HttpServer(make_app(lambda: front_end, access), access), GrpcServer(front_end, access)
+        app = make_app(lambda: front_end, access, server.console)
+        http, grpc = HttpServer(app, access), GrpcServer(front_end, access)
         try:
-            yield (
-                engine,
-                Listening(await http.start(server.host, server.port), await grpc.start(server.host, server.grpc_port)),
-            )
+            url, target = await http.start(server.host, server.port), await grpc.start(server.host, server.grpc_port)
+            drawn = access.draw_admin_key()
+            with announced(url, drawn):
+                yield engine, Listening(url, target, f"{url}/console" + (f"#key={drawn}" if drawn else ""))
         finally:
             await asyncio.gather(http.stop(), grpc.stop())
     finally:

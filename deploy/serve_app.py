@@ -27,6 +27,7 @@ from ..errors import EngineUnavailable, IntarsiaError, InvalidSetting, Unauthent
 from ..proto import inference_pb2 as pb
 from .access import Access, AccessSettings
 from .autoscaling import POOL_USE, wanted_replicas
+from .console import ConsoleSettings
 from .fleet import Fleet
 from .front_end import FrontEnd, FrontEndSettings
 from .grpc_server import InferenceServicer, status_of
@@ -58,6 +59,8 @@ class DeploymentOptions(pydantic.BaseModel):
     max_ongoing_requests: int = pydantic.Field(MAX_ONGOING_REQUESTS, ge=1)
     stream_interval_s: float = pydantic.Field(STREAM_INTERVAL_S, ge=0, description="Between pieces of a stream.")
     api_key_file: str | None = pydantic.Field(None, description="Keys that clients must send, on the replicas' nodes.")
+    admin_key_file: str | None = pydantic.Field(None, description="Keys for the console; without it, it is closed.")
+    console_prompts: bool = pydantic.Field(False, description="Show texts of prompts and answers in the console.")
 
 
 @serve.deployment(
@@ -71,7 +74,7 @@ class Replica:
 
     async def __init__(self, settings: dict[str, Any], options: DeploymentOptions):
         wanted = engine_settings(**settings)
-        self._access = Access(AccessSettings(api_key_file=options.api_key_file))
+        self._access = Access(AccessSettings(api_key_file=options.api_key_file, admin_key_file=options.admin_key_file))
         self._options = options
         name = engine_name(wanted.name, settings)
         wanted = replace(wanted, name=name)
@@ -88,7 +91,7 @@ class Replica:
         self._servicer = InferenceServicer(self._front_end)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return make_app(lambda: self._front_end, self._access)
+        return make_app(lambda: self._front_end, self._access, ConsoleSettings(self._options.console_prompts))
 
     async def check_health(self) -> None:
         """Called by Serve. An engine that is gone makes the replica start again; a busy one does not."""

@@ -16,6 +16,8 @@ class Recount(NamedTuple):
     kept: int  # free, and still good for a prefix hit
     blank: int
     open_requests: int
+    held_blocks: tuple[int, ...] = ()  # of each group, as the tables name them
+    known_blocks: tuple[int, ...] = ()  # of each group, that carry a name, held or not
 
     @property
     def all_free(self) -> bool:
@@ -34,4 +36,6 @@ def recount(manager: CacheManager) -> Recount:
         kept=pool.num_kept,
         blank=pool.num_blank,
         open_requests=manager.num_open,
+        held_blocks=tuple(len({block for g, block in held if g == group}) for group in range(len(manager.plan.groups))),
+        known_blocks=tuple(len(pool.index(group)) for group in range(len(manager.plan.groups))),
     )

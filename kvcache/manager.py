@@ -179,6 +179,14 @@ class CacheManager:
         """The blocks of a request, [group][block of the sequence]; null where they were given back."""
         return [list(blocks) for blocks in self._rows[request].blocks]
 
+    def held_blocks(self, request: RequestId) -> tuple[bytes, ...]:
+        """The blocks of a request in each group, those given back left out, as int32 in a row; none if it is not open.
+        For looking on: nothing is copied block by block."""
+        row = self._rows.get(request)
+        if row is None:
+            return (b"",) * len(self._tables)
+        return tuple(array("i", blocks[first:]).tobytes() for blocks, first in zip(row.blocks, row.first, strict=True))
+
     def quiet_until(self, request: RequestId) -> int:
         """Below this length, growing token by token, a request needs no block: `extend` would do nothing."""
         return self._rows[request].quiet_until

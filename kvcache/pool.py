@@ -23,6 +23,18 @@ from typing import NewType
 from ..errors import PoolExhausted
 from .events import EventLog
 from .plan import NULL_BLOCK, Arena, MemoryPlan
+from .pool_map import (
+    NOBODY,
+    STATE_OF_TIER,
+    ArenaMap,
+    BlockState,
+    GroupMap,
+    PoolMap,
+    either,
+    states_of_held,
+    states_of_kept,
+    where,
+)
 from .retention import LOW_RANK, Born, Policy, Queue, Rank, Tier, TieredLruPolicy
 
 BlockId = NewType("BlockId", int)
@@ -61,7 +73,7 @@ class _Blocks:
 
     __slots__ = (
         "arena", "born", "dormant", "gone", "holders", "index", "kept", "kept_busy", "loose", "max_gone", "name_of",
-        "num_held", "num_loose", "num_spare", "per_large", "resting", "spare",
+        "num_evicted", "num_held", "num_loose", "num_spare", "per_large", "resting", "spare",
     )  # fmt: skip
 
     def __init__(self, arena: int, per_large: int, num_blocks: int, policy: Policy):
@@ -81,6 +93,7 @@ class _Blocks:
         self.gone: OrderedDict[bytes, None] = OrderedDict()  # names of evicted blocks, latest last
         self.max_gone = min(REMEMBERED_EVICTIONS, 4 * num_blocks)
         self.num_held = self.num_loose = self.num_spare = 0
+        self.num_evicted = 0
         self.kept_busy = 0  # kept blocks in large pages that are busy
 
 
@@ -105,7 +118,6 @@ class BlockPool:
         self.log: EventLog | None = None
         self.on_forget: Callable[[bytes], None] = lambda name: None
         self.version = 0  # counts up whenever a name appears or disappears
-        self.evictions = 0  # blocks that lost their name to make room
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
@@ -138,6 +150,51 @@ class BlockPool:
     def index(self, group: int) -> dict[bytes, int]:
         """Name -> block of a group, free or not. To read only."""
         return self._groups[group].index
+
+    def num_evicted(self, group: int) -> int:
+        """Blocks of a group that lost their name to make room, since the start."""
+        return self._groups[group].num_evicted
+
+    @property
+    def evictions(self) -> int:
+        """Blocks that lost their name to make room, since the start."""
+        return sum(mine.num_evicted for mine in self._groups)
+
+    def map(self) -> PoolMap:
+        """Where every block is now."""
+        arenas = [bytes([NOBODY if owner == FREE else owner for owner in arena.owner]) for arena in self._arenas]
+        kept = [states_of_kept(arena.idle.tiers(), arena.num_pages) for arena in self._arenas]
+        return PoolMap(
+            tuple(map(ArenaMap, arenas)),
+            tuple(
+                GroupMap(mine.arena, mine.per_large, self._states(mine, where(arenas[mine.arena], g, kept[mine.arena])))
+                for g, mine in enumerate(self._groups)
+            ),
+        )
+
+    def _states(self, mine: _Blocks, idle: bytes) -> bytes:
+        """idle: what each large page of the group that is idle keeps; 0 for all others."""
+        states = states_of_held(mine.holders)
+        if mine.per_large == 1:
+            return either(states, idle)
+        for blanks, state in (
+            (mine.loose, BlockState.BLANK),
+            (mine.resting, BlockState.BLANK),
+            (mine.spare, BlockState.SPARE),
+        ):
+            for blocks in blanks.values():
+                for block in blocks:
+                    states[block] = state
+        for tier, kept in mine.kept.tiers():
+            for block in kept:
+                states[block] = STATE_OF_TIER[tier]
+        name_of, per_large = mine.name_of, mine.per_large
+        for large, state in enumerate(idle):
+            if state:
+                for block in range(large * per_large, (large + 1) * per_large):
+                    if name_of[block] is not None:
+                        states[block] = state  # goes with its large page, whatever it was worth by itself
+        return bytes(states)
 
     def was_evicted(self, group: int, name: bytes) -> bool:
         return name in self._groups[group].gone
@@ -580,7 +637,7 @@ class BlockPool:
         self.on_forget(name)
         self.version += 1
         if evicted:
-            self.evictions += 1
+            mine.num_evicted += 1
         mine.gone[name] = None
         if len(mine.gone) > mine.max_gone:
             mine.gone.popitem(last=False)

@@ -14,7 +14,7 @@ that was evicted and computed again becomes proven, if the proven share has room
 import enum
 import heapq
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,6 +68,10 @@ class Queue(Protocol):
 
     def evicted(self, item: int) -> None:
         """`first` has been evicted: take it out, and learn from it."""
+        ...
+
+    def tiers(self) -> Iterable[tuple[Tier, Iterable[int]]]:
+        """All items, by how early they go."""
         ...
 
     @property
@@ -183,6 +187,9 @@ class PlainLru:
     def evicted(self, item: int) -> None:
         del self._items[item]
 
+    def tiers(self) -> Iterable[tuple[Tier, Iterable[int]]]:
+        return ((Tier.USUAL, self._items.keys()),)
+
     @property
     def num_low(self) -> int:
         return 0
@@ -244,6 +251,9 @@ class TieredLru:
         if self._proven and self._evictions - next(iter(self._proven.values()))[1] > self._stale_after:
             self._demote()
 
+    def tiers(self) -> Iterable[tuple[Tier, Iterable[int]]]:
+        return (Tier.LOW, self._low.keys()), (Tier.USUAL, self._usual.keys()), (Tier.PROVEN, self._proven.keys())
+
     @property
     def num_low(self) -> int:
         return len(self._low)
@@ -303,6 +313,13 @@ class GreedyDual:
         self._age.value = max(self._age.value, found[0][0])
         heapq.heappop(self._heap)
         del self._stamps[item]
+
+    def tiers(self) -> Iterable[tuple[Tier, Iterable[int]]]:
+        counts = [(score, item) for score, stamp, item in self._heap if self._stamps.get(item) == stamp]
+        return (
+            (Tier.LOW, [item for score, item in counts if score == LOW_RANK]),
+            (Tier.USUAL, [item for score, item in counts if score != LOW_RANK]),
+        )
 
     @property
     def num_low(self) -> int:

@@ -13,7 +13,7 @@ from intarsia.deploy.settings import engine_settings
 from intarsia.errors import IntarsiaError
 from intarsia.kvcache.plan import MemoryPlan
 from intarsia.proto.step import Step, StepResult
-from intarsia.workers.facts import ModelFacts, ModelSettings, RunnerLimits
+from intarsia.workers.facts import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
 from intarsia.workers.worker import Worker
 
 
@@ -34,6 +34,9 @@ class LocalWorkers:
 
     async def prepare_form(self, kind: str, text: str) -> None:
         await asyncio.to_thread(self.worker.prepare_form, kind, text)
+
+    async def status(self) -> list[WorkerStatus]:
+        return [self.worker.status()]
 
     async def lost(self) -> IntarsiaError:
         await asyncio.Event().wait()

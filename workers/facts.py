@@ -59,3 +59,17 @@ class RunnerLimits(NamedTuple):
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+
+
+class WorkerStatus(NamedTuple):
+    """How a worker is, for whoever watches."""
+
+    process_id: int
+    host: str
+    device: str
+    memory_bytes: int  # of its process, on the host
+    device_used_bytes: int | None  # by anybody; None: the device has no memory of its own
+    device_bytes: int | None
+    steps: int  # run since the start
+    run_us: int  # that they took
+    cpu_s: float  # that the process has computed

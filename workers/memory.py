@@ -7,7 +7,9 @@ A step's own memory can not be told from a config: it depends on the module, the
 largest steps are run once, over the null block, before there are pages.
 """
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -21,7 +23,11 @@ class DeviceMemory(Protocol):
     def total(self) -> int: ...
 
     def in_use(self) -> int:
-        """By anybody."""
+        """By anybody, when all that is not needed has been given back."""
+        ...
+
+    def held(self) -> int:
+        """By anybody, without disturbing who computes."""
         ...
 
     def peak_of(self, work: Callable[[], object]) -> int:
@@ -42,6 +48,10 @@ class CudaMemory:
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 
+    def held(self) -> int:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
+
     def peak_of(self, work: Callable[[], object]) -> int:
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
@@ -53,6 +63,11 @@ class CudaMemory:
 def device_memory(device: torch.device) -> DeviceMemory | None:
     """None where memory is not a device's own: a CPU shares it with the whole machine."""
     return CudaMemory(device) if device.type == "cuda" else None
+
+
+def resident_bytes() -> int:
+    """What this process holds of the host's memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def spare_bytes(memory: DeviceMemory, share: float, work: Callable[[], object], trial_bytes: int) -> int:

@@ -4,6 +4,8 @@ A plain class; `actor.py` puts it into a Ray actor.
 """
 
 import logging
+import os
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -17,9 +19,9 @@ from ..proto.packing import pack, unpack
 from ..proto.step import Step, StepResult
 from .collectives import make_collectives
 from .environment import threads_per_worker
-from .facts import ModelFacts, ModelSettings, RunnerLimits
+from .facts import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
 from .grammars import Grammars
-from .memory import device_memory, spare_bytes
+from .memory import device_memory, resident_bytes, spare_bytes
 from .model import LoadedModel, load_model
 from .parallel import TensorParallel
 from .runner import Drawn, ModelRunner
@@ -39,6 +41,7 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._grammars: Grammars | None = None
         self._steps: BlockingServer | None = None
+        self._steps_run = self._run_us = 0
         self.loaded = (0, 0)  # parameters that are there, and all of them; read by another thread
 
     def meeting_point(self, host: str) -> Address:
@@ -97,7 +100,24 @@ class Worker:
             logger.exception("step %d failed on rank %d", step.number, self._parallel.rank)
             drawn, error = Drawn(), f"{type(failure).__name__}: {failure}"
         run_us = int((time.perf_counter() - started) * 1e6)
+        self._steps_run += 1
+        self._run_us += run_us
         return StepResult(step.epoch, step.number, *drawn, run_us, error)
+
+    def status(self) -> WorkerStatus:
+        """How this rank is, asked beside the steps."""
+        memory = device_memory(self._device)
+        return WorkerStatus(
+            os.getpid(),
+            socket.gethostname(),
+            str(self._device),
+            resident_bytes(),
+            memory.held() if memory is not None else None,
+            memory.total() if memory is not None else None,
+            self._steps_run,
+            self._run_us,
+            time.process_time(),
+        )
 
     def listen(self, host: str) -> tuple[Address, Address]:
         """Where the controller finds us: for steps, and for what goes on beside them in a thread of its own."""
@@ -119,6 +139,8 @@ class Worker:
         number, verb, *arguments = unpack(payload)
         if verb == "loaded":
             return pack([number, self.loaded, None])
+        if verb == "status":
+            return pack([number, self.status(), None])
         assert verb == "form", f"nobody should ask for {verb}"
         try:
             self.prepare_form(*arguments)

@@ -27,7 +27,8 @@ from ...errors import (
     Unauthenticated,
     UnknownModel,
 )
-from ..access import OPEN_PATHS, Access
+from ..access import ADMIN_PATHS, OPEN_PATHS, Access
+from ..console import ConsoleSettings, add_console
 from ..front_end import FrontEnd
 from ..metrics import METRICS_TYPE, render
 from .answers import CLIENT_CLOSED, event_stream, now_s, while_connected
@@ -115,7 +116,9 @@ BODIES: dict[str, tuple[type[pydantic.BaseModel], ...]] = {
 RequestId = Annotated[str | None, Header(alias="X-Request-Id", pattern=r"^[\x21-\x7e]{1,128}$")]
 
 
-def make_app(front_end: Callable[[], FrontEnd], access: Access | None = None) -> FastAPI:
+def make_app(
+    front_end: Callable[[], FrontEnd], access: Access | None = None, console: ConsoleSettings | None = None
+) -> FastAPI:
     """The application. front_end: called with each request, so that the engine may come later than the routes."""
     app = FastAPI(title="Intarsia", version="1", docs_url=None, redoc_url=None)
     created = now_s()
@@ -166,8 +169,9 @@ def make_app(front_end: Callable[[], FrontEnd], access: Access | None = None) ->
     @app.get("/metrics", response_class=PlainTextResponse, responses={503: ERRORS[503]}, operation_id="metrics")
     async def prometheus() -> Response:
         here = front_end()
-        return Response(render(here.info, await here.load()), media_type=METRICS_TYPE)
+        return Response(render(here.info, *await here.measured()), media_type=METRICS_TYPE)
 
+    add_console(app, front_end, console or ConsoleSettings())
     return app
 
 
@@ -315,8 +319,10 @@ class _Keys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            is_admin = scope["path"].startswith(ADMIN_PATHS)
+            check = self._access.check_admin_key if is_admin else self._access.check_key
             try:
-                self._access.check_key(dict(scope["headers"]).get(b"authorization", b"").decode("latin-1"))
+                check(dict(scope["headers"]).get(b"authorization", b"").decode("latin-1"))
             except Unauthenticated as error:
                 await _refusal(error)(scope, receive, send)
                 return

@@ -19,6 +19,7 @@ from intarsia.proto.step import Step, StepResult
 from intarsia.tests.kvcache.plans import plan_of
 from intarsia.tests.local import Completion
 from intarsia.tests.simulated import VOCAB, SimulatedWorker, continuation
+from intarsia.workers.facts import WorkerStatus
 
 PROMPT = [1, 2, 3, 4, 5]
 SAMPLING = SamplingParams(max_tokens=8)
@@ -36,6 +37,9 @@ class SimulatedGroup:
         if self._fail_at is not None and step.number >= self._fail_at:
             raise EngineUnavailable(f"worker 1 of 2 is gone in step {step.number}")
         return self._worker.run(step)
+
+    async def status(self) -> list[WorkerStatus]:
+        return [WorkerStatus(1, "here", "cpu", 1, None, None, 0, 0, 0.0)]
 
     async def lost(self) -> IntarsiaError:
         await asyncio.Event().wait()

@@ -32,6 +32,9 @@ class Simulated:
     def in_use(self) -> int:
         return self._in_use
 
+    def held(self) -> int:
+        return self._in_use
+
     def peak_of(self, work: Callable[[], object]) -> int:
         work()
         self.steps += 1

@@ -1,0 +1,184 @@
+"""What an engine measures of its requests, for whoever watches it over time.
+
+Distributions are kept as counts between fixed bounds, which is what Prometheus wants and costs a bisection per value.
+What is true of every decoding request of a step (how long it waited for its token) is counted for all of them at once.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..kvcache.manager import CacheManager
+from .request import Request
+
+QUICK_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+"""Bounds for the time to a first token."""
+
+TOKEN_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+)
+"""Bounds for the time between two tokens."""
+
+LONG_S = (0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
+          240.0, 480.0, 960.0, 1920.0)  # fmt: skip
+"""Bounds for whole requests and their parts."""
+
+TOKENS = tuple(float(digit * 10**power) for power in range(7) for digit in (1, 2, 5))
+"""Bounds for numbers of tokens."""
+
+ANSWERS = (1.0, 2.0, 5.0, 10.0, 20.0)
+
+
+class Distribution:
+    """How often values fell between bounds. `counts` has one more entry than `bounds`: for what is above them all."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float], counts: Sequence[int] = (), total: float = 0.0):
+        self.bounds = tuple(bounds)
+        self.counts = list(counts) or [0] * (len(self.bounds) + 1)
+        self.sum = total
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def quantile(self, share: float) -> float | None:
+        """About the value below which so much of them lies; None if there are none. Linear between two bounds."""
+        left = share * sum(self.counts)
+        if not left:
+            return None
+        low = 0.0
+        for bound, count in zip(self.bounds, self.counts, strict=False):
+            if count >= left:
+                return low + (bound - low) * left / count
+            left -= count
+            low = bound
+        return low
+
+
+class GroupMetrics(NamedTuple):
+    """Of one group of layers."""
+
+    kind: str
+    blocks: int  # that it could have if all of its memory were its own
+    held_blocks: int
+    known_blocks: int  # that carry a known prefix, held or not
+    evicted_blocks: int  # since the start
+
+
+class Metrics(NamedTuple):
+    """What was measured since the start, as it travels."""
+
+    distributions: dict[str, Distribution]
+    finished: dict[str, int]  # answers by why they ended
+    lost_tokens: dict[str, int]  # of prompts: cached once and computed again, by cause
+    groups: tuple[GroupMetrics, ...]
+
+    def to_wire(self) -> "Metrics":
+        """With plain values where MessagePack can not tell what they are."""
+        plain: dict = {name: (each.bounds, each.counts, each.sum) for name, each in self.distributions.items()}
+        return self._replace(distributions=plain)
+
+    @classmethod
+    def from_wire(cls, wire: Sequence) -> "Metrics":
+        distributions, finished, lost, groups = wire
+        return cls(
+            {name: Distribution(*each) for name, each in distributions.items()},
+            finished,
+            lost,
+            tuple(GroupMetrics(*group) for group in groups),
+        )
+
+
+class Meter:
+    """Measures. All times are seconds of one clock, which the scheduler's is, too."""
+
+    def __init__(self) -> None:
+        self.first_token_s = Distribution(QUICK_S)
+        self.between_tokens_s = Distribution(TOKEN_S)
+        self.mean_between_tokens_s = Distribution(TOKEN_S)  # of whole answers
+        self.request_s = Distribution(LONG_S)
+        self.queue_s = Distribution(LONG_S)
+        self.inference_s = Distribution(LONG_S)
+        self.prefill_s = Distribution(LONG_S)
+        self.decode_s = Distribution(LONG_S)
+        self.prompt_tokens = Distribution(TOKENS)
+        self.computed_prompt_tokens = Distribution(TOKENS)
+        self.generated_tokens = Distribution(TOKENS)
+        self.max_tokens = Distribution(TOKENS)
+        self.answers = Distribution(ANSWERS)
+        self.step_tokens = Distribution(TOKENS)
+        self._finished: Counter[str] = Counter()
+        self._lost: Counter[str] = Counter()
+        self._last_tokens_s: float | None = None  # when a step last brought tokens
+
+    def submitted(self, answers: int, max_tokens: int) -> None:
+        self.answers.observe(answers)
+        self.max_tokens.observe(max_tokens)
+
+    def stepped(self, tokens: int, decoded: int, now_s: float) -> None:
+        """A step computed so many tokens, and brought a further one to so many answers."""
+        self.step_tokens.observe(tokens)
+        if decoded and self._last_tokens_s is not None:
+            self.between_tokens_s.observe(now_s - self._last_tokens_s, decoded)
+        self._last_tokens_s = now_s
+
+    def began(self, request: Request, now_s: float) -> None:
+        """Its first token has come."""
+        request.first_token_s = now_s
+        self.first_token_s.observe(now_s - request.arrival_s)
+        self.prompt_tokens.observe(request.prompt_tokens)
+        self.computed_prompt_tokens.observe(request.prompt_tokens - request.cached_tokens)
+        for cause, tokens in request.lost_tokens.items():
+            self._lost[cause] += tokens
+
+    def finished(self, request: Request, reason: str, now_s: float) -> None:
+        """It has come to its end, at its last token."""
+        self.ended(reason)
+        generated = len(request.tokens) - request.prompt_tokens
+        self.generated_tokens.observe(generated)
+        self.request_s.observe(now_s - request.arrival_s)
+        self.queue_s.observe(request.admitted_s - request.arrival_s)
+        self.inference_s.observe(now_s - request.admitted_s)
+        self.prefill_s.observe(request.first_token_s - request.admitted_s)
+        self.decode_s.observe(now_s - request.first_token_s)
+        if generated > 1:
+            self.mean_between_tokens_s.observe((now_s - request.first_token_s) / (generated - 1))
+
+    def ended(self, reason: str) -> None:
+        """One answer less, however that came."""
+        self._finished[reason] += 1
+
+    def read(self, manager: CacheManager) -> Metrics:
+        pool, plan = manager.pool, manager.plan
+        return Metrics(
+            {name: each for name, each in vars(self).items() if isinstance(each, Distribution)},
+            dict(self._finished),
+            dict(self._lost),
+            tuple(
+                GroupMetrics(
+                    group.reach.name, plan.blocks_of(group), pool.num_held(g), len(pool.index(g)), pool.num_evicted(g)
+                )
+                for g, group in enumerate(plan.groups)
+            ),
+        )

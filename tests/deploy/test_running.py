@@ -1,0 +1,47 @@
+"""How `intarsia top` finds the servers of its user."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from intarsia.deploy.running import Running, announced, folder, running
+from intarsia.deploy.top import Server, find_server
+from intarsia.errors import InvalidSetting
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def test_a_server_is_found_while_it_runs():
+    with announced("http://127.0.0.1:1", "walnut"):
+        assert running() == [Running(os.getpid(), "http://127.0.0.1:1", "walnut")]
+        assert find_server(None, None, None) == Server("http://127.0.0.1:1", "walnut")
+        assert find_server("http://127.0.0.1:1/", None, None).admin_key == "walnut"
+        assert find_server(None, "oak", None).admin_key == "oak"
+    assert running() == []
+    with pytest.raises(InvalidSetting, match="--url"):
+        find_server(None, None, None)
+
+
+def test_only_its_user_can_read_the_key():
+    with announced("http://127.0.0.1:1", "walnut"):
+        assert [path.stat().st_mode & 0o777 for path in folder().glob("*")] == [0o600]
+        assert folder().stat().st_mode & 0o777 == 0o700
+
+
+def test_what_a_dead_server_left_is_cleared_away():
+    (folder() / "4194399.json").write_text('{"url": "http://127.0.0.1:1", "admin_key": null}')
+    (folder() / "nonsense.json").write_text("{")
+    assert running() == []
+    assert not (folder() / "4194399.json").exists()
+
+
+def test_a_folder_that_others_can_open_is_not_used(tmp_path: Path):
+    (tmp_path / "intarsia").mkdir(mode=0o755)
+    with pytest.raises(InvalidSetting, match="nobody else"):
+        running()
+    with announced("http://127.0.0.1:1", "walnut"):  # the server itself goes on without
+        assert list((tmp_path / "intarsia").iterdir()) == []
