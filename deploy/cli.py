@@ -156,13 +156,56 @@ def serve(
         from .serve import server_settings
         from .settings import engine_settings
 
-        if disable_hybrid_kv_cache_manager:
-            context.params["strategy"] = _uniform(strategy)
-        context.params["model"] = str(model)
-        settings = engine_settings(**_those_of(engine_settings, context.params))
+        settings = _engine_settings_of(context, engine_settings)
         server = server_settings(**_those_of(server_settings, context.params))
         print(f"loading {model} ...", flush=True)
         asyncio.run(run(settings, server))
+
+
+def _batch(
+    context: typer.Context,
+    source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests, as OpenAI's batch lines.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the results go, one for each line, in their order.")],
+    model: Annotated[Path, typer.Option(help="A Hugging Face checkpoint directory.")],
+    num_engines: Annotated[int, typer.Option(help="Engines that share the lines, each with the whole model.")] = 1,
+    restart: Annotated[bool, typer.Option("--restart", help="Begin anew, whatever earlier runs left.")] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(is_eager=True, callback=_use_file, help="YAML with any of these settings; flags come first."),
+    ] = None,
+) -> None:
+    """Answer all requests of a file. Interrupted or killed, the same command goes on where it was.
+
+    In a Ray cluster: ray job submit -- intarsia batch IN.jsonl -o OUT.jsonl --model MODEL_DIR
+    """
+    with _plain_errors():
+        from .batch.run import BatchSettings, main
+        from .settings import engine_settings
+
+        settings = BatchSettings(source, out, num_engines, restart)
+        raise typer.Exit(main(settings, _engine_settings_of(context, engine_settings)))
+
+
+def _with_engine_settings(command: Callable[..., None], after: str) -> Callable[..., None]:
+    """A command that also takes what `serve` does for its engine, after one of its own parameters."""
+    import inspect
+
+    named = inspect.signature(serve).parameters
+    names = list(named)
+    shared = [named[name] for name in names[names.index("tensor_parallel_size") : names.index("host")]]
+    own = list(inspect.signature(command).parameters.values())
+    place = [parameter.name for parameter in own].index(after) + 1
+
+    def run(context: typer.Context, **given: Any) -> None:
+        command(context, **{parameter.name: given[parameter.name] for parameter in own[1:]})
+
+    run.__signature__ = inspect.Signature([*own[:place], *shared, *own[place:]])  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *shared)}
+    run.__doc__ = command.__doc__
+    return run
+
+
+app.command("batch", cls=ConfiguredCommand)(_with_engine_settings(_batch, after="model"))
 
 
 @app.command()
@@ -395,6 +438,14 @@ def _those_of(function: Callable[..., Any], params: Mapping[str, Any]) -> dict[s
     import inspect
 
     return {name: params[name] for name in inspect.signature(function).parameters if name in params}
+
+
+def _engine_settings_of(context: typer.Context, make: Callable[..., Any]) -> Any:
+    """The settings of an engine among the parameters of a command. make: `engine_settings`, which is slow to import."""
+    params = {**context.params, "model": str(context.params["model"])}
+    if params["disable_hybrid_kv_cache_manager"]:
+        params["strategy"] = _uniform(params["strategy"])
+    return make(**_those_of(make, params))
 
 
 def _uniform(strategy: str) -> str:

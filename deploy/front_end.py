@@ -3,7 +3,8 @@
 import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any, NamedTuple, TypeVar
 
 from ..controller.client import EngineClient, Generation, TokenDelta
@@ -42,6 +43,7 @@ class FrontEndSettings:
 
     stream_interval_s: float = 0.0  # from one piece of a streamed answer to its next; 0: each token by itself
     max_streams: int = 4096  # requests being answered, streamed or not
+    seeds_by_id: bool = False  # a request without a seed draws by its id, so that asked again it draws the same
 
     def __post_init__(self):
         if not 0 <= self.stream_interval_s <= LONGEST_STREAM_INTERVAL_S:
@@ -148,6 +150,8 @@ class FrontEnd:
         interval_s = self.settings.stream_interval_s if is_streaming else math.inf
         if asked.sampling.stops:
             interval_s = 0.0  # whoever looks for a text to stop at has to read along
+        if self.settings.seeds_by_id and asked.sampling.seed is None:
+            asked = asked._replace(sampling=replace(asked.sampling, seed=_seed_of(asked.request_id)))
         engine = self._engine if self._fleet is None else await self._fleet.choose(asked.prompt)
         generation = engine.generate(
             asked.prompt, asked.sampling, asked.request_id or None, asked.images, asked.terms, interval_s
@@ -227,6 +231,10 @@ async def side_by_side(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _seed_of(request_id: str) -> int:
+    return int.from_bytes(sha256(request_id.encode()).digest()[:8], "big") >> 1
 
 
 async def _beside(chars: int, work: Callable[[], Result]) -> Result:
