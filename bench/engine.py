@@ -272,6 +272,9 @@ async def _null_model(count: int, rounds: int, is_full: bool = False) -> dict[st
         async def status(self) -> Any:
             return []
 
+        async def rebuild(self) -> None:
+            raise NotImplementedError
+
         async def lost(self) -> Any:
             await asyncio.Event().wait()
 

@@ -29,6 +29,15 @@ from .view import EngineView, Journal, Look, StepView, counted, request_views
 logger = logging.getLogger(__name__)
 
 
+MOST_REPLAYS = 3
+"""Times that a request goes on after the workers were lost while it ran."""
+
+MOST_FRUITLESS = 2 * MOST_REPLAYS
+"""Times that workers are built again although they ran no step since the last time: more than it takes to find out that
+they die of a request."""
+
+LOOK_AGAIN_S = 0.2
+
 FORM_TIMEOUT_S = 5.0
 """For compiling the form of an answer. Usual ones take milliseconds, the first one of a model a second more."""
 
@@ -46,6 +55,10 @@ class StepRunner(Protocol):
 
     async def lost(self) -> IntarsiaError:
         """Wait until nothing can run any more; why that is."""
+        ...
+
+    async def rebuild(self) -> None:
+        """Something is lost: begin again, with empty pages. Raises `EngineUnavailable` when that can not be."""
         ...
 
     async def status(self) -> Sequence[WorkerStatus]:
@@ -108,6 +121,7 @@ class EngineStats:
     commit_us: float = 0.0  # entering its tokens, naming and giving back blocks, handing out
     wait_us: float = 0.0  # with nothing to do but wait for a worker's answer
     run_us: float = 0.0  # that rank 0 spent on steps
+    rebuilds: int = 0  # times that the workers were lost and came back
 
 
 class _UnderWay(NamedTuple):
@@ -161,7 +175,8 @@ class Engine:
         self._journal = Journal()
         self._wake = asyncio.Event()
         self._preparing: set[asyncio.Future[None]] = set()
-        self._failure: IntarsiaError | None = None
+        self._lost: IntarsiaError | None = None  # why the workers can not go on
+        self._failure: IntarsiaError | None = None  # why nothing can go on
         self._watchers: list[Watcher] = []
         self._events: EventLog | None = None  # while there are watchers
         self.is_leaving = False  # whoever asks where to send requests is told to look elsewhere
@@ -226,15 +241,7 @@ class Engine:
 
     async def _queue_with_form(self, requests: list[Request], kind: str, text: str) -> None:
         """Queue a request when the form of its answers is compiled; whoever is running does not wait for that."""
-        error = None
-        try:
-            await asyncio.wait_for(self._workers.prepare_form(kind, text), FORM_TIMEOUT_S)
-        except TimeoutError:
-            error = InvalidRequest(
-                f"{kind} could not be compiled within {FORM_TIMEOUT_S:g} s; make it simpler", field=kind
-            )
-        except IntarsiaError as refusal:
-            error = refusal
+        error = await self._prepare_form(kind, text)
         live = [request for request in requests if request.id in self._live]  # some may have been given up meanwhile
         if error is None and live:
             self._queue(live)
@@ -242,6 +249,23 @@ class Engine:
             for request in live:
                 del self._live[request.id]
                 self._tell(request, error)
+
+    async def _prepare_form(self, kind: str, text: str) -> IntarsiaError | None:
+        """Compile it. Returns why it can not be. Workers that are lost meanwhile are waited for."""
+        while True:
+            try:
+                await asyncio.wait_for(self._workers.prepare_form(kind, text), FORM_TIMEOUT_S)
+                return None
+            except TimeoutError:
+                return InvalidRequest(
+                    f"{kind} could not be compiled within {FORM_TIMEOUT_S:g} s; make it simpler", field=kind
+                )
+            except EngineUnavailable:
+                if self._failure is not None:
+                    return self._failure
+                await asyncio.sleep(LOOK_AGAIN_S)
+            except IntarsiaError as refusal:
+                return refusal
 
     def abort(self, request_id: RequestId) -> None:
         """Stop an answer and free its blocks. Unknown or finished ones are left alone."""
@@ -346,15 +370,19 @@ class Engine:
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serve until cancelled. When the workers are lost every request is told, and new ones are refused."""
-        watch = asyncio.ensure_future(self._watch())
+        """Serve until cancelled. Workers that are lost are built again, and requests go on where they were; when that
+        fails every request is told, and new ones are refused."""
         try:
+            fruitless = 0
             while True:
-                self._send_steps()
-                if self._under_way:
-                    await self._finish_oldest()
-                else:
-                    await self._wait_for_work()
+                steps = self.stats.steps
+                try:
+                    await self._serve()
+                except EngineUnavailable as error:
+                    fruitless = fruitless + 1 if self.stats.steps == steps else 0
+                    if fruitless >= MOST_FRUITLESS:
+                        raise
+                    await self._recover(error)
         except IntarsiaError as error:
             logger.error("the engine stops: %s", error)
             self._fail(error)
@@ -364,14 +392,55 @@ class Engine:
                 EngineUnavailable(f"the engine stopped on an internal error: {error!r}. See the controller's log.")
             )
         finally:
+            self._give_up_steps()
+
+    async def _serve(self) -> None:
+        """Run steps until the workers are lost: raises `EngineUnavailable` then."""
+        watch = asyncio.ensure_future(self._watch())
+        try:
+            while True:
+                self._send_steps()
+                if self._under_way:
+                    await self._finish_oldest()
+                else:
+                    await self._wait_for_work()
+        finally:
             watch.cancel()
-            for sent in self._under_way:
-                sent.answer.cancel()
 
     async def _watch(self) -> None:
         """A worker that dies while nothing runs is found out by no step."""
-        self._failure = await self._workers.lost()
+        self._lost = await self._workers.lost()
         self._wake.set()
+
+    async def _recover(self, error: IntarsiaError) -> None:
+        """Begin again with new workers: epoch + 1, an empty cache, and everybody waits with the tokens they have."""
+        started = time.monotonic()
+        logger.warning("the workers are lost (%s); building them again", error)
+        self._give_up_steps()
+        for request in self._scheduler.start_anew():
+            if request.replays > MOST_REPLAYS:
+                self._give_up(request, error)
+        self._tell_watchers()
+        try:
+            await self._workers.rebuild()
+        except EngineUnavailable as failure:
+            raise EngineUnavailable(f"{error}, and {failure}") from failure
+        self._lost = None
+        self.stats.rebuilds += 1
+        took_s = time.monotonic() - started
+        logger.warning("the workers are back after %.1f s; %d requests go on", took_s, len(self._live))
+
+    def _give_up(self, request: Request, error: IntarsiaError) -> None:
+        """It may be what the workers die of: others are not to suffer from it for ever."""
+        if self._live.pop(request.id, None) is not None and self._scheduler.abort(request.id):
+            message = f"the workers were lost {request.replays} times while this request ran; last: {error}"
+            self._tell(request, EngineUnavailable(message))
+            self._end_early(request, "error")
+
+    def _give_up_steps(self) -> None:
+        for sent in self._under_way:
+            sent.answer.cancel()
+        self._under_way.clear()
 
     def _send_steps(self) -> None:
         """Keep the workers busy: while one step runs, the next one waits at their door."""
@@ -410,8 +479,8 @@ class Engine:
     async def _wait_for_work(self) -> None:
         await asyncio.sleep(0)
         while not self._scheduler.has_work:
-            if self._failure is not None:
-                raise self._failure
+            if self._lost is not None:
+                raise self._lost
             self._wake.clear()
             await self._wake.wait()
 

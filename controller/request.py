@@ -300,6 +300,7 @@ class Request:
     lost_tokens: Mapping[str, int] = field(default_factory=dict)  # cached once and computed again, by cause
     slot: int | None = None  # on the workers, while running
     preemptions: int = 0
+    replays: int = 0  # times that the workers were lost while it ran
     is_cautious: bool = False  # prefill goes a block at a time: there is no memory for more
     chain: TokenChain | None = None  # the names of its prefixes, computed once
     gallery: Gallery | None = None  # the images it was asked about

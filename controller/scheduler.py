@@ -248,6 +248,30 @@ class Scheduler:
                 plain.append(token)
         return Outcome(requests, plain, notable)
 
+    def start_anew(self) -> list[Request]:
+        """The workers have lost all that they had: who ran waits again, with the tokens that are known. Returns those.
+
+        Steps under way are forgotten. What they would have brought is drawn again, and is the same: sampling is keyed
+        by seed and position.
+        """
+        self._drop_aborted()
+        ran = list(self._running)
+        for request in ran:
+            self._retire(request)
+            request.replays += 1
+            self._queue.add(request)
+        for request in self._requests.values():
+            request.computed_tokens = request.pending = 0
+            self._forget_swapped(request)
+        self._manager.reset_prefix_cache()
+        self._swap.take_forgotten()  # nobody is there who would keep them
+        for told in (self._copies, self._saves, self._swap_out, self._swap_in, self._forked, self._retired_slots):
+            told.clear()
+        self._in_flight.clear()
+        self._held_up = None
+        self._epoch += 1
+        return ran
+
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def _forget(self, request: Request) -> None:

@@ -5,6 +5,7 @@ frame back from each. Which transport carries the frames is known here and in `p
 """
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Awaitable
 from itertools import count
@@ -22,49 +23,93 @@ from ..workers.actor import WorkerActor
 from ..workers.facts import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
 from .remote import answer
 
+logger = logging.getLogger(__name__)
+
 PLACEMENT_TIMEOUT_S = 60.0
+
+REBUILD_TIMEOUT_S = 120.0
+"""For the actors; a lost node may have to be replaced. Loading the model again takes what it takes."""
+
+TRY_AGAIN_AFTER_S = 0.5
 
 
 class WorkerGroup:
     """All ranks of one model. Ranks are in order: rank 0 samples and meets the others."""
 
-    def __init__(self, placement: PlacementGroup, actors: list[Any], streams: list[Stream]):
+    def __init__(self, placement: PlacementGroup, size: int):
         self._placement = placement
-        self._actors = actors
-        self._streams = streams  # for steps
+        self._size = size
+        self._actors: list[Any] = []
+        self._streams: list[Stream] = []  # for steps
         self._beside: list[Beside] = []  # for what goes on beside them
         self._process_ids: list[int] = []
         self._serving: list[Any] = []  # calls of `serve` that have not returned
         self._answering = asyncio.Lock()  # one reader at a time, first come first served
+        self._loaded: ModelSettings | None = None
+        self._allocated: tuple[MemoryPlan, RunnerLimits] | None = None
 
     @classmethod
     async def create(cls, size: int) -> "WorkerGroup":
         """Place `size` workers, one GPU each where the cluster has them, else one CPU each; let them meet."""
-        placement = await _place(size)
-        strategy = PlacementGroupSchedulingStrategy(placement)
-        num_gpus = placement.bundle_specs[0].get("GPU", 0)
-        options = {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": strategy}
-        local_workers = _workers_per_node(placement, size)
-        make: Any = WorkerActor
-        actors = [make.options(**options).remote(rank, size, local_workers) for rank in range(size)]
-        group = cls(placement, actors, [])
+        group = cls(await _place(size), size)
         try:
-            nodes = await group._all("node")
-            hosts = [host for host, _ in nodes]
-            group._process_ids = [pid for _, pid in nodes]
-            if size > 1:
-                await group._all("join", await group._each("meeting_point", hosts))
-            for steps, beside in await group._each("listen", hosts):
-                group._streams.append(await Stream.connect(steps))
-                group._beside.append(Beside(await Stream.connect(beside)))
+            await group._start()
         except BaseException:
             await group.close()
             raise
         return group
 
+    async def _start(self) -> None:
+        """Make the actors, and connect all with all."""
+        strategy = PlacementGroupSchedulingStrategy(self._placement)
+        num_gpus = self._placement.bundle_specs[0].get("GPU", 0)
+        options = {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": strategy}
+        local_workers = _workers_per_node(self._placement, self._size)
+        make: Any = WorkerActor
+        self._actors = [make.options(**options).remote(rank, self._size, local_workers) for rank in range(self._size)]
+        nodes = await self._all("node")
+        hosts = [host for host, _ in nodes]
+        self._process_ids = [pid for _, pid in nodes]
+        if self._size > 1:
+            await self._all("join", await self._each("meeting_point", hosts))
+        for steps, beside in await self._each("listen", hosts):
+            self._streams.append(await Stream.connect(steps))
+            self._beside.append(Beside(await Stream.connect(beside)))
+
+    async def rebuild(self) -> None:
+        """New workers in place of those that are left, on the same places, or on others where a node is gone; with the
+        same model, and empty pages. Raises `EngineUnavailable` when the cluster has no room for them in time."""
+        await self._end()
+        try:
+            async with asyncio.timeout(REBUILD_TIMEOUT_S):
+                await self._start_again()
+        except TimeoutError:
+            free = ray.available_resources()
+            raise EngineUnavailable(
+                f"{self._size} workers of {self._placement.bundle_specs[0]} could not be built again within "
+                f"{REBUILD_TIMEOUT_S:g} s; free are {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs. "
+                "Bring the lost node back, or add another, and start the engine again."
+            ) from None
+        if self._loaded is not None:
+            await self.load(self._loaded)
+        if self._allocated is not None:
+            await self.allocate(*self._allocated)
+
+    async def _start_again(self) -> None:
+        """Ray may learn of a node's death later than we: what fails meanwhile is tried again."""
+        while True:
+            try:
+                return await self._start()
+            except (EngineUnavailable, ChannelClosed, OSError) as error:
+                logger.info("workers could not be started: %s", error)
+                await self._end()
+                await asyncio.sleep(TRY_AGAIN_AFTER_S)
+
     async def load(self, settings: ModelSettings) -> ModelFacts:
         await self._stop_serving()
-        return (await self._all("load", settings))[0]
+        facts = (await self._all("load", settings))[0]
+        self._loaded = settings
+        return facts
 
     async def loaded(self) -> tuple[int, int]:
         """Parameters that all ranks have read, and will have; (0, 0) before they begin."""
@@ -75,6 +120,7 @@ class WorkerGroup:
         """Afterwards the workers take steps, and nothing else until they are to load or allocate again."""
         await self._stop_serving()
         await self._all("allocate", plan, limits)
+        self._allocated = plan, limits
         self._serving = [actor.serve.remote() for actor in self._actors]
 
     async def spare_memory(self, trial: MemoryPlan, limits: RunnerLimits, share: float) -> int | None:
@@ -85,6 +131,8 @@ class WorkerGroup:
 
     async def prepare_form(self, kind: str, text: str) -> None:
         """Compile the form of an answer where tokens are drawn. Raises `InvalidRequest`, naming the field."""
+        if not self._beside:
+            raise EngineUnavailable("the workers are being built again")
         await self._beside[0].ask("form", kind, text)
 
     async def _stop_serving(self) -> None:
@@ -135,11 +183,18 @@ class WorkerGroup:
 
     async def close(self) -> None:
         """End all workers and give their resources back."""
-        for stream in [*self._streams, *(beside.stream for beside in self._beside)]:
+        await self._end()
+        remove_placement_group(self._placement)
+
+    async def _end(self) -> None:
+        """End the workers that are left; their places are kept."""
+        streams = [*self._streams, *(beside.stream for beside in self._beside)]
+        self._streams, self._beside, self._serving = [], [], []
+        for stream in streams:
             await stream.close()
         for actor in self._actors:
             ray.kill(actor)
-        remove_placement_group(self._placement)
+        self._actors = []
 
     async def _result(self, rank: int, stream: Stream, step: Step) -> StepResult:
         """A rank's answer to `step`. Answers to steps that were given up are dropped."""

@@ -10,7 +10,7 @@ from intarsia.controller.request import SamplingParams
 from intarsia.controller.startup import build_engine
 from intarsia.deploy.images import ImageReader, read_images
 from intarsia.deploy.settings import engine_settings
-from intarsia.errors import IntarsiaError
+from intarsia.errors import EngineUnavailable, IntarsiaError
 from intarsia.kvcache.plan import MemoryPlan
 from intarsia.proto.step import Step, StepResult
 from intarsia.workers.facts import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
@@ -37,6 +37,9 @@ class LocalWorkers:
 
     async def status(self) -> list[WorkerStatus]:
         return [self.worker.status()]
+
+    async def rebuild(self) -> None:
+        raise EngineUnavailable("there are no others")
 
     async def lost(self) -> IntarsiaError:
         await asyncio.Event().wait()

@@ -43,6 +43,7 @@ class Outcome:
     aborted: int = 0
     forked: int = 0
     swapped: int = 0
+    lost: int = 0  # times that the workers were
     virtual_s: float = 0.0
 
     def add(self, other: "Outcome") -> None:
@@ -84,6 +85,8 @@ class Scenario:
         )
         self._scheduler = Scheduler(self._settings, self._manager, self._clock)
         self._worker = SimulatedWorker(plan)
+        self._plan_of_memory = plan
+        self._losses = rng.choice([0.0, 0.0, 0.02, 0.2])  # of workers, per step
         self._depth = rng.choice([1, 2, 2, 3])
         self._step_s = rng.choice([0.001, 0.02])
         self._token_s = rng.choice([0.0, 0.0001, 0.002])
@@ -181,7 +184,19 @@ class Scenario:
         self._outcome.steps += 1
         if self._rng.random() < 0.1:
             recount(self._manager)
+        if self._rng.random() < self._losses and self._outcome.steps < 10_000:
+            self._lose_workers()
         return True
+
+    def _lose_workers(self) -> None:
+        """Steps under way bring nothing, pages are empty, and everybody goes on from what is known."""
+        self._under_way.clear()
+        self._worker = SimulatedWorker(self._plan_of_memory)
+        self._scheduler.start_anew()
+        count = recount(self._manager)
+        _check(count.all_free and not count.kept, "something is held or known although the workers are new")
+        _check(not self._seated(), "somebody has a slot on workers that are gone")
+        self._outcome.lost += 1
 
     def _plan(self) -> StepResult | None:
         running = {each.id: each for each in self._requests.values() if each.slot is not None}

@@ -1,13 +1,13 @@
 """The engine at its door and in trouble, with a simulated worker."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import pytest
 
 from intarsia.controller import engine as engine_module
-from intarsia.controller.engine import Delivery, Engine, TokenDelta
+from intarsia.controller.engine import MOST_REPLAYS, Delivery, Engine, TokenDelta
 from intarsia.controller.info import EngineInfo, GroupInfo
 from intarsia.controller.request import SamplingParams, Terms
 from intarsia.controller.scheduler import Scheduler, SchedulerSettings
@@ -26,20 +26,30 @@ SAMPLING = SamplingParams(max_tokens=8)
 
 
 class SimulatedGroup:
-    """Runs steps in this process; fails from `fail_at` on."""
+    """Runs steps in this process; fails from `fail_at` on, or at each of `losses` and comes back."""
 
-    def __init__(self, plan: MemoryPlan, fail_at: int | None = None):
+    def __init__(self, plan: MemoryPlan, fail_at: int | None = None, losses: Sequence[int] = ()):
+        self._plan = plan
         self._worker = SimulatedWorker(plan)
         self._fail_at = fail_at
+        self._losses = set(losses)
 
     async def start_step(self, step: Step) -> StepResult:
         await asyncio.sleep(0)
         if self._fail_at is not None and step.number >= self._fail_at:
             raise EngineUnavailable(f"worker 1 of 2 is gone in step {step.number}")
+        if step.number in self._losses:
+            self._losses.discard(step.number)
+            raise EngineUnavailable(f"worker 0 of 2 is gone in step {step.number}")
         return self._worker.run(step)
 
     async def status(self) -> list[WorkerStatus]:
         return [WorkerStatus(1, "here", "cpu", 1, None, None, 0, 0, 0.0)]
+
+    async def rebuild(self) -> None:
+        if self._fail_at is not None:
+            raise EngineUnavailable("there are no others")
+        self._worker = SimulatedWorker(self._plan)
 
     async def lost(self) -> IntarsiaError:
         await asyncio.Event().wait()
@@ -52,7 +62,9 @@ class SimulatedGroup:
             raise InvalidRequest(f"{kind} can not be used: {text}", field=kind)
 
 
-def make_engine(blocks: int = 64, fail_at: int | None = None, eos: tuple[int, ...] = ()) -> Engine:
+def make_engine(
+    blocks: int = 64, fail_at: int | None = None, eos: tuple[int, ...] = (), losses: Sequence[int] = ()
+) -> Engine:
     plan = plan_of(Full(), Sliding(5), blocks=blocks)
     manager = CacheManager(plan)
     info = EngineInfo(
@@ -62,7 +74,7 @@ def make_engine(blocks: int = 64, fail_at: int | None = None, eos: tuple[int, ..
         kv_cache_bytes=0, max_len_concurrency=plan.concurrency(100), enable_prefix_caching=True,
     )  # fmt: skip
     scheduler = Scheduler(SchedulerSettings(max_num_seqs=4, max_num_batched_tokens=16), manager)
-    return Engine(info, scheduler, manager, SimulatedGroup(plan, fail_at))
+    return Engine(info, scheduler, manager, SimulatedGroup(plan, fail_at, losses))
 
 
 def running(engine: Engine, work: Coroutine) -> Any:
@@ -151,6 +163,71 @@ def test_lost_worker_is_told_to_every_caller_and_to_new_ones():
 
     for completion in running(engine, scenario()):
         assert isinstance(completion.error, EngineUnavailable)
+
+
+@pytest.mark.parametrize("losses", [(1,), (4,), (3, 4, 9), (2, 6, 7, 12)])
+def test_workers_that_come_back_go_on_with_the_same_tokens(losses: tuple[int, ...]):
+    engine = make_engine(losses=losses)
+
+    async def scenario() -> list[Completion]:
+        completions = [submit(engine, [n + 1] * (3 + n), SamplingParams(max_tokens=10)) for n in range(6)]
+        await asyncio.gather(*(c.done.wait() for c in completions))
+        return completions
+
+    for n, completion in enumerate(running(engine, scenario())):
+        assert completion.error is None
+        assert completion.token_ids == continuation([n + 1] * (3 + n), 10)
+    assert 1 <= engine.stats.rebuilds <= len(losses)  # steps under way beside a lost one are lost with it
+    assert engine.recount().all_free
+
+
+def test_request_that_the_workers_die_of_is_given_up_and_others_are_served():
+    engine = make_engine(losses=range(1, 2 * (MOST_REPLAYS + 1)))  # two at a time
+
+    async def scenario() -> list[Completion]:
+        completions = [submit(engine, PROMPT)]
+        await completions[0].done.wait()
+        completions.append(submit(engine, PROMPT))
+        await completions[1].done.wait()
+        return completions
+
+    bad, good = running(engine, scenario())
+    assert isinstance(bad.error, EngineUnavailable) and "were lost 4 times" in bad.error.message
+    assert good.token_ids == continuation(PROMPT, 8)
+
+
+def test_workers_that_never_run_a_step_are_not_built_again_for_ever():
+    engine = make_engine(losses=range(1, 500))
+
+    async def scenario() -> Completion:
+        completions = [submit(engine, [n + 1] * 5) for n in range(20)]  # so that somebody is left each time
+        await asyncio.gather(*(c.done.wait() for c in completions))
+        return completions[-1]
+
+    assert isinstance(running(engine, scenario()).error, EngineUnavailable)
+    assert engine.stats.rebuilds < 20
+
+
+def test_a_form_that_is_being_compiled_waits_for_workers_that_come_back():
+    engine = make_engine(eos=(1,))
+    group: Any = engine._workers
+    prepare, tries = group.prepare_form, []
+
+    async def lost_at_first(kind: str, text: str) -> None:
+        tries.append(text)
+        if len(tries) < 3:
+            raise EngineUnavailable("a worker is gone")
+        await prepare(kind, text)
+
+    group.prepare_form = lost_at_first
+
+    async def scenario() -> Completion:
+        completion = submit(engine, PROMPT, SamplingParams(max_tokens=8, regex="good"))
+        await completion.done.wait()
+        return completion
+
+    assert running(engine, scenario()).error is None
+    assert len(tries) == 3
 
 
 def test_one_message_per_front_end_and_step():
