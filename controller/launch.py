@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ..errors import IntarsiaError, InvalidSetting
 from ..kvcache.check import Recount
@@ -143,9 +144,11 @@ def ensure_ray(workers: int) -> bool:
 
 
 def _create(name: str) -> Any:
+    """On this node, if it has room: its front end is here, and goes with it."""
     make: Any = ControllerActor
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     try:
-        return make.options(name=name, namespace=NAMESPACE).remote()
+        return make.options(name=name, namespace=NAMESPACE, scheduling_strategy=here).remote()
     except ValueError as error:
         raise InvalidSetting(
             f"an engine named {name!r} runs in this Ray cluster already; choose another name or stop that one",

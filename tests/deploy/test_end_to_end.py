@@ -1,5 +1,6 @@
 """The whole way: gRPC clients, a front end, a controller actor and two tensor-parallel worker actors on real Ray."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -25,8 +26,6 @@ from intarsia.deploy.settings import engine_settings
 from intarsia.deploy.tokenizer import Tokenizer
 from intarsia.errors import (
     DeadlineExceeded,
-    EngineUnavailable,
-    IntarsiaError,
     InvalidRequest,
     InvalidSetting,
     RequestAborted,
@@ -329,25 +328,35 @@ def test_model_info_tells_what_is_served(service: Service):
     assert (info.architecture, info.tensor_parallel_size, len(info.groups)) == ("Gemma3ForCausalLM", 2, 6)
 
 
-def test_killed_worker_ends_running_streams_with_a_typed_error_and_is_told_to_the_front_end(
-    ray_cluster: None, loop: Loop, tiny: Callable
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_worker_is_replaced_and_its_streams_go_on_with_the_same_tokens(
+    ray_cluster: None, loop: Loop, tiny: Callable, workers: int
 ):
-    engine = loop.run(start_engine(engine_settings(str(tiny("llama").path), kv_cache_memory="1MiB")))
+    model = tiny("llama")
+    settings = engine_settings(str(model.path), tensor_parallel_size=workers, kv_cache_memory="1MiB")
+    engine = loop.run(start_engine(settings))
+    sampling = [
+        SamplingParams(max_tokens=300, seed=n, temperature=0.0 if n % 2 else 1.0, n=1 + n % 3) for n in range(6)
+    ]
+
+    async def stream(n: int, kill_at: int | None = None) -> list[tuple[int, tuple[int, ...]]]:
+        said = []
+        async for delta in engine.client.generate([1, 2, 3 + n], sampling[n]):
+            said.append((delta.answer, delta.token_ids))
+            if len(said) == kill_at:
+                os.kill((await engine.worker_process_ids())[-1], signal.SIGKILL)
+        return sorted(said, key=lambda each: each[0])  # by answer; in the order of its tokens
+
+    async def all_streams(kill_at: int | None) -> list[Any]:
+        return await asyncio.gather(*(stream(n, kill_at if n == 0 else None) for n in range(6)))
+
     try:
-
-        async def stream() -> IntarsiaError:
-            (pid,) = await engine.worker_process_ids()
-            tokens = 0
-            with pytest.raises(EngineUnavailable, match="worker 0 of 1 is gone in step") as refusal:
-                async for _ in engine.client.generate([1, 2, 3], SamplingParams(max_tokens=400)):
-                    tokens += 1
-                    if tokens == 5:
-                        os.kill(pid, signal.SIGKILL)
-            assert tokens >= 5
-            await engine.client.wait_gone()
-            return refusal.value
-
-        assert loop.run(stream()).retryable
+        undisturbed = loop.run(all_streams(None))
+        before = loop.run(engine.worker_process_ids())
+        assert loop.run(all_streams(20)) == undisturbed
+        assert set(before).isdisjoint(loop.run(engine.worker_process_ids()))
+        assert loop.run(engine.stats())["rebuilds"] == 1
+        assert loop.run(engine.recount()).all_free
     finally:
         loop.run(engine.shutdown())
 
