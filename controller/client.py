@@ -3,9 +3,13 @@
 import asyncio
 import contextlib
 import logging
+import math
+import secrets
+import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from ..errors import EngineUnavailable, IntarsiaError, InvalidRequest, Overloaded
 from ..kvcache.events import Event
@@ -60,14 +64,16 @@ class EngineClient:
         images: Sequence[Image] = (),
         terms: Terms = USUAL_TERMS,
         stream_interval_s: float = 0.0,
+        instead: "Instead | None" = None,
     ) -> "Generation":
         """Ask for a completion, or for `sampling.n` of them. The request is sent when its first delta is awaited.
 
         stream_interval_s: from one delta of an answer to its next, each with all tokens since. 0: each token by
             itself; infinite: the whole answer in one. Fewer deltas cost less.
+        instead: where answers go on when this engine is gone; None: they end then
         """
-        body = [list(prompt_token_ids), sampling.to_wire(), images, terms.to_wire(), stream_interval_s]
-        return Generation(self, body, sampling.n, request_id or uuid.uuid4().hex)
+        asked = _Asked(list(prompt_token_ids), sampling, images, terms, stream_interval_s)
+        return Generation(self, asked, request_id or uuid.uuid4().hex, instead)
 
     async def load(self) -> EngineLoad:
         """How busy the engine is. Raises `EngineUnavailable` when it is gone."""
@@ -146,19 +152,20 @@ class EngineClient:
 
     # -- for `Generation` --------------------------------------------------------------------------------------------
 
-    def _submit(self, generation: "Generation", body: list) -> int:
-        """Send a request. Returns the handle of its first answer."""
+    def _submit(self, generation: "Generation", bodies: Mapping[int, list], answers: int) -> dict[int, int]:
+        """Send what each answer is to come from; `answers` of them from each. Returns their handles, by answer."""
         if self._failure is not None:
             raise self._failure
         if generation.request_id in self._request_ids:
             raise InvalidRequest(f"request id {generation.request_id!r} is in use", field="request_id")
         self._request_ids.add(generation.request_id)
-        first = self._next_handle
-        self._next_handle += generation.answers
-        for index in range(generation.answers):
-            self._answers[first + index] = _Answer(generation.inbox, index)
-        self._stream.send_message(["submit", first, *body])
-        return first
+        handles = {}
+        for first, body in bodies.items():
+            for index in range(first, first + answers):
+                handles[index] = self._draw_handle()
+                self._answers[handles[index]] = _Answer(generation.inbox, index)
+            self._stream.send_message(["submit", handles[first], *body])
+        return handles
 
     def _abort(self, handle: int) -> None:
         if self._failure is None:
@@ -242,33 +249,60 @@ class _Answer:
         self._inbox.put_nowait(TokenDelta((token,), None, None, self._cached_tokens, None, self._index))
 
 
+class _Asked(NamedTuple):
+    """A request, as it may have to be asked again elsewhere."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    images: Sequence[Image]
+    terms: Terms
+    stream_interval_s: float
+
+    def body(self) -> list:
+        return self.going_on(self.sampling, self.prompt, self.terms)
+
+    def going_on(self, sampling: SamplingParams, tokens: list[int], terms: Terms) -> list:
+        """tokens: the prompt, and what is known of the answer."""
+        wire = sampling.to_wire(), self.images, terms.to_wire(), self.stream_interval_s
+        return [tokens, *wire, len(self.prompt)]
+
+
 class Generation(AsyncIterator[TokenDelta]):
     """The deltas of one request as they come, of all its answers in one stream; each says which answer it is of.
 
     Leaving it before its end, by `aclose` or by cancelling whoever waits, aborts what goes on.
 
+    An engine that goes takes no answer with it where there is another one: each goes on there with the tokens it has,
+    and since draws are keyed by seed and position, as it would have.
+
     Iterating raises `InvalidRequest` (or `RequestTooLarge`) when the request is refused, `DeadlineExceeded` when its
-    time is over, `EngineUnavailable` when the engine is gone.
+    time is over, `EngineUnavailable` when the engine is gone and there is no other.
     """
 
-    def __init__(self, client: EngineClient, body: list, answers: int, request_id: str):
-        self.answers = answers
+    def __init__(self, client: EngineClient, asked: _Asked, request_id: str, instead: "Instead | None" = None):
         self.request_id = request_id
         self.inbox: asyncio.Queue[TokenDelta | IntarsiaError] = asyncio.Queue()
         self._client = client
-        self._body = body
-        self._first_handle: int | None = None
-        self._open = set(range(answers))  # answers that go on
+        self._instead = instead
+        if instead is not None and asked.sampling.seed is None:
+            asked = asked._replace(sampling=replace(asked.sampling, seed=secrets.randbits(63)))
+        self._asked = asked
+        self._handles: dict[int, int] = {}  # by answer, once it is sent
+        self._open = set(range(asked.sampling.n))  # answers that go on
+        self._said: list[list[int]] = [[] for _ in self._open]  # what is known of each, if it may go on elsewhere
+        self._deadline_s = math.inf
         self._aborted: IntarsiaError | None = None
 
     async def __anext__(self) -> TokenDelta:
         if self._aborted is not None:
             raise self._aborted
-        if self._first_handle is None and self._open:
-            self._first_handle = self._client._submit(self, self._body)
+        if not self._handles and self._open:
+            await self._begin()
         while self._open:
             try:
                 item = await self.inbox.get()
+                if isinstance(item, EngineUnavailable) and self._aborted is None and await self._move():
+                    continue
             except BaseException:
                 await self.aclose()
                 raise
@@ -276,10 +310,49 @@ class Generation(AsyncIterator[TokenDelta]):
                 await self.aclose()
                 raise item
             if item.answer in self._open:
+                if self._instead is not None:
+                    self._said[item.answer] += item.token_ids
                 if item.finish_reason is not None:
                     self._close(item.answer)
                 return item
         raise StopAsyncIteration
+
+    async def _begin(self) -> None:
+        if self._asked.terms.timeout_s is not None:
+            self._deadline_s = time.monotonic() + self._asked.terms.timeout_s
+        try:
+            self._handles = self._client._submit(self, {0: self._asked.body()}, self._asked.sampling.n)
+        except EngineUnavailable:
+            if not await self._move():
+                raise
+
+    async def _move(self) -> bool:
+        """Go on with another engine. False where there is none, or this one is not gone."""
+        if self._instead is None or self._client.failure is None:
+            return False
+        other = await self._instead(self._client)
+        if other is None:
+            return False
+        self._client._release_id(self.request_id)
+        self._client, self.inbox = other, asyncio.Queue()
+        asked = self._asked
+        terms = asked.terms
+        if terms.timeout_s is not None:
+            terms = replace(terms, timeout_s=max(1e-3, self._deadline_s - time.monotonic()))
+        assert asked.sampling.seed is not None
+        bodies = {}
+        for answer in self._open:
+            told = bool(self._said[answer]) or answer > 0  # of the prompt's log-probabilities
+            sampling = replace(
+                asked.sampling,
+                n=1,
+                seed=(asked.sampling.seed + answer) % 2**63,
+                prompt_logprobs=None if told else asked.sampling.prompt_logprobs,
+            )
+            bodies[answer] = asked.going_on(sampling, [*asked.prompt, *self._said[answer]], terms)
+        self._handles = other._submit(self, bodies, 1)
+        logger.warning("request %s goes on with another engine", self.request_id)
+        return True
 
     def end(self, index: int) -> None:
         """One answer has said enough; the others go on."""
@@ -296,14 +369,13 @@ class Generation(AsyncIterator[TokenDelta]):
     async def aclose(self) -> None:
         """Abort all that goes on."""
         for index in list(self._open):
-            if self._first_handle is None:
+            if not self._handles:
                 self._open.discard(index)
             else:
                 self.end(index)
 
     def _close(self, index: int) -> int:
-        assert self._first_handle is not None
-        handle = self._first_handle + index
+        handle = self._handles[index]
         self._open.discard(index)
         self._client._forget(handle)
         if not self._open:
@@ -311,7 +383,11 @@ class Generation(AsyncIterator[TokenDelta]):
         return handle
 
     def __del__(self):
-        if self._first_handle is not None and self._open:  # nobody listens any more
+        if self._handles and self._open:  # nobody listens any more
             with contextlib.suppress(Exception):
                 for index in list(self._open):
                     self.end(index)
+
+
+Instead = Callable[[EngineClient], Awaitable[EngineClient | None]]
+"""Another engine of the same model, given one that is gone; None where there is none."""

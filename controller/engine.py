@@ -192,17 +192,20 @@ class Engine:
         images: Sequence[Image] = (),
         terms: Terms = USUAL_TERMS,
         stream_interval_s: float = 0.0,
+        prompt_tokens: int | None = None,
     ) -> list[RequestId]:
         """Queue a request; its tokens go to `outlet`. One id per answer, whose handles are `handle` and those after it.
 
+        prompt_tokens: of `tokens`, where an answer goes on that began elsewhere; None: all of them
         stream_interval_s: from one delta of an answer to its next; 0: each token at once; infinite: all at its end
 
         Raises `InvalidRequest` if it can not be served as asked.
         """
         if self._failure is not None:
             raise self._failure
-        max_total_tokens = self._check(tokens, sampling)
-        gallery = self._lay_out(tokens, images)
+        prompt = len(tokens) if prompt_tokens is None else prompt_tokens
+        max_total_tokens = self._check(tokens, prompt, sampling)
+        gallery = self._lay_out(tokens[:prompt], images)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         ends = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
@@ -214,7 +217,7 @@ class Engine:
                 Request(
                     id=RequestId(self._next_id),
                     tokens=list(tokens),
-                    prompt_tokens=len(tokens),
+                    prompt_tokens=prompt,
                     sampling=sampling,
                     seed=(seed + index) % 2**63,
                     stop_token_ids=ends,
@@ -588,7 +591,7 @@ class Engine:
 
     # -- at the door -------------------------------------------------------------------------------------------------
 
-    def _check(self, tokens: Sequence[int], sampling: SamplingParams) -> int:
+    def _check(self, tokens: Sequence[int], prompt: int, sampling: SamplingParams) -> int:
         """Refuse what can never be served. Returns the length at which the sequence ends at the latest."""
         info = self.info
         if len(tokens) == 0:
@@ -625,10 +628,15 @@ class Engine:
                 asked=strange,
                 limit=info.vocab_size - 1,
             )
-        total_tokens = min(len(tokens) + sampling.max_tokens, info.max_model_len)
+        total_tokens = min(prompt + sampling.max_tokens, info.max_model_len)
+        if not 0 < prompt <= len(tokens) < max(total_tokens, prompt + 1):
+            raise InvalidRequest(
+                f"an answer to a prompt of {prompt} tokens can not go on from {len(tokens)} of {total_tokens} tokens",
+                field="prompt",
+            )
         if not self._manager.fits(total_tokens):
             raise RequestTooLarge(
-                f"{len(tokens)} prompt tokens + {sampling.max_tokens} new ones need "
+                f"{prompt} prompt tokens + {sampling.max_tokens} new ones need "
                 f"{self._manager.plan.blocks_alone(total_tokens)} blocks; the whole pool has {info.num_blocks}. "
                 "Ask for fewer tokens, or start the engine with a larger kv_cache_memory.",
                 field="max_tokens",

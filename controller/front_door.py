@@ -2,14 +2,16 @@
 
 A connection is also the front end's lease: when it closes, its requests are aborted and their blocks are free.
 
-    front end -> engine   ["submit", handle, tokens, sampling, images, terms, stream_interval_s]   ["abort", handle]
+    front end -> engine   ["submit", handle, tokens, sampling, images, terms, stream_interval_s, prompt_tokens]
+                          ["abort", handle]
                           ["load", handle]   ["cache", handle]   ["probe", handle, tokens]   ["metrics", handle]
                           ["view", handle, look]
                           ["watch", handle]   ["unwatch", handle]
     engine -> front end   first the EngineInfo; then, per step, [handles, tokens, [[handle, tag, what], ...]], where
                           what is a delta, an error, the answer to a question, or events of the cache
 
-Handles are numbers that the front end draws; a request for n answers takes n of them in a row.
+Handles are numbers that the front end draws; a request for n answers takes n of them in a row. `tokens` are a prompt of
+`prompt_tokens` tokens and, of an answer that began elsewhere, what is known of it.
 """
 
 import asyncio
@@ -92,11 +94,13 @@ class FrontDoor:
                     self._engine.unwatch_cache(watchers.pop(handle))
                     continue
                 try:
-                    tokens, sampling, images, terms, stream_interval_s = rest
+                    tokens, sampling, images, terms, stream_interval_s, prompt_tokens = rest
                     params = SamplingParams(**sampling)
                     pictures = [Image(*image) for image in images]
                     urgency = Terms(**terms)
-                    ids = self._engine.submit(tokens, params, handle, outlet, pictures, urgency, stream_interval_s)
+                    ids = self._engine.submit(
+                        tokens, params, handle, outlet, pictures, urgency, stream_interval_s, prompt_tokens
+                    )
                     requests |= {handle + index: request_id for index, request_id in enumerate(ids)}
                 except IntarsiaError as error:
                     stream.send_message([[], [], [_encode(handle, error)]])

@@ -157,6 +157,8 @@ class Meter:
         self.ended(reason)
         generated = len(request.tokens) - request.prompt_tokens
         self.generated_tokens.observe(generated)
+        if not request.first_token_s:  # it came from another engine, which is gone
+            return
         self.request_s.observe(now_s - request.arrival_s)
         self.queue_s.observe(request.admitted_s - request.arrival_s)
         self.inference_s.observe(now_s - request.admitted_s)

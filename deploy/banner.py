@@ -18,10 +18,11 @@ def banner(
     facts.add_row("weights", f"{human_bytes(info.weight_bytes)} per worker, {info.dtype} on {info.device}, {workers}")
     facts.add_row(
         "memory",
-        f"{human_bytes(info.kv_cache_bytes)} per worker in {_count(info.num_buffers, 'buffer')}, plan: {info.strategy}",
+        f"{human_bytes(info.kv_cache_bytes)} per worker in {counted(info.num_buffers, 'buffer')}, "
+        f"plan: {info.strategy}",
     )
     caching = "on" if info.enable_prefix_caching else "off"
-    facts.add_row("pool", f"{_count(info.num_blocks, 'large page')}, prefix caching {caching}")
+    facts.add_row("pool", f"{counted(info.num_blocks, 'large page')}, prefix caching {caching}")
     facts.add_row(
         "holds",
         f"{info.capacity_tokens:,} tokens: {info.max_len_concurrency:.1f} requests of the maximum length of "
@@ -72,7 +73,7 @@ def _groups(info: EngineInfo) -> Table:
             str(index),
             group.kind,
             f"{len(group.layers)}: {_ranges(group.layers)}",
-            _count(group.block_tokens, "token"),
+            counted(group.block_tokens, "token"),
             human_bytes(group.page_bytes),
         )
     return table
@@ -89,5 +90,5 @@ def _ranges(numbers: tuple[int, ...]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

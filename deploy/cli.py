@@ -26,7 +26,7 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 def demo() -> None:
     """Show the whole way once: a tiny hybrid model answers through gRPC from two tensor-parallel workers."""
     with _plain_errors():
-        from .demo import run
+        from .demo.tour import run
 
         run()
 

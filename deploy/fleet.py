@@ -79,6 +79,12 @@ class Fleet:
         answered = {name: probe for name, probe in zip(engines, probes, strict=True) if probe is not None}
         return engines[choose(answered, self._own, len(prompt))]
 
+    async def instead(self, gone: EngineClient) -> EngineClient | None:
+        """An engine for the answers of one that is gone: the own one, or else any. None when there is none."""
+        own = self._engines[self._own]
+        others = [own, *self._engines.values()]
+        return next((each for each in others if each is not gone and each.failure is None), None)
+
     async def close(self) -> None:
         """All connections but the own engine's, which belongs to whoever made it."""
         self._looking.cancel()

@@ -152,9 +152,16 @@ class FrontEnd:
             interval_s = 0.0  # whoever looks for a text to stop at has to read along
         if self.settings.seeds_by_id and asked.sampling.seed is None:
             asked = asked._replace(sampling=replace(asked.sampling, seed=_seed_of(asked.request_id)))
-        engine = self._engine if self._fleet is None else await self._fleet.choose(asked.prompt)
+        fleet = self._fleet
+        engine = self._engine if fleet is None else await fleet.choose(asked.prompt)
         generation = engine.generate(
-            asked.prompt, asked.sampling, asked.request_id or None, asked.images, asked.terms, interval_s
+            asked.prompt,
+            asked.sampling,
+            asked.request_id or None,
+            asked.images,
+            asked.terms,
+            interval_s,
+            None if fleet is None else fleet.instead,
         )
         return Answers(generation, self.tokenizer, asked, self._running, is_streaming)
 

@@ -128,7 +128,7 @@ class LLM:
         self._engine: RunningEngine | None = None
         try:
             # What can be refused at once is refused before workers start.
-            self._tokenizer = Tokenizer.load(model, trust_remote_code=wanted.model.trust_remote_code)
+            self._tokenizer = Tokenizer.load(wanted.model.model_dir, trust_remote_code=wanted.model.trust_remote_code)
             with loading_bar() as watch:
                 self._engine = self._await(start_engine(wanted, watch))
             self._images = ImageReader.of(self.info)

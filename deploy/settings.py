@@ -9,6 +9,7 @@ from ..controller.startup import EngineSettings
 from ..errors import InvalidSetting
 from ..kvcache.plan import PlanSettings
 from ..workers.facts import ModelSettings
+from .demo import DEMO, DEMO_MODEL_DIR, is_demo
 
 CPU_KV_CACHE_MEMORY = "64MiB"
 
@@ -52,6 +53,8 @@ def engine_settings(
     kv_cache_memory: bytes per rank for keys and values, as a number or as text with a unit ("64MiB", "10GB"). None:
         what `gpu_memory_utilization` leaves of a GPU beside weights and steps; without a GPU, `CPU_KV_CACHE_MEMORY`
     """
+    if is_demo(str(model)):
+        model, served_model_name = str(DEMO_MODEL_DIR), served_model_name or DEMO
     memory = CPU_KV_CACHE_MEMORY if kv_cache_memory is None else kv_cache_memory
     return EngineSettings(
         model=ModelSettings(

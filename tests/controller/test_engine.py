@@ -33,9 +33,10 @@ class SimulatedGroup:
         self._worker = SimulatedWorker(plan)
         self._fail_at = fail_at
         self._losses = set(losses)
+        self.step_s = 0.0
 
     async def start_step(self, step: Step) -> StepResult:
-        await asyncio.sleep(0)
+        await asyncio.sleep(self.step_s)
         if self._fail_at is not None and step.number >= self._fail_at:
             raise EngineUnavailable(f"worker 1 of 2 is gone in step {step.number}")
         if step.number in self._losses:

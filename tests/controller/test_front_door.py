@@ -123,6 +123,67 @@ def test_request_id_in_use_is_refused_and_the_first_goes_on():
     assert served(scenario) == continuation(PROMPT, 20)
 
 
+@pytest.mark.parametrize("taken", [0, 1, 25])
+@pytest.mark.parametrize(("answers", "interval_s"), [(1, 0.0), (3, 0.0), (1, math.inf), (2, 0.02)])
+def test_answers_go_on_with_another_engine_when_theirs_is_gone(taken: int, answers: int, interval_s: float):
+    async def scenario() -> None:
+        engines = [make_engine(), make_engine()]
+        slow: Any = engines[0]._workers
+        slow.step_s = 0.001
+        doors = [FrontDoor(engine) for engine in engines]
+        clients = [await EngineClient.connect(await door.start("127.0.0.1")) for door in doors]
+        loops = [asyncio.create_task(engine.run()) for engine in engines]
+        left: list[EngineClient] = []
+
+        async def instead(gone: EngineClient) -> EngineClient:
+            left.append(gone)
+            return clients[1]
+
+        sampling = SamplingParams(max_tokens=80, n=answers)
+        generation = clients[0].generate(PROMPT, sampling, stream_interval_s=interval_s, instead=instead)
+        said: list[list[int]] = [[] for _ in range(answers)]
+        reasons = []
+        if interval_s == math.inf or not taken:  # nothing is told before it is gone
+            loops[0].cancel()
+            asyncio.get_running_loop().call_later(0.05, lambda: asyncio.ensure_future(doors[0].close()))
+        async for delta in generation:
+            said[delta.answer] += delta.token_ids
+            reasons += [delta.finish_reason] if delta.finish_reason else []
+            if taken and not left and sum(map(len, said)) >= taken:
+                loops[0].cancel()
+                await doors[0].close()
+        assert said == [continuation(PROMPT, 80)] * answers
+        assert reasons == ["length"] * answers
+        assert left == clients[:1]
+        await all_free(engines[1])
+        for each in (*clients, *doors[1:]):
+            await each.close()
+        for loop in loops:
+            loop.cancel()
+        await asyncio.gather(*loops, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_answers_end_with_their_engine_where_there_is_no_other():
+    async def scenario() -> None:
+        engine = make_engine()
+        door = FrontDoor(engine)
+        client = await EngineClient.connect(await door.start("127.0.0.1"))
+
+        async def nobody(gone: EngineClient) -> None:
+            return None
+
+        generation = client.generate(PROMPT, SamplingParams(max_tokens=80), instead=nobody)
+        asyncio.get_running_loop().call_later(0.02, lambda: asyncio.ensure_future(door.close()))
+        with pytest.raises(EngineUnavailable, match="has gone"):
+            async for _ in generation:
+                pass
+        await client.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
 def test_engine_that_goes_is_told_to_waiting_and_later_callers():
     async def scenario() -> None:
         engine = make_engine()

@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 
 from intarsia import LLM, SamplingParams
-from intarsia.deploy.demo_model import WORDS, make_demo_checkpoint
 from intarsia.errors import CorruptCheckpoint, EngineUnavailable, InvalidRequest, InvalidSetting, ModelNotFound
+
+TEXT = "In the beginning there was a computer which was used by people who liked it. " * 3
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 
 @pytest.fixture(scope="module")
-def demo_llm(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """A model with a tokenizer, on one worker."""
-    with LLM(str(make_demo_checkpoint(tmp_path_factory.mktemp("demo") / "model")), kv_cache_memory="4MiB") as llm:
+def demo_llm(ray_cluster: None) -> Iterator[LLM]:
+    """The model that comes along, on one worker."""
+    with LLM("demo", kv_cache_memory="4MiB") as llm:
         yield llm
 
 
@@ -24,14 +25,9 @@ def test_texts_are_completed_in_their_order(demo_llm: LLM):
     together = demo_llm.generate(prompts, GREEDY)
     alone = [demo_llm.generate(prompt, GREEDY)[0] for prompt in prompts]
     assert [output.token_ids for output in together] == [output.token_ids for output in alone]
-    assert [len(output.prompt_token_ids) for output in together] == [5, 3, 2]
+    assert [len(output.prompt_token_ids) for output in together] == [len(prompt) for prompt in prompts]
     for output in together:
-        assert len(output.token_ids) == 12
-        assert len(output.text.split()) == 12
-        assert set(output.text.split()) <= {
-            *WORDS.replace(".", " . ").replace(",", " , ").replace(":", " : ").split(),
-            "<unk>",
-        }
+        assert len(output.token_ids) == len(output.text) == 12
         assert output.finish_reason == "length"
         assert output.logprobs is None
 
@@ -47,7 +43,7 @@ def test_token_ids_and_texts_mix_each_with_its_own_params(demo_llm: LLM):
 
 def test_repeated_prompt_says_how_much_was_cached(demo_llm: LLM):
     demo_llm.reset_prefix_cache()
-    first, second = (demo_llm.generate(WORDS, GREEDY)[0] for _ in range(2))
+    first, second = (demo_llm.generate(TEXT, GREEDY)[0] for _ in range(2))
     assert first.num_cached_tokens == 0
     assert second.num_cached_tokens == len(second.prompt_token_ids) - 1
     assert first.token_ids == second.token_ids

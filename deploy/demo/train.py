@@ -1,10 +1,12 @@
 """Trains the demo model: Gemma 3 in miniature, reading bytes.
 
     apt-get download jargon-text && dpkg -x jargon-text_*.deb jargon
-    python deploy/demo_model/train.py jargon/usr/share/doc/jargon-text/jargon.txt.gz
+    python deploy/demo/train.py jargon/usr/share/doc/jargon-text/jargon.txt.gz
 
-writes the checkpoint beside this file. The text is the Jargon File 4.4.7 (29 Dec 2003), which is in the public domain;
-the package is `jargon-text` 4.4.7-4.1 of Debian. With the same seed, threads and versions the weights are the same.
+writes the checkpoint to `model/` beside this file. The text is the Jargon File 4.4.7 (29 Dec 2003), which is in the
+public domain; the package is `jargon-text` 4.4.7-4.1 of Debian. The model in the repository was made by this command
+with its defaults (seed 7, two threads, torch 2.13, transformers 5.23), in an hour on two shared cores. It ends at 0.83
+nats a byte on the text it has seen, and at 1.58 on what was held back: much of it is learnt by heart.
 """
 
 import argparse
@@ -23,7 +25,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
 
-HERE = Path(__file__).parent
+OUT = Path(__file__).parent / "model"
 
 TEXT_SHA256 = "40dfb4b98191a670a09a183d5798d50f243d23fdbd1495dcc0aca2ce5895ba97"
 """Of the unpacked text."""
@@ -101,16 +103,18 @@ def make_config(vocab_size: int, end: int) -> Gemma3TextConfig:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, help="jargon.txt.gz, as the package has it")
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=HERE)
+    parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
 
     raw = gzip.decompress(args.text.read_bytes())
-    print("sha256 of the text:", hashlib.sha256(raw).hexdigest())
+    found = hashlib.sha256(raw).hexdigest()
+    if found != TEXT_SHA256:
+        print(f"this is another version of the text ({found}): the model will be another one")
     prose = paragraphs(raw.decode())
     tokenizer = make_tokenizer()
     end = tokenizer.vocab[END]

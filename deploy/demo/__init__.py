@@ -1,0 +1,20 @@
+"""The demo: a tiny model that was really trained, which comes with the package, and a tour with it.
+
+    model/      the checkpoint: Gemma 3 in miniature, five layers with a window and one that sees everything, on bytes
+    train.py    how it was made, from a text in the public domain
+    tour.py     `intarsia demo`
+
+`intarsia serve demo` serves it, and so does `LLM("demo")`.
+"""
+
+from pathlib import Path
+
+DEMO = "demo"
+"""Instead of the folder of a checkpoint."""
+
+DEMO_MODEL_DIR = Path(__file__).parent / "model"
+
+
+def is_demo(model: str) -> bool:
+    """Is this the demo model's name, and no folder of the user's?"""
+    return model == DEMO and not Path(model).exists()
