@@ -111,6 +111,7 @@ def test_killed_at_random_points_it_completes_with_the_same_bytes(
     assert in_the_middle > 0, "no kill met it at work"
 
 
+@pytest.mark.slow
 def test_stopped_it_says_how_to_go_on(undisturbed: bytes, source: Path, talker: Path, tmp_path: Path):
     out = tmp_path / "out.jsonl"
     process = start(source, out, talker)
