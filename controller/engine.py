@@ -18,6 +18,7 @@ from ..kvcache.check import Recount, recount
 from ..kvcache.events import Cleared, Event, EventLog
 from ..kvcache.manager import CacheManager, RequestId
 from ..proto.step import Step, StepResult
+from ..proto.tracing import Tracer
 from ..workers.facts import WorkerStatus
 from .images import Gallery, Image, lay_out
 from .info import CacheState, EngineInfo, EngineLoad, GroupState, Probe
@@ -159,9 +160,16 @@ class Engine:
     """Owns the scheduler and the block pool. All methods are called on one event loop."""
 
     def __init__(
-        self, info: EngineInfo, scheduler: Scheduler, manager: CacheManager, workers: StepRunner, depth: int = 2
+        self,
+        info: EngineInfo,
+        scheduler: Scheduler,
+        manager: CacheManager,
+        workers: StepRunner,
+        depth: int = 2,
+        tracer: Tracer | None = None,
     ):
         """depth: steps under way at once. 2: one runs while the next is planned; 1: each waits for the one before."""
+        self.tracer = tracer
         self.info = info
         self.stats = EngineStats()
         self._scheduler = scheduler
@@ -522,8 +530,29 @@ class Engine:
                 self.stats.finished_requests += 1
                 self._meter.finished(entry.request, entry.finish_reason.value, now_s)
                 self._journal.ended(entry.request, entry.finish_reason.value, now_s)
+                if self.tracer is not None and entry.request.terms.trace:
+                    self._trace(self.tracer, entry.request, now_s)
         for outlet, delivery in deliveries.items():
             outlet(delivery)
+
+    def _trace(self, tracer: Tracer, request: Request, ended_s: float) -> None:
+        """Where the time of a request went that has come to its end."""
+        prompt = {
+            "gen_ai.usage.input_tokens": request.prompt_tokens,
+            "intarsia.cached_tokens": request.cached_tokens,
+            **{f"intarsia.lost_tokens.{cause}": tokens for cause, tokens in request.lost_tokens.items()},
+        }
+        answer = {
+            "gen_ai.usage.output_tokens": len(request.tokens) - request.prompt_tokens,
+            "intarsia.preemptions": request.preemptions,
+        }
+        first_s = request.first_token_s or request.admitted_s  # it may have had tokens when it came
+        for name, start_s, end_s, about in (
+            ("queue", request.arrival_s, request.admitted_s, {"intarsia.priority": request.terms.priority}),
+            ("prefill", request.admitted_s, first_s, prompt),
+            ("decode", first_s, ended_s, answer),
+        ):
+            tracer.record(name, [request.terms.trace], start_s, end_s, about)
 
     def _tell_expired(self) -> None:
         for request in self._scheduler.take_expired():

@@ -239,6 +239,7 @@ class Terms:
     priority   smaller comes first; waiting makes up for it (see `queue.py`)
     tenant     who shares the machine fairly with others; all requests without one are one tenant's
     timeout_s  seconds from now after which the answer is worth nothing; None: it may take as long as it takes
+    trace      the `traceparent` of whoever traces the request; empty: nobody does
 
     Raises `InvalidRequest`, naming the field, when a value has the wrong type or range.
     """
@@ -246,6 +247,7 @@ class Terms:
     priority: int = 0
     tenant: str = ""
     timeout_s: float | None = None
+    trace: str = ""
 
     def __post_init__(self):
         _check_int("priority", self.priority, low=-MAX_PRIORITY, high=MAX_PRIORITY)

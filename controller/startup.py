@@ -11,6 +11,7 @@ from ..kvcache.manager import CacheManager, CacheSettings
 from ..kvcache.plan import MemoryPlan, PlanSettings
 from ..kvcache.strategies import plan_memory
 from ..proto.step import Step, StepResult
+from ..proto.tracing import tracer_of
 from ..workers.facts import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
 from .engine import Engine
 from .info import EngineInfo, GroupInfo
@@ -82,7 +83,9 @@ async def build_engine(settings: EngineSettings, workers: Workers) -> Engine:
     plan = plan_memory(facts.layers, wanted, max_model_len)
     await workers.allocate(plan, sizes)
     manager = CacheManager(plan, CacheSettings(prefix_caching=settings.prefix_caching))
-    return Engine(_describe(settings, facts, plan, max_model_len), Scheduler(limits, manager), manager, workers)
+    info = _describe(settings, facts, plan, max_model_len)
+    tracer = tracer_of("controller", settings.model.traces_endpoint)
+    return Engine(info, Scheduler(limits, manager), manager, workers, tracer=tracer)
 
 
 def _max_model_len(settings: EngineSettings, facts: ModelFacts) -> int:

@@ -104,6 +104,9 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the model.  [default: its folder's name]")
     ] = None,
+    otlp_traces_endpoint: Annotated[
+        str | None, typer.Option(help="Send OpenTelemetry traces there, OTLP over HTTP.  [default: none]")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the engine in the Ray cluster.  [default: drawn]")] = None,
     host: Annotated[str, typer.Option(help="Where to listen; beyond loopback only with keys and TLS.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port for HTTP; 0 takes a free one.", min=0, max=65535)] = 8000,

@@ -14,6 +14,7 @@ from ..controller.metrics import Metrics
 from ..controller.request import USUAL_TERMS, SamplingParams, Terms
 from ..errors import IntarsiaError, InvalidRequest, InvalidSetting, Overloaded, RequestAborted
 from ..kvcache.events import Event
+from ..proto.tracing import INCOMING, Span, Tracer
 from .fleet import Fleet
 from .images import ImageReader, read_images
 from .text import whole_answers, with_text
@@ -65,8 +66,10 @@ class FrontEnd:
         tokenizer: Tokenizer | None,
         settings: FrontEndSettings | None = None,
         fleet: Fleet | None = None,
+        tracer: Tracer | None = None,
     ):
-        """fleet: to choose among for each request; None: there is but this engine."""
+        """fleet: to choose among for each request; None: there is but this engine. tracer: who is told of requests."""
+        self._tracer = tracer
         self.settings = settings or FrontEndSettings()
         self.tokenizer = tokenizer
         self._engine = engine
@@ -152,6 +155,10 @@ class FrontEnd:
             interval_s = 0.0  # whoever looks for a text to stop at has to read along
         if self.settings.seeds_by_id and asked.sampling.seed is None:
             asked = asked._replace(sampling=replace(asked.sampling, seed=_seed_of(asked.request_id)))
+        span = None
+        if self._tracer is not None:
+            span = self._tracer.begin("request", INCOMING.get())
+            asked = asked._replace(terms=replace(asked.terms, trace=span.traceparent))
         fleet = self._fleet
         engine = self._engine if fleet is None else await fleet.choose(asked.prompt)
         generation = engine.generate(
@@ -163,7 +170,7 @@ class FrontEnd:
             interval_s,
             None if fleet is None else fleet.instead,
         )
-        return Answers(generation, self.tokenizer, asked, self._running, is_streaming)
+        return Answers(generation, self.tokenizer, asked, self._running, is_streaming, span)
 
     def abort(self, request_id: str) -> bool:
         """Stop a request of any client of this front end. False if there is none of that name."""
@@ -184,8 +191,10 @@ class Answers:
         asked: Asked,
         running: "dict[str, Answers]",
         is_streaming: bool,
+        span: Span | None = None,
     ):
-        """running: where this is found while it goes on."""
+        """running: where this is found while it goes on. span: ends with it."""
+        self._span = span
         self.asked = asked
         self.request_id = generation.request_id
         self._running = running
@@ -205,6 +214,16 @@ class Answers:
         if self._running.get(self.request_id) is self:
             del self._running[self.request_id]
         await self._generation.aclose()
+        if self._span is not None:
+            sampling = self.asked.sampling
+            about = {
+                "gen_ai.request.max_tokens": sampling.max_tokens,
+                "gen_ai.request.temperature": sampling.temperature,
+                "gen_ai.request.choice.count": sampling.n,
+                "gen_ai.response.id": self.request_id,
+            }
+            self._span.end(about)
+            self._span = None
 
 
 async def side_by_side(

@@ -13,6 +13,7 @@ from grpc_status import rpc_status
 from ..errors import IntarsiaError, InvalidRequest, InvalidSetting, Unauthenticated
 from ..proto import inference_pb2 as pb
 from ..proto import inference_pb2_grpc as pb_grpc
+from ..proto.tracing import INCOMING
 from .access import OPEN_SERVICES, Access
 from .convert import (
     MAX_MESSAGE_BYTES,
@@ -51,6 +52,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GenerateResponse]:
         # Closing them is what frees the blocks of a client that has gone.
+        _note_trace(context)
         answered = contextlib.aclosing(self._answered(request, context.time_remaining()))
         async with _refusing(context), answered as responses:
             async for response in responses:
@@ -64,6 +66,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     ) -> AsyncIterator[pb.GenerateBatchResponse]:
         async with _refusing(context):
             time_remaining_s = context.time_remaining()
+            _note_trace(context)
             streams = [self._answered(one, time_remaining_s) for one in request.requests]
             async with contextlib.aclosing(side_by_side(streams)) as together:
                 async for number, item in together:
@@ -171,6 +174,11 @@ class GrpcServer:
         """Say so to health watchers, take nothing new, give running calls `grace_s` to end."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
+
+
+def _note_trace(context: Any) -> None:
+    """In which trace a call comes, if in any."""
+    INCOMING.set(str(dict(context.invocation_metadata() or ()).get("traceparent", "")))
 
 
 class _Keys(grpc.aio.ServerInterceptor):

@@ -114,6 +114,7 @@ class LLM:
     allow_generic             False: try an architecture that nobody has tested, as plain attention
     trust_remote_code         False: run Python files that come with the checkpoint
     served_model_name         None: what the model is called in answers; None: as its folder is
+    otlp_traces_endpoint      None: URL that takes OpenTelemetry's traces (OTLP over HTTP)
     name                      None: of the engine in the Ray cluster; None: drawn
 
     Raises `ModelError` or `InvalidSetting`, naming the field, before or while the engine starts; nothing is left

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ..controller.launch import RunningEngine, start_engine
 from ..controller.startup import EngineSettings
+from ..proto.tracing import tracer_of
 from .access import Access, AccessSettings
 from .banner import print_banner
 from .console import ConsoleSettings
@@ -87,7 +88,8 @@ async def serving(settings: EngineSettings, server: ServerSettings) -> AsyncIter
     with loading_bar() as watch:
         engine = await start_engine(settings, watch)
     try:
-        front_end = FrontEnd(engine.client, tokenizer, server.front_end)
+        tracer = tracer_of("front-end", settings.model.traces_endpoint)
+        front_end = FrontEnd(engine.client, tokenizer, server.front_end, tracer=tracer)
         app = make_app(lambda: front_end, access, server.console)
         http, grpc = HttpServer(app, access), GrpcServer(front_end, access)
         try:
@@ -97,6 +99,8 @@ async def serving(settings: EngineSettings, server: ServerSettings) -> AsyncIter
                 yield engine, Listening(url, target, f"{url}/console" + (f"#key={drawn}" if drawn else ""))
         finally:
             await asyncio.gather(http.stop(), grpc.stop())
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
     finally:
         await engine.shutdown()
 

@@ -25,6 +25,7 @@ from ray.serve.grpc_util import RayServegRPCContext
 from ..controller.launch import RunningEngine, find_engines, start_engine
 from ..errors import EngineUnavailable, IntarsiaError, InvalidSetting, Unauthenticated
 from ..proto import inference_pb2 as pb
+from ..proto.tracing import tracer_of
 from .access import Access, AccessSettings
 from .autoscaling import POOL_USE, wanted_replicas
 from .console import ConsoleSettings
@@ -87,6 +88,7 @@ class Replica:
             tokenizer,
             FrontEndSettings(options.stream_interval_s, options.max_ongoing_requests),
             self._fleet,
+            tracer_of("front-end", wanted.model.traces_endpoint),
         )
         self._servicer = InferenceServicer(self._front_end)
 
@@ -173,6 +175,9 @@ class _Context:
 
     def __init__(self, context: RayServegRPCContext):
         self._context = context
+
+    def invocation_metadata(self) -> Any:
+        return self._context.invocation_metadata()
 
     def time_remaining(self) -> float | None:
         return None  # Serve does not tell; it ends calls whose deadline has passed

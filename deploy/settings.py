@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
+from urllib.parse import urlsplit
 
 from ..controller.scheduler import SchedulerSettings
 from ..controller.startup import EngineSettings
@@ -46,6 +48,7 @@ def engine_settings(
     allow_generic: bool = False,
     trust_remote_code: bool = False,
     served_model_name: str | None = None,
+    otlp_traces_endpoint: str | None = None,
     name: str | None = None,
 ) -> EngineSettings:
     """Settings of an engine. Raises `InvalidSetting`, naming the field.
@@ -66,6 +69,7 @@ def engine_settings(
             enforce_eager=enforce_eager,
             torch_compile=torch_compile,
             trust_remote_code=trust_remote_code,
+            traces_endpoint=_traces_endpoint(otlp_traces_endpoint),
         ),
         plan=plan_settings(memory, block_size, strategy, expected_average_seq_len),
         scheduler=SchedulerSettings(
@@ -138,3 +142,20 @@ def parse_bytes(value: Any, field: str) -> int:
             field=field,
         )
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _traces_endpoint(url: str | None) -> str | None:
+    """Where traces go, if they can be sent from here."""
+    if url is None:
+        return None
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise InvalidSetting(
+            f"otlp_traces_endpoint must be a URL that takes OTLP over HTTP (http://HOST:4318/v1/traces), got {url!r}",
+            field="otlp_traces_endpoint",
+        )
+    if find_spec("opentelemetry") is None or find_spec("opentelemetry.exporter.otlp.proto.http") is None:
+        raise InvalidSetting(
+            "otlp_traces_endpoint needs OpenTelemetry's exporter: pip install 'intarsia[otel]'",
+            field="otlp_traces_endpoint",
+        )
+    return url

@@ -84,13 +84,14 @@ class Step(NamedTuple):
     admit: tuple[Admit, ...]
     advance: tuple[Advance, ...]
     decode: tuple[int, ...] = ()  # slots that compute one token and get no blocks: what steps are mostly made of
+    traces: tuple[str, ...] = ()  # the `traceparent` of each traced request whose prompt it computes
 
     def pack(self) -> bytes:
         return pack(self)
 
     @classmethod
     def unpack(cls, data: bytes) -> "Step":
-        epoch, number, retire, swap_out, swap_in, forget, copies, saves, admit, advance, decode = unpack(data)
+        epoch, number, retire, swap_out, swap_in, forget, copies, saves, admit, advance, decode, traces = unpack(data)
         return cls(
             epoch,
             number,
@@ -103,6 +104,7 @@ class Step(NamedTuple):
             tuple(_admit(*fields) for fields in admit),
             tuple(Advance(*fields) for fields in advance),
             decode,
+            traces,
         )
 
 

@@ -17,6 +17,7 @@ from ..kvcache.plan import MemoryPlan
 from ..proto.channel import Address, BlockingServer
 from ..proto.packing import pack, unpack
 from ..proto.step import Step, StepResult
+from ..proto.tracing import Tracer, tracer_of
 from .collectives import make_collectives
 from .environment import threads_per_worker
 from .facts import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
@@ -41,6 +42,7 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._grammars: Grammars | None = None
         self._steps: BlockingServer | None = None
+        self._tracer: Tracer | None = None
         self._steps_run = self._run_us = 0
         self.loaded = (0, 0)  # parameters that are there, and all of them; read by another thread
 
@@ -56,6 +58,7 @@ class Worker:
         """Read this rank's share of the weights. Raises `ModelError` or `InvalidSetting`."""
         self._runner = self._model = None  # free the old model first
         self._settings = settings
+        self._tracer = self._tracer or tracer_of("worker", settings.traces_endpoint, rank=self._parallel.rank)
         self._model = load_model(settings, self._parallel, self._device, self._note_loaded)
         facts = self._model.facts
         self._grammars = Grammars(settings.model_dir, settings.trust_remote_code, facts.vocab_size, facts.eos_token_ids)
@@ -92,14 +95,17 @@ class Worker:
 
     def run(self, step: Step) -> StepResult:
         """One step. Whatever goes wrong is an answer too: the controller decides what becomes of the requests."""
-        started = time.perf_counter()
+        started = time.monotonic()
         try:
             assert self._runner is not None, "load a model and allocate its pages first"
             drawn, error = self._runner.run(step), None
         except Exception as failure:
             logger.exception("step %d failed on rank %d", step.number, self._parallel.rank)
             drawn, error = Drawn(), f"{type(failure).__name__}: {failure}"
-        run_us = int((time.perf_counter() - started) * 1e6)
+        run_us = int((time.monotonic() - started) * 1e6)
+        if step.traces and self._tracer is not None:
+            about = {"intarsia.step": step.number, "intarsia.rank": self._parallel.rank}
+            self._tracer.record("step", step.traces, started, time.monotonic(), about)
         self._steps_run += 1
         self._run_us += run_us
         return StepResult(step.epoch, step.number, *drawn, run_us, error)

@@ -27,6 +27,7 @@ from ...errors import (
     Unauthenticated,
     UnknownModel,
 )
+from ...proto.tracing import INCOMING
 from ..access import ADMIN_PATHS, OPEN_PATHS, Access
 from ..console import ConsoleSettings, add_console
 from ..front_end import FrontEnd
@@ -311,13 +312,15 @@ def _known_fields(request: Request) -> list[str]:
 
 
 class _Keys:
-    """Lets requests pass that bring a key, where one is wanted."""
+    """Lets requests pass that bring a key, where one is wanted; notes in which trace they come."""
 
     def __init__(self, app: ASGIApp, access: Access):
         self._app = app
         self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            INCOMING.set(dict(scope["headers"]).get(b"traceparent", b"").decode("latin-1"))
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             is_admin = scope["path"].startswith(ADMIN_PATHS)
             check = self._access.check_admin_key if is_admin else self._access.check_key
