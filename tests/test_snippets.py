@@ -8,6 +8,7 @@
 Checkpoints, ports and sizes are those of this machine; all else is typed as it stands.
 """
 
+import json
 import os
 import re
 import shlex
@@ -15,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +33,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted({ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("*/*/README.md")})
 PROGRAMS = ("intarsia", "curl", "grpcurl", "serve", "ray", "make", "python", "pip", "apt-get")
 TRACE = ROOT.parent / "shared" / "data" / "traces" / "mooncake_conversation.jsonl.gz"
+
+RAY_FOLDER = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+"""Where programs look for a Ray that runs here: not where other tests have left one."""
 
 ELSEWHERE = {
     "make demo": ".ci/run",
@@ -95,7 +100,8 @@ class Desk(NamedTuple):
 
 def environment() -> dict[str, str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PATH": path}
+    own = {"PATH": path, "RAY_TMPDIR": RAY_FOLDER}
+    return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | own
 
 
 def begin(command: str, folder: Path) -> subprocess.Popen[str]:
@@ -138,6 +144,9 @@ def seeing_model(folder: Path, made: Path) -> Path:
 def desk(talker: Path, tiny: Callable, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
     folder = tmp_path_factory.mktemp("desk")
     (folder / "keys").write_text("oak\n")
+    body = {"prompt": "A program that", "max_tokens": 12}
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": body}
+    (folder / "in.jsonl").write_text(json.dumps(line) + "\n")
     authority = trustme.CA().issue_cert("127.0.0.1")
     authority.cert_chain_pems[0].write_to_path(str(folder / "cert.pem"))
     authority.private_key_pem.write_to_path(str(folder / "key.pem"))

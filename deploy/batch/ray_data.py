@@ -1,9 +1,10 @@
 """Batches as a stage of a Ray Data pipeline: each actor of the stage has an engine, and each row is a line.
 
-    lines.map_batches(BatchLines, fn_constructor_kwargs={"model": "..."}, concurrency=4, batch_size=256)
+    lines.map_batches(BatchLines, fn_constructor_kwargs={"model": "..."}, concurrency=4, batch_size=256, num_cpus=0)
 
-takes what `ray.data.read_text` gives, a column `text`, and gives the same rows with a column `result`. Rows are in
-flight together as far as a batch of them goes, so make batches several times as large as `max_num_seqs`.
+takes what `ray.data.read_text` gives, a column `text`, and gives the same rows with a column `result`. An engine's
+workers take their cores and GPUs themselves, so the actor needs none. Rows are in flight together as far as a batch of
+them goes: make batches several times as large as `max_num_seqs`.
 """
 
 import asyncio

@@ -1,21 +1,18 @@
 """Several Ray nodes on one machine, in a process of its own: a test's own cluster is left alone.
 
-    python -m intarsia.tests.deploy.nodes SCENARIO CHECKPOINT
+    RAY_TMPDIR=FOLDER python -m intarsia.tests.deploy.nodes SCENARIO CHECKPOINT
 
-prints one JSON object. Nodes come and go as they do in a real cluster: each has a raylet of its own, and the death of
+prints one JSON object; a folder of its own keeps programs that look for a cluster in the usual one from finding these. Nodes come and go as they do in a real cluster: each has a raylet of its own, and the death of
 one takes its workers with it.
 """
 
 import asyncio
 import json
 import os
-import secrets
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
-
-os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_worker_niceness": "0"}
 
 import ray
 from ray import serve
@@ -28,6 +25,8 @@ from intarsia.controller.request import SamplingParams
 from intarsia.deploy.settings import engine_settings
 from intarsia.errors import IntarsiaError
 
+CLUSTERS: list[Cluster] = []
+
 STREAMS = 6
 
 TOKENS = 300
@@ -36,6 +35,7 @@ TOKENS = 300
 def cluster_of(*cpus: int) -> tuple[Cluster, list[Any]]:
     """A cluster, and its nodes beside the head, which has no room for workers. This process belongs to one of them."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    CLUSTERS.append(cluster)
     nodes = [cluster.add_node(num_cpus=count) for count in cpus]
     cluster.wait_for_nodes()
     ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False)
@@ -167,7 +167,9 @@ SCENARIOS = {each.__name__: each for each in (lose_node, lose_node_and_get_anoth
 def main() -> None:
     found = asyncio.run(SCENARIOS[sys.argv[1]](sys.argv[2]))
     print(json.dumps(found), flush=True)
-    os._exit(0)  # what is left of the cluster ends with this process's group
+    ray.shutdown()
+    CLUSTERS.pop().shutdown()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -14,19 +16,27 @@ import pytest
 
 def play(scenario: str, model: str) -> dict[str, Any]:
     """Run a scenario of `nodes.py` in processes of its own."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "intarsia.tests.deploy.nodes", scenario, model],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        cwd="/",
-    )
-    try:
-        out, said = process.communicate(timeout=240)
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # else: what is left of the cluster
-            os.killpg(process.pid, signal.SIGKILL)
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        own = {
+            "RAY_TMPDIR": folder,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_worker_niceness": "0",
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", "intarsia.tests.deploy.nodes", scenario, model],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            cwd="/",
+            env=os.environ | own,
+        )
+        try:
+            out, said = process.communicate(timeout=240)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # else: what is left of the cluster
+                os.killpg(process.pid, signal.SIGKILL)
     found = [line for line in out.splitlines() if line.startswith("{")]
     assert process.returncode == 0 and found, said[-3000:]
     return json.loads(found[-1])
