@@ -3,8 +3,8 @@
     RAY_TMPDIR=FOLDER python -m intarsia.tests.deploy.nodes SCENARIO CHECKPOINT
 
 prints one JSON object; a folder of its own keeps programs that look for a cluster in the usual one from finding these.
-Nodes come and go as they do in a real cluster: each has a raylet of its own, and the death of one takes its workers with
-it.
+Nodes come and go as they do in a real cluster: each has a raylet of its own, and the death of one takes its workers
+with it.
 """
 
 import asyncio
