@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from intarsia.tests.conftest import free_port
+from intarsia.tests.deploy.batch.test_run import write_batch
 
 pytestmark = pytest.mark.slow
 
@@ -139,3 +140,14 @@ def test_serve_deploy_and_a_rolling_redeploy_fail_no_stream(cluster: Cluster, ta
         told = [text for each in clients for text in each.result()]
     print(f"{len(told)} streams")
     assert set(told) == {whole} and len(told) > 16
+
+
+def test_a_batch_runs_as_a_job_of_the_cluster(cluster: Cluster, talker: Path, tmp_path: Path):
+    write_batch(tmp_path / "in.jsonl", 20)
+    batch = [program("intarsia"), "batch", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out.jsonl")]
+    command = [program("ray"), "job", "submit", "--address", cluster.url, "--", *batch, "--model", str(talker)]
+    told = [*command, "--kv-cache-memory", "1MiB"]
+    done = subprocess.run(told, env=cluster.environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "20 answered in" in done.stdout + done.stderr
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 20
