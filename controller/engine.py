@@ -314,6 +314,7 @@ class Engine:
             stats.aborted_requests,
             stats.expired_requests,
             stats.preemptions,
+            stats.rebuilds,
         )
 
     def metrics(self) -> Metrics:
@@ -590,7 +591,7 @@ class Engine:
             ended += entry.finish_reason is not None
         generated = len(outcome.tokens) + len(outcome.notable)
         computed = len(step.decode) + sum(advance.tokens for advance in step.advance)
-        running = self._scheduler.num_running
+        running = self._scheduler.num_seated
         self._meter.stepped(computed, generated - began, now_s)
         self._journal.stepped(
             StepView(
@@ -605,7 +606,7 @@ class Engine:
                 began,
                 ended,
                 running,
-                len(self._live) - running,
+                max(0, len(self._live) - running),
                 self._scheduler.preemptions - stats.preemptions,
             )
         )

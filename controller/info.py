@@ -29,6 +29,7 @@ class EngineLoad(NamedTuple):
     aborted_requests: int
     expired_requests: int
     preemptions: int
+    rebuilds: int = 0  # times that the workers were lost and came back
 
     @property
     def pool_use(self) -> float:

@@ -185,6 +185,11 @@ class Scheduler:
         return sum(request.id in self._requests for request in self._running)  # else: aborted, until the next plan
 
     @property
+    def num_seated(self) -> int:
+        """Requests that have a slot, those given up since the last plan among them."""
+        return len(self._running)
+
+    @property
     def num_waiting(self) -> int:
         return len(self._requests) - self.num_running
 
