@@ -61,6 +61,7 @@ class ScriptedEngine:
         images: Sequence[Image] = (),
         terms: Terms = USUAL_TERMS,
         stream_interval_s: float = 0.0,
+        instead: Any = None,
     ) -> "ScriptedGeneration":
         self.asked.append((list(prompt_token_ids), sampling, request_id))
         self.terms = terms

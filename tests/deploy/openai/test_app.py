@@ -47,7 +47,7 @@ def test_health_and_metrics(api: Api):
     assert call(api, "/health")[0] == 200
     status, text, headers = call(api, "/metrics")
     assert status == 200 and headers["Content-Type"].startswith("text/plain")
-    values = dict(re.findall(r'^(vllm:\w+)\{model_name="talker"\} (\S+)$', text, re.M))
+    values = dict(re.findall(r'^(vllm:\w+)\{engine="0",model_name="talker"\} (\S+)$', text, re.M))
     assert float(values["vllm:num_requests_running"]) == 0
     assert float(values["vllm:generation_tokens_total"]) >= 3
     assert 0 <= float(values["vllm:kv_cache_usage_perc"]) <= 1
