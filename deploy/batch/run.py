@@ -178,10 +178,10 @@ def _stop_signals() -> Iterator[asyncio.Future[None]]:
 @contextlib.contextmanager
 def _progress(console: Console, journal: Journal, total: int) -> Iterator[None]:
     """A bar with the time that is left; a line now and then where there is no screen."""
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.speed:.1f}/s"), TimeRemainingColumn())
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
     bar = Progress(*columns, console=console, disable=not console.is_terminal)
     with bar:
-        task = bar.add_task("", total=total, completed=journal.count)
+        task = bar.add_task("", total=total, completed=journal.count, rate="")
         telling = asyncio.ensure_future(_tell(bar, task, console, journal, total))
         try:
             yield
@@ -194,11 +194,11 @@ async def _tell(bar: Progress, task: TaskID, console: Console, journal: Journal,
     first, started, told = journal.count, time.monotonic(), time.monotonic()
     while True:
         await asyncio.sleep(0.2)
-        bar.update(task, completed=journal.count)
         now = time.monotonic()
+        rate = (journal.count - first) / (now - started)
+        bar.update(task, completed=journal.count, rate=f"{rate:.1f}/s")
         if bar.disable and now - told >= TELL_EVERY_S:
             told = now
-            rate = (journal.count - first) / (now - started)
             left = f", {(total - journal.count) / rate:.0f} s left" if rate else ""
             console.print(f"{journal.count:,} of {total:,} ({journal.count / total:.1%}), {rate:.1f}/s{left}")
 
