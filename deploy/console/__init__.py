@@ -58,7 +58,7 @@ def add_console(app: FastAPI, front_end: Callable[[], FrontEnd], settings: Conso
         if name not in engines:
             raise InvalidRequest(f"there is no engine {name!r}; there are {', '.join(engines)}", field="engine")
         seen = await engines[name].view(Look(since, pool, settings.show_prompts, recount))
-        shown = {"engines": list(engines), "engine": name, **as_json(engines[name].info, seen, here)}
+        shown = {"engines": sorted(engines), "engine": name, **as_json(engines[name].info, seen, here)}
         return await asyncio.to_thread(_packed, shown, "gzip" in request.headers.get("accept-encoding", ""))
 
 
