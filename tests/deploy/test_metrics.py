@@ -154,6 +154,8 @@ def answered(port: int, query: str) -> bool:
     try:
         found = json.load(urllib.request.urlopen(url, timeout=10))
     except urllib.error.HTTPError as error:
+        if error.code == 503:
+            return False  # it is starting, too
         raise AssertionError(f"{query}: {error.read().decode()}") from None
     except OSError:
         return False  # it is starting
