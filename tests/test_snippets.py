@@ -46,6 +46,7 @@ ELSEWHERE = {
     "serve run": "tests/deploy/test_serve_commands.py",
     "export": "tests/deploy/test_serve_commands.py",
     "ray start": "tests/deploy/test_serve_commands.py",
+    "ray job submit": "tests/deploy/test_serve_commands.py",
     "grpcurl": "tests/deploy/test_reflection.py",
 }
 """Commands that begin so, and what runs them."""
