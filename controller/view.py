@@ -192,9 +192,12 @@ def _view(request: Request, state: str, now_s: float, blocks: tuple[bytes, ...],
         request.terms.tenant,
         request.preemptions,
         blocks,
-        (_end_of(request.tokens[:prompt]), _end_of(request.tokens[prompt:])) if with_tokens else None,
+        (_end_of(request.tokens, 0, prompt), _end_of(request.tokens, prompt, len(request.tokens)))
+        if with_tokens
+        else None,
     )
 
 
-def _end_of(text: Sequence[int]) -> tuple[int, ...]:
-    return tuple(text[-MOST_TEXT_TOKENS:])
+def _end_of(tokens: Sequence[int], start: int, stop: int) -> tuple[int, ...]:
+    """Of what lies between, the end; a long prompt is not copied for it."""
+    return tuple(tokens[max(start, stop - MOST_TEXT_TOKENS) : stop])

@@ -29,12 +29,8 @@ class Span:
         self.traceparent = traceparent
         self._span = span
 
-    def end(self, attributes: Attributes, error: str | None = None) -> None:
-        from opentelemetry.trace import Status, StatusCode
-
+    def end(self, attributes: Attributes) -> None:
         self._span.set_attributes(dict(attributes))
-        if error is not None:
-            self._span.set_status(Status(StatusCode.ERROR, error))
         self._span.end()
 
 

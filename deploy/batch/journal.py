@@ -57,7 +57,7 @@ class Input:
 
 
 class Journal:
-    """Invariant: each result is in the file at most once, and `places` counts those that are."""
+    """Invariant: each result is in the file at most once, and `_offsets` says where."""
 
     def __init__(self, out: Path, source: Input, about: Mapping[str, str]):
         """Go on with what an earlier run left, or begin. about: what must be the same for results to belong together.
@@ -65,7 +65,7 @@ class Journal:
         Raises `InvalidSetting` when the journal is of another batch, or another run is writing it.
         """
         self.out = out
-        self.path = out.with_name(out.name + ".partial")
+        self.path = partial_of(out)
         self._offsets = array("Q", bytes(8 * len(source)))
         self.count = 0
         header = {"intarsia_batch": FORMAT, "input_sha256": source.sha256, "lines": len(source), **about}
@@ -161,9 +161,14 @@ class Journal:
                 )
 
 
+def partial_of(out: Path) -> Path:
+    """Where the journal of a result is."""
+    return out.with_name(out.name + ".partial")
+
+
 def begin_anew(out: Path) -> None:
     """Forget what earlier runs left."""
-    for path in (out, out.with_name(out.name + ".partial")):
+    for path in (out, partial_of(out)):
         path.unlink(missing_ok=True)
 
 

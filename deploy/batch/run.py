@@ -22,7 +22,7 @@ from ..loading_bar import loading_bar
 from ..openai.app import make_app
 from ..tokenizer import Tokenizer
 from .answering import answer
-from .journal import Input, Journal, begin_anew
+from .journal import Input, Journal, begin_anew, partial_of
 
 AHEAD = 2
 """Lines in flight for each request that an engine runs at once: so that somebody always waits."""
@@ -79,7 +79,7 @@ async def run_batch(settings: BatchSettings, engine: EngineSettings) -> bool:
 
 def is_there(out: Path, source: Input) -> bool:
     """Is this the finished result of the same number of lines? Raises `InvalidSetting` if it is something else."""
-    if not out.exists() or out.with_name(out.name + ".partial").exists():
+    if not out.exists() or partial_of(out).exists():
         return False
     with out.open("rb") as file:
         lines = sum(line.startswith(b'{"id":"batch_req_') for line in file)

@@ -319,13 +319,13 @@ class _Keys:
         self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            INCOMING.set(dict(scope["headers"]).get(b"traceparent", b"").decode("latin-1"))
+        headers = dict(scope["headers"]) if scope["type"] == "http" else {}
+        INCOMING.set(headers.get(b"traceparent", b"").decode("latin-1"))
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             is_admin = scope["path"].startswith(ADMIN_PATHS)
             check = self._access.check_admin_key if is_admin else self._access.check_key
             try:
-                check(dict(scope["headers"]).get(b"authorization", b"").decode("latin-1"))
+                check(headers.get(b"authorization", b"").decode("latin-1"))
             except Unauthenticated as error:
                 await _refusal(error)(scope, receive, send)
                 return
