@@ -487,7 +487,7 @@ class Scheduler:
             (*forked, *(admit for admit, _, _ in admitted)),
             tuple(advance for _, advance in planned),
             tuple(slots),
-            tuple([trace for request, _ in planned if (trace := request.terms.trace)]),
+            tuple([trace for request, _ in prompts if (trace := request.terms.trace)]),
         )
 
     def _count_served(self, decode: Sequence[Request], planned: Sequence[tuple[Request, Advance]]) -> None:
