@@ -10,11 +10,14 @@ READY := $(VENV)/ready
 demo: $(READY)
 	@$(BIN)/intarsia demo
 
+# Two processes: one for all that starts Ray or a server, one for the rest (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+
 test: $(READY)
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(PYTEST) -m "not slow"
 
 test-all: $(READY)
-	@$(BIN)/python -m pytest
+	@$(PYTEST)
 
 check: $(READY)
 	@$(BIN)/ruff check .

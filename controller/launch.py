@@ -144,9 +144,10 @@ def ensure_ray(workers: int) -> bool:
 
 
 def _create(name: str) -> Any:
-    """On this node, if it has room: its front end is here, and goes with it."""
+    """On this node, because its front end is here, and goes with it. Ray does not keep to a mere preference (`soft`)
+    when an actor asks for no CPUs."""
     make: Any = ControllerActor
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     try:
         return make.options(name=name, namespace=NAMESPACE, scheduling_strategy=here).remote()
     except ValueError as error:

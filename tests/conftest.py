@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: see workers/environment.py
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: GPU kernels run in Python here
 
 import asyncio
 import socket
@@ -15,6 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+START_SERVERS = ("bench/", "deploy/", "controller/test_worker_group.py", "test_imports.py", "test_snippets.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever starts Ray or a server stays in one process: two Ray clusters would get into each other's way."""
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.relative_to(here).as_posix().startswith(START_SERVERS):
+            item.add_marker(pytest.mark.xdist_group("servers"))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ pages. No mask is built and no cache object exists.
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,9 +26,6 @@ from .pages import Pages
 
 IMPLEMENTATION = "intarsia"
 """The name under which transformers models find our attention function."""
-
-FEATURES = ("window", "chunk", "softcap", "sinks", "latent")
-"""What a backend may lack."""
 
 _OWNER = "intarsia_attention"
 
@@ -74,6 +70,8 @@ class PagedAttention:
         self._views: dict[int, Tensor] = {}
         self._mask_of: dict[int, int] = {}  # layer -> place in `step_masks`
         self._needs: dict[int, Needs] = {}
+        self._block_tokens: dict[int, int] = {}
+        self._any_bytes = False
         self._params: dict[int, LayerParams] = {}  # as learnt, for compiled code
         self._number = next(_numbers)
         _by_number[self._number] = self
@@ -101,6 +99,9 @@ class PagedAttention:
         for index, layer in self._layers.items():
             g, n = pages.group_of[index, layer.reach.keeps]
             self._mask_of[index] = masks.index((g, plan.groups[g].mask_of(n)))
+            self._block_tokens[index] = plan.groups[g].block_tokens
+        kinds = {group.reach.keeps for group in plan.groups}
+        self._any_bytes = len(kinds) > 1  # states and tokens take turns in the same memory
 
     def learn(self, forward: Callable[[], object], backend: str | None) -> None:
         """Run `forward` once to learn each layer's constants, then choose the backend that covers them all.
@@ -116,17 +117,7 @@ class PagedAttention:
                 "paged",
                 field="model",
             )
-        # All layers of a group share one metadata, so one backend serves the whole model.
-        features = {name: any(getattr(needs, name) for needs in self._needs.values()) for name in FEATURES}
-        chosen = [
-            select_backend(replace(needs, **features), self._device, backend) for needs in set(self._needs.values())
-        ]
-        if len({choice.name for choice in chosen}) > 1:
-            raise UnsupportedModel(
-                f"no single attention backend covers all layers; they would take {', '.join(c.name for c in chosen)}",
-                field="attention_backend",
-            )
-        self._backend = chosen[0]
+        self._backend = select_backend(list(dict.fromkeys(self._needs.values())), self._device, backend)
 
     @property
     def is_learning(self) -> bool:
@@ -188,6 +179,8 @@ class PagedAttention:
             chunk=spec.reach.chunk_tokens is not None,
             softcap=params.softcap is not None,
             sinks=params.sinks is not None,
+            block_tokens=self._block_tokens[layer],
+            any_bytes=self._any_bytes,
         )
 
 

@@ -65,8 +65,9 @@ class CrossAttention:
             kv_heads=layer.kv_heads,
             key_dim=layer.key_dim,
             value_dim=layer.value_dim,
+            block_tokens=self._size,
         )
-        self._backend = select_backend(needs, self._device, backend)
+        self._backend = select_backend([needs], self._device, backend)
 
     # -- images ------------------------------------------------------------------------------------------------------
 

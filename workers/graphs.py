@@ -14,14 +14,14 @@ Everything else a step may hold (prompts, states to save, log-probabilities of p
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..kernels.paged_attention import GroupBatch, GroupMeta
-from ..kernels.state import StateBatch, StateMeta
+from ..kernels.state import StateBatch
 from .model import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class _Frame:
     tokens_T: Tensor
     positions_T: Tensor
     metas: list[GroupMeta]
-    states: dict[int, StateMeta]
+    states: dict[int, Any]
     replay: Replay | None = None
 
 
@@ -135,6 +135,9 @@ class DecodeGraphs:
             metas.append(meta)
         zeros = torch.zeros(rows, dtype=torch.int64, device=device)
         states = {g: self._model.states.frame(rows) for g in step.states}
+        if any(meta is None for meta in states.values()):
+            self._refuse(f"state backend '{self._model.states.backend_name}' has no fixed shapes")
+            return None
         return _Frame(rows, zeros, zeros.clone(), metas, states)
 
     def _fill(self, frame: _Frame, step: DecodeStep, padded: Sequence[GroupBatch]) -> None:
@@ -145,7 +148,7 @@ class DecodeGraphs:
         for meta, batch in zip(frame.metas, padded, strict=True):
             self._model.attention.backend.refill(meta, batch)
         for g, meta in frame.states.items():
-            self._model.states.refill(meta, step.states[g])
+            self._model.states.refill(meta, step.states[g], frame.rows)
 
     def _forward(self, frame: _Frame) -> Tensor:
         self._model.attention.resume(frame.metas, frame.positions_T)

@@ -6,13 +6,13 @@ batch. Ours runs packed tokens of many requests, each from the state in its page
 """
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..kernels.state import STATE_BACKENDS, Recurrence, StateBatch, StateMeta, prepare, select_state_backend
+from ..kernels.state import STATE_BACKENDS, Recurrence, StateBatch, select_state_backend
 from ..kvcache.reach import Keeps
 from .mixers import MIXERS
 from .pages import Pages
@@ -27,9 +27,9 @@ class PagedStates:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._backend = select_state_backend()
+        self._backend = select_state_backend(device)
         self._pages: Pages | None = None
-        self._metas: dict[int, StateMeta] = {}  # group -> who goes on from which page
+        self._metas: dict[int, Any] = {}  # group -> who goes on from which page
         # What rows there are and which pages they have is known step by step, not to a compiler.
         self.scan = cast(Callable[..., Tensor], torch.compiler.disable(self._scan))
 
@@ -46,26 +46,28 @@ class PagedStates:
     def use(self, pages: Pages, backend: str | None) -> None:
         self._pages = pages
         known = {kind.name for kind in STATE_BACKENDS}
-        self._backend = select_state_backend(backend if backend in known else None)  # some know attention only
+        named = backend if backend in known else None  # some know attention only
+        self._backend = select_state_backend(self._device, named)
 
     def begin_step(self, batches: dict[int, StateBatch]) -> None:
         """Who goes on from which page in the next forward pass, by group."""
-        self._metas = {g: prepare(batch, self._device) for g, batch in batches.items()}
+        self._metas = {g: self._backend.prepare(batch, self._device) for g, batch in batches.items()}
 
-    def frame(self, rows: int) -> StateMeta:
-        """Metadata of steps of one token for each of so many rows, in tensors that stay where they are."""
-        nobody = np.zeros(rows, dtype=np.int32)
-        return prepare(StateBatch(nobody, nobody + 1, nobody != 0), self._device)
+    def frame(self, rows: int) -> Any:
+        """Metadata of steps of one token for each of so many rows, in tensors that stay where they are; or None."""
+        return self._backend.frame(rows, self._device)
 
-    def refill(self, frame: StateMeta, batch: StateBatch) -> None:
-        """Put such a step into a frame; rows beyond its own go on from the spare page."""
-        singles = frame[0].singles
-        assert singles is not None
-        count = len(batch.pages)
-        singles.pages[:count].copy_(torch.from_numpy(batch.pages), non_blocking=True)
-        singles.pages[count:] = SPARE
+    def refill(self, frame: Any, batch: StateBatch, rows: int) -> None:
+        """Put such a step into a frame of `rows`; those beyond its own go on from the spare page."""
+        pages = np.full(rows, SPARE, dtype=np.int64)
+        pages[: len(batch.pages)] = batch.pages
+        self._backend.refill(frame, pages)
 
-    def resume(self, metas: dict[int, StateMeta]) -> None:
+    @property
+    def backend_name(self) -> str:
+        return self._backend.name
+
+    def resume(self, metas: dict[int, Any]) -> None:
         """Run the next forward pass over metadata that was prepared elsewhere."""
         self._metas = metas
 

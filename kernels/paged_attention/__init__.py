@@ -5,62 +5,77 @@
     backend.write(kv_view, k, v, meta)                # once per layer: the new tokens enter their pages
     backend.attend(q, kv_view, params, meta, out)     # ... and every new token looks back
 
-`protocol.py` says what these words mean, `reference.py` shows the arithmetic one query at a time, and
-`torch_sdpa.py` is how it runs in plain torch, `native.py` how single queries run on a CPU with a C++ compiler.
+`protocol.py` says what these words mean, and `reference.py` shows the arithmetic one query at a time. It runs in plain
+torch (`torch_sdpa.py`), with single queries in C++ on a CPU (`native.py`), in kernels of our own on a GPU
+(`triton_paged.py`), or in FlashAttention's (`flash.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from ...errors import InvalidSetting, UnsupportedModel
+from .flash import FlashBackend, LegacyFlashBackend
 from .native import NativeBackend
 from .protocol import Backend, Capabilities, GroupBatch, GroupMeta, LayerParams, Needs
 from .reference import ReferenceBackend
 from .torch_sdpa import TorchBackend
+from .triton_paged import TritonBackend
 
 __all__ = [
     "BACKENDS",
     "Backend",
     "Capabilities",
+    "FlashBackend",
     "GroupBatch",
     "GroupMeta",
     "LayerParams",
+    "LegacyFlashBackend",
     "NativeBackend",
     "Needs",
     "ReferenceBackend",
     "TorchBackend",
+    "TritonBackend",
     "select_backend",
 ]
 
-BACKENDS: tuple[type[Backend], ...] = (NativeBackend, TorchBackend, ReferenceBackend)
+BACKENDS: tuple[type[Backend], ...] = (
+    NativeBackend, FlashBackend, LegacyFlashBackend, TritonBackend, TorchBackend, ReferenceBackend
+)  # fmt: skip
 """Fastest first."""
 
 
 def select_backend(
-    needs: Needs,
+    layers: Collection[Needs],
     device: torch.device,
     name: str | None = None,
     backends: Sequence[type[Backend]] = BACKENDS,
 ) -> Backend:
-    """A new instance of the first backend that covers `needs` on `device`; `name` allows only that one.
+    """A new instance of the first backend that covers all `layers` on `device`; `name` allows only that one.
 
+    All layers of a model go to one backend, because the layers of a group share one metadata.
     Raises  UnsupportedModel if none does, with every backend's reason; InvalidSetting if no backend has that name
     """
-    candidates = [backend for backend in backends if name in (None, backend.name)]
+    candidates = [
+        backend for backend in backends if name == backend.name or (name is None and not backend.by_name_only)
+    ]
     if not candidates:
         known = ", ".join(backend.name for backend in backends)
         raise InvalidSetting(
             f"there is no attention backend '{name}'; choose one of: {known}.", field="attention_backend"
         )
-    refusals = []
+    refusals: list[str] = []
+    unable: set[Needs] = set()
     for backend in candidates:
-        refusal = backend.capabilities.refusal(needs, device) or backend.lacks()
-        if refusal is None:
+        refused = {needs: refusal for needs in layers if (refusal := backend.capabilities.refusal(needs, device))}
+        reasons = "; ".join(dict.fromkeys(refused.values())) or backend.lacks()
+        if reasons is None:
             return backend()
-        refusals.append(f"'{backend.name}' {refusal}")
+        unable |= set(refused)
+        refusals.append(f"'{backend.name}' {reasons}")
+    asked = " and ".join(str(needs) for needs in layers if needs in unable or not unable)
     raise UnsupportedModel(
-        f"no attention backend can run {needs} on {device}: {'. '.join(refusals)}. "
+        f"no attention backend can run {asked} on {device}: {'. '.join(refusals)}. "
         "Choose another dtype or device, or add a backend in kernels/paged_attention.",
         field="attention_backend",
     )

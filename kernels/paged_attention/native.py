@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import native
 from .protocol import Capabilities, GroupBatch, GroupMeta, LayerParams
+from .tensors import dense_heads
 from .torch_sdpa import TorchBackend
 
 PIECE_TOKENS = 1024
@@ -88,7 +89,7 @@ class NativeBackend(TorchBackend):
         return None  # on a CPU nothing is gained
 
     def write(self, kv_view: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: GroupMeta) -> None:
-        k_TKD, v_TKD = _dense_heads(k_TKD), _dense_heads(v_TKD)
+        k_TKD, v_TKD = dense_heads(k_TKD), dense_heads(v_TKD)
         size = kv_view.itemsize
         self._library.intarsia_write(
             ctypes.byref(
@@ -109,7 +110,7 @@ class NativeBackend(TorchBackend):
     def attend(self, q_THD: Tensor, kv_view: Tensor, params: LayerParams, meta: GroupMeta, out_THD: Tensor) -> None:
         decode, parts = meta.plan
         if decode is not None:
-            self._attend_singles(_dense_heads(q_THD), kv_view, params, decode, out_THD)
+            self._attend_singles(dense_heads(q_THD), kv_view, params, decode, out_THD)
         self.attend_parts(q_THD, kv_view, params, parts, out_THD)
 
     def _attend_singles(
@@ -175,8 +176,3 @@ def _cut(batch: GroupBatch) -> _Decode | None:
         row_pieces.astype(np.int32),
         batch.block_tokens,
     )
-
-
-def _dense_heads(tensor: Tensor) -> Tensor:
-    """[T,heads,D] with the numbers of a head side by side, as they usually are."""
-    return tensor if tensor.stride(2) == 1 or tensor.shape[2] <= 1 else tensor.contiguous()

@@ -114,11 +114,15 @@ class Needs:
     softcap: bool = False
     sinks: bool = False
     latent: bool = False
+    block_tokens: int = 16
+    any_bytes: bool = False
+    """Pages may hold what layers of another kind left behind: any bytes, NaN among them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend offers. `head_sizes` are (key, value) pairs; None takes any."""
+    """What a backend offers. `head_sizes` are (key, value) pairs, None takes any; tokens of a page are a multiple of
+    `page_multiple`; `any_bytes`: what is no live token of a row may be NaN."""
 
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
@@ -128,6 +132,8 @@ class Capabilities:
     softcap: bool = True
     sinks: bool = True
     latent: bool = True
+    page_multiple: int = 1
+    any_bytes: bool = True
 
     def refusal(self, needs: Needs, device: torch.device) -> str | None:
         """Why this layer can not run here, in words; None if it can."""
@@ -142,6 +148,14 @@ class Capabilities:
             (self.softcap or not needs.softcap, "has no softcap"),
             (self.sinks or not needs.sinks, "has no attention sinks"),
             (self.latent or not needs.latent, "has no multi-head latent attention"),
+            (
+                needs.block_tokens % self.page_multiple == 0,
+                f"takes pages of a multiple of {self.page_multiple} tokens, not of {needs.block_tokens}",
+            ),
+            (
+                self.any_bytes or not needs.any_bytes,
+                "reads past the tokens of a page, where layers of another kind may have left NaN",
+            ),
         )
         return "; ".join(reason for passed, reason in checks if not passed) or None
 
@@ -154,6 +168,7 @@ class Backend(Protocol):
     """Paged attention on one kind of machine. Holds scratch memory at most: one instance per thread."""
 
     name: ClassVar[str]
+    by_name_only: ClassVar[bool]  # never chosen unasked
     capabilities: ClassVar[Capabilities]
 
     @classmethod

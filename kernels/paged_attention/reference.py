@@ -16,6 +16,7 @@ class ReferenceBackend:
     """Every feature, every dtype, no speed. `compute_dtype` may be float64 to judge others."""
 
     name: ClassVar[str] = "reference"
+    by_name_only: ClassVar[bool] = False
     capabilities: ClassVar[Capabilities] = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),

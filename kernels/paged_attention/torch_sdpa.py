@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .protocol import Capabilities, GroupBatch, GroupMeta, LayerParams, values_of
+from .tensors import upload
 
 SPREAD_TOKENS = 256
 """Decode rows share a part while padding costs a row less than a part of its own: about 30 us, or 256 tokens."""
@@ -59,6 +60,7 @@ class TorchBackend:
     """The default on a CPU; runs unchanged on a GPU. Its only state is the workspace, reused by every layer."""
 
     name: ClassVar[str] = "torch"
+    by_name_only: ClassVar[bool] = False
     capabilities: ClassVar[Capabilities] = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
@@ -74,7 +76,7 @@ class TorchBackend:
     def prepare(self, batch: GroupBatch, device: torch.device) -> GroupMeta:
         page, offset = batch.token_places()
         parts = (*_decode_parts(batch, device), *_prefill_parts(batch, device))
-        return GroupMeta(_upload(page, device), _upload(offset, device), plan=parts)
+        return GroupMeta(upload(page, device), upload(offset, device), plan=parts)
 
     def frame(self, batch: GroupBatch, device: torch.device) -> GroupMeta | None:
         rows, pages = len(batch.kv_lens), _most_pages(batch)
@@ -177,15 +179,15 @@ def _decode_part(
     dead = (dirty | padding[..., None]).reshape(len(rows), 1, -1)
     tokens = batch.first_token()[rows]
     tile = Tile(
-        tokens=_as_slice(tokens) or _upload(tokens, device),
+        tokens=_as_slice(tokens) or upload(tokens, device),
         keys=slice(None),
-        mask_NML=_upload(np.where(dead, np.float32("-inf"), np.float32(0)), device) if dead.any() else None,
+        mask_NML=upload(np.where(dead, np.float32("-inf"), np.float32(0)), device) if dead.any() else None,
     )
     return Part(
-        pages=_upload(blocks.ravel(), device),
+        pages=upload(blocks.ravel(), device),
         rows=len(rows),
         live=slice(None),
-        dirty=_upload(np.flatnonzero(dirty), device) if dirty.any() else None,
+        dirty=upload(np.flatnonzero(dirty), device) if dirty.any() else None,
         is_dirty=None,
         tiles=(tile,),
     )
@@ -235,7 +237,7 @@ def _prefill_parts(batch: GroupBatch, device: torch.device) -> Iterator[Part]:
             for start, end, key in row_spans
         )
         yield Part(
-            pages=_upload(batch.block_table[row, first_page : first_page + pages].astype(np.int64), device),
+            pages=upload(batch.block_table[row, first_page : first_page + pages].astype(np.int64), device),
             rows=1,
             live=slice(oldest - to_page, int(batch.kv_lens[row]) - to_page),
             dirty=None,
@@ -250,7 +252,7 @@ def _whole_part(batch: GroupBatch, row: int, device: torch.device) -> Part:
     first = int(batch.first_token()[row])
     pages = batch.block_table[row, : -(-keys // batch.block_tokens)].astype(np.int64)
     tile = Tile(tokens=slice(first, first + queries), keys=slice(None), mask_NML=None)
-    return Part(pages=_upload(pages, device), rows=1, live=slice(0, keys), dirty=None, is_dirty=None, tiles=(tile,))
+    return Part(pages=upload(pages, device), rows=1, live=slice(0, keys), dirty=None, is_dirty=None, tiles=(tile,))
 
 
 def _tile_spans(batch: GroupBatch, row: np.intp) -> Iterator[tuple[int, int, int]]:
@@ -294,10 +296,6 @@ def _as_slice(tokens: np.ndarray) -> slice | None:
     """The same tokens as a slice, which copies nothing, if they lie side by side."""
     first, last = int(tokens[0]), int(tokens[-1])
     return slice(first, last + 1) if last - first + 1 == len(tokens) else None
-
-
-def _upload(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 # Arithmetic, once per layer

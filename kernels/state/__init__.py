@@ -1,15 +1,20 @@
 """States over pages: layers that see the past through something they overwrite token by token.
 
-    meta = prepare(batch, device)                                   # once per group of layers and step
+    meta = backend.prepare(batch, device)                             # once per group of layers and step
     y = backend.scan(CONVOLUTION, pages, (weight, bias), (x,), meta)  # once per layer and recurrence
 
-`reference.py` says what each recurrence is, one token at a time; `chunked.py` is how it runs by default.
+`reference.py` says what each recurrence is, one token at a time; `chunked.py` is how it runs in plain torch,
+`native.py` on a CPU with a C++ compiler, `triton_states.py` on a GPU.
 """
+
+import torch
 
 from ...errors import InvalidSetting
 from .chunked import ChunkedStates
-from .protocol import Recurrence, SaveAt, StateBackend, StateBatch, StateMeta, prepare
+from .native import NativeStates
+from .protocol import Piece, Recurrence, SaveAt, StateBackend, StateBatch
 from .reference import CONVOLUTION, GATED_DELTA, LINEAR_ATTENTION, SELECTIVE_SCAN, ReferenceStates
+from .triton_states import TritonStates
 
 __all__ = [
     "CONVOLUTION",
@@ -18,24 +23,36 @@ __all__ = [
     "SELECTIVE_SCAN",
     "STATE_BACKENDS",
     "ChunkedStates",
+    "NativeStates",
+    "Piece",
     "Recurrence",
     "ReferenceStates",
     "SaveAt",
     "StateBackend",
     "StateBatch",
-    "StateMeta",
-    "prepare",
+    "TritonStates",
     "select_state_backend",
 ]
 
-STATE_BACKENDS: tuple[type[StateBackend], ...] = (ChunkedStates, ReferenceStates)
+STATE_BACKENDS: tuple[type[StateBackend], ...] = (NativeStates, TritonStates, ChunkedStates, ReferenceStates)
 """Fastest first."""
 
 
-def select_state_backend(name: str | None = None) -> StateBackend:
-    """The backend of that name, or the fastest. Raises `InvalidSetting` if there is none of that name."""
-    for backend in STATE_BACKENDS:
-        if name in (None, backend.name):
+def select_state_backend(device: torch.device, name: str | None = None) -> StateBackend:
+    """The backend of that name, or the fastest that runs on `device`.
+
+    Raises `InvalidSetting` if there is none of that name, or if it does not run here.
+    """
+    named = [backend for backend in STATE_BACKENDS if name in (None, backend.name)]
+    if not named:
+        known = ", ".join(backend.name for backend in STATE_BACKENDS)
+        raise InvalidSetting(f"there is no state backend '{name}'; choose one of: {known}.", field="attention_backend")
+    refusals = []
+    for backend in named:
+        if device.type not in backend.devices:
+            refusals.append(f"'{backend.name}' runs on {', '.join(sorted(backend.devices))}, not on {device.type}")
+        elif lacks := backend.lacks():
+            refusals.append(f"'{backend.name}' {lacks}")
+        else:
             return backend()
-    known = ", ".join(backend.name for backend in STATE_BACKENDS)
-    raise InvalidSetting(f"there is no state backend '{name}'; choose one of: {known}.", field="attention_backend")
+    raise InvalidSetting(f"no state backend can run here: {'. '.join(refusals)}.", field="attention_backend")

@@ -9,13 +9,14 @@ Suffixes, beyond those of `protocol.py`:    L, M tokens of a chunk
 """
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .protocol import Recurrence, Singles, StateMeta
+from .protocol import Piece, Recurrence, StateBatch, waves
 from .reference import CONVOLUTION, GATED_DELTA, LINEAR_ATTENTION, SELECTIVE_SCAN
 
 CHUNK_TOKENS = 64
@@ -24,14 +25,52 @@ Run = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, Tenso
 """(state [..], constants, inputs [T,..] each) -> (outputs [T,..], new state): T tokens of one row."""
 
 
+class Singles(NamedTuple):
+    """Pieces of one token each: they take one step together."""
+
+    tokens: Tensor | slice  # [N]
+    pages: Tensor  # [N]
+    new: Tensor | None  # [N]: true where the state is zero
+    saved: tuple[Tensor, Tensor] | None  # (which of N, the pages their states also go to)
+
+
+class SplitWave(NamedTuple):
+    """A wave, its pieces of one token apart from the others."""
+
+    singles: Singles | None
+    longer: tuple[Piece, ...]
+
+
 class ChunkedStates:
-    """The default on a CPU; runs unchanged on a GPU."""
+    """The default on a CPU without a compiler; runs unchanged on a GPU."""
 
     name: ClassVar[str] = "torch"
+    devices: ClassVar[frozenset[str]] = frozenset({"cpu", "cuda"})
+
+    @classmethod
+    def lacks(cls) -> str | None:
+        return None
+
+    def prepare(self, batch: StateBatch, device: torch.device) -> list[SplitWave]:
+        result = []
+        for wave in waves(batch):
+            single = [piece for piece in wave if piece.is_single]
+            longer = tuple(piece for piece in wave if not piece.is_single)
+            result.append(SplitWave(_singles(single, device) if single else None, longer))
+        return result
+
+    def frame(self, rows: int, device: torch.device) -> list[SplitWave]:
+        nobody = np.zeros(rows, dtype=np.int32)
+        return self.prepare(StateBatch(nobody, nobody + 1, nobody != 0), device)
+
+    def refill(self, frame: list[SplitWave], pages: np.ndarray) -> None:
+        singles = frame[0].singles
+        assert singles is not None
+        singles.pages.copy_(torch.from_numpy(pages), non_blocking=True)
 
     def scan(
         self, recurrence: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor],
-        meta: StateMeta,
+        meta: list[SplitWave],
     ) -> Tensor:  # fmt: skip
         run = RUNS[recurrence.name]
         out: Tensor | None = None
@@ -41,16 +80,37 @@ class ChunkedStates:
                 out = _room(inputs, result) if out is None else out
                 out[wave.singles.tokens] = result
             for piece in wave.longer:
-                own = pages[piece.page]
-                state = torch.zeros_like(own) if piece.is_new else own
-                result, state = run(state, constants, [values[piece.tokens] for values in inputs])
+                result = run_piece(run, pages, constants, inputs, piece)
                 out = _room(inputs, result) if out is None else out
-                out[piece.tokens] = result
-                own.copy_(state)
-                if piece.saved_to is not None:
-                    pages[piece.saved_to] = state
+                out[piece.start : piece.end] = result
         assert out is not None, "a step has at least one token"
         return out
+
+
+def run_piece(run: Run, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor], piece: Piece) -> Tensor:
+    """One piece by itself, from the state in its page, which ends up with the new state. Returns [tokens,..]."""
+    own = pages[piece.page]
+    state = (torch.zeros_like(own) if piece.is_new else own).to(inputs[0].dtype)
+    result, state = run(state, constants, [values[piece.start : piece.end] for values in inputs])
+    own.copy_(state)
+    if piece.saved_to is not None:
+        pages[piece.saved_to] = state
+    return result
+
+
+def _singles(pieces: list[Piece], device: torch.device) -> Singles:
+    def tensor(values: list) -> Tensor:
+        return torch.tensor(values).to(device, non_blocking=True)
+
+    tokens = [piece.start for piece in pieces]
+    side_by_side = tokens[-1] - tokens[0] + 1 == len(tokens)
+    saved = [n for n, piece in enumerate(pieces) if piece.saved_to is not None]
+    return Singles(
+        slice(tokens[0], tokens[-1] + 1) if side_by_side else tensor(tokens),
+        tensor([piece.page for piece in pieces]),
+        tensor([piece.is_new for piece in pieces]) if any(piece.is_new for piece in pieces) else None,
+        (tensor(saved), tensor([pieces[n].saved_to for n in saved])) if saved else None,
+    )
 
 
 def _room(inputs: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -60,10 +120,11 @@ def _room(inputs: Sequence[Tensor], like: Tensor) -> Tensor:
 def _step(
     recurrence: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor], singles: Singles
 ) -> Tensor:
-    states = pages[singles.pages]
+    states = pages[singles.pages].to(inputs[0].dtype)
     if singles.new is not None:
         states[singles.new] = 0
     result, states = recurrence.step(states, constants, [values[singles.tokens] for values in inputs])
+    states = states.to(pages.dtype)
     pages[singles.pages] = states
     if singles.saved is not None:
         which, saved_to = singles.saved

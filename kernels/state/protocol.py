@@ -2,17 +2,22 @@
 
 Layers that see the past through a state (Mamba, linear attention, a short convolution) keep one page per request and
 overwrite it token by token. Suffixes name the axes of a tensor:
-    T packed tokens    N rows with one token each    C channels    H heads    K key size    V value size    S state size
+    T packed tokens    N pieces    C channels    H heads    K key size    V value size    S state size
 
-    once per group and step    meta = prepare(batch, device)
+    once per group and step    meta = backend.prepare(batch, device)
     once per layer             out = backend.scan(recurrence, pages, constants, inputs, meta)
 
 A page changes owner, so what a new row finds in its page may be NaN: a new row starts from zeros, whatever is there.
+A step comes in waves of pieces, because a state may have to be saved on the way:
+
+    row 0   t t t t|t t t t|t t        wave 0: tokens 0-4 of row 0, saved to page 20    tokens 0-1 of row 1
+    row 1   t t                        wave 1: tokens 4-8 of row 0, saved to page 21
+                                       wave 2: tokens 8-10 of row 0
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -43,7 +48,7 @@ class StateBatch:
     """Who computes what in this step, for all layers of one group. Host memory.
 
     Shapes  pages [R]  query_lens [R]  is_new [R]: the row's first token is among them
-    The packed tokens lie in row order.
+    The packed tokens lie in row order. A negative page counts from behind.
     """
 
     pages: np.ndarray
@@ -55,52 +60,61 @@ class StateBatch:
 class Piece(NamedTuple):
     """Tokens of one row between two places at which its state is saved."""
 
-    tokens: slice
+    start: int  # among the packed tokens
+    end: int
     page: int
     is_new: bool
     saved_to: int | None
 
-
-class Singles(NamedTuple):
-    """Pieces of one token each: they take one step together."""
-
-    tokens: Tensor | slice  # [N]
-    pages: Tensor  # [N]
-    new: Tensor | None  # [N]: true where the state is zero
-    saved: tuple[Tensor, Tensor] | None  # (which of N, the pages their states also go to)
+    @property
+    def is_single(self) -> bool:
+        return self.end - self.start == 1
 
 
-class Wave(NamedTuple):
-    """Pieces that do not depend on each other: the n-th of each row."""
-
-    pieces: tuple[Piece, ...]  # all of them
-    singles: Singles | None  # those of one token
-    longer: tuple[Piece, ...]  # the others
-
-
-StateMeta = tuple[Wave, ...]
+Wave = list[Piece]
+"""Pieces that do not depend on each other: the n-th of each row."""
 
 
 class StateBackend(Protocol):
     """Runs recurrences over pages."""
 
     name: ClassVar[str]
+    devices: ClassVar[frozenset[str]]
+
+    @classmethod
+    def lacks(cls) -> str | None:
+        """What this machine lacks for it, in words; None if nothing. May compile, and is asked before it is chosen."""
+        ...
+
+    def prepare(self, batch: StateBatch, device: torch.device) -> Any:
+        """What all layers of the group share: which tokens run together, from which pages to which."""
+        ...
+
+    def frame(self, rows: int, device: torch.device) -> Any:
+        """Metadata of steps of one token for each of so many rows, none of them new, nothing saved: its tensors stay
+        where they are, and `scan` neither waits for the device nor looks at what they hold. Undefined before `refill`.
+        None: this backend has no such thing.
+        """
+        ...
+
+    def refill(self, frame: Any, pages: np.ndarray) -> None:
+        """Put the pages [rows] of another such step into a frame."""
+        ...
 
     def scan(
-        self, recurrence: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor],
-        meta: StateMeta,
-    ) -> Tensor:  # fmt: skip
+        self, recurrence: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor], meta: Any
+    ) -> Tensor:
         """Every row's tokens in order, from the state in its page; the page ends up with the new state.
 
-        Shapes   pages [blocks,..] may be strided; inputs [T,..] each; constants are the same for all tokens
+        Shapes   pages [blocks,..] may be strided, but each is dense; inputs [T,..] each; constants are the same for all
         Returns  [T,..]
         """
         ...
 
 
-def prepare(batch: StateBatch, device: torch.device) -> StateMeta:
-    """What all layers of the group share: which tokens run together, from which pages to which."""
-    waves: list[list[Piece]] = [[]]
+def waves(batch: StateBatch) -> list[Wave]:
+    """The pieces of a step, in the order in which they must run."""
+    result: list[Wave] = [[]]
     saves: dict[int, list[SaveAt]] = {}
     for save in batch.saves:
         saves.setdefault(save.row, []).append(save)
@@ -115,30 +129,35 @@ def prepare(batch: StateBatch, device: torch.device) -> StateMeta:
             borders.append((query_len, None))
         at = 0
         for n, (end, saved_to) in enumerate(borders):
-            if n == len(waves):
-                waves.append([])
-            waves[n].append(Piece(slice(start + at, start + end), page, is_new and at == 0, saved_to))
+            if n == len(result):
+                result.append([])
+            result[n].append(Piece(start + at, start + end, page, is_new and at == 0, saved_to))
             at = end
         start += query_len
-    return tuple(_wave(pieces, device) for pieces in waves)
+    return result
 
 
-def _wave(pieces: list[Piece], device: torch.device) -> Wave:
-    single = [piece for piece in pieces if piece.tokens.stop - piece.tokens.start == 1]
-    longer = tuple(piece for piece in pieces if piece.tokens.stop - piece.tokens.start > 1)
-    return Wave(tuple(pieces), _singles(single, device) if single else None, longer)
+NOWHERE = -1
+"""Among the columns below: nothing is saved."""
 
 
-def _singles(pieces: list[Piece], device: torch.device) -> Singles:
-    def tensor(values: list) -> Tensor:
-        return torch.tensor(values).to(device, non_blocking=True)
+class Columns(NamedTuple):
+    """Pieces as a kernel takes them: [N] each, int64. Arrays on the host, or tensors on a device."""
 
-    tokens = [piece.tokens.start for piece in pieces]
-    side_by_side = tokens[-1] - tokens[0] + 1 == len(tokens)
-    saved = [n for n, piece in enumerate(pieces) if piece.saved_to is not None]
-    return Singles(
-        slice(tokens[0], tokens[-1] + 1) if side_by_side else tensor(tokens),
-        tensor([piece.page for piece in pieces]),
-        tensor([piece.is_new for piece in pieces]) if any(piece.is_new for piece in pieces) else None,
-        (tensor(saved), tensor([pieces[n].saved_to for n in saved])) if saved else None,
-    )
+    start: Any
+    length: Any
+    page: Any
+    is_new: Any
+    saved_to: Any
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> "Columns":
+        rows = [
+            (piece.start, piece.end - piece.start, piece.page, piece.is_new, _or_nowhere(piece.saved_to))
+            for piece in pieces
+        ]
+        return cls(*np.array(rows, dtype=np.int64).reshape(-1, 5).T.copy())
+
+
+def _or_nowhere(page: int | None) -> int:
+    return NOWHERE if page is None else page

@@ -8,10 +8,11 @@ row alone, and not on how a prompt was cut into chunks: the same bits come out. 
 from collections.abc import Sequence
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .protocol import Recurrence, StateMeta
+from .protocol import Recurrence, StateBatch, Wave, waves
 
 
 def convolve_step(window_NCW: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -74,16 +75,30 @@ class ReferenceStates:
     """Token by token."""
 
     name: ClassVar[str] = "reference"
+    devices: ClassVar[frozenset[str]] = frozenset({"cpu", "cuda"})
+
+    @classmethod
+    def lacks(cls) -> str | None:
+        return None
+
+    def prepare(self, batch: StateBatch, device: torch.device) -> list[Wave]:
+        return waves(batch)
+
+    def frame(self, rows: int, device: torch.device) -> None:
+        return None
+
+    def refill(self, frame: None, pages: np.ndarray) -> None:
+        raise AssertionError("there are no frames")
 
     def scan(
         self, recurrence: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor],
-        meta: StateMeta,
+        meta: list[Wave],
     ) -> Tensor:  # fmt: skip
         outputs: dict[int, Tensor] = {}
-        for piece in (piece for wave in meta for piece in wave.pieces):
+        for piece in (piece for wave in meta for piece in wave):
             own = pages[piece.page]
             state = (torch.zeros_like(own) if piece.is_new else own).unsqueeze(0)
-            for token in range(piece.tokens.start, piece.tokens.stop):
+            for token in range(piece.start, piece.end):
                 row = [values[token : token + 1] for values in inputs]
                 outputs[token], state = recurrence.step(state, constants, row)
             own.copy_(state[0])

@@ -76,6 +76,8 @@ async def lose_node(model: str) -> dict[str, Any]:
     cluster, nodes = cluster_of(1, 1, 1)
     engine = await engine_across(model)
     before = workers_by_node(nodes)
+    where: Any = engine._controller.__ray_call__
+    controller_node = await where.remote(lambda _: ray.get_runtime_context().get_node_id())
     undisturbed = await streams(engine.client)
     started = time.monotonic()
 
@@ -84,6 +86,7 @@ async def lose_node(model: str) -> dict[str, Any]:
 
     disturbed = await streams(engine.client, 20, lose)
     return {
+        "controller_is_here": controller_node == ray.get_runtime_context().get_node_id(),
         "nodes_before": sum(map(bool, before.values())),
         "nodes_after": sum(map(bool, workers_by_node(nodes).values())),
         "same": disturbed == undisturbed,

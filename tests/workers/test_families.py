@@ -310,13 +310,14 @@ def test_states_saved_many_times_in_one_step_are_each_right(
 def test_an_engine_that_drops_states_between_chunks_fails_the_gate(
     family: str, tiny: Callable, monkeypatch: pytest.MonkeyPatch
 ):
-    from intarsia.kernels import state
-    from intarsia.workers import states
+    from intarsia.workers.states import PagedStates
 
-    def forget(batch: state.StateBatch, device: Any) -> state.StateMeta:
-        return state.prepare(replace(batch, is_new=batch.is_new | True), device)
+    begin = PagedStates.begin_step
 
-    monkeypatch.setattr(states, "prepare", forget)
+    def forget(self: PagedStates, batches: dict) -> None:
+        begin(self, {g: replace(batch, is_new=batch.is_new | True) for g, batch in batches.items()})
+
+    monkeypatch.setattr(PagedStates, "begin_step", forget)
     model: TinyModel = tiny(family)
 
     async def run() -> list[Completion]:

@@ -46,12 +46,12 @@ def test_without_a_working_compiler_torch_is_used_and_the_log_says_why(
 ):
     monkeypatch.setenv("CXX", compiler)
     with caplog.at_level(logging.WARNING):
-        assert [select_backend(PLAIN, CPU).name for _ in range(3)] == ["torch"] * 3
+        assert [select_backend([PLAIN], CPU).name for _ in range(3)] == ["torch"] * 3
     [record] = caplog.records
     assert "no native kernels, torch's are used instead" in record.getMessage()
     assert reason in record.getMessage()
     with pytest.raises(UnsupportedModel, match=f"'native' could not be compiled: .*{reason}"):
-        select_backend(PLAIN, CPU, "native")
+        select_backend([PLAIN], CPU, "native")
 
 
 def test_another_processor_or_source_gets_a_library_of_its_own(fresh: Path, monkeypatch: pytest.MonkeyPatch):

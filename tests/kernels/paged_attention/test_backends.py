@@ -1,19 +1,13 @@
-"""What every attention backend promises, checked against dense attention built straight from the mask.
+"""What every attention backend promises, checked against dense attention built straight from the mask, over pools whose
+bytes are NaN wherever a query may not look (`scenes.py`)."""
 
-Every scene starts in a poisoned pool: all bytes are 0xFF, NaN in every float type, and only what a query may see is
-ever written. So the null page, page tails, padding and what fell out of the window are NaN in each of these tests.
-
-Suffixes: T packed tokens, H query heads, K kv heads, D head size, Q queries of a row, L tokens of a row.
-"""
-
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from intarsia.kernels.paged_attention import (
     Backend,
@@ -23,13 +17,12 @@ from intarsia.kernels.paged_attention import (
     NativeBackend,
     ReferenceBackend,
     TorchBackend,
+    TritonBackend,
 )
 from intarsia.kernels.paged_attention import native as native_module
 from intarsia.kernels.paged_attention import torch_sdpa as torch_sdpa_module
-
-CPU = torch.device("cpu")
-FLOAT32_ERROR = 1e-6
-SINKS = torch.tensor([0.5, -1.0, 3.0, 0.0, 2.0, -0.5, 1.0, 0.1])
+from intarsia.kernels.paged_attention import triton_paged as triton_module
+from intarsia.tests.kernels.scenes import CPU, Scene, World, assert_exact, check
 
 
 @pytest.fixture(autouse=True)
@@ -40,186 +33,64 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-class FramedBackend(TorchBackend):
+def framed(backend: Backend, batch: GroupBatch, prepare: Callable[..., GroupMeta]) -> GroupMeta:
     """Steps of one query per row go through a frame that has held another step before."""
+    if not batch.is_causal or len(batch.query_lens) == 0 or (batch.query_lens != 1).any():
+        return prepare(batch, CPU)
+    frame = backend.frame(batch, CPU)
+    assert frame is not None
+    for lens in (np.maximum(1, batch.kv_lens // 2), batch.kv_lens):
+        backend.refill(frame, replace(batch, kv_lens=lens))
+    return frame
 
+
+class FramedTorch(TorchBackend):
     def prepare(self, batch: GroupBatch, device: torch.device) -> GroupMeta:
-        if not batch.is_causal or len(batch.query_lens) == 0 or (batch.query_lens != 1).any():
-            return super().prepare(batch, device)
-        frame = self.frame(batch, device)
-        assert frame is not None
-        for lens in (np.maximum(1, batch.kv_lens // 2), batch.kv_lens):
-            self.refill(frame, replace(batch, kv_lens=lens))
-        return frame
+        return framed(self, batch, super().prepare)
 
 
-@pytest.fixture(
-    params=["reference", "torch", "torch in small pieces", "torch in frames", "native", "native in small pieces"]
-)
+class FramedTriton(TritonBackend):
+    def prepare(self, batch: GroupBatch, device: torch.device) -> GroupMeta:
+        return framed(self, batch, super().prepare)
+
+
+KINDS: dict[str, type[Backend]] = {
+    "reference": ReferenceBackend,
+    "torch": TorchBackend,
+    "torch in small pieces": TorchBackend,
+    "torch in frames": FramedTorch,
+    "native": NativeBackend,
+    "native in small pieces": NativeBackend,
+    "triton": TritonBackend,
+    "triton in splits": TritonBackend,
+    "triton in frames": FramedTriton,
+}
+
+
+SLOW = ("triton in splits", "triton in frames")  # Python in place of a GPU takes its time
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in KINDS])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
-    if request.param == "reference":
-        return ReferenceBackend()
+    kind = KINDS[request.param]
+    if lacks := kind.lacks():
+        pytest.skip(lacks)
     if request.param == "torch in small pieces":  # several parts and tiles even in a scene of a few tokens
         monkeypatch.setattr(torch_sdpa_module, "SPREAD_TOKENS", 6)
         monkeypatch.setattr(torch_sdpa_module, "PART_TOKENS", 48)
         monkeypatch.setattr(torch_sdpa_module, "TILE_QUERIES", 5)
-    if request.param == "torch in frames":
-        return FramedBackend()
-    if "native" in request.param and (lacks := NativeBackend.lacks()):
-        pytest.skip(lacks)
     if request.param == "native in small pieces":
         monkeypatch.setattr(native_module, "PIECE_TOKENS", 6)
-    return NativeBackend() if "native" in request.param else TorchBackend()
+    backend = kind()
+    if request.param == "triton in splits":
+        monkeypatch.setattr(triton_module, "LEAST_SPLIT_TOKENS", 4)
+        monkeypatch.setattr(backend, "processors", 16)
+    return backend
 
 
-# A scene: some rows of one step, their tokens, and a pool that holds just what they may see
-
-
-@dataclass(frozen=True)
-class Scene:
-    rows: tuple[tuple[int, int], ...]  # (query_len, kv_len)
-    block_tokens: int = 16
-    window_tokens: int | None = None
-    heads: int = 4
-    kv_heads: int = 2
-    key_dim: int = 16
-    value_dim: int = 16
-    dtype: torch.dtype = torch.float32
-    softcap: float | None = None
-    sinks: bool = False
-    layers: int = 1  # that share each page
-    padding_bytes: int = 0  # behind the content of each page
-    chunk_tokens: int | None = None
-    seed: int = 0
-
-    @property
-    def params(self) -> LayerParams:
-        return LayerParams(self.key_dim**-0.5, self.softcap, SINKS[: self.heads] if self.sinks else None)
-
-
-class World:
-    """One scene made real. Block tables are permuted, and blocks that nobody can see are 0."""
-
-    def __init__(self, scene: Scene):
-        self.scene = scene
-        generator = torch.Generator().manual_seed(scene.seed)
-        self.batch = self._batch(np.random.default_rng(scene.seed))
-        self.pages = int(self.batch.block_table.max(initial=0)) + 1
-        self.raw, self.views = _pool(scene, self.pages)
-        lengths = [kv_len for _, kv_len in scene.rows]
-
-        def draw(heads: int, dim: int) -> list[Tensor]:
-            return [torch.randn(length, heads, dim, generator=generator).to(scene.dtype) for length in lengths]
-
-        self.q = draw(scene.heads, scene.key_dim)
-        self.k = [draw(scene.kv_heads, scene.key_dim) for _ in self.views]
-        self.v = [draw(scene.kv_heads, scene.value_dim) for _ in self.views]
-        self.write_past()
-
-    def _batch(self, random: np.random.Generator) -> GroupBatch:
-        """First a batch of zeros that knows the window rule, then its table filled with permuted pages."""
-        scene = self.scene
-        query_lens, kv_lens = np.array(scene.rows, np.int32).reshape(-1, 2).T
-        blocks = int(max(-(-kv_lens // scene.block_tokens), default=0)) + 1  # one more than needed: a tail of zeros
-        table = np.zeros((len(scene.rows), blocks), np.int32)
-        free = iter(random.permutation(table.size) + 1)
-        for row, (query_len, kv_len) in enumerate(scene.rows):
-            first = _oldest(scene, kv_len - query_len) // scene.block_tokens
-            for block in range(first, -(-kv_len // scene.block_tokens)):
-                table[row, block] = next(free)
-        return GroupBatch(table, query_lens, kv_lens, scene.block_tokens, scene.window_tokens, scene.chunk_tokens)
-
-    def write_past(self) -> None:
-        for row, (query_len, kv_len) in enumerate(self.scene.rows):
-            self.write_by_hand(row, range(_oldest(self.scene, kv_len - query_len), kv_len - query_len))
-
-    def write_by_hand(self, row: int, positions: range) -> None:
-        for position in positions:
-            for view, k, v in zip(self.views, self.k, self.v):
-                view[self.place(row, position)] = torch.cat((k[row][position], v[row][position]), dim=-1)
-
-    def place(self, row: int, position: int) -> tuple[int, int]:
-        block, offset = divmod(position, self.scene.block_tokens)
-        return int(self.batch.block_table[row, block]), offset
-
-    def packed(self, rows: list[Tensor]) -> Tensor:
-        """[T,..]: the new tokens of all rows."""
-        new = [tokens[kv_len - query_len : kv_len] for tokens, (query_len, kv_len) in zip(rows, self.scene.rows)]
-        return torch.cat(new) if new else torch.empty(0)
-
-    def run(self, backend: Backend) -> list[Tensor]:
-        """[T,H,Dv] of each layer, as the runner would get it."""
-        meta = backend.prepare(self.batch, CPU)
-        outs = []
-        for view, k, v in zip(self.views, self.k, self.v):
-            q = self.packed(self.q)
-            out = torch.full((*q.shape[:2], self.scene.value_dim), float("nan"), dtype=self.scene.dtype)
-            backend.write(view, self.packed(k), self.packed(v), meta)
-            backend.attend(q, view, self.scene.params, meta, out)
-            outs.append(out)
-        return outs
-
-    def dense(self, dtype: torch.dtype, layer: int = 0) -> Tensor:
-        """[T,H,Dv]: the same by plain dense attention in `dtype`."""
-        rows = [
-            _dense(self.scene, self.q[row].to(dtype), self.k[layer][row].to(dtype), self.v[layer][row].to(dtype))
-            for row in range(len(self.scene.rows))
-        ]
-        return self.packed(rows)
-
-
-def _oldest(scene: Scene, position: int) -> int:
-    if scene.chunk_tokens is not None:
-        return position // scene.chunk_tokens * scene.chunk_tokens
-    return 0 if scene.window_tokens is None else max(0, position - scene.window_tokens + 1)
-
-
-def _pool(scene: Scene, pages: int) -> tuple[Tensor, list[Tensor]]:
-    """Raw bytes, all NaN, and each layer's view of them: [page, token, kv head, K|V]."""
-    inner = (scene.block_tokens, scene.kv_heads, scene.key_dim + scene.value_dim)
-    content = int(np.prod(inner))
-    page_stride = content * scene.layers + scene.padding_bytes // scene.dtype.itemsize
-    raw = torch.full((pages * page_stride * scene.dtype.itemsize,), 0xFF, dtype=torch.uint8)
-    strides = (page_stride, inner[1] * inner[2], inner[2], 1)
-    views = [
-        raw.view(scene.dtype).as_strided((pages, *inner), strides, layer * content) for layer in range(scene.layers)
-    ]
-    return raw, views
-
-
-def _dense(scene: Scene, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor) -> Tensor:
-    """Attention as the papers write it: all scores, a mask, a softmax."""
-    share = scene.heads // scene.kv_heads
-    k_LHD, v_LHD = k_LKD.repeat_interleave(share, 1), v_LKD.repeat_interleave(share, 1)
-    scores = torch.einsum("qhd,khd->hqk", q_LHD, k_LHD) * scene.key_dim**-0.5
-    if scene.softcap is not None:
-        scores = scene.softcap * torch.tanh(scores / scene.softcap)
-    position = torch.arange(len(q_LHD))
-    back = position[:, None] - position
-    visible = (back >= 0) & (back < (scene.window_tokens or len(q_LHD) + 1))
-    if scene.chunk_tokens is not None:
-        visible &= position[:, None] // scene.chunk_tokens == position // scene.chunk_tokens
-    scores = scores.masked_fill(~visible, float("-inf"))
-    if scene.sinks:
-        sink = SINKS[: scene.heads].to(scores.dtype)[:, None, None].expand(-1, len(q_LHD), 1)
-        scores = torch.cat((scores, sink), dim=-1)
-    weights = torch.softmax(scores, dim=-1)[..., : len(q_LHD)]
-    return torch.einsum("hqk,khd->qhd", weights, v_LHD)
-
-
-def assert_exact(world: World, outs: list[Tensor]) -> None:
-    """Flash-attention's rule: at most twice the error of plain torch in the same dtype, and float32 within 1e-6."""
-    for layer, out in enumerate(outs):
-        truth = world.dense(torch.float64, layer)
-        error = (out.double() - truth).abs()
-        plain_error = (world.dense(world.scene.dtype, layer).double() - truth).abs().max()
-        bound = max(2 * float(plain_error), FLOAT32_ERROR * max(1.0, float(truth.abs().max())))
-        assert float(error.max()) <= bound, f"error {float(error.max()):.2e}, allowed {bound:.2e}"  # NaN fails too
-
-
-def check(scene: Scene, backend: Backend) -> None:
-    world = World(scene)
-    assert_exact(world, world.run(backend))
+def skip_if_interpreted(backend: Backend, dtype: torch.dtype) -> None:
+    if backend.name == "triton" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter multiplies bfloat16 as integers; bench/gpu_battery.py checks it on a GPU")
 
 
 # Lengths, pages, windows
@@ -280,7 +151,7 @@ def test_no_query_looks_across_the_border_of_its_chunk(backend, chunk_tokens):
 @pytest.mark.parametrize(
     "heads, kv_heads", [(4, 4), (4, 2), (8, 1), (1, 1), (6, 2)], ids=["MHA", "GQA", "MQA", "one", "3-each"]
 )
-@pytest.mark.parametrize("key_dim, value_dim", [(16, 16), (24, 8), (8, 24), (10, 10)])
+@pytest.mark.parametrize("key_dim, value_dim", [(16, 16), (24, 8), (8, 24), (10, 10), (40, 72)])
 def test_any_head_layout_is_right(backend, heads, kv_heads, key_dim, value_dim):
     scene = Scene(((1, 20), (1, 7), (1, 20), (5, 18)), heads=heads, kv_heads=kv_heads)
     check(replace(scene, key_dim=key_dim, value_dim=value_dim), backend)
@@ -322,6 +193,7 @@ def test_write_changes_only_the_slots_of_the_new_tokens(backend):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_pages_that_held_float32_of_another_owner_do_not_leak_into_the_result(backend, dtype):
+    skip_if_interpreted(backend, dtype)
     world = World(Scene(((1, 3), (1, 30), (1, 18), (4, 21)), window_tokens=12, dtype=dtype))
     stale = torch.randint(0, 256, world.raw.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     assert not stale.view(dtype).isfinite().all(), "the garbage is too tame to prove anything"
@@ -410,6 +282,7 @@ def test_the_reference_gives_a_row_the_same_bits_in_any_company():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("softcap, sinks", [(None, False), (1.5, True)], ids=["plain", "softcap and sinks"])
 def test_error_is_at_most_twice_that_of_plain_torch(backend, dtype, softcap, sinks):
+    skip_if_interpreted(backend, dtype)
     rows = ((1, 60), (1, 33), (1, 47), (40, 40), (11, 55))
     check(Scene(rows, dtype=dtype, softcap=softcap, sinks=sinks, key_dim=64, value_dim=64, heads=8), backend)
 
@@ -436,6 +309,22 @@ def test_random_scenes_match_dense_attention(backend, seed):
     print(scene)
     if sum(query_len for query_len, _ in scene.rows):
         check(scene, backend)
+
+
+@pytest.mark.parametrize("window_tokens", [None, 12])
+def test_triton_merges_splits_of_rows_with_one_query_and_with_several(monkeypatch, window_tokens):
+    if lacks := TritonBackend.lacks():
+        pytest.skip(lacks)
+    monkeypatch.setattr(triton_module, "LEAST_SPLIT_TOKENS", 4)
+    backend = TritonBackend()
+    backend.processors = 32
+    check(Scene(((1, 90), (20, 90), (1, 3)), window_tokens=window_tokens, softcap=1.5, sinks=True), backend)
+
+
+def test_triton_goes_on_in_a_frame_from_the_step_that_is_put_into_it():
+    if lacks := TritonBackend.lacks():
+        pytest.skip(lacks)
+    check(Scene(((1, 90), (1, 16), (1, 3)), window_tokens=20), FramedTriton())
 
 
 # What is the torch backend's own

@@ -13,12 +13,14 @@ from intarsia.kernels.paged_attention import (
     NativeBackend,
     ReferenceBackend,
     TorchBackend,
+    TritonBackend,
 )
 
 CPU = torch.device("cpu")
+KINDS = (ReferenceBackend, TorchBackend, NativeBackend, TritonBackend)
 
 
-@pytest.fixture(params=[ReferenceBackend, TorchBackend, NativeBackend], ids=lambda kind: kind.name)
+@pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
 def backend(request: pytest.FixtureRequest) -> Backend:
     if lacks := request.param.lacks():
         pytest.skip(lacks)
@@ -101,12 +103,12 @@ def test_a_latent_with_softcap_and_sinks_is_right_by_hand_too():
     q = torch.randn(9, 2, 6, generator=generator)
     params = LayerParams(0.4, 2.0, torch.tensor([0.3, -0.2]), latent_values=4)
     outs = []
-    kinds = (ReferenceBackend, TorchBackend, NativeBackend)
-    for backend in (kind() for kind in kinds if kind.lacks() is None):
+    for backend in (kind() for kind in KINDS if kind.lacks() is None):
         pages = poisoned(3, 8, 1, 6)
         batch = GroupBatch(np.array([[1, 2]], np.int32), np.array([9], np.int32), np.array([9], np.int32), 8)
         meta = backend.prepare(batch, CPU)
         backend.write(pages, latent, latent[..., :0], meta)
         outs.append(torch.full((9, 2, 4), float("nan")))
         backend.attend(q, pages, params, meta, outs[-1])
-    torch.testing.assert_close(outs[0], outs[1], rtol=1e-5, atol=1e-5)
+    for out in outs[1:]:
+        torch.testing.assert_close(out, outs[0], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,274 @@
+"""Paged attention in Triton: prompts and single queries in one kernel, long rows cut into splits and merged.
+
+A tile is ROWS rows of a matrix product: the queries of one request times the query heads that share a kv head, heads
+first, so that a single query of a grouped model still fills a tile.
+
+    GROUP 4, ROWS 16:    tile 0 = queries 0 1 2 3, tile 1 = queries 4 5 6 7, ..     row m is query m / 4, head m % 4
+
+Keys are read KEYS at a time by token, so any page size will do. What the queries of a tile see of their keys:
+
+    first            every query sees all            end
+      |  some see  |  no mask, no bounds   |  some see  |      three loops over one body; outside, nothing is read
+
+Bytes that are no live token of the row never enter the arithmetic: they may be NaN (`protocol.py`). Numbers are
+multiplied in their own kind and summed in float32. Head sizes are cut into a power of two and a rest (192 = 128 + 64,
+80 = 64 + 16), so that little is padded.
+
+Suffixes in comments: T packed tokens    H query heads    K kv heads    D head size    P pages of a row    S splits
+"""
+
+import triton
+import triton.language as tl
+
+EVERYTHING = tl.constexpr(0)
+WINDOW = tl.constexpr(1)
+CHUNK = tl.constexpr(2)
+ENCODER = tl.constexpr(3)
+
+NOWHERE = tl.constexpr(-1e30)
+"""Stands for minus infinity, whose differences would be NaN."""
+LOG2_E = tl.constexpr(1.4426950408889634)
+"""The hardware's exponential is of base 2."""
+
+
+@triton.jit
+def _load(pointers, dims, live, SIZE: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
+    """[rows, PADDED] numbers, zero where the row is not live or the number is padding."""
+    if MASKED:
+        if SIZE < PADDED:
+            return tl.load(pointers, mask=live[:, None] & (dims < SIZE)[None, :], other=0.0)
+        return tl.load(pointers, mask=live[:, None], other=0.0)
+    if SIZE < PADDED:
+        return tl.load(pointers, mask=(dims < SIZE)[None, :], other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def _see(
+    acc, acc_rest, total, top, q, q_rest, position, oldest, low, high, table, pages,
+    page_stride, token_stride, scale, softcap,
+    KEYS: tl.constexpr, PAGE: tl.constexpr,
+    KEY_DIM: tl.constexpr, KEY_MAIN: tl.constexpr, KEY_REST: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr, VALUE_AT: tl.constexpr,
+    RULE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One run of keys, [low, high): scores, softmax as it goes, sums of values. Without MASKED every query sees all."""
+    d = tl.arange(0, KEY_MAIN)
+    e = tl.arange(0, VALUE_MAIN)
+    for start in range(low, high, KEYS):
+        n = start + tl.arange(0, KEYS)
+        live = n < high
+        if MASKED:
+            page = tl.load(table + n // PAGE, mask=live, other=0)
+        else:
+            page = tl.load(table + n // PAGE)
+        token = pages + page.to(tl.int64)[:, None] * page_stride + (n % PAGE)[:, None] * token_stride
+        key = _load(token + d[None, :], d, live, KEY_DIM, KEY_MAIN, MASKED)
+        score = tl.dot(q, tl.trans(key), input_precision=PRECISION)
+        if KEY_REST > 0:
+            r = tl.arange(0, KEY_REST)
+            rest = _load(token + KEY_MAIN + r[None, :], r, live, KEY_DIM - KEY_MAIN, KEY_REST, MASKED)
+            score = tl.dot(q_rest, tl.trans(rest), score, input_precision=PRECISION)
+        score *= scale
+        if HAS_SOFTCAP:  # a tangent hyperbolic by way of an exponential that may overflow to its limit
+            score = softcap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2_E) / softcap) + 1.0))
+        score *= LOG2_E
+        if MASKED:
+            visible = live[None, :] & (oldest < high)[:, None]
+            if RULE != ENCODER:
+                visible = visible & (n[None, :] <= position[:, None]) & (n[None, :] >= oldest[:, None])
+            score = tl.where(visible, score, NOWHERE)
+        highest = tl.maximum(top, tl.max(score, 1))
+        weight = tl.exp2(score - highest[:, None])
+        if MASKED:
+            weight = tl.where(visible, weight, 0.0)
+        shrink = tl.exp2(top - highest)
+        top = highest
+        total = total * shrink + tl.sum(weight, 1)
+        if VALUE_AT == 0 and VALUE_MAIN == KEY_MAIN:  # a latent: the keys just read are the values
+            value = key
+        else:
+            value = _load(token + VALUE_AT + e[None, :], e, live, VALUE_DIM, VALUE_MAIN, MASKED)
+        weight = weight.to(value.dtype)
+        acc = tl.dot(weight, value, acc * shrink[:, None], input_precision=PRECISION)
+        if VALUE_REST > 0:
+            f = tl.arange(0, VALUE_REST)
+            rest = _load(
+                token + VALUE_AT + VALUE_MAIN + f[None, :], f, live, VALUE_DIM - VALUE_MAIN, VALUE_REST, MASKED
+            )
+            acc_rest = tl.dot(weight, rest, acc_rest * shrink[:, None], input_precision=PRECISION)
+    return acc, acc_rest, total, top
+
+
+@triton.jit
+def attend(
+    q_ptr, pages_ptr, out_ptr, partial_ptr, sinks_ptr, table_ptr, tile_row_ptr, tile_number_ptr, query_start_ptr,
+    kv_len_ptr,
+    q_token_stride, q_head_stride, out_token_stride, out_head_stride,
+    page_stride, token_stride, head_stride, table_stride,
+    scale, softcap, span,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
+    KEY_DIM: tl.constexpr, KEY_MAIN: tl.constexpr, KEY_REST: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr, VALUE_AT: tl.constexpr,
+    RULE: tl.constexpr, ONE_QUERY: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, K, S): one tile of one kv head over one split of its keys. Strides in items.
+
+    q [T,H,Dk]  pages [pages,tokens,K,content]  out [T,H,Dv]  partial [tiles*K, S, ROWS, Dv + 2], with several splits
+    tile_row, tile_number [tiles]: request, and which of its tiles    query_start [R+1], kv_len [R], table [R,P]: int32
+    span: of the window or chunk, in tokens    ONE_QUERY: each request of this launch has one
+    """
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.load(tile_row_ptr + tile)
+    number = tl.load(tile_number_ptr + tile)
+    query_start = tl.load(query_start_ptr + row)
+    queries = tl.load(query_start_ptr + row + 1) - query_start
+    kv_len = tl.load(kv_len_ptr + row)
+
+    m = number * ROWS + tl.arange(0, ROWS)
+    query, head = m // GROUP, kv_head * GROUP + m % GROUP
+    is_query = query < queries
+    context = kv_len - queries
+    position = context + query
+    earliest = context + number * ROWS // GROUP
+    latest = context + tl.minimum((number * ROWS + ROWS - 1) // GROUP, queries - 1)
+    if RULE == ENCODER:
+        first, end, inner, inner_end = 0, kv_len, 0, kv_len
+        oldest = position * 0
+    else:
+        if RULE == WINDOW:
+            oldest = tl.maximum(position - span + 1, 0)
+            first = tl.maximum(earliest - span + 1, 0)
+            inner = tl.maximum(latest - span + 1, 0)
+        elif RULE == CHUNK:
+            oldest = position - position % span
+            first = earliest - earliest % span
+            inner = latest - latest % span
+        else:
+            oldest = position * 0
+            first, inner = 0, 0
+        end, inner_end = latest + 1, earliest + 1  # only the earliest query's keys are seen by all
+
+    # This split's keys; then, of these, what lies between the first and the last that not every query sees.
+    per_split = tl.cdiv(tl.cdiv(end - first, KEYS), SPLITS) * KEYS
+    low = first + split * per_split
+    high = tl.minimum(low + per_split, end)
+    inner = tl.minimum(low + tl.cdiv(tl.maximum(inner - low, 0), KEYS) * KEYS, tl.maximum(high, low))
+    inner_end = inner + tl.maximum(tl.minimum(inner_end, high) - inner, 0) // KEYS * KEYS
+
+    d = tl.arange(0, KEY_MAIN)
+    q_row = q_ptr + (query_start + query).to(tl.int64)[:, None] * q_token_stride + head[:, None] * q_head_stride
+    q = _load(q_row + d[None, :], d, is_query, KEY_DIM, KEY_MAIN, True)
+    q_rest = q
+    if KEY_REST > 0:
+        r = tl.arange(0, KEY_REST)
+        q_rest = _load(q_row + KEY_MAIN + r[None, :], r, is_query, KEY_DIM - KEY_MAIN, KEY_REST, True)
+    acc = tl.zeros((ROWS, VALUE_MAIN), tl.float32)
+    acc_rest = tl.zeros((ROWS, VALUE_REST if VALUE_REST > 0 else 1), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    top = tl.full((ROWS,), NOWHERE, tl.float32)
+    table = table_ptr + row.to(tl.int64) * table_stride
+    pages = pages_ptr + kv_head * head_stride
+    if not ONE_QUERY and RULE != EVERYTHING and RULE != ENCODER:  # else no key at this end is hidden from anybody
+        acc, acc_rest, total, top = _see(
+            acc, acc_rest, total, top, q, q_rest, position, oldest, low, tl.minimum(inner, high), table, pages,
+            page_stride, token_stride, scale, softcap, KEYS, PAGE, KEY_DIM, KEY_MAIN, KEY_REST,
+            VALUE_DIM, VALUE_MAIN, VALUE_REST, VALUE_AT, RULE, HAS_SOFTCAP, True, PRECISION,
+        )  # fmt: skip
+    acc, acc_rest, total, top = _see(
+        acc, acc_rest, total, top, q, q_rest, position, oldest, inner, inner_end, table, pages,
+        page_stride, token_stride, scale, softcap, KEYS, PAGE, KEY_DIM, KEY_MAIN, KEY_REST,
+        VALUE_DIM, VALUE_MAIN, VALUE_REST, VALUE_AT, RULE, HAS_SOFTCAP, False, PRECISION,
+    )  # fmt: skip
+    acc, acc_rest, total, top = _see(
+        acc, acc_rest, total, top, q, q_rest, position, oldest, inner_end, high, table, pages,
+        page_stride, token_stride, scale, softcap, KEYS, PAGE, KEY_DIM, KEY_MAIN, KEY_REST,
+        VALUE_DIM, VALUE_MAIN, VALUE_REST, VALUE_AT, RULE, HAS_SOFTCAP, True, PRECISION,
+    )  # fmt: skip
+
+    e = tl.arange(0, VALUE_MAIN)
+    if SPLITS == 1:
+        if HAS_SINKS:  # one logit more, without a value
+            sink = tl.load(sinks_ptr + head, mask=is_query, other=0.0).to(tl.float32) * LOG2_E
+            highest = tl.maximum(top, sink)
+            shrink = tl.exp2(top - highest)
+            total = total * shrink + tl.exp2(sink - highest)
+            acc *= shrink[:, None]
+            acc_rest *= shrink[:, None]
+        total = tl.where(is_query, total, 1.0)
+        out_row = out_ptr + (query_start + query).to(tl.int64)[:, None] * out_token_stride
+        out_row += head[:, None] * out_head_stride
+        result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_row + e[None, :], result, mask=is_query[:, None] & (e < VALUE_DIM)[None, :])
+        if VALUE_REST > 0:
+            f = VALUE_MAIN + tl.arange(0, VALUE_REST)
+            result = (acc_rest / total[:, None]).to(out_ptr.dtype.element_ty)
+            tl.store(out_row + f[None, :], result, mask=is_query[:, None] & (f < VALUE_DIM)[None, :])
+    else:
+        piece = (tile * tl.num_programs(1) + kv_head).to(tl.int64) * SPLITS + split
+        record = partial_ptr + (piece * ROWS + tl.arange(0, ROWS)) * (VALUE_DIM + 2)
+        tl.store(record[:, None] + e[None, :], acc, mask=is_query[:, None] & (e < VALUE_DIM)[None, :])
+        if VALUE_REST > 0:
+            f = VALUE_MAIN + tl.arange(0, VALUE_REST)
+            tl.store(record[:, None] + f[None, :], acc_rest, mask=is_query[:, None] & (f < VALUE_DIM)[None, :])
+        tl.store(record + VALUE_DIM, total, mask=is_query)
+        tl.store(record + VALUE_DIM + 1, top, mask=is_query)
+
+
+@triton.jit
+def merge(
+    partial_ptr, out_ptr, sinks_ptr, tile_row_ptr, tile_number_ptr, query_start_ptr,
+    out_token_stride, out_head_stride,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, K, ROWS): the splits of one query and head, weighed by what each summed up. See `attend`."""
+    tile, kv_head, within = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.load(tile_row_ptr + tile)
+    query_start = tl.load(query_start_ptr + row)
+    queries = tl.load(query_start_ptr + row + 1) - query_start
+    m = tl.load(tile_number_ptr + tile) * ROWS + within
+    query, head = m // GROUP, kv_head * GROUP + m % GROUP
+    if query < queries:
+        s = tl.arange(0, SPLITS_PADDED)
+        e = tl.arange(0, VALUE_PADDED)
+        piece = (tile * tl.num_programs(1) + kv_head).to(tl.int64) * SPLITS + s
+        record = partial_ptr + (piece * ROWS + within) * (VALUE_DIM + 2)
+        total = tl.load(record + VALUE_DIM, mask=s < SPLITS, other=0.0)
+        top = tl.load(record + VALUE_DIM + 1, mask=s < SPLITS, other=NOWHERE)
+        highest = tl.max(top, 0)
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+            highest = tl.maximum(highest, sink)
+        weight = tl.exp2(top - highest)
+        whole = tl.sum(weight * total, 0)
+        if HAS_SINKS:
+            whole += tl.exp2(sink - highest)
+        sums = tl.load(record[:, None] + e[None, :], mask=(s < SPLITS)[:, None] & (e < VALUE_DIM)[None, :], other=0.0)
+        result = tl.sum(sums * weight[:, None], 0) / whole
+        out = out_ptr + (query_start + query).to(tl.int64) * out_token_stride + head * out_head_stride
+        tl.store(out + e, result.to(out_ptr.dtype.element_ty), mask=e < VALUE_DIM)
+
+
+@triton.jit
+def write(
+    key_ptr, value_ptr, pages_ptr, page_ptr, offset_ptr,
+    key_token_stride, key_head_stride, value_token_stride, value_head_stride,
+    page_stride, token_stride, head_stride,
+    HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr,
+    KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Grid (T): one token's keys and values into its place of its page. A latent has VALUE_DIM 0."""
+    token = tl.program_id(0).to(tl.int64)
+    place = pages_ptr + tl.load(page_ptr + token) * page_stride + tl.load(offset_ptr + token) * token_stride
+    h = tl.arange(0, HEADS_PADDED)[:, None]
+    d = tl.arange(0, KEY_PADDED)[None, :]
+    live = (h < HEADS) & (d < KEY_DIM)
+    key = tl.load(key_ptr + token * key_token_stride + h * key_head_stride + d, mask=live)
+    tl.store(place + h * head_stride + d, key, mask=live)
+    if VALUE_DIM > 0:
+        e = tl.arange(0, VALUE_PADDED)[None, :]
+        live = (h < HEADS) & (e < VALUE_DIM)
+        value = tl.load(value_ptr + token * value_token_stride + h * value_head_stride + e, mask=live)
+        tl.store(place + h * head_stride + KEY_DIM + e, value, mask=live)

@@ -1,0 +1,16 @@
+"""What several backends do to tensors before a kernel sees them."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def upload(array: np.ndarray, device: torch.device) -> Tensor:
+    """An array on the device, in the order of its stream: nobody waits, so the array must not change any more."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def dense_heads(tensor: Tensor) -> Tensor:
+    """[T,heads,D] with the numbers of a head side by side, as they usually are."""
+    return tensor if tensor.stride(2) == 1 or tensor.shape[2] <= 1 else tensor.contiguous()

@@ -1,0 +1,40 @@
+"""Whole models through the kernels of GPUs, which Triton's interpreter runs on a CPU."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from intarsia.controller.request import SamplingParams
+from intarsia.kernels import gpu
+from intarsia.kernels.paged_attention import TritonBackend
+from intarsia.kernels.state import TritonStates
+from intarsia.tests.local import complete, make_engine
+
+pytestmark = pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing()))
+
+NEW_TOKENS = 4
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonBackend, "capabilities", replace(TritonBackend.capabilities, devices=frozenset({"cpu"})))
+    monkeypatch.setattr(TritonStates, "devices", frozenset({"cpu"}))
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["gemma3", "bamba", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "llama4", "deepseek_v3"))]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in ("jamba", "qwen3_next", "lfm2", "minimax")],
+)
+def test_first_tokens_are_those_of_the_oracle(family: str, tiny: Callable):
+    model = tiny(family)
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
+
+    async def run() -> None:
+        engine = await make_engine(model.path, attention_backend="triton", max_prefill_chunk_tokens=20)
+        answers = await complete(engine, model.prompts[:2], params)
+        assert [answer.token_ids for answer in answers] == [tokens[:NEW_TOKENS] for tokens in model.expected[:2]]
+
+    asyncio.run(run())
