@@ -74,7 +74,8 @@ def serve(
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     attention_backend: Annotated[
-        str | None, typer.Option(help="native, torch or reference.  [default: the first that fits]")
+        str | None,
+        typer.Option(help="native, triton, flash, flash-legacy, torch or reference.  [default: the first that fits]"),
     ] = None,
     max_images_per_request: Annotated[int, typer.Option(help="Where the model takes images.")] = 1,
     prefill_share: Annotated[

@@ -23,7 +23,7 @@ PACKAGES = (
     "llguidance",
     "numpy",
 )
-OPTIONAL_PACKAGES = ("triton", "vllm-flash-attn")
+OPTIONAL_PACKAGES = ("triton", "vllm", "vllm-flash-attn")
 
 OTHER_VARIABLES = ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "GOMP_SPINCOUNT", "CXX", "HF_HUB_OFFLINE")
 

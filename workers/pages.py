@@ -2,10 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
+from ..kernels.pages import copy_pages
 from ..kvcache.plan import Group, MemoryPlan, Place
 from ..kvcache.reach import Keeps
 from ..kvcache.spec import LayerSpec
@@ -47,9 +50,10 @@ class Pages:
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy whole blocks: (group, source, target) each, in this order."""
-        for g, source, target in copies:
+        for g, moves in groupby(sorted(copies, key=itemgetter(0)), key=itemgetter(0)):  # in their order within a group
+            of_group = [(source, target) for _, source, target in moves]
             for pages in self._whole[g]:
-                pages[target].copy_(pages[source])
+                copy_pages(pages, of_group)
 
     def swap_out(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """Keep whole blocks in host memory: (group, block, ticket) each."""

@@ -201,7 +201,7 @@ def _dump(cubin: bytes) -> tuple[dict[str, int], str]:
     """Resources by name, and the machine code as text, by the tools that come with Triton."""
     import triton  # pyright: ignore[reportMissingImports]
 
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    tools = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -41,6 +41,9 @@ def find_flash(name: str) -> Flash | str:
     """What the package `name` offers; or, in words, why it can not be loaded."""
     try:
         module = importlib.import_module(name)
+        why_not = getattr(module, "fa_version_unsupported_reason", None)  # only where there are several versions
+        if why_not is not None and not module.is_fa_version_supported(3):
+            return f"needs FlashAttention 3, which this machine can not run: {why_not(3)}"
         return Flash(module.flash_attn_varlen_func, getattr(module, "get_scheduler_metadata", None))
     except Exception as error:  # noqa: BLE001  (compiled code can fail to load in any way)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
