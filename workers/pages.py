@@ -50,7 +50,7 @@ class Pages:
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy whole blocks: (group, source, target) each, in this order."""
-        for g, moves in groupby(sorted(copies, key=itemgetter(0)), key=itemgetter(0)):  # in their order within a group
+        for g, moves in groupby(copies, key=itemgetter(0)):
             of_group = [(source, target) for _, source, target in moves]
             for pages in self._whole[g]:
                 copy_pages(pages, of_group)
