@@ -148,6 +148,11 @@ def main() -> None:
         sys.exit("a backend is wrong: see 'errors'")
 
 
+def short(number: float) -> float:
+    """To four digits."""
+    return float(f"{number:.4g}")
+
+
 def say(row: dict[str, Any]) -> None:
     print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
 
@@ -229,8 +234,8 @@ def ceilings(bench: Bench, _: dict[str, Any]) -> dict[str, float]:
     a, b = (torch.randn(side, side, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
     product_us = bench.median_us([lambda: a @ b])
     found = {
-        "copy_gb_per_s": round(2 * size / copy_us / 1e3, 1),
-        "matmul_tflop_per_s": round(2 * side**3 / product_us / 1e6, 2),
+        "copy_gb_per_s": short(2 * size / copy_us / 1e3),
+        "matmul_tflop_per_s": short(2 * side**3 / product_us / 1e6),
         "launch_us": bench.median_us([lambda: target[:16].zero_()]),
     }
     say(found)
@@ -390,13 +395,13 @@ def attention(bench: Bench, limits: dict[str, Any]) -> list[dict[str, Any]]:
 
 def rates(case: Case, dtype: Any, us: float, limits: dict[str, Any]) -> dict[str, Any]:
     size, flops = case.bytes(dtype.itemsize), case.flops
-    row = {"us": us, "gb_per_s": round(size / us / 1e3, 1), "tflop_per_s": round(flops / us / 1e6, 2)}
+    row = {"us": us, "gb_per_s": short(size / us / 1e3), "tflop_per_s": short(flops / us / 1e6)}
     if limits:
         floor_us = max(
             size / limits["copy_gb_per_s"] / 1e3,
             flops / limits["matmul_tflop_per_s"] / 1e6,
         )
-        row["floor_us"] = round(floor_us, 2)
+        row["floor_us"] = short(floor_us)
         row["times_floor"] = round(us / floor_us, 3)
     return row
 

@@ -5,21 +5,27 @@ frame back from each. Which transport carries the frames is known here and in `p
 """
 
 import asyncio
+import contextlib
 import logging
+import os
+import signal
+import time
 from collections import Counter
 from collections.abc import Awaitable
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from ..errors import EngineUnavailable, IntarsiaError, InvalidSetting
 from ..kvcache.plan import MemoryPlan
 from ..proto.channel import ChannelClosed, Stream
 from ..proto.step import Step, StepResult
 from ..workers.actor import WorkerActor
+from ..workers.environment import start_of_process
 from ..workers.facts import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
 from .remote import answer
 
@@ -32,6 +38,14 @@ REBUILD_TIMEOUT_S = 120.0
 
 TRY_AGAIN_AFTER_S = 0.5
 
+HUNG_AFTER_S = 5.0
+"""Without an answer to a step workers are asked whether they are alive at all: who computes says so, however long."""
+
+ALIVE_WITHIN_S = 5.0
+"""In which it has to say so. Together, the longest that a stopped process is waited for."""
+
+KILL_WITHIN_S = 10.0
+
 
 class WorkerGroup:
     """All ranks of one model. Ranks are in order: rank 0 samples and meets the others."""
@@ -42,9 +56,12 @@ class WorkerGroup:
         self._actors: list[Any] = []
         self._streams: list[Stream] = []  # for steps
         self._beside: list[Beside] = []  # for what goes on beside them
-        self._process_ids: list[int] = []
+        self._processes: list[Process] = []
         self._serving: list[Any] = []  # calls of `serve` that have not returned
         self._answering = asyncio.Lock()  # one reader at a time, first come first served
+        self._unanswered = 0  # steps
+        self._quiet_since_s = 0.0  # when the latest answer came, or the first step that has none was sent
+        self._hung: set[int] = set()  # ranks that neither compute nor say that they are alive
         self._loaded: ModelSettings | None = None
         self._allocated: tuple[MemoryPlan, RunnerLimits] | None = None
 
@@ -67,9 +84,8 @@ class WorkerGroup:
         local_workers = _workers_per_node(self._placement, self._size)
         make: Any = WorkerActor
         self._actors = [make.options(**options).remote(rank, self._size, local_workers) for rank in range(self._size)]
-        nodes = await self._all("node")
-        hosts = [host for host, _ in nodes]
-        self._process_ids = [pid for _, pid in nodes]
+        self._processes = [Process(*process) for process in await self._all("process")]
+        hosts = [process.host for process in self._processes]
         if self._size > 1:
             await self._all("join", await self._each("meeting_point", hosts))
         for steps, beside in await self._each("listen", hosts):
@@ -148,6 +164,9 @@ class WorkerGroup:
         payload = step.pack()
         for stream in self._streams:
             stream.send(payload)
+        if not self._unanswered:
+            self._quiet_since_s = time.monotonic()
+        self._unanswered += 1
         return self._answer(step)
 
     async def _answer(self, step: Step) -> StepResult:
@@ -156,22 +175,51 @@ class WorkerGroup:
 
     async def _collect(self, step: Step) -> StepResult:
         results = [await self._result(rank, stream, step) for rank, stream in enumerate(self._streams)]
+        self._unanswered -= 1
+        self._quiet_since_s = time.monotonic()
         for rank, result in enumerate(results):
             if result.error is not None:
                 raise EngineUnavailable(f"worker {rank} could not run step {step.number}: {result.error}")
         return results[0]
 
     async def lost(self) -> EngineUnavailable:
-        """Wait until a worker is gone, be a step under way or not; which one."""
-        size = len(self._streams)
+        """Wait until a worker is gone, be a step under way or not, or hangs in one; which one.
+
+        A step that waits for a worker that hangs fails then.
+        """
         watches = [asyncio.ensure_future(stream.wait_gone()) for stream in self._streams]
+        hanging = asyncio.ensure_future(self._hanging())
         try:
-            await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
-            rank = next(rank for rank, watch in enumerate(watches) if watch.done())
-            return EngineUnavailable(f"worker {rank} of {size} is gone")
+            await asyncio.wait((*watches, hanging), return_when=asyncio.FIRST_COMPLETED)
+            if hanging.done():
+                self._hung = hanging.result()
+                rank = min(self._hung)
+                for stream in self._streams:
+                    stream.drop()
+            else:
+                rank = next(rank for rank, watch in enumerate(watches) if watch.done())
+            return EngineUnavailable(self._what_became_of(rank))
         finally:
-            for watch in watches:
+            for watch in (*watches, hanging):
                 watch.cancel()
+
+    async def _hanging(self) -> set[int]:
+        """Wait until workers neither answer a step nor say that they are alive; which ones."""
+        while True:
+            await asyncio.sleep(HUNG_AFTER_S / 4)
+            since_s = self._quiet_since_s
+            if not self._unanswered or time.monotonic() - since_s < HUNG_AFTER_S:
+                continue
+            alive = await asyncio.gather(*(beside.is_alive(ALIVE_WITHIN_S) for beside in self._beside))
+            silent = {rank for rank, lives in enumerate(alive) if not lives}
+            if silent and self._quiet_since_s == since_s:
+                return silent
+
+    def _what_became_of(self, rank: int) -> str:
+        who = f"worker {rank} of {len(self._streams)}"
+        if rank not in self._hung:
+            return f"{who} is gone"
+        return f"{who} hangs: no answer to a step, nor any sign of life, for {HUNG_AFTER_S + ALIVE_WITHIN_S:g} s"
 
     async def status(self) -> list[WorkerStatus]:
         """How each rank is. Raises `EngineUnavailable` when one is gone."""
@@ -179,7 +227,7 @@ class WorkerGroup:
 
     async def process_ids(self) -> list[int]:
         """Of the workers, in rank order."""
-        return self._process_ids
+        return [process.pid for process in self._processes]
 
     async def close(self) -> None:
         """End all workers and give their resources back."""
@@ -189,12 +237,15 @@ class WorkerGroup:
     async def _end(self) -> None:
         """End the workers that are left; their places are kept."""
         streams = [*self._streams, *(beside.stream for beside in self._beside)]
+        hung = [self._processes[rank] for rank in self._hung]
         self._streams, self._beside, self._serving = [], [], []
+        self._unanswered, self._hung = 0, set()
         for stream in streams:
-            await stream.close()
+            stream.drop()
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
+        await asyncio.gather(*map(end_process, hung))  # Ray asks a process to end, and these hear nothing
 
     async def _result(self, rank: int, stream: Stream, step: Step) -> StepResult:
         """A rank's answer to `step`. Answers to steps that were given up are dropped."""
@@ -204,7 +255,8 @@ class WorkerGroup:
                 if (result.epoch, result.number) == (step.epoch, step.number):
                     return result
         except ChannelClosed as error:
-            raise EngineUnavailable(f"worker {rank} of {len(self._streams)} is gone in step {step.number}") from error
+            lost = min(self._hung, default=rank)  # the others were dropped for its sake
+            raise EngineUnavailable(f"{self._what_became_of(lost)} in step {step.number}") from error
 
     async def _each(self, method: str, arguments: list[Any]) -> list[Any]:
         """Call a method of every rank at once, each with its own argument."""
@@ -239,6 +291,42 @@ class Beside:
         if error is not None:
             raise IntarsiaError.from_wire(error)
         return result
+
+    async def is_alive(self, within_s: float) -> bool:
+        """Whether it answers at all. One that is gone counts as alive: its stream says so better."""
+        try:
+            await asyncio.wait_for(self.ask("status"), within_s)
+        except TimeoutError:
+            return False
+        except IntarsiaError:
+            return True
+        return True
+
+
+class Process(NamedTuple):
+    """Where a worker runs. `started` tells it from a later one of the same number."""
+
+    node_id: str
+    host: str
+    pid: int
+    started: int
+
+
+async def end_process(process: Process) -> None:
+    """Kill it, wherever in the cluster it is, be it stopped or not. A node that is gone took it along."""
+    here = NodeAffinitySchedulingStrategy(process.node_id, soft=False)
+    kill: Any = _kill
+    with contextlib.suppress(TimeoutError, RayError):
+        await asyncio.wait_for(
+            kill.options(scheduling_strategy=here).remote(process.pid, process.started), KILL_WITHIN_S
+        )
+
+
+@ray.remote(num_cpus=0)
+def _kill(pid: int, started: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        if start_of_process(pid) == started:
+            os.kill(pid, signal.SIGKILL)
 
 
 async def _place(size: int) -> PlacementGroup:

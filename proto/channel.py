@@ -99,6 +99,10 @@ class Stream:
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()
 
+    def drop(self) -> None:
+        """End it at once, whatever is still to be sent: the other side may read no more."""
+        self._writer.transport.abort()
+
 
 class StreamServer:
     """Accepts streams that know the secret, in an event loop."""

@@ -17,14 +17,15 @@ from typing import Any
 
 import pytest
 
-START_SERVERS = ("bench/", "deploy/", "controller/test_worker_group.py", "test_imports.py", "test_snippets.py")
+START_SERVERS = ("deploy/", "test_imports.py", "test_snippets.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whatever starts Ray or a server stays in one process: two Ray clusters would get into each other's way."""
     here = Path(__file__).parent
     for item in items:
-        if item.path.relative_to(here).as_posix().startswith(START_SERVERS):
+        fixtures = getattr(item, "fixturenames", ())
+        if "ray_cluster" in fixtures or item.path.relative_to(here).as_posix().startswith(START_SERVERS):
             item.add_marker(pytest.mark.xdist_group("servers"))
 
 

@@ -8,7 +8,7 @@ import ray
 
 from ..kvcache.plan import MemoryPlan
 from ..proto.channel import Address
-from .environment import prepare_process
+from .environment import prepare_process, start_of_process
 from .facts import ModelFacts, ModelSettings, RunnerLimits
 
 if TYPE_CHECKING:
@@ -25,9 +25,10 @@ class WorkerActor:
         self._rank, self._size, self._local_workers = rank, size, local_workers
         self._worker: Worker | None = None
 
-    def node(self) -> tuple[str, int]:
-        """This node's address within the cluster, and our process id."""
-        return ray.util.get_node_ip_address(), os.getpid()
+    def process(self) -> tuple[str, str, int, int]:
+        """This node's id, its address within the cluster, our process id, and when we began."""
+        node_id = ray.get_runtime_context().get_node_id()
+        return node_id, ray.util.get_node_ip_address(), os.getpid(), start_of_process(os.getpid())
 
     def meeting_point(self, host: str) -> Address:
         return self._real().meeting_point(host)

@@ -59,3 +59,13 @@ def forget_package_root() -> None:
 def threads_per_worker(local_workers: int) -> int:
     """An equal share of the cores this process may use."""
     return max(1, len(os.sched_getaffinity(0)) // max(1, local_workers))
+
+
+def start_of_process(pid: int) -> int:
+    """When it began, in ticks since the machine did: two processes of one number differ in it. Raises
+    `ProcessLookupError` if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError as error:
+        raise ProcessLookupError(pid) from error
+    return int(stat.rpartition(")")[2].split()[19])

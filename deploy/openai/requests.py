@@ -6,7 +6,7 @@ from typing import Any
 
 from ...controller.request import SamplingParams, Terms
 from ...errors import InvalidRequest, UnknownModel
-from .protocol import ImagePart, JsonFormat, Message, Sampling, SchemaFormat, TextPart
+from .protocol import ImagePart, JsonFormat, Message, Sampling, SchemaFormat, StructuredOutputs, TextPart
 
 PASSED_ON = (
     "temperature", "top_p", "top_k", "min_p", "n", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -42,18 +42,23 @@ def form_of(body: Sampling) -> dict[str, Any]:
             found["json_schema"] = ANY_OBJECT
         case SchemaFormat(json_schema=described):
             found["json_schema"] = json.dumps(described.schema_) if described.schema_ is not None else ANY_OBJECT
-    if (wanted := body.structured_outputs) is not None:
-        if found:
-            raise InvalidRequest(
-                "response_format and structured_outputs both say what the answer looks like; give one of them",
-                field="structured_outputs",
-            )
-        if wanted.json_ is not None:
-            found["json_schema"] = wanted.json_ if isinstance(wanted.json_, str) else json.dumps(wanted.json_)
-        if wanted.regex is not None:
-            found["regex"] = wanted.regex
-        if wanted.choice:
-            found["choice"] = tuple(wanted.choice)
+    wanted = _structured(body.structured_outputs) if body.structured_outputs is not None else {}
+    if found and wanted:
+        raise InvalidRequest(
+            "response_format and structured_outputs both say what the answer looks like; give one of them",
+            field="structured_outputs",
+        )
+    return found | wanted
+
+
+def _structured(wanted: StructuredOutputs) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if wanted.json_ is not None:
+        found["json_schema"] = wanted.json_ if isinstance(wanted.json_, str) else json.dumps(wanted.json_)
+    if wanted.regex is not None:
+        found["regex"] = wanted.regex
+    if wanted.choice:
+        found["choice"] = tuple(wanted.choice)
     return found
 
 

@@ -16,9 +16,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
 
 
-def test_every_part_runs_and_is_written(tmp_path: Path):
+def test_every_part_about_kernels_runs_and_is_written(tmp_path: Path):
     out = tmp_path / "battery.json"
-    done = run("--smoke", "-o", str(out))
+    done = run("--smoke", "--parts", "ceilings,errors,attention,states", "-o", str(out))
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(out.read_text())
     assert report["ceilings"]["copy_gb_per_s"] > 0
@@ -28,6 +28,14 @@ def test_every_part_runs_and_is_written(tmp_path: Path):
     timed = {row["backend"] for row in report["attention"] if "us" in row}
     assert "torch" in timed and ("triton" in timed) == (gpu.missing() is None)
     assert any("us" in row for row in report["states"])
+
+
+@pytest.mark.slow
+def test_the_engine_is_measured_beside_continuous_batching(tmp_path: Path):
+    out = tmp_path / "battery.json"
+    done = run("--smoke", "--parts", "engine", "-o", str(out))
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(out.read_text())
     [row] = report["engine"]["requests"]
     assert row["graphs"]["tokens_per_s"] > 0 and row["eager"]["tokens_per_s"] > 0
     assert report["engine"]["over_continuous_batching"] > 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from intarsia.controller import worker_group
 from intarsia.controller.request import SamplingParams
 from intarsia.controller.worker_group import WorkerGroup
 from intarsia.errors import CorruptCheckpoint, EngineUnavailable, InvalidSetting, ModelNotFound
@@ -74,6 +75,73 @@ def test_killed_worker_is_replaced_when_nothing_runs(ray_cluster: None, loop: Lo
         engine.submit([1], SamplingParams(max_tokens=3), 0, completion.outlet)
         await completion.done.wait()
         assert len(completion.token_ids) == 3
+        running.cancel()
+
+    try:
+        loop.run(scenario())
+    finally:
+        loop.run(group.close())
+
+
+def test_stopped_worker_is_replaced_and_its_requests_go_on_with_the_same_tokens(
+    ray_cluster: None, loop: Loop, tiny: Callable, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(worker_group, "HUNG_AFTER_S", 0.5)
+    monkeypatch.setattr(worker_group, "ALIVE_WITHIN_S", 1.0)
+    group: Any = loop.run(WorkerGroup.create(2))
+    model = tiny("llama")
+
+    async def scenario() -> None:
+        engine = await make_engine(model.path, group)
+        running = asyncio.create_task(engine.run())
+        stopped = (await group.process_ids())[1]
+        completion = Completion()
+        engine.submit(model.prompts[0], SamplingParams(temperature=0, max_tokens=24), 0, completion.outlet)
+        while not completion.token_ids:
+            await asyncio.sleep(0)
+        os.kill(stopped, signal.SIGSTOP)
+        await completion.done.wait()
+        assert completion.token_ids == model.expected[0]
+        assert engine.stats.rebuilds == 1
+        assert stopped not in await group.process_ids()
+        with pytest.raises(ProcessLookupError):  # it is not left behind, to wake up some day
+            while True:
+                os.kill(stopped, 0)
+                await asyncio.sleep(0.05)
+        assert engine.recount().all_free
+        running.cancel()
+
+    try:
+        loop.run(scenario())
+    finally:
+        loop.run(group.close())
+
+
+def test_worker_that_takes_its_time_and_says_so_is_left_alone(
+    ray_cluster: None, loop: Loop, tiny: Callable, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(worker_group, "HUNG_AFTER_S", 0.002)  # shorter than a step
+    asked = []
+    is_alive = worker_group.Beside.is_alive
+
+    async def noted(self: worker_group.Beside, within_s: float) -> bool:
+        asked.append(within_s)
+        return await is_alive(self, within_s)
+
+    monkeypatch.setattr(worker_group.Beside, "is_alive", noted)
+    group: Any = loop.run(WorkerGroup.create(1))
+    model = tiny("llama")
+
+    async def scenario() -> None:
+        engine = await make_engine(model.path, group)
+        running = asyncio.create_task(engine.run())
+        completions = [Completion() for _ in model.prompts]
+        for prompt, completion in zip(model.prompts, completions, strict=True):
+            engine.submit(prompt, SamplingParams(temperature=0, max_tokens=24), 0, completion.outlet)
+        for completion, expected in zip(completions, model.expected, strict=True):
+            await completion.done.wait()
+            assert completion.token_ids == expected
+        assert asked and engine.stats.rebuilds == 0
         running.cancel()
 
     try:

@@ -328,7 +328,7 @@ def test_model_info_tells_what_is_served(service: Service):
     assert (info.architecture, info.tensor_parallel_size, len(info.groups)) == ("Gemma3ForCausalLM", 2, 6)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_killed_worker_is_replaced_and_its_streams_go_on_with_the_same_tokens(
     ray_cluster: None, loop: Loop, tiny: Callable, workers: int
 ):

@@ -21,7 +21,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stop", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_serve_answers_until_it_is_told_to_stop(stop: signal.Signals, tiny: Callable):
     model = tiny("ministral")
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}

@@ -6,6 +6,7 @@ which shrinks a failure to the few operations that make it.
 
 import random
 
+import pytest
 from hypothesis import HealthCheck, settings, target
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -13,19 +14,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from intarsia.kvcache.retention import Retain
 from intarsia.tests.kvcache.world import World, random_world, run_worlds
 
-WORLDS, OPERATIONS = 700, 300
+OPERATIONS = 300
 
 EXAMPLES, STEPS = 150, 60
 
 
-def test_random_use_reads_only_what_was_written_and_leaves_nothing_behind():
+@pytest.mark.parametrize("worlds", [150, pytest.param(700, marks=pytest.mark.slow)])
+def test_random_use_reads_only_what_was_written_and_leaves_nothing_behind(worlds: int):
     first = random.randrange(1 << 30)
-    print(f"seeds {first} to {first + WORLDS - 1}")
-    operations, hit_tokens, refusals = run_worlds(range(first, first + WORLDS), OPERATIONS)
+    print(f"seeds {first} to {first + worlds - 1}")
+    operations, hit_tokens, refusals = run_worlds(range(first, first + worlds), OPERATIONS)
     print(f"{operations} operations, {hit_tokens} tokens found in the cache, {refusals} refusals")
-    assert operations >= 200_000
-    assert hit_tokens > 10_000, "too few hits to mean anything"
-    assert refusals > 500, "too few full pools to mean anything"
+    assert operations >= 285 * worlds
+    assert hit_tokens > 15 * worlds, "too few hits to mean anything"
+    assert refusals > 0.7 * worlds, "too few full pools to mean anything"
 
 
 class CacheMachine(RuleBasedStateMachine):

@@ -15,7 +15,7 @@ TIMEOUT_S = 900
 
 @pytest.mark.parametrize(
     ("examples", "phases"),
-    [(40, "coverage,fuzzing"), pytest.param(200, "coverage,fuzzing,stateful", marks=pytest.mark.slow)],
+    [(12, "coverage,fuzzing"), pytest.param(200, "coverage,fuzzing,stateful", marks=pytest.mark.slow)],
 )
 def test_schemathesis_finds_no_server_error_and_no_mismatch(api: Api, examples: int, phases: str):
     """examples: of each operation"""
