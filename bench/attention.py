@@ -91,7 +91,7 @@ def measure(case: Case, dtype: Any, peer: Any, rounds: int) -> dict[str, Any]:
     truth = results["torch"]
     for name, result in results.items():
         error = float((result - truth).abs().max())
-        assert error < (1e-4 if dtype == torch.float32 else 5e-2), f"{name} differs by {error}"
+        assert error < (1e-4 if dtype == torch.float32 else 5e-2), f"{case.name}: {name} differs by {error}"
     row: dict[str, Any] = {"case": case.name, "dtype": str(dtype).removeprefix("torch.")}
     row |= {f"{name}_us": round(statistics.median(took) * 1e6, 1) for name, took in times.items()}
     for name in times:
@@ -109,7 +109,7 @@ def contenders(case: Case, dtype: Any, peer: Any) -> dict[str, Callable[[], Any]
     from intarsia.kernels.paged_attention import GroupBatch, LayerParams, NativeBackend, TorchBackend
 
     cpu, scale = torch.device("cpu"), DIM**-0.5
-    query_lens, kv_lens = np.array(case.rows, dtype=np.int32).T
+    query_lens, kv_lens = np.ascontiguousarray(np.array(case.rows, dtype=np.int32).T)
     blocks = -(-int(kv_lens.max()) // BLOCK_TOKENS)
     random = np.random.default_rng(0)
     table = 1 + random.permutation(len(case.rows) * blocks).reshape(len(case.rows), blocks).astype(np.int32)
