@@ -1,13 +1,14 @@
-"""Decode in C++ on a CPU, everything else as `torch_sdpa` does it.
+"""Attention in C++ on a CPU: single queries straight from their pages, prompts in tiles of matrix products.
 
-Rows of one query, which is what steps are mostly made of, are attended to straight from their pages: nothing is
-gathered, padded or masked. Prompts go the way of `TorchBackend`, whose matrix products are hard to beat.
+Nothing is padded or masked but the ends of what a tile sees. Where the processor multiplies 16-bit matrices in hardware
+(AMX), prompts in bfloat16 go the way of `TorchBackend`, which knows how to use it.
 """
 
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_void_p
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -16,10 +17,13 @@ from torch import Tensor
 from .. import native
 from .protocol import Capabilities, GroupBatch, GroupMeta, LayerParams
 from .tensors import dense_heads
-from .torch_sdpa import TorchBackend
+from .torch_sdpa import Part, TorchBackend
 
 PIECE_TOKENS = 1024
 """A longer row is cut, so that few rows keep all threads busy."""
+
+TILE_ROWS = 192
+"""Queries times the heads that share their keys: what is summed for a tile should stay in a core's second cache."""
 
 
 class _Attention(ctypes.Structure):
@@ -30,6 +34,19 @@ class _Attention(ctypes.Structure):
         *((name, c_int64) for name in ("page_stride", "page_token_stride", "page_head_stride", "value_offset")),
         *((name, c_int32) for name in ("rows", "pieces", "heads", "kv_heads", "key_dim", "value_dim")),
         *((name, c_int32) for name in ("block_tokens", "table_width")),
+        *((name, c_float) for name in ("scale", "softcap")),
+        ("kind", c_int32),
+    ]
+
+
+class _Prefill(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("query", "pages", "out", "sinks", "block_table")),
+        *((name, c_void_p) for name in ("first_token", "queries", "kv_len", "tile_row", "tile_first")),
+        *((name, c_int64) for name in ("query_token_stride", "query_head_stride")),
+        *((name, c_int64) for name in ("page_stride", "page_token_stride", "page_head_stride", "value_offset")),
+        *((name, c_int32) for name in ("tiles", "tile_queries", "heads", "kv_heads", "key_dim", "value_dim")),
+        *((name, c_int32) for name in ("block_tokens", "table_width", "window", "chunk", "is_causal")),
         *((name, c_float) for name in ("scale", "softcap")),
         ("kind", c_int32),
     ]
@@ -62,6 +79,34 @@ class _Decode:
         return len(self.piece_row) > len(self.token_of)
 
 
+class _Tiles(NamedTuple):
+    row: np.ndarray
+    first: np.ndarray  # of its queries
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prompts:
+    """The rows with several queries. Arrays are named as in `paged_prefill.cpp`."""
+
+    block_table: np.ndarray
+    first_token: np.ndarray
+    queries: np.ndarray
+    kv_len: np.ndarray
+    batch: GroupBatch
+    tiles: dict[int, _Tiles] = field(default_factory=dict)  # by the most queries of a tile
+    parts: list[Part] = field(default_factory=list)  # for the other way
+
+    def tiles_of(self, tile_queries: int) -> _Tiles:
+        """Those that see most come first, so that no thread is left alone with one of them."""
+        if tile_queries not in self.tiles:
+            counts = -(-self.queries // tile_queries)
+            row = np.repeat(np.arange(len(counts)), counts)
+            first = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * tile_queries
+            order = np.argsort(-(self.kv_len - self.queries)[row] - first, kind="stable")
+            self.tiles[tile_queries] = _Tiles(row[order].astype(np.int32), first[order].astype(np.int32))
+        return self.tiles[tile_queries]
+
+
 class NativeBackend(TorchBackend):
     """The default on a CPU with a C++ compiler."""
 
@@ -73,17 +118,20 @@ class NativeBackend(TorchBackend):
 
     @classmethod
     def lacks(cls) -> str | None:
-        found = native.library("paged_decode")
-        return f"could not be compiled: {found}" if isinstance(found, str) else None
+        for name in ("paged_decode", "paged_prefill"):
+            found = native.library(name)
+            if isinstance(found, str):
+                return f"could not be compiled: {found}"
+        return None
 
     def __init__(self) -> None:
         super().__init__()
         self._library: Any = native.library("paged_decode")
+        self._prefill: Any = native.library("paged_prefill")
 
     def prepare(self, batch: GroupBatch, device: torch.device) -> GroupMeta:
         page, offset = batch.token_places()
-        parts = tuple(self.prefill_parts(batch, device))
-        return GroupMeta(torch.from_numpy(page), torch.from_numpy(offset), plan=(_cut(batch), parts))
+        return GroupMeta(torch.from_numpy(page), torch.from_numpy(offset), plan=(_cut(batch), _prompts(batch)))
 
     def frame(self, batch: GroupBatch, device: torch.device) -> None:
         return None  # on a CPU nothing is gained
@@ -108,10 +156,57 @@ class NativeBackend(TorchBackend):
         )
 
     def attend(self, q_THD: Tensor, kv_view: Tensor, params: LayerParams, meta: GroupMeta, out_THD: Tensor) -> None:
-        decode, parts = meta.plan
+        decode, prompts = meta.plan
+        q_THD = dense_heads(q_THD)
         if decode is not None:
-            self._attend_singles(dense_heads(q_THD), kv_view, params, decode, out_THD)
-        self.attend_parts(q_THD, kv_view, params, parts, out_THD)
+            self._attend_singles(q_THD, kv_view, params, decode, out_THD)
+        if prompts is None:
+            return
+        if q_THD.dtype != torch.float32 and has_matrix_units():
+            if not prompts.parts:
+                prompts.parts.extend(self.prefill_parts(prompts.batch, q_THD.device))
+            self.attend_parts(q_THD, kv_view, params, prompts.parts, out_THD)
+        else:
+            self._attend_prompts(q_THD, kv_view, params, prompts, out_THD)
+
+    def _attend_prompts(
+        self, q_THD: Tensor, kv_view: Tensor, params: LayerParams, prompts: _Prompts, out_THD: Tensor
+    ) -> None:
+        assert out_THD.is_contiguous(), "the kernel writes rows side by side"
+        _, heads, key_dim = q_THD.shape
+        batch = prompts.batch
+        tile_queries = max(1, TILE_ROWS * kv_view.shape[2] // heads)
+        tiles = prompts.tiles_of(tile_queries)
+        sinks = None if params.sinks is None else params.sinks.float().contiguous()
+        arrays = (prompts.block_table, prompts.first_token, prompts.queries, prompts.kv_len, *tiles)
+        self._prefill.intarsia_prefill(
+            ctypes.byref(
+                _Prefill(
+                    q_THD.data_ptr(),
+                    kv_view.data_ptr(),
+                    out_THD.data_ptr(),
+                    None if sinks is None else sinks.data_ptr(),
+                    *(array.ctypes.data for array in arrays),
+                    *q_THD.stride()[:2],
+                    *kv_view.stride()[:3],
+                    0 if params.latent_values is not None else key_dim,
+                    len(tiles.row),
+                    tile_queries,
+                    heads,
+                    kv_view.shape[2],
+                    key_dim,
+                    out_THD.shape[2],
+                    batch.block_tokens,
+                    prompts.block_table.shape[1],
+                    batch.window_tokens or 0,
+                    batch.chunk_tokens or 0,
+                    batch.is_causal,
+                    params.scale,
+                    params.softcap or 0.0,
+                    native.KINDS[q_THD.dtype],
+                )
+            )
+        )
 
     def _attend_singles(
         self, q_THD: Tensor, kv_view: Tensor, params: LayerParams, decode: _Decode, out_THD: Tensor
@@ -153,6 +248,25 @@ class NativeBackend(TorchBackend):
                 )
             )
         )
+
+
+@cache
+def has_matrix_units() -> bool:
+    """Whether this processor multiplies matrices of bfloat16 in hardware."""
+    return torch.cpu._is_amx_tile_supported()
+
+
+def _prompts(batch: GroupBatch) -> _Prompts | None:
+    rows = np.flatnonzero(batch.query_lens > 1)
+    if len(rows) == 0:
+        return None
+    return _Prompts(
+        np.ascontiguousarray(batch.block_table[rows], dtype=np.int32),
+        batch.first_token()[rows],
+        batch.query_lens[rows].astype(np.int32),
+        batch.kv_lens[rows].astype(np.int32),
+        batch,
+    )
 
 
 def _cut(batch: GroupBatch) -> _Decode | None:
