@@ -60,6 +60,25 @@ inline float sum(Vec v) {
     for (int i = 0; i < LANES; i++) total += v[i];
     return total;
 }
+// 2 to the power of each, which is at most 0; below -125 as at -125. To about the last bit of a float.
+inline Vec two_to(Vec x) {
+    typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+    const Vec lowest = Vec{} - 125.0f;
+    x = x < lowest ? lowest : x;
+    const Ints whole = __builtin_convertvector(x - 0.5f, Ints);  // to the nearest, as x is not positive
+    const Vec f = x - __builtin_convertvector(whole, Vec);
+    Vec y = f * 1.54035304e-4f + 1.33335581e-3f;
+    y = y * f + 9.61812911e-3f;
+    y = y * f + 5.55041087e-2f;
+    y = y * f + 0.240226507f;
+    y = y * f + 0.693147181f;
+    y = y * f + 1.0f;
+    Ints bits;
+    std::memcpy(&bits, &y, sizeof y);
+    bits += whole << 23;
+    std::memcpy(&y, &bits, sizeof y);
+    return y;
+}
 inline void store(Vec v, float* to) { std::memcpy(to, &v, sizeof v); }
 template <class T>
 inline void store(Vec v, T* to) {

@@ -14,6 +14,7 @@
 #include <cmath>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "numbers.h"
@@ -43,6 +44,7 @@ struct Prefill {
 namespace {
 
 constexpr int KEYS = 64;  // at a time
+constexpr float LOG2_E = 1.44269504f, NOWHERE = -3e38f;
 #if defined(__AVX512F__)
 constexpr int ROWS = 6;  // of a product whose sums stay in registers: 6 x 4 vectors of 16
 #else
@@ -92,42 +94,82 @@ struct Room {  // of one thread
     std::vector<float> q, scores, sums, keys, values, total, top;
 };
 
+// Rows become columns: blocks off the diagonal change places, halves first, then quarters, until single lanes.
+template <int W, size_t... I>
+inline void exchange(Vec& p, Vec& q, std::index_sequence<I...>) {
+    typedef int32_t Places __attribute__((vector_size(4 * LANES)));
+    constexpr Places low = {(int32_t(I) & W ? int32_t(I) - W + LANES : int32_t(I))...};
+    constexpr Places high = {(int32_t(I) & W ? int32_t(I) + LANES : int32_t(I) + W)...};
+    const Vec lower = __builtin_shuffle(p, q, low), higher = __builtin_shuffle(p, q, high);
+    p = lower, q = higher;
+}
+template <int W>
+inline void exchange_all(Vec* v) {
+    for (int i = 0; i < LANES; i++)
+        if (!(i & W)) exchange<W>(v[i], v[i + W], std::make_index_sequence<LANES>());
+}
+inline void transpose(Vec* v) { exchange_all<8>(v), exchange_all<4>(v), exchange_all<2>(v), exchange_all<1>(v); }
+
 // Tokens [start, start + count) of a row: keys as columns, values as rows, both widened; what is beyond is zero.
 template <class T>
 void gather(const Prefill& a, const T* pages, const int32_t* table, int start, int count, int width, Room& room) {
+    const T* tokens[KEYS];
+    for (int t = 0; t < count; t++) {
+        const int position = start + t, block = position / a.block_tokens;
+        tokens[t] = pages + int64_t(table[block]) * a.page_stride +
+                    (position - block * a.block_tokens) * a.page_token_stride;
+    }
+    for (int t = 0; t < KEYS; t += LANES) {
+        int d = 0;
+        for (; d + LANES <= a.key_dim; d += LANES) {
+            Vec rows[LANES];
+            for (int i = 0; i < LANES; i++) rows[i] = t + i < count ? load(tokens[t + i] + d) : Vec{};
+            transpose(rows);
+            for (int i = 0; i < LANES; i++) store(rows[i], room.keys.data() + (d + i) * KEYS + t);
+        }
+        for (; d < a.key_dim; d++)
+            for (int i = t; i < t + LANES; i++) room.keys[d * KEYS + i] = i < count ? to_float(tokens[i][d]) : 0.0f;
+    }
     for (int t = 0; t < KEYS; t++) {
         float* value = room.values.data() + t * width;
-        if (t >= count) {
-            for (int d = 0; d < a.key_dim; d++) room.keys[d * KEYS + t] = 0;
-            std::fill(value, value + width, 0.0f);
-            continue;
+        int d = 0;
+        if (t < count) {
+            const T* from = tokens[t] + a.value_offset;
+            for (; d + LANES <= a.value_dim; d += LANES) store(load(from + d), value + d);
+            for (; d < a.value_dim; d++) value[d] = to_float(from[d]);
         }
-        const int position = start + t, block = position / a.block_tokens;
-        const T* token = pages + int64_t(table[block]) * a.page_stride +
-                         (position - block * a.block_tokens) * a.page_token_stride;
-        for (int d = 0; d < a.key_dim; d++) room.keys[d * KEYS + t] = to_float(token[d]);
-        for (int d = 0; d < a.value_dim; d++) value[d] = to_float(token[a.value_offset + d]);
+        std::fill(value + d, value + width, 0.0f);
     }
 }
 
-// One row's scores become weights; what it has summed up is rescaled when its maximum grows. [first, last) is visible.
+// One row's scores, of base 2, become weights; what it has summed is rescaled when its maximum grows. [first, last) is
+// what it sees.
 inline void weigh(const Prefill& a, float* s, int first, int last, float* sums, int width, float& total, float& top) {
+    if (first == last) return std::fill(s, s + KEYS, 0.0f);
     if (a.softcap > 0)
-        for (int i = first; i < last; i++) s[i] = a.softcap * std::tanh(s[i] / a.softcap);
+        for (int i = first; i < last; i++) s[i] = LOG2_E * a.softcap * std::tanh(s[i] / a.softcap);
+    std::fill(s, s + first, NOWHERE);
+    std::fill(s + last, s + KEYS, NOWHERE);
+    Vec v[KEYS / LANES], most = load(s);
+    for (int i = 0; i < KEYS / LANES; i++) {
+        v[i] = load(s + i * LANES);
+        most = most < v[i] ? v[i] : most;
+    }
     float highest = top;
-    for (int i = first; i < last; i++) highest = std::max(highest, s[i]);
-    float added = 0;
-    for (int i = first; i < last; i++) s[i] = std::exp(s[i] - highest);
-    for (int i = first; i < last; i++) added += s[i];
-    for (int i = 0; i < first; i++) s[i] = 0;
-    for (int i = last; i < KEYS; i++) s[i] = 0;
+    for (int i = 0; i < LANES; i++) highest = std::max(highest, most[i]);
+    Vec added = {};
+    for (int i = 0; i < KEYS / LANES; i++) {
+        v[i] = two_to(v[i] - highest);
+        added += v[i];
+        store(v[i], s + i * LANES);
+    }
     if (highest > top) {
-        const float shrink = std::exp(top - highest);
-        for (int d = 0; d < width; d++) sums[d] *= shrink;
+        const float shrink = std::exp2(top - highest);
+        for (int d = 0; d < width; d += LANES) store(load(sums + d) * shrink, sums + d);
         total *= shrink;
         top = highest;
     }
-    total += added;
+    total += sum(added);
 }
 
 template <class T>
@@ -141,13 +183,13 @@ void tile(const Prefill& a, int number, int kv_head, Room& room) {
     const int32_t* table = a.block_table + int64_t(row) * a.table_width;
     room.q.resize(rows * a.key_dim), room.scores.resize(rows * KEYS), room.keys.resize(a.key_dim * KEYS);
     room.values.resize(KEYS * width), room.sums.assign(rows * width, 0.0f);
-    room.total.assign(rows, 0.0f), room.top.assign(rows, -3e38f);
+    room.total.assign(rows, 0.0f), room.top.assign(rows, NOWHERE);
+    const float scale = a.softcap > 0 ? a.scale : a.scale * LOG2_E;
     for (int m = 0; m < rows; m++) {
         const T* q = static_cast<const T*>(a.query) + (token + m / group) * a.query_token_stride +
                      (kv_head * group + m % group) * a.query_head_stride;
-        for (int d = 0; d < a.key_dim; d++) room.q[m * a.key_dim + d] = to_float(q[d]) * a.scale;
+        for (int d = 0; d < a.key_dim; d++) room.q[m * a.key_dim + d] = to_float(q[d]) * scale;
     }
-    if (width > a.value_dim) std::fill(room.values.begin(), room.values.end(), 0.0f);
     const int begin = a.is_causal ? oldest(a, context + first) : 0;
     const int end = a.is_causal ? context + first + count : a.kv_len[row];
     for (int start = begin; start < end; start += KEYS) {
@@ -170,8 +212,9 @@ void tile(const Prefill& a, int number, int kv_head, Room& room) {
         const int head = kv_head * group + m % group;
         float weight = room.total[m] > 0 ? 1.0f / room.total[m] : 0.0f;
         if (a.sinks) {  // one logit more, without a value
-            const float highest = std::max(room.top[m], a.sinks[head]), shrink = std::exp(room.top[m] - highest);
-            weight = shrink / (room.total[m] * shrink + std::exp(a.sinks[head] - highest));
+            const float sink = a.sinks[head] * LOG2_E, highest = std::max(room.top[m], sink);
+            const float shrink = std::exp2(room.top[m] - highest);
+            weight = shrink / (room.total[m] * shrink + std::exp2(sink - highest));
         }
         T* out = static_cast<T*>(a.out) + ((token + m / group) * a.heads + head) * a.value_dim;
         for (int d = 0; d < a.value_dim; d++) from_float(room.sums[m * width + d] * weight, out + d);

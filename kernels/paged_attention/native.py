@@ -22,7 +22,7 @@ from .torch_sdpa import Part, TorchBackend
 PIECE_TOKENS = 1024
 """A longer row is cut, so that few rows keep all threads busy."""
 
-TILE_ROWS = 192
+TILE_ROWS = 384
 """Queries times the heads that share their keys: what is summed for a tile should stay in a core's second cache."""
 
 

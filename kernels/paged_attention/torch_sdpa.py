@@ -29,7 +29,7 @@ SPREAD_TOKENS = 256
 """Decode rows share a part while padding costs a row less than a part of its own: about 30 us, or 256 tokens."""
 PART_TOKENS = 8192
 """Gathered tokens of a decode part: what fits a cache is read back from it. 32 rows of 2048 tokens take
-17.4 ms in one part, 10.0 ms in eight (script in kernels/README.md). It also bounds the workspace."""
+17.4 ms in one part, 10.0 ms in eight. It also bounds the workspace."""
 TILE_QUERIES = 128
 """Queries of a prefill row that share one range of keys. 2048 queries, window of 256: 42 ms in tiles of 512, 24 ms in
 these; without a window they match one causal call over the whole prompt (65 ms), so there is no such call."""
@@ -57,7 +57,7 @@ class Part:
 
 
 class TorchBackend:
-    """The default on a CPU; runs unchanged on a GPU. Its only state is the workspace, reused by every layer."""
+    """The default where there is no compiler; runs unchanged on a GPU. Its only state is the workspace, reused by every layer."""
 
     name: ClassVar[str] = "torch"
     by_name_only: ClassVar[bool] = False

