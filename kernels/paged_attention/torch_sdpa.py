@@ -57,7 +57,7 @@ class Part:
 
 
 class TorchBackend:
-    """The default where there is no compiler; runs unchanged on a GPU. Its only state is the workspace, reused by every layer."""
+    """Where there is no compiler; runs unchanged on a GPU. Its only state is the workspace, reused by every layer."""
 
     name: ClassVar[str] = "torch"
     by_name_only: ClassVar[bool] = False
