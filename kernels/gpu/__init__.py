@@ -8,6 +8,9 @@ that it can be.
 import importlib.util
 import os
 
+LEAST_DOT = 16
+"""The least side of a matrix product."""
+
 
 def missing() -> str | None:
     """Why these kernels can not be imported, in words; None if they can."""

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..paged_attention.triton_paged import Shape, Size, TritonBackend, precision_of, shape_for
-from ..state.triton_states import CHUNKS, CONVOLUTION_TOKENS, LEAST_DOT, PRECISION, TritonStates, heads_block
-from . import power_of_two
+from ..state.triton_states import CHUNKS, CONVOLUTION_TOKENS, PRECISION, TritonStates, heads_block
+from . import LEAST_DOT, power_of_two
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """What a program may use at most, by compute capability."""

@@ -21,6 +21,23 @@ def _page(page_ptr, piece, pages):
 
 
 @triton.jit
+def _take(pages, page, new_ptr, piece, page_stride, own):
+    """A piece's state in float32; zeros where it is new, whatever its page holds."""
+    state = tl.load(pages + page * page_stride, mask=own, other=0.0).to(tl.float32)
+    return tl.where(tl.load(new_ptr + piece) == 0, state, 0.0)
+
+
+@triton.jit
+def _put(state, pages, page, saved_ptr, piece, page_stride, own):
+    """The new state into its page, and where else it is to be saved."""
+    state = state.to(pages.dtype.element_ty)
+    tl.store(pages + page * page_stride, state, mask=own)
+    saved = tl.load(saved_ptr + piece).to(tl.int64)
+    if saved >= 0:
+        tl.store(pages + saved * page_stride, state, mask=own)
+
+
+@triton.jit
 def heads(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, out_ptr, pages_ptr, start_ptr, length_ptr, page_ptr, new_ptr, saved_ptr,
     q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token, beta_head, out_token, out_head,
@@ -41,8 +58,7 @@ def heads(
     vv = tl.program_id(2) * VALUES_BLOCK + tl.arange(0, VALUES_BLOCK)
     own = (kk < KEYS)[:, None] & (vv < VALUES)[None, :]
     inside = head * head_stride + kk[:, None] * VALUES + vv[None, :]
-    state = tl.load(pages_ptr + page * page_stride + inside, mask=own, other=0.0).to(tl.float32)
-    state = tl.where(tl.load(new_ptr + piece) == 0, state, 0.0)
+    state = _take(pages_ptr + inside, page, new_ptr, piece, page_stride, own)
     t = tl.arange(0, CHUNK)
     for at in range(0, length, CHUNK):
         live = at + t < length
@@ -80,11 +96,7 @@ def heads(
         state = tl.dot(k_columns, v * to_end, state * tl.exp(end), input_precision=PRECISION)
         out_at = out_ptr + token[:, None] * out_token + head * out_head + vv[None, :]
         tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=value_mask)
-    state = state.to(pages_ptr.dtype.element_ty)
-    tl.store(pages_ptr + page * page_stride + inside, state, mask=own)
-    saved = tl.load(saved_ptr + piece).to(tl.int64)
-    if saved >= 0:
-        tl.store(pages_ptr + saved * page_stride + inside, state, mask=own)
+    _put(state, pages_ptr + inside, page, saved_ptr, piece, page_stride, own)
 
 
 @triton.jit
@@ -103,8 +115,7 @@ def heads_step(
     vv = tl.program_id(2) * VALUES_BLOCK + tl.arange(0, VALUES_BLOCK)
     own = (kk < KEYS)[:, None] & (vv < VALUES)[None, :]
     inside = head * head_stride + kk[:, None] * VALUES + vv[None, :]
-    state = tl.load(pages_ptr + page * page_stride + inside, mask=own, other=0.0).to(tl.float32)
-    state = tl.where(tl.load(new_ptr + piece) == 0, state, 0.0)
+    state = _take(pages_ptr + inside, page, new_ptr, piece, page_stride, own)
     q = tl.load(q_ptr + token * q_token + head * q_head + kk, mask=kk < KEYS, other=0.0)
     k = tl.load(k_ptr + token * k_token + head * k_head + kk, mask=kk < KEYS, other=0.0)
     v = tl.load(v_ptr + token * v_token + head * v_head + vv, mask=vv < VALUES, other=0.0)
@@ -115,11 +126,7 @@ def heads_step(
     state += k[:, None] * v[None, :]
     out = tl.sum(q[:, None] * state, 0)
     tl.store(out_ptr + token * out_token + head * out_head + vv, out.to(out_ptr.dtype.element_ty), mask=vv < VALUES)
-    state = state.to(pages_ptr.dtype.element_ty)
-    tl.store(pages_ptr + page * page_stride + inside, state, mask=own)
-    saved = tl.load(saved_ptr + piece).to(tl.int64)
-    if saved >= 0:
-        tl.store(pages_ptr + saved * page_stride + inside, state, mask=own)
+    _put(state, pages_ptr + inside, page, saved_ptr, piece, page_stride, own)
 
 
 @triton.jit
@@ -137,8 +144,7 @@ def channels(
     s = tl.arange(0, STATES_PADDED)
     own = (c < count)[:, None] & (s < STATES)[None, :]
     inside = c[:, None] * STATES + s[None, :]
-    state = tl.load(pages_ptr + page * page_stride + inside, mask=own, other=0.0).to(tl.float32)
-    state = tl.where(tl.load(new_ptr + piece) == 0, state, 0.0)
+    state = _take(pages_ptr + inside, page, new_ptr, piece, page_stride, own)
     A = tl.load(A_ptr + inside, mask=own, other=0.0)
     for t in range(length):
         token = start + t
@@ -149,11 +155,7 @@ def channels(
         state = tl.exp(dt[:, None] * A) * state + (dt * x)[:, None] * B[None, :]
         out = tl.sum(state * C[None, :], 1)
         tl.store(out_ptr + token * out_token + c, out.to(out_ptr.dtype.element_ty), mask=c < count)
-    state = state.to(pages_ptr.dtype.element_ty)
-    tl.store(pages_ptr + page * page_stride + inside, state, mask=own)
-    saved = tl.load(saved_ptr + piece).to(tl.int64)
-    if saved >= 0:
-        tl.store(pages_ptr + saved * page_stride + inside, state, mask=own)
+    _put(state, pages_ptr + inside, page, saved_ptr, piece, page_stride, own)
 
 
 @triton.jit

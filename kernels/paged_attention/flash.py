@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..tensors import dense_heads, starts_of, upload
 from .protocol import Capabilities, GroupBatch, GroupMeta, LayerParams
-from .tensors import dense_heads, upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class FlashBackend:
             *zip((frame.token_page, frame.token_offset), batch.token_places(), strict=True),
             (plan.block_table, batch.block_table),
             (plan.kv_len, batch.kv_lens),
-            (plan.kv_start, _starts(batch.kv_lens)),
+            (plan.kv_start, starts_of(batch.kv_lens)),
         ):
             buffer.copy_(upload(values, buffer.device), non_blocking=True)
         for key, schedule in plan.schedules.items():
@@ -180,9 +180,9 @@ def _plan(batch: GroupBatch, device: torch.device) -> _Plan:
     behind = -1 if batch.window_tokens is None else batch.window_tokens - 1
     return _Plan(
         block_table=upload(np.ascontiguousarray(batch.block_table, dtype=np.int32), device),
-        query_start=upload(_starts(batch.query_lens), device),
+        query_start=upload(starts_of(batch.query_lens), device),
         kv_len=upload(batch.kv_lens.astype(np.int32), device),
-        kv_start=upload(_starts(batch.kv_lens), device),
+        kv_start=upload(starts_of(batch.kv_lens), device),
         most_queries=int(batch.query_lens.max(initial=0)),
         most_keys=int(batch.kv_lens.max(initial=0)),
         window=(behind, 0 if batch.is_causal and behind >= 0 else -1),
@@ -217,10 +217,6 @@ def _one_row_per_chunk(batch: GroupBatch) -> GroupBatch:
         kv_lens=np.array(kv_lens, dtype=np.int32),
         chunk_tokens=None,
     )
-
-
-def _starts(lengths: np.ndarray) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
 def _canonical(view: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .. import native
+from ..tensors import dense_heads
 from .protocol import Capabilities, GroupBatch, GroupMeta, LayerParams
-from .tensors import dense_heads
 from .torch_sdpa import Part, TorchBackend
 
 PIECE_TOKENS = 1024

@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 
 from .. import gpu
-from ..gpu import power_of_two
+from ..gpu import LEAST_DOT, power_of_two
+from ..tensors import dense_heads, starts_of, upload
 from .protocol import Capabilities, GroupBatch, GroupMeta, LayerParams
-from .tensors import dense_heads, upload
 
 LEAST_SPLIT_TOKENS = 256
 """A shorter split costs more to merge than it gains."""
 MOST_SPLITS = 64
-LEAST_DOT = 16
-"""The least side of a matrix product."""
 
 
 class Size(NamedTuple):
@@ -123,7 +121,7 @@ class TritonBackend:
         longer = np.flatnonzero(batch.query_lens > 1)
         plan = _Plan(
             upload(np.ascontiguousarray(batch.block_table, dtype=np.int32), device),
-            upload(_query_start(batch), device),
+            upload(starts_of(batch.query_lens), device),
             upload(batch.kv_lens.astype(np.int32), device),
             _launch(batch, singles) if len(singles) else None,
             _launch(batch, longer) if len(longer) else None,
@@ -228,10 +226,6 @@ def _rule(batch: GroupBatch) -> tuple[int, int]:
     if batch.window_tokens is not None:
         return 1, batch.window_tokens
     return (0, 0) if batch.chunk_tokens is None else (2, batch.chunk_tokens)
-
-
-def _query_start(batch: GroupBatch) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(batch.query_lens)]).astype(np.int32)
 
 
 def _launch(batch: GroupBatch, rows: np.ndarray) -> _Launch:

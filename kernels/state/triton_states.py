@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from .. import gpu
-from ..gpu import power_of_two
+from ..gpu import LEAST_DOT, power_of_two
+from ..tensors import upload
 from .protocol import Columns, Piece, Recurrence, StateBatch, waves
 from .reference import CONVOLUTION, GATED_DELTA, LINEAR_ATTENTION, SELECTIVE_SCAN
 
-LEAST_DOT = 16
 CHUNKS = {LINEAR_ATTENTION.name: (32, 8), GATED_DELTA.name: (16, 4)}
 """Tokens of a chunk, and warps: the most that spills no registers (`kernels/gpu/ahead.py`). Of a delta net every token
 of a chunk waits for the one before it, so its chunks are short anyway."""
@@ -154,7 +154,4 @@ def heads_block(keys: int, values: int, one_token: bool) -> int:
 
 def _launch(pieces: list[Piece], device: torch.device) -> Launch:
     columns = Columns.of(pieces)
-    table = torch.from_numpy(np.stack(columns))
-    if device.type != "cpu":
-        table = table.pin_memory().to(device, non_blocking=True)
-    return Launch(Columns(*table), len(pieces), int(columns.length.max()))
+    return Launch(Columns(*upload(np.stack(columns), device)), len(pieces), int(columns.length.max()))

@@ -1,4 +1,4 @@
-"""What several backends do to tensors before a kernel sees them."""
+"""What several backends do to arrays and tensors before a kernel sees them."""
 
 import numpy as np
 import torch
@@ -9,6 +9,11 @@ def upload(array: np.ndarray, device: torch.device) -> Tensor:
     """An array on the device, in the order of its stream: nobody waits, so the array must not change any more."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def starts_of(lengths: np.ndarray) -> np.ndarray:
+    """[R+1] int32: where each of R runs begins that lie side by side, and where the last one ends."""
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
 def dense_heads(tensor: Tensor) -> Tensor:
