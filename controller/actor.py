@@ -9,7 +9,10 @@ import ray
 
 from ..kvcache.check import Recount
 from ..proto.channel import Address
+from ..workers.actor import own_process
 from ..workers.environment import prepare_process
+from ..workers.facts import Process
+from .crew import Crew
 from .engine import Engine
 from .front_door import FrontDoor
 from .startup import EngineSettings, build_engine
@@ -21,7 +24,7 @@ NAMESPACE = "intarsia"
 
 @ray.remote(num_cpus=0)
 class ControllerActor:
-    """Starts the workers, runs the engine's loop, tells front ends where to connect."""
+    """Drives the workers, runs the engine's loop, tells front ends where to connect."""
 
     def __init__(self):
         prepare_process()
@@ -31,9 +34,15 @@ class ControllerActor:
         self._loop_task: asyncio.Task | None = None
         self._address: Address | None = None
 
-    async def start(self, settings: EngineSettings) -> Address:
-        """Load and allocate everything. Returns where front ends connect."""
-        self._workers = await WorkerGroup.create(settings.model.tensor_parallel_size)
+    async def process(self) -> Process:
+        """Where we run."""
+        return own_process()
+
+    async def start(self, settings: EngineSettings, crew: Crew, *, is_new: bool) -> Address:
+        """Load and allocate everything; or, with workers that had another controller, as much as they have not. Returns
+        where front ends connect."""
+        self._workers = WorkerGroup(crew)
+        await (self._workers.assemble() if is_new else self._workers.take_over())
         self._engine = await build_engine(settings, self._workers)
         door = FrontDoor(self._engine)
         self._address = await door.start(ray.util.get_node_ip_address())
@@ -58,7 +67,7 @@ class ControllerActor:
         try:
             await engine.run()
         finally:
-            await door.close()
+            await door.close(engine.failure)
 
     async def stats(self) -> dict[str, Any]:
         assert self._engine is not None
@@ -78,11 +87,11 @@ class ControllerActor:
         return await self._workers.process_ids()
 
     async def shutdown(self) -> None:
-        """Stop serving and end the workers. The actor itself is ended by whoever started it."""
+        """Stop serving, and leave the workers. They and the actor itself are ended by whoever started them."""
         if self._loop_task:
             self._loop_task.cancel()
             await asyncio.gather(self._loop_task, return_exceptions=True)
         if self._engine and self._engine.tracer:
             await asyncio.to_thread(self._engine.tracer.close)
         if self._workers:
-            await self._workers.close()
+            await self._workers.leave()

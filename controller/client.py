@@ -15,7 +15,7 @@ from ..errors import EngineUnavailable, IntarsiaError, InvalidRequest, Overloade
 from ..kvcache.events import Event
 from ..proto.channel import Address, ChannelClosed, Stream
 from .engine import TokenDelta, TokenLogprobs
-from .front_door import ANSWER, EVENTS, decode, decode_events
+from .front_door import ANSWER, ENGINE, EVENTS, decode, decode_events
 from .images import Image
 from .info import CacheState, EngineInfo, EngineLoad, Probe
 from .metrics import Metrics
@@ -27,34 +27,48 @@ logger = logging.getLogger(__name__)
 MOST_UNREAD_EVENTS = 10_000
 """Messages kept for a watcher of the cache who does not read."""
 
+HUNG_AFTER_S = 5.0
+"""For an engine to answer a question. One that may not come back is asked nothing."""
+
+MOST_FRUITLESS = 5
+"""Times that an engine comes back although it said no token since the last time."""
+
+MOST_MOVES_IN_VAIN = 3
+"""Times that a request goes on without a token since the last time."""
+
 __all__ = ["EngineClient", "Generation", "TokenDelta", "TokenLogprobs"]
 
 
 class EngineClient:
-    """Many concurrent requests over one connection. Lives on one event loop."""
+    """Many concurrent requests over one connection. Lives on one event loop.
 
-    def __init__(self, stream: Stream, info: EngineInfo):
+    An engine that can come back is waited for: requests are asked again then, with the tokens they have.
+    """
+
+    def __init__(self, stream: Stream, info: EngineInfo, again: "Again | None" = None):
+        """again: brings the engine back when it has gone; None: it never comes back."""
         self.info = info
         self._stream = stream
+        self._again = again
+        self._fruitless = 0  # times that it came back and said no token
         self._answers: dict[int, _Answer] = {}  # by handle
         self._questions: dict[int, asyncio.Future[Any]] = {}  # by handle
         self._watches: dict[int, asyncio.Queue[list[Event] | IntarsiaError]] = {}  # by handle
         self._request_ids: set[str] = set()  # in use
         self._next_handle = 0
-        self._failure: IntarsiaError | None = None
-        self._gone = asyncio.Event()
-        self._receiver = asyncio.create_task(self._receive())
+        self._away: IntarsiaError | None = None  # why the engine can not be reached now
+        self._failure: IntarsiaError | None = None  # why it can not be reached ever
+        self._gone = asyncio.Event()  # for ever
+        self._settled = asyncio.Event()  # it is there, or gone for ever
+        self._settled.set()
+        self._tasks = [asyncio.create_task(self._live())]
+        if again is not None:
+            self._tasks.append(asyncio.create_task(self._watch_over()))
 
     @classmethod
-    async def connect(cls, address: Address) -> "EngineClient":
-        try:
-            stream = await Stream.connect(address)
-            info = EngineInfo.from_wire(await stream.receive_message())
-        except (ChannelClosed, OSError) as error:
-            raise EngineUnavailable(
-                f"the engine at {address.host}:{address.port} can not be reached: {error}"
-            ) from error
-        return cls(stream, info)
+    async def connect(cls, address: Address, again: "Again | None" = None) -> "EngineClient":
+        """Raises `EngineUnavailable`."""
+        return cls(*await _meet(address), again)
 
     def generate(
         self,
@@ -70,7 +84,7 @@ class EngineClient:
 
         stream_interval_s: from one delta of an answer to its next, each with all tokens since. 0: each token by
             itself; infinite: the whole answer in one. Fewer deltas cost less.
-        instead: where answers go on when this engine is gone; None: they end then
+        instead: where answers go on when this engine is gone; None: only here, if it comes back
         """
         asked = _Asked(list(prompt_token_ids), sampling, images, terms, stream_interval_s)
         return Generation(self, asked, request_id or uuid.uuid4().hex, instead)
@@ -102,8 +116,7 @@ class EngineClient:
         Raises `Overloaded` when more has happened than the caller has taken: what is known must be asked for anew.
         Raises `EngineUnavailable` when the engine is gone.
         """
-        if self._failure is not None:
-            raise self._failure
+        self._check_there()
         handle = self._draw_handle()
         inbox = self._watches[handle] = asyncio.Queue()
         self._stream.send_message(["watch", handle])
@@ -114,19 +127,23 @@ class EngineClient:
                     raise events
                 yield events
         finally:
-            if self._watches.pop(handle, None) is not None and self._failure is None:
+            if self._watches.pop(handle, None) is not None:
                 self._stream.send_message(["unwatch", handle])
 
     async def _ask(self, verb: str, *about: Any) -> Any:
-        if self._failure is not None:
-            raise self._failure
+        self._check_there()
         handle = self._draw_handle()
         self._questions[handle] = asyncio.get_running_loop().create_future()
         self._stream.send_message([verb, handle, *about])
         try:
             return await self._questions[handle]
         finally:
-            del self._questions[handle]
+            self._questions.pop(handle, None)
+
+    def _check_there(self) -> None:
+        error = self._failure or self._away
+        if error is not None:
+            raise error
 
     def _draw_handle(self) -> int:
         self._next_handle += 1
@@ -134,8 +151,18 @@ class EngineClient:
 
     @property
     def failure(self) -> IntarsiaError | None:
-        """Why the engine can not be reached any more; None while it can."""
+        """Why the engine can not be reached any more; None while it can, or while it may come back."""
         return self._failure
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the engine can be reached now."""
+        return self._failure is None and self._away is None
+
+    async def back(self) -> bool:
+        """Wait until the engine can be reached, or never again. Whether it can."""
+        await self._settled.wait()
+        return self._failure is None
 
     async def wait_gone(self) -> IntarsiaError:
         """Wait until the engine can not be reached any more; why that is."""
@@ -144,9 +171,9 @@ class EngineClient:
         return self._failure
 
     async def close(self) -> None:
-        self._receiver.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._receiver
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._fail(EngineUnavailable("the connection to the engine was closed"))
         await self._stream.close()
 
@@ -154,8 +181,7 @@ class EngineClient:
 
     def _submit(self, generation: "Generation", bodies: Mapping[int, list], answers: int) -> dict[int, int]:
         """Send what each answer is to come from; `answers` of them from each. Returns their handles, by answer."""
-        if self._failure is not None:
-            raise self._failure
+        self._check_there()
         if generation.request_id in self._request_ids:
             raise InvalidRequest(f"request id {generation.request_id!r} is in use", field="request_id")
         self._request_ids.add(generation.request_id)
@@ -168,23 +194,68 @@ class EngineClient:
         return handles
 
     def _abort(self, handle: int) -> None:
-        if self._failure is None:
+        if self.is_there:
             self._stream.send_message(["abort", handle])
 
     def _forget(self, handle: int) -> None:
-        del self._answers[handle]
+        self._answers.pop(handle, None)
 
     def _release_id(self, request_id: str) -> None:
         self._request_ids.discard(request_id)
 
     # -- what the engine says ----------------------------------------------------------------------------------------
 
-    async def _receive(self) -> None:
+    async def _live(self) -> None:
+        """Listen to the engine; when it goes, to the one that comes back in its place."""
+        while True:
+            error = await self._receive()
+            if self._again is None or self._failure is not None:
+                return self._fail(error)
+            self._fruitless += 1
+            if self._fruitless > MOST_FRUITLESS:
+                return self._fail(
+                    EngineUnavailable(f"the engine came back {MOST_FRUITLESS} times and said nothing; last: {error}")
+                )
+            self._away = error
+            self._settled.clear()
+            self._tell_all(error)
+            self._stream.drop()
+            try:
+                self._stream, self.info = await _meet(await self._again())
+            except IntarsiaError as failure:
+                return self._fail(failure)
+            except Exception as failure:  # a bug of ours must still reach every waiting caller
+                logger.exception("the engine can not be brought back")
+                return self._fail(EngineUnavailable(f"the engine can not be brought back: {failure!r}. See the log."))
+            self._away = None
+            self._settled.set()
+
+    async def _watch_over(self) -> None:
+        """Give up an engine that says nothing when it is asked. Twice, since it may be we who were held up."""
+        misses = 0
+        while True:
+            await asyncio.sleep(HUNG_AFTER_S)
+            try:
+                await asyncio.wait_for(self.load(), HUNG_AFTER_S)
+                misses = 0
+            except TimeoutError:
+                misses += 1
+            except IntarsiaError:
+                misses = 0  # it has gone
+            if misses == 2:
+                logger.warning("the engine says nothing for %g s; it is given up", 2 * HUNG_AFTER_S)
+                self._stream.drop()
+
+    async def _receive(self) -> IntarsiaError:
+        """Hand out what the engine says until it has gone; why that is."""
         try:
             while True:
                 handles, tokens, others = await self._stream.receive_message()
+                self._fruitless = 0 if handles or others else self._fruitless
                 for handle, tag, value in others:
-                    if tag == ANSWER:
+                    if handle == ENGINE:
+                        self._fail(IntarsiaError.from_wire(value))
+                    elif tag == ANSWER:
                         if (question := self._questions.get(handle)) is not None and not question.done():
                             question.set_result(value)
                     elif tag == EVENTS:
@@ -197,10 +268,10 @@ class EngineClient:
                     if (answer := self._answers.get(handle)) is not None:
                         answer.put_token(token)
         except ChannelClosed:
-            self._fail(EngineUnavailable("the engine has gone; start it again, or wait until it is back"))
+            return EngineUnavailable("the engine has gone; start it again, or wait until it is back")
         except Exception as error:  # a bug of ours must still reach every waiting caller
             logger.exception("what the engine says can not be read")
-            self._fail(EngineUnavailable(f"what the engine says can not be read: {error!r}. See the log."))
+            return EngineUnavailable(f"what the engine says can not be read: {error!r}. See the log.")
 
     def _put_events(self, handle: int, events: list[Event]) -> None:
         inbox = self._watches.get(handle)
@@ -220,26 +291,52 @@ class EngineClient:
         )
 
     def _fail(self, error: IntarsiaError) -> None:
+        """It never comes back."""
         self._failure = self._failure or error
+        self._tell_all(self._failure)
         self._gone.set()
-        for inbox in self._watches.values():
+        self._settled.set()
+
+    def _tell_all(self, error: IntarsiaError) -> None:
+        """Whoever waits for the engine."""
+        watches, self._watches = self._watches, {}
+        answers, self._answers = self._answers, {}
+        questions, self._questions = self._questions, {}
+        for inbox in watches.values():
             inbox.put_nowait(error)
-        for answer in self._answers.values():
-            answer.put(error)
-        for question in self._questions.values():
+        for answer in answers.values():
+            answer.put(_Lost(error))
+        for question in questions.values():
             if not question.done():
                 question.set_exception(error)
+
+
+async def _meet(address: Address) -> tuple[Stream, EngineInfo]:
+    try:
+        stream = await Stream.connect(address)
+        return stream, EngineInfo.from_wire(await stream.receive_message())
+    except (ChannelClosed, OSError) as error:
+        raise EngineUnavailable(f"the engine at {address.host}:{address.port} can not be reached: {error}") from error
+
+
+class _Lost(NamedTuple):
+    """The engine of an answer has gone."""
+
+    error: IntarsiaError
+
+
+Inbox = asyncio.Queue[TokenDelta | IntarsiaError | _Lost]
 
 
 class _Answer:
     """Where the deltas of one answer go."""
 
-    def __init__(self, inbox: "asyncio.Queue[TokenDelta | IntarsiaError]", index: int):
+    def __init__(self, inbox: Inbox, index: int):
         self._inbox = inbox
         self._index = index
         self._cached_tokens = 0
 
-    def put(self, item: TokenDelta | IntarsiaError) -> None:
+    def put(self, item: TokenDelta | IntarsiaError | _Lost) -> None:
         if isinstance(item, TokenDelta):
             self._cached_tokens = item.num_cached_tokens
             item = item._replace(answer=self._index)
@@ -272,49 +369,51 @@ class Generation(AsyncIterator[TokenDelta]):
 
     Leaving it before its end, by `aclose` or by cancelling whoever waits, aborts what goes on.
 
-    An engine that goes takes no answer with it where there is another one: each goes on there with the tokens it has,
-    and since draws are keyed by seed and position, as it would have.
+    An engine that goes takes no answer with it if it comes back, or where there is another one: each goes on there with
+    the tokens it has, and since draws are keyed by seed and position, as it would have.
 
     Iterating raises `InvalidRequest` (or `RequestTooLarge`) when the request is refused, `DeadlineExceeded` when its
-    time is over, `EngineUnavailable` when the engine is gone and there is no other.
+    time is over, `EngineUnavailable` when the engine is gone for good and there is no other, or when engines went
+    again and again without a token of this request: it may be what they die of.
     """
 
     def __init__(self, client: EngineClient, asked: _Asked, request_id: str, instead: "Instead | None" = None):
         self.request_id = request_id
-        self.inbox: asyncio.Queue[TokenDelta | IntarsiaError] = asyncio.Queue()
+        self.inbox: Inbox = asyncio.Queue()
         self._client = client
         self._instead = instead
-        if instead is not None and asked.sampling.seed is None:
+        if asked.sampling.seed is None:
             asked = asked._replace(sampling=replace(asked.sampling, seed=secrets.randbits(63)))
         self._asked = asked
         self._handles: dict[int, int] = {}  # by answer, once it is sent
         self._open = set(range(asked.sampling.n))  # answers that go on
-        self._said: list[list[int]] = [[] for _ in self._open]  # what is known of each, if it may go on elsewhere
+        self._said: list[list[int]] = [[] for _ in self._open]  # what is known of each, should it go on elsewhere
+        self._moves_in_vain = 0  # since the last token
         self._deadline_s = math.inf
         self._aborted: IntarsiaError | None = None
 
     async def __anext__(self) -> TokenDelta:
         if self._aborted is not None:
             raise self._aborted
-        if not self._handles and self._open:
-            await self._begin()
-        while self._open:
-            try:
+        try:
+            if not self._handles and self._open:
+                await self._begin()
+            while self._open:
                 item = await self.inbox.get()
-                if isinstance(item, EngineUnavailable) and self._aborted is None and await self._move():
-                    continue
-            except BaseException:
-                await self.aclose()
-                raise
-            if isinstance(item, IntarsiaError):
-                await self.aclose()
-                raise item
-            if item.answer in self._open:
-                if self._instead is not None:
+                if isinstance(item, _Lost):
+                    await self._move(item.error)
+                    item = self._aborted  # while nobody looked
+                if isinstance(item, IntarsiaError):
+                    raise item
+                if item is not None and item.answer in self._open:
                     self._said[item.answer] += item.token_ids
-                if item.finish_reason is not None:
-                    self._close(item.answer)
-                return item
+                    self._moves_in_vain = 0
+                    if item.finish_reason is not None:
+                        self._close(item.answer)
+                    return item
+        except BaseException:
+            await self.aclose()
+            raise
         raise StopAsyncIteration
 
     async def _begin(self) -> None:
@@ -322,19 +421,37 @@ class Generation(AsyncIterator[TokenDelta]):
             self._deadline_s = time.monotonic() + self._asked.terms.timeout_s
         try:
             self._handles = self._client._submit(self, {0: self._asked.body()}, self._asked.sampling.n)
-        except EngineUnavailable:
-            if not await self._move():
-                raise
+        except EngineUnavailable as error:
+            await self._move(error)
 
-    async def _move(self) -> bool:
-        """Go on with another engine. False where there is none, or this one is not gone."""
-        if self._instead is None or self._client.failure is None:
-            return False
-        other = await self._instead(self._client)
-        if other is None:
-            return False
-        self._client._release_id(self.request_id)
-        self._client, self.inbox = other, asyncio.Queue()
+    async def _move(self, error: IntarsiaError) -> None:
+        """Go on with another engine, or with this one when it is back. Raises `error`, why the engine is gone, when
+        there will be none."""
+        while True:
+            self._moves_in_vain += 1
+            if self._moves_in_vain > MOST_MOVES_IN_VAIN:
+                raise EngineUnavailable(
+                    f"engines were lost {MOST_MOVES_IN_VAIN + 1} times while this request ran, without a token of it "
+                    f"between; last: {error}"
+                )
+            other = await self._instead(self._client) if self._instead is not None else None
+            if other is None and await self._client.back():
+                other = self._client
+            if other is None:
+                raise error
+            if self._handles:
+                self._client._release_id(self.request_id)
+            self._client, self.inbox, self._handles = other, asyncio.Queue(), {}
+            try:
+                self._handles = other._submit(self, self._rest(), 1)
+            except EngineUnavailable as gone:
+                error = gone
+                continue
+            logger.info("request %s goes on where an engine is", self.request_id)
+            return
+
+    def _rest(self) -> dict[int, list]:
+        """What each open answer is to go on from."""
         asked = self._asked
         terms = asked.terms
         if terms.timeout_s is not None:
@@ -350,9 +467,7 @@ class Generation(AsyncIterator[TokenDelta]):
                 prompt_logprobs=None if told else asked.sampling.prompt_logprobs,
             )
             bodies[answer] = asked.going_on(sampling, [*asked.prompt, *self._said[answer]], terms)
-        self._handles = other._submit(self, bodies, 1)
-        logger.warning("request %s goes on with another engine", self.request_id)
-        return True
+        return bodies
 
     def end(self, index: int) -> None:
         """One answer has said enough; the others go on."""
@@ -388,6 +503,9 @@ class Generation(AsyncIterator[TokenDelta]):
                 for index in list(self._open):
                     self.end(index)
 
+
+Again = Callable[[], Awaitable[Address]]
+"""Brings an engine back that has gone; where it is then. Raises `EngineUnavailable` when it can not."""
 
 Instead = Callable[[EngineClient], Awaitable[EngineClient | None]]
 """Another engine of the same model, given one that is gone; None where there is none."""

@@ -290,6 +290,11 @@ class Engine:
         self._meter.ended(how)
         self._journal.ended(request, how, time.monotonic())
 
+    @property
+    def failure(self) -> IntarsiaError | None:
+        """Why nothing can go on; None while it can."""
+        return self._failure
+
     def recount(self) -> Recount:
         """Count every block from the tables. Raises `AssertionError` on any contradiction."""
         return recount(self._manager)

@@ -8,7 +8,8 @@ A connection is also the front end's lease: when it closes, its requests are abo
                           ["view", handle, look]
                           ["watch", handle]   ["unwatch", handle]
     engine -> front end   first the EngineInfo; then, per step, [handles, tokens, [[handle, tag, what], ...]], where
-                          what is a delta, an error, the answer to a question, or events of the cache
+                          what is a delta, an error, the answer to a question, or events of the cache; handle -1
+                          is the engine itself, whose error ends it for good
 
 Handles are numbers that the front end draws; a request for n answers takes n of them in a row. `tokens` are a prompt of
 `prompt_tokens` tokens and, of an answer that began elsewhere, what is known of it.
@@ -30,6 +31,9 @@ from .view import Look
 
 DELTA, ERROR, ANSWER, EVENTS = range(4)
 
+ENGINE = -1
+"""The handle of what is said of the engine itself: the error that ends it."""
+
 MOST_NAMES = 4096
 """Of blocks in one message of events: a pool's names at once would hold up the tokens behind them."""
 
@@ -50,21 +54,29 @@ class FrontDoor:
 
     def __init__(self, engine: Engine):
         self._engine = engine
+        self._streams: set[Stream] = set()
         self._server = StreamServer(self._serve)
 
     async def start(self, host: str) -> Address:
         return await self._server.start(host)
 
-    async def close(self) -> None:
+    async def close(self, failure: IntarsiaError | None = None) -> None:
+        """failure: why the engine can not go on, and need not be waited for; None: it is stopped."""
+        if failure is not None:
+            for stream in self._streams:
+                stream.send_message([[], [], [_encode(ENGINE, failure)]])
         await self._server.close()
 
     async def _serve(self, stream: Stream) -> None:
         stream.send_message(self._engine.info)
+        self._streams.add(stream)
         requests: dict[int, RequestId] = {}
         watchers: dict[int, Watcher] = {}
         looks: set[asyncio.Future[None]] = set()
 
         def outlet(delivery: Delivery) -> None:
+            if self._engine.failure is not None:
+                return  # `close` tells all at once, so that they can go on elsewhere
             others = [_encode(handle, item) for handle, item in delivery.others]
             stream.send_message([delivery.handles, delivery.tokens, others])
             for handle, item in delivery.others:
@@ -107,6 +119,7 @@ class FrontDoor:
         except ChannelClosed:
             pass
         finally:
+            self._streams.discard(stream)
             for request_id in requests.values():
                 self._engine.abort(request_id)
             for watcher in watchers.values():

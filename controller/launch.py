@@ -1,4 +1,8 @@
-"""Start an engine from an ordinary process: start or join Ray, create the controller, connect to it."""
+"""Start an engine from an ordinary process: start or join Ray, hire workers, create the controller, connect to it.
+
+The process that starts an engine owns all its actors. When the controller dies, it makes another one for the workers
+that are there; its requests go on by themselves (`client.py`).
+"""
 
 import asyncio
 import contextlib
@@ -7,21 +11,31 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Collection, Coroutine
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ..errors import IntarsiaError, InvalidSetting
+from ..errors import EngineUnavailable, IntarsiaError, InvalidSetting
 from ..kvcache.check import Recount
 from ..proto.channel import Address
 from ..workers.checkpoint import Checkpoint
+from ..workers.facts import Process
 from .actor import NAMESPACE, ControllerActor
 from .client import EngineClient
+from .crew import Crew, dismiss, end_process, hire
 from .remote import answer
 from .startup import EngineSettings
 
+logger = logging.getLogger(__name__)
+
 SHUTDOWN_TIMEOUT_S = 10.0
+NAME_TIMEOUT_S = 10.0
+MOST_TRIES = 5
+"""Times in a row that a controller is lost while it takes over."""
+
 WATCH_EVERY_S = 0.2
 ASK_TIMEOUT_S = 1.0
 QUIET_LOOKS = 3
@@ -31,10 +45,14 @@ LOOK_EVERY_S = 0.1
 class RunningEngine:
     """A started engine and our connection to it."""
 
-    def __init__(self, controller: Any, client: EngineClient, *, owns_ray: bool):
+    def __init__(self, actors: "_Actors", client: EngineClient, *, owns_ray: bool):
         self.client = client
-        self._controller = controller
+        self._actors = actors
         self._owns_ray = owns_ray
+
+    @property
+    def _controller(self) -> Any:
+        return self._actors.controller
 
     async def recount(self) -> Recount:
         return await answer(self._controller.recount.remote(), "controller")
@@ -47,6 +65,10 @@ class RunningEngine:
 
     async def worker_process_ids(self) -> list[int]:
         return await answer(self._controller.worker_process_ids.remote(), "controller")
+
+    @property
+    def controller_process_id(self) -> int:
+        return self._actors.process.pid
 
     async def leave(self, within_s: float) -> None:
         """Wait until nobody is answered any more, having told other front ends to ask elsewhere."""
@@ -61,7 +83,7 @@ class RunningEngine:
     async def shutdown(self) -> None:
         """End the engine; and Ray, if starting the engine started it."""
         await self.client.close()
-        await _end(self._controller)
+        await self._actors.end()
         if self._owns_ray:
             ray.shutdown()
 
@@ -78,18 +100,90 @@ async def start_engine(settings: EngineSettings, watch: Watch | None = None) -> 
     Checkpoint(settings.model.model_dir)  # a wrong path or a broken file is told at once, not after Ray has started
     owns_ray = ensure_ray(settings.model.tensor_parallel_size)
     try:
-        controller = _create(settings.name or f"engine-{uuid.uuid4().hex[:8]}")
+        actors = await _Actors.create(settings)
         try:
-            address = await _watched(controller, answer(controller.start.remote(settings), "controller"), watch)
-            client = await EngineClient.connect(address)
+            client = await EngineClient.connect(await actors.start(watch), actors.start_again)
         except BaseException:
-            await _end(controller)
+            await actors.end()
             raise
     except BaseException:
         if owns_ray:
             ray.shutdown()
         raise
-    return RunningEngine(controller, client, owns_ray=owns_ray)
+    return RunningEngine(actors, client, owns_ray=owns_ray)
+
+
+class _Actors:
+    """The actors of an engine: workers, and a controller that can be replaced."""
+
+    def __init__(self, settings: EngineSettings, controller: Any, process: Process, crew: Crew):
+        self.controller = controller
+        self.process = process
+        self._settings = settings
+        self._crew = crew
+
+    @classmethod
+    async def create(cls, settings: EngineSettings) -> "_Actors":
+        settings = replace(settings, name=settings.name or f"engine-{uuid.uuid4().hex[:8]}")
+        controller = _create(settings.name)
+        try:
+            crew = await hire(settings.model.tensor_parallel_size)
+            try:
+                return cls(settings, controller, await _process_of(controller), crew)
+            except BaseException:
+                dismiss(crew)
+                raise
+        except BaseException:
+            ray.kill(controller)
+            raise
+
+    async def start(self, watch: Watch | None) -> Address:
+        """Where front ends connect, when all is loaded."""
+        starting = answer(self.controller.start.remote(self._settings, self._crew, is_new=True), "controller")
+        return await _watched(self.controller, starting, watch)
+
+    async def start_again(self) -> Address:
+        """With another controller in place of the one that has gone, or does not answer. Raises `EngineUnavailable`."""
+        started = time.monotonic()
+        logger.warning("the controller is gone; another one takes over")
+        for tried in range(1, MOST_TRIES + 1):
+            await end_process(self.process)
+            ray.kill(self.controller)
+            self.controller = await _name_freed(partial(_create, self._settings.name))
+            try:
+                self.process = await _process_of(self.controller)
+                start = self.controller.start.remote(self._settings, self._crew, is_new=False)
+                address = await answer(start, "controller")
+            except EngineUnavailable as error:
+                logger.warning("a controller could not be started: %s", error)
+                if tried == MOST_TRIES:
+                    raise
+            else:
+                logger.warning("a controller is back after %.1f s", time.monotonic() - started)
+                return address
+        raise AssertionError
+
+    async def end(self) -> None:
+        with contextlib.suppress(IntarsiaError, TimeoutError):  # it is gone, or it hangs: killing is all that is left
+            await asyncio.wait_for(answer(self.controller.shutdown.remote(), "controller"), SHUTDOWN_TIMEOUT_S)
+        ray.kill(self.controller)
+        dismiss(self._crew)
+
+
+async def _process_of(controller: Any) -> Process:
+    return Process(*await answer(controller.process.remote(), "controller"))
+
+
+async def _name_freed(create: Callable[[], Any]) -> Any:
+    """Ray may learn of the death of the one before later than we."""
+    deadline = time.monotonic() + NAME_TIMEOUT_S
+    while True:
+        try:
+            return create()
+        except InvalidSetting:
+            if time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(LOOK_EVERY_S)
 
 
 async def find_engines(prefix: str, known: Collection[str] = ()) -> dict[str, Address]:
@@ -143,7 +237,7 @@ def ensure_ray(workers: int) -> bool:
     return True
 
 
-def _create(name: str) -> Any:
+def _create(name: str | None) -> Any:
     """On this node, because its front end is here, and goes with it. Ray does not keep to a mere preference (`soft`)
     when an actor asks for no CPUs."""
     make: Any = ControllerActor
@@ -155,9 +249,3 @@ def _create(name: str) -> Any:
             f"an engine named {name!r} runs in this Ray cluster already; choose another name or stop that one",
             field="name",
         ) from error
-
-
-async def _end(controller: Any) -> None:
-    with contextlib.suppress(IntarsiaError, TimeoutError):  # it is gone, or it hangs: killing is all that is left
-        await asyncio.wait_for(answer(controller.shutdown.remote(), "controller"), SHUTDOWN_TIMEOUT_S)
-    ray.kill(controller)

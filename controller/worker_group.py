@@ -7,36 +7,33 @@ frame back from each. Which transport carries the frames is known here and in `p
 import asyncio
 import contextlib
 import logging
-import os
-import signal
 import time
-from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable, Collection
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
-from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from ..errors import EngineUnavailable, IntarsiaError, InvalidSetting
+from ..errors import EngineUnavailable, IntarsiaError
 from ..kvcache.plan import MemoryPlan
 from ..proto.channel import ChannelClosed, Stream
-from ..proto.step import Step, StepResult
-from ..workers.actor import WorkerActor
-from ..workers.environment import start_of_process
-from ..workers.facts import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
+from ..proto.step import Fault, Step, StepResult
+from ..workers.facts import ModelFacts, ModelSettings, Process, RunnerLimits, WorkerStatus
+from .crew import Crew, dismiss, end_process, hire
 from .remote import answer
 
 logger = logging.getLogger(__name__)
 
-PLACEMENT_TIMEOUT_S = 60.0
-
 REBUILD_TIMEOUT_S = 120.0
 """For the actors; a lost node may have to be replaced. Loading the model again takes what it takes."""
 
-TRY_AGAIN_AFTER_S = 0.5
+MOST_TRIES = 5
+"""Times in a row that workers are lost while they are built again."""
+
+SETTLE_TIMEOUT_S = 5.0
+"""For a worker to end the step that nobody wants any more. One that takes longer is replaced."""
+
+LOOK_AGAIN_S = 0.05
 
 HUNG_AFTER_S = 5.0
 """Without an answer to a step workers are asked whether they are alive at all: who computes says so, however long."""
@@ -44,86 +41,143 @@ HUNG_AFTER_S = 5.0
 ALIVE_WITHIN_S = 5.0
 """In which it has to say so. Together, the longest that a stopped process is waited for."""
 
-KILL_WITHIN_S = 10.0
-
 
 class WorkerGroup:
     """All ranks of one model. Ranks are in order: rank 0 samples and meets the others."""
 
-    def __init__(self, placement: PlacementGroup, size: int):
-        self._placement = placement
-        self._size = size
-        self._actors: list[Any] = []
+    def __init__(self, crew: Crew):
+        self._crew = crew
         self._streams: list[Stream] = []  # for steps
         self._beside: list[Beside] = []  # for what goes on beside them
-        self._processes: list[Process] = []
+        self._processes: list[Process | None] = [None] * len(crew.actors)  # None: nobody has told
         self._serving: list[Any] = []  # calls of `serve` that have not returned
         self._answering = asyncio.Lock()  # one reader at a time, first come first served
         self._unanswered = 0  # steps
         self._quiet_since_s = 0.0  # when the latest answer came, or the first step that has none was sent
+        self._gone: set[int] = set()  # ranks whose streams ended before we gave them up
         self._hung: set[int] = set()  # ranks that neither compute nor say that they are alive
+        self._failed: set[int] = set()  # ranks that could not run a step: nobody knows what state they are in
+        self._may_keep = False  # what workers have of the model from before they came together
         self._loaded: ModelSettings | None = None
         self._allocated: tuple[MemoryPlan, RunnerLimits] | None = None
 
     @classmethod
     async def create(cls, size: int) -> "WorkerGroup":
-        """Place `size` workers, one GPU each where the cluster has them, else one CPU each; let them meet."""
-        group = cls(await _place(size), size)
+        """Workers of its own. Raises `InvalidSetting` or `EngineUnavailable` when the cluster has no room for them."""
+        group = cls(await hire(size))
         try:
-            await group._start()
+            await group.assemble()
         except BaseException:
             await group.close()
             raise
         return group
 
-    async def _start(self) -> None:
-        """Make the actors, and connect all with all."""
-        strategy = PlacementGroupSchedulingStrategy(self._placement)
-        num_gpus = self._placement.bundle_specs[0].get("GPU", 0)
-        options = {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": strategy}
-        local_workers = _workers_per_node(self._placement, self._size)
-        make: Any = WorkerActor
-        self._actors = [make.options(**options).remote(rank, self._size, local_workers) for rank in range(self._size)]
-        self._processes = [Process(*process) for process in await self._all("process")]
-        hosts = [process.host for process in self._processes]
-        if self._size > 1:
+    async def assemble(self) -> None:
+        """Let workers that begin meet each other and us."""
+        await self._meet(lost=self._all_ranks)
+
+    async def take_over(self) -> None:
+        """The same with workers that had another controller. What they have of a model is kept where it is wanted."""
+        async with self._in_time():
+            await self._meet(lost=set())
+
+    async def rebuild(self) -> None:
+        """Have a new worker in place of each that is lost, where it was, or elsewhere when its node is gone; with the
+        same model, and empty pages. The others keep their weights.
+
+        Raises `EngineUnavailable` when the cluster has no room in time, or workers are lost again and again.
+        """
+        self._drop_streams()
+        lost = self._failed | self._hung | self._gone
+        for tried in range(1, MOST_TRIES + 1):
+            try:
+                await self.leave(lost)
+                async with self._in_time():
+                    await self._meet(lost)
+                if self._loaded is not None:
+                    await self.load(self._loaded)
+                if self._allocated is not None:
+                    await self.allocate(*self._allocated)
+                return
+            except (EngineUnavailable, ChannelClosed, OSError) as error:
+                logger.warning("workers could not be built again: %s", error)
+                if tried == MOST_TRIES or isinstance(error, _NoRoom):
+                    raise
+                lost = set()  # whoever does not answer
+
+    @contextlib.asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(REBUILD_TIMEOUT_S):
+                yield
+        except TimeoutError:
+            free = ray.available_resources()
+            raise _NoRoom(
+                f"{len(self._crew.actors)} workers of {self._crew.bundle} could not be had again within "
+                f"{REBUILD_TIMEOUT_S:g} s; free are {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs. "
+                "Bring the lost node back, or add another, and start the engine again."
+            ) from None
+
+    async def _meet(self, lost: set[int]) -> None:
+        """Connect all with all, and with us. lost: ranks where a new process is to come."""
+        if lost and self._crew.has_gpus:
+            lost = self._all_ranks  # NCCL does not let go of a peer that is gone
+        self._processes = list(await asyncio.gather(*(self._present(n, n in lost) for n in sorted(self._all_ranks))))
+        hosts = [process.host for process in self._processes if process is not None]
+        if len(hosts) > 1:
             await self._all("join", await self._each("meeting_point", hosts))
         for steps, beside in await self._each("listen", hosts):
             self._streams.append(await Stream.connect(steps))
             self._beside.append(Beside(await Stream.connect(beside)))
+        self._may_keep = True
 
-    async def rebuild(self) -> None:
-        """New workers in place of those that are left, on the same places, or on others where a node is gone; with the
-        same model, and empty pages. Raises `EngineUnavailable` when the cluster has no room for them in time."""
-        await self._end()
-        try:
-            async with asyncio.timeout(REBUILD_TIMEOUT_S):
-                await self._start_again()
-        except TimeoutError:
-            free = ray.available_resources()
-            raise EngineUnavailable(
-                f"{self._size} workers of {self._placement.bundle_specs[0]} could not be built again within "
-                f"{REBUILD_TIMEOUT_S:g} s; free are {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs. "
-                "Bring the lost node back, or add another, and start the engine again."
-            ) from None
-        if self._loaded is not None:
-            await self.load(self._loaded)
-        if self._allocated is not None:
-            await self.allocate(*self._allocated)
-
-    async def _start_again(self) -> None:
-        """Ray may learn of a node's death later than we: what fails meanwhile is tried again."""
-        while True:
+    async def _present(self, rank: int, is_lost: bool) -> Process:
+        """Who is there: the process that was, as soon as it is done with what it does; or the one that Ray starts in
+        place of one that is lost, or not done in time."""
+        known, actor = self._processes[rank], self._crew.actors[rank]
+        if not is_lost:
             try:
-                return await self._start()
-            except (EngineUnavailable, ChannelClosed, OSError) as error:
-                logger.info("workers could not be started: %s", error)
-                await self._end()
-                await asyncio.sleep(TRY_AGAIN_AFTER_S)
+                return Process(*await asyncio.wait_for(answer(actor.process.remote(), "worker"), SETTLE_TIMEOUT_S))
+            except TimeoutError:
+                await self._end(rank)
+            except EngineUnavailable:
+                pass  # it died meanwhile
+        while True:
+            with contextlib.suppress(EngineUnavailable):  # Ray may learn of a death later than we
+                process = Process(*await answer(actor.process.remote(), "worker"))
+                if process != known:
+                    return process
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def _end(self, rank: int) -> None:
+        """Have another process in place of this one."""
+        known = self._processes[rank]
+        if known is not None:
+            await end_process(known)  # Ray asks a process to end, and one that is stopped hears nothing
+        else:
+            ray.kill(self._crew.actors[rank], no_restart=False)
+
+    async def leave(self, lost: Collection[int] = ()) -> None:
+        """Give up what is under way; end those who are lost and may not know it."""
+        self._drop_streams()
+        self._streams, self._beside, self._serving = [], [], []
+        self._unanswered, self._gone, self._hung, self._failed = 0, set(), set(), set()
+        await asyncio.gather(*map(self._end, self._all_ranks if lost and self._crew.has_gpus else lost))
+
+    def _drop_streams(self) -> None:
+        """No step is waited for any more, and no rank waits for another."""
+        if not self._gone:  # else: they were dropped already, and look as if all had gone
+            self._gone = {rank for rank, stream in enumerate(self._streams) if stream.is_gone}
+        for stream in (*self._streams, *(beside.stream for beside in self._beside)):
+            stream.drop()
+
+    @property
+    def _all_ranks(self) -> set[int]:
+        return set(range(len(self._crew.actors)))
 
     async def load(self, settings: ModelSettings) -> ModelFacts:
         await self._stop_serving()
-        facts = (await self._all("load", settings))[0]
+        facts = (await self._all("load", settings, self._may_keep))[0]
         self._loaded = settings
         return facts
 
@@ -135,9 +189,12 @@ class WorkerGroup:
     async def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None:
         """Afterwards the workers take steps, and nothing else until they are to load or allocate again."""
         await self._stop_serving()
-        await self._all("allocate", plan, limits)
-        self._allocated = plan, limits
-        self._serving = [actor.serve.remote() for actor in self._actors]
+        if self._may_keep and all(await self._all("keeps", plan, limits)):
+            await self._all("clear")
+        else:
+            await self._all("allocate", plan, limits)
+        self._allocated, self._may_keep = (plan, limits), False
+        self._serving = [actor.call.remote("serve") for actor in self._crew.actors]
 
     async def spare_memory(self, trial: MemoryPlan, limits: RunnerLimits, share: float) -> int | None:
         """Bytes for pages on the rank that has least; None where devices have no memory of their own."""
@@ -177,28 +234,22 @@ class WorkerGroup:
         results = [await self._result(rank, stream, step) for rank, stream in enumerate(self._streams)]
         self._unanswered -= 1
         self._quiet_since_s = time.monotonic()
+        self._failed = {rank for rank, result in enumerate(results) if result.fault is Fault.OTHER}
         for rank, result in enumerate(results):
             if result.error is not None:
                 raise EngineUnavailable(f"worker {rank} could not run step {step.number}: {result.error}")
         return results[0]
 
     async def lost(self) -> EngineUnavailable:
-        """Wait until a worker is gone, be a step under way or not, or hangs in one; which one.
-
-        A step that waits for a worker that hangs fails then.
-        """
+        """Wait until a worker is gone, be a step under way or not, or hangs in one; which one. A step under way fails
+        then, whichever rank it waits for."""
         watches = [asyncio.ensure_future(stream.wait_gone()) for stream in self._streams]
         hanging = asyncio.ensure_future(self._hanging())
         try:
             await asyncio.wait((*watches, hanging), return_when=asyncio.FIRST_COMPLETED)
-            if hanging.done():
-                self._hung = hanging.result()
-                rank = min(self._hung)
-                for stream in self._streams:
-                    stream.drop()
-            else:
-                rank = next(rank for rank, watch in enumerate(watches) if watch.done())
-            return EngineUnavailable(self._what_became_of(rank))
+            self._hung = hanging.result() if hanging.done() else set()
+            self._drop_streams()
+            return EngineUnavailable(self._what_became_of(min(self._hung or self._gone)))
         finally:
             for watch in (*watches, hanging):
                 watch.cancel()
@@ -227,25 +278,12 @@ class WorkerGroup:
 
     async def process_ids(self) -> list[int]:
         """Of the workers, in rank order."""
-        return [process.pid for process in self._processes]
+        return [process.pid for process in self._processes if process is not None]
 
     async def close(self) -> None:
         """End all workers and give their resources back."""
-        await self._end()
-        remove_placement_group(self._placement)
-
-    async def _end(self) -> None:
-        """End the workers that are left; their places are kept."""
-        streams = [*self._streams, *(beside.stream for beside in self._beside)]
-        hung = [self._processes[rank] for rank in self._hung]
-        self._streams, self._beside, self._serving = [], [], []
-        self._unanswered, self._hung = 0, set()
-        for stream in streams:
-            stream.drop()
-        for actor in self._actors:
-            ray.kill(actor)
-        self._actors = []
-        await asyncio.gather(*map(end_process, hung))  # Ray asks a process to end, and these hear nothing
+        await self.leave()
+        dismiss(self._crew)
 
     async def _result(self, rank: int, stream: Stream, step: Step) -> StepResult:
         """A rank's answer to `step`. Answers to steps that were given up are dropped."""
@@ -255,17 +293,18 @@ class WorkerGroup:
                 if (result.epoch, result.number) == (step.epoch, step.number):
                     return result
         except ChannelClosed as error:
-            lost = min(self._hung, default=rank)  # the others were dropped for its sake
+            lost = min(self._hung or self._gone, default=rank)  # the others were dropped for its sake
             raise EngineUnavailable(f"{self._what_became_of(lost)} in step {step.number}") from error
 
-    async def _each(self, method: str, arguments: list[Any]) -> list[Any]:
+    async def _each(self, verb: str, arguments: list[Any]) -> list[Any]:
         """Call a method of every rank at once, each with its own argument."""
-        calls = (getattr(actor, method).remote(arg) for actor, arg in zip(self._actors, arguments, strict=True))
+        calls = [actor.call.remote(verb, arg) for actor, arg in zip(self._crew.actors, arguments, strict=True)]
         return await asyncio.gather(*(answer(call, "worker") for call in calls))
 
-    async def _all(self, method: str, *args: Any) -> list[Any]:
+    async def _all(self, verb: str, *arguments: Any) -> list[Any]:
         """Call a method of every rank at once; the first error counts."""
-        return await asyncio.gather(*(answer(getattr(actor, method).remote(*args), "worker") for actor in self._actors))
+        calls = [actor.call.remote(verb, *arguments) for actor in self._crew.actors]
+        return await asyncio.gather(*(answer(call, "worker") for call in calls))
 
 
 class Beside:
@@ -303,59 +342,5 @@ class Beside:
         return True
 
 
-class Process(NamedTuple):
-    """Where a worker runs. `started` tells it from a later one of the same number."""
-
-    node_id: str
-    host: str
-    pid: int
-    started: int
-
-
-async def end_process(process: Process) -> None:
-    """Kill it, wherever in the cluster it is, be it stopped or not. A node that is gone took it along."""
-    here = NodeAffinitySchedulingStrategy(process.node_id, soft=False)
-    kill: Any = _kill
-    with contextlib.suppress(TimeoutError, RayError):
-        await asyncio.wait_for(
-            kill.options(scheduling_strategy=here).remote(process.pid, process.started), KILL_WITHIN_S
-        )
-
-
-@ray.remote(num_cpus=0)
-def _kill(pid: int, started: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        if start_of_process(pid) == started:
-            os.kill(pid, signal.SIGKILL)
-
-
-async def _place(size: int) -> PlacementGroup:
-    have = ray.cluster_resources()
-    bundle = {"CPU": 1.0, "GPU": 1.0} if have.get("GPU", 0) >= size else {"CPU": 1.0}
-    if have.get("CPU", 0) < size:
-        raise InvalidSetting(
-            f"tensor_parallel_size {size} needs {size} CPUs; the Ray cluster has {have.get('CPU', 0):g}. "
-            "Lower it, or add nodes.",
-            field="tensor_parallel_size",
-            asked=size,
-            limit=have.get("CPU", 0),
-        )
-    placement = placement_group([bundle] * size, strategy="PACK")
-    ready: Any = placement.ready()
-    try:
-        await asyncio.wait_for(ready, PLACEMENT_TIMEOUT_S)
-    except TimeoutError:
-        remove_placement_group(placement)
-        free = ray.available_resources()
-        raise EngineUnavailable(
-            f"Ray could not place {size} workers of {bundle} within {PLACEMENT_TIMEOUT_S:g} s; free are "
-            f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs. Stop other jobs, or add nodes."
-        ) from None
-    return placement
-
-
-def _workers_per_node(placement: PlacementGroup, size: int) -> int:
-    """Most workers that share a node, and so its cores."""
-    table = ray.util.placement_group_table(placement)
-    nodes = Counter(table.get("bundles_to_node_id", {}).values())
-    return max(nodes.values(), default=size)
+class _NoRoom(EngineUnavailable):
+    """The cluster has none for the workers, and had none for as long as we wait."""

@@ -83,7 +83,7 @@ class Fleet:
         """An engine for the answers of one that is gone: the own one, or else any. None when there is none."""
         own = self._engines[self._own]
         others = [own, *self._engines.values()]
-        return next((each for each in others if each is not gone and each.failure is None), None)
+        return next((each for each in others if each is not gone and each.is_there), None)
 
     async def close(self) -> None:
         """All connections but the own engine's, which belongs to whoever made it."""

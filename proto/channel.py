@@ -75,6 +75,12 @@ class Stream:
         assert isinstance(self._reader, _Reader), "a stream that was accepted is read until its end"
         await self._reader.ended.wait()
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the other side is known to be gone. Of connected streams only."""
+        assert isinstance(self._reader, _Reader), "a stream that was accepted is read until its end"
+        return self._reader.ended.is_set()
+
     def send(self, payload: bytes) -> None:
         """Queue one frame. Returns at once; a closed connection shows at the next `receive`."""
         self._writer.write(_LENGTH.pack(len(payload)) + payload)
@@ -186,14 +192,15 @@ class BlockingListener:
 class BlockingServer:
     """Serves one stream in the thread that calls `serve`: a worker serves its controller with it."""
 
-    def __init__(self, host: str):
-        self._listener = BlockingListener(host)
+    def __init__(self, host: str, connect_timeout_s: float | None = None):
+        """connect_timeout_s: for whoever is to connect; None waits as long as it takes."""
+        self._listener = BlockingListener(host, connect_timeout_s)
         self.address = self._listener.address
         self._connection: socket.socket | None = None
 
     def serve(self, answer: Callable[[bytes], bytes]) -> None:
-        """Answer every frame of the first stream that knows the secret. Returns when that stream is closed; or when it
-        sends an empty frame, and then it may be served again."""
+        """Answer every frame of the first stream that knows the secret. Returns when that stream is closed, or when
+        none came in time; or when it sends an empty frame, and then it may be served again."""
         with contextlib.suppress(ChannelClosed, OSError):
             if self._connection is None:
                 self._connection = self._listener.accept()

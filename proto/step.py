@@ -5,6 +5,7 @@ computed. `Advance` computes the next few; when that reaches the last known toke
 known to worker and controller alike, so a plain decode step names only its slots.
 """
 
+from enum import IntEnum
 from typing import NamedTuple
 
 from .packing import pack, unpack
@@ -136,6 +137,13 @@ class PromptLogprobs(NamedTuple):
     rows: tuple[Logprobs, ...]
 
 
+class Fault(IntEnum):
+    """Why a rank could not run a step."""
+
+    PEER = 1  # another rank is gone; this one is well
+    OTHER = 2
+
+
 class StepResult(NamedTuple):
     """What rank 0 answers; other ranks answer with no tokens. `error` tells why a rank could not run the step."""
 
@@ -146,13 +154,14 @@ class StepResult(NamedTuple):
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     run_us: int = 0  # time the worker spent on the step
     error: str | None = None
+    fault: Fault | None = None  # of what kind the error is
 
     def pack(self) -> bytes:
         return pack(self)
 
     @classmethod
     def unpack(cls, data: bytes) -> "StepResult":
-        epoch, number, tokens, logprobs, prompt_logprobs, run_us, error = unpack(data)
+        epoch, number, tokens, logprobs, prompt_logprobs, run_us, error, fault = unpack(data)
         return cls(
             epoch,
             number,
@@ -163,4 +172,5 @@ class StepResult(NamedTuple):
             ),
             run_us,
             error,
+            None if fault is None else Fault(fault),
         )

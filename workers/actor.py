@@ -1,61 +1,51 @@
-"""The Ray actor around `Worker`. The one place in this folder that knows Ray."""
+"""The Ray actor around a `Worker` and its process. The one place in this folder that knows Ray."""
 
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import ray
 
-from ..kvcache.plan import MemoryPlan
-from ..proto.channel import Address
+from ..errors import EngineUnavailable
 from .environment import prepare_process, start_of_process
-from .facts import ModelFacts, ModelSettings, RunnerLimits
-
-if TYPE_CHECKING:
-    from .worker import Worker
+from .facts import Process
+from .fork_server import ForkServer, WorkerProcess
 
 
 @ray.remote
 class WorkerActor:
-    """One rank in a process of its own. Life cycle by actor calls, one at a time and in the process's first thread.
-    Steps come over a stream of their own while `serve` runs, and what goes on beside them over another."""
+    """One rank: its place in the cluster, and a process there that computes. Calls one at a time; steps come to the
+    process over a stream of their own while `serve` runs, and what goes on beside them over another."""
 
-    def __init__(self, rank: int, size: int, local_workers: int):
-        prepare_process(local_workers)
-        self._rank, self._size, self._local_workers = rank, size, local_workers
-        self._worker: Worker | None = None
+    def __init__(self, rank: int, size: int):
+        self._local_workers = _workers_here()
+        prepare_process(self._local_workers)
+        self._rank, self._size = rank, size
+        self._server = ForkServer()
+        self._worker: WorkerProcess | None = None
 
-    def process(self) -> tuple[str, str, int, int]:
-        """This node's id, its address within the cluster, our process id, and when we began."""
-        node_id = ray.get_runtime_context().get_node_id()
-        return node_id, ray.util.get_node_ip_address(), os.getpid(), start_of_process(os.getpid())
+    def process(self) -> Process:
+        """The process that computes: a new one if there is none. Answered when whatever it does is done."""
+        if self._worker is None or not self._worker.is_alive:
+            self._worker = self._server.fork(self._rank, self._size, self._local_workers)
+        return own_process()._replace(pid=self._worker.pid, started=self._worker.started)
 
-    def meeting_point(self, host: str) -> Address:
-        return self._real().meeting_point(host)
-
-    def join(self, addresses: Sequence[Address]) -> None:
-        self._real().join(addresses)
-
-    def load(self, settings: ModelSettings) -> ModelFacts:
-        return self._real().load(settings)
-
-    def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None:
-        self._real().allocate(plan, limits)
-
-    def spare_memory(self, trial: MemoryPlan, limits: RunnerLimits, share: float) -> int | None:
-        return self._real().spare_memory(trial, limits, share)
-
-    def listen(self, host: str) -> tuple[Address, Address]:
-        return self._real().listen(host)
-
-    def serve(self) -> None:
-        """Take steps until the controller leaves or has something else for us."""
-        self._real().serve()
-
-    def _real(self) -> "Worker":
-        """Made at its first use: importing torch takes seconds, and all ranks do it at the same time."""
+    def call(self, verb: str, *arguments: Any) -> Any:
+        """Call a method of `Worker`. Raises what it raises, or `EngineUnavailable` when its process is gone."""
         if self._worker is None:
-            from .worker import Worker
+            raise EngineUnavailable("there is no worker process yet")
+        return self._worker.call(verb, *arguments)
 
-            self._worker = Worker(self._rank, self._size, self._local_workers)
-        return self._worker
+
+def own_process() -> Process:
+    """Of the actor that asks."""
+    node_id = ray.get_runtime_context().get_node_id()
+    return Process(node_id, ray.util.get_node_ip_address(), os.getpid(), start_of_process(os.getpid()))
+
+
+def _workers_here() -> int:
+    """Workers of our group that share this node, and so its cores."""
+    placement = ray.util.get_current_placement_group()
+    if placement is None:
+        return 1
+    homes = ray.util.placement_group_table(placement).get("bundles_to_node_id", {})
+    return list(homes.values()).count(ray.get_runtime_context().get_node_id()) or 1

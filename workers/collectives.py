@@ -5,8 +5,9 @@ quiet 2-core machine an all-reduce of 512 bytes takes 24 µs over sockets and 36
 on the same cores 111 and 320 (`python bench/collectives.py`). A model of 12 layers has 25 of them in each step.
 """
 
+import contextlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -52,6 +53,11 @@ class Collectives(Protocol):
         """Fill `tensor` with rank 0's values."""
         ...
 
+    def breaker(self) -> Callable[[], None]:
+        """Breaks off what the ranks that have met now do together, be it from another thread: it raises
+        `ConnectionError` on all of them. They may meet again."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -77,6 +83,9 @@ class SocketCollectives:
 
     def join(self, addresses: Sequence[Address]) -> None:
         """Connect to the ranks before this one, accept those behind it. Raises `TimeoutError`."""
+        for left in self._peers.values():
+            left.close()
+        self._peers = {}
         for peer, address in enumerate(addresses[: self._rank]):
             self._peers[peer] = connect_blocking(address, JOIN_TIMEOUT_S)
             send_blocking(self._peers[peer], self._rank.to_bytes(4))
@@ -109,6 +118,16 @@ class SocketCollectives:
         else:
             for peer in self._peers.values():
                 peer.sendall(_bytes(tensor))
+
+    def breaker(self) -> Callable[[], None]:
+        connections = list(self._peers.values())
+
+        def break_off() -> None:
+            for connection in connections:
+                with contextlib.suppress(OSError):  # it is closed
+                    connection.shutdown(socket.SHUT_RDWR)
+
+        return break_off
 
     def close(self) -> None:
         for open_socket in (*self._peers.values(), self._listener):
@@ -155,6 +174,8 @@ class NcclCollectives:
         return Address(host, self._store.port, b"")
 
     def join(self, addresses: Sequence[Address]) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
         first = addresses[0]
         store = self._store or dist.TCPStore(first.host, first.port, is_master=False)
         dist.init_process_group("nccl", store=store, rank=self._rank, world_size=self._size)
@@ -169,6 +190,10 @@ class NcclCollectives:
 
     def share_from_first(self, tensor: Tensor) -> None:
         dist.broadcast(tensor, src=0)
+
+    def breaker(self) -> Callable[[], None]:
+        """Nothing can be done from here: a rank whose peer is gone is replaced with it."""
+        return lambda: None
 
     def close(self) -> None:
         if dist.is_initialized():

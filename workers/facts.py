@@ -74,3 +74,12 @@ class WorkerStatus(NamedTuple):
     steps: int  # run since the start
     run_us: int  # that they took
     cpu_s: float  # that the process has computed
+
+
+class Process(NamedTuple):
+    """Where an actor runs. `started` tells it from a later one of the same number."""
+
+    node_id: str
+    host: str
+    pid: int
+    started: int

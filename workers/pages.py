@@ -70,6 +70,10 @@ class Pages:
         for ticket in tickets:
             del self._swapped[ticket]
 
+    def forget_all(self) -> None:
+        """What waits in host memory."""
+        self._swapped.clear()
+
     def _share(self, layers: Sequence[LayerSpec]) -> None:
         for layer in layers:
             if layer.shares is not None:

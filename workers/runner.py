@@ -1,6 +1,7 @@
 """One step on one rank: slots and block tables become tensors, logits become tokens."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -151,7 +152,13 @@ class ModelRunner:
         self._parallel = parallel
         self._limits = limits
         self._graphs: DecodeGraphs | None = None
-        self._tables = SlotTables(plan, limits, grammars if parallel.rank == 0 else None)
+        self._new_tables = partial(SlotTables, plan, limits, grammars if parallel.rank == 0 else None)
+        self._tables = self._new_tables()
+
+    def clear(self) -> None:
+        """Forget all requests, also those whose blocks wait in host memory."""
+        self._tables = self._new_tables()
+        self._model.pages.forget_all()
 
     @torch.inference_mode()
     def run(self, step: Step) -> Drawn:

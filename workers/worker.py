@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,7 +16,7 @@ from ..errors import IntarsiaError
 from ..kvcache.plan import MemoryPlan
 from ..proto.channel import Address, BlockingServer
 from ..proto.packing import pack, unpack
-from ..proto.step import Step, StepResult
+from ..proto.step import Fault, Step, StepResult
 from ..proto.tracing import Tracer, tracer_of
 from .collectives import make_collectives
 from .environment import threads_per_worker
@@ -29,6 +29,12 @@ from .runner import Drawn, ModelRunner
 
 logger = logging.getLogger(__name__)
 
+LAST_WORDS_S = 1.0
+"""For the answer of a step that failed to leave the process."""
+
+CONTROLLER_TIMEOUT_S = 60.0
+"""For the controller to connect once it knows where. One that dies in between is not waited for."""
+
 
 class Worker:
     """One rank. `load`, then `allocate`, then any number of steps; both may be called again for another model."""
@@ -40,8 +46,11 @@ class Worker:
         self._settings: ModelSettings | None = None
         self._model: LoadedModel | None = None
         self._runner: ModelRunner | None = None
+        self._allocated: tuple[MemoryPlan, RunnerLimits] | None = None
+        self._spare: tuple[tuple[MemoryPlan, RunnerLimits, float], int] | None = None  # asked, answered
         self._grammars: Grammars | None = None
         self._steps: BlockingServer | None = None
+        self._break_off: Callable[[], None] = lambda: None
         self._tracer: Tracer | None = None
         self._steps_run = self._run_us = 0
         self.loaded = (0, 0)  # parameters that are there, and all of them; read by another thread
@@ -54,9 +63,14 @@ class Worker:
         """Meet the other ranks, given everybody's meeting point in rank order."""
         self._parallel.collectives.join(addresses)
 
-    def load(self, settings: ModelSettings) -> ModelFacts:
-        """Read this rank's share of the weights. Raises `ModelError` or `InvalidSetting`."""
-        self._runner = self._model = None  # free the old model first
+    def load(self, settings: ModelSettings, may_keep: bool = False) -> ModelFacts:
+        """Read this rank's share of the weights. Raises `ModelError` or `InvalidSetting`.
+
+        may_keep: not if they are those of the model that is there
+        """
+        if may_keep and self._model is not None and self._settings == settings:
+            return self._model.facts
+        self._runner = self._model = self._allocated = self._spare = None  # free the old model first
         self._settings = settings
         self._tracer = self._tracer or tracer_of("worker", settings.traces_endpoint, rank=self._parallel.rank)
         self._model = load_model(settings, self._parallel, self._device, self._note_loaded)
@@ -76,9 +90,20 @@ class Worker:
         """Lay out the pages, and run the model once over them."""
         assert self._model is not None and self._settings is not None, "load a model first"
         assert self._grammars is not None
+        self._runner = self._allocated = None
         self._model.allocate(plan, self._settings.attention_backend)
         self._runner = ModelRunner(self._model, plan, limits, self._parallel, self._grammars)
         self._runner.warm_up(self._settings)
+        self._allocated = plan, limits
+
+    def keeps(self, plan: MemoryPlan, limits: RunnerLimits) -> bool:
+        """Whether just that is allocated."""
+        return self._allocated == (plan, limits)
+
+    def clear(self) -> None:
+        """Forget all requests. Weights and pages stay; what is in the pages is nobody's."""
+        assert self._runner is not None, "allocate first"
+        self._runner.clear()
 
     def spare_memory(self, trial: MemoryPlan, limits: RunnerLimits, share: float) -> int | None:
         """Bytes left for pages when the engine takes `share` of the device's memory; None where a device has none of
@@ -88,27 +113,42 @@ class Worker:
             return None
         assert self._model is not None and self._settings is not None, "load a model first"
         assert self._grammars is not None
+        asked = trial, limits, share
+        if self._spare is not None and self._spare[0] == asked:
+            return self._spare[1]  # the pages of the plan that was made of it are still there
         backend = self._settings.attention_backend
+        self._allocated = None
         self._model.allocate(trial, backend)
         runner = ModelRunner(self._model, trial, limits, self._parallel, self._grammars)
-        return spare_bytes(memory, share, lambda: runner.run_largest_steps(backend), trial.memory_bytes)
+        spare = spare_bytes(memory, share, lambda: runner.run_largest_steps(backend), trial.memory_bytes)
+        self._spare = asked, spare
+        return spare
 
     def run(self, step: Step) -> StepResult:
         """One step. Whatever goes wrong is an answer too: the controller decides what becomes of the requests."""
         started = time.monotonic()
         try:
             assert self._runner is not None, "load a model and allocate its pages first"
-            drawn, error = self._runner.run(step), None
+            drawn, error, fault = self._runner.run(step), None, None
+        except ConnectionError as failure:
+            drawn, error, fault = Drawn(), f"{type(failure).__name__}: {failure}", Fault.PEER
         except Exception as failure:
             logger.exception("step %d failed on rank %d", step.number, self._parallel.rank)
-            drawn, error = Drawn(), f"{type(failure).__name__}: {failure}"
+            drawn, error, fault = Drawn(), f"{type(failure).__name__}: {failure}", Fault.OTHER
+            self._leave_others()
         run_us = int((time.monotonic() - started) * 1e6)
         if step.traces and self._tracer is not None:
             about = {"intarsia.step": step.number, "intarsia.rank": self._parallel.rank}
             self._tracer.record("step", step.traces, started, time.monotonic(), about)
         self._steps_run += 1
         self._run_us += run_us
-        return StepResult(step.epoch, step.number, *drawn, run_us, error)
+        return StepResult(step.epoch, step.number, *drawn, run_us, error, fault)
+
+    def _leave_others(self) -> None:
+        """No rank may wait for one that failed. NCCL lets go of it only when it is gone."""
+        self._break_off()
+        if self._device.type == "cuda" and self._parallel.size > 1:
+            threading.Timer(LAST_WORDS_S, os._exit, (1,)).start()
 
     def status(self) -> WorkerStatus:
         """How this rank is, asked beside the steps."""
@@ -127,9 +167,16 @@ class Worker:
 
     def listen(self, host: str) -> tuple[Address, Address]:
         """Where the controller finds us: for steps, and for what goes on beside them in a thread of its own."""
-        self._steps = BlockingServer(host)
-        beside = BlockingServer(host)
-        threading.Thread(target=beside.serve, args=(self._answer_beside,), name="beside", daemon=True).start()
+        self._steps, beside = BlockingServer(host, CONTROLLER_TIMEOUT_S), BlockingServer(host, CONTROLLER_TIMEOUT_S)
+        if self._parallel.size > 1:
+            self._break_off = self._parallel.collectives.breaker()
+        break_off = self._break_off  # of these ranks: they may have met anew by then
+
+        def serve() -> None:
+            beside.serve(self._answer_beside)
+            break_off()  # the controller has gone or given up on a rank: nobody may wait for another in vain
+
+        threading.Thread(target=serve, name="beside", daemon=True).start()
         return self._steps.address, beside.address
 
     def serve(self) -> None:

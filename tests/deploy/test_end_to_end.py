@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from intarsia import SamplingParams
+from intarsia.controller import client as client_module
 from intarsia.controller.launch import RunningEngine, start_engine
 from intarsia.controller.request import Terms
 from intarsia.deploy.client import Asked, AsyncClient, Client
@@ -328,37 +329,110 @@ def test_model_info_tells_what_is_served(service: Service):
     assert (info.architecture, info.tensor_parallel_size, len(info.groups)) == ("Gemma3ForCausalLM", 2, 6)
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_killed_worker_is_replaced_and_its_streams_go_on_with_the_same_tokens(
-    ray_cluster: None, loop: Loop, tiny: Callable, workers: int
-):
-    model = tiny("llama")
-    settings = engine_settings(str(model.path), tensor_parallel_size=workers, kv_cache_memory="1MiB")
+class Loaded(NamedTuple):
+    """An engine of its own under six requests, some of several answers."""
+
+    engine: RunningEngine
+    loop: Loop
+
+    async def streams(self, at: int = 0, then: Callable[[], Any] | None = None) -> list[Any]:
+        """Each answer's tokens. `then` happens when the first request has so many deltas."""
+
+        async def one(n: int) -> list[tuple[int, tuple[int, ...]]]:
+            sampling = SamplingParams(max_tokens=300, seed=n, temperature=0.0 if n % 2 else 1.0, n=1 + n % 3)
+            said = []
+            async for delta in self.engine.client.generate([1, 2, 3 + n], sampling):
+                said += [(delta.answer, (token,)) for token in delta.token_ids]
+                if n == 0 and then is not None and len(said) == at:
+                    await then()
+            return sorted(said, key=lambda each: each[0])  # by answer; in the order of its tokens
+
+        return await asyncio.gather(*(one(n) for n in range(6)))
+
+    def workers(self) -> list[int]:
+        return self.loop.run(self.engine.worker_process_ids())
+
+    def rebuilds(self) -> int:
+        return self.loop.run(self.engine.stats())["rebuilds"]
+
+    def all_free(self) -> bool:
+        return self.loop.run(self.engine.recount()).all_free
+
+
+@pytest.fixture(scope="module")
+def loaded(ray_cluster: None, loop: Loop, tiny: Callable) -> Iterator[Loaded]:
+    settings = engine_settings(str(tiny("llama").path), tensor_parallel_size=2, kv_cache_memory="1MiB")
     engine = loop.run(start_engine(settings))
-    sampling = [
-        SamplingParams(max_tokens=300, seed=n, temperature=0.0 if n % 2 else 1.0, n=1 + n % 3) for n in range(6)
-    ]
+    yield Loaded(engine, loop)
+    loop.run(engine.shutdown())
 
-    async def stream(n: int, kill_at: int | None = None) -> list[tuple[int, tuple[int, ...]]]:
-        said = []
-        async for delta in engine.client.generate([1, 2, 3 + n], sampling[n]):
-            said.append((delta.answer, delta.token_ids))
-            if len(said) == kill_at:
-                os.kill((await engine.worker_process_ids())[-1], signal.SIGKILL)
-        return sorted(said, key=lambda each: each[0])  # by answer; in the order of its tokens
 
-    async def all_streams(kill_at: int | None) -> list[Any]:
-        return await asyncio.gather(*(stream(n, kill_at if n == 0 else None) for n in range(6)))
+@pytest.fixture(scope="module")
+def undisturbed(loaded: Loaded, loop: Loop) -> list[Any]:
+    """What its streams say."""
+    return loop.run(loaded.streams())
 
-    try:
-        undisturbed = loop.run(all_streams(None))
-        before = loop.run(engine.worker_process_ids())
-        assert loop.run(all_streams(20)) == undisturbed
-        assert set(before).isdisjoint(loop.run(engine.worker_process_ids()))
-        assert loop.run(engine.stats())["rebuilds"] == 1
-        assert loop.run(engine.recount()).all_free
-    finally:
-        loop.run(engine.shutdown())
+
+def test_killed_worker_is_replaced_and_streams_go_on_with_the_same_tokens(
+    loaded: Loaded, undisturbed: list[Any], loop: Loop
+):
+    before, rebuilds = loaded.workers(), loaded.rebuilds()
+
+    async def kill() -> None:
+        os.kill(before[-1], signal.SIGKILL)
+
+    assert loop.run(loaded.streams(20, kill)) == undisturbed
+    after = loaded.workers()
+    assert after[-1] != before[-1]
+    assert after[:-1] == before[:-1], "who is well keeps its weights"
+    assert loaded.rebuilds() == rebuilds + 1
+    assert loaded.all_free()
+
+
+def test_killed_controller_is_replaced_over_the_same_workers_and_streams_go_on(
+    loaded: Loaded, undisturbed: list[Any], loop: Loop
+):
+    before = loaded.workers()
+    controllers = [loaded.engine.controller_process_id]
+
+    async def kill() -> None:
+        os.kill(controllers[-1], signal.SIGKILL)
+
+    for _ in range(2):
+        assert loop.run(loaded.streams(20, kill)) == undisturbed
+        controllers.append(loaded.engine.controller_process_id)
+    assert len(set(controllers)) == 3
+    assert loaded.workers() == before
+    assert loaded.rebuilds() == 0, "the new controller has seen none"
+    assert loaded.all_free()
+
+
+def test_controller_and_worker_killed_at_once_are_both_replaced(loaded: Loaded, undisturbed: list[Any], loop: Loop):
+    before = loaded.workers()
+
+    async def kill() -> None:
+        os.kill(loaded.engine.controller_process_id, signal.SIGKILL)
+        os.kill(before[0], signal.SIGKILL)
+
+    assert loop.run(loaded.streams(20, kill)) == undisturbed
+    assert loaded.workers()[0] != before[0]
+    assert loaded.all_free()
+
+
+def test_stopped_controller_is_given_up_and_replaced(
+    loaded: Loaded, undisturbed: list[Any], loop: Loop, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(client_module, "HUNG_AFTER_S", 0.5)  # the watch looks at it again when its wait is over
+    stopped = loaded.engine.controller_process_id
+
+    async def stop() -> None:
+        os.kill(stopped, signal.SIGSTOP)
+
+    assert loop.run(loaded.streams(20, stop)) == undisturbed
+    assert loaded.engine.controller_process_id != stopped
+    with pytest.raises(ProcessLookupError):  # it is not left behind, to wake up some day
+        os.kill(stopped, 0)
+    assert loaded.all_free()
 
 
 def test_second_engine_of_the_same_name_is_refused(service: Service, loop: Loop):

@@ -1,0 +1,268 @@
+"""Worker processes that start in a moment: forked from one that has imported all they need.
+
+Importing torch and transformers takes ten seconds, a fork of a process that has done it takes milliseconds. So the
+process that computes is not the actor's own:
+
+    actor (Ray's) ──── asks for a worker ────►  fork server, one per node: imports, then forks; computes nothing
+        │                                           │
+        └──── calls, over a pipe ────► worker ◄─────┘
+
+A worker that dies is replaced at once, and the ranks of a node, or another engine on it, import nothing again. Whoever
+needs the server first starts it; it goes when nobody has needed it for a while. When an actor dies its worker goes by
+itself, or, should it be stopped, is killed by the server. When the server dies workers live on.
+
+What travels over the pipe stays between an actor and its worker: settings and facts, pickled as Ray pickles them.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import logging
+import os
+import select
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from hashlib import sha256
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from ..errors import EngineUnavailable, IntarsiaError
+from .environment import PACKAGE_ROOT, prepare_process, start_of_process
+
+logger = logging.getLogger(__name__)
+
+LINGER_S = 30.0
+"""After its last actor has gone, the server waits for another one for so long."""
+
+START_TIMEOUT_S = 30.0
+"""For a server to listen, which it does before it imports."""
+
+MOST_TRIES = 3
+"""Of reaching a server that may be about to go."""
+
+MOST_REQUEST_BYTES = 128 * 1024
+"""Environment variables, most of it."""
+
+_PID = struct.Struct("<i")
+_CREDENTIALS = struct.Struct("<3i")  # pid, uid, gid: see SO_PEERCRED in unix(7)
+_SOURCES = ("errors.py", "kernels", "kvcache", "proto", "workers")
+
+
+class ForkServer:
+    """An actor's connection to the fork server of its node."""
+
+    def __init__(self):
+        self._name = _name()
+        self._connection: socket.socket | None = self._connect()  # so that it begins to import
+
+    def fork(self, rank: int, size: int, local_workers: int) -> "WorkerProcess":
+        """A new worker process, in our environment, that writes where we do. Raises `EngineUnavailable`."""
+        about = {"worker": (rank, size, local_workers), "environment": dict(os.environ), "folder": os.getcwd()}
+        request = json.dumps(about).encode()
+        for _ in range(MOST_TRIES):
+            self._connection = self._connection or self._connect()
+            ours, theirs = socket.socketpair()
+            with theirs:
+                try:
+                    socket.send_fds(self._connection, [request], [theirs.fileno(), 1, 2])
+                    answered = self._connection.recv(_PID.size)
+                except OSError:
+                    answered = b""
+            if len(answered) == _PID.size:
+                return WorkerProcess(Connection(ours.detach()), *_PID.unpack(answered))
+            ours.close()
+            self._connection.close()
+            self._connection = None
+        raise EngineUnavailable("workers can not be forked: their server ends by itself; its log says why")
+
+    def _connect(self) -> socket.socket:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        is_started = False
+        while True:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with contextlib.suppress(OSError):
+                connection.connect(self._name)
+                if _user_of(connection) == os.getuid():
+                    return connection
+            connection.close()
+            if not is_started:
+                _start(self._name)
+                is_started = True
+            if time.monotonic() > deadline:
+                raise EngineUnavailable(
+                    f"the server that workers are forked from did not start in {START_TIMEOUT_S:g} s"
+                )
+            time.sleep(0.01)
+
+
+class WorkerProcess:
+    """A forked worker, called from its actor: one call at a time."""
+
+    def __init__(self, connection: Connection, pid: int):
+        self.pid = pid
+        try:
+            self.started = start_of_process(pid)
+        except ProcessLookupError as error:
+            raise EngineUnavailable(f"the worker process {pid} ended at once; its log says why") from error
+        self._connection = connection
+
+    def call(self, verb: str, *arguments: Any) -> Any:
+        """Raises what the worker raised, or `EngineUnavailable` when it is gone."""
+        try:
+            self._connection.send((verb, arguments))
+            result, error = self._connection.recv()
+        except (EOFError, OSError) as gone:
+            raise EngineUnavailable(f"the worker process {self.pid} is gone") from gone
+        if error is not None:
+            raise error
+        return result
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its pipe is open: between calls nothing comes over it but its end."""
+        return not self._connection.poll(0)
+
+
+def _name() -> str:
+    """Of the server that has imported what we would, under the same conditions; in Linux's abstract namespace."""
+    files = [path for source in _SOURCES for path in _python_files(PACKAGE_ROOT / source)]
+    changed = max(path.stat().st_mtime_ns for path in files)
+    conditions = [os.getuid(), os.nice(0), sorted(os.sched_getaffinity(0)), str(PACKAGE_ROOT), changed]
+    text = json.dumps([sys.executable, sys.path, *conditions])
+    return f"\0intarsia-{sha256(text.encode()).hexdigest()[:32]}"
+
+
+def _python_files(source: Path) -> list[Path]:
+    return [source] if source.is_file() else list(source.rglob("*.py"))
+
+
+def _user_of(connection: socket.socket) -> int:
+    """Whose process is at the other end."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(credentials)[1]
+
+
+def _start(name: str) -> None:
+    subprocess.run(
+        [sys.executable, "-c", f"from {__name__} import main; main({name!r})"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # it is not only ours: nor is a Ctrl-C in our terminal
+        check=True,
+    )
+
+
+def main(name: str) -> None:
+    """The server's whole life, in a process of its own: nobody's child, since Ray ends those of an actor with it."""
+    if os.fork():
+        os._exit(0)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(name)
+    except OSError:
+        return  # another one was faster
+    listener.listen()
+    prepare_process()
+    logging.basicConfig(level=logging.INFO)
+    importlib.import_module(".worker", __package__)  # and torch, transformers, our kernels
+    gc.collect()
+    gc.freeze()  # the collector writes to what it looks at, and pages that nobody writes to are shared
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers that die
+    _Server(listener).run()
+
+
+class _Server:
+    """Forks for those who are connected; one thread, since only that thread lives on in a fork."""
+
+    def __init__(self, listener: socket.socket):
+        self._listener = listener
+        self._workers: dict[socket.socket, list[tuple[int, int]]] = {}  # of each actor: pid, and when it began
+
+    def run(self) -> None:
+        with selectors.DefaultSelector() as ready:
+            ready.register(self._listener, selectors.EVENT_READ)
+            while events := ready.select(None if self._workers else LINGER_S):
+                for key, _ in events:
+                    if key.fileobj is self._listener:
+                        actor, _ = self._listener.accept()
+                        if _user_of(actor) != os.getuid():
+                            actor.close()
+                            continue
+                        self._workers[actor] = []
+                        ready.register(actor, selectors.EVENT_READ)
+                    elif not self._answer(key.fileobj):
+                        ready.unregister(key.fileobj)
+                        self._forget(key.fileobj)
+
+    def _answer(self, actor: Any) -> bool:
+        """Fork a worker for an actor that asks. False if it has gone."""
+        try:
+            request, fds, _, _ = socket.recv_fds(actor, MOST_REQUEST_BYTES, 3)
+        except OSError:
+            return False
+        if not request:
+            return False
+        pid = os.fork()
+        if pid == 0:
+            for held in (self._listener, *self._workers):
+                held.close()
+            _work(json.loads(request), *fds)
+        for fd in fds:
+            os.close(fd)
+        with contextlib.suppress(ProcessLookupError):
+            self._workers[actor].append((pid, start_of_process(pid)))
+        with contextlib.suppress(OSError):  # its end is read next
+            actor.send(_PID.pack(pid))
+        return True
+
+    def _forget(self, actor: Any) -> None:
+        """An actor has gone: its workers have, too, if they can."""
+        for pid, started in self._workers.pop(actor):
+            with contextlib.suppress(ProcessLookupError):
+                if start_of_process(pid) == started:
+                    os.kill(pid, signal.SIGKILL)
+        actor.close()
+
+
+def _work(about: dict[str, Any], pipe: int, stdout: int, stderr: int) -> None:
+    """A worker's whole life: calls of `Worker`'s methods, in the process's first thread."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    os.chdir(about["folder"])
+    os.environ.clear()
+    os.environ.update(about["environment"])
+    threading.Thread(target=_end_with_actor, args=(pipe,), name="actor", daemon=True).start()
+    rank, size, local_workers = about["worker"]
+
+    from .worker import Worker
+
+    worker: Any = Worker(rank, size, local_workers)
+    connection = Connection(pipe)
+    while True:
+        verb, arguments = connection.recv()
+        try:
+            answer = getattr(worker, verb)(*arguments), None
+        except IntarsiaError as error:
+            answer = None, error
+        except Exception:
+            logger.exception("%s failed on rank %d", verb, rank)
+            answer = None, RuntimeError(traceback.format_exc())
+        connection.send(answer)
+
+
+def _end_with_actor(pipe: int) -> None:
+    """Whatever is being computed is for nobody then."""
+    end = select.poll()
+    end.register(pipe, select.POLLRDHUP)
+    end.poll()
+    os._exit(0)
