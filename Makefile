@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo test test-all check format proto bench clean
+.PHONY: demo test test-all check format proto bench chaos clean
 
 demo: $(READY)
 	@$(BIN)/intarsia demo
@@ -33,6 +33,10 @@ proto: $(READY)
 
 bench: $(READY)
 	@$(BIN)/python bench/engine.py throughput
+
+# Every kind of process killed and stopped under load, for about a quarter of an hour (tests/faults).
+chaos: $(READY)
+	@cd / && $(CURDIR)/$(BIN)/python -m intarsia.tests.faults.chaos
 
 # A virtual environment with the package and its development tools. Machines without an NVIDIA GPU take the torch
 # version named in constraints.txt; GPU machines take the torch that fits their driver.

@@ -23,19 +23,20 @@ from ..workers.facts import WorkerStatus
 from .images import Gallery, Image, lay_out
 from .info import CacheState, EngineInfo, EngineLoad, GroupState, Probe
 from .metrics import Meter, Metrics
-from .request import USUAL_TERMS, Request, SamplingParams, Terms
+from .request import SUSPICIOUS_LOSSES, USUAL_TERMS, Request, SamplingParams, Terms
 from .scheduler import Outcome, Progress, Scheduler
 from .view import EngineView, Journal, Look, StepView, counted, request_views
 
 logger = logging.getLogger(__name__)
 
 
-MOST_REPLAYS = 3
-"""Times that a request goes on after the workers were lost while it ran."""
+MOST_LOSSES = SUSPICIOUS_LOSSES
+"""Times that a request goes on after the workers were lost while it ran, without a token of it in between. At the last
+of them it runs alone."""
 
-MOST_FRUITLESS = 2 * MOST_REPLAYS
+MOST_FRUITLESS = 5 * MOST_LOSSES
 """Times that workers are built again although they ran no step since the last time: more than it takes to find out that
-they die of a request."""
+they die of a few requests."""
 
 LOOK_AGAIN_S = 0.2
 
@@ -435,7 +436,7 @@ class Engine:
         logger.warning("the workers are lost (%s); building them again", error)
         self._give_up_steps()
         for request in self._scheduler.start_anew():
-            if request.replays > MOST_REPLAYS:
+            if request.losses > MOST_LOSSES:
                 self._give_up(request, error)
         self._tell_watchers()
         try:
@@ -450,7 +451,10 @@ class Engine:
     def _give_up(self, request: Request, error: IntarsiaError) -> None:
         """It may be what the workers die of: others are not to suffer from it for ever."""
         if self._live.pop(request.id, None) is not None and self._scheduler.abort(request.id):
-            message = f"the workers were lost {request.replays} times while this request ran; last: {error}"
+            message = (
+                f"the workers were lost {request.losses} times while this request ran, in the end alone, and it got no "
+                f"token in between: they seem to die of it; last: {error}"
+            )
             self._tell(request, EngineUnavailable(message))
             self._end_early(request, "error")
 

@@ -267,6 +267,10 @@ class Terms:
 USUAL_TERMS = Terms()
 
 
+SUSPICIOUS_LOSSES = 2
+"""Of workers in the presence of a request, in a row and without a token of it: from then on it is tried alone."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One answer to one prompt inside the engine. The scheduler alone changes it.
@@ -302,7 +306,8 @@ class Request:
     lost_tokens: Mapping[str, int] = field(default_factory=dict)  # cached once and computed again, by cause
     slot: int | None = None  # on the workers, while running
     preemptions: int = 0
-    replays: int = 0  # times that the workers were lost while it ran
+    losses: int = 0  # times in a row that the workers were lost while it ran, without a token of it in between
+    tokens_at_loss: int = 0  # that it had at the last of them
     is_cautious: bool = False  # prefill goes a block at a time: there is no memory for more
     chain: TokenChain | None = None  # the names of its prefixes, computed once
     gallery: Gallery | None = None  # the images it was asked about
@@ -319,6 +324,17 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         return self.remaining_tokens == 1 and len(self.tokens) + self.pending > self.prompt_tokens
+
+    @property
+    def is_suspect(self) -> bool:
+        """The workers may have died of it."""
+        return self.losses >= SUSPICIOUS_LOSSES and len(self.tokens) == self.tokens_at_loss
+
+    def note_loss(self) -> None:
+        """The workers were lost while it ran."""
+        known = len(self.tokens)
+        self.losses = self.losses + 1 if known == self.tokens_at_loss else 1
+        self.tokens_at_loss = known
 
     @property
     def is_ending(self) -> bool:

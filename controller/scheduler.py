@@ -133,6 +133,7 @@ class Scheduler:
         self._aborted: list[Request] = []
         self._deadlines: list[tuple[float, RequestId]] = []  # a heap
         self._expired: list[Request] = []
+        self._suspects: deque[Request] = deque()  # to run alone, until each has got a token
         self._held_up: Request | None = None  # it was its turn, and there was no room
         self._swap = SwapSpace(settings.swap_bytes)
         self._swap_out: list[tuple[int, int, int]] = []  # for the step being planned: (group, block, ticket)
@@ -209,6 +210,7 @@ class Scheduler:
         now_s = self._clock()
         self._drop_aborted()
         self._expire(now_s)
+        self._clear_suspects()
         self._make_room(now_s)
         self._fork()
         decode, planned, budget, is_short = self._advance_running()
@@ -257,14 +259,15 @@ class Scheduler:
         """The workers have lost all that they had: who ran waits again, with the tokens that are known. Returns those.
 
         Steps under way are forgotten. What they would have brought is drawn again, and is the same: sampling is keyed
-        by seed and position.
+        by seed and position. Who may be what the workers die of is tried alone first, one after another.
         """
         self._drop_aborted()
         ran = list(self._running)
         for request in ran:
-            self._retire(request)
-            request.replays += 1
-            self._queue.add(request)
+            self._put_back(request)
+            request.note_loss()
+            if request.is_suspect:
+                self._suspects.append(request)
         for request in self._requests.values():
             request.computed_tokens = request.pending = 0
             self._forget_swapped(request)
@@ -395,6 +398,9 @@ class Scheduler:
     def _admit_waiting(self, budget: int, now_s: float) -> list[tuple[Admit, Request, Advance]]:
         admitted = []
         self._held_up = None
+        if self._suspects:
+            entry = self._try_admit(self._suspects[0], budget, now_s) if not self._running else None
+            return [entry] if entry is not None else []
         patient: list[Request] = []  # whose turn it is, and who had better wait
         while budget > 0 and len(patient) <= MOST_PATIENT:
             request = self._queue.after(patient) if patient else self._next_waiting(now_s)
@@ -410,6 +416,14 @@ class Scheduler:
             admitted.append(entry)
             budget -= entry[2].tokens
         return admitted
+
+    def _clear_suspects(self) -> None:
+        """Who has got a token meanwhile is none any more, and makes room for the next who is to run alone."""
+        suspects = self._suspects
+        while suspects and not (suspects[0].is_live and suspects[0].is_suspect):
+            cleared = suspects.popleft()
+            if cleared.slot is not None and suspects:
+                self._put_back(cleared)
 
     def _touch_waiting(self) -> None:
         """What those next in turn will take up is not evicted for the prompts of others."""
@@ -701,6 +715,12 @@ class Scheduler:
         self._preempt(request)
         self._forget_swapped(request)
         self._manager.reset_prefix_cache()
+
+    def _put_back(self, request: Request) -> None:
+        """Off its slot, and back to its place in the queue."""
+        self._retire(request)
+        request.computed_tokens = 0
+        self._queue.add(request)
 
     def _retire(self, request: Request, *, keep: bool = False) -> list[tuple[int, int, BlockId]] | None:
         """Take a running request off its slot and give back its blocks; with `keep`, say what to copy if it can be."""

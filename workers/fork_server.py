@@ -248,16 +248,18 @@ def _work(about: dict[str, Any], pipe: int, stdout: int, stderr: int) -> None:
 
     worker: Any = Worker(rank, size, local_workers)
     connection = Connection(pipe)
-    while True:
-        verb, arguments = connection.recv()
-        try:
-            answer = getattr(worker, verb)(*arguments), None
-        except IntarsiaError as error:
-            answer = None, error
-        except Exception:
-            logger.exception("%s failed on rank %d", verb, rank)
-            answer = None, RuntimeError(traceback.format_exc())
-        connection.send(answer)
+    with contextlib.suppress(EOFError, OSError):  # the actor is gone
+        while True:
+            verb, arguments = connection.recv()
+            try:
+                answer = getattr(worker, verb)(*arguments), None
+            except IntarsiaError as error:
+                answer = None, error
+            except Exception:
+                logger.exception("%s failed on rank %d", verb, rank)
+                answer = None, RuntimeError(traceback.format_exc())
+            connection.send(answer)
+    os._exit(0)
 
 
 def _end_with_actor(pipe: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from intarsia.controller import engine as engine_module
-from intarsia.controller.engine import MOST_REPLAYS, Delivery, Engine, TokenDelta
+from intarsia.controller.engine import MOST_LOSSES, Delivery, Engine, TokenDelta
 from intarsia.controller.info import EngineInfo, GroupInfo
 from intarsia.controller.request import SamplingParams, Terms
 from intarsia.controller.scheduler import Scheduler, SchedulerSettings
@@ -182,19 +182,67 @@ def test_workers_that_come_back_go_on_with_the_same_tokens(losses: tuple[int, ..
     assert engine.recount().all_free
 
 
-def test_request_that_the_workers_die_of_is_given_up_and_others_are_served():
-    engine = make_engine(losses=range(1, 2 * (MOST_REPLAYS + 1)))  # two at a time
+class Allergic(SimulatedGroup):
+    """Dies of any step of a request whose prompt holds a certain token."""
 
-    async def scenario() -> list[Completion]:
-        completions = [submit(engine, PROMPT)]
-        await completions[0].done.wait()
-        completions.append(submit(engine, PROMPT))
-        await completions[1].done.wait()
-        return completions
+    poison: int
 
-    bad, good = running(engine, scenario())
-    assert isinstance(bad.error, EngineUnavailable) and "were lost 4 times" in bad.error.message
-    assert good.token_ids == continuation(PROMPT, 8)
+    def __init__(self, plan: MemoryPlan, poison: int):
+        super().__init__(plan)
+        self.poison = poison
+        self._slots: set[int] = set()  # that have it
+
+    async def start_step(self, step: Step) -> StepResult:
+        self._slots -= set(step.retire)
+        self._slots |= {
+            admit.slot for admit in step.admit if self.poison in admit.tokens[: admit.sampling.prompt_tokens]
+        }
+        if self._slots & {*step.decode, *(advance.slot for advance in step.advance)}:
+            raise EngineUnavailable("worker 0 of 2 is gone")
+        return await super().start_step(step)
+
+    async def rebuild(self) -> None:
+        await super().rebuild()
+        self._slots.clear()
+
+
+@pytest.mark.parametrize("poisoned", [1, 3])
+def test_requests_that_the_workers_die_of_are_found_out_and_nobody_else_suffers(poisoned: int):
+    healthy = make_engine()
+    workers = Allergic(healthy._manager.plan, poison=49)
+    engine = Engine(healthy.info, healthy._scheduler, healthy._manager, workers)
+    prompts = [[n + 1] * (3 + n) for n in range(8)]
+
+    async def scenario() -> tuple[list[Completion], list[Completion]]:
+        good = [submit(engine, prompt) for prompt in prompts[:5]]
+        while not good[0].token_ids:
+            await asyncio.sleep(0)
+        bad = [submit(engine, [49] * (n + 2)) for n in range(poisoned)]
+        good += [submit(engine, prompt) for prompt in prompts[5:]]
+        await asyncio.gather(*(c.done.wait() for c in (*good, *bad)))
+        return good, bad
+
+    good, bad = running(engine, scenario())
+    for completion in bad:
+        assert isinstance(completion.error, EngineUnavailable)
+        assert f"were lost {MOST_LOSSES + 1} times" in completion.error.message
+    for prompt, completion in zip(prompts, good, strict=True):
+        assert completion.error is None
+        assert completion.token_ids == continuation(prompt, 8)
+    assert engine.recount().all_free
+    assert engine.stats.rebuilds <= MOST_LOSSES + 1 + 2 * (poisoned - 1)
+
+
+def test_a_request_may_lose_its_workers_often_while_it_gets_tokens():
+    engine = make_engine(losses=range(3, 90, 4))
+
+    async def scenario() -> Completion:
+        completion = submit(engine, PROMPT, SamplingParams(max_tokens=20))
+        await completion.done.wait()
+        return completion
+
+    assert running(engine, scenario()).token_ids == continuation(PROMPT, 20)
+    assert engine.stats.rebuilds > 2 * MOST_LOSSES
 
 
 def test_workers_that_never_run_a_step_are_not_built_again_for_ever():

@@ -47,6 +47,9 @@ def test_failing_step_names_the_rank_and_the_reason(two_workers: WorkerGroup, lo
     loop.run(make_engine(tiny("llama").path, two_workers))
     with pytest.raises(EngineUnavailable, match=r"worker \d could not run step 1: .*slot 3 is empty"):
         loop.run(finished(two_workers, Step(1, 1, (), (), (), (), (), (), (), (Advance(3, 1, ()),))))
+    before = loop.run(two_workers.process_ids())
+    loop.run(two_workers.rebuild())
+    assert set(before).isdisjoint(loop.run(two_workers.process_ids())), "nobody knows what state they were in"
 
 
 def test_killed_worker_is_noticed_in_the_step_that_waits_for_it(ray_cluster: None, loop: Loop, tiny: Callable):
