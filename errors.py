@@ -19,6 +19,7 @@ later?). Anything that is not an `IntarsiaError` is a bug of ours.
     ├── PoolExhausted        no blocks left right now (the scheduler's business; users never see it)
     ├── Overloaded           more is asked of the server at once than it takes: try again later
     └── EngineUnavailable    the engine is starting, stopping or gone: try again later
+        └── OutOfMemory      ... because a step did not fit in memory; smaller ones are tried
 """
 
 from typing import ClassVar
@@ -33,14 +34,16 @@ class IntarsiaError(Exception):
     """
 
     retryable: ClassVar[bool] = False
-    retry_after_s: ClassVar[float | None] = None
-    """How long to wait before the same call, where that is known to help."""
+    retry_after_s: float | None = None
+    """How long to wait before the same call, where that is known to help: in `details`, or usual for the class."""
 
     def __init__(self, message: str, *, field: str | None = None, **details: Detail):
         super().__init__(message)
         self.message = message
         self.field = field
         self.details: dict[str, Detail] = details
+        if "retry_after_s" in details:
+            self.retry_after_s = float(details["retry_after_s"])
 
     def __str__(self) -> str:
         return self.message
@@ -120,6 +123,11 @@ class EngineUnavailable(IntarsiaError):
 
     retryable = True
     retry_after_s = 1.0
+
+
+class OutOfMemory(EngineUnavailable):
+    """A step did not fit in memory beside weights and pages. Requests go on in smaller ones; who is told was alone in
+    the smallest."""
 
 
 def _tree(cls: type[IntarsiaError]) -> dict[str, type[IntarsiaError]]:

@@ -97,9 +97,9 @@ class EngineClient:
         """Where the pool's blocks are. Raises `EngineUnavailable` when the engine is gone."""
         return CacheState.from_wire(await self._ask("cache"))
 
-    async def probe(self, tokens: Sequence[int]) -> Probe:
+    async def probe(self, tokens: Sequence[int], salt: str = "") -> Probe:
         """What a request with this prompt would meet here. Raises `EngineUnavailable` when the engine is gone."""
-        return Probe(*await self._ask("probe", list(tokens)))
+        return Probe(*await self._ask("probe", list(tokens), salt))
 
     async def metrics(self) -> Metrics:
         """What was measured since the start. Raises `EngineUnavailable` when the engine is gone."""
@@ -356,12 +356,15 @@ class _Asked(NamedTuple):
     stream_interval_s: float
 
     def body(self) -> list:
-        return self.going_on(self.sampling, self.prompt, self.terms)
+        return self._wire(self.prompt, self.sampling, self.terms, is_known=False)
 
     def going_on(self, sampling: SamplingParams, tokens: list[int], terms: Terms) -> list:
         """tokens: the prompt, and what is known of the answer."""
+        return self._wire(tokens, sampling, terms, is_known=True)
+
+    def _wire(self, tokens: list[int], sampling: SamplingParams, terms: Terms, *, is_known: bool) -> list:
         wire = sampling.to_wire(), self.images, terms.to_wire(), self.stream_interval_s
-        return [tokens, *wire, len(self.prompt)]
+        return [tokens, *wire, len(self.prompt), is_known]
 
 
 class Generation(AsyncIterator[TokenDelta]):

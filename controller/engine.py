@@ -13,13 +13,21 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ..errors import DeadlineExceeded, EngineUnavailable, IntarsiaError, InvalidRequest, RequestTooLarge
+from ..errors import (
+    DeadlineExceeded,
+    EngineUnavailable,
+    IntarsiaError,
+    InvalidRequest,
+    OutOfMemory,
+    RequestTooLarge,
+)
 from ..kvcache.check import Recount, recount
 from ..kvcache.events import Cleared, Event, EventLog
 from ..kvcache.manager import CacheManager, RequestId
 from ..proto.step import Step, StepResult
 from ..proto.tracing import Tracer
 from ..workers.facts import WorkerStatus
+from .gate import Gate, GateSettings
 from .images import Gallery, Image, lay_out
 from .info import CacheState, EngineInfo, EngineLoad, GroupState, Probe
 from .metrics import Meter, Metrics
@@ -168,9 +176,11 @@ class Engine:
         workers: StepRunner,
         depth: int = 2,
         tracer: Tracer | None = None,
+        gate: Gate | None = None,
     ):
         """depth: steps under way at once. 2: one runs while the next is planned; 1: each waits for the one before."""
         self.tracer = tracer
+        self._gate = gate or Gate(GateSettings())
         self.info = info
         self.stats = EngineStats()
         self._scheduler = scheduler
@@ -202,19 +212,24 @@ class Engine:
         terms: Terms = USUAL_TERMS,
         stream_interval_s: float = 0.0,
         prompt_tokens: int | None = None,
+        is_known: bool = False,
     ) -> list[RequestId]:
         """Queue a request; its tokens go to `outlet`. One id per answer, whose handles are `handle` and those after it.
 
         prompt_tokens: of `tokens`, where an answer goes on that began elsewhere; None: all of them
         stream_interval_s: from one delta of an answer to its next; 0: each token at once; infinite: all at its end
+        is_known: it was taken before, by an engine that has gone
 
-        Raises `InvalidRequest` if it can not be served as asked.
+        Raises `InvalidRequest` if it can not be served as asked, `Overloaded` if it can not be in time.
         """
         if self._failure is not None:
             raise self._failure
         prompt = len(tokens) if prompt_tokens is None else prompt_tokens
         max_total_tokens = self._check(tokens, prompt, sampling)
         gallery = self._lay_out(tokens[:prompt], images)
+        if not is_known:
+            image_bytes = sum(len(image.data) for image in images)
+            self._gate.check(terms.tenant, prompt, image_bytes, sampling.n, terms.timeout_s)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         ends = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
@@ -239,6 +254,7 @@ class Engine:
             )
         self._meter.submitted(sampling.n, sampling.max_tokens)
         self._live.update((request.id, request) for request in requests)
+        self._gate.entered(requests, is_known=is_known)
         if sampling.form is None:
             self._queue(requests)
         else:
@@ -259,7 +275,7 @@ class Engine:
             self._queue(live)
         elif error is not None:
             for request in live:
-                del self._live[request.id]
+                self._forget(request)
                 self._tell(request, error)
 
     async def _prepare_form(self, kind: str, text: str) -> IntarsiaError | None:
@@ -281,11 +297,18 @@ class Engine:
 
     def abort(self, request_id: RequestId) -> None:
         """Stop an answer and free its blocks. Unknown or finished ones are left alone."""
-        request = self._live.pop(request_id, None)
-        if request is not None and self._scheduler.abort(request_id):
+        request = self._live.get(request_id)
+        if request is None:
+            return
+        self._forget(request)
+        if self._scheduler.abort(request_id):
             self.stats.aborted_requests += 1
             self._end_early(request, "abort")
             self._wake.set()
+
+    def _forget(self, request: Request) -> None:
+        del self._live[request.id]
+        self._gate.left(request)
 
     def _end_early(self, request: Request, how: str) -> None:
         self._meter.ended(how)
@@ -353,9 +376,9 @@ class Engine:
             faults,
         )
 
-    def probe(self, tokens: Sequence[int]) -> Probe:
+    def probe(self, tokens: Sequence[int], salt: str = "") -> Probe:
         """What a request with this prompt would meet. Nothing is touched."""
-        cached_tokens = self._manager.lookup(tokens).tokens if tokens else 0
+        cached_tokens = self._manager.lookup(tokens, salt.encode()).tokens if tokens else 0
         return Probe(cached_tokens, self._scheduler.queued_tokens, self._scheduler.num_running, self.is_leaving)
 
     def cache_state(self) -> CacheState:
@@ -435,6 +458,8 @@ class Engine:
         started = time.monotonic()
         logger.warning("the workers are lost (%s); building them again", error)
         self._give_up_steps()
+        if isinstance(error, OutOfMemory):
+            self._scheduler.shrink()
         for request in self._scheduler.start_anew():
             if request.losses > MOST_LOSSES:
                 self._give_up(request, error)
@@ -450,7 +475,8 @@ class Engine:
 
     def _give_up(self, request: Request, error: IntarsiaError) -> None:
         """It may be what the workers die of: others are not to suffer from it for ever."""
-        if self._live.pop(request.id, None) is not None and self._scheduler.abort(request.id):
+        if request.id in self._live and self._scheduler.abort(request.id):
+            self._forget(request)
             message = (
                 f"the workers were lost {request.losses} times while this request ran, in the end alone, and it got no "
                 f"token in between: they seem to die of it; last: {error}"
@@ -528,6 +554,7 @@ class Engine:
                 self.stats.prompt_tokens += entry.request.prompt_tokens
                 self.stats.cached_tokens += entry.request.cached_tokens
                 self._meter.began(entry.request, now_s)
+                self._gate.began(entry.request)
             delta: TokenDelta | None = _delta(entry)
             if caller.interval_s:
                 caller.kept.append(delta)
@@ -536,7 +563,7 @@ class Engine:
             if delta is not None:
                 deliveries.setdefault(caller.outlet, Delivery([], [], [])).others.append((caller.handle, delta))
             if entry.finish_reason is not None:
-                del self._live[entry.request.id]
+                self._forget(entry.request)
                 self.stats.finished_requests += 1
                 self._meter.finished(entry.request, entry.finish_reason.value, now_s)
                 self._journal.ended(entry.request, entry.finish_reason.value, now_s)
@@ -566,7 +593,7 @@ class Engine:
 
     def _tell_expired(self) -> None:
         for request in self._scheduler.take_expired():
-            del self._live[request.id]
+            self._forget(request)
             generated = len(request.tokens) - request.prompt_tokens
             state = f"{generated} tokens of at most {request.max_total_tokens - request.prompt_tokens} were generated"
             self._tell(
@@ -585,10 +612,10 @@ class Engine:
 
     def _fail(self, error: IntarsiaError) -> None:
         self._failure = error
-        for request in self._live.values():
+        for request in list(self._live.values()):
+            self._forget(request)
             self._tell(request, error)
             self._end_early(request, "error")
-        self._live.clear()
 
     def _count(
         self, step: Step, result: StepResult, outcome: Outcome, *, plan_us: float, wait_us: float, commit_us: float

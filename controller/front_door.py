@@ -2,10 +2,11 @@
 
 A connection is also the front end's lease: when it closes, its requests are aborted and their blocks are free.
 
-    front end -> engine   ["submit", handle, tokens, sampling, images, terms, stream_interval_s, prompt_tokens]
+    front end -> engine   ["submit", handle, tokens, sampling, images, terms, stream_interval_s, prompt_tokens,
+                           is_known]
                           ["abort", handle]
-                          ["load", handle]   ["cache", handle]   ["probe", handle, tokens]   ["metrics", handle]
-                          ["view", handle, look]
+                          ["load", handle]   ["cache", handle]   ["probe", handle, tokens, salt]
+                          ["metrics", handle]   ["view", handle, look]
                           ["watch", handle]   ["unwatch", handle]
     engine -> front end   first the EngineInfo; then, per step, [handles, tokens, [[handle, tag, what], ...]], where
                           what is a delta, an error, the answer to a question, or events of the cache; handle -1
@@ -106,12 +107,12 @@ class FrontDoor:
                     self._engine.unwatch_cache(watchers.pop(handle))
                     continue
                 try:
-                    tokens, sampling, images, terms, stream_interval_s, prompt_tokens = rest
+                    tokens, sampling, images, terms, stream_interval_s, prompt_tokens, is_known = rest
                     params = SamplingParams(**sampling)
                     pictures = [Image(*image) for image in images]
                     urgency = Terms(**terms)
                     ids = self._engine.submit(
-                        tokens, params, handle, outlet, pictures, urgency, stream_interval_s, prompt_tokens
+                        tokens, params, handle, outlet, pictures, urgency, stream_interval_s, prompt_tokens, is_known
                     )
                     requests |= {handle + index: request_id for index, request_id in enumerate(ids)}
                 except IntarsiaError as error:

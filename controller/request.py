@@ -240,6 +240,7 @@ class Terms:
     tenant     who shares the machine fairly with others; all requests without one are one tenant's
     timeout_s  seconds from now after which the answer is worth nothing; None: it may take as long as it takes
     trace      the `traceparent` of whoever traces the request; empty: nobody does
+    salt       prefixes are reused among requests of the same salt only
 
     Raises `InvalidRequest`, naming the field, when a value has the wrong type or range.
     """
@@ -248,14 +249,16 @@ class Terms:
     tenant: str = ""
     timeout_s: float | None = None
     trace: str = ""
+    salt: str = ""
 
     def __post_init__(self):
         _check_int("priority", self.priority, low=-MAX_PRIORITY, high=MAX_PRIORITY)
-        if not isinstance(self.tenant, str) or len(self.tenant) > MAX_TENANT_CHARS:
-            raise InvalidRequest(
-                f"tenant must be a text of up to {MAX_TENANT_CHARS} characters, got {str(self.tenant)[:80]!r}",
-                field="tenant",
-            )
+        for name, value in (("tenant", self.tenant), ("salt", self.salt)):
+            if not isinstance(value, str) or len(value) > MAX_TENANT_CHARS:
+                raise InvalidRequest(
+                    f"{name} must be a text of up to {MAX_TENANT_CHARS} characters, got {str(value)[:80]!r}",
+                    field=name,
+                )
         if self.timeout_s is not None:
             _check_number("timeout_s", self.timeout_s, low=0.0, high=math.inf, low_open=True, high_open=True)
 

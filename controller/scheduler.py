@@ -12,11 +12,13 @@ every request ends.
 """
 
 import heapq
+import logging
 import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 from ..errors import InvalidSetting, PoolExhausted
@@ -38,6 +40,15 @@ MOST_PATIENT = 8
 
 TOUCHED = 4
 """Waiting requests whose cached prefixes are kept for them while prompts are computed."""
+
+
+logger = logging.getLogger(__name__)
+
+SHRINK = 4
+"""By how much steps get smaller after one that did not fit in memory."""
+
+GROW_AFTER_STEPS = 1000
+"""Steps without such a fault before twice as much is tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +150,8 @@ class Scheduler:
         self._swap_out: list[tuple[int, int, int]] = []  # for the step being planned: (group, block, ticket)
         self._swap_in: list[tuple[int, int, int]] = []  # (group, ticket, block)
         self._in_flight: deque[_Flight] = deque()  # oldest first
+        self._max_tokens = settings.max_num_batched_tokens  # less, after a step that did not fit in memory
+        self._grow_at = 0  # the step from which more is tried again
         self._epoch = 1
         self._steps = 0
         self.preemptions = 0
@@ -208,6 +221,7 @@ class Scheduler:
         away blocks that those still read.
         """
         now_s = self._clock()
+        self._grow()
         self._drop_aborted()
         self._expire(now_s)
         self._clear_suspects()
@@ -279,6 +293,17 @@ class Scheduler:
         self._held_up = None
         self._epoch += 1
         return ran
+
+    def shrink(self) -> None:
+        """A step did not fit in memory: the next ones hold fewer tokens of prompts, and more again after a while."""
+        self._max_tokens = max(self._manager.plan.block_tokens, self._max_tokens // SHRINK)
+        self._grow_at = self._steps + GROW_AFTER_STEPS
+        logger.warning("steps hold at most %d tokens of prompts for a while", self._max_tokens)
+
+    def _grow(self) -> None:
+        if self._max_tokens < self._settings.max_num_batched_tokens and self._steps >= self._grow_at:
+            self._max_tokens = min(self._settings.max_num_batched_tokens, 2 * self._max_tokens)
+            self._grow_at = self._steps + GROW_AFTER_STEPS
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
@@ -388,7 +413,7 @@ class Scheduler:
 
     def _prompt_budget(self, decoding: int, prompts: int) -> int:
         """Tokens of prompts that the step may hold: what is left of it, and what is fair to those who decode."""
-        left = self._settings.max_num_batched_tokens - decoding
+        left = max(0, self._max_tokens - decoding)
         prompts += min(len(self._queue), len(self._free_slots))
         if not decoding or not prompts:
             return left
@@ -543,8 +568,11 @@ class Scheduler:
     def _named(self, request: Request) -> tuple[TokenChain, Encoder | None]:
         """The names of its prefixes, and what it is read beside."""
         encoder = request.gallery.encoder if request.gallery is not None else None
+        salt = request.terms.salt.encode()
+        if encoder is not None and salt:
+            encoder = encoder._replace(content=sha256(salt).digest() + encoder.content)
         if request.chain is None:
-            request.chain = self._manager.chain(request.tokens, encoder=encoder)
+            request.chain = self._manager.chain(request.tokens, salt, encoder)
         return request.chain, encoder
 
     def _lookup(self, request: Request) -> Hit:

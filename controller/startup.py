@@ -14,6 +14,7 @@ from ..proto.step import Step, StepResult
 from ..proto.tracing import tracer_of
 from ..workers.facts import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
 from .engine import Engine
+from .gate import Gate, GateSettings
 from .info import EngineInfo, GroupInfo
 from .scheduler import Scheduler, SchedulerSettings
 
@@ -28,6 +29,7 @@ class EngineSettings:
     model: ModelSettings
     plan: PlanSettings
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
+    gate: GateSettings = field(default_factory=GateSettings)
     max_model_len: int | None = None  # prompt and generated tokens of one request; None: what the model was made for
     prefix_caching: bool = True
     gpu_memory_utilization: float | None = None  # of a GPU's memory, for all; None, or no GPU: what `plan` says
@@ -85,7 +87,7 @@ async def build_engine(settings: EngineSettings, workers: Workers) -> Engine:
     manager = CacheManager(plan, CacheSettings(prefix_caching=settings.prefix_caching))
     info = _describe(settings, facts, plan, max_model_len)
     tracer = tracer_of("controller", settings.model.traces_endpoint)
-    return Engine(info, Scheduler(limits, manager), manager, workers, tracer=tracer)
+    return Engine(info, Scheduler(limits, manager), manager, workers, tracer=tracer, gate=Gate(settings.gate))
 
 
 def _max_model_len(settings: EngineSettings, facts: ModelFacts) -> int:

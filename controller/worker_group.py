@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from ..errors import EngineUnavailable, IntarsiaError
+from ..errors import EngineUnavailable, IntarsiaError, OutOfMemory
 from ..kvcache.plan import MemoryPlan
 from ..proto.channel import ChannelClosed, Stream
 from ..proto.step import Fault, Step, StepResult
@@ -235,9 +235,10 @@ class WorkerGroup:
         self._unanswered -= 1
         self._quiet_since_s = time.monotonic()
         self._failed = {rank for rank, result in enumerate(results) if result.fault is Fault.OTHER}
-        for rank, result in enumerate(results):
-            if result.error is not None:
-                raise EngineUnavailable(f"worker {rank} could not run step {step.number}: {result.error}")
+        if any(result.fault for result in results):
+            rank = max(range(len(results)), key=lambda rank: results[rank].fault or 0)  # a peer's is but its echo
+            kind = OutOfMemory if results[rank].fault is Fault.MEMORY else EngineUnavailable
+            raise kind(f"worker {rank} could not run step {step.number}: {results[rank].error}")
         return results[0]
 
     async def lost(self) -> EngineUnavailable:

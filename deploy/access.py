@@ -10,22 +10,62 @@ import ipaddress
 import secrets
 import ssl
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 import grpc
 
+from ..controller.request import MAX_TENANT_CHARS
 from ..errors import InvalidSetting, Unauthenticated
 
-OPEN_PATHS = frozenset({"/health", "/console"})
-"""Of HTTP: what is answered without a key. Load balancers have none, and the console's page holds nothing secret."""
 
-ADMIN_PATHS = ("/console/",)
-"""Of HTTP: what begins so wants the admin key."""
+class Level(Enum):
+    """What a call must bring."""
 
-OPEN_SERVICES = ("/grpc.health.v1.Health/",)
+    OPEN = "nothing"  # load balancers have no key, and the console's page holds nothing secret
+    KEY = "a key, where the server has any"
+    ADMIN = "the admin key"
+
+
+ROUTES: Mapping[str, Level] = {
+    "/health": Level.OPEN,
+    "/console": Level.OPEN,
+    "/console/view": Level.ADMIN,
+    "/metrics": Level.KEY,
+    "/openapi.json": Level.KEY,
+    "/v1/models": Level.KEY,
+    "/v1/models/{model:path}": Level.KEY,
+    "/v1/completions": Level.KEY,
+    "/v1/chat/completions": Level.KEY,
+    "/v1/responses": Level.KEY,
+    "/tokenize": Level.KEY,
+    "/detokenize": Level.KEY,
+}
+"""Of HTTP, every path there is. What is not here, which is nothing that exists, is treated as `KEY`."""
+
+RPCS: Mapping[str, Level] = {
+    "/intarsia.v1.Inference/Generate": Level.KEY,
+    "/intarsia.v1.Inference/GenerateBatch": Level.KEY,
+    "/intarsia.v1.Inference/Abort": Level.KEY,
+    "/intarsia.v1.Inference/Tokenize": Level.KEY,
+    "/intarsia.v1.Inference/Detokenize": Level.KEY,
+    "/intarsia.v1.Inference/GetModelInfo": Level.KEY,
+    "/intarsia.v1.Inference/GetLoad": Level.KEY,
+    "/intarsia.v1.Inference/GetCacheState": Level.KEY,
+    "/intarsia.v1.Inference/WatchCacheEvents": Level.KEY,
+    "/grpc.health.v1.Health/Check": Level.OPEN,
+    "/grpc.health.v1.Health/Watch": Level.OPEN,
+    "/grpc.health.v1.Health/List": Level.OPEN,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Level.KEY,
+}
+"""The same of gRPC."""
 
 SCHEME = "bearer "
+
+TENANT: ContextVar[str] = ContextVar("tenant", default="")
+"""Whose key the call that is being answered came with; empty: one that is nobody's in particular, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +73,7 @@ class AccessSettings:
     """Files are in PEM. With `ssl_ca_certs`, clients need a certificate too, signed by one of those."""
 
     api_key: tuple[str, ...] = field(default=(), repr=False)  # any of them
-    api_key_file: str | None = None  # more of them, one on each line
+    api_key_file: str | None = None  # more of them, one on each line; after a space, the tenant whose key it is
     admin_key: tuple[str, ...] = field(default=(), repr=False)  # for the console
     admin_key_file: str | None = None
     ssl_certfile: str | None = None
@@ -57,7 +97,7 @@ class Access:
         if self._admin_keys:
             return None
         key = secrets.token_urlsafe(18)
-        self._admin_keys = [_digest(key)]
+        self._admin_keys = {_digest(key): ""}
         return key
 
     @property
@@ -86,13 +126,15 @@ class Access:
             field="host",
         )
 
-    def check_key(self, authorization: str | None) -> None:
-        """authorization: the header of a request. Raises `Unauthenticated`."""
-        if self._keys:
-            _check(authorization, self._keys, "api_key")
+    def check(self, level: Level, authorization: str | None) -> None:
+        """authorization: the header of a call. Notes its tenant. Raises `Unauthenticated`."""
+        if level is Level.ADMIN:
+            self._check_admin_key(authorization)
+        elif level is Level.KEY and self._keys:
+            TENANT.set(_check(authorization, self._keys, "api_key"))
 
-    def check_admin_key(self, authorization: str | None) -> None:
-        """As `check_key`, for the console: without an admin key nobody may see it."""
+    def _check_admin_key(self, authorization: str | None) -> None:
+        """Without one nobody may see the console."""
         if not self._admin_keys:
             raise Unauthenticated(
                 "the console is closed: to open it, start the server with --admin-key-file (in Serve: admin_key_file)",
@@ -154,33 +196,46 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _check(authorization: str | None, keys: Sequence[bytes], field: str) -> None:
+def _check(authorization: str | None, keys: Mapping[bytes, str], field: str) -> str:
+    """Whose key it is."""
     given = authorization or ""
     if not given.lower().startswith(SCHEME):
         raise Unauthenticated("a key is wanted: send the header 'Authorization: Bearer KEY'", field=field)
     digest = _digest(given[len(SCHEME) :].strip())
-    if not any([hmac.compare_digest(digest, key) for key in keys]):  # all of them, to take the same time
+    found = [tenant for key, tenant in keys.items() if hmac.compare_digest(digest, key)]  # all, to take the same time
+    if not found:
         raise Unauthenticated("this key is not known here", field=field)
+    return found[0]
 
 
-def _all_keys(field: str, given: Sequence[str], file: str | None) -> list[bytes]:
+def _all_keys(field: str, given: Sequence[str], file: str | None) -> dict[bytes, str]:
+    """The tenant of each key, by its digest."""
     if any(not key for key in given):
         raise InvalidSetting(f"{field} is empty; leave it out to ask for none", field=field)
     in_file = _keys_of(f"{field}_file", file)
     if file is not None and not in_file:
         raise InvalidSetting(f"{field}_file {file} holds no key", field=f"{field}_file")
-    return [_digest(key) for key in (*given, *in_file)]
+    return {_digest(key): "" for key in given} | {_digest(key): tenant for key, tenant in in_file.items()}
 
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def _keys_of(field: str, file: str | None) -> list[str]:
+def _keys_of(field: str, file: str | None) -> dict[str, str]:
+    """The tenant of each key in a file."""
     if file is None:
-        return []
+        return {}
     try:
         lines = Path(file).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidSetting(f"{field} {file} can not be read: {error}", field=field) from None
-    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    parts = [line.split() for line in lines if line.strip() and not line.startswith("#")]
+    for number, words in enumerate(parts, 1):
+        if len(words) > 2 or len(words[-1]) > MAX_TENANT_CHARS:
+            raise InvalidSetting(
+                f"{field} {file}: entry {number} has {len(words)} words; it needs a key and, after a space, the "
+                f"name of the tenant whose key it is, of at most {MAX_TENANT_CHARS} characters",
+                field=field,
+            )
+    return {words[0]: words[1] if len(words) > 1 else "" for words in parts}

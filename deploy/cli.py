@@ -90,6 +90,13 @@ def serve(
     swap_space: Annotated[
         str, typer.Option(help="Host memory per worker for the blocks of preempted requests, e.g. 4GiB.")
     ] = "0",
+    max_waiting_tokens: Annotated[int, typer.Option(help="Most tokens of prompts that wait for their turn.")] = 2**25,
+    max_requests_per_tenant: Annotated[
+        int | None, typer.Option(help="Most requests of one tenant, waiting and running.  [default: any number]")
+    ] = None,
+    min_free_memory: Annotated[
+        str, typer.Option(help="Host memory to keep free: with less, new requests are told to try again.")
+    ] = "256MiB",
     enforce_eager: Annotated[
         bool, typer.Option("--enforce-eager", help="Run transformers' modules as they are written; slower.")
     ] = False,
@@ -134,7 +141,13 @@ def serve(
     stream_interval_s: Annotated[
         float, typer.Option(help="Seconds between the pieces of a streamed answer; 0: each token by itself.")
     ] = 0.0,
+    max_wait_s: Annotated[
+        float | None, typer.Option(help="Requests whose turn would come later are told to try again.")
+    ] = 60.0,
     max_streams: Annotated[int, typer.Option(help="Most requests being answered; more are told to try again.")] = 4096,
+    drain_timeout_s: Annotated[
+        float, typer.Option(help="Seconds for running requests to end when the server is to stop.")
+    ] = 60.0,
     config: Annotated[
         Path | None,
         typer.Option(is_eager=True, callback=_use_file, help="YAML with any of these settings; flags come first."),

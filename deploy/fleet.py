@@ -69,13 +69,13 @@ class Fleet:
         """By name, the own one first."""
         return dict(self._engines)
 
-    async def choose(self, prompt: Sequence[int]) -> EngineClient:
+    async def choose(self, prompt: Sequence[int], salt: str = "") -> EngineClient:
         """Where a request with this prompt is answered soonest."""
         engines = dict(self._engines)
         own = engines[self._own]
         if len(engines) == 1 or len(prompt) >= own.info.max_model_len:  # which is refused, wherever it goes
             return own
-        probes = await asyncio.gather(*[self._probe(engine, prompt) for engine in engines.values()])
+        probes = await asyncio.gather(*[self._probe(engine, prompt, salt) for engine in engines.values()])
         answered = {name: probe for name, probe in zip(engines, probes, strict=True) if probe is not None}
         return engines[choose(answered, self._own, len(prompt))]
 
@@ -92,9 +92,9 @@ class Fleet:
         for name in set(self._engines) - {self._own}:
             await self._engines.pop(name).close()
 
-    async def _probe(self, engine: EngineClient, prompt: Sequence[int]) -> Probe | None:
+    async def _probe(self, engine: EngineClient, prompt: Sequence[int], salt: str) -> Probe | None:
         try:
-            return await asyncio.wait_for(engine.probe(prompt), ANSWER_WITHIN_S)
+            return await asyncio.wait_for(engine.probe(prompt, salt), ANSWER_WITHIN_S)
         except (IntarsiaError, TimeoutError):
             return None
 

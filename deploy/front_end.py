@@ -12,9 +12,17 @@ from ..controller.images import Image
 from ..controller.info import CacheState, EngineInfo, EngineLoad
 from ..controller.metrics import Metrics
 from ..controller.request import USUAL_TERMS, SamplingParams, Terms
-from ..errors import IntarsiaError, InvalidRequest, InvalidSetting, Overloaded, RequestAborted
+from ..errors import (
+    EngineUnavailable,
+    IntarsiaError,
+    InvalidRequest,
+    InvalidSetting,
+    Overloaded,
+    RequestAborted,
+)
 from ..kvcache.events import Event
 from ..proto.tracing import INCOMING, Span, Tracer
+from .access import TENANT
 from .fleet import Fleet
 from .images import ImageReader, read_images
 from .text import whole_answers, with_text
@@ -76,10 +84,36 @@ class FrontEnd:
         self._fleet = fleet
         self._images = ImageReader.of(engine.info)
         self._running: dict[str, Answers] = {}  # by request id
+        self._is_leaving = False
+        self._changed = asyncio.Event()  # somebody has been answered
 
     @property
     def info(self) -> EngineInfo:
         return self._engine.info
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are being answered."""
+        return len(self._running)
+
+    def leave(self) -> None:
+        """Take no new requests from now on."""
+        self._is_leaving = True
+
+    async def idle(self) -> None:
+        """Wait until nobody is being answered."""
+        while self._running:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def check_ready(self) -> None:
+        """Raises `EngineUnavailable` when new requests had better go elsewhere."""
+        self._check_stays()
+        await self._engine.load()
+
+    def _check_stays(self) -> None:
+        if self._is_leaving:
+            raise EngineUnavailable("this server is stopping and takes no new requests; ask another one, or later")
 
     async def load(self) -> EngineLoad:
         return await self._engine.load()
@@ -141,8 +175,10 @@ class FrontEnd:
         """The answers to a request, each in one delta if they are not streamed. The engine hears of it when the first
         delta is awaited.
 
-        Raises `Overloaded` when as many are being answered as the settings allow.
+        Raises `Overloaded` when as many are being answered as the settings allow, `EngineUnavailable` when this front
+        end is to stop.
         """
+        self._check_stays()
         limit = self.settings.max_streams
         if len(self._running) >= limit:
             raise Overloaded(
@@ -159,8 +195,10 @@ class FrontEnd:
         if self._tracer is not None:
             span = self._tracer.begin("request", INCOMING.get())
             asked = asked._replace(terms=replace(asked.terms, trace=span.traceparent))
+        if tenant := TENANT.get():  # whatever the request says: the key says it better
+            asked = asked._replace(terms=replace(asked.terms, tenant=tenant, salt=tenant))
         fleet = self._fleet
-        engine = self._engine if fleet is None else await fleet.choose(asked.prompt)
+        engine = self._engine if fleet is None else await fleet.choose(asked.prompt, asked.terms.salt)
         generation = engine.generate(
             asked.prompt,
             asked.sampling,
@@ -170,14 +208,16 @@ class FrontEnd:
             interval_s,
             None if fleet is None else fleet.instead,
         )
-        return Answers(generation, self.tokenizer, asked, self._running, is_streaming, span)
+        return Answers(generation, self.tokenizer, asked, self._running, self._changed, is_streaming, span)
 
     def abort(self, request_id: str) -> bool:
-        """Stop a request of any client of this front end. False if there is none of that name."""
+        """Stop a request of any client of this front end; of another tenant's key, none. False if there is none of that
+        name."""
         answers = self._running.get(request_id)
-        if answers is not None:
-            answers.abort(RequestAborted(f"request {request_id!r} was aborted"))
-        return answers is not None
+        if answers is None or answers.salt != TENANT.get():
+            return False
+        answers.abort(RequestAborted(f"request {request_id!r} was aborted"))
+        return True
 
 
 class Answers:
@@ -190,14 +230,17 @@ class Answers:
         tokenizer: Tokenizer | None,
         asked: Asked,
         running: "dict[str, Answers]",
+        changed: asyncio.Event,
         is_streaming: bool,
         span: Span | None = None,
     ):
-        """running: where this is found while it goes on. span: ends with it."""
+        """running: where this is found while it goes on; `changed` is set when it ends, and `span` ends with it."""
         self._span = span
         self.asked = asked
         self.request_id = generation.request_id
+        self.salt = asked.terms.salt
         self._running = running
+        self._changed = changed
         self._running.setdefault(self.request_id, self)
         self._generation = generation
         self._tokenizer = tokenizer
@@ -213,6 +256,7 @@ class Answers:
     async def aclose(self) -> None:
         if self._running.get(self.request_id) is self:
             del self._running[self.request_id]
+            self._changed.set()
         await self._generation.aclose()
         if self._span is not None:
             sampling = self.asked.sampling

@@ -14,7 +14,7 @@ from ..errors import IntarsiaError, InvalidRequest, InvalidSetting, Unauthentica
 from ..proto import inference_pb2 as pb
 from ..proto import inference_pb2_grpc as pb_grpc
 from ..proto.tracing import INCOMING
-from .access import OPEN_SERVICES, Access
+from .access import RPCS, Access, Level
 from .convert import (
     MAX_MESSAGE_BYTES,
     cache_state_to_proto,
@@ -170,9 +170,13 @@ class GrpcServer:
             await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
         return f"{target.rpartition(':')[0]}:{port}"
 
+    async def leave(self) -> None:
+        """Say to health watchers that requests are to go elsewhere."""
+        await self._health.enter_graceful_shutdown()
+
     async def stop(self, grace_s: float = SHUTDOWN_GRACE_S) -> None:
         """Say so to health watchers, take nothing new, give running calls `grace_s` to end."""
-        await self._health.enter_graceful_shutdown()
+        await self.leave()
         await self._server.stop(grace_s)
 
 
@@ -190,11 +194,9 @@ class _Keys(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], handler_call_details: Any
     ) -> Any:
-        if handler_call_details.method.startswith(OPEN_SERVICES):
-            return await continuation(handler_call_details)
-        given = dict(handler_call_details.invocation_metadata).get("authorization")
+        level = RPCS.get(handler_call_details.method, Level.KEY)
         try:
-            self._access.check_key(given)
+            self._access.check(level, dict(handler_call_details.invocation_metadata).get("authorization"))
         except Unauthenticated as error:
             return _refusal(error)
         return await continuation(handler_call_details)

@@ -106,6 +106,10 @@ class LLM:
     longest_prefix_first      False: of those next in turn, take the one with most of its prompt in the cache
     swap_space                0: bytes of host memory on each worker, where blocks of preempted requests wait that are
                               dearer to compute anew than to copy
+    max_wait_s                None: seconds; a request whose turn would come later is refused with `Overloaded`
+    max_waiting_tokens        2**25: most tokens of prompts that wait for their turn
+    max_requests_per_tenant   None: most requests of one tenant, waiting and running
+    min_free_memory           "256MiB" of the host's memory that is kept free: with less, new requests are refused
     dtype                     "auto": as saved, or "float32", "bfloat16", "float16"
     attention_backend         None: the first that covers the model, or its name
     max_images_per_request    1: where a model takes images

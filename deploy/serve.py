@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..controller.launch import RunningEngine, start_engine
 from ..controller.startup import EngineSettings
+from ..errors import InvalidSetting
 from ..proto.tracing import tracer_of
 from .access import Access, AccessSettings
 from .banner import print_banner
@@ -32,6 +33,13 @@ class ServerSettings:
     access: AccessSettings = field(default_factory=AccessSettings)
     front_end: FrontEndSettings = field(default_factory=FrontEndSettings)
     console: ConsoleSettings = field(default_factory=ConsoleSettings)
+    drain_timeout_s: float = 60.0  # for requests that are being answered when the server is to stop
+
+    def __post_init__(self):
+        if self.drain_timeout_s < 0:
+            raise InvalidSetting(
+                f"drain_timeout_s must be at least 0 seconds, got {self.drain_timeout_s}", field="drain_timeout_s"
+            )
 
 
 def server_settings(
@@ -50,6 +58,7 @@ def server_settings(
     stream_interval_s: float = 0.0,
     max_streams: int = 4096,
     console_prompts: bool = False,
+    drain_timeout_s: float = 60.0,
 ) -> ServerSettings:
     """Flags and arguments as settings. Raises `InvalidSetting`, naming the field."""
     return ServerSettings(
@@ -68,7 +77,24 @@ def server_settings(
         ),
         FrontEndSettings(stream_interval_s, max_streams),
         ConsoleSettings(console_prompts),
+        drain_timeout_s,
     )
+
+
+class Served(NamedTuple):
+    """A started engine and what stands in front of it."""
+
+    engine: RunningEngine
+    front_end: FrontEnd
+    grpc: GrpcServer
+    at: "Listening"
+
+    async def drain(self, within_s: float) -> None:
+        """Take no new requests, say so to whoever asks for our health, and wait for those that are being answered."""
+        self.front_end.leave()
+        await self.grpc.leave()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.front_end.idle(), within_s)
 
 
 class Listening(NamedTuple):
@@ -80,7 +106,7 @@ class Listening(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def serving(settings: EngineSettings, server: ServerSettings) -> AsyncIterator[tuple[RunningEngine, Listening]]:
+async def serving(settings: EngineSettings, server: ServerSettings) -> AsyncIterator[Served]:
     """A started engine with its servers; all of it ends with the context."""
     access = Access(server.access)
     access.check_host(server.host)  # what can be refused at once is refused before workers start
@@ -96,7 +122,8 @@ async def serving(settings: EngineSettings, server: ServerSettings) -> AsyncIter
             url, target = await http.start(server.host, server.port), await grpc.start(server.host, server.grpc_port)
             drawn = access.draw_admin_key()
             with announced(url, drawn):
-                yield engine, Listening(url, target, f"{url}/console" + (f"#key={drawn}" if drawn else ""))
+                at = Listening(url, target, f"{url}/console" + (f"#key={drawn}" if drawn else ""))
+                yield Served(engine, front_end, grpc, at)
         finally:
             await asyncio.gather(http.stop(), grpc.stop())
             if tracer is not None:
@@ -106,20 +133,34 @@ async def serving(settings: EngineSettings, server: ServerSettings) -> AsyncIter
 
 
 async def serve(settings: EngineSettings, server: ServerSettings) -> None:
-    """Serve until SIGINT or SIGTERM; running calls get a few seconds to end.
+    """Serve until SIGINT or SIGTERM. Requests that are being answered then have `drain_timeout_s` to end, or until the
+    second signal.
 
-    Raises `EngineUnavailable` when the engine goes by itself, so that whoever watches the process can start it again.
+    Raises `EngineUnavailable` when the engine goes by itself and does not come back, so that whoever watches the
+    process can start it again.
     """
-    stop = asyncio.Event()
+    stops = asyncio.Semaphore(0)
     loop = asyncio.get_running_loop()
-    async with serving(settings, server) as (engine, listening):
+    async with serving(settings, server) as served:
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop.set)
-        print_banner(engine.client.info, *listening)
+            loop.add_signal_handler(number, stops.release)
+        print_banner(served.engine.client.info, *served.at)
         print("ready; stop with Ctrl-C", flush=True)
-        stopping, gone = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(engine.client.wait_gone())
-        await asyncio.wait((stopping, gone), return_when=asyncio.FIRST_COMPLETED)
+        gone = asyncio.ensure_future(served.engine.client.wait_gone())
+        await _first(stops.acquire(), gone)
+        if not gone.done() and (running := served.front_end.num_running):
+            print(f"stopping when {running} requests have their answers; Ctrl-C stops at once", flush=True)
+            await _first(served.drain(server.drain_timeout_s), stops.acquire(), gone)
         if gone.done():
             raise gone.result()
         gone.cancel()
         print("stopping ...", flush=True)
+
+
+async def _first(*works: Awaitable[object]) -> None:
+    """Wait until one of them is done; those that began here are given up."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task, work in zip(tasks, works, strict=True):
+        if task is not work:
+            task.cancel()

@@ -26,7 +26,7 @@ from ..controller.launch import RunningEngine, find_engines, start_engine
 from ..errors import EngineUnavailable, IntarsiaError, InvalidSetting, Unauthenticated
 from ..proto import inference_pb2 as pb
 from ..proto.tracing import tracer_of
-from .access import Access, AccessSettings
+from .access import Access, AccessSettings, Level
 from .autoscaling import POOL_USE, wanted_replicas
 from .console import ConsoleSettings
 from .fleet import Fleet
@@ -39,6 +39,8 @@ from .tokenizer import Tokenizer
 MAX_ONGOING_REQUESTS = 1024
 """Of a replica. The engine queues by itself, in its own order; Serve should not do so before it."""
 
+MAX_WAIT_S = 60.0
+"""For a request's turn, unless it is said; `intarsia serve` has the same."""
 
 STREAM_INTERVAL_S = 0.1
 """Between the pieces of a streamed answer: each is a message between Serve's processes, which take as long for one as
@@ -74,7 +76,8 @@ class Replica:
     """One engine and its front end, within a Serve replica."""
 
     async def __init__(self, settings: dict[str, Any], options: DeploymentOptions):
-        wanted = engine_settings(**settings)
+        given: dict[str, Any] = {"max_wait_s": MAX_WAIT_S} | settings
+        wanted = engine_settings(**given)
         self._access = Access(AccessSettings(api_key_file=options.api_key_file, admin_key_file=options.admin_key_file))
         self._options = options
         name = engine_name(wanted.name, settings)
@@ -157,7 +160,7 @@ class Replica:
         """The context of a call that brings a key, where one is wanted."""
         context = _Context(grpc_context)
         try:
-            self._access.check_key(dict(grpc_context.invocation_metadata()).get("authorization"))
+            self._access.check(Level.KEY, dict(grpc_context.invocation_metadata()).get("authorization"))
         except Unauthenticated as error:
             await context.abort_with_status(status_of(error))
         return context

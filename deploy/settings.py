@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
 
+from ..controller.gate import GateSettings
 from ..controller.scheduler import SchedulerSettings
 from ..controller.startup import EngineSettings
 from ..errors import InvalidSetting
@@ -38,6 +39,10 @@ def engine_settings(
     priority_ageing_s: float = 30.0,
     longest_prefix_first: bool = False,
     swap_space: str | int = 0,
+    max_wait_s: float | None = None,
+    max_waiting_tokens: int = 2**25,
+    max_requests_per_tenant: int | None = None,
+    min_free_memory: str | int = "256MiB",
     strategy: str = "auto",
     expected_average_seq_len: str | int | None = None,
     dtype: str = "auto",
@@ -80,6 +85,12 @@ def engine_settings(
             priority_ageing_s,
             longest_prefix_first,
             parse_bytes(swap_space, "swap_space"),
+        ),
+        gate=GateSettings(
+            max_wait_s,
+            max_waiting_tokens,
+            max_requests_per_tenant=max_requests_per_tenant,
+            min_free_bytes=parse_bytes(min_free_memory, "min_free_memory"),
         ),
         max_model_len=max_model_len,
         prefix_caching=enable_prefix_caching,

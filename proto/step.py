@@ -141,7 +141,8 @@ class Fault(IntEnum):
     """Why a rank could not run a step."""
 
     PEER = 1  # another rank is gone; this one is well
-    OTHER = 2
+    MEMORY = 2  # the step did not fit; this one is well
+    OTHER = 3
 
 
 class StepResult(NamedTuple):

@@ -65,6 +65,13 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
     return CudaMemory(device) if device.type == "cuda" else None
 
 
+def is_lack_of_memory(error: Exception) -> bool:
+    """Whether something was to be allocated and could not be."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's way to say so on a CPU
+
+
 def resident_bytes() -> int:
     """What this process holds of the host's memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

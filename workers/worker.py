@@ -22,7 +22,7 @@ from .collectives import make_collectives
 from .environment import threads_per_worker
 from .facts import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
 from .grammars import Grammars
-from .memory import device_memory, resident_bytes, spare_bytes
+from .memory import device_memory, is_lack_of_memory, resident_bytes, spare_bytes
 from .model import LoadedModel, load_model
 from .parallel import TensorParallel
 from .runner import Drawn, ModelRunner
@@ -104,6 +104,8 @@ class Worker:
         """Forget all requests. Weights and pages stay; what is in the pages is nobody's."""
         assert self._runner is not None, "allocate first"
         self._runner.clear()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # a step may not have fitted beside what was kept for the next
 
     def spare_memory(self, trial: MemoryPlan, limits: RunnerLimits, share: float) -> int | None:
         """Bytes left for pages when the engine takes `share` of the device's memory; None where a device has none of
@@ -134,7 +136,8 @@ class Worker:
             drawn, error, fault = Drawn(), f"{type(failure).__name__}: {failure}", Fault.PEER
         except Exception as failure:
             logger.exception("step %d failed on rank %d", step.number, self._parallel.rank)
-            drawn, error, fault = Drawn(), f"{type(failure).__name__}: {failure}", Fault.OTHER
+            fault = Fault.MEMORY if is_lack_of_memory(failure) else Fault.OTHER
+            drawn, error = Drawn(), f"{type(failure).__name__}: {failure}"
             self._leave_others()
         run_us = int((time.monotonic() - started) * 1e6)
         if step.traces and self._tracer is not None:

@@ -40,16 +40,16 @@ async def _run() -> None:
     console = Console(highlight=False)
     _say(console, "starting Ray, the controller and 2 tensor-parallel workers for the tiny model that comes along")
     settings = engine_settings(DEMO, tensor_parallel_size=2, kv_cache_memory="2MiB")
-    async with serving(settings, ServerSettings(port=0, grpc_port=0)) as (engine, listening):
-        print_banner(engine.client.info, *listening)
+    async with serving(settings, ServerSettings(port=0, grpc_port=0)) as served:
+        print_banner(served.engine.client.info, *served.at)
         _say(console, f"a gRPC client sends {len(PROMPT)} bytes, and the model goes on")
-        first = await asyncio.to_thread(_ask, listening.grpc, PROMPT, console)
+        first = await asyncio.to_thread(_ask, served.at.grpc, PROMPT, console)
         _say(console, "the same prompt again: now it is in the cache, and the answer is the same")
-        second = await asyncio.to_thread(_ask, listening.grpc, PROMPT, console)
+        second = await asyncio.to_thread(_ask, served.at.grpc, PROMPT, console)
         _say(console, "the same beginning and another end: all layers take up what they have of it")
-        third = await asyncio.to_thread(_ask, listening.grpc, PROMPT[: PROMPT.index("In the")] + OTHER_END, console)
+        third = await asyncio.to_thread(_ask, served.at.grpc, PROMPT[: PROMPT.index("In the")] + OTHER_END, console)
         _say(console, "what happened")
-        console.print(await _report(engine, first, second, third))
+        console.print(await _report(served.engine, first, second, third))
     _say(console, "everything is shut down. Go on with: intarsia serve demo")
 
 

@@ -28,7 +28,7 @@ from ...errors import (
     UnknownModel,
 )
 from ...proto.tracing import INCOMING
-from ..access import ADMIN_PATHS, OPEN_PATHS, Access
+from ..access import ROUTES, Access, Level
 from ..console import ConsoleSettings, add_console
 from ..front_end import FrontEnd
 from ..metrics import METRICS_TYPE, render
@@ -164,7 +164,7 @@ def make_app(
 
     @app.get("/health", responses={503: ERRORS[503]}, operation_id="health")
     async def health() -> dict[str, str]:
-        await front_end().load()  # an engine that is gone raises
+        await front_end().check_ready()
         return {"status": "ok"}
 
     @app.get("/metrics", response_class=PlainTextResponse, responses={503: ERRORS[503]}, operation_id="metrics")
@@ -321,11 +321,10 @@ class _Keys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"]) if scope["type"] == "http" else {}
         INCOMING.set(headers.get(b"traceparent", b"").decode("latin-1"))
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            is_admin = scope["path"].startswith(ADMIN_PATHS)
-            check = self._access.check_admin_key if is_admin else self._access.check_key
+        if scope["type"] == "http":
+            level = ROUTES.get(scope["path"], Level.KEY)  # a model's path has its name in it, and the same level
             try:
-                check(headers.get(b"authorization", b"").decode("latin-1"))
+                self._access.check(level, headers.get(b"authorization", b"").decode("latin-1"))
             except Unauthenticated as error:
                 await _refusal(error)(scope, receive, send)
                 return

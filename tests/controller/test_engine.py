@@ -7,11 +7,19 @@ from typing import Any
 import pytest
 
 from intarsia.controller import engine as engine_module
+from intarsia.controller import scheduler as scheduler_module
 from intarsia.controller.engine import MOST_LOSSES, Delivery, Engine, TokenDelta
 from intarsia.controller.info import EngineInfo, GroupInfo
 from intarsia.controller.request import SamplingParams, Terms
 from intarsia.controller.scheduler import Scheduler, SchedulerSettings
-from intarsia.errors import DeadlineExceeded, EngineUnavailable, IntarsiaError, InvalidRequest, RequestTooLarge
+from intarsia.errors import (
+    DeadlineExceeded,
+    EngineUnavailable,
+    IntarsiaError,
+    InvalidRequest,
+    OutOfMemory,
+    RequestTooLarge,
+)
 from intarsia.kvcache.manager import CacheManager
 from intarsia.kvcache.plan import MemoryPlan
 from intarsia.kvcache.reach import Full, Sliding
@@ -231,6 +239,59 @@ def test_requests_that_the_workers_die_of_are_found_out_and_nobody_else_suffers(
         assert completion.token_ids == continuation(prompt, 8)
     assert engine.recount().all_free
     assert engine.stats.rebuilds <= MOST_LOSSES + 1 + 2 * (poisoned - 1)
+
+
+class Small(SimulatedGroup):
+    """Has memory for so many tokens of prompts in a step."""
+
+    def __init__(self, plan: MemoryPlan, most: int):
+        super().__init__(plan)
+        self.most = most
+        self.ran: list[int] = []
+
+    async def start_step(self, step: Step) -> StepResult:
+        tokens = sum(advance.tokens for advance in step.advance)
+        if tokens > self.most:
+            raise OutOfMemory(f"worker 0 could not run step {step.number}: can't allocate memory")
+        self.ran.append(tokens)
+        return await super().start_step(step)
+
+
+def test_steps_that_do_not_fit_in_memory_get_smaller_and_nobody_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scheduler_module, "GROW_AFTER_STEPS", 10)
+    usual = make_engine(blocks=128)
+    workers = Small(usual._manager.plan, most=5)
+    engine = Engine(usual.info, usual._scheduler, usual._manager, workers)
+    prompts = [[n + 1] * 30 for n in range(4)]
+
+    async def scenario() -> list[Completion]:
+        completions = [submit(engine, prompt) for prompt in prompts]
+        await asyncio.gather(*(c.done.wait() for c in completions))
+        workers.most = 16  # whoever else had it has given it back
+        for _ in range(20):
+            completions.append(submit(engine, [*prompts[0][:-1], len(completions)]))
+            await completions[-1].done.wait()
+        return completions
+
+    completions = running(engine, scenario())
+    assert all(completion.error is None for completion in completions)
+    for prompt, completion in zip(prompts, completions[:4], strict=True):
+        assert completion.token_ids == continuation(prompt, 8)
+    assert max(workers.ran[:20]) <= 5
+    assert max(workers.ran) > 5, "larger steps are tried again"
+
+
+def test_a_request_that_fits_in_no_step_is_told_why():
+    usual = make_engine(blocks=128)
+    engine = Engine(usual.info, usual._scheduler, usual._manager, Small(usual._manager.plan, most=0))
+
+    async def scenario() -> Completion:
+        completion = submit(engine, [7] * 30)
+        await completion.done.wait()
+        return completion
+
+    error = running(engine, scenario()).error
+    assert isinstance(error, EngineUnavailable) and "can't allocate memory" in error.message
 
 
 def test_a_request_may_lose_its_workers_often_while_it_gets_tokens():

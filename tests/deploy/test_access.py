@@ -1,5 +1,6 @@
 """Keys, TLS and addresses, on real servers with certificates made for the test."""
 
+import contextlib
 import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,11 +11,14 @@ import httpx
 import openai
 import pytest
 import trustme
+from google.protobuf import descriptor_pool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from starlette.routing import Route
 
 from intarsia.controller.engine import TokenDelta
-from intarsia.deploy.access import Access, AccessSettings
+from intarsia.controller.request import Terms
+from intarsia.deploy.access import ROUTES, RPCS, Access, AccessSettings, Level
 from intarsia.deploy.client import Client, Tls
 from intarsia.deploy.front_end import Asked, FrontEnd, FrontEndSettings
 from intarsia.deploy.grpc_server import GrpcServer
@@ -23,7 +27,7 @@ from intarsia.deploy.openai.app import make_app
 from intarsia.errors import EngineUnavailable, InvalidSetting, Overloaded, Unauthenticated
 from intarsia.proto import inference_pb2 as pb
 from intarsia.proto import inference_pb2_grpc as pb_grpc
-from intarsia.tests.deploy.scripted import ScriptedEngine
+from intarsia.tests.deploy.scripted import HANG, ScriptedEngine
 
 SCRIPT = (TokenDelta((5,)), TokenDelta((6,), finish_reason="length"))
 
@@ -42,9 +46,11 @@ def start(loop: Any) -> Iterator[Start]:
     """Starts both servers in front of a scripted engine."""
     servers: list[Any] = []
 
-    def begin(settings: AccessSettings, front_end_settings: FrontEndSettings | None = None) -> Addresses:
+    def begin(
+        settings: AccessSettings, front_end_settings: FrontEndSettings | None = None, script: Any = SCRIPT
+    ) -> Addresses:
         async def listen() -> Addresses:
-            front_end = FrontEnd(ScriptedEngine(SCRIPT), None, front_end_settings)  # type: ignore[arg-type]
+            front_end = FrontEnd(ScriptedEngine(script), None, front_end_settings)  # type: ignore[arg-type]
             access = Access(settings)
             http, rpc = HttpServer(make_app(lambda: front_end, access), access), GrpcServer(front_end, access)
             servers.extend((http, rpc))
@@ -124,6 +130,67 @@ def test_keys_come_from_a_file_too(start: Start, tmp_path: Path):
         with Client(address, api_key=key) as client:
             assert client.complete([1, 2]).token_ids == (5, 6)
     assert "oak" not in repr(AccessSettings(api_key=("oak",)))
+
+
+def test_every_route_and_every_rpc_has_its_level_declared(start: Start):
+    app = make_app(lambda: start(AccessSettings()).front_end)
+    routes = {route.path for route in app.routes if isinstance(route, Route)}
+    assert routes == set(ROUTES)
+    pool = descriptor_pool.Default()
+    names = ("intarsia.v1.Inference", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection")
+    services = [pool.FindServiceByName(name) for name in names]
+    assert {f"/{each.full_name}/{method.name}" for each in services for method in each.methods} == set(RPCS)
+
+
+def test_every_route_and_every_rpc_wants_what_its_level_says(start: Start):
+    here = start(AccessSettings(api_key=("oak",), admin_key=("yew",)))
+    for path, level in ROUTES.items():
+        path = path.replace("{model:path}", "tiny-hybrid")
+        for key, opens in (("", ()), ("oak", (Level.KEY,)), ("yew", (Level.ADMIN,))):
+            headers = {"Authorization": f"Bearer {key}"}
+            refused = [httpx.request(verb, here.http + path, headers=headers).status_code for verb in ("GET", "POST")]
+            assert (refused == [401, 401]) == (level not in (Level.OPEN, *opens)), (path, key, refused)
+    with grpc.insecure_channel(here.grpc) as channel:
+        for method, level in RPCS.items():
+            for key, opens in (("", ()), ("oak", (Level.KEY,)), ("yew", ())):
+                call: Any = channel.unary_stream(method)(
+                    b"", metadata=(("authorization", f"Bearer {key}"),), timeout=0.5
+                )
+                with contextlib.suppress(grpc.RpcError):
+                    next(iter(call), None)
+                call.cancel()
+                refused = call.code() is grpc.StatusCode.UNAUTHENTICATED
+                assert refused == (level not in (Level.OPEN, *opens)), (method, key, call.code())
+
+
+def test_the_tenant_of_a_key_is_whose_the_request_is_whatever_it_says(start: Start, tmp_path: Path):
+    (tmp_path / "keys").write_text("oak carpenters\nash\n")
+    here = start(AccessSettings(api_key_file=str(tmp_path / "keys")))
+    engine: Any = here.front_end._engine
+    for key, tenant, salt in (("oak", "carpenters", "carpenters"), ("ash", "mine", "")):
+        with Client(here.grpc, api_key=key) as client:
+            list(client.generate([1, 2], terms=Terms(tenant="mine")))
+        assert (engine.terms.tenant, engine.terms.salt) == (tenant, salt)
+        openai.OpenAI(base_url=f"{here.http}/v1", api_key=key).completions.create(
+            model="tiny-hybrid", prompt=[1, 2], user="mine"
+        )
+        assert (engine.terms.tenant, engine.terms.salt) == (tenant, salt)
+
+
+def test_a_tenant_can_not_stop_another_s_request(start: Start, tmp_path: Path):
+    (tmp_path / "keys").write_text("oak carpenters\nash smiths\n")
+    here = start(AccessSettings(api_key_file=str(tmp_path / "keys")), script=(TokenDelta((5,)), HANG))
+    with Client(here.grpc, api_key="oak") as mine, Client(here.grpc, api_key="ash") as theirs:
+        answer = mine.generate([1, 2], request_id="desk")
+        next(answer)
+        assert not theirs.abort("desk")
+        assert mine.abort("desk")
+
+
+def test_a_line_of_a_key_file_with_more_than_a_key_and_a_tenant_is_refused(tmp_path: Path):
+    (tmp_path / "keys").write_text("oak carpenters of York\n")
+    with pytest.raises(InvalidSetting, match="entry 1 has 4 words; it needs a key and, after a space"):
+        Access(AccessSettings(api_key_file=str(tmp_path / "keys")))
 
 
 # -- certificates ----------------------------------------------------------------------------------------------------

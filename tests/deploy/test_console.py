@@ -17,7 +17,7 @@ from rich.console import Console as Terminal
 
 from intarsia.controller.launch import RunningEngine, start_engine
 from intarsia.controller.request import SamplingParams
-from intarsia.deploy.access import Access, AccessSettings
+from intarsia.deploy.access import Access, AccessSettings, Level
 from intarsia.deploy.console import ConsoleSettings
 from intarsia.deploy.front_end import FrontEnd
 from intarsia.deploy.http_server import HttpServer
@@ -148,12 +148,12 @@ def test_what_is_shown_is_answered_to_nobody_without_the_key(console: Console, k
 
 def test_a_console_without_any_admin_key_is_closed():
     with pytest.raises(Unauthenticated, match="the console is closed"):
-        Access().check_admin_key("Bearer oak")
+        Access().check(Level.ADMIN, "Bearer oak")
 
 
 def test_a_drawn_key_opens_and_a_given_one_is_not_replaced():
     access = Access()
-    access.check_admin_key(f"Bearer {access.draw_admin_key()}")
+    access.check(Level.ADMIN, f"Bearer {access.draw_admin_key()}")
     assert Access(AccessSettings(admin_key=("oak",))).draw_admin_key() is None
 
 

@@ -1,18 +1,23 @@
 """`intarsia serve` as a process of its own: what it prints, how it ends."""
 
+import contextlib
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
+import httpx
 import pytest
 
 from intarsia import SamplingParams
 from intarsia.deploy.client import Client
+from intarsia.errors import EngineUnavailable, IntarsiaError
 
 COMMAND = Path(sys.executable).parent / "intarsia"
 
@@ -21,12 +26,28 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("stop", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
-def test_serve_answers_until_it_is_told_to_stop(stop: signal.Signals, tiny: Callable):
-    model = tiny("ministral")
+class Running(NamedTuple):
+    process: subprocess.Popen[str]
+    printed: str
+
+    def find(self, pattern: str) -> str:
+        found = re.search(pattern, self.printed)
+        assert found, self.printed
+        return found[1]
+
+    def rest(self) -> str:
+        """What else it prints until its end."""
+        assert self.process.stdout
+        rest = self.process.stdout.read()
+        assert self.process.wait(timeout=60) == 0
+        return rest.strip()
+
+
+def start(model: Path) -> Running:
+    """A server that is ready."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     server = subprocess.Popen(
-        [COMMAND, "serve", model.path, "--port", "0", "--grpc-port", "0", "--kv-cache-memory", "2MiB"],
+        [COMMAND, "serve", model, "--port", "0", "--grpc-port", "0", "--kv-cache-memory", "2MiB"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -38,18 +59,49 @@ def test_serve_answers_until_it_is_told_to_stop(stop: signal.Signals, tiny: Call
         lines.append(line)
         if line.startswith("ready"):
             break
-    printed = "".join(lines)
-    found = re.search(r"gRPC +(\S+)", printed)
-    assert found, printed
-    with Client(found[1]) as client:
+    return Running(server, "".join(lines))
+
+
+@pytest.mark.parametrize("stop", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+def test_serve_answers_until_it_is_told_to_stop(stop: signal.Signals, tiny: Callable):
+    model = tiny("ministral")
+    server = start(model.path)
+    with Client(server.find(r"gRPC +(\S+)")) as client:
         answer = client.complete(model.prompts[1], SamplingParams(temperature=0, max_tokens=24))
     assert list(answer.token_ids) == model.expected[1]
     for fact in ("ministral (MinistralForCausalLM)", "float32", "2 MiB", "full", "sliding-12", "16 tokens", "requests"):
-        assert fact in printed
-    server.send_signal(stop)
-    rest = server.stdout.read()
-    assert server.wait(timeout=60) == 0
-    assert rest.strip() == "stopping ..."
+        assert fact in server.printed
+    server.process.send_signal(stop)
+    assert server.rest() == "stopping ..."
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_requests_that_are_being_answered_end_before_the_server_does_unless_it_is_told_twice(
+    signals: int, tiny: Callable
+):
+    model = tiny("llama")
+    server = start(model.path)
+    url = server.find(r"(http://\S+)").rstrip("/").removesuffix("/v1")
+    sampling = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    with Client(server.find(r"gRPC +(\S+)")) as client:
+        answer = client.generate(model.prompts[0], sampling)
+        tokens = list(next(answer).token_ids)
+        assert httpx.get(f"{url}/health").status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        while httpx.get(f"{url}/health").status_code == 200:
+            time.sleep(0.01)
+        with pytest.raises(EngineUnavailable, match="is stopping and takes no new requests"):
+            client.complete(model.prompts[1])
+        if signals == 2:
+            server.process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(IntarsiaError):
+                tokens += [token for chunk in answer for token in chunk.token_ids]
+        else:
+            tokens += [token for chunk in answer for token in chunk.token_ids]
+            assert len(tokens) == 400
+    assert tokens[:24] == model.expected[0]
+    said = server.rest().splitlines()
+    assert said == ["stopping when 1 requests have their answers; Ctrl-C stops at once", "stopping ..."]
 
 
 def test_corrupt_weights_are_one_line_and_exit_2(tiny: Callable, tmp_path: Path):
