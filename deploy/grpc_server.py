@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, NamedTuple
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
@@ -199,7 +200,48 @@ class _Keys(grpc.aio.ServerInterceptor):
             self._access.check(level, dict(handler_call_details.invocation_metadata).get("authorization"))
         except Unauthenticated as error:
             return _refusal(error)
-        return await continuation(handler_call_details)
+        handler = await continuation(handler_call_details)
+        return _reading(handler) if handler is not None and not handler.request_streaming else handler
+
+
+class _Unreadable(NamedTuple):
+    """Bytes that are no message."""
+
+    why: str
+
+
+def _reading(handler: Any) -> Any:
+    """The same handler, which answers bytes that are no message as what they are: gRPC calls it an unknown error."""
+    if handler.request_deserializer is None:
+        return handler
+
+    def read(data: bytes) -> Any:
+        try:
+            return handler.request_deserializer(data)
+        except DecodeError as error:
+            return _Unreadable(str(error))
+
+    async def refuse(request: _Unreadable, context: Any) -> None:
+        error = InvalidRequest(f"the request's bytes are no message of its kind: {request.why}")
+        await context.abort_with_status(status_of(error))
+
+    if handler.response_streaming:
+
+        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+            if isinstance(request, _Unreadable):
+                await refuse(request, context)
+            async with contextlib.aclosing(handler.unary_stream(request, context)) as responses:
+                async for response in responses:
+                    yield response
+
+        return handler._replace(request_deserializer=read, unary_stream=stream)
+
+    async def answer(request: Any, context: Any) -> Any:
+        if isinstance(request, _Unreadable):
+            await refuse(request, context)
+        return await handler.unary_unary(request, context)
+
+    return handler._replace(request_deserializer=read, unary_unary=answer)
 
 
 def _refusal(error: IntarsiaError) -> Any:

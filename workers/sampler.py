@@ -56,12 +56,17 @@ def sample(
     wanted_RV = _adjusted(logits_RV, samplings, positions, histories or nothing, matchers or nothing)
     tokens = wanted_RV.argmax(dim=-1)
     random_rows = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
-    if random_rows:
-        tokens[random_rows] = _draw(
-            wanted_RV[random_rows],
-            [samplings[row] for row in random_rows],
-            [_uniform(samplings[row].seed, positions[row]) for row in random_rows],
-        )
+    # By themselves, since those that cut the distribution draw from it in another order: what a row draws must not
+    # depend on who is beside it.
+    for cuts in (False, True):
+        rows = [row for row in random_rows if _cuts(samplings[row]) is cuts]
+        if rows:
+            tokens[rows] = _draw(
+                wanted_RV[rows],
+                [samplings[row] for row in rows],
+                [_uniform(samplings[row].seed, positions[row]) for row in rows],
+                cuts,
+            )
     asked = [(row, sampling.logprobs) for row, sampling in enumerate(samplings) if sampling.logprobs >= 0]
     return tokens, [(row, logprobs(logits_RV[row : row + 1], tokens[row : row + 1], count)[0]) for row, count in asked]
 
@@ -106,13 +111,18 @@ def _adjusted(
     return changed_RV
 
 
-def _draw(logits_RV: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> Tensor:
-    """Tokens [R] by inverting the cumulative distribution at one uniform number per row."""
+def _cuts(sampling: Sampling) -> bool:
+    """Whether improbable tokens are left out."""
+    return bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0)
+
+
+def _draw(logits_RV: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float], cuts: bool) -> Tensor:
+    """Tokens [R] by inverting the cumulative distribution at one uniform number per row. cuts: all rows do, or none."""
     column = {"dtype": torch.float32, "device": logits_RV.device}
     temperature = torch.tensor([s.temperature for s in samplings], **column).unsqueeze(1)
     probabilities = torch.softmax(logits_RV / temperature, dim=-1)
     order = None
-    if any(s.top_k or s.top_p < 1 or s.min_p > 0 for s in samplings):
+    if cuts:
         probabilities, order = probabilities.sort(dim=-1, descending=True, stable=True)
         vocab = probabilities.shape[-1]
         top_k = torch.tensor([s.top_k or vocab for s in samplings], **column).unsqueeze(1)

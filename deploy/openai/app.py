@@ -2,10 +2,12 @@
 
 import contextlib
 import difflib
+import json
 import logging
 import math
+import re
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from typing import Annotated, Any, Protocol
 
 import pydantic
@@ -13,6 +15,7 @@ from fastapi import FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -60,6 +63,9 @@ from .responses import ResponsesCall
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 32 * 2**20
+
+HALF_A_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
+"""How JSON begins to name a surrogate, of which only pairs are characters."""
 
 EXTENSIONS = {"token_ids", "prompt_token_ids", "prompt_logprobs", "tool_calls", "index", "token_strs"}
 """Fields of answers that are left out where they are null; the others stand there as null, as OpenAI has them."""
@@ -123,6 +129,7 @@ def make_app(
     """The application. front_end: called with each request, so that the engine may come later than the routes."""
     app = FastAPI(title="Intarsia", version="1", docs_url=None, redoc_url=None)
     created = now_s()
+    app.router.route_class = _TextRoute
     app.add_middleware(_BodyLimit)
     app.add_middleware(_Keys, access=access or Access())
     _answer_errors(app)
@@ -309,6 +316,30 @@ def _place(parts: Sequence[str | int], value: Any) -> Iterator[str]:
 def _known_fields(request: Request) -> list[str]:
     models = BODIES.get(request.url.path, ())
     return [field.alias or name for model in models for name, field in model.model_fields.items()]
+
+
+class _TextRoute(APIRoute):
+    """Refuses bodies with texts that are none: JSON can name half a character, and nothing can be done with it."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_text(request: Request) -> Response:
+            if HALF_A_CHARACTER.search(body := await request.body()):
+                with contextlib.suppress(ValueError, RecursionError):  # which the parser says better
+                    _check_characters(json.loads(body))
+            return await handle(request)
+
+        return handle_text
+
+
+def _check_characters(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"the body holds half of a surrogate pair ({error.object[error.start]!a}), which is no character"
+        ) from None
 
 
 class _Keys:

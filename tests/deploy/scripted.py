@@ -93,5 +93,8 @@ class ScriptedGeneration:
     def end(self, index: int) -> None:
         self._closed.set()
 
+    def abort(self, error: Exception) -> None:
+        self._closed.set()
+
     async def aclose(self) -> None:
         await self._deltas.aclose()

@@ -147,7 +147,7 @@ def test_every_route_and_every_rpc_wants_what_its_level_says(start: Start):
     for path, level in ROUTES.items():
         path = path.replace("{model:path}", "tiny-hybrid")
         for key, opens in (("", ()), ("oak", (Level.KEY,)), ("yew", (Level.ADMIN,))):
-            headers = {"Authorization": f"Bearer {key}"}
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
             refused = [httpx.request(verb, here.http + path, headers=headers).status_code for verb in ("GET", "POST")]
             assert (refused == [401, 401]) == (level not in (Level.OPEN, *opens)), (path, key, refused)
     with grpc.insecure_channel(here.grpc) as channel:
@@ -181,10 +181,11 @@ def test_a_tenant_can_not_stop_another_s_request(start: Start, tmp_path: Path):
     (tmp_path / "keys").write_text("oak carpenters\nash smiths\n")
     here = start(AccessSettings(api_key_file=str(tmp_path / "keys")), script=(TokenDelta((5,)), HANG))
     with Client(here.grpc, api_key="oak") as mine, Client(here.grpc, api_key="ash") as theirs:
-        answer = mine.generate([1, 2], request_id="desk")
+        answer: Any = mine.generate([1, 2], request_id="desk")
         next(answer)
         assert not theirs.abort("desk")
         assert mine.abort("desk")
+        answer.close()
 
 
 def test_a_line_of_a_key_file_with_more_than_a_key_and_a_tenant_is_refused(tmp_path: Path):

@@ -130,7 +130,7 @@ def test_an_engine_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.Monk
     monkeypatch.setattr(fleet_module, "ANSWER_WITHIN_S", 0.01)
 
     async def scenario(two: Two):
-        async def never(_: Any) -> None:
+        async def never(*_: Any) -> None:
             await asyncio.sleep(60)
 
         async for _ in two.clients["other"].generate(PROMPT, SamplingParams(max_tokens=2)):

@@ -48,6 +48,21 @@ def test_draw_depends_on_seed_and_position_only():
     assert len({tuple(draw(logits[:1], s, 20)) for s in samplings}) == 6
 
 
+def test_draw_does_not_depend_on_what_others_beside_it_want():
+    generator = torch.Generator().manual_seed(1)
+    kinds = [
+        {}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}, {"temperature": 3.0},
+        {"repetition_penalty": 1.5}, {"logit_bias": ((3, 50.0),)}, {"ends": (1, 2), "min_tokens": 99}, {"logprobs": 5},
+    ]  # fmt: skip
+    usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "logprobs": -1}
+    samplings = [Sampling(**(usual | {"seed": n} | kinds[n % len(kinds)])) for n in range(200)]
+    logits = torch.randn(len(samplings), 50, generator=generator)
+    histories = [History([1, 2, 3], 1) if sampling.has_penalties else None for sampling in samplings]
+    together = sample(logits, samplings, [9] * len(samplings), histories)[0].tolist()
+    alone = [sample(logits[n : n + 1], [s], [9], [histories[n]])[0].item() for n, s in enumerate(samplings)]
+    assert together == alone
+
+
 def test_logprobs_are_of_the_model_whatever_the_temperature():
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
     expected = torch.log_softmax(logits[0], -1)

@@ -1,0 +1,25 @@
+"""What the processes of a service hold."""
+
+import os
+from pathlib import Path
+
+from .service import Service
+
+
+async def watched(served: Service) -> dict[str, int]:
+    """The process ids of all parts, by name. This process is the front end, and the clients."""
+    workers = await served.engine.worker_process_ids()
+    named = {f"worker {rank}": pid for rank, pid in enumerate(workers)}
+    return {"front end and clients": os.getpid(), "controller": served.engine.controller_process_id, **named}
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def open_files(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def threads(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/task").iterdir()))

@@ -1,0 +1,162 @@
+"""A thousand streams at once, opened in waves, half of them left at a random moment.
+
+    python -m intarsia.tests.faults.waves --streams 1000
+
+Those that stay must say what they say undisturbed. Of those that leave, the time is taken from the client's cancelling
+to the plan of a step without them, which is when their blocks are free: seen through counters of the engine that are
+read every few milliseconds, so a little later than it was. Prints JSON; exits with 1 if anything is left behind.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import sys
+import time
+from typing import Any
+
+from intarsia.controller.info import EngineLoad
+from intarsia.deploy.client import AsyncClient
+from intarsia.errors import IntarsiaError
+
+from .service import Known, Service, answered, draw, service
+
+WAVES = 10
+
+WAVE_EVERY_S = 0.5
+
+LOOK_EVERY_S = 0.003
+
+LONGEST_STAY_S = 8.0
+
+ENDLESS = 900
+"""Tokens of those that leave: more than they get."""
+
+
+class Watch:
+    """When the engine's counters passed which number."""
+
+    def __init__(self, served: Service):
+        self._client = served.engine.client
+        self.looks: list[tuple[float, EngineLoad]] = []
+        self._task = asyncio.create_task(self._look())
+
+    async def _look(self) -> None:
+        while True:
+            load = await self._client.load()
+            self.looks.append((time.monotonic(), load))
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def freed_s(self, aborted: int) -> float:
+        """When so many had been aborted, and a later step was planned."""
+        at_step = None
+        for seen_s, load in self.looks:
+            if at_step is None and load.aborted_requests >= aborted:
+                at_step = load.steps
+            if at_step is not None and (load.steps > at_step or load.running + load.waiting == 0):
+                return seen_s
+        return float("inf")
+
+    def step_s(self) -> float:
+        """Of a usual step."""
+        (first_s, first), (last_s, last) = self.looks[0], self.looks[-1]
+        return (last_s - first_s) / max(1, last.steps - first.steps)
+
+
+async def _stay(client: AsyncClient, known: Known, wrong: list[str]) -> None:
+    said: list[int] = []
+    try:
+        async for chunk in client.generate(known.prompt, known.sampling):
+            said += chunk.token_ids
+    except IntarsiaError as error:
+        wrong.append(f"{type(error).__name__}: {error}")
+        return
+    if tuple(said) != known.tokens:
+        wrong.append(f"{known.sampling.seed}: {len(said)} of {len(known.tokens)} tokens, or others")
+
+
+async def _leave(client: AsyncClient, known: Known, after_s: float, left_s: list[float], errors: list[str]) -> None:
+    async def read() -> None:
+        async for _ in client.generate(known.prompt, known.sampling):
+            pass
+
+    task = asyncio.create_task(read())
+    await asyncio.sleep(after_s)
+    if task.done():
+        errors.append(f"ended before it was left: {task.exception()!r}")
+        return
+    left_s.append(time.monotonic())
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def run(streams: int, seed: int) -> dict[str, Any]:
+    rng = random.Random(seed)
+    async with service(kv_cache_memory="32MiB", max_num_seqs=128) as served, AsyncClient(served.address) as client:
+        stays = await answered(client, draw(rng, 40, 20, 60))
+        leaves = draw(rng, 40, ENDLESS, ENDLESS)
+        before = await served.engine.client.load()
+        watch = Watch(served)
+        wrong: list[str] = []
+        left_s: list[float] = []
+        tasks: list[asyncio.Task[None]] = []
+        most_open = 0
+        started_s = time.monotonic()
+        for _ in range(WAVES):
+            for _ in range(streams // WAVES):
+                if rng.random() < 0.5:
+                    work = _leave(client, rng.choice(leaves), rng.uniform(0.05, LONGEST_STAY_S), left_s, wrong)
+                else:
+                    work = _stay(client, rng.choice(stays), wrong)
+                tasks.append(asyncio.create_task(work))
+            await asyncio.sleep(WAVE_EVERY_S)
+            most_open = max(most_open, sum(not task.done() for task in tasks))
+        await asyncio.gather(*tasks)
+        while (load := await served.engine.client.load()).running + load.waiting:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(10 * LOOK_EVERY_S)
+        await watch.stop()
+        left_s.sort()
+        freed = [watch.freed_s(before.aborted_requests + n + 1) - at_s for n, at_s in enumerate(left_s)]
+        freed.sort()
+        count = await served.engine.recount()
+        step_s = watch.step_s()
+        return {
+            "seed": seed,
+            "streams": len(tasks),
+            "most_open_at_once": most_open,
+            "took_s": round(time.monotonic() - started_s, 1),
+            "left": len(left_s),
+            "aborted": load.aborted_requests - before.aborted_requests,
+            "stayed_and_wrong": len(wrong),
+            "all_blocks_free": count.all_free,
+            "sessions_left": served.front_end.num_running,
+            "disconnect_to_free_ms": {
+                "p50": round(freed[len(freed) // 2] * 1e3, 1),
+                "p99": round(freed[int(len(freed) * 0.99)] * 1e3, 1),
+                "max": round(freed[-1] * 1e3, 1),
+            },
+            "usual_step_ms": round(step_s * 1e3, 1),
+            "examples": wrong[:5],
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=1000, metavar="N")
+    parser.add_argument("--seed", type=int, default=None)
+    args = parser.parse_args()
+    found = asyncio.run(run(args.streams, random.randrange(2**32) if args.seed is None else args.seed))
+    print(json.dumps(found, indent=2))
+    clean = found["all_blocks_free"] and not found["stayed_and_wrong"] and not found["sessions_left"]
+    sys.exit(0 if clean and found["aborted"] == found["left"] else 1)
+
+
+if __name__ == "__main__":
+    main()
