@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo test test-all check format proto bench chaos clean
+.PHONY: demo test test-all check format proto bench chaos soak clean
 
 demo: $(READY)
 	@$(BIN)/intarsia demo
@@ -37,6 +37,11 @@ bench: $(READY)
 # Every kind of process killed and stopped under load, for about a quarter of an hour (tests/faults).
 chaos: $(READY)
 	@cd / && $(CURDIR)/$(BIN)/python -m intarsia.tests.faults.chaos
+
+# Mixed use for a long time: what is held must not grow.
+MINUTES ?= 60
+soak: $(READY)
+	@cd / && $(CURDIR)/$(BIN)/python -m intarsia.tests.faults.soak --minutes $(MINUTES)
 
 # A virtual environment with the package and its development tools. Machines without an NVIDIA GPU take the torch
 # version named in constraints.txt; GPU machines take the torch that fits their driver.

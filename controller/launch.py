@@ -31,6 +31,9 @@ from .startup import EngineSettings
 
 logger = logging.getLogger(__name__)
 
+INSECURE = "INTARSIA_INSECURE_RAY"
+"""Environment variable; 1: a cluster of several machines need not ask for a token."""
+
 SHUTDOWN_TIMEOUT_S = 10.0
 NAME_TIMEOUT_S = 10.0
 MOST_TRIES = 5
@@ -100,6 +103,7 @@ async def start_engine(settings: EngineSettings, watch: Watch | None = None) -> 
     Checkpoint(settings.model.model_dir)  # a wrong path or a broken file is told at once, not after Ray has started
     owns_ray = ensure_ray(settings.model.tensor_parallel_size)
     try:
+        check_cluster({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}, _wants_token())
         actors = await _Actors.create(settings)
         try:
             client = await EngineClient.connect(await actors.start(watch), actors.start_again)
@@ -235,6 +239,27 @@ def ensure_ray(workers: int) -> bool:
         **quiet,
     )
     return True
+
+
+def check_cluster(addresses: Collection[str], wants_token: bool) -> None:
+    """Whoever can connect to a Ray cluster runs code on all of it. Raises `InvalidSetting` where that is anybody on the
+    network between its machines. addresses: of its nodes."""
+    if wants_token or len(set(addresses)) <= 1 or os.environ.get(INSECURE) == "1":
+        return
+    raise InvalidSetting(
+        f"the Ray cluster spans {len(set(addresses))} machines and asks for no token, so that whoever reaches its "
+        "ports runs code on them. Start its nodes with RAY_AUTH_MODE=token and a token of your own (ray get-auth-token "
+        f"--generate), or set {INSECURE}=1 if the network itself keeps strangers out.",
+        field="RAY_AUTH_MODE",
+    )
+
+
+def _wants_token() -> bool:
+    try:  # Ray has no public way to ask
+        from ray._private.authentication.authentication_utils import is_token_auth_enabled
+    except ImportError:
+        return os.environ.get("RAY_AUTH_MODE") == "token"
+    return is_token_auth_enabled()
 
 
 def _create(name: str | None) -> Any:

@@ -54,6 +54,7 @@ class WorkerGroup:
         self._answering = asyncio.Lock()  # one reader at a time, first come first served
         self._unanswered = 0  # steps
         self._quiet_since_s = 0.0  # when the latest answer came, or the first step that has none was sent
+        self._has_dropped = False
         self._gone: set[int] = set()  # ranks whose streams ended before we gave them up
         self._hung: set[int] = set()  # ranks that neither compute nor say that they are alive
         self._failed: set[int] = set()  # ranks that could not run a step: nobody knows what state they are in
@@ -142,11 +143,14 @@ class WorkerGroup:
                 await self._end(rank)
             except EngineUnavailable:
                 pass  # it died meanwhile
+        patient_until_s = time.monotonic() + SETTLE_TIMEOUT_S
         while True:
             with contextlib.suppress(EngineUnavailable):  # Ray may learn of a death later than we
                 process = Process(*await answer(actor.process.remote(), "worker"))
                 if process != known:
                     return process
+                if time.monotonic() > patient_until_s:
+                    await self._end(rank)  # its stream ended, and it did not
             await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _end(self, rank: int) -> None:
@@ -160,14 +164,18 @@ class WorkerGroup:
     async def leave(self, lost: Collection[int] = ()) -> None:
         """Give up what is under way; end those who are lost and may not know it."""
         self._drop_streams()
+        ends = self._all_ranks if lost and self._crew.has_gpus else set(lost) - self._gone
         self._streams, self._beside, self._serving = [], [], []
         self._unanswered, self._gone, self._hung, self._failed = 0, set(), set(), set()
-        await asyncio.gather(*map(self._end, self._all_ranks if lost and self._crew.has_gpus else lost))
+        self._has_dropped = False
+        await asyncio.gather(*map(self._end, ends))
 
     def _drop_streams(self) -> None:
         """No step is waited for any more, and no rank waits for another."""
-        if not self._gone:  # else: they were dropped already, and look as if all had gone
-            self._gone = {rank for rank, stream in enumerate(self._streams) if stream.is_gone}
+        if self._has_dropped:
+            return  # and all look as if they had gone
+        self._has_dropped = True
+        self._gone = {rank for rank, stream in enumerate(self._streams) if stream.is_gone}
         for stream in (*self._streams, *(beside.stream for beside in self._beside)):
             stream.drop()
 

@@ -11,7 +11,7 @@ from .lines import Line, Refused, read_line, refusal, result
 
 logger = logging.getLogger(__name__)
 
-TRY_AGAIN = 503
+TRY_AGAIN = (429, 503)
 """The engine is busy or gone: nothing is wrong with the request."""
 
 WAITS_S = (0.1, 0.5, 2.0, 5.0)
@@ -25,7 +25,7 @@ async def answer(app: ASGIApp, text: bytes, number: int) -> str | None:
         return refusal(line)
     for wait_s in (*WAITS_S, None):
         status, body = await post(app, line)
-        if status != TRY_AGAIN:
+        if status not in TRY_AGAIN:
             return result(line, status, body)
         if wait_s is not None:
             await asyncio.sleep(wait_s)

@@ -76,8 +76,8 @@ STATUSES: tuple[tuple[type[IntarsiaError], int, str, str | None], ...] = (
     (RequestAborted, CLIENT_CLOSED, "request_aborted", "request_aborted"),
     (DeadlineExceeded, 504, "timeout_error", "deadline_exceeded"),
     (Unauthenticated, 401, "authentication_error", "invalid_api_key"),
-    (PoolExhausted, 503, "overloaded_error", "overloaded"),
-    (Overloaded, 503, "overloaded_error", "overloaded"),
+    (PoolExhausted, 429, "rate_limit_error", "overloaded"),
+    (Overloaded, 429, "rate_limit_error", "overloaded"),
     (EngineUnavailable, 503, "service_unavailable_error", "engine_unavailable"),
 )
 """(class, status, type, code), the first that fits; anything else is our own fault."""
@@ -89,6 +89,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         (401, "A key is wanted, and this is none."),
         (404, "No such model, or no such place."),
         (413, "The body is too large."),
+        (429, "More is asked than can be served in time; `Retry-After` says when to try again."),
         (500, "An error of the server's own."),
         (503, "The engine is not there, or not now; `Retry-After` says when to try again."),
         (504, "The answer did not come in time."),

@@ -284,7 +284,7 @@ def test_more_streams_than_allowed_are_told_to_try_again(start: Start, loop: Any
 
     answers = loop.run(begin())
     refused = httpx.post(f"{here.http}/v1/completions", json={"prompt": [1]})
-    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
     assert "max_streams is 1" in refused.json()["error"]["message"]
     with Client(here.grpc) as client, pytest.raises(Overloaded) as typed:
         client.complete([1])

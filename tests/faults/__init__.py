@@ -1,6 +1,12 @@
 """Faults, tried on the real thing: real processes, real Ray, real gRPC, and streams that must not notice.
 
-    make chaos                      kills and stops of workers, controllers and front ends under load
+    make chaos                 kills and stops of workers, controllers and front ends under load
+    make soak MINUTES=60       mixed use for a long time: memory, open files and threads must stay as they are
+    fuzz.py                    malformed requests by the thousand, and forms of answers that are made to take for ever
+    waves.py                   a thousand streams at once, half of them left at a random moment
+    overload.py                ten times as many requests as can be served
+    mixes.py                   ten thousand batches: what a request says must not depend on who is beside it
+    tenants.py                 whether a tenant can find out what another one asked
 
 Each module here is a program that prints what it saw as JSON; `docs/reliability.md` keeps the figures. `service.py` has
 what they share: an engine with its servers, and streams whose every token is known beforehand.

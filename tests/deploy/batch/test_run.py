@@ -94,11 +94,12 @@ def test_killed_at_random_points_it_completes_with_the_same_bytes(
     rng, out = random.Random(seed), tmp_path / "out.jsonl"
     journal = out.with_name("out.jsonl.partial")
     in_the_middle = 0
-    for _ in range(kills):
+    for kill in range(kills):
         before = results(journal)
         process = start(source, out, talker)
         until = before + rng.randrange(0, max(1, (LINES - before) // 2))
-        deadline = time.monotonic() + rng.uniform(3, 40)  # some are killed before the first result
+        # Some are killed before the first result; not the first one, or none might be at work.
+        deadline = time.monotonic() + (rng.uniform(3, 40) if kill else 240)
         while process.poll() is None and results(journal) <= until and time.monotonic() < deadline:
             time.sleep(0.002)
         time.sleep(rng.uniform(0, 0.05))
