@@ -16,7 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from ..errors import EngineUnavailable, InvalidSetting
-from ..workers.actor import WorkerActor
+from ..workers.actor import WorkerActor, homes
 from ..workers.environment import start_of_process
 from ..workers.facts import Process
 
@@ -127,8 +127,3 @@ async def _is_ready(placement: PlacementGroup, within_s: float) -> bool:
     except TimeoutError:
         return False
     return True
-
-
-def homes(placement: PlacementGroup) -> list[str]:
-    """The node of each bundle that has one."""
-    return list(ray.util.placement_group_table(placement).get("bundles_to_node_id", {}).values())

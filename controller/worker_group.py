@@ -90,6 +90,8 @@ class WorkerGroup:
         """
         self._drop_streams()
         lost = self._failed | self._hung | self._gone
+        if lost and self._crew.has_gpus:
+            lost = self._all_ranks  # NCCL does not let go of a peer that is gone
         for tried in range(1, MOST_TRIES + 1):
             try:
                 await self.leave(lost)
@@ -121,8 +123,6 @@ class WorkerGroup:
 
     async def _meet(self, lost: set[int]) -> None:
         """Connect all with all, and with us. lost: ranks where a new process is to come."""
-        if lost and self._crew.has_gpus:
-            lost = self._all_ranks  # NCCL does not let go of a peer that is gone
         self._processes = list(await asyncio.gather(*(self._present(n, n in lost) for n in sorted(self._all_ranks))))
         hosts = [process.host for process in self._processes if process is not None]
         if len(hosts) > 1:
@@ -164,7 +164,7 @@ class WorkerGroup:
     async def leave(self, lost: Collection[int] = ()) -> None:
         """Give up what is under way; end those who are lost and may not know it."""
         self._drop_streams()
-        ends = self._all_ranks if lost and self._crew.has_gpus else set(lost) - self._gone
+        ends = set(lost) - self._gone
         self._streams, self._beside, self._serving = [], [], []
         self._unanswered, self._gone, self._hung, self._failed = 0, set(), set(), set()
         self._has_dropped = False

@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 import ray
+from ray.util.placement_group import PlacementGroup
 
 from ..errors import EngineUnavailable
 from .environment import prepare_process, start_of_process
@@ -47,5 +48,9 @@ def _workers_here() -> int:
     placement = ray.util.get_current_placement_group()
     if placement is None:
         return 1
-    homes = ray.util.placement_group_table(placement).get("bundles_to_node_id", {})
-    return list(homes.values()).count(ray.get_runtime_context().get_node_id()) or 1
+    return homes(placement).count(ray.get_runtime_context().get_node_id()) or 1
+
+
+def homes(placement: PlacementGroup) -> list[str]:
+    """The node of each bundle that has one."""
+    return list(ray.util.placement_group_table(placement).get("bundles_to_node_id", {}).values())

@@ -69,3 +69,8 @@ def start_of_process(pid: int) -> int:
     except FileNotFoundError as error:
         raise ProcessLookupError(pid) from error
     return int(stat.rpartition(")")[2].split()[19])
+
+
+def resident_bytes(pid: int | str = "self") -> int:
+    """What a process holds of the host's memory."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -7,9 +7,7 @@ A step's own memory can not be told from a config: it depends on the module, the
 largest steps are run once, over the null block, before there are pages.
 """
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -70,11 +68,6 @@ def is_lack_of_memory(error: Exception) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's way to say so on a CPU
-
-
-def resident_bytes() -> int:
-    """What this process holds of the host's memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def spare_bytes(memory: DeviceMemory, share: float, work: Callable[[], object], trial_bytes: int) -> int:

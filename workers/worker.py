@@ -19,10 +19,10 @@ from ..proto.packing import pack, unpack
 from ..proto.step import Fault, Step, StepResult
 from ..proto.tracing import Tracer, tracer_of
 from .collectives import make_collectives
-from .environment import threads_per_worker
+from .environment import resident_bytes, threads_per_worker
 from .facts import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
 from .grammars import Grammars
-from .memory import device_memory, is_lack_of_memory, resident_bytes, spare_bytes
+from .memory import device_memory, is_lack_of_memory, spare_bytes
 from .model import LoadedModel, load_model
 from .parallel import TensorParallel
 from .runner import Drawn, ModelRunner

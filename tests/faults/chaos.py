@@ -7,7 +7,6 @@ undisturbed, token by token, and none may fail. Prints JSON: for each kind of fa
 were recovered from, and how long streams were silent; exits with 1 if anything was lost.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -25,6 +24,8 @@ from intarsia.controller.launch import find_engines
 from intarsia.deploy.client import AsyncClient
 from intarsia.errors import IntarsiaError
 
+from .processes import parent_of
+from .program import program
 from .service import Service, Traffic, answered, draw, service
 
 STREAMS = 32
@@ -122,7 +123,7 @@ class Chaos:
         struck_s = time.monotonic()
         if number is signal.SIGSTOP:
             self._to_wake.append(asyncio.create_task(_wake_later(pid)))
-        await asyncio.sleep(GLANCE_S)  # what was on its way comes still
+        await asyncio.sleep(2 * GLANCE_S)  # what was on its way comes still, and is no sign of life
         while self._is_silent():
             await asyncio.sleep(0.05)
             if time.monotonic() - struck_s > GIVE_UP_S:
@@ -156,7 +157,7 @@ def _is_ours(pid: int) -> bool:
     while pid > 1:
         if pid == os.getpid():
             return True
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        pid = parent_of(pid)
     return False
 
 
@@ -170,7 +171,7 @@ def _summary(took_s: list[float]) -> dict[str, Any]:
     }
 
 
-async def run(counts: dict[str, int], seed: int) -> dict[str, Any]:
+async def run(seed: int, **counts: int) -> dict[str, Any]:
     rng = random.Random(seed)
     async with service(tensor_parallel_size=2, name=NAME) as served, AsyncClient(served.address) as client:
         known = await answered(client, draw(rng, 64, 60, 400))
@@ -203,25 +204,11 @@ async def run(counts: dict[str, int], seed: int) -> dict[str, Any]:
         }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for kind, count in (
-        ("workers", 50),
-        ("actors", 5),
-        ("controllers", 10),
-        ("stops", 10),
-        ("controller-stops", 3),
-        ("front-ends", 10),
-    ):
-        parser.add_argument(f"--{kind}", type=int, default=count, metavar="N", help=f"how often (default {count})")
-    parser.add_argument("--seed", type=int, default=None)
-    args = vars(parser.parse_args())
-    seed = args.pop("seed")
-    found = asyncio.run(run(args, random.randrange(2**32) if seed is None else seed))
-    print(json.dumps(found, indent=2))
+def is_fine(found: dict[str, Any]) -> bool:
     recovered = all(each["recovered"] == each["tried"] for each in found["faults"].values())
-    sys.exit(0 if recovered and not found["failed"] and not found["different"] and found["all_blocks_free"] else 1)
+    return recovered and not found["failed"] and not found["different"] and found["all_blocks_free"]
 
 
 if __name__ == "__main__":
-    main()
+    kinds = {"workers": 50, "actors": 5, "controllers": 10, "stops": 10, "controller_stops": 3, "front_ends": 10}
+    program(__doc__, run, is_fine, **kinds)

@@ -8,7 +8,6 @@ answered, soon, with an error that says what is wrong, or with an answer where t
 known tokens runs beside all the time. Prints JSON; exits with 1 after any internal error, hang, or wrong token.
 """
 
-import argparse
 import asyncio
 import collections
 import contextlib
@@ -33,7 +32,8 @@ from intarsia.proto.channel import Address, ChannelClosed, Stream
 from intarsia.proto.packing import pack
 
 from .forms import hostile_forms
-from .service import Known, Service, answered, draw, service
+from .program import program
+from .service import Known, Service, answered, draw, read, service
 
 NAME = "fuzz"
 
@@ -345,22 +345,21 @@ class Canary:
         self.answers = 0
         self.wrong: list[str] = []
         self.longest_gap_s = 0.0
+        self._last_s = 0.0
         self._client, self._known = client, known
         self._task = asyncio.create_task(self._sing())
 
     async def _sing(self) -> None:
         while True:
-            said: list[int] = []
-            last_s = time.monotonic()
-            async for chunk in self._client.generate(self._known.prompt, self._known.sampling):
-                now_s = time.monotonic()
-                self.longest_gap_s, last_s = max(self.longest_gap_s, now_s - last_s), now_s
-                said += chunk.token_ids
+            self._last_s = time.monotonic()
+            fault = await read(self._client, self._known, self._note_gap)
             self.answers += 1
-            if tuple(said) != self._known.tokens:
-                pairs = zip(said, self._known.tokens, strict=False)
-                same = next((n for n, (a, b) in enumerate(pairs) if a != b), len(said))
-                self.wrong.append(f"{len(said)} tokens, {same} as expected")
+            if fault is not None:
+                self.wrong.append(fault)
+
+    def _note_gap(self) -> None:
+        now_s = time.monotonic()
+        self.longest_gap_s, self._last_s = max(self.longest_gap_s, now_s - self._last_s), now_s
 
     async def stop(self) -> None:
         self._task.cancel()
@@ -422,17 +421,9 @@ async def run(requests: int, forms: int, seed: int) -> dict[str, Any]:
         }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=20_000, metavar="N")
-    parser.add_argument("--forms", type=int, default=200, metavar="N")
-    parser.add_argument("--seed", type=int, default=None)
-    args = parser.parse_args()
-    seed = random.randrange(2**32) if args.seed is None else args.seed
-    found = asyncio.run(run(args.requests, args.forms, seed))
-    print(json.dumps(found, indent=2))
-    sys.exit(1 if found["internal_errors"] or found["hangs"] or found["canary"]["wrong"] else 0)
+def is_fine(found: dict[str, Any]) -> bool:
+    return not (found["internal_errors"] or found["hangs"] or found["canary"]["wrong"])
 
 
 if __name__ == "__main__":
-    main()
+    program(__doc__, run, is_fine, requests=20_000, forms=200)

@@ -7,11 +7,8 @@ and several answers among them. Tokens must be the same, and log-probabilities u
 Prints JSON; exits with 1 after any difference.
 """
 
-import argparse
 import asyncio
-import json
 import random
-import sys
 import time
 from typing import Any, NamedTuple
 
@@ -19,6 +16,7 @@ from intarsia import SamplingParams
 from intarsia.controller.client import EngineClient
 from intarsia.controller.request import Terms
 
+from .program import program
 from .service import PROMPTS, service
 
 AT_ONCE = 24
@@ -46,8 +44,8 @@ def draw(rng: random.Random, n: int) -> Asked:
     kinds: list[dict[str, Any]] = [
         {}, {"temperature": 0.0}, {"temperature": 0.0, "logprobs": 5}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1},
         {"temperature": 2.0}, {"presence_penalty": 0.5, "frequency_penalty": 0.2}, {"repetition_penalty": 1.3},
-        {"logit_bias": {101: 3.0, 32: -2.0}}, {"min_tokens": 20}, {"regex": "[a-z ,.]{5,60}"}, {"n": 3},
-        {"logprobs": 0}, {"prompt_logprobs": 2}, {"n": 2, "temperature": 0.0, "top_k": 3},
+        {"logit_bias": {101: 3.0, 32: -2.0}}, {"min_tokens": 20, "max_tokens": 40}, {"regex": "[a-z ,.]{5,60}"},
+        {"n": 3}, {"logprobs": 0}, {"prompt_logprobs": 2}, {"n": 2, "temperature": 0.0, "top_k": 3},
     ]  # fmt: skip
     wanted = {"max_tokens": rng.randint(1, 60), "seed": n, "temperature": 0.9} | kinds[n % len(kinds)]
     return Asked(prompt, SamplingParams(**wanted), Terms(priority=rng.randint(-3, 3), tenant=rng.choice("abc")))
@@ -111,15 +109,5 @@ async def run(batches: int, seed: int) -> dict[str, Any]:
         }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=10_000, metavar="N")
-    parser.add_argument("--seed", type=int, default=None)
-    args = parser.parse_args()
-    found = asyncio.run(run(args.batches, random.randrange(2**32) if args.seed is None else args.seed))
-    print(json.dumps(found, indent=2))
-    sys.exit(1 if found["different"] or not found["all_blocks_free"] else 0)
-
-
 if __name__ == "__main__":
-    main()
+    program(__doc__, run, lambda found: not found["different"] and found["all_blocks_free"], batches=10_000)

@@ -8,20 +8,19 @@ time that a request may wait and be answered in. Prints JSON; exits with 1 if go
 peak, or a refusal is untyped.
 """
 
-import argparse
 import asyncio
-import json
 import random
 import statistics
-import sys
 import time
 from typing import Any
 
 from intarsia.deploy.client import AsyncClient
 from intarsia.errors import IntarsiaError, Overloaded
+from intarsia.workers.environment import resident_bytes
 
-from .processes import resident_bytes, watched
-from .service import Known, answered, draw, service
+from .processes import watched
+from .program import program
+from .service import Known, answered, draw, read, service
 
 SEATS = 16
 MAX_WAIT_S = 4.0
@@ -52,19 +51,16 @@ class Flood:
 
     async def _one(self, known: Known) -> None:
         started_s = time.monotonic()
-        said: list[int] = []
         try:
-            async for chunk in self._client.generate(known.prompt, known.sampling):
-                said += chunk.token_ids
+            fault = await read(self._client, known)
         except Overloaded as refusal:
             self.refused_ms.append((time.monotonic() - started_s) * 1e3)
             self.hints_s.append(refusal.retry_after_s or 0.0)
             return
         except IntarsiaError as error:
-            self.wrong.append(f"{type(error).__name__}: {error}")
-            return
-        if tuple(said) != known.tokens:
-            self.wrong.append(f"{known.sampling.seed}: other tokens")
+            fault = f"{type(error).__name__}: {error}"
+        if fault is not None:
+            self.wrong.append(fault)
             return
         self.done_s.append(time.monotonic())
         self.took_s.append(time.monotonic() - started_s)
@@ -133,17 +129,9 @@ async def run(factor: float, seconds: float, seed: int) -> dict[str, Any]:
         }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--factor", type=float, default=10.0, metavar="F")
-    parser.add_argument("--seconds", type=float, default=120.0, metavar="S")
-    parser.add_argument("--seed", type=int, default=None)
-    args = parser.parse_args()
-    seed = random.randrange(2**32) if args.seed is None else args.seed
-    found = asyncio.run(run(args.factor, args.seconds, seed))
-    print(json.dumps(found, indent=2))
-    sys.exit(1 if found["goodput_share"] < 0.9 or found["wrong"] or not found["all_blocks_free"] else 0)
+def is_fine(found: dict[str, Any]) -> bool:
+    return found["goodput_share"] >= 0.9 and not found["wrong"] and found["all_blocks_free"]
 
 
 if __name__ == "__main__":
-    main()
+    program(__doc__, run, is_fine, factor=10.0, seconds=120.0)

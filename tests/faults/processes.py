@@ -13,12 +13,12 @@ async def watched(served: Service) -> dict[str, int]:
     return {"front end and clients": os.getpid(), "controller": served.engine.controller_process_id, **named}
 
 
-def resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def open_files(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def threads(pid: int) -> int:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -71,6 +71,20 @@ def draw(rng: random.Random, count: int, shortest: int, longest: int) -> list[Kn
     return [one(n) for n in range(count)]
 
 
+async def read(client: AsyncClient, known: Known, at_chunk: Callable[[], object] = lambda: None) -> str | None:
+    """Ask it, and read the answer to its end: what is wrong with it, None if nothing is. Raises `IntarsiaError`."""
+    said: list[int] = []
+    async with contextlib.aclosing(client.generate(known.prompt, known.sampling)) as answer:
+        async for chunk in answer:
+            said += chunk.token_ids
+            at_chunk()
+    if tuple(said) == known.tokens:
+        return None
+    pairs = zip(said, known.tokens, strict=False)
+    same = next((n for n, (a, b) in enumerate(pairs) if a != b), len(said))
+    return f"{known.sampling.seed}: {len(said)} of {len(known.tokens)} tokens, {same} as expected"
+
+
 async def answered(client: AsyncClient, asked: Sequence[Known]) -> list[Known]:
     """The same with the answers that an undisturbed service gives."""
     answers = await asyncio.gather(*(client.complete(each.prompt, each.sampling) for each in asked))
@@ -107,17 +121,12 @@ class Traffic:
             await self._one(self._rng.choice(self._known))
 
     async def _one(self, known: Known) -> None:
-        said: list[int] = []
         try:
-            async with contextlib.aclosing(self._client.generate(known.prompt, known.sampling)) as answer:
-                async for chunk in answer:
-                    said += chunk.token_ids
-                    self.came_s.append(time.monotonic())
+            wrong = await read(self._client, known, lambda: self.came_s.append(time.monotonic()))
         except IntarsiaError as error:
             self.failed.append(f"{type(error).__name__}: {error}")
             await asyncio.sleep(0.1)
             return
         self.finished += 1
-        if tuple(said) != known.tokens:
-            same = next((n for n, (a, b) in enumerate(zip(said, known.tokens, strict=False)) if a != b), len(said))
-            self.wrong.append(f"{known.sampling.seed}: {len(said)} of {len(known.tokens)} tokens, {same} as expected")
+        if wrong is not None:
+            self.wrong.append(wrong)

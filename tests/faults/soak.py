@@ -8,10 +8,8 @@ noted all along; the first tenth is for warming up. Prints JSON; exits with 1 if
 or threads by any, or blocks are left.
 """
 
-import argparse
 import asyncio
 import contextlib
-import json
 import random
 import statistics
 import sys
@@ -25,9 +23,11 @@ from intarsia.deploy.client import AsyncClient
 from intarsia.deploy.http_server import HttpServer
 from intarsia.deploy.openai.app import make_app
 from intarsia.errors import IntarsiaError
+from intarsia.workers.environment import resident_bytes
 
-from .processes import open_files, resident_bytes, threads, watched
-from .service import PROMPTS, answered, draw, service
+from .processes import open_files, threads, watched
+from .program import program
+from .service import PROMPTS, answered, draw, read, service
 
 STREAMS = 24
 
@@ -58,13 +58,10 @@ class Use:
             self.wrong.append(f"{kind.__name__}: {type(error).__name__}: {error}")
 
     async def _known_answer(self) -> None:
-        known = self._rng.choice(self._known)
-        said: list[int] = []
-        async for chunk in self._client.generate(known.prompt, known.sampling):
-            said += chunk.token_ids
+        fault = await read(self._client, self._rng.choice(self._known))
         self.answers += 1
-        if tuple(said) != known.tokens:
-            self.wrong.append(f"{known.sampling.seed}: other tokens")
+        if fault is not None:
+            self.wrong.append(fault)
 
     async def _own_prompt(self) -> None:
         rng = self._rng
@@ -158,17 +155,11 @@ async def run(minutes: float, seed: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=60.0, metavar="M")
-    parser.add_argument("--seed", type=int, default=None)
-    args = parser.parse_args()
-    found = asyncio.run(run(args.minutes, random.randrange(2**32) if args.seed is None else args.seed))
-    print(json.dumps(found, indent=2))
+def is_fine(found: dict[str, Any]) -> bool:
     grew = any(each * 1e6 > MOST_GROWTH_BYTES for each in found["growth_mb"].values())
     grew |= any(each > 0 for what in ("growth_files", "growth_threads") for each in found[what].values())
-    sys.exit(1 if grew or found["wrong"] or not found["all_blocks_free"] else 0)
+    return not grew and not found["wrong"] and found["all_blocks_free"]
 
 
 if __name__ == "__main__":
-    main()
+    program(__doc__, run, is_fine, minutes=60.0)

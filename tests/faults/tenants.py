@@ -7,12 +7,8 @@ asked before. If prefixes were shared, the first of these would be answered soon
 its prompt again, which must be much sooner. Prints JSON; exits with 1 if anything was shared.
 """
 
-import argparse
-import asyncio
-import json
 import random
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,6 +19,7 @@ from intarsia.deploy.access import Access, AccessSettings
 from intarsia.deploy.client import AsyncClient
 from intarsia.deploy.grpc_server import GrpcServer
 
+from .program import program
 from .service import service
 
 PROMPT_TOKENS = 1500
@@ -80,15 +77,9 @@ async def run(rounds: int, seed: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=60, metavar="N")
-    parser.add_argument("--seed", type=int, default=None)
-    args = parser.parse_args()
-    found = asyncio.run(run(args.rounds, random.randrange(2**32) if args.seed is None else args.seed))
-    print(json.dumps(found, indent=2))
-    sys.exit(1 if found["cached_tokens"]["same"] or found["same_sooner_than_fresh"] > 0.65 else 0)
+def is_fine(found: dict[str, Any]) -> bool:
+    return not found["cached_tokens"]["same"] and found["same_sooner_than_fresh"] <= 0.65
 
 
 if __name__ == "__main__":
-    main()
+    program(__doc__, run, is_fine, rounds=60)

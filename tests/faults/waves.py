@@ -7,12 +7,9 @@ to the plan of a step without them, which is when their blocks are free: seen th
 read every few milliseconds, so a little later than it was. Prints JSON; exits with 1 if anything is left behind.
 """
 
-import argparse
 import asyncio
 import contextlib
-import json
 import random
-import sys
 import time
 from typing import Any
 
@@ -20,7 +17,8 @@ from intarsia.controller.info import EngineLoad
 from intarsia.deploy.client import AsyncClient
 from intarsia.errors import IntarsiaError
 
-from .service import Known, Service, answered, draw, service
+from .program import program
+from .service import Known, Service, answered, draw, read, service
 
 WAVES = 10
 
@@ -30,7 +28,7 @@ LOOK_EVERY_S = 0.003
 
 LONGEST_STAY_S = 8.0
 
-ENDLESS = 900
+ENDLESS = 1800
 """Tokens of those that leave: more than they get."""
 
 
@@ -69,15 +67,12 @@ class Watch:
 
 
 async def _stay(client: AsyncClient, known: Known, wrong: list[str]) -> None:
-    said: list[int] = []
     try:
-        async for chunk in client.generate(known.prompt, known.sampling):
-            said += chunk.token_ids
+        fault = await read(client, known)
     except IntarsiaError as error:
-        wrong.append(f"{type(error).__name__}: {error}")
-        return
-    if tuple(said) != known.tokens:
-        wrong.append(f"{known.sampling.seed}: {len(said)} of {len(known.tokens)} tokens, or others")
+        fault = f"{type(error).__name__}: {error}"
+    if fault is not None:
+        wrong.append(fault)
 
 
 async def _leave(client: AsyncClient, known: Known, after_s: float, left_s: list[float], errors: list[str]) -> None:
@@ -147,16 +142,10 @@ async def run(streams: int, seed: int) -> dict[str, Any]:
         }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=1000, metavar="N")
-    parser.add_argument("--seed", type=int, default=None)
-    args = parser.parse_args()
-    found = asyncio.run(run(args.streams, random.randrange(2**32) if args.seed is None else args.seed))
-    print(json.dumps(found, indent=2))
+def is_fine(found: dict[str, Any]) -> bool:
     clean = found["all_blocks_free"] and not found["stayed_and_wrong"] and not found["sessions_left"]
-    sys.exit(0 if clean and found["aborted"] == found["left"] else 1)
+    return clean and found["aborted"] == found["left"]
 
 
 if __name__ == "__main__":
-    main()
+    program(__doc__, run, is_fine, streams=1000)

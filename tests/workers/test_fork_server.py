@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from intarsia.errors import EngineUnavailable, ModelNotFound
+from intarsia.tests.faults.processes import parent_of
 from intarsia.workers.facts import ModelSettings
 from intarsia.workers.fork_server import ForkServer, WorkerProcess
 
@@ -38,10 +39,6 @@ def ended(pid: int) -> bool:
             return True
         time.sleep(0.01)
     return False
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_worker_runs_in_a_process_of_its_own_in_the_folder_of_who_asked(
