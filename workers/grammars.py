@@ -1,11 +1,10 @@
 """Answers of a given form: which tokens may come next.
 
 llguidance (https://github.com/guidance-ai/llguidance) parses what was said so far and tells the tokens that can follow;
-nothing is computed over the vocabulary beforehand, and its own limits keep hostile patterns short. A form is compiled
-before its request is queued, in a thread of its own and without Python's lock, so that no step waits for it.
+nothing is computed over the vocabulary beforehand. A form is compiled before its request is queued, in a thread of its
+own and without Python's lock, so that no step waits for it, and only when that is known to end (`form_trial.py`).
 """
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -16,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidRequest
+from .form_trial import FormTrial, first_line, source_of
 
-REMEMBERED = 256
-"""Compiled forms that are kept."""
+REMEMBERED, REMEMBERED_CHARS = 256, 1 << 19
+"""Compiled forms that are kept, and characters of them all: one can take 500 bytes for each."""
 
 
 class Grammars:
@@ -32,6 +32,8 @@ class Grammars:
         self._tokenizer: Any = None
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
         self._lock = threading.Lock()
+        self._trial = FormTrial()
+        self._lock_of_trial = threading.Lock()
 
     def prepare(self, kind: str, text: str) -> None:
         """Compile a form, or find it compiled. Raises `InvalidRequest`, naming the field, when it is none."""
@@ -53,19 +55,20 @@ class Grammars:
         compiled = self._compile(kind, text)
         with self._lock:
             self._compiled[key] = compiled
-            if len(self._compiled) > REMEMBERED:
+            while len(self._compiled) > REMEMBERED or sum(len(text) for _, text in self._compiled) > REMEMBERED_CHARS:
                 self._compiled.popitem(last=False)
         return compiled
 
     def _compile(self, kind: str, text: str) -> Any:
         from llguidance import LLMatcher
 
-        try:
-            matcher = LLMatcher(self._tokens(kind), _source(kind, text), log_level=0)
-        except ValueError as error:
-            raise InvalidRequest(f"{kind} can not be read: {_first_line(str(error))}", field=kind) from None
+        tokens = self._tokens(kind)
+        with self._lock_of_trial:
+            self._trial.run(kind, text)
+        matcher = LLMatcher(tokens, source_of(kind, text), log_level=0)
+        matcher.compute_bitmask()  # what it computes when it is needed first would be computed within a step
         if matcher.is_error():
-            raise InvalidRequest(f"{kind} can not be used: {_first_line(matcher.get_error())}", field=kind)
+            raise InvalidRequest(f"{kind} can not be used: {first_line(matcher.get_error())}", field=kind)
         return matcher
 
     def _tokens(self, kind: str) -> Any:
@@ -81,7 +84,7 @@ class Grammars:
             except Exception as error:  # of whatever kind: the model has no tokenizer that can be used
                 raise InvalidRequest(
                     f"answers of a given form need the model's tokenizer, which can not be used for it: "
-                    f"{_first_line(str(error))}",
+                    f"{first_line(str(error))}",
                     field=kind,
                 ) from error
         return self._tokenizer
@@ -114,22 +117,3 @@ class Matcher:
         """It was said. One too many, after the end, changes nothing."""
         if not self.is_complete:
             self._matcher.consume_token(token)
-
-
-def _source(kind: str, text: str) -> str:
-    """As llguidance wants it."""
-    from llguidance import LLMatcher
-
-    match kind:
-        case "json_schema":
-            # Where any white space may follow, small models go on with it for ever.
-            return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
-        case "regex":
-            return LLMatcher.grammar_from_regex(text)
-        case "choice":
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(text))))
-    raise InvalidRequest(f"{kind} is no form of answers; there are json_schema, regex and choice", field="sampling")
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0][:300]

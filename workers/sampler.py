@@ -56,17 +56,10 @@ def sample(
     wanted_RV = _adjusted(logits_RV, samplings, positions, histories or nothing, matchers or nothing)
     tokens = wanted_RV.argmax(dim=-1)
     random_rows = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
-    # By themselves, since those that cut the distribution draw from it in another order: what a row draws must not
-    # depend on who is beside it.
-    for cuts in (False, True):
-        rows = [row for row in random_rows if _cuts(samplings[row]) is cuts]
-        if rows:
-            tokens[rows] = _draw(
-                wanted_RV[rows],
-                [samplings[row] for row in rows],
-                [_uniform(samplings[row].seed, positions[row]) for row in rows],
-                cuts,
-            )
+    if random_rows:
+        chances_RV = _chances(wanted_RV[random_rows], [samplings[row] for row in random_rows])
+        keys = [_key(samplings[row].seed, positions[row]) for row in random_rows]
+        tokens[random_rows] = _race(chances_RV, keys)
     asked = [(row, sampling.logprobs) for row, sampling in enumerate(samplings) if sampling.logprobs >= 0]
     return tokens, [(row, logprobs(logits_RV[row : row + 1], tokens[row : row + 1], count)[0]) for row, count in asked]
 
@@ -111,37 +104,72 @@ def _adjusted(
     return changed_RV
 
 
-def _cuts(sampling: Sampling) -> bool:
-    """Whether improbable tokens are left out."""
-    return bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0)
+def _chances(logits_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """How probable each token is [R, V], 0 where it is left out; the sum of a row is of no account."""
+    temperature = torch.tensor([s.temperature for s in samplings], device=logits_RV.device).unsqueeze(1)
+    chances_RV = torch.softmax(logits_RV / temperature, dim=-1)
+    rows = [row for row, s in enumerate(samplings) if s.top_k or s.top_p < 1 or s.min_p > 0]
+    if rows:
+        chances_RV[rows] = _cut(chances_RV[rows], [samplings[row] for row in rows])
+    return chances_RV
 
 
-def _draw(logits_RV: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float], cuts: bool) -> Tensor:
-    """Tokens [R] by inverting the cumulative distribution at one uniform number per row. cuts: all rows do, or none."""
-    column = {"dtype": torch.float32, "device": logits_RV.device}
-    temperature = torch.tensor([s.temperature for s in samplings], **column).unsqueeze(1)
-    probabilities = torch.softmax(logits_RV / temperature, dim=-1)
-    order = None
-    if cuts:
-        probabilities, order = probabilities.sort(dim=-1, descending=True, stable=True)
-        vocab = probabilities.shape[-1]
-        top_k = torch.tensor([s.top_k or vocab for s in samplings], **column).unsqueeze(1)
-        top_p = torch.tensor([s.top_p for s in samplings], **column).unsqueeze(1)
-        min_p = torch.tensor([s.min_p for s in samplings], **column).unsqueeze(1)
-        before = probabilities.cumsum(dim=-1) - probabilities  # mass of the more probable tokens
-        rank = torch.arange(vocab, device=logits_RV.device)
-        dropped = (rank >= top_k) | ((before >= top_p) & (top_p < 1)) | (probabilities < min_p * probabilities[:, :1])
-        dropped[:, 0] = False
-        probabilities = probabilities.masked_fill(dropped, 0)
-    cumulative = probabilities.double().cumsum(dim=-1)
-    target = torch.tensor(uniforms, dtype=torch.float64, device=logits_RV.device).unsqueeze(1) * cumulative[:, -1:]
-    picked = torch.searchsorted(cumulative, target, right=True)
-    last_kept = (probabilities > 0).long().cumsum(dim=-1).argmax(dim=-1, keepdim=True)
-    picked = torch.minimum(picked, last_kept)  # a product that rounds up to the whole mass still picks a kept token
-    return (picked if order is None else order.gather(-1, picked)).squeeze(-1)
+def _cut(chances_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """The same with 0 for the improbable tokens that each row leaves out."""
+    vocab = chances_RV.shape[-1]
+    column = {"dtype": torch.float32, "device": chances_RV.device}
+    top_k = torch.tensor([s.top_k or vocab for s in samplings], **column).unsqueeze(1)
+    top_p = torch.tensor([s.top_p for s in samplings], **column).unsqueeze(1)
+    min_p = torch.tensor([s.min_p for s in samplings], **column).unsqueeze(1)
+    sorted_RV, order = chances_RV.sort(dim=-1, descending=True, stable=True)
+    before = sorted_RV.cumsum(dim=-1) - sorted_RV  # mass of the more probable tokens
+    rank = torch.arange(vocab, device=chances_RV.device)
+    dropped = (rank >= top_k) | ((before >= top_p) & (top_p < 1)) | (sorted_RV < min_p * sorted_RV[:, :1])
+    dropped[:, 0] = False
+    return chances_RV.masked_fill(dropped.scatter(-1, order, dropped), 0)
 
 
-def _uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on nothing but its arguments."""
+def _race(chances_RV: Tensor, keys: Sequence[tuple[int, int]]) -> Tensor:
+    """Draw a token [R] from each row: every token runs for a time that is exponentially distributed, at a rate of its
+    chance, and the first one wins (the Gumbel-max trick, arXiv 2110.01515, without its second logarithm).
+
+    Sums in another order, as another batch or a prompt computed anew make them, change chances in their last bits. Here
+    that can change the winner only if the second arrives within those bits, as with the greedy choice. A number looked
+    up in the cumulative distribution is sensitive at the border of every token, and to the order of near-equal ones.
+    """
+    device = chances_RV.device
+    vocab = chances_RV.shape[-1]
+    # On a CPU a piece should stay in a core's cache from one operation to the next.
+    at_once = max(1, (1 << 18 if device.type == "cpu" else 1 << 25) // vocab)
+    winners = []
+    for first in range(0, len(keys), at_once):
+        these = torch.tensor(keys[first : first + at_once], dtype=torch.int32, device=device)
+        uniform = _bits(these, vocab).float().mul_(2.0**-32).add_(0.5).clamp_(2.0**-33, 1 - 2.0**-24)
+        times = uniform.neg_().log1p_().neg_()  # accurate for the short ones, which win
+        winners.append((chances_RV[first : first + at_once] / times).argmax(dim=-1))
+    return torch.cat(winners)
+
+
+def _bits(keys_R2: Tensor, count: int) -> Tensor:
+    """Random int32 [R, count], each of its row's keys and its place alone: the place is multiplied and shifted till
+    every bit depends on all (constants of the best known function of this form, found by search:
+    https://github.com/skeeto/hash-prospector), with one key added before and the other between."""
+    bits = torch.arange(count, dtype=torch.int32, device=keys_R2.device) * _signed(0x9E3779B1) + keys_R2[:, :1]
+    bits ^= (bits >> 16) & 0xFFFF
+    bits *= _signed(0x21F0AAAD)
+    bits += keys_R2[:, 1:]
+    bits ^= (bits >> 15) & 0x1FFFF
+    bits *= _signed(0xD35A2D97)
+    bits ^= (bits >> 15) & 0x1FFFF
+    return bits
+
+
+def _key(seed: int, position: int) -> tuple[int, int]:
+    """Two int32 that depend on nothing but the arguments."""
     digest = blake2b(seed.to_bytes(8) + position.to_bytes(8), digest_size=8).digest()
-    return (int.from_bytes(digest) >> 11) * 2.0**-53
+    return _signed(int.from_bytes(digest[:4])), _signed(int.from_bytes(digest[4:]))
+
+
+def _signed(bits: int) -> int:
+    """The int32 of the same 32 bits."""
+    return bits - (1 << 32) if bits >> 31 else bits

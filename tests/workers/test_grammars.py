@@ -11,6 +11,7 @@ import torch
 from intarsia.controller.request import SamplingParams
 from intarsia.errors import InvalidRequest
 from intarsia.tests.local import Completion, complete, make_engine
+from intarsia.workers.form_trial import FormTrial
 from intarsia.workers.grammars import Grammars
 
 EOS, VOCAB = 256, 320  # of the talker
@@ -90,6 +91,31 @@ def test_a_form_that_is_none_is_refused_with_its_reason(talker: Path, form: dict
 def test_a_checkpoint_without_a_tokenizer_says_so(tmp_path: Path):
     with pytest.raises(InvalidRequest, match="need the model's tokenizer"):
         Grammars(str(tmp_path), False, VOCAB, [EOS]).prepare("regex", "a+")
+
+
+# Twenty patterns whose intersection llguidance would compute for hours.
+ENDLESS = json.dumps({"allOf": [{"type": "string", "pattern": f".*a.{{{n}}}"} for n in range(20)]})
+
+
+def test_a_form_that_takes_too_long_is_refused_and_the_next_is_compiled(talker: Path):
+    grammars = Grammars(str(talker), False, VOCAB, [EOS])
+    with pytest.raises(
+        InvalidRequest, match=r"json_schema can not be compiled within 1 s and 2048 MiB; make it simpler"
+    ):
+        grammars.prepare("json_schema", ENDLESS)
+    grammars.prepare("json_schema", "{}")
+
+
+def test_a_trial_whose_process_was_killed_goes_on_with_another():
+    trial = FormTrial()
+    trial.run("regex", "a+")
+    child = trial._child
+    assert child is not None
+    child.kill()
+    child.wait()
+    trial.run("regex", "b+")
+    with pytest.raises(InvalidRequest, match="regex can not be used"):
+        trial.run("regex", "(")
 
 
 def test_a_form_is_compiled_once(talker: Path, monkeypatch: pytest.MonkeyPatch):

@@ -63,6 +63,28 @@ def test_draw_does_not_depend_on_what_others_beside_it_want():
     assert together == alone
 
 
+def test_draw_does_not_depend_on_the_last_bits_of_logits():
+    """As other batches, and prompts computed anew, change them."""
+    generator = torch.Generator().manual_seed(1)
+    cuts = [{}, {"top_p": 0.7}, {"top_k": 40}, {"min_p": 0.01}]
+    usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "logprobs": -1}
+    samplings = [Sampling(**(usual | {"seed": n} | cuts[n % 4])) for n in range(2000)]
+    logits = torch.randn(len(samplings), 10_000, generator=generator)
+    noise = 1e-5 * torch.randn(logits.shape, generator=generator)
+    tokens, others = (sample(each, samplings, range(len(samplings)))[0] for each in (logits, logits + noise))
+    assert (tokens != others).sum() == 0
+
+
+def test_what_a_cut_leaves_in_is_drawn_as_without_it():
+    logits = torch.randn(2000, 50, generator=torch.Generator().manual_seed(1))
+    free = [Sampling(1.0, 0, 1.0, n, -1) for n in range(2000)]
+    some = [Sampling(1.0, 10, 1.0, n, -1) for n in range(2000)]
+    (whole, _), (cut, _) = sample(logits, free, range(2000)), sample(logits, some, range(2000))
+    kept = (logits > logits.gather(1, whole.unsqueeze(1))).sum(dim=1) < 10
+    assert 1000 < kept.sum() < 2000
+    assert torch.equal(whole[kept], cut[kept])
+
+
 def test_logprobs_are_of_the_model_whatever_the_temperature():
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
     expected = torch.log_softmax(logits[0], -1)
