@@ -15,7 +15,7 @@ from ..errors import EngineUnavailable, IntarsiaError, InvalidRequest, Overloade
 from ..kvcache.events import Event
 from ..proto.channel import Address, ChannelClosed, Stream
 from .engine import TokenDelta, TokenLogprobs
-from .front_door import ANSWER, ENGINE, EVENTS, decode, decode_events
+from .front_door import ANSWER, BROKEN_ENGINE, ENGINE, EVENTS, decode, decode_events
 from .images import Image
 from .info import CacheState, EngineInfo, EngineLoad, Probe
 from .metrics import Metrics
@@ -36,6 +36,16 @@ MOST_FRUITLESS = 5
 MOST_MOVES_IN_VAIN = 3
 """Times that a request goes on without a token since the last time."""
 
+MOST_MOVES_TOGETHER = 1
+"""The same in company. After that it waits its turn: of those that may be what the engine goes of, one is tried at a
+time, and who is innocent gets its token."""
+
+TURN_PAUSE_S = 1.0
+"""At most, before a turn: other front ends give turns, too, and should not do it at the same moment each time."""
+
+MOST_TRIES = 10
+"""Of reaching an engine in one move: it may be gone again at once."""
+
 __all__ = ["EngineClient", "Generation", "TokenDelta", "TokenLogprobs"]
 
 
@@ -55,6 +65,7 @@ class EngineClient:
         self._questions: dict[int, asyncio.Future[Any]] = {}  # by handle
         self._watches: dict[int, asyncio.Queue[list[Event] | IntarsiaError]] = {}  # by handle
         self._request_ids: set[str] = set()  # in use
+        self._turns = asyncio.Lock()  # held by one of the requests that may be what the engine goes of
         self._next_handle = 0
         self._away: IntarsiaError | None = None  # why the engine can not be reached now
         self._failure: IntarsiaError | None = None  # why it can not be reached ever
@@ -248,13 +259,17 @@ class EngineClient:
 
     async def _receive(self) -> IntarsiaError:
         """Hand out what the engine says until it has gone; why that is."""
+        reason = EngineUnavailable("the engine has gone; start it again, or wait until it is back")
         try:
             while True:
                 handles, tokens, others = await self._stream.receive_message()
-                self._fruitless = 0 if handles or others else self._fruitless
+                is_alive = handles or any(handle >= 0 for handle, _, _ in others)
+                self._fruitless = 0 if is_alive else self._fruitless
                 for handle, tag, value in others:
                     if handle == ENGINE:
                         self._fail(IntarsiaError.from_wire(value))
+                    elif handle == BROKEN_ENGINE:
+                        reason = IntarsiaError.from_wire(value)
                     elif tag == ANSWER:
                         if (question := self._questions.get(handle)) is not None and not question.done():
                             question.set_result(value)
@@ -268,7 +283,7 @@ class EngineClient:
                     if (answer := self._answers.get(handle)) is not None:
                         answer.put_token(token)
         except ChannelClosed:
-            return EngineUnavailable("the engine has gone; start it again, or wait until it is back")
+            return reason
         except Exception as error:  # a bug of ours must still reach every waiting caller
             logger.exception("what the engine says can not be read")
             return EngineUnavailable(f"what the engine says can not be read: {error!r}. See the log.")
@@ -375,6 +390,8 @@ class Generation(AsyncIterator[TokenDelta]):
     An engine that goes takes no answer with it if it comes back, or where there is another one: each goes on there with
     the tokens it has, and since draws are keyed by seed and position, as it would have.
 
+    A request that was lost with engines again and again is tried alone, as far as this client's requests go.
+
     Iterating raises `InvalidRequest` (or `RequestTooLarge`) when the request is refused, `DeadlineExceeded` when its
     time is over, `EngineUnavailable` when the engine is gone for good and there is no other, or when engines went
     again and again without a token of this request: it may be what they die of.
@@ -392,6 +409,7 @@ class Generation(AsyncIterator[TokenDelta]):
         self._open = set(range(asked.sampling.n))  # answers that go on
         self._said: list[list[int]] = [[] for _ in self._open]  # what is known of each, should it go on elsewhere
         self._moves_in_vain = 0  # since the last token
+        self._turn: asyncio.Lock | None = None  # held while it is tried alone
         self._deadline_s = math.inf
         self._aborted: IntarsiaError | None = None
 
@@ -411,6 +429,7 @@ class Generation(AsyncIterator[TokenDelta]):
                 if item is not None and item.answer in self._open:
                     self._said[item.answer] += item.token_ids
                     self._moves_in_vain = 0
+                    self._end_turn()
                     if item.finish_reason is not None:
                         self._close(item.answer)
                     return item
@@ -430,28 +449,43 @@ class Generation(AsyncIterator[TokenDelta]):
     async def _move(self, error: IntarsiaError) -> None:
         """Go on with another engine, or with this one when it is back. Raises `error`, why the engine is gone, when
         there will be none."""
-        while True:
+        self._end_turn()
+        if self._handles:
             self._moves_in_vain += 1
-            if self._moves_in_vain > MOST_MOVES_IN_VAIN:
-                raise EngineUnavailable(
-                    f"engines were lost {MOST_MOVES_IN_VAIN + 1} times while this request ran, without a token of it "
-                    f"between; last: {error}"
-                )
+            self._client._release_id(self.request_id)
+        if self._moves_in_vain > MOST_MOVES_IN_VAIN:
+            raise EngineUnavailable(
+                f"engines were lost {self._moves_in_vain} times while this request ran, without a token of it between; "
+                f"last: {error}"
+            )
+        for _ in range(MOST_TRIES):
             other = await self._instead(self._client) if self._instead is not None else None
             if other is None and await self._client.back():
                 other = self._client
             if other is None:
                 raise error
-            if self._handles:
-                self._client._release_id(self.request_id)
             self._client, self.inbox, self._handles = other, asyncio.Queue(), {}
+            if self._moves_in_vain > MOST_MOVES_TOGETHER:
+                await self._take_turn(other._turns)
             try:
                 self._handles = other._submit(self, self._rest(), 1)
             except EngineUnavailable as gone:
                 error = gone
+                self._end_turn()
                 continue
             logger.info("request %s goes on where an engine is", self.request_id)
             return
+        raise error
+
+    async def _take_turn(self, turns: asyncio.Lock) -> None:
+        await turns.acquire()
+        self._turn = turns
+        await asyncio.sleep(secrets.randbelow(1000) / 1000 * TURN_PAUSE_S)
+
+    def _end_turn(self) -> None:
+        if self._turn is not None:
+            self._turn.release()
+            self._turn = None
 
     def _rest(self) -> dict[int, list]:
         """What each open answer is to go on from."""
@@ -486,6 +520,7 @@ class Generation(AsyncIterator[TokenDelta]):
 
     async def aclose(self) -> None:
         """Abort all that goes on."""
+        self._end_turn()
         for index in list(self._open):
             if not self._handles:
                 self._open.discard(index)
@@ -497,6 +532,7 @@ class Generation(AsyncIterator[TokenDelta]):
         self._open.discard(index)
         self._client._forget(handle)
         if not self._open:
+            self._end_turn()
             self._client._release_id(self.request_id)
         return handle
 

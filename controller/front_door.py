@@ -9,8 +9,8 @@ A connection is also the front end's lease: when it closes, its requests are abo
                           ["metrics", handle]   ["view", handle, look]
                           ["watch", handle]   ["unwatch", handle]
     engine -> front end   first the EngineInfo; then, per step, [handles, tokens, [[handle, tag, what], ...]], where
-                          what is a delta, an error, the answer to a question, or events of the cache; handle -1
-                          is the engine itself, whose error ends it for good
+                          what is a delta, an error, the answer to a question, or events of the cache; handles
+                          -1 and -2 are the engine itself, whose error ends it, for good or till it is back
 
 Handles are numbers that the front end draws; a request for n answers takes n of them in a row. `tokens` are a prompt of
 `prompt_tokens` tokens and, of an answer that began elsewhere, what is known of it.
@@ -32,8 +32,9 @@ from .view import Look
 
 DELTA, ERROR, ANSWER, EVENTS = range(4)
 
-ENGINE = -1
-"""The handle of what is said of the engine itself: the error that ends it."""
+ENGINE, BROKEN_ENGINE = -1, -2
+"""Handles of what is said of the engine itself: the error that ends it for good, or that another one may take over
+from."""
 
 MOST_NAMES = 4096
 """Of blocks in one message of events: a pool's names at once would hold up the tokens behind them."""
@@ -62,10 +63,11 @@ class FrontDoor:
         return await self._server.start(host)
 
     async def close(self, failure: IntarsiaError | None = None) -> None:
-        """failure: why the engine can not go on, and need not be waited for; None: it is stopped."""
+        """failure: why the engine can not go on; None: it is stopped."""
         if failure is not None:
+            handle = BROKEN_ENGINE if self._engine.is_broken else ENGINE
             for stream in self._streams:
-                stream.send_message([[], [], [_encode(ENGINE, failure)]])
+                stream.send_message([[], [], [_encode(handle, failure)]])
         await self._server.close()
 
     async def _serve(self, stream: Stream) -> None:

@@ -17,6 +17,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...errors import (
@@ -276,6 +277,10 @@ def _answer_errors(app: FastAPI) -> None:
     async def refused(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
         return JSONResponse(_error(message, "invalid_request_error"), error.status_code, headers=error.headers)
+
+    @app.exception_handler(ClientDisconnect)
+    async def left(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=CLIENT_CLOSED)  # for nobody: it went before its body was whole
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:

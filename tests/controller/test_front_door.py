@@ -165,6 +165,50 @@ def test_answers_go_on_with_another_engine_when_theirs_is_gone(taken: int, answe
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
+def test_a_bug_that_one_request_meets_ends_that_request_alone(monkeypatch: pytest.MonkeyPatch):
+    """The engine stops on it, and is started again; whoever is innocent goes on."""
+    monkeypatch.setattr(client_module, "TURN_PAUSE_S", 0.01)
+    poison = [7, *PROMPT]
+    running: list[tuple[FrontDoor, asyncio.Task[None]]] = []
+
+    async def start() -> Address:
+        engine = make_engine()
+        commit = engine._scheduler.commit
+
+        def stumble(result: Any) -> Any:
+            if any(request.tokens[0] == 7 for request in engine._scheduler._running):
+                raise KeyError("a bug")
+            return commit(result)
+
+        monkeypatch.setattr(engine._scheduler, "commit", stumble)
+        door = FrontDoor(engine)
+
+        async def serve() -> None:
+            await engine.run()
+            await door.close(engine.failure)
+
+        running.append((door, asyncio.create_task(serve())))
+        return await door.start("127.0.0.1")
+
+    async def scenario() -> None:
+        client = await EngineClient.connect(await start(), start)
+        sampling = SamplingParams(max_tokens=30)
+        prompts = [[n, *PROMPT] for n in (1, 2, 3)] + [poison] + [[n, *PROMPT] for n in (4, 5, 6)]
+        found = await asyncio.gather(*(collect(client, prompt, sampling) for prompt in prompts), return_exceptions=True)
+        error = found.pop(3)
+        assert isinstance(error, EngineUnavailable), error
+        assert "lost 4 times while this request ran" in error.message
+        assert "stopped on an internal error: KeyError('a bug')" in error.message
+        assert found == [continuation(prompt, 30) for prompt in prompts if prompt != poison]
+        assert len(running) == 5
+        await client.close()
+        for door, serving in running:
+            serving.cancel()
+            await door.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
 def test_answers_end_with_their_engine_where_there_is_no_other():
     async def scenario() -> None:
         engine = make_engine()

@@ -407,6 +407,23 @@ def test_killed_controller_is_replaced_over_the_same_workers_and_streams_go_on(
     assert loaded.all_free()
 
 
+def test_controller_that_stops_on_a_bug_is_replaced_over_the_same_workers(
+    loaded: Loaded, undisturbed: list[Any], loop: Loop
+):
+    before, controller = loaded.workers(), loaded.engine.controller_process_id
+
+    async def break_it() -> None:
+        def lose_a_part(actor: Any) -> None:
+            actor._engine._scheduler.commit = None
+
+        await loaded.engine._controller.__ray_call__.remote(lose_a_part)
+
+    assert loop.run(loaded.streams(20, break_it)) == undisturbed
+    assert loaded.engine.controller_process_id != controller
+    assert loaded.workers() == before
+    assert loaded.all_free()
+
+
 def test_controller_and_worker_killed_at_once_are_both_replaced(loaded: Loaded, undisturbed: list[Any], loop: Loop):
     before = loaded.workers()
 

@@ -12,6 +12,7 @@ import asyncio
 import collections
 import contextlib
 import json
+import logging
 import random
 import string
 import struct
@@ -131,14 +132,18 @@ def mutated(rng: random.Random, body: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
-class Tally:
-    """What came back."""
+class Tally(logging.Handler):
+    """What came back, and what the servers of this process said to their log of it."""
 
     def __init__(self) -> None:
+        super().__init__(logging.ERROR)
         self.outcomes: collections.Counter[str] = collections.Counter()
         self.internal: list[str] = []
         self.hangs: list[str] = []
         self.slowest_s = 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.internal.append(f"log: {logging.Formatter().format(record)[-600:]}")
 
     def note(self, where: str, outcome: str, took_s: float, what: Any, *, is_internal: bool = False) -> None:
         """outcome: a status, or how it ended."""
@@ -374,6 +379,8 @@ async def run(requests: int, forms: int, seed: int) -> dict[str, Any]:
     async with service(name=NAME, served_model_name="demo") as served, AsyncClient(served.address) as client:
         http = HttpServer(make_app(lambda: served.front_end))
         url = await http.start(port=0)
+        for name in (None, "uvicorn"):  # which has handlers of its own
+            logging.getLogger(name).addHandler(tally)
         [known] = await answered(client, draw(rng, 1, 200, 200))
         canary = Canary(client, known)
         door = next(iter((await find_engines(NAME)).values()))

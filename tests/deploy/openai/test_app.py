@@ -1,9 +1,12 @@
 """What HTTP says where no client library is in between."""
 
 import json
+import logging
 import re
+import socket
 import subprocess
 import urllib.error
+import urllib.parse
 import urllib.request
 from typing import Any
 
@@ -40,6 +43,20 @@ def test_curl_streams_server_sent_events(api: Api):
     assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
     events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
     assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_client_that_leaves_before_its_body_is_whole_is_no_error(api: Api, caplog: pytest.LogCaptureFixture):
+    address = urllib.parse.urlsplit(api.url)
+    log = logging.getLogger("uvicorn")
+    log.addHandler(caplog.handler)
+    try:
+        with socket.create_connection((address.hostname, address.port)) as client:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\nContent-Type: application/json"
+            client.sendall(f'{head}\r\n\r\n{{"prompt": '.encode())
+        assert call(api, "/v1/completions", {"prompt": "oak", "max_tokens": 3})[0] == 200
+    finally:
+        log.removeHandler(caplog.handler)
+    assert caplog.text == ""
 
 
 def test_health_and_metrics(api: Api):
