@@ -385,6 +385,8 @@ class _Asked(NamedTuple):
 class Generation(AsyncIterator[TokenDelta]):
     """The deltas of one request as they come, of all its answers in one stream; each says which answer it is of.
 
+    Whoever takes them more slowly than they come finds what has come meanwhile in one delta, not in a queue that grows.
+
     Leaving it before its end, by `aclose` or by cancelling whoever waits, aborts what goes on.
 
     An engine that goes takes no answer with it if it comes back, or where there is another one: each goes on there with
@@ -400,6 +402,7 @@ class Generation(AsyncIterator[TokenDelta]):
     def __init__(self, client: EngineClient, asked: _Asked, request_id: str, instead: "Instead | None" = None):
         self.request_id = request_id
         self.inbox: Inbox = asyncio.Queue()
+        self._taken: TokenDelta | IntarsiaError | _Lost | None = None  # from the inbox, and not looked at
         self._client = client
         self._instead = instead
         if asked.sampling.seed is None:
@@ -420,13 +423,15 @@ class Generation(AsyncIterator[TokenDelta]):
             if not self._handles and self._open:
                 await self._begin()
             while self._open:
-                item = await self.inbox.get()
+                item = self._taken or await self.inbox.get()
+                self._taken = None
                 if isinstance(item, _Lost):
                     await self._move(item.error)
                     item = self._aborted  # while nobody looked
                 if isinstance(item, IntarsiaError):
                     raise item
                 if item is not None and item.answer in self._open:
+                    item = self._with_what_came_since(item)
                     self._said[item.answer] += item.token_ids
                     self._moves_in_vain = 0
                     self._end_turn()
@@ -437,6 +442,14 @@ class Generation(AsyncIterator[TokenDelta]):
             await self.aclose()
             raise
         raise StopAsyncIteration
+
+    def _with_what_came_since(self, delta: TokenDelta) -> TokenDelta:
+        while delta.finish_reason is None and not self.inbox.empty():
+            self._taken = self.inbox.get_nowait()
+            if not isinstance(self._taken, TokenDelta) or self._taken.answer != delta.answer:
+                break
+            delta, self._taken = delta.and_then(self._taken), None
+        return delta
 
     async def _begin(self) -> None:
         if self._asked.terms.timeout_s is not None:

@@ -96,6 +96,14 @@ class TokenDelta(NamedTuple):
     )
     answer: int = 0  # which one, when there are several
 
+    def and_then(self, later: "TokenDelta") -> "TokenDelta":
+        """The two of one answer as one."""
+        return self._replace(
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=None if self.logprobs is None else self.logprobs + (later.logprobs or ()),
+            finish_reason=later.finish_reason,
+        )
+
 
 class Delivery(NamedTuple):
     """What one step brought to one front end. Most of it is a token each, so those are columns."""
@@ -176,11 +184,11 @@ class Engine:
         workers: StepRunner,
         depth: int = 2,
         tracer: Tracer | None = None,
-        gate: Gate | None = None,
+        gate: GateSettings | None = None,
     ):
         """depth: steps under way at once. 2: one runs while the next is planned; 1: each waits for the one before."""
         self.tracer = tracer
-        self._gate = gate or Gate(GateSettings())
+        self._gate = Gate(gate or GateSettings(), lambda: scheduler.is_full)
         self.info = info
         self.stats = EngineStats()
         self._scheduler = scheduler

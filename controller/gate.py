@@ -1,7 +1,8 @@
 """Who may come in. A request that could not have its turn in time is told so at once, before anything is done for it.
 
-How long the wait is follows from how fast requests have come to their turn lately, while others waited. Tenants take
-turns, so each waits behind its own requests only: whoever floods is refused, and the others come in.
+How long the wait is follows from how fast requests have ended lately, and made room, while others waited for it; before
+enough have, from how long those that run stay. Tenants take turns, so each waits behind its own requests only: whoever
+floods is refused, and the others come in.
 """
 
 import time
@@ -14,11 +15,11 @@ from ..errors import InvalidSetting, Overloaded
 from ..kvcache.manager import RequestId
 from .request import Request
 
-LATEST_TURNS = 64
-"""By which it is told how fast requests come to their turn."""
+LATEST_ENDS = 64
+"""By which it is told how fast room is made."""
 
-FEWEST_TURNS = 8
-"""With fewer nobody knows."""
+FEWEST_ENDS = 8
+"""With fewer that is guessed."""
 
 LONGEST_RETRY_S = 60.0
 
@@ -70,10 +71,13 @@ class Gate:
     def __init__(
         self,
         settings: GateSettings,
+        is_full: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
         free_bytes: Callable[[], int] = free_host_bytes,
     ):
+        """is_full: whether requests wait for room; else the next one does not."""
         self._settings = settings
+        self._is_full = is_full
         self._clock = clock
         self._free_bytes = free_bytes
         self._looked_s = float("-inf")
@@ -82,7 +86,10 @@ class Gate:
         self._by_tenant: dict[str, int] = {}  # those who wait
         self._present: dict[str, int] = {}  # those who wait or run
         self._tokens = self._bytes = 0  # of those who wait
-        self._turns: deque[float] = deque(maxlen=LATEST_TURNS)  # when the latest came to their turn, without a pause
+        self._began_s: dict[RequestId, float] = {}  # those who run
+        self._sum_began_s = 0.0
+        self._ends: deque[float] = deque(maxlen=LATEST_ENDS)  # when the latest made room, while others waited for it
+        self._stays_s: deque[float] = deque(maxlen=LATEST_ENDS)  # how long they had run
 
     def check(self, tenant: str, tokens: int, image_bytes: int, answers: int, timeout_s: float | None) -> None:
         """Raises `Overloaded`, saying when to try again, if such a request had better not come now."""
@@ -126,11 +133,22 @@ class Gate:
 
     def wait_s(self, tenant: str) -> float:
         """For the turn of a request that comes now, as far as it is known."""
-        if len(self._turns) < FEWEST_TURNS or not self._waiting:
+        if not self._waiting or not self._is_full():
             return 0.0
-        each_s = (self._clock() - self._turns[0]) / len(self._turns)
         tenants = len(self._by_tenant) + (tenant not in self._by_tenant)
-        return each_s * min(len(self._waiting) + 1, (self._by_tenant.get(tenant, 0) + 1) * tenants)
+        return self._room_every_s() * min(len(self._waiting) + 1, (self._by_tenant.get(tenant, 0) + 1) * tenants)
+
+    def _room_every_s(self) -> float:
+        """From one who ends to the next; 0 if there is nothing to tell it by."""
+        now_s = self._clock()
+        if len(self._ends) >= FEWEST_ENDS:
+            return (now_s - self._ends[0]) / (len(self._ends) - 1)
+        running = len(self._began_s)
+        if not running:
+            return 0.0
+        # As long as those before, and no shorter than these have already (J. D. C. Little's law).
+        stay_s = sum(self._stays_s) / len(self._stays_s) if self._stays_s else 0.0
+        return max(stay_s, now_s - self._sum_began_s / running) / running
 
     def entered(self, requests: Iterable[Request], *, is_known: bool = False) -> None:
         """They wait from now on. is_known: they came in before, elsewhere; whatever they wait for, it is no turn."""
@@ -138,9 +156,8 @@ class Gate:
             tenant = request.terms.tenant
             self._present[tenant] = self._present.get(tenant, 0) + 1
             if is_known:
+                self._begin(request)
                 continue
-            if not self._waiting:
-                self._turns.clear()  # nobody waited: how fast it went says nothing
             self._waiting[request.id] = request
             self._by_tenant[tenant] = self._by_tenant.get(tenant, 0) + 1
             self._tokens += request.prompt_tokens
@@ -149,12 +166,25 @@ class Gate:
     def began(self, request: Request) -> None:
         """It has got its first token."""
         if self._stop_waiting(request):
-            self._turns.append(self._clock())
+            self._begin(request)
 
     def left(self, request: Request) -> None:
         """It has ended, however that was."""
         self._stop_waiting(request)
+        began_s = self._began_s.pop(request.id, None)
+        if began_s is not None:
+            now_s = self._clock()
+            self._sum_began_s -= began_s
+            self._stays_s.append(now_s - began_s)
+            if not self._is_full():
+                self._ends.clear()  # nobody waited: how fast it went says nothing
+            else:
+                self._ends.append(now_s)
         _count_down(self._present, request.terms.tenant)
+
+    def _begin(self, request: Request) -> None:
+        self._began_s[request.id] = now_s = self._clock()
+        self._sum_began_s += now_s
 
     def _stop_waiting(self, request: Request) -> bool:
         if self._waiting.pop(request.id, None) is None:

@@ -146,6 +146,7 @@ class Scheduler:
         self._expired: list[Request] = []
         self._suspects: deque[Request] = deque()  # to run alone, until each has got a token
         self._held_up: Request | None = None  # it was its turn, and there was no room
+        self.is_full = False  # the last step had no room for somebody
         self._swap = SwapSpace(settings.swap_bytes)
         self._swap_out: list[tuple[int, int, int]] = []  # for the step being planned: (group, block, ticket)
         self._swap_in: list[tuple[int, int, int]] = []  # (group, ticket, block)
@@ -231,6 +232,7 @@ class Scheduler:
         admitted = [] if is_short and self._running else self._admit_waiting(budget, now_s)
         if self._queue and self._manager.is_full and (admitted or any(not each.is_decoding for each, _ in planned)):
             self._touch_waiting()
+        self.is_full = bool(self._queue)
         return self._seal(decode, planned, admitted)
 
     def commit(self, result: StepResult) -> Outcome:

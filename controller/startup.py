@@ -14,7 +14,7 @@ from ..proto.step import Step, StepResult
 from ..proto.tracing import tracer_of
 from ..workers.facts import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
 from .engine import Engine
-from .gate import Gate, GateSettings
+from .gate import GateSettings
 from .info import EngineInfo, GroupInfo
 from .scheduler import Scheduler, SchedulerSettings
 
@@ -87,7 +87,7 @@ async def build_engine(settings: EngineSettings, workers: Workers) -> Engine:
     manager = CacheManager(plan, CacheSettings(prefix_caching=settings.prefix_caching))
     info = _describe(settings, facts, plan, max_model_len)
     tracer = tracer_of("controller", settings.model.traces_endpoint)
-    return Engine(info, Scheduler(limits, manager), manager, workers, tracer=tracer, gate=Gate(settings.gate))
+    return Engine(info, Scheduler(limits, manager), manager, workers, tracer=tracer, gate=settings.gate)
 
 
 def _max_model_len(settings: EngineSettings, facts: ModelFacts) -> int:

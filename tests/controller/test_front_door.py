@@ -294,6 +294,27 @@ def test_an_answer_that_is_not_streamed_comes_as_one():
     assert [list(delta.token_ids) for delta in deltas] == [continuation(PROMPT, 12)] * 2
 
 
+@pytest.mark.parametrize("answers", [1, 2])
+def test_who_reads_slowly_gets_what_came_meanwhile_at_once(answers: int):
+    async def scenario(engine: Engine, address: Address):
+        client = await EngineClient.connect(address)
+        said: list[list[int]] = [[] for _ in range(answers)]
+        reasons, deltas = [], 0
+        async for delta in client.generate(PROMPT, SamplingParams(max_tokens=60, n=answers, logprobs=0)):
+            said[delta.answer] += delta.token_ids
+            assert tuple(row.token_id for row in delta.logprobs or ()) == delta.token_ids
+            reasons += [delta.finish_reason] if delta.finish_reason else []
+            deltas += 1
+            await asyncio.sleep(0.02)
+        await client.close()
+        return said, reasons, deltas
+
+    said, reasons, deltas = served(scenario)
+    assert said == [continuation(PROMPT, 60)] * answers
+    assert reasons == ["length"] * answers
+    assert deltas < 60 or answers > 1
+
+
 def test_pieces_of_an_interval_hold_what_single_tokens_hold():
     async def scenario(engine: Engine, address: Address):
         client = await EngineClient.connect(address)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from intarsia.controller.gate import FEWEST_TURNS, MIB, Gate, GateSettings
+from intarsia.controller.gate import FEWEST_ENDS, MIB, Gate, GateSettings
 from intarsia.controller.request import Request, SamplingParams, Terms
 from intarsia.errors import InvalidSetting, Overloaded
 from intarsia.kvcache.manager import RequestId
@@ -14,13 +14,15 @@ NUMBERS = count()
 
 
 class Bench:
-    """A gate with a clock and a memory of its own; somebody comes to their turn every `each_s` seconds."""
+    """A gate with a clock and a memory of its own. So many have seats; one of them ends every so often."""
 
-    def __init__(self, **settings: Any):
+    def __init__(self, seats: int = 1, **settings: Any):
         self.now_s = 0.0
         self.free = 10**12
-        self.gate = Gate(GateSettings(**settings), lambda: self.now_s, lambda: self.free)
+        self.gate = Gate(GateSettings(**settings), lambda: bool(self.waiting), lambda: self.now_s, lambda: self.free)
         self.waiting: list[Request] = []
+        self.seated: list[Request] = []
+        self.seats = seats
 
     def come(self, tenant: str = "", tokens: int = 10, timeout_s: float | None = None) -> Request:
         self.gate.check(tenant, tokens, 0, 1, timeout_s)
@@ -29,25 +31,70 @@ class Bench:
         )
         self.gate.entered([request])
         self.waiting.append(request)
+        self.seat()
         return request
+
+    def seat(self) -> None:
+        while self.waiting and len(self.seated) < self.seats:
+            self.seated.append(self.waiting.pop(0))
+            self.gate.began(self.seated[-1])
 
     def serve(self, requests: int, each_s: float = 1.0) -> None:
         for _ in range(requests):
             self.now_s += each_s
-            request = self.waiting.pop(0)
-            self.gate.began(request)
-            self.gate.left(request)
+            self.gate.left(self.seated.pop(0))
+            self.seat()
+
+    def flood(self) -> int:
+        """How many come in before one is refused."""
+        for come in range(10_000):
+            try:
+                self.come()
+            except Overloaded:
+                return come
+        raise AssertionError("nobody is refused")
 
 
 def test_whoever_would_wait_too_long_is_told_when_to_come_back():
     bench = Bench(max_wait_s=10)
     for _ in range(30):
         bench.come()  # nobody knows yet how long it takes
-    bench.serve(FEWEST_TURNS)
+    bench.serve(FEWEST_ENDS)
     with pytest.raises(Overloaded, match=r"in about 2\d\.\d s, and max_wait_s is 10") as refusal:
         bench.come()
     assert refusal.value.retryable and 10 < (refusal.value.retry_after_s or 0) < 20
     bench.serve(15)
+    bench.come()
+
+
+def test_a_flood_over_full_seats_is_bounded_from_its_first_second():
+    """Eight seats, and one is free every second: ten may wait, before and after enough have ended to measure it."""
+    bench = Bench(seats=8, max_wait_s=10)
+    for _ in range(40):
+        while len(bench.seated) < 8:
+            bench.come()
+        bench.serve(1)
+    bench.come()
+    assert bench.flood() in range(8, 12)
+    for _ in range(20):
+        bench.serve(1)
+        assert bench.flood() in range(3)
+
+
+def test_a_flood_of_an_idle_engine_is_bounded_by_how_long_those_who_run_have_run():
+    bench = Bench(seats=8, max_wait_s=10)
+    bench.serve(0)
+    for _ in range(30):
+        bench.come()  # nothing is known
+    bench.now_s += 8
+    assert bench.flood() == 0, "a second or more for each seat, and 22 wait"
+
+
+def test_free_seats_are_not_waited_for_whatever_others_do():
+    bench = Bench(seats=3, max_wait_s=10)
+    bench.come()
+    bench.now_s += 1000
+    bench.come()
     bench.come()
 
 
@@ -82,6 +129,7 @@ def test_a_flood_of_one_tenant_does_not_keep_another_out():
 
 def test_what_waits_is_bounded_in_tokens_but_one_request_always_may():
     bench = Bench(max_waiting_tokens=100)
+    bench.come()
     bench.come(tokens=500)
     with pytest.raises(Overloaded, match="500 tokens wait for their turn, 10 more would exceed the 100"):
         bench.come(tokens=10)
@@ -94,14 +142,12 @@ def test_what_waits_is_bounded_in_tokens_but_one_request_always_may():
 
 def test_a_tenant_s_requests_are_counted_until_they_end():
     bench = Bench(max_requests_per_tenant=2)
-    first, _ = bench.come("a"), bench.come("a")
+    bench.come("a")
+    bench.come("a")
     bench.come("b")
     with pytest.raises(Overloaded, match="2 requests of a are here, and max_requests_per_tenant is 2"):
         bench.come("a")
-    bench.gate.began(first)
-    with pytest.raises(Overloaded):
-        bench.come("a")
-    bench.gate.left(first)
+    bench.serve(1)
     bench.come("a")
 
 
@@ -118,7 +164,7 @@ def test_nobody_is_taken_when_the_host_is_short_of_memory():
 
 
 def test_the_gate_of_a_real_host_is_open():
-    Gate(GateSettings()).check("", 10, 0, 1, None)
+    Gate(GateSettings(), lambda: False).check("", 10, 0, 1, None)
 
 
 @pytest.mark.parametrize(

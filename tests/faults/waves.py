@@ -1,17 +1,20 @@
-"""A thousand streams at once, opened in waves, half of them left at a random moment.
+"""A thousand streams at once, opened in waves, half of them left at a random moment once all are open.
 
     python -m intarsia.tests.faults.waves --streams 1000
 
-Those that stay must say what they say undisturbed. Of those that leave, the time is taken from the client's cancelling
-to the plan of a step without them, which is when their blocks are free: seen through counters of the engine that are
-read every few milliseconds, so a little later than it was. Prints JSON; exits with 1 if anything is left behind.
+Clients are a process of their own. Those that stay must say what they say undisturbed. Of those that leave, the time is
+taken from the client's cancelling to the plan of a step without them, which is when their blocks are free: seen through
+counters of the engine that are read every few milliseconds, so a little later than it was. Prints JSON; exits with 1 if
+anything is left behind.
 """
 
 import asyncio
 import contextlib
+import multiprocessing
 import random
 import time
-from typing import Any
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, NamedTuple
 
 from intarsia.controller.info import EngineLoad
 from intarsia.deploy.client import AsyncClient
@@ -22,11 +25,15 @@ from .service import Known, Service, answered, draw, read, service
 
 WAVES = 10
 
-WAVE_EVERY_S = 0.5
+WAVE_EVERY_S = 0.3
 
 LOOK_EVERY_S = 0.003
 
-LONGEST_STAY_S = 8.0
+ARRIVING_S = 2.0
+"""From the last wave to the first that leaves: all have reached the engine by then, so all are to be aborted there."""
+
+LEAVING_S = 10.0
+"""From the first that leaves to the last."""
 
 ENDLESS = 1800
 """Tokens of those that leave: more than they get."""
@@ -75,15 +82,15 @@ async def _stay(client: AsyncClient, known: Known, wrong: list[str]) -> None:
         wrong.append(fault)
 
 
-async def _leave(client: AsyncClient, known: Known, after_s: float, left_s: list[float], errors: list[str]) -> None:
+async def _leave(client: AsyncClient, known: Known, at_s: float, left_s: list[float], wrong: list[str]) -> None:
     async def read() -> None:
         async for _ in client.generate(known.prompt, known.sampling):
             pass
 
     task = asyncio.create_task(read())
-    await asyncio.sleep(after_s)
+    await asyncio.sleep(at_s - time.monotonic())
     if task.done():
-        errors.append(f"ended before it was left: {task.exception()!r}")
+        wrong.append(f"ended before it was left: {task.exception()!r}")
         return
     left_s.append(time.monotonic())
     task.cancel()
@@ -91,45 +98,68 @@ async def _leave(client: AsyncClient, known: Known, after_s: float, left_s: list
         await task
 
 
-async def run(streams: int, seed: int) -> dict[str, Any]:
+class Came(NamedTuple):
+    """What the clients saw."""
+
+    most_open: int
+    left_s: list[float]  # when, in order; by the machine's clock
+    wrong: list[str]
+
+
+async def _clients(address: str, stays: list[Known], leaves: list[Known], streams: int, seed: int) -> Came:
     rng = random.Random(seed)
-    async with service(kv_cache_memory="32MiB", max_num_seqs=128) as served, AsyncClient(served.address) as client:
-        stays = await answered(client, draw(rng, 40, 20, 60))
-        leaves = draw(rng, 40, ENDLESS, ENDLESS)
-        before = await served.engine.client.load()
-        watch = Watch(served)
-        wrong: list[str] = []
-        left_s: list[float] = []
-        tasks: list[asyncio.Task[None]] = []
-        most_open = 0
-        started_s = time.monotonic()
+    left_s: list[float] = []
+    wrong: list[str] = []
+    tasks: list[asyncio.Task[None]] = []
+    most_open = 0
+    all_there_s = time.monotonic() + WAVES * WAVE_EVERY_S + ARRIVING_S
+    async with AsyncClient(address) as client:
         for _ in range(WAVES):
             for _ in range(streams // WAVES):
                 if rng.random() < 0.5:
-                    work = _leave(client, rng.choice(leaves), rng.uniform(0.05, LONGEST_STAY_S), left_s, wrong)
+                    at_s = all_there_s + rng.uniform(0, LEAVING_S)
+                    work = _leave(client, rng.choice(leaves), at_s, left_s, wrong)
                 else:
                     work = _stay(client, rng.choice(stays), wrong)
                 tasks.append(asyncio.create_task(work))
             await asyncio.sleep(WAVE_EVERY_S)
             most_open = max(most_open, sum(not task.done() for task in tasks))
         await asyncio.gather(*tasks)
+    return Came(most_open, left_s, wrong)
+
+
+def _run_clients(*about: Any) -> Came:
+    return asyncio.run(_clients(*about))
+
+
+async def run(streams: int, seed: int) -> dict[str, Any]:
+    rng = random.Random(seed)
+    async with service(kv_cache_memory="32MiB", max_num_seqs=128) as served, AsyncClient(served.address) as client:
+        stays = await answered(client, draw(rng, 40, 100, 200))
+        leaves = draw(rng, 40, ENDLESS, ENDLESS)
+        before = await served.engine.client.load()
+        watch = Watch(served)
+        started_s = time.monotonic()
+        about = served.address, stays, leaves, streams, rng.randrange(2**32)
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as clients:
+            came = await asyncio.get_running_loop().run_in_executor(clients, _run_clients, *about)
         while (load := await served.engine.client.load()).running + load.waiting:
             await asyncio.sleep(0.01)
         await asyncio.sleep(10 * LOOK_EVERY_S)
         await watch.stop()
-        left_s.sort()
-        freed = [watch.freed_s(before.aborted_requests + n + 1) - at_s for n, at_s in enumerate(left_s)]
+        freed = [watch.freed_s(before.aborted_requests + n + 1) - at_s for n, at_s in enumerate(came.left_s)]
         freed.sort()
         count = await served.engine.recount()
         step_s = watch.step_s()
         return {
             "seed": seed,
-            "streams": len(tasks),
-            "most_open_at_once": most_open,
+            "streams": streams,
+            "most_open_at_once": came.most_open,
+            "most_known_to_engine": max(load.running + load.waiting for _, load in watch.looks),
             "took_s": round(time.monotonic() - started_s, 1),
-            "left": len(left_s),
+            "left": len(came.left_s),
             "aborted": load.aborted_requests - before.aborted_requests,
-            "stayed_and_wrong": len(wrong),
+            "wrong": len(came.wrong),
             "all_blocks_free": count.all_free,
             "sessions_left": served.front_end.num_running,
             "disconnect_to_free_ms": {
@@ -138,12 +168,12 @@ async def run(streams: int, seed: int) -> dict[str, Any]:
                 "max": round(freed[-1] * 1e3, 1),
             },
             "usual_step_ms": round(step_s * 1e3, 1),
-            "examples": wrong[:5],
+            "examples": came.wrong[:5],
         }
 
 
 def is_fine(found: dict[str, Any]) -> bool:
-    clean = found["all_blocks_free"] and not found["stayed_and_wrong"] and not found["sessions_left"]
+    clean = found["all_blocks_free"] and not found["wrong"] and not found["sessions_left"]
     return clean and found["aborted"] == found["left"]
 
 
