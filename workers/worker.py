@@ -19,7 +19,7 @@ from ..proto.packing import pack, unpack
 from ..proto.step import Fault, Step, StepResult
 from ..proto.tracing import Tracer, tracer_of
 from .collectives import make_collectives
-from .environment import resident_bytes, threads_per_worker
+from .environment import give_back_freed_memory, resident_bytes, threads_per_worker
 from .facts import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
 from .grammars import Grammars
 from .memory import device_memory, is_lack_of_memory, spare_bytes
@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 LAST_WORDS_S = 1.0
 """For the answer of a step that failed to leave the process."""
+
+GIVE_BACK_EVERY_S = 30.0
+"""What was freed is kept for the next tensor of its size, but not for ever."""
 
 CONTROLLER_TIMEOUT_S = 60.0
 """For the controller to connect once it knows where. One that dies in between is not waited for."""
@@ -53,6 +56,7 @@ class Worker:
         self._break_off: Callable[[], None] = lambda: None
         self._tracer: Tracer | None = None
         self._steps_run = self._run_us = 0
+        self._gave_back_s = time.monotonic()
         self.loaded = (0, 0)  # parameters that are there, and all of them; read by another thread
 
     def meeting_point(self, host: str) -> Address:
@@ -145,6 +149,9 @@ class Worker:
             self._tracer.record("step", step.traces, started, time.monotonic(), about)
         self._steps_run += 1
         self._run_us += run_us
+        if started - self._gave_back_s > GIVE_BACK_EVERY_S:
+            self._gave_back_s = started
+            give_back_freed_memory()
         return StepResult(step.epoch, step.number, *drawn, run_us, error, fault)
 
     def _leave_others(self) -> None:
