@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: demo test test-all check format proto bench chaos soak clean
+.PHONY: demo test test-all check format proto audit bench chaos soak clean
 
 demo: $(READY)
 	@$(BIN)/intarsia demo
@@ -23,6 +23,10 @@ check: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/pyright
+
+# Known vulnerabilities of what is installed.
+audit: $(READY)
+	@.ci/audit
 
 format: $(READY)
 	@$(BIN)/ruff check --fix .

@@ -7,10 +7,10 @@ from .service import Service
 
 
 async def watched(served: Service) -> dict[str, int]:
-    """The process ids of all parts, by name. This process is the front end, and the clients."""
+    """The process ids of all parts, by name. This process is the front end, and of some programs the clients."""
     workers = await served.engine.worker_process_ids()
     named = {f"worker {rank}": pid for rank, pid in enumerate(workers)}
-    return {"front end and clients": os.getpid(), "controller": served.engine.controller_process_id, **named}
+    return {"front end": os.getpid(), "controller": served.engine.controller_process_id, **named}
 
 
 def open_files(pid: int) -> int:
