@@ -48,6 +48,9 @@ they die of a few requests."""
 
 LOOK_AGAIN_S = 0.2
 
+PRESSED_INTERVAL_S = 0.05
+"""From one piece of an answer to its next, under pressure: what is saved on messages goes into answers."""
+
 FORM_TIMEOUT_S = 5.0
 """For compiling the form of an answer. Usual ones take milliseconds, the first one of a model a second more."""
 
@@ -226,7 +229,8 @@ class Engine:
         """Queue a request; its tokens go to `outlet`. One id per answer, whose handles are `handle` and those after it.
 
         prompt_tokens: of `tokens`, where an answer goes on that began elsewhere; None: all of them
-        stream_interval_s: from one delta of an answer to its next; 0: each token at once; infinite: all at its end
+        stream_interval_s: from one delta of an answer to its next; 0: each token at once; infinite: all at its end.
+            At least `PRESSED_INTERVAL_S` while more requests come than can be served
         is_known: it was taken before, by an engine that has gone
 
         Raises `InvalidRequest` if it can not be served as asked, `Overloaded` if it can not be in time.
@@ -239,6 +243,8 @@ class Engine:
         if not is_known:
             image_bytes = sum(len(image.data) for image in images)
             self._gate.check(terms.tenant, prompt, image_bytes, sampling.n, terms.timeout_s)
+        if self._gate.is_pressed:
+            stream_interval_s = max(stream_interval_s, PRESSED_INTERVAL_S)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         ends = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:

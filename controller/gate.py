@@ -26,6 +26,9 @@ LONGEST_RETRY_S = 60.0
 LOOK_AGAIN_S = 1.0
 """At the machine's memory."""
 
+PRESSED_S = 1.0
+"""For so long after a refusal there are more requests than can be served."""
+
 MIB = 2**20
 
 
@@ -80,7 +83,7 @@ class Gate:
         self._is_full = is_full
         self._clock = clock
         self._free_bytes = free_bytes
-        self._looked_s = float("-inf")
+        self._looked_s = self._refused_s = float("-inf")
         self._free = 0
         self._waiting: dict[RequestId, Request] = {}
         self._by_tenant: dict[str, int] = {}  # those who wait
@@ -93,6 +96,18 @@ class Gate:
 
     def check(self, tenant: str, tokens: int, image_bytes: int, answers: int, timeout_s: float | None) -> None:
         """Raises `Overloaded`, saying when to try again, if such a request had better not come now."""
+        try:
+            self._check(tenant, tokens, image_bytes, answers, timeout_s)
+        except Overloaded:
+            self._refused_s = self._clock()
+            raise
+
+    @property
+    def is_pressed(self) -> bool:
+        """Whether more come than can be served."""
+        return self._clock() - self._refused_s < PRESSED_S
+
+    def _check(self, tenant: str, tokens: int, image_bytes: int, answers: int, timeout_s: float | None) -> None:
         settings = self._settings
         most = settings.max_requests_per_tenant
         if most is not None and (here := self._present.get(tenant, 0)) + answers > most:

@@ -9,6 +9,7 @@ import pytest
 from intarsia.controller import engine as engine_module
 from intarsia.controller import scheduler as scheduler_module
 from intarsia.controller.engine import MOST_LOSSES, Delivery, Engine, TokenDelta
+from intarsia.controller.gate import GateSettings
 from intarsia.controller.info import EngineInfo, GroupInfo
 from intarsia.controller.request import SamplingParams, Terms
 from intarsia.controller.scheduler import Scheduler, SchedulerSettings
@@ -18,6 +19,7 @@ from intarsia.errors import (
     IntarsiaError,
     InvalidRequest,
     OutOfMemory,
+    Overloaded,
     RequestTooLarge,
 )
 from intarsia.kvcache.manager import CacheManager
@@ -72,7 +74,11 @@ class SimulatedGroup:
 
 
 def make_engine(
-    blocks: int = 64, fail_at: int | None = None, eos: tuple[int, ...] = (), losses: Sequence[int] = ()
+    blocks: int = 64,
+    fail_at: int | None = None,
+    eos: tuple[int, ...] = (),
+    losses: Sequence[int] = (),
+    gate: GateSettings | None = None,
 ) -> Engine:
     plan = plan_of(Full(), Sliding(5), blocks=blocks)
     manager = CacheManager(plan)
@@ -83,7 +89,7 @@ def make_engine(
         kv_cache_bytes=0, max_len_concurrency=plan.concurrency(100), enable_prefix_caching=True,
     )  # fmt: skip
     scheduler = Scheduler(SchedulerSettings(max_num_seqs=4, max_num_batched_tokens=16), manager)
-    return Engine(info, scheduler, manager, SimulatedGroup(plan, fail_at, losses))
+    return Engine(info, scheduler, manager, SimulatedGroup(plan, fail_at, losses), gate=gate)
 
 
 def running(engine: Engine, work: Coroutine) -> Any:
@@ -131,6 +137,32 @@ def test_refused_request_names_the_numbers_and_disturbs_nobody(tokens, sampling,
 
     assert running(engine, scenario()).token_ids == continuation(PROMPT, 8)
     assert engine.recount().all_free
+
+
+def test_answers_come_in_pieces_while_requests_are_refused():
+    engine = make_engine(gate=GateSettings(max_requests_per_tenant=1))
+    deliveries: list[int] = []
+
+    async def scenario() -> Completion:
+        first = submit(engine, PROMPT)
+        with pytest.raises(Overloaded):
+            submit(engine, PROMPT)
+        await first.done.wait()
+        second = Completion()
+
+        def outlet(delivery: Delivery) -> None:
+            deliveries.append(
+                len(delivery.tokens)
+                + sum(len(item.token_ids) for _, item in delivery.others if isinstance(item, TokenDelta))
+            )
+            second.outlet(delivery)
+
+        engine.submit(PROMPT, SamplingParams(max_tokens=30), 0, outlet)
+        await second.done.wait()
+        return second
+
+    assert running(engine, scenario()).token_ids == continuation(PROMPT, 30)
+    assert sum(deliveries) == 30 and len(deliveries) < 30
 
 
 def test_end_token_of_the_model_stops_unless_ignored():

@@ -98,6 +98,17 @@ def test_free_seats_are_not_waited_for_whatever_others_do():
     bench.come()
 
 
+def test_a_refusal_tells_of_pressure_for_a_second():
+    bench = Bench(max_requests_per_tenant=1)
+    bench.come("a")
+    assert not bench.gate.is_pressed
+    with pytest.raises(Overloaded):
+        bench.come("a")
+    assert bench.gate.is_pressed
+    bench.now_s += 2
+    assert not bench.gate.is_pressed
+
+
 def test_nobody_is_refused_for_the_wait_where_no_limit_is_set():
     bench = Bench()
     for _ in range(3000):

@@ -34,7 +34,7 @@ SAMPLE_EVERY_S = 1.0
 PATIENCE = 3.0
 """An answer is in time if it takes no longer than it may wait, and so many times what it takes at the peak."""
 
-CLIENTS_NICENESS = 10
+CLIENTS_NICENESS = 0
 """They would be on other machines, and not take time from what they ask."""
 
 

@@ -111,7 +111,7 @@ def test_a_chat_follows_the_template(api: Api, client: openai.OpenAI):
 
 
 def test_a_chat_streams(client: openai.OpenAI):
-    whole = client.chat.completions.create(model="talker", messages=ASK, n=2, seed=7, max_tokens=20)
+    whole = client.chat.completions.create(model="talker", messages=ASK, n=2, seed=7, max_tokens=20, temperature=2)
     texts, roles = {0: "", 1: ""}, {}
     stream = client.chat.completions.create(
         model="talker",
@@ -119,6 +119,7 @@ def test_a_chat_streams(client: openai.OpenAI):
         n=2,
         seed=7,
         max_tokens=20,
+        temperature=2,  # this model is sure of itself
         stream=True,
     )
     for event in stream:
