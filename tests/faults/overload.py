@@ -10,7 +10,6 @@ peak, or a refusal is untyped.
 
 import asyncio
 import multiprocessing
-import os
 import random
 import statistics
 import time
@@ -33,9 +32,6 @@ SAMPLE_EVERY_S = 1.0
 
 PATIENCE = 3.0
 """An answer is in time if it takes no longer than it may wait, and so many times what it takes at the peak."""
-
-CLIENTS_NICENESS = 0
-"""They would be on other machines, and not take time from what they ask."""
 
 
 @dataclass(slots=True)
@@ -126,7 +122,6 @@ async def _clients(address: str, known: list[Known], factor: float, seconds: flo
 
 
 def _run_clients(*about: Any) -> Came:
-    os.nice(CLIENTS_NICENESS)
     return asyncio.run(_clients(*about))
 
 
