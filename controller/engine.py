@@ -207,7 +207,7 @@ class Engine:
         self._preparing: set[asyncio.Future[None]] = set()
         self._lost: IntarsiaError | None = None  # why the workers can not go on
         self._failure: IntarsiaError | None = None  # why nothing can go on
-        self._is_broken = False  # by a bug: it would go on if it were started again
+        self.is_broken = False  # by a bug: what it knows is not to be trusted, and another one in its place may go on
         self._watchers: list[Watcher] = []
         self._events: EventLog | None = None  # while there are watchers
         self.is_leaving = False  # whoever asks where to send requests is told to look elsewhere
@@ -334,11 +334,6 @@ class Engine:
         """Why nothing can go on; None while it can."""
         return self._failure
 
-    @property
-    def is_broken(self) -> bool:
-        """Whether it failed of a bug: what it knows is not to be trusted, and another one in its place may go on."""
-        return self._is_broken
-
     def recount(self) -> Recount:
         """Count every block from the tables. Raises `AssertionError` on any contradiction."""
         return recount(self._manager)
@@ -449,7 +444,7 @@ class Engine:
             self._fail(error)
         except Exception as error:  # a bug of ours must still reach every waiting caller
             logger.exception("the engine stops on an internal error")
-            self._is_broken = True
+            self.is_broken = True
             self._fail(
                 EngineUnavailable(f"the engine stopped on an internal error: {error!r}. See the controller's log.")
             )

@@ -12,6 +12,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 
 from ..errors import InvalidRequest
 
@@ -23,14 +24,16 @@ TRIAL_BYTES = 2 << 30
 
 
 class FormTrial:
-    """A process that compiles forms, started when it is needed. For one thread at a time."""
+    """A process that compiles forms, one after another, started when it is needed."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._child: subprocess.Popen[str] | None = None
 
     def run(self, kind: str, text: str) -> None:
         """Raises `InvalidRequest`, naming the field, if the form is none or takes too much."""
-        answer = self._ask(json.dumps([kind, text]) + "\n")
+        with self._lock:
+            answer = self._ask(json.dumps([kind, text]) + "\n")
         if not answer:
             raise InvalidRequest(
                 f"{kind} can not be compiled within {TRIAL_S:g} s and {TRIAL_BYTES >> 20} MiB; make it simpler",

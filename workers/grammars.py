@@ -33,7 +33,6 @@ class Grammars:
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
         self._lock = threading.Lock()
         self._trial = FormTrial()
-        self._lock_of_trial = threading.Lock()
 
     def prepare(self, kind: str, text: str) -> None:
         """Compile a form, or find it compiled. Raises `InvalidRequest`, naming the field, when it is none."""
@@ -63,8 +62,7 @@ class Grammars:
         from llguidance import LLMatcher
 
         tokens = self._tokens(kind)
-        with self._lock_of_trial:
-            self._trial.run(kind, text)
+        self._trial.run(kind, text)
         matcher = LLMatcher(tokens, source_of(kind, text), log_level=0)
         matcher.compute_bitmask()  # what it computes when it is needed first would be computed within a step
         if matcher.is_error():
