@@ -10,7 +10,7 @@ import ray
 from ..kvcache.check import Recount
 from ..proto.channel import Address
 from ..workers.actor import own_process
-from ..workers.environment import prepare_process
+from ..workers.environment import freeze_startup_objects, prepare_process
 from ..workers.facts import Process
 from .crew import Crew
 from .engine import Engine
@@ -46,6 +46,7 @@ class ControllerActor:
         self._engine = await build_engine(settings, self._workers)
         door = FrontDoor(self._engine)
         self._address = await door.start(ray.util.get_node_ip_address())
+        freeze_startup_objects()
         self._loop_task = asyncio.create_task(self._serve(self._engine, door))
         return self._address
 

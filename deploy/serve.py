@@ -11,6 +11,7 @@ from ..controller.launch import RunningEngine, start_engine
 from ..controller.startup import EngineSettings
 from ..errors import InvalidSetting
 from ..proto.tracing import tracer_of
+from ..workers.environment import freeze_startup_objects
 from .access import Access, AccessSettings
 from .banner import print_banner
 from .console import ConsoleSettings
@@ -144,6 +145,7 @@ async def serve(settings: EngineSettings, server: ServerSettings) -> None:
     async with serving(settings, server) as served:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stops.release)
+        freeze_startup_objects()
         print_banner(served.engine.client.info, *served.at)
         print("ready; stop with Ctrl-C", flush=True)
         gone = asyncio.ensure_future(served.engine.client.wait_gone())

@@ -26,6 +26,7 @@ from ..controller.launch import RunningEngine, find_engines, start_engine
 from ..errors import EngineUnavailable, IntarsiaError, InvalidSetting, Unauthenticated
 from ..proto import inference_pb2 as pb
 from ..proto.tracing import tracer_of
+from ..workers.environment import freeze_startup_objects
 from .access import Access, AccessSettings, Level
 from .autoscaling import POOL_USE, wanted_replicas
 from .console import ConsoleSettings
@@ -94,6 +95,7 @@ class Replica:
             tracer_of("front-end", wanted.model.traces_endpoint),
         )
         self._servicer = InferenceServicer(self._front_end)
+        freeze_startup_objects()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return make_app(lambda: self._front_end, self._access, ConsoleSettings(self._options.console_prompts))

@@ -198,15 +198,19 @@ class BlockingServer:
         self.address = self._listener.address
         self._connection: socket.socket | None = None
 
-    def serve(self, answer: Callable[[bytes], bytes]) -> None:
+    def serve(self, answer: Callable[[bytes], bytes], afterwards: Callable[[], None] = lambda: None) -> None:
         """Answer every frame of the first stream that knows the secret. Returns when that stream is closed, or when
-        none came in time; or when it sends an empty frame, and then it may be served again."""
+        none came in time; or when it sends an empty frame, and then it may be served again.
+
+        afterwards: what is to be done each time an answer is on its way
+        """
         with contextlib.suppress(ChannelClosed, OSError):
             if self._connection is None:
                 self._connection = self._listener.accept()
                 self._listener.close()
             while payload := receive_blocking(self._connection):
                 send_blocking(self._connection, answer(payload))
+                afterwards()
 
 
 def connect_blocking(address: Address, timeout_s: float) -> socket.socket:

@@ -1,6 +1,7 @@
 """What a process of ours must set up before it imports torch. Imports nothing heavy itself."""
 
 import ctypes
+import gc
 import os
 import sys
 from pathlib import Path
@@ -57,6 +58,16 @@ def give_back_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):
         return  # not glibc
+
+
+def freeze_startup_objects() -> None:
+    """For a process that has built up what it serves with: the garbage collector need not look at all that again.
+
+    A full collection stops everything else in its process: for 0.2 s over the 291,000 objects that transformers, Ray
+    and gRPC leave in a front end, for 0.07 s over the controller's 84,000.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def forget_package_root() -> None:

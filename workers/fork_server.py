@@ -15,7 +15,6 @@ What travels over the pipe stays between an actor and its worker: settings and f
 """
 
 import contextlib
-import gc
 import importlib
 import json
 import logging
@@ -36,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import EngineUnavailable, IntarsiaError
-from .environment import PACKAGE_ROOT, prepare_process, start_of_process
+from .environment import PACKAGE_ROOT, freeze_startup_objects, prepare_process, start_of_process
 
 logger = logging.getLogger(__name__)
 
@@ -174,8 +173,7 @@ def main(name: str) -> None:
     prepare_process()
     logging.basicConfig(level=logging.INFO)
     importlib.import_module(".worker", __package__)  # and torch, transformers, our kernels
-    gc.collect()
-    gc.freeze()  # the collector writes to what it looks at, and pages that nobody writes to are shared
+    freeze_startup_objects()  # the collector writes to what it looks at, and pages that nobody writes to are shared
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers that die
     _Server(listener).run()
 

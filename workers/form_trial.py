@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+from typing import Any
 
 from ..errors import InvalidRequest
 
@@ -74,6 +75,11 @@ def source_of(kind: str, text: str) -> str:
     raise ValueError(f"{kind} is no form of answers; there are json_schema, regex and choice")
 
 
+def complaint_about(matcher: Any, kind: str) -> str | None:
+    """What is wrong with a compiled form, if anything."""
+    return f"{kind} can not be used: {first_line(matcher.get_error())}" if matcher.is_error() else None
+
+
 def first_line(text: str) -> str:
     return text.strip().partition("\n")[0][:300]
 
@@ -107,4 +113,4 @@ def _complaint(tokenizer, kind: str, text: str) -> str | None:
         return f"{kind} can not be read: {first_line(str(error))}"
     if not matcher.is_error():
         matcher.compute_bitmask()
-    return f"{kind} can not be used: {first_line(matcher.get_error())}" if matcher.is_error() else None
+    return complaint_about(matcher, kind)

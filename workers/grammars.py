@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidRequest
-from .form_trial import FormTrial, first_line, source_of
+from .form_trial import FormTrial, complaint_about, first_line, source_of
 
 REMEMBERED, REMEMBERED_CHARS = 256, 1 << 19
 """Compiled forms that are kept, and characters of them all: one can take 500 bytes for each."""
@@ -65,8 +65,8 @@ class Grammars:
         self._trial.run(kind, text)
         matcher = LLMatcher(tokens, source_of(kind, text), log_level=0)
         matcher.compute_bitmask()  # what it computes when it is needed first would be computed within a step
-        if matcher.is_error():
-            raise InvalidRequest(f"{kind} can not be used: {first_line(matcher.get_error())}", field=kind)
+        if complaint := complaint_about(matcher, kind):
+            raise InvalidRequest(complaint, field=kind)
         return matcher
 
     def _tokens(self, kind: str) -> Any:

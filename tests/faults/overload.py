@@ -2,10 +2,11 @@
 
     python -m intarsia.tests.faults.overload --factor 10 --seconds 120
 
-First the peak: as many streams as there are seats, each after its end followed by another. Then requests come at ten
-times that rate, whether others are answered or not. Goodput counts answers that are right, and complete within the
-time that a request may wait and be answered in. Prints JSON; exits with 1 if goodput falls below nine tenths of the
-peak, or a refusal is untyped.
+First the peak: as many streams as there are seats, each after its end followed by another, for a minute until the
+worker is warm, and then for the measure. Then requests come at ten times that rate, whether others are answered or not.
+Goodput counts answers that are right, and complete within the time that a request may wait and be answered in. Memory
+is compared between the second quarter of the flood and the last. Prints JSON; exits with 1 if goodput falls below nine
+tenths of the peak, or a refusal is untyped.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from .service import Known, answered, draw, read, service
 
 SEATS = 16
 MAX_WAIT_S = 4.0
+WARM_UP_S = 60.0
 PEAK_S = 20.0
 SAMPLE_EVERY_S = 1.0
 
@@ -96,15 +98,16 @@ async def _clients(address: str, known: list[Known], factor: float, seconds: flo
     rng = random.Random(seed)
     async with AsyncClient(address) as client:
         peak = Flood(client, known, rng)
-        started_s = time.monotonic()
+        started_s = time.monotonic() + WARM_UP_S
+        ended_s = started_s + PEAK_S
 
         async def seat() -> None:
-            while time.monotonic() < started_s + PEAK_S:
+            while time.monotonic() < ended_s:
                 await peak.come()
 
         await asyncio.gather(*(seat() for _ in range(SEATS)))
         # While all seats were taken; afterwards the last ones only end.
-        peak_rate = sum(at_s <= started_s + PEAK_S for at_s, _ in peak.outcomes.done) / PEAK_S
+        peak_rate = sum(started_s < at_s <= ended_s for at_s, _ in peak.outcomes.done) / PEAK_S
         answer_s = peak.outcomes.answer_s()
 
         flood = Flood(client, known, rng)
@@ -146,7 +149,11 @@ async def run(factor: float, seconds: float, seed: int) -> dict[str, Any]:
         good = sum(came.started_s + came.answer_s <= at_s <= came.ended_s for at_s in in_time)
         good_rate = good / (came.ended_s - came.started_s - came.answer_s)
         refused = sorted(flood.refused_ms)
-        steady = [held for at, held in memory if came.started_s + seconds / 4 <= at <= came.ended_s]
+
+        def held_bytes(name: str, quarter: int) -> float:
+            begin_s = came.started_s + quarter * seconds / 4
+            return statistics.median(held[name] for at_s, held in memory if begin_s <= at_s <= begin_s + seconds / 4)
+
         return {
             "seed": seed,
             "seconds": seconds,
@@ -168,7 +175,7 @@ async def run(factor: float, seconds: float, seed: int) -> dict[str, Any]:
             },
             "retry_after_s": {"p50": round(statistics.median(flood.hints_s), 1), "max": round(max(flood.hints_s), 1)},
             "wrong": len(flood.wrong),
-            "growth_mb": {name: round((steady[-1][name] - held) / 1e6, 1) for name, held in steady[0].items()},
+            "growth_mb": {name: round((held_bytes(name, 3) - held_bytes(name, 1)) / 1e6, 1) for name in memory[0][1]},
             "all_blocks_free": (await served.engine.recount()).all_free,
             "examples": flood.wrong[:5],
         }

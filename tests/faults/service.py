@@ -17,6 +17,7 @@ from intarsia.deploy.grpc_server import GrpcServer
 from intarsia.deploy.settings import engine_settings
 from intarsia.deploy.tokenizer import Tokenizer
 from intarsia.errors import IntarsiaError
+from intarsia.workers.environment import freeze_startup_objects
 
 PROMPTS = (
     "The hacker said that the",
@@ -44,7 +45,9 @@ async def service(**settings: Any) -> AsyncIterator[Service]:
         front_end = FrontEnd(engine.client, Tokenizer.load(model))
         server = GrpcServer(front_end)
         try:
-            yield Service(engine, front_end, await server.start(port=0))
+            address = await server.start(port=0)
+            freeze_startup_objects()  # as `intarsia serve` does
+            yield Service(engine, front_end, address)
         finally:
             await server.stop()
     finally:

@@ -139,6 +139,10 @@ async def run(minutes: float, seed: int) -> dict[str, Any]:
         first = statistics.median(sample[name][what] for sample in warm[:tenth])
         return statistics.median(sample[name][what] for sample in warm[-tenth:]) - first
 
+    def by_tenth(name: str) -> list[int]:
+        sizes = [sample[name][0] for sample in warm]
+        return [round(statistics.median(sizes[i : i + tenth]) / 1e6) for i in range(0, len(sizes), tenth)]
+
     names = list(warm[0])
     return {
         "seed": seed,
@@ -148,6 +152,7 @@ async def run(minutes: float, seed: int) -> dict[str, Any]:
         "refused": use.refused,
         "wrong": len(use.wrong),
         "growth_mb": {name: round(grown(name, 0) / 1e6, 2) for name in names},
+        "mb_by_tenth": {name: by_tenth(name) for name in names},
         "growth_files": {name: grown(name, 1) for name in names},
         "growth_threads": {name: grown(name, 2) for name in names},
         "all_blocks_free": count.all_free,

@@ -45,7 +45,9 @@ def test_stranger_without_the_secret_is_shut_out(secret: bytes):
 
 def test_blocking_server_serves_the_one_who_knows_the_secret_after_strangers():
     server = BlockingServer("127.0.0.1")
-    thread = threading.Thread(target=server.serve, args=(lambda payload: payload[::-1],), daemon=True)
+    afterwards: list[str] = []
+    answer = (lambda payload: payload[::-1]), (lambda: afterwards.append("sent"))
+    thread = threading.Thread(target=server.serve, args=answer, daemon=True)
     thread.start()
     with socket.create_connection(server.address[:2]) as stranger:
         stranger.sendall(b"\xff\xff\xff\xff")  # announces four gigabytes
@@ -60,6 +62,7 @@ def test_blocking_server_serves_the_one_who_knows_the_secret_after_strangers():
     assert asyncio.run(ask()) == b"cba"
     thread.join(timeout=5)
     assert not thread.is_alive(), "the server ends when its stream closes"
+    assert afterwards == ["sent"]
 
 
 def test_announcement_of_a_huge_frame_closes_the_stream():
