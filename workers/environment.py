@@ -27,9 +27,10 @@ def prepare_process(local_workers: int = 1) -> None:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     os.environ["OMP_NUM_THREADS"] = str(threads_per_worker(local_workers))
-    # oneDNN keeps its code for every shape of a product, and a step may have any number of tokens. Of 1,024 shapes, its
-    # own choice, a worker had 60 MB after a minute of mixed requests and went on growing; with 40 it was not slower.
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
+    # oneDNN keeps 0.57 MB of code for each shape of a product, 1,024 of them by its own choice. `linear.py` asks for
+    # some 60 for each size of layer; those that do not fit would be compiled again and again, and leave holes in the
+    # heap that no tensor fits in.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "512")
     _keep_freed_memory()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # checkpoints are local folders; nothing is ever fetched
@@ -52,8 +53,7 @@ def _keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Holes between what lives, too. Tensors of ever other sizes would leave more and more of them: in an hour of mixed
-    use a worker's heap grew by hundreds of megabytes of which it used none."""
+    """Holes between what lives, too: what large steps needed is not kept through an hour of small ones."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):

@@ -3,6 +3,9 @@
 A step of 32 tokens through a 256 x 1024 layer takes 91 us instead of 126, of 4 tokens 26 instead of 55, of 128 tokens
 314 instead of 517 (two threads, float32). `F.linear` packs them anew in every call. torch's own compiler packs once, by
 these very operators, which have no public name.
+
+oneDNN compiles code for each shape: 0.26 ms and 0.57 MB. A step may have any number of tokens, so products have one of
+a few: what is missing is filled up with zeros.
 """
 
 from collections import Counter
@@ -11,6 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+EXACT_ROWS = 16
+"""Up to so many a product takes as long whatever their number."""
+
+MOST_SPARE_ROWS = 64
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -33,7 +41,23 @@ class PackedLinear(nn.Linear):
         return self.packed.to_dense()
 
     def forward(self, input: Tensor) -> Tensor:
+        rows = input.shape[:-1].numel()
+        spare = padded_rows(rows) - rows
+        if not spare:
+            return self._product(input)
+        padded = nn.functional.pad(input.reshape(rows, self.in_features), (0, 0, 0, spare))
+        return self._product(padded)[:rows].view(*input.shape[:-1], self.out_features)
+
+    def _product(self, input: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(input, self.packed, self.bias, "none", [], "")
+
+
+def padded_rows(rows: int) -> int:
+    """The next of four sizes per doubling, which beyond 256 are multiples of 64."""
+    if rows <= EXACT_ROWS:
+        return rows
+    step = min(MOST_SPARE_ROWS, 1 << ((rows - 1).bit_length() - 3))
+    return -(-rows // step) * step
 
 
 def pack_linears(module: nn.Module, device: torch.device, leave: Set[str] = frozenset()) -> None:

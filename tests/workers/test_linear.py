@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from intarsia.workers.linear import PackedLinear, pack_linears
+from intarsia.workers.linear import PackedLinear, pack_linears, padded_rows
 
 CPU = torch.device("cpu")
 
@@ -13,12 +13,18 @@ def model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 24), (1, 7, 24), (300, 24), (1, 0, 24)])
+@pytest.mark.parametrize("shape", [(1, 24), (1, 7, 24), (300, 24), (2, 19, 24), (1, 0, 24)])
 def test_packed_products_are_the_plain_ones(dtype: torch.dtype, shape: tuple[int, ...]):
     plain, packed = model(dtype), model(dtype)
     pack_linears(packed, CPU)
     inputs = torch.randn(shape).to(dtype)
     torch.testing.assert_close(packed(inputs), plain(inputs))
+
+
+def test_steps_of_any_number_of_tokens_make_products_of_few_shapes():
+    padded = [padded_rows(rows) for rows in range(2049)]
+    assert len(set(padded)) <= 62
+    assert all(rows <= size <= rows * 5 / 4 and size - rows < 64 for rows, size in enumerate(padded))
 
 
 def test_a_packed_module_keeps_its_hooks_and_can_say_its_weight():
