@@ -45,8 +45,8 @@ class PackedLinear(nn.Linear):
         spare = padded_rows(rows) - rows
         if not spare:
             return self._product(input)
-        padded = nn.functional.pad(input.reshape(rows, self.in_features), (0, 0, 0, spare))
-        return self._product(padded)[:rows].view(*input.shape[:-1], self.out_features)
+        padded = nn.functional.pad(input.reshape(rows, -1), (0, 0, 0, spare))
+        return self._product(padded)[:rows].view(*input.shape[:-1], -1)
 
     def _product(self, input: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(input, self.packed, self.bias, "none", [], "")

@@ -21,6 +21,15 @@ def test_packed_products_are_the_plain_ones(dtype: torch.dtype, shape: tuple[int
     torch.testing.assert_close(packed(inputs), plain(inputs))
 
 
+def test_a_layer_cut_by_its_weight_alone_is_packed_as_cut():
+    linear = nn.Linear(24, 40, bias=False)
+    share = linear.weight.detach()[:16].clone()
+    linear.weight = nn.Parameter(share, requires_grad=False)  # as a worker takes its part
+    pack_linears(nn.Sequential(linear), CPU)
+    inputs = torch.randn(1, 37, 24)
+    torch.testing.assert_close(linear(inputs), inputs @ share.T)
+
+
 def test_steps_of_any_number_of_tokens_make_products_of_few_shapes():
     padded = [padded_rows(rows) for rows in range(2049)]
     assert len(set(padded)) <= 62
