@@ -5,11 +5,13 @@ A step of 32 tokens through a 256 x 1024 layer takes 91 us instead of 126, of 4 
 these very operators, which have no public name.
 
 oneDNN compiles code for each shape: 0.26 ms and 0.57 MB. A step may have any number of tokens, so products have one of
-a few: what is missing is filled up with zeros.
+a few: what is missing is filled up with zeros. Most are compiled before requests come.
 """
 
+import time
 from collections import Counter
 from collections.abc import Sequence, Set
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -19,6 +21,9 @@ EXACT_ROWS = 16
 """Up to so many a product takes as long whatever their number."""
 
 MOST_SPARE_ROWS = 64
+
+MOST_COMPILED, COMPILE_WITHIN_S = 320, 1.0
+"""Products, before requests come. oneDNN keeps the code of 512 (`environment.py`)."""
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -72,6 +77,19 @@ def pack_linears(module: nn.Module, device: torch.device, leave: Set[str] = froz
         is_own = type(child) is nn.Linear and uses[id(child.weight)] == 1 and child.weight.dtype in PACKED_DTYPES
         if is_own and name.rpartition(".")[2] not in leave:
             PackedLinear.take_over(child)  # pyright: ignore[reportArgumentType]
+
+
+@torch.inference_mode()
+def compile_products(module: nn.Module, most_rows: int) -> None:
+    """Run every packed product of a module once, those of few rows first, as far as time and memory allow."""
+    packed = (child for child in module.modules() if isinstance(child, PackedLinear))
+    kinds = {(child.packed.shape, child.packed.dtype, child.bias is None): child for child in packed}
+    sizes = sorted({padded_rows(rows) for rows in range(1, most_rows + 1)})
+    until_s = time.monotonic() + COMPILE_WITHIN_S
+    for rows, linear in islice(product(sizes, kinds.values()), MOST_COMPILED):
+        if time.monotonic() > until_s:
+            return
+        linear._product(torch.zeros(rows, linear.packed.shape[1], dtype=linear.packed.dtype))  # without hooks
 
 
 def merge_linears(linears: Sequence[nn.Linear]) -> nn.Linear:

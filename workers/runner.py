@@ -18,6 +18,7 @@ from .facts import ModelSettings, RunnerLimits
 from .fused import Watch, fuse
 from .grammars import Grammars, Matcher
 from .graphs import DecodeGraphs, DecodeStep, recorder
+from .linear import compile_products
 from .model import LoadedModel
 from .parallel import TensorParallel
 from .sampler import History, logprobs, sample
@@ -198,6 +199,7 @@ class ModelRunner:
             self._compile()
         elif not settings.enforce_eager and self._model.is_tested:
             fuse(watch, self._model.device)
+        compile_products(self._model.module, self._limits.max_num_batched_tokens)
         self._forward(_warm_up_rows(0))
         self._tables.retire(0)
         record = recorder(self._model.device)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from intarsia.workers.linear import PackedLinear, pack_linears, padded_rows
+from intarsia.workers.linear import PackedLinear, compile_products, pack_linears, padded_rows
 
 CPU = torch.device("cpu")
 
@@ -19,6 +19,18 @@ def test_packed_products_are_the_plain_ones(dtype: torch.dtype, shape: tuple[int
     pack_linears(packed, CPU)
     inputs = torch.randn(shape).to(dtype)
     torch.testing.assert_close(packed(inputs), plain(inputs))
+
+
+def test_products_are_compiled_before_requests_come_without_what_hooks_do(capfd: pytest.CaptureFixture[str]):
+    packed, heard = model(), []
+    packed[0].register_forward_hook(lambda *_: heard.append(1))
+    pack_linears(packed, CPU)
+    with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON_CREATION):
+        compile_products(packed, most_rows=40)
+        assert "cache_miss" in capfd.readouterr().out
+        packed(torch.randn(1, 39, 24))
+        assert "cache_miss" not in capfd.readouterr().out
+    assert heard == [1]
 
 
 def test_a_layer_cut_by_its_weight_alone_is_packed_as_cut():
