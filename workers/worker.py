@@ -196,7 +196,7 @@ class Worker:
         self._steps.serve(lambda payload: self.run(Step.unpack(payload)).pack(), self._give_back_now_and_then)
 
     def _give_back_now_and_then(self) -> None:
-        """While the controller prepares the next step."""
+        """After an answer, so that nobody waits for this but the next step."""
         if time.monotonic() - self._gave_back_s > GIVE_BACK_EVERY_S:
             self._gave_back_s = time.monotonic()
             give_back_freed_memory()

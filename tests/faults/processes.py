@@ -1,6 +1,7 @@
 """What the processes of a service hold."""
 
 import os
+from collections import Counter
 from pathlib import Path
 
 from .service import Service
@@ -23,3 +24,7 @@ def parent_of(pid: int) -> int:
 
 def threads(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/task").iterdir()))
+
+
+def threads_by_name(pid: int) -> Counter[str]:
+    return Counter(task.read_text().strip() for task in Path(f"/proc/{pid}/task").glob("*/comm"))

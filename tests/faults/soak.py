@@ -14,6 +14,7 @@ import random
 import statistics
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 import httpx
@@ -25,7 +26,7 @@ from intarsia.deploy.openai.app import make_app
 from intarsia.errors import IntarsiaError
 from intarsia.workers.environment import resident_bytes
 
-from .processes import open_files, threads, watched
+from .processes import open_files, threads, threads_by_name, watched
 from .program import program
 from .service import PROMPTS, answered, draw, read, service
 
@@ -112,7 +113,9 @@ async def run(minutes: float, seed: int) -> dict[str, Any]:
             known = await answered(client, draw(rng, 64, 10, 120))
             use = Use(client, http, known, rng)
             until_s = time.monotonic() + 60 * minutes
+            warm_s = time.monotonic() + 60 * minutes / 10
             samples: list[Sample] = []
+            kinds: list[dict[str, Counter[str]]] = []  # of threads: when it was warm, and now
 
             async def go_on() -> None:
                 while time.monotonic() < until_s:
@@ -122,6 +125,8 @@ async def run(minutes: float, seed: int) -> dict[str, Any]:
                 while time.monotonic() < until_s:
                     pids = (await watched(served)).items()
                     samples.append({name: (resident_bytes(p), open_files(p), threads(p)) for name, p in pids})
+                    if time.monotonic() >= warm_s:
+                        kinds[1:] = [{name: threads_by_name(p) for name, p in pids}]
                     if len(samples) % 60 == 0:
                         shown = {name: round(held[0] / 1e6) for name, held in samples[-1].items()}
                         print(f"{use.answers} answers; MB: {shown}", file=sys.stderr, flush=True)
@@ -155,6 +160,7 @@ async def run(minutes: float, seed: int) -> dict[str, Any]:
         "mb_by_tenth": {name: by_tenth(name) for name in names},
         "growth_files": {name: grown(name, 1) for name in names},
         "growth_threads": {name: grown(name, 2) for name in names},
+        "more_threads": {name: dict(kinds[-1][name] - kinds[0][name]) for name in names},
         "all_blocks_free": count.all_free,
         "examples": use.wrong[:5],
     }
