@@ -23,7 +23,7 @@ def parent_of(pid: int) -> int:
 
 
 def threads(pid: int) -> int:
-    return len(list(Path(f"/proc/{pid}/task").iterdir()))
+    return threads_by_name(pid).total()
 
 
 def threads_by_name(pid: int) -> Counter[str]:

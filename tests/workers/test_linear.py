@@ -72,3 +72,13 @@ def test_nothing_is_packed_for_another_device_or_dtype():
     for module, device in ((model(), torch.device("cuda")), (model(torch.float64), CPU)):
         pack_linears(module, device)
         assert not isinstance(module[0], PackedLinear)
+
+
+def test_compiled_products_of_any_number_of_rows_are_one_program(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
+    packed = model()
+    pack_linears(packed, CPU)
+    compiled = torch.compile(packed, backend="eager", dynamic=True)
+    for rows in (18, 37, 300):
+        inputs = torch.randn(rows, 24)
+        torch.testing.assert_close(compiled(inputs), packed(inputs))
