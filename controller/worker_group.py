@@ -41,6 +41,9 @@ HUNG_AFTER_S = 5.0
 ALIVE_WITHIN_S = 5.0
 """In which it has to say so. Together, the longest that a stopped process is waited for."""
 
+GONE_AFTER_S = 3.0
+"""Without a word from its machine, a worker is gone with it."""
+
 
 class WorkerGroup:
     """All ranks of one model. Ranks are in order: rank 0 samples and meets the others."""
@@ -128,8 +131,8 @@ class WorkerGroup:
         if len(hosts) > 1:
             await self._all("join", await self._each("meeting_point", hosts))
         for steps, beside in await self._each("listen", hosts):
-            self._streams.append(await Stream.connect(steps))
-            self._beside.append(Beside(await Stream.connect(beside)))
+            self._streams.append(await Stream.connect(steps, taken_within_s=None))  # it is read between steps
+            self._beside.append(Beside(await Stream.connect(beside, taken_within_s=GONE_AFTER_S)))
         self._may_keep = True
 
     async def _present(self, rank: int, is_lost: bool) -> Process:
@@ -175,9 +178,14 @@ class WorkerGroup:
         if self._has_dropped:
             return  # and all look as if they had gone
         self._has_dropped = True
-        self._gone = {rank for rank, stream in enumerate(self._streams) if stream.is_gone}
-        for stream in (*self._streams, *(beside.stream for beside in self._beside)):
+        self._gone = {rank for rank, stream in self._all_streams if stream.is_gone}
+        for _, stream in self._all_streams:
             stream.drop()
+
+    @property
+    def _all_streams(self) -> list[tuple[int, Stream]]:
+        """With their ranks."""
+        return [*enumerate(self._streams), *((rank, beside.stream) for rank, beside in enumerate(self._beside))]
 
     @property
     def _all_ranks(self) -> set[int]:
@@ -252,7 +260,7 @@ class WorkerGroup:
     async def lost(self) -> EngineUnavailable:
         """Wait until a worker is gone, be a step under way or not, or hangs in one; which one. A step under way fails
         then, whichever rank it waits for."""
-        watches = [asyncio.ensure_future(stream.wait_gone()) for stream in self._streams]
+        watches = [asyncio.ensure_future(stream.wait_gone()) for _, stream in self._all_streams]
         hanging = asyncio.ensure_future(self._hanging())
         try:
             await asyncio.wait((*watches, hanging), return_when=asyncio.FIRST_COMPLETED)

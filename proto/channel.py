@@ -23,6 +23,9 @@ _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 * 1024 * 1024
 HANDSHAKE_TIMEOUT_S = 10.0
 
+TAKEN_WITHIN_S = 10.0
+"""What is sent to an event loop of ours, or the machine is gone."""
+
 
 class Address(NamedTuple):
     """Where a server of ours listens, and the secret it wants to hear first."""
@@ -60,12 +63,13 @@ class Stream:
         self._writer = writer
 
     @classmethod
-    async def connect(cls, address: Address) -> "Stream":
+    async def connect(cls, address: Address, taken_within_s: float | None = TAKEN_WITHIN_S) -> "Stream":
+        """taken_within_s: see `tune`"""
         loop = asyncio.get_running_loop()
         reader = _Reader(loop=loop)
         protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
         transport, _ = await loop.create_connection(lambda: protocol, address.host, address.port)
-        tune(transport.get_extra_info("socket"))
+        tune(transport.get_extra_info("socket"), taken_within_s)
         stream = cls(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
         stream.send(address.secret)
         return stream
@@ -136,7 +140,7 @@ class StreamServer:
         assert task
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        tune(writer.get_extra_info("socket"))
+        tune(writer.get_extra_info("socket"), TAKEN_WITHIN_S)
         stream = Stream(reader, writer)
         try:
             if await self._is_ours(reader):
@@ -163,8 +167,9 @@ class StreamServer:
 class BlockingListener:
     """Accepts connections that know the secret, without an event loop."""
 
-    def __init__(self, host: str, timeout_s: float | None = None):
-        """timeout_s: for each `accept`; None waits as long as it takes."""
+    def __init__(self, host: str, timeout_s: float | None = None, taken_within_s: float | None = TAKEN_WITHIN_S):
+        """timeout_s: for each `accept`; None waits as long as it takes. taken_within_s: see `tune`"""
+        self._taken_within_s = taken_within_s
         self._secret = secrets.token_bytes(32)
         self._listener = socket.create_server((host, 0))
         self._listener.settimeout(timeout_s)
@@ -181,7 +186,7 @@ class BlockingListener:
                 first = b""
             if hmac.compare_digest(first, self._secret):
                 connection.settimeout(None)
-                tune(connection)
+                tune(connection, self._taken_within_s)
                 return connection
             connection.close()
 
@@ -213,11 +218,11 @@ class BlockingServer:
                 afterwards()
 
 
-def connect_blocking(address: Address, timeout_s: float) -> socket.socket:
-    """A connection to a `BlockingListener`. Raises `OSError`."""
+def connect_blocking(address: Address, timeout_s: float, taken_within_s: float | None) -> socket.socket:
+    """A connection to a `BlockingListener`. Raises `OSError`. taken_within_s: see `tune`"""
     connection = socket.create_connection((address.host, address.port), timeout=timeout_s)
     connection.settimeout(None)
-    tune(connection)
+    tune(connection, taken_within_s)
     send_blocking(connection, address.secret)
     return connection
 
@@ -252,11 +257,18 @@ def _check_length(length: int, limit_bytes: int = MAX_FRAME_BYTES) -> None:
         raise ChannelClosed(f"a frame of {length} bytes was announced; at most {limit_bytes} are taken")
 
 
-def tune(connection: socket.socket) -> None:
+def tune(connection: socket.socket, taken_within_s: float | None) -> None:
     """Send small frames at once: a step must not wait for Nagle's algorithm. And hear of a machine that is gone, which
-    says no goodbye: within three seconds, be it asked for something or not. A process that dies is heard of at once."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    says no goodbye. A process that dies is heard of at once.
+
+    taken_within_s: The connection ends when what is sent is not taken for so long. None for a side that computes and
+        reads when it is done: the kernel takes one that does not read for one that is gone. Such a connection tells of
+        a machine that is gone only while nothing is under way (then within three seconds), so somebody needs another.
+    """
+    options = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 2}
+    if taken_within_s is not None:
+        options["TCP_USER_TIMEOUT"] = round(taken_within_s * 1e3)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 2), ("TCP_USER_TIMEOUT", 3000)):
+    for option, value in options.items():
         if hasattr(socket, option):  # Linux has them all
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

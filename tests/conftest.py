@@ -10,7 +10,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: GPU
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,11 +106,33 @@ def ray_cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    return report
+
+
 @pytest.fixture(scope="session")
-def two_workers(ray_cluster: None, loop: Loop) -> Iterator[Any]:
-    """A real group of two tensor-parallel workers. Tests load what they need into it, one after another."""
+def worker_pair(ray_cluster: None, loop: Loop) -> Iterator[Any]:
     from intarsia.controller.worker_group import WorkerGroup
 
     group = loop.run(WorkerGroup.create(2))
     yield group
     loop.run(group.close())
+
+
+@pytest.fixture
+def two_workers(worker_pair: Any, loop: Loop, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A real group of two tensor-parallel workers. Tests load what they need into it, one after another."""
+    yield worker_pair
+    if request.node.stash[FAILED]:  # and may have left them apart: the next test has another fault to find
+        loop.run(meet_anew(worker_pair))
+
+
+async def meet_anew(group: Any) -> None:
+    await group.leave()
+    await group.take_over()

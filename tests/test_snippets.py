@@ -27,6 +27,7 @@ import trustme
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from intarsia.deploy.demo import DEMO_MODEL_DIR
 from intarsia.tests.conftest import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -76,7 +77,6 @@ class Desk(NamedTuple):
     """Where snippets are typed: a folder with the files they name, and two servers."""
 
     folder: Path
-    talker: Path
     http_port: int
     grpc_port: int
     seeing_grpc_port: int  # of a model that takes images
@@ -86,7 +86,7 @@ class Desk(NamedTuple):
         if "--image" in text:
             text += f" --address 127.0.0.1:{self.seeing_grpc_port}"
         for there, here in (
-            ("path/to/checkpoint", str(self.talker)),
+            ("path/to/checkpoint", str(DEMO_MODEL_DIR)),
             ("127.0.0.1:8000", f"127.0.0.1:{self.http_port}"),
             ("127.0.0.1:50051", f"127.0.0.1:{self.grpc_port}"),
             ("0.0.0.0", "127.0.0.1"),
@@ -142,7 +142,7 @@ def seeing_model(folder: Path, made: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def desk(talker: Path, tiny: Callable, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+def desk(tiny: Callable, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
     folder = tmp_path_factory.mktemp("desk")
     (folder / "keys").write_text("oak\n")
     body = {"prompt": "A program that", "max_tokens": 12}
@@ -158,12 +158,12 @@ def desk(talker: Path, tiny: Callable, tmp_path_factory: pytest.TempPathFactory)
         servers = list(
             pool.map(
                 lambda model, http, grpc: begin(f"intarsia serve {model} --port {http} --grpc-port {grpc}", folder),
-                (talker, seeing),
+                (DEMO_MODEL_DIR, seeing),
                 ports[::2],
                 ports[1::2],
             )
         )
-    yield Desk(folder, talker, ports[0], ports[1], ports[3])
+    yield Desk(folder, ports[0], ports[1], ports[3])
     for server in servers:
         end(server)
 

@@ -67,7 +67,10 @@ def make_collectives(rank: int, size: int, device: torch.device) -> Collectives:
 
 
 class SocketCollectives:
-    """A full mesh of TCP connections. Each rank sends its whole tensor to each other one: right for a few CPU ranks."""
+    """A full mesh of TCP connections. Each rank sends its whole tensor to each other one: right for a few CPU ranks.
+
+    A rank waits for another as long as that computes. Whether it is still there, the controller knows: see `breaker`.
+    """
 
     def __init__(self, rank: int, size: int):
         self._rank = rank
@@ -78,7 +81,7 @@ class SocketCollectives:
         self._inboxes: dict[int, Tensor] = {}
 
     def meeting_point(self, host: str) -> Address:
-        self._listener = BlockingListener(host, JOIN_TIMEOUT_S)
+        self._listener = BlockingListener(host, JOIN_TIMEOUT_S, taken_within_s=None)
         return self._listener.address
 
     def join(self, addresses: Sequence[Address]) -> None:
@@ -87,7 +90,7 @@ class SocketCollectives:
             left.close()
         self._peers = {}
         for peer, address in enumerate(addresses[: self._rank]):
-            self._peers[peer] = connect_blocking(address, JOIN_TIMEOUT_S)
+            self._peers[peer] = connect_blocking(address, JOIN_TIMEOUT_S, taken_within_s=None)
             send_blocking(self._peers[peer], self._rank.to_bytes(4))
         assert self._listener is not None, "open a meeting point first"
         while len(self._peers) < self._size - 1:

@@ -1,6 +1,13 @@
 import asyncio
+import contextlib
+import os
 import socket
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -93,3 +100,84 @@ def test_closed_server_is_seen_by_whoever_waits():
 
     with pytest.raises(ChannelClosed):
         asyncio.run(talk())
+
+
+def test_what_is_sent_to_one_that_computes_for_long_arrives():
+    server = BlockingServer("127.0.0.1")
+
+    def compute(payload: bytes) -> bytes:
+        time.sleep(len(payload) % 10)
+        return str(len(payload)).encode()
+
+    threading.Thread(target=server.serve, args=(compute,), daemon=True).start()
+
+    async def ask() -> list[bytes]:
+        stream = await Stream.connect(server.address, taken_within_s=None)
+        for size in (4, 20_000_000):  # more than the kernel takes in for it
+            stream.send(b"x" * size)
+        answers = [await stream.receive() for _ in range(2)]
+        await stream.close()
+        return answers
+
+    assert asyncio.run(ask()) == [b"4", b"20000000"]
+
+
+FAR_HOST, FAR_SERVERS = (
+    "10.77.0.2",
+    """
+import sys, threading, time
+from intarsia.proto.channel import BlockingServer
+steps, beside = servers = [BlockingServer(sys.argv[1]) for _ in range(2)]
+print(*(part for each in servers for part in (each.address.port, each.address.secret.hex())), flush=True)
+threading.Thread(target=beside.serve, args=(bytes,), daemon=True).start()
+steps.serve(lambda payload: time.sleep(60) or payload)
+""",
+)
+
+
+@pytest.fixture
+def far() -> Iterator[str]:
+    """A network of its own on the other end of a cable; its name."""
+    name = f"far{os.getpid()}"
+
+    def ip(command: str) -> None:
+        subprocess.run(["ip", *command.split()], check=True, capture_output=True)
+
+    try:
+        ip(f"netns add {name}")
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"networks can not be made here: {error}")
+    try:
+        ip(f"link add {name}a type veth peer name {name}b")
+        ip(f"link set {name}b netns {name}")
+        ip(f"addr add 10.77.0.1/24 dev {name}a")
+        ip(f"link set {name}a up")
+        ip(f"-n {name} addr add {FAR_HOST}/24 dev {name}b")
+        ip(f"-n {name} link set {name}b up")
+        yield name
+    finally:
+        ip(f"netns del {name}")  # and with it both ends of the cable
+
+
+def test_machine_that_is_gone_without_a_word_is_heard_of_while_a_step_is_on_its_way(far: str):
+    command = ["ip", "netns", "exec", far, sys.executable, "-c", FAR_SERVERS, FAR_HOST]
+    with contextlib.ExitStack() as stack:
+        process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        stack.callback(process.kill)
+        assert process.stdout
+        port, secret, port_beside, secret_beside = process.stdout.readline().split()
+
+        async def lose() -> None:
+            def at(port: str, secret: str) -> Any:
+                return Address(FAR_HOST, int(port), bytes.fromhex(secret))
+
+            steps = await Stream.connect(at(port, secret), taken_within_s=None)
+            beside = await Stream.connect(at(port_beside, secret_beside), taken_within_s=3.0)
+            beside.send(b"alive?")
+            await beside.receive()
+            subprocess.run(["ip", "-n", far, "link", "set", f"{far}b", "down"], check=True)
+            steps.send(b"a step")  # on its way, so that nobody asks whether the connection lives
+            await asyncio.wait_for(beside.wait_gone(), 30)
+            assert not steps.is_gone
+
+        asyncio.run(lose())

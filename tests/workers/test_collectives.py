@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -99,3 +100,15 @@ def test_rank_that_leaves_is_an_error_for_who_waits():
         return "no error"
 
     assert together(2, work)[0] != "no error"
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_computes_for_longer_than_the_others_is_waited_for(late: int):
+    def work(rank: int, collectives: SocketCollectives) -> torch.Tensor:
+        if rank == late:
+            time.sleep(4)  # a kernel that waits no longer than three seconds for its answers would have hung up
+        ones = torch.ones(5_000_000)  # more than it takes in for one that does not read
+        collectives.all_reduce(ones)
+        return ones
+
+    assert all(torch.equal(result, torch.full((5_000_000,), 2.0)) for result in together(2, work))
