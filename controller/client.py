@@ -466,6 +466,7 @@ class Generation(AsyncIterator[TokenDelta]):
         if self._handles:
             self._moves_in_vain += 1
             self._client._release_id(self.request_id)
+            self._handles = {}
         if self._moves_in_vain > MOST_MOVES_IN_VAIN:
             raise EngineUnavailable(
                 f"engines were lost {self._moves_in_vain} times while this request ran, without a token of it between; "
