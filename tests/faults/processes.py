@@ -22,9 +22,5 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def threads(pid: int) -> int:
-    return threads_by_name(pid).total()
-
-
 def threads_by_name(pid: int) -> Counter[str]:
     return Counter(task.read_text().strip() for task in Path(f"/proc/{pid}/task").glob("*/comm"))

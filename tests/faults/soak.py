@@ -3,9 +3,10 @@
     python -m intarsia.tests.faults.soak --minutes 60
 
 Streams over gRPC and HTTP that are read to the end or left, prompts in common and of their own, answers of a given
-form, several answers to one prompt, and requests that are refused. Memory, open files and threads of every process are
-noted all along; the first tenth is for warming up. Prints JSON; exits with 1 if memory grew by more than 20 MB, files
-or threads by any, or blocks are left.
+form, several answers to one prompt, and requests that are refused. A tenth of the time more, before it begins, is for
+warming up. Memory and open files of every process are noted all along, and files and threads also at rest, before it
+and after it: libraries have threads that come when all others are busy, and go when nothing is to do. Prints JSON;
+exits with 1 if memory grew by more than 20 MB, files or threads by any, or blocks are left.
 """
 
 import asyncio
@@ -15,7 +16,8 @@ import statistics
 import sys
 import time
 from collections import Counter
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -26,7 +28,7 @@ from intarsia.deploy.openai.app import make_app
 from intarsia.errors import IntarsiaError
 from intarsia.workers.environment import resident_bytes
 
-from .processes import open_files, threads, threads_by_name, watched
+from .processes import open_files, threads_by_name, watched
 from .program import program
 from .service import PROMPTS, answered, draw, read, service
 
@@ -34,10 +36,26 @@ STREAMS = 24
 
 SAMPLE_EVERY_S = 5.0
 
+REST_S = 60.0
+"""gRPC ends a thread that had nothing to do for 20 s, and clients connections after 5."""
+
 MOST_GROWTH_BYTES = 20_000_000
 
-Sample = dict[str, tuple[int, int, int]]
-"""By process: bytes, files, threads."""
+
+class Held(NamedTuple):
+    """What a process has."""
+
+    bytes: int
+    files: int
+    threads: Counter[str]  # by name
+
+    @classmethod
+    def by(cls, pid: int) -> "Held":
+        return cls(resident_bytes(pid), open_files(pid), threads_by_name(pid))
+
+
+Sample = dict[str, Held]
+"""By process."""
 
 
 class Use:
@@ -110,45 +128,30 @@ async def run(minutes: float, seed: int) -> dict[str, Any]:
     async with service(served_model_name="demo") as served, AsyncClient(served.address) as client:
         server = HttpServer(make_app(lambda: served.front_end))
         async with httpx.AsyncClient(base_url=await server.start(port=0), timeout=120) as http:
-            known = await answered(client, draw(rng, 64, 10, 120))
-            use = Use(client, http, known, rng)
-            until_s = time.monotonic() + 60 * minutes
-            warm_s = time.monotonic() + 60 * minutes / 10
-            samples: list[Sample] = []
-            kinds: list[dict[str, Counter[str]]] = []  # of threads: when it was warm, and now
+            use = Use(client, http, await answered(client, draw(rng, 64, 10, 120)), rng)
 
-            async def go_on() -> None:
-                while time.monotonic() < until_s:
-                    await use.one()
+            async def sample() -> Sample:
+                return {name: Held.by(pid) for name, pid in (await watched(served)).items()}
 
-            async def sample() -> None:
-                while time.monotonic() < until_s:
-                    pids = (await watched(served)).items()
-                    samples.append({name: (resident_bytes(p), open_files(p), threads(p)) for name, p in pids})
-                    if time.monotonic() >= warm_s:
-                        kinds[1:] = [{name: threads_by_name(p) for name, p in pids}]
-                    if len(samples) % 60 == 0:
-                        shown = {name: round(held[0] / 1e6) for name, held in samples[-1].items()}
-                        print(f"{use.answers} answers; MB: {shown}", file=sys.stderr, flush=True)
-                    await asyncio.sleep(SAMPLE_EVERY_S)
+            async def at_rest() -> Sample:
+                await asyncio.sleep(REST_S)
+                return await sample()
 
-            await asyncio.gather(sample(), *(go_on() for _ in range(STREAMS)))
-            while (load := await served.engine.client.load()).running + load.waiting:
-                await asyncio.sleep(0.01)
+            await _go_on(use, minutes / 10, sample)
+            before = await at_rest()
+            samples = await _go_on(use, minutes, sample)
+            after = await at_rest()
             count = await served.engine.recount()
         await server.stop()
-    warm = samples[len(samples) // 10 :]
-    tenth = max(1, len(warm) // 10)
+    tenth = max(1, len(samples) // 10)
 
-    def grown(name: str, what: int) -> float:
-        first = statistics.median(sample[name][what] for sample in warm[:tenth])
-        return statistics.median(sample[name][what] for sample in warm[-tenth:]) - first
+    def by_tenth(name: str, what: Callable[[Held], float]) -> list[float]:
+        each = [what(sample[name]) for sample in samples]
+        return [statistics.median(each[i : i + tenth]) for i in range(0, len(each) - tenth + 1, tenth)]
 
-    def by_tenth(name: str) -> list[int]:
-        sizes = [sample[name][0] for sample in warm]
-        return [round(statistics.median(sizes[i : i + tenth]) / 1e6) for i in range(0, len(sizes), tenth)]
-
-    names = list(warm[0])
+    mb = {name: by_tenth(name, lambda held: held.bytes / 1e6) for name in before}
+    files = {name: by_tenth(name, lambda held: held.files) for name in before}
+    threads = {name: by_tenth(name, lambda held: held.threads.total()) for name in before}
     return {
         "seed": seed,
         "minutes": minutes,
@@ -156,19 +159,44 @@ async def run(minutes: float, seed: int) -> dict[str, Any]:
         "left": use.left,
         "refused": use.refused,
         "wrong": len(use.wrong),
-        "growth_mb": {name: round(grown(name, 0) / 1e6, 2) for name in names},
-        "mb_by_tenth": {name: by_tenth(name) for name in names},
-        "growth_files": {name: grown(name, 1) for name in names},
-        "growth_threads": {name: grown(name, 2) for name in names},
-        "more_threads": {name: dict(kinds[-1][name] - kinds[0][name]) for name in names},
+        "growth_mb": {name: round(each[-1] - each[0], 2) for name, each in mb.items()},
+        "mb_by_tenth": {name: [round(median) for median in each] for name, each in mb.items()},
+        "growth_files": {name: each[-1] - each[0] for name, each in files.items()},
+        "growth_threads": {name: each[-1] - each[0] for name, each in threads.items()},
+        "growth_files_at_rest": {name: after[name].files - before[name].files for name in before},
+        "growth_threads_at_rest": {name: (after[name].threads - before[name].threads).total() for name in before},
+        "more_threads": {name: dict(samples[-1][name].threads - samples[0][name].threads) for name in before},
+        "more_threads_at_rest": {name: dict(after[name].threads - before[name].threads) for name in before},
         "all_blocks_free": count.all_free,
         "examples": use.wrong[:5],
     }
 
 
+async def _go_on(use: Use, minutes: float, sample: Callable[[], Awaitable[Sample]]) -> list[Sample]:
+    """All streams at once for so long; what was held meanwhile."""
+    until_s = time.monotonic() + 60 * minutes
+    samples: list[Sample] = []
+
+    async def stream() -> None:
+        while time.monotonic() < until_s:
+            await use.one()
+
+    async def note() -> None:
+        while time.monotonic() < until_s:
+            samples.append(await sample())
+            if len(samples) % 60 == 0:
+                shown = {name: round(held.bytes / 1e6) for name, held in samples[-1].items()}
+                print(f"{use.answers} answers; MB: {shown}", file=sys.stderr, flush=True)
+            await asyncio.sleep(SAMPLE_EVERY_S)
+
+    await asyncio.gather(note(), *(stream() for _ in range(STREAMS)))
+    return samples
+
+
 def is_fine(found: dict[str, Any]) -> bool:
     grew = any(each * 1e6 > MOST_GROWTH_BYTES for each in found["growth_mb"].values())
-    grew |= any(each > 0 for what in ("growth_files", "growth_threads") for each in found[what].values())
+    constant = ("growth_files", "growth_files_at_rest", "growth_threads_at_rest")
+    grew |= any(each > 0 for what in constant for each in found[what].values())
     return not grew and not found["wrong"] and found["all_blocks_free"]
 
 
