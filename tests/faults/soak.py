@@ -3,20 +3,23 @@
     python -m intarsia.tests.faults.soak --minutes 60
 
 Streams over gRPC and HTTP that are read to the end or left, prompts in common and of their own, answers of a given
-form, several answers to one prompt, and requests that are refused. A tenth of the time more, before it begins, is for
-warming up. Memory and open files of every process are noted all along, and files and threads also at rest, before it
-and after it: libraries have threads that come when all others are busy, and go when nothing is to do. Prints JSON;
-exits with 1 if memory grew by more than 20 MB, files or threads by any, or blocks are left.
+form, several answers to one prompt, and requests that are refused; from a process of their own. A tenth of the time
+more, before it begins, is for warming up. Memory, open files and threads of every process of the service are noted all
+along, and at rest before and after. Prints JSON; exits with 1 if memory grew by more than 20 MB, files or threads by
+any, be it in use or at rest, or blocks are left.
 """
 
 import asyncio
 import contextlib
+import multiprocessing
 import random
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from concurrent.futures import Executor, ProcessPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import httpx
@@ -30,14 +33,14 @@ from intarsia.workers.environment import resident_bytes
 
 from .processes import open_files, threads_by_name, watched
 from .program import program
-from .service import PROMPTS, answered, draw, read, service
+from .service import PROMPTS, Known, answered, draw, read, service
 
 STREAMS = 24
 
 SAMPLE_EVERY_S = 5.0
 
 REST_S = 60.0
-"""gRPC ends a thread that had nothing to do for 20 s, and clients connections after 5."""
+"""Until connections that nobody uses are closed."""
 
 MOST_GROWTH_BYTES = 20_000_000
 
@@ -58,12 +61,21 @@ Sample = dict[str, Held]
 """By process."""
 
 
-class Use:
-    """One stream of mixed use."""
+@dataclass(slots=True)
+class Used:
+    """What became of it."""
 
-    def __init__(self, client: AsyncClient, http: httpx.AsyncClient, known: list[Any], rng: random.Random):
-        self.answers = self.refused = self.left = 0
-        self.wrong: list[str] = []
+    answers: int = 0
+    left: int = 0
+    refused: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+class Use:
+    """Streams of mixed use."""
+
+    def __init__(self, client: AsyncClient, http: httpx.AsyncClient, known: list[Known], rng: random.Random):
+        self.used = Used()
         self._client, self._http, self._known, self._rng = client, http, known, rng
 
     async def one(self) -> None:
@@ -74,13 +86,13 @@ class Use:
         try:
             await kind()
         except (IntarsiaError, httpx.HTTPError) as error:
-            self.wrong.append(f"{kind.__name__}: {type(error).__name__}: {error}")
+            self.used.wrong.append(f"{kind.__name__}: {type(error).__name__}: {error}")
 
     async def _known_answer(self) -> None:
         fault = await read(self._client, self._rng.choice(self._known))
-        self.answers += 1
+        self.used.answers += 1
         if fault is not None:
-            self.wrong.append(fault)
+            self.used.wrong.append(fault)
 
     async def _own_prompt(self) -> None:
         rng = self._rng
@@ -89,14 +101,14 @@ class Use:
             prompt, SamplingParams(max_tokens=rng.randint(1, 60), n=rng.randint(1, 3))
         ):
             pass
-        self.answers += 1
+        self.used.answers += 1
 
     async def _left(self) -> None:
         answer = self._client.generate(self._rng.choice(PROMPTS), SamplingParams(max_tokens=500, ignore_eos=True))
         async with contextlib.aclosing(answer):
             for _ in range(self._rng.randint(0, 30)):
                 await anext(answer)
-        self.left += 1
+        self.used.left += 1
 
     async def _by_http(self) -> None:
         body = {
@@ -106,42 +118,74 @@ class Use:
             "stream": self._rng.random() < 0.5,
         }
         answer = await self._http.post("/v1/chat/completions", json=body)
-        if answer.status_code not in (200, 400):  # 400: a model without a chat template says so
-            self.wrong.append(f"HTTP {answer.status_code}: {answer.text[:200]}")
-        self.answers += 1
+        if answer.status_code != 200:
+            self.used.wrong.append(f"HTTP {answer.status_code}: {answer.text[:200]}")
+        self.used.answers += 1
 
     async def _form(self) -> None:
         regex = f"[a-z]{{{self._rng.randint(1, 50)}}}"
         async for _ in self._client.generate("Hello", SamplingParams(max_tokens=20, regex=regex)):
             pass
-        self.answers += 1
+        self.used.answers += 1
 
     async def _bad(self) -> None:
         refused = await self._http.post("/v1/completions", json={"model": "demo", "prompt": "x", "max_tokens": -1})
         if refused.status_code != 400:
-            self.wrong.append(f"a bad request got {refused.status_code}")
-        self.refused += 1
+            self.used.wrong.append(f"a bad request got {refused.status_code}")
+        self.used.refused += 1
+
+
+async def _clients(address: str, url: str, known: list[Known], minutes: float, seed: int) -> Used:
+    rng = random.Random(seed)
+    async with AsyncClient(address) as client, httpx.AsyncClient(base_url=url, timeout=120) as http:
+        use = Use(client, http, known, rng)
+        until_s = time.monotonic() + 60 * minutes
+
+        async def stream() -> None:
+            while time.monotonic() < until_s:
+                await use.one()
+
+        await asyncio.gather(*(stream() for _ in range(STREAMS)))
+    return use.used
+
+
+def _run_clients(*about: Any) -> Used:
+    return asyncio.run(_clients(*about))
 
 
 async def run(minutes: float, seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
-    async with service(served_model_name="demo") as served, AsyncClient(served.address) as client:
+    async with service(served_model_name="demo") as served:
+        async with AsyncClient(served.address) as client:
+            known = await answered(client, draw(rng, 64, 10, 120))
         server = HttpServer(make_app(lambda: served.front_end))
-        async with httpx.AsyncClient(base_url=await server.start(port=0), timeout=120) as http:
-            use = Use(client, http, await answered(client, draw(rng, 64, 10, 120)), rng)
+        url = await server.start(port=0)
 
-            async def sample() -> Sample:
-                return {name: Held.by(pid) for name, pid in (await watched(served)).items()}
+        async def sample() -> Sample:
+            return {name: Held.by(pid) for name, pid in (await watched(served)).items()}
 
-            async def at_rest() -> Sample:
-                await asyncio.sleep(REST_S)
-                return await sample()
+        async def in_use(clients: Executor, minutes: float) -> tuple[Used, list[Sample]]:
+            about = served.address, url, known, minutes, rng.randrange(2**32)
+            using = asyncio.get_running_loop().run_in_executor(clients, _run_clients, *about)
+            samples = []
+            while not using.done():
+                samples.append(await sample())
+                if len(samples) % 60 == 0:
+                    shown = {name: round(held.bytes / 1e6) for name, held in samples[-1].items()}
+                    print(f"{len(samples) * SAMPLE_EVERY_S:g} s; MB: {shown}", file=sys.stderr, flush=True)
+                await asyncio.wait((using,), timeout=SAMPLE_EVERY_S)
+            return await using, samples
 
-            await _go_on(use, minutes / 10, sample)
+        async def at_rest() -> Sample:
+            await asyncio.sleep(REST_S)
+            return await sample()
+
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as clients:
+            await in_use(clients, minutes / 10)
             before = await at_rest()
-            samples = await _go_on(use, minutes, sample)
+            used, samples = await in_use(clients, minutes)
             after = await at_rest()
-            count = await served.engine.recount()
+        count = await served.engine.recount()
         await server.stop()
     tenth = max(1, len(samples) // 10)
 
@@ -155,47 +199,26 @@ async def run(minutes: float, seed: int) -> dict[str, Any]:
     return {
         "seed": seed,
         "minutes": minutes,
-        "answers": use.answers,
-        "left": use.left,
-        "refused": use.refused,
-        "wrong": len(use.wrong),
+        "answers": used.answers,
+        "left": used.left,
+        "refused": used.refused,
+        "wrong": len(used.wrong),
         "growth_mb": {name: round(each[-1] - each[0], 2) for name, each in mb.items()},
         "mb_by_tenth": {name: [round(median) for median in each] for name, each in mb.items()},
         "growth_files": {name: each[-1] - each[0] for name, each in files.items()},
         "growth_threads": {name: each[-1] - each[0] for name, each in threads.items()},
         "growth_files_at_rest": {name: after[name].files - before[name].files for name in before},
-        "growth_threads_at_rest": {name: (after[name].threads - before[name].threads).total() for name in before},
+        "growth_threads_at_rest": {name: after[name].threads.total() - before[name].threads.total() for name in before},
         "more_threads": {name: dict(samples[-1][name].threads - samples[0][name].threads) for name in before},
         "more_threads_at_rest": {name: dict(after[name].threads - before[name].threads) for name in before},
         "all_blocks_free": count.all_free,
-        "examples": use.wrong[:5],
+        "examples": used.wrong[:5],
     }
-
-
-async def _go_on(use: Use, minutes: float, sample: Callable[[], Awaitable[Sample]]) -> list[Sample]:
-    """All streams at once for so long; what was held meanwhile."""
-    until_s = time.monotonic() + 60 * minutes
-    samples: list[Sample] = []
-
-    async def stream() -> None:
-        while time.monotonic() < until_s:
-            await use.one()
-
-    async def note() -> None:
-        while time.monotonic() < until_s:
-            samples.append(await sample())
-            if len(samples) % 60 == 0:
-                shown = {name: round(held.bytes / 1e6) for name, held in samples[-1].items()}
-                print(f"{use.answers} answers; MB: {shown}", file=sys.stderr, flush=True)
-            await asyncio.sleep(SAMPLE_EVERY_S)
-
-    await asyncio.gather(note(), *(stream() for _ in range(STREAMS)))
-    return samples
 
 
 def is_fine(found: dict[str, Any]) -> bool:
     grew = any(each * 1e6 > MOST_GROWTH_BYTES for each in found["growth_mb"].values())
-    constant = ("growth_files", "growth_files_at_rest", "growth_threads_at_rest")
+    constant = "growth_files", "growth_threads", "growth_files_at_rest", "growth_threads_at_rest"
     grew |= any(each > 0 for what in constant for each in found[what].values())
     return not grew and not found["wrong"] and found["all_blocks_free"]
 
