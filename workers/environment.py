@@ -79,9 +79,9 @@ def forget_package_root() -> None:
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != PACKAGE_ROOT]
 
 
-def threads_per_worker(local_workers: int) -> int:
-    """An equal share of the cores this process may use."""
-    return max(1, len(os.sched_getaffinity(0)) // max(1, local_workers))
+def threads_per_worker(local_workers: int, spared_cores: int = 0) -> int:
+    """An equal share of the cores this process may use, but for some that others are to have."""
+    return max(1, (len(os.sched_getaffinity(0)) - spared_cores) // max(1, local_workers))
 
 
 def start_of_process(pid: int) -> int:

@@ -10,7 +10,7 @@ a few: what is missing is filled up with zeros. Most are compiled before request
 
 import time
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from itertools import islice, product
 from typing import Any
 
@@ -82,8 +82,11 @@ def pack_linears(module: nn.Module, device: torch.device, leave: Set[str] = froz
 
 
 @torch.inference_mode()
-def compile_products(module: nn.Module, most_rows: int) -> None:
-    """Run every packed product of a module once, those of few rows first, as far as time and memory allow."""
+def compile_products(module: nn.Module, most_rows: int, before_rows: Callable[[int], object] = lambda _: None) -> None:
+    """Run every packed product of a module once, those of few rows first, as far as time and memory allow.
+
+    before_rows: sets up what products of so many rows are run with
+    """
     packed = (child for child in module.modules() if isinstance(child, PackedLinear))
     kinds = {(child.packed.shape, child.packed.dtype, child.bias is None): child for child in packed}
     sizes = sorted({padded_rows(rows) for rows in range(1, most_rows + 1)})
@@ -91,6 +94,7 @@ def compile_products(module: nn.Module, most_rows: int) -> None:
     for rows, linear in islice(product(sizes, kinds.values()), MOST_COMPILED):
         if time.monotonic() > until_s:
             return
+        before_rows(rows)
         linear._product(torch.zeros(rows, linear.packed.shape[1], dtype=linear.packed.dtype))  # without hooks
 
 

@@ -22,6 +22,7 @@ from .linear import compile_products
 from .model import LoadedModel
 from .parallel import TensorParallel
 from .sampler import History, logprobs, sample
+from .threads import Threads
 
 WARM_UP_TOKENS = 4
 
@@ -145,6 +146,7 @@ class ModelRunner:
         limits: RunnerLimits,
         parallel: TensorParallel,
         grammars: Grammars,
+        threads: Threads,
     ):
         self._model = model
         self._groups = plan.groups
@@ -152,6 +154,7 @@ class ModelRunner:
         self._state_groups = [g for g, group in enumerate(plan.groups) if group.reach.keeps is Keeps.STATE]
         self._parallel = parallel
         self._limits = limits
+        self._threads = threads
         self._graphs: DecodeGraphs | None = None
         self._new_tables = partial(SlotTables, plan, limits, grammars if parallel.rank == 0 else None)
         self._tables = self._new_tables()
@@ -199,7 +202,9 @@ class ModelRunner:
             self._compile()
         elif not settings.enforce_eager and self._model.is_tested:
             fuse(watch, self._model.device)
-        compile_products(self._model.module, self._limits.max_num_batched_tokens)
+        most_rows = min(self._limits.max_num_seqs, self._limits.max_num_batched_tokens)
+        self._threads.learn(lambda rows: self._forward(_warm_up_rows(0, rows=rows, tokens=1)), most_rows)
+        compile_products(self._model.module, self._limits.max_num_batched_tokens, self._threads.use_for)
         self._forward(_warm_up_rows(0))
         self._tables.retire(0)
         record = recorder(self._model.device)
@@ -262,6 +267,7 @@ class ModelRunner:
         ends = np.cumsum(rows.query_lens)
         starts = ends - rows.query_lens
         kv_lens = rows.computed + rows.query_lens
+        self._threads.use_for(int(ends[-1]))
         positions = np.arange(ends[-1]) + np.repeat(rows.computed - starts, rows.query_lens)
         tokens = self._tokens(rows, kv_lens)
         batches = [self._batch(g, mask, rows, kv_lens) for g, mask in self._masks]

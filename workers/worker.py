@@ -19,13 +19,14 @@ from ..proto.packing import pack, unpack
 from ..proto.step import Fault, Step, StepResult
 from ..proto.tracing import Tracer, tracer_of
 from .collectives import make_collectives
-from .environment import give_back_freed_memory, resident_bytes, threads_per_worker
+from .environment import give_back_freed_memory, resident_bytes
 from .facts import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
 from .grammars import Grammars
 from .memory import device_memory, is_lack_of_memory, spare_bytes
 from .model import LoadedModel, load_model
 from .parallel import TensorParallel
 from .runner import Drawn, ModelRunner
+from .threads import Threads
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class Worker:
     def __init__(self, rank: int = 0, size: int = 1, local_workers: int = 1):
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._parallel = TensorParallel(rank, size, make_collectives(rank, size, self._device) if size > 1 else None)
-        torch.set_num_threads(threads_per_worker(local_workers))
+        self._threads = Threads.of_worker(local_workers, self._device)
         self._settings: ModelSettings | None = None
         self._model: LoadedModel | None = None
         self._runner: ModelRunner | None = None
@@ -96,7 +97,7 @@ class Worker:
         assert self._grammars is not None
         self._runner = self._allocated = None
         self._model.allocate(plan, self._settings.attention_backend)
-        self._runner = ModelRunner(self._model, plan, limits, self._parallel, self._grammars)
+        self._runner = ModelRunner(self._model, plan, limits, self._parallel, self._grammars, self._threads)
         self._runner.warm_up(self._settings)
         self._allocated = plan, limits
 
@@ -125,7 +126,7 @@ class Worker:
         backend = self._settings.attention_backend
         self._allocated = None
         self._model.allocate(trial, backend)
-        runner = ModelRunner(self._model, trial, limits, self._parallel, self._grammars)
+        runner = ModelRunner(self._model, trial, limits, self._parallel, self._grammars, self._threads)
         spare = spare_bytes(memory, share, lambda: runner.run_largest_steps(backend), trial.memory_bytes)
         self._spare = asked, spare
         return spare

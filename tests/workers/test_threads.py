@@ -1,0 +1,59 @@
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from intarsia.workers.threads import SHORT_STEP_S, TIMED_ROWS, Threads
+
+
+@pytest.fixture(autouse=True)
+def threads_as_they_were() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def learned(row_s: float, most_rows: int = 256) -> tuple[Threads, list[tuple[int, int]]]:
+    """Threads that have seen steps which take so long per row; with how many, of how many rows."""
+    threads, seen = Threads(most=3, few=2), []
+
+    def run(rows: int) -> None:
+        threads.use_for(rows)
+        seen.append((rows, torch.get_num_threads()))
+        time.sleep(rows * row_s)
+
+    threads.learn(run, most_rows)
+    return threads, seen
+
+
+def used(threads: Threads, rows: int) -> int:
+    threads.use_for(rows)
+    return torch.get_num_threads()
+
+
+def test_short_steps_take_few_threads_and_long_ones_all():
+    threads, seen = learned(row_s=SHORT_STEP_S / 64)
+    assert set(seen) == {(TIMED_ROWS, 2)}, "what is timed is run as short steps will be"
+    assert [used(threads, rows) for rows in (1, 16, 40, 80, 2048, 16)] == [2, 2, 2, 3, 3, 2]
+
+
+def test_all_steps_of_a_large_model_take_all_threads():
+    threads, _ = learned(row_s=SHORT_STEP_S / 8)
+    assert [used(threads, rows) for rows in (1, 16, 2048)] == [3, 3, 3]
+
+
+def test_no_more_rows_are_timed_than_a_step_may_have():
+    _, seen = learned(row_s=0, most_rows=4)
+    assert {rows for rows, _ in seen} == {4}
+
+
+def test_steps_that_are_filled_up_to_one_shape_take_the_same_number_of_threads():
+    threads, _ = learned(row_s=SHORT_STEP_S / 70)
+    assert len({used(threads, rows) for rows in range(65, 81)}) == 1
+
+
+def test_nothing_is_timed_where_there_is_nothing_to_choose():
+    threads = Threads(most=2, few=2)
+    threads.learn(lambda rows: pytest.fail("a step was run"), 16)
+    assert used(threads, 1) == used(threads, 2048) == 2
