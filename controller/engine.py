@@ -19,6 +19,7 @@ from ..errors import (
     IntarsiaError,
     InvalidRequest,
     OutOfMemory,
+    Overloaded,
     RequestTooLarge,
 )
 from ..kvcache.check import Recount, recount
@@ -242,7 +243,13 @@ class Engine:
         gallery = self._lay_out(tokens[:prompt], images)
         if not is_known:
             image_bytes = sum(len(image.data) for image in images)
-            self._gate.check(terms.tenant, prompt, image_bytes, sampling.n, terms.timeout_s)
+            was_pressed = self._gate.is_pressed
+            try:
+                self._gate.check(terms.tenant, prompt, image_bytes, sampling.n, terms.timeout_s)
+            except Overloaded:
+                if not was_pressed:
+                    self._tell_less_often()
+                raise
         if self._gate.is_pressed:
             stream_interval_s = max(stream_interval_s, PRESSED_INTERVAL_S)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
@@ -277,6 +284,14 @@ class Engine:
             self._preparing.add(task)
             task.add_done_callback(self._preparing.discard)
         return [request.id for request in requests]
+
+    def _tell_less_often(self) -> None:
+        """Whoever came before it was too much, too: hundreds may wait still, and be told each token by itself then."""
+        for request in self._live.values():
+            caller = request.caller
+            if not caller.interval_s:
+                caller.told = len(request.tokens)  # so far each token was told at once
+            caller.interval_s = max(caller.interval_s, PRESSED_INTERVAL_S)
 
     def _queue(self, requests: list[Request]) -> None:
         self._scheduler.add(requests[0], requests[1:])

@@ -165,6 +165,37 @@ def test_answers_come_in_pieces_while_requests_are_refused():
     assert sum(deliveries) == 30 and len(deliveries) < 30
 
 
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_an_answer_under_way_goes_on_in_pieces_when_requests_are_refused(logprobs: int | None):
+    engine = make_engine(gate=GateSettings(max_requests_per_tenant=1))
+    before: list[int] = []
+    after: list[int] = []
+
+    async def scenario() -> Completion:
+        completion, deliveries = Completion(), before
+
+        def outlet(delivery: Delivery) -> None:
+            nonlocal deliveries
+            deltas = [item.token_ids for _, item in delivery.others if isinstance(item, TokenDelta)]
+            deliveries.append(len(delivery.tokens) + sum(map(len, deltas)))
+            completion.outlet(delivery)
+            if len(before) == 10 and deliveries is before:
+                deliveries = after
+                asyncio.get_running_loop().call_soon(refused)
+
+        def refused() -> None:
+            with pytest.raises(Overloaded):
+                submit(engine, PROMPT)
+
+        engine.submit(PROMPT, SamplingParams(max_tokens=60, logprobs=logprobs), 0, outlet)
+        await completion.done.wait()
+        return completion
+
+    assert running(engine, scenario()).token_ids == continuation(PROMPT, 60)
+    assert before == [1] * 10
+    assert sum(after) == 50 and len(after) < 50
+
+
 def test_end_token_of_the_model_stops_unless_ignored():
     expected = continuation(PROMPT, 8)
     engine = make_engine(eos=(expected[2],))
