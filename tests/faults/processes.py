@@ -1,10 +1,21 @@
-"""What the processes of a service hold."""
+"""What the processes of a service hold, and a process for its clients."""
 
+import asyncio
+import contextlib
+import multiprocessing
 import os
 from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
+from typing import Any, TypeVar
+
+from intarsia.workers.environment import freeze_startup_objects
 
 from .service import Service
+
+Answer = TypeVar("Answer")
+Sample = TypeVar("Sample")
 
 
 async def watched(served: Service) -> dict[str, int]:
@@ -24,3 +35,31 @@ def parent_of(pid: int) -> int:
 
 def threads_by_name(pid: int) -> Counter[str]:
     return Counter(task.read_text().strip() for task in Path(f"/proc/{pid}/task").glob("*/comm"))
+
+
+@contextlib.contextmanager
+def clients_apart() -> Iterator[Executor]:
+    """A process for clients: what they hold, and when they pause, is not the front end's."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+        yield executor
+
+
+async def watch(
+    clients: Executor,
+    call: Callable[..., Coroutine[Any, Any, Answer]],
+    *about: Any,
+    sample: Callable[[], Awaitable[Sample]],
+    every_s: float,
+) -> tuple[Answer, list[Sample]]:
+    """Run `call(*about)` in the process of the clients, and take a sample every so often until it ends."""
+    running = asyncio.get_running_loop().run_in_executor(clients, _run, call, *about)
+    samples = []
+    while not running.done():
+        samples.append(await sample())
+        await asyncio.wait((running,), timeout=every_s)
+    return await running, samples
+
+
+def _run(call: Callable[..., Coroutine[Any, Any, Answer]], *about: Any) -> Answer:
+    freeze_startup_objects()  # what is measured is the service, and no pause of this process
+    return asyncio.run(call(*about))

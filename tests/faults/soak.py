@@ -11,15 +11,15 @@ any, be it in use or at rest, or blocks are left.
 
 import asyncio
 import contextlib
-import multiprocessing
 import random
 import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, NamedTuple
 
 import httpx
@@ -31,13 +31,15 @@ from intarsia.deploy.openai.app import make_app
 from intarsia.errors import IntarsiaError
 from intarsia.workers.environment import resident_bytes
 
-from .processes import open_files, threads_by_name, watched
+from .processes import clients_apart, open_files, threads_by_name, watch, watched
 from .program import program
 from .service import PROMPTS, Known, answered, draw, read, service
 
 STREAMS = 24
 
 SAMPLE_EVERY_S = 5.0
+SHOWN_EVERY = 60
+"""Samples, while it goes on."""
 
 REST_S = 60.0
 """Until connections that nobody uses are closed."""
@@ -149,10 +151,6 @@ async def _clients(address: str, url: str, known: list[Known], minutes: float, s
     return use.used
 
 
-def _run_clients(*about: Any) -> Used:
-    return asyncio.run(_clients(*about))
-
-
 async def run(minutes: float, seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
     async with service(served_model_name="demo") as served:
@@ -161,31 +159,29 @@ async def run(minutes: float, seed: int) -> dict[str, Any]:
         server = HttpServer(make_app(lambda: served.front_end))
         url = await server.start(port=0)
 
+        numbers = count(1)
+
         async def sample() -> Sample:
-            return {name: Held.by(pid) for name, pid in (await watched(served)).items()}
+            held = {name: Held.by(pid) for name, pid in (await watched(served)).items()}
+            if (number := next(numbers)) % SHOWN_EVERY == 0:
+                shown = {name: round(each.bytes / 1e6) for name, each in held.items()}
+                print(f"{number * SAMPLE_EVERY_S:g} s; MB: {shown}", file=sys.stderr, flush=True)
+            return held
 
         async def in_use(clients: Executor, minutes: float) -> tuple[Used, list[Sample]]:
             about = served.address, url, known, minutes, rng.randrange(2**32)
-            using = asyncio.get_running_loop().run_in_executor(clients, _run_clients, *about)
-            samples = []
-            while not using.done():
-                samples.append(await sample())
-                if len(samples) % 60 == 0:
-                    shown = {name: round(held.bytes / 1e6) for name, held in samples[-1].items()}
-                    print(f"{len(samples) * SAMPLE_EVERY_S:g} s; MB: {shown}", file=sys.stderr, flush=True)
-                await asyncio.wait((using,), timeout=SAMPLE_EVERY_S)
-            return await using, samples
+            return await watch(clients, _clients, *about, sample=sample, every_s=SAMPLE_EVERY_S)
 
         async def at_rest() -> Sample:
             await asyncio.sleep(REST_S)
             return await sample()
 
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as clients:
+        with clients_apart() as clients:
             await in_use(clients, minutes / 10)
             before = await at_rest()
             used, samples = await in_use(clients, minutes)
             after = await at_rest()
-        count = await served.engine.recount()
+        recounted = await served.engine.recount()
         await server.stop()
     tenth = max(1, len(samples) // 10)
 
@@ -211,7 +207,7 @@ async def run(minutes: float, seed: int) -> dict[str, Any]:
         "growth_threads_at_rest": {name: after[name].threads.total() - before[name].threads.total() for name in before},
         "more_threads": {name: dict(samples[-1][name].threads - samples[0][name].threads) for name in before},
         "more_threads_at_rest": {name: dict(after[name].threads - before[name].threads) for name in before},
-        "all_blocks_free": count.all_free,
+        "all_blocks_free": recounted.all_free,
         "examples": used.wrong[:5],
     }
 
