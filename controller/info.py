@@ -1,7 +1,9 @@
 """What a running engine says about itself: the banner, `GetModelInfo` and the reports are all made of it."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from .request import SamplingParams
 
 
 class GroupInfo(NamedTuple):
@@ -96,6 +98,11 @@ class EngineInfo(NamedTuple):
     max_images_per_request: int = 0
     notes: tuple[str, ...] = ()  # what was decided otherwise than asked or written, for people
     pool_request_len: int | None = None  # tokens of the longest request that the pool can hold; None: max_model_len
+    sampling_defaults: tuple[tuple[str, float], ...] = ()  # for what a request does not say, by parameter
+
+    def sampling(self, **asked: Any) -> SamplingParams:
+        """What is asked, and for the rest what the checkpoint asks for. Raises `InvalidRequest`, naming the field."""
+        return SamplingParams(**dict[str, Any](self.sampling_defaults) | asked)
 
     @property
     def longest_request(self) -> int:
@@ -111,4 +118,9 @@ class EngineInfo(NamedTuple):
     def from_wire(cls, wire: list) -> "EngineInfo":
         info = cls(*wire)
         groups = tuple(GroupInfo(kind, tuple(layers), *rest) for kind, layers, *rest in info.groups)
-        return info._replace(groups=groups, eos_token_ids=tuple(info.eos_token_ids), notes=tuple(info.notes))
+        return info._replace(
+            groups=groups,
+            eos_token_ids=tuple(info.eos_token_ids),
+            notes=tuple(info.notes),
+            sampling_defaults=tuple((name, value) for name, value in info.sampling_defaults),
+        )

@@ -229,6 +229,8 @@ def ensure_ray(workers: int) -> bool:
         ray.init(namespace=NAMESPACE, **quiet)
         return False
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would let our workers yield to every other process
+    # Nobody reads Ray's own metrics where it has no dashboard; to send them wakes all its processes again and again.
+    os.environ.setdefault("RAY_enable_metrics_collection", "0")
     cores = len(os.sched_getaffinity(0))
     ray.init(
         address="local",

@@ -4,9 +4,9 @@ import bisect
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from ..errors import IntarsiaError, InvalidSetting
+from ..errors import IntarsiaError, InvalidRequest, InvalidSetting
 from ..kvcache.manager import CacheManager, CacheSettings
 from ..kvcache.plan import MemoryPlan, PlanSettings
 from ..kvcache.strategies import plan_memory
@@ -16,6 +16,7 @@ from ..workers.facts import ModelFacts, ModelSettings, RunnerLimits, WorkerStatu
 from .engine import Engine
 from .gate import GateSettings
 from .info import EngineInfo, GroupInfo
+from .request import SamplingParams
 from .scheduler import Scheduler, SchedulerSettings
 
 SMALLEST_TRIAL_BYTES, LARGEST_TRIAL_BYTES = 2**20, 2**36
@@ -34,6 +35,7 @@ class EngineSettings:
     prefix_caching: bool = True
     gpu_memory_utilization: float | None = None  # of a GPU's memory, for all; None, or no GPU: what `plan` says
     max_images_per_request: int = 1  # where a model takes images
+    generation_config: str = "auto"  # "auto": sample as the checkpoint's says, unless a request does; "none": do not
     served_model_name: str | None = None  # None: the checkpoint folder's
     name: str | None = None  # of the engine within the Ray cluster; None: drawn
 
@@ -52,6 +54,10 @@ class EngineSettings:
             raise InvalidSetting(
                 f"max_images_per_request must be at least 1, got {self.max_images_per_request}",
                 field="max_images_per_request",
+            )
+        if self.generation_config not in ("auto", "none"):
+            raise InvalidSetting(
+                f'generation_config must be "auto" or "none", got {self.generation_config!r}', field="generation_config"
             )
 
 
@@ -141,8 +147,25 @@ def _longest(plan: MemoryPlan, max_model_len: int) -> int | None:
     return bisect.bisect_left(range(max_model_len), True, key=lambda length: not plan.fits(length + 1))
 
 
+def _sampling_defaults(
+    settings: EngineSettings, facts: ModelFacts
+) -> tuple[tuple[tuple[str, float], ...], tuple[str, ...]]:
+    """What the checkpoint asks for, and notes on what of it is of no use."""
+    if settings.generation_config == "none":
+        return (), ()
+    usable, notes = [], []
+    for name, value in facts.sampling_defaults:
+        try:
+            SamplingParams(**dict[str, Any]({name: value}))
+            usable.append((name, value))
+        except InvalidRequest as error:
+            notes.append(f"generation_config.json: {error}; it is left out")
+    return tuple(usable), tuple(notes)
+
+
 def _describe(settings: EngineSettings, facts: ModelFacts, plan: MemoryPlan, max_model_len: int) -> EngineInfo:
     model_dir = Path(settings.model.model_dir)
+    sampling_defaults, sampling_notes = _sampling_defaults(settings, facts)
     return EngineInfo(
         model=settings.served_model_name or model_dir.name,
         model_dir=str(model_dir),
@@ -167,6 +190,7 @@ def _describe(settings: EngineSettings, facts: ModelFacts, plan: MemoryPlan, max
         enable_prefix_caching=settings.prefix_caching,
         image_token_id=facts.image_token_id,
         max_images_per_request=settings.max_images_per_request if facts.image_token_id is not None else 0,
-        notes=facts.notes + plan.notes,
+        notes=facts.notes + sampling_notes + plan.notes,
         pool_request_len=_longest(plan, max_model_len),
+        sampling_defaults=sampling_defaults,
     )

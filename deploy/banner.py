@@ -31,6 +31,9 @@ def banner(
     facts.add_row("steps", f"up to {info.max_num_seqs:,} requests and {info.max_num_batched_tokens:,} tokens at a time")
     if info.image_token_id is not None:
         facts.add_row("images", f"up to {info.max_images_per_request} in a request, by token {info.image_token_id}")
+    if info.sampling_defaults:
+        wanted = ", ".join(f"{name} {value:g}" for name, value in info.sampling_defaults)
+        facts.add_row("sampling", f"{wanted}, where a request does not say (generation_config.json)")
     for note in info.notes:
         facts.add_row("note", note)
     if http:

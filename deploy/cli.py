@@ -103,12 +103,18 @@ def serve(
     torch_compile: Annotated[
         bool, typer.Option("--torch-compile", help="Compile the model with torch.compile; starting takes minutes.")
     ] = False,
+    cpu_threads: Annotated[
+        int | None, typer.Option(help="Threads of a worker without GPU.  [default: its cores, one less in short steps]")
+    ] = None,
     allow_generic: Annotated[
         bool, typer.Option("--allow-generic", help="Try an architecture that nobody has tested, as plain attention.")
     ] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python files that come with the checkpoint.")
     ] = False,
+    generation_config: Annotated[
+        str, typer.Option(help='"auto": sample as the checkpoint asks, unless a request does; "none": do not.')
+    ] = "auto",
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the model.  [default: its folder's name]")
     ] = None,
@@ -283,15 +289,19 @@ def generate(
         str | None, typer.Option(help="TLS: who may have signed the server's certificate, PEM.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Choose among the k most probable tokens; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Choose among the tokens that make up this probability.")] = 1.0,
+    temperature: Annotated[float | None, typer.Option(help="0 takes the most probable token.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Choose among the k most probable tokens; 0: all.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Choose among the tokens that make up this probability.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answer.")] = None,
-    min_p: Annotated[float, typer.Option(help="Leave out tokens less probable than this share of the best one.")] = 0.0,
+    min_p: Annotated[
+        float | None, typer.Option(help="Leave out tokens less probable than this share of the best one.")
+    ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     presence_penalty: Annotated[float, typer.Option(help="Less of what the answer has already; from -2 to 2.")] = 0.0,
     frequency_penalty: Annotated[float, typer.Option(help="... for each time it has it; from -2 to 2.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Less of what prompt and answer have; 1: none.")] = 1.0,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Less of what prompt and answer have; 1: none.")
+    ] = None,
     json_schema: Annotated[str | None, typer.Option(help="Answer in JSON of this schema.")] = None,
     regex: Annotated[str | None, typer.Option(help="Answer with a text that matches as a whole.")] = None,
     choice: Annotated[list[str] | None, typer.Option(help="Answer with one of these texts.")] = None,
@@ -302,12 +312,12 @@ def generate(
         list[Path] | None, typer.Option(help="A picture for each image token of the prompt, in their order.")
     ] = None,
 ) -> None:
-    """Ask a running server, and print the answer as it comes."""
+    """Ask a running server, and print the answer as it comes. Sampling is as the checkpoint asks unless options say."""
     with _plain_errors():
         from ..controller.request import SamplingParams, Terms
         from .client import Client, Tls
 
-        sampling = SamplingParams(
+        wanted = dict[str, Any](
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
@@ -323,11 +333,13 @@ def generate(
             choice=tuple(choice or ()),
             ignore_eos=ignore_eos,
         )
+        said = {name: value for name, value in wanted.items() if value is not None}
+        SamplingParams(**said)  # what is wrong with it is told before a server is asked
         terms = Terms(priority=priority, timeout_s=timeout_s)
         asked = _prompt(prompt, token_ids)
         tls = Tls(ca_certs=ssl_ca_certs) if ssl_ca_certs is not None else None
         with Client(address, api_key=api_key, tls=tls) as client:
-            usage = None
+            sampling, usage = client.model_info().sampling(**said), None
             for chunk in client.generate(asked, sampling, images=[_read(path) for path in image or ()], terms=terms):
                 text = chunk.text if isinstance(asked, str) else "".join(f"{token} " for token in chunk.token_ids)
                 print(text, end="", flush=True)

@@ -79,7 +79,7 @@ class Asked(NamedTuple):
     """One request of a batch."""
 
     prompt: str | Sequence[int]
-    sampling: SamplingParams | None = None
+    sampling: SamplingParams | None = None  # 16 tokens, as the checkpoint asks
     images: Sequence[bytes] = ()  # files in a usual format, one for each image token of the prompt
     request_id: str = ""
     terms: Terms = USUAL_TERMS
@@ -127,6 +127,7 @@ class Client:
         """Tokens as they come, of all answers; each chunk says which answer it is of. Closing the iterator before its
         end stops the generation.
 
+        sampling: None: 16 tokens, as the checkpoint asks
         images: files in a usual format, one for each image token of the prompt
         terms: priority, tenant and time limit
 
@@ -359,7 +360,7 @@ def _request(asked: Asked) -> pb.GenerateRequest:
     """Raises `InvalidRequest` for what has no place in a message."""
     request = pb.GenerateRequest(
         request_id=asked.request_id,
-        sampling=sampling_to_proto(asked.sampling or SamplingParams()),
+        sampling=sampling_to_proto(asked.sampling) if asked.sampling is not None else None,
         images=asked.images,
         priority=asked.terms.priority,
         tenant=asked.terms.tenant,

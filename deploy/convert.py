@@ -67,16 +67,19 @@ _OPTIONAL = (
 )  # fmt: skip
 
 
-def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
-    """Raises `InvalidRequest`, naming the field."""
-    given: dict[str, Any] = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
-    return SamplingParams(
-        **given,
+def sampling_from_proto(message: pb.SamplingParams, info: EngineInfo) -> SamplingParams:
+    """info: of the engine that is asked. Raises `InvalidRequest`, naming the field."""
+    return info.sampling(
+        **_set_fields(message),
         stop_token_ids=tuple(message.stop_token_ids),
         logit_bias=dict(message.logit_bias),
         stop=tuple(message.stop),
         choice=tuple(message.choice),
     )
+
+
+def _set_fields(message: pb.SamplingParams) -> dict[str, Any]:
+    return {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
 
 
 def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
@@ -149,6 +152,7 @@ def info_to_proto(info: EngineInfo) -> pb.ModelInfo:
     fields: dict[str, Any] = info._asdict()
     del fields["model_dir"]  # where files lie on the server is nobody's business
     fields["groups"] = [pb.LayerGroup(**group._asdict()) for group in info.groups]
+    fields["sampling_defaults"] = pb.SamplingParams(**dict[str, Any](info.sampling_defaults))
     return pb.ModelInfo(**fields)
 
 
@@ -160,6 +164,7 @@ def info_from_proto(message: pb.ModelInfo) -> EngineInfo:
     fields |= {name: None for name in ("image_token_id", "pool_request_len") if not message.HasField(name)}
     fields |= {"model_dir": "", "groups": groups}
     fields |= {"eos_token_ids": tuple(message.eos_token_ids), "notes": tuple(message.notes)}
+    fields |= {"sampling_defaults": tuple(_set_fields(message.sampling_defaults).items())}
     return EngineInfo(**fields)
 
 

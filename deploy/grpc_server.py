@@ -123,7 +123,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     async def _asked(self, request: pb.GenerateRequest, time_remaining_s: float | None) -> Asked:
         return Asked(
             await self._prompt(request),
-            sampling_from_proto(request.sampling),
+            sampling_from_proto(request.sampling, self._front_end.info),
             await self._front_end.read_images(request.images),
             terms_from_proto(request, time_remaining_s),
             request.request_id,

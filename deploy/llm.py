@@ -115,8 +115,12 @@ class LLM:
     max_images_per_request    1: where a model takes images
     enforce_eager             False: run transformers' modules as they are written, nothing fused or recorded; slower
     torch_compile             False: compile the model with torch.compile, which takes minutes when it starts
+    cpu_threads               None: threads of each worker, where a CPU computes; None: its share of the cores, one
+                              less for short steps
     allow_generic             False: try an architecture that nobody has tested, as plain attention
     trust_remote_code         False: run Python files that come with the checkpoint
+    generation_config         "auto": what a request leaves out is sampled as the checkpoint's generation_config.json
+                              asks; "none": as `SamplingParams` has it
     served_model_name         None: what the model is called in answers; None: as its folder is
     otlp_traces_endpoint      None: URL that takes OpenTelemetry's traces (OTLP over HTTP)
     name                      None: of the engine in the Ray cluster; None: drawn
@@ -154,7 +158,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete all prompts (texts or token ids), batched as the engine sees fit; outputs in the prompts' order.
 
-        sampling_params: one for all prompts, or one for each; None: the defaults
+        sampling_params: one for all prompts, or one for each; None: as the checkpoint asks, `info.sampling()`
         images: of each prompt, files in a usual format, one for each image token of it
         terms: priority, tenant and time limit of all of them
 
@@ -162,7 +166,8 @@ class LLM:
         """
         engine = self._running()
         listed = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[list-item]
-        params = _one_for_each(sampling_params, len(listed))
+        wanted = engine.client.info.sampling() if sampling_params is None else sampling_params
+        params = _one_for_each(wanted, len(listed))
         tokenised = [self._tokens(prompt) for prompt in listed]  # type: ignore[arg-type]
         pictures = [read_images(self._images, files, self.info.model) for files in images or [()] * len(listed)]
         if len(pictures) != len(listed):
@@ -266,9 +271,9 @@ def _is_single(prompts: Any) -> bool:
     return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
 
 
-def _one_for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+def _one_for_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * count
     if len(params) != count:
         raise InvalidRequest(
             f"there are {count} prompts and {len(params)} sampling_params; give one for all or one for each",

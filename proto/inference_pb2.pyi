@@ -320,7 +320,7 @@ class LayerGroup(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., block_tokens: _Optional[int] = ..., page_bytes: _Optional[int] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("model", "architecture", "dtype", "device", "tensor_parallel_size", "weight_bytes", "vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "eos_token_ids", "strategy", "groups", "num_blocks", "num_buffers", "kv_cache_bytes", "enable_prefix_caching", "max_len_concurrency", "image_token_id", "max_images_per_request", "notes", "pool_request_len")
+    __slots__ = ("model", "architecture", "dtype", "device", "tensor_parallel_size", "weight_bytes", "vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "eos_token_ids", "strategy", "groups", "num_blocks", "num_buffers", "kv_cache_bytes", "enable_prefix_caching", "max_len_concurrency", "image_token_id", "max_images_per_request", "notes", "pool_request_len", "sampling_defaults")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -343,6 +343,7 @@ class ModelInfo(_message.Message):
     MAX_IMAGES_PER_REQUEST_FIELD_NUMBER: _ClassVar[int]
     NOTES_FIELD_NUMBER: _ClassVar[int]
     POOL_REQUEST_LEN_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     model: str
     architecture: str
     dtype: str
@@ -365,4 +366,5 @@ class ModelInfo(_message.Message):
     max_images_per_request: int
     notes: _containers.RepeatedScalarFieldContainer[str]
     pool_request_len: int
-    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., strategy: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., num_buffers: _Optional[int] = ..., kv_cache_bytes: _Optional[int] = ..., enable_prefix_caching: _Optional[bool] = ..., max_len_concurrency: _Optional[float] = ..., image_token_id: _Optional[int] = ..., max_images_per_request: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., pool_request_len: _Optional[int] = ...) -> None: ...
+    sampling_defaults: SamplingParams
+    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., strategy: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., num_buffers: _Optional[int] = ..., kv_cache_bytes: _Optional[int] = ..., enable_prefix_caching: _Optional[bool] = ..., max_len_concurrency: _Optional[float] = ..., image_token_id: _Optional[int] = ..., max_images_per_request: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., pool_request_len: _Optional[int] = ..., sampling_defaults: _Optional[_Union[SamplingParams, _Mapping]] = ...) -> None: ...

@@ -21,6 +21,7 @@ class ModelSettings:
     enforce_eager: bool = False  # run the module's own code: nothing fused, recorded or compiled
     torch_compile: bool = False  # let torch compile the module instead
     trust_remote_code: bool = False  # run Python files that come with the checkpoint
+    cpu_threads: int | None = None  # that compute on a CPU; None: one per core, one fewer for short steps
     traces_endpoint: str | None = None  # where spans go, OTLP over HTTP; None: nobody traces
 
     def __post_init__(self):
@@ -29,6 +30,8 @@ class ModelSettings:
                 f"tensor_parallel_size must be at least 1, got {self.tensor_parallel_size}",
                 field="tensor_parallel_size",
             )
+        if self.cpu_threads is not None and self.cpu_threads < 1:
+            raise InvalidSetting(f"cpu_threads must be at least 1, got {self.cpu_threads}", field="cpu_threads")
         if self.enforce_eager and self.torch_compile:
             raise InvalidSetting(
                 "enforce_eager runs the model as it is written, torch_compile does not: leave one of them out",
@@ -49,6 +52,7 @@ class ModelFacts(NamedTuple):
     vocab_size: int
     max_positions: int
     eos_token_ids: tuple[int, ...]
+    sampling_defaults: tuple[tuple[str, float], ...] = ()  # that generation_config.json asks for, by parameter
     image_token_id: int | None = None  # stands for an image in a prompt; None: the model takes none
     image_tokens: int = 0  # most that an image becomes, for layers that attend to it
     notes: tuple[str, ...] = ()  # what was read otherwise than the files say, for people

@@ -33,6 +33,9 @@ from .tiles import tile_tokens
 
 logger = logging.getLogger(__name__)
 
+SAMPLING = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
+"""What generation_config.json may ask for, under the names of `SamplingParams`."""
+
 
 class LoadedModel:
     """A model ready to run packed tokens, as soon as it has pages."""
@@ -129,6 +132,7 @@ def load_model(
     states = PagedStates(device)
     states.bind(module, parallel)
     cross = CrossAttention(module, settings.model_dir, layers, dtype) if whole is not config else None
+    generation = _generation_config(settings)
     facts = ModelFacts(
         architecture=type(module).__name__,
         dtype=str(dtype).removeprefix("torch."),
@@ -137,7 +141,8 @@ def load_model(
         weight_bytes=sum(p.numel() * p.element_size() for p in module.parameters()),
         vocab_size=vocab_size,
         max_positions=config.max_position_embeddings,
-        eos_token_ids=_eos_token_ids(settings, config),
+        eos_token_ids=_eos_token_ids(generation, config),
+        sampling_defaults=tuple((name, value) for name in SAMPLING if (value := getattr(generation, name)) is not None),
         image_token_id=whole.image_token_index if cross is not None else None,
         image_tokens=whole.vision_config.max_num_tiles * tile_tokens(whole.vision_config) if cross is not None else 0,
         notes=tuple(filter(None, notes)),
@@ -205,13 +210,16 @@ def _dtype(settings: ModelSettings, config: Any) -> torch.dtype:
     return getattr(torch, name)
 
 
-def _eos_token_ids(settings: ModelSettings, config: Any) -> tuple[int, ...]:
-    """generation_config.json knows best (chat models end turns with a token of their own); else config.json."""
+def _generation_config(settings: ModelSettings) -> GenerationConfig:
     try:
-        eos = GenerationConfig.from_pretrained(settings.model_dir, local_files_only=True).eos_token_id
+        return GenerationConfig.from_pretrained(settings.model_dir, local_files_only=True)
     except OSError:  # there is no such file
-        eos = None
-    eos = config.eos_token_id if eos is None else eos
+        return GenerationConfig()
+
+
+def _eos_token_ids(generation: GenerationConfig, config: Any) -> tuple[int, ...]:
+    """generation_config.json knows best (chat models end turns with a token of their own); else config.json."""
+    eos = config.eos_token_id if generation.eos_token_id is None else generation.eos_token_id
     if eos is None:
         return ()
     return tuple(eos) if isinstance(eos, list | tuple) else (eos,)

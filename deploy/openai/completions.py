@@ -35,7 +35,7 @@ class CompletionCall:
         self._created = now_s()
         # Where nothing is to be said a token is drawn still, and not told.
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
-        self._sampling = sampling_of(body, max_tokens, body.logprobs)
+        self._sampling = sampling_of(body, front_end.info, max_tokens, body.logprobs)
         if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
             self._sampling = _with(self._sampling, prompt_logprobs=body.logprobs)
         self._asked: list[Asked] = []

@@ -62,7 +62,8 @@ class Conversation:
         left = max(1, front_end.info.longest_request - len(prompt))
         max_tokens = body.max_completion_tokens or body.max_tokens or left
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        sampling = sampling_of(body, max_tokens, logprobs, self._use.form if self._use else None)
+        form = self._use.form if self._use else None
+        sampling = sampling_of(body, front_end.info, max_tokens, logprobs, form)
         self._asked = Asked(prompt, sampling, images, terms_of(body), self._request_id)
 
     @property

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from ...controller.info import EngineInfo
 from ...controller.request import SamplingParams, Terms
 from ...errors import InvalidRequest, UnknownModel
 from .protocol import ImagePart, JsonFormat, Message, Sampling, SchemaFormat, StructuredOutputs, TextPart
@@ -18,9 +19,10 @@ ANY_OBJECT = json.dumps({"type": "object"})
 
 
 def sampling_of(
-    body: Sampling, max_tokens: int, logprobs: int | None, form: Mapping[str, Any] | None = None
+    body: Sampling, info: EngineInfo, max_tokens: int, logprobs: int | None, form: Mapping[str, Any] | None = None
 ) -> SamplingParams:
-    """form: what the answer must look like, in place of what `body` says of it. Raises `InvalidRequest`."""
+    """info: of the engine that is asked. form: what the answer must look like, in place of what `body` says of it.
+    Raises `InvalidRequest`."""
     given = {name: value for name in PASSED_ON if (value := getattr(body, name)) is not None}
     if body.seed is not None:
         given["seed"] = body.seed % 2**63
@@ -31,7 +33,7 @@ def sampling_of(
     if body.logit_bias:
         given["logit_bias"] = {int(token): float(bias) for token, bias in body.logit_bias.items()}
     given |= form_of(body) if form is None else form
-    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+    return info.sampling(max_tokens=max_tokens, logprobs=logprobs, **given)
 
 
 def form_of(body: Sampling) -> dict[str, Any]:

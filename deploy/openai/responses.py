@@ -100,7 +100,7 @@ class ResponsesCall:
             output.append(
                 OutputCall(id=_new_id("fc"), call_id=call.id, name=name, arguments=arguments, status="completed")
             )
-        choice = body.tool_choice or "auto"
+        choice, sampling = body.tool_choice or "auto", self._conversation.asked.sampling
         return ResponseBody(
             id=self._id,
             created_at=self._created,
@@ -112,13 +112,13 @@ class ResponsesCall:
             output=output,
             parallel_tool_calls=body.parallel_tool_calls is not False,
             reasoning={"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-            temperature=1.0 if body.temperature is None else body.temperature,
+            temperature=sampling.temperature,
             text=body.text.model_dump(exclude_none=True, by_alias=True) if body.text else {"format": {"type": "text"}},
             tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
             tools=[
                 {"strict": None, "parameters": None} | tool.model_dump(exclude_none=True) for tool in body.tools or ()
             ],
-            top_p=1.0 if body.top_p is None else body.top_p,
+            top_p=sampling.top_p,
             usage=_usage(counter) if said is not None else None,
             user=body.user,
             metadata=body.metadata or {},

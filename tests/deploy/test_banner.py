@@ -21,6 +21,13 @@ def test_banner_tells_the_facts_within_80_columns():
     assert "sliding-64" in text and "prefix caching on" in text and "127.0.0.1:50051" in text
 
 
+def test_banner_tells_how_a_checkpoint_wants_to_be_sampled():
+    wanted = (("temperature", 0.6), ("top_k", 64), ("top_p", 0.95), ("repetition_penalty", 1.05))
+    text = printed(INFO._replace(sampling_defaults=wanted))
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+    assert "temperature 0.6, top_k 64, top_p 0.95" in text and "generation_config.json" in text
+
+
 def test_banner_of_many_layers_still_fits_80_columns():
     scattered = tuple(range(0, 400, 2))
     text = printed(INFO._replace(groups=(INFO.groups[0]._replace(layers=scattered),), model="m" * 120))

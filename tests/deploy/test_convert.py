@@ -38,11 +38,18 @@ def test_every_finish_reason_has_a_number():
 )
 def test_sampling_params_survive_the_trip(params: SamplingParams):
     message = pb.SamplingParams.FromString(convert.sampling_to_proto(params).SerializeToString())
-    assert convert.sampling_from_proto(message) == params
+    assert convert.sampling_from_proto(message, INFO) == params
 
 
 def test_sampling_params_not_given_take_our_defaults():
-    assert convert.sampling_from_proto(pb.SamplingParams()) == SamplingParams()
+    assert convert.sampling_from_proto(pb.SamplingParams(), INFO) == SamplingParams()
+
+
+def test_sampling_params_not_given_are_those_the_checkpoint_asks_for():
+    info = INFO._replace(sampling_defaults=(("temperature", 0.6), ("top_k", 64)))
+    said = pb.SamplingParams(temperature=0.0, max_tokens=3)
+    assert convert.sampling_from_proto(said, info) == SamplingParams(temperature=0.0, top_k=64, max_tokens=3)
+    assert convert.sampling_from_proto(pb.SamplingParams(), info) == SamplingParams(temperature=0.6, top_k=64)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +58,7 @@ def test_sampling_params_not_given_take_our_defaults():
 )
 def test_sampling_params_out_of_range_name_the_field(field: str, value: float):
     with pytest.raises(InvalidRequest) as refusal:
-        convert.sampling_from_proto(pb.SamplingParams(**{field: value}))  # type: ignore[arg-type]
+        convert.sampling_from_proto(pb.SamplingParams(**{field: value}), INFO)  # type: ignore[arg-type]
     assert refusal.value.field == field
 
 

@@ -30,6 +30,8 @@ def test_unreadable_bytes_list_the_units(text: object):
         ("max_model_len", 1),
         ("max_prefill_chunk_tokens", 0),
         ("dtype", "int4"),
+        ("cpu_threads", 0),
+        ("generation_config", "vendor"),
     ],
 )
 def test_impossible_setting_names_its_field(field: str, value: object):
