@@ -26,7 +26,8 @@ TIMED_STEPS = 2
 
 
 class Threads:
-    """Of one worker. Both numbers may be the same, as where a GPU computes: then there is nothing to choose."""
+    """Of one worker. Both numbers may be the same, as where a GPU computes or somebody chose: then nothing is left to
+    choose."""
 
     def __init__(self, most: int, few: int):
         """few: for short steps"""
@@ -36,8 +37,10 @@ class Threads:
         torch.set_num_threads(most)
 
     @classmethod
-    def of_worker(cls, local_workers: int, device: torch.device) -> "Threads":
-        """local_workers: on its machine"""
+    def of_worker(cls, local_workers: int, device: torch.device, asked: int | None = None) -> "Threads":
+        """local_workers: on its machine. asked: for every step, by the user"""
+        if asked is not None:
+            return cls(asked, asked)
         most = threads_per_worker(local_workers)
         return cls(most, most if device.type != "cpu" else threads_per_worker(local_workers, spared_cores=1))
 
@@ -54,8 +57,7 @@ class Threads:
 
     def use_for(self, rows: int) -> None:
         """Before a step. One shape of a product has one number of threads always, so it is compiled once."""
-        if self._few != self._most:
-            torch.set_num_threads(self._few if padded_rows(rows) <= self._short_rows else self._most)
+        torch.set_num_threads(self._few if padded_rows(rows) <= self._short_rows else self._most)
 
 
 def _seconds(run: Callable[[], object]) -> float:

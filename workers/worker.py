@@ -46,6 +46,7 @@ class Worker:
     def __init__(self, rank: int = 0, size: int = 1, local_workers: int = 1):
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._parallel = TensorParallel(rank, size, make_collectives(rank, size, self._device) if size > 1 else None)
+        self._local_workers = local_workers
         self._threads = Threads.of_worker(local_workers, self._device)
         self._settings: ModelSettings | None = None
         self._model: LoadedModel | None = None
@@ -77,6 +78,7 @@ class Worker:
             return self._model.facts
         self._runner = self._model = self._allocated = self._spare = None  # free the old model first
         self._settings = settings
+        self._threads = Threads.of_worker(self._local_workers, self._device, settings.cpu_threads)
         self._tracer = self._tracer or tracer_of("worker", settings.traces_endpoint, rank=self._parallel.rank)
         self._model = load_model(settings, self._parallel, self._device, self._note_loaded)
         facts = self._model.facts

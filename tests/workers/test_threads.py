@@ -53,6 +53,12 @@ def test_steps_that_are_filled_up_to_one_shape_take_the_same_number_of_threads()
     assert len({used(threads, rows) for rows in range(65, 81)}) == 1
 
 
+def test_threads_that_a_user_asks_for_compute_every_step():
+    threads = Threads.of_worker(1, torch.device("cpu"), asked=3)
+    threads.learn(lambda rows: pytest.fail("a step was run"), 16)
+    assert used(threads, 1) == used(threads, 2048) == 3
+
+
 def test_nothing_is_timed_where_there_is_nothing_to_choose():
     threads = Threads(most=2, few=2)
     threads.learn(lambda rows: pytest.fail("a step was run"), 16)
