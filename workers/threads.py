@@ -16,7 +16,7 @@ from .linear import padded_rows
 
 SHORT_STEP_S = 0.02
 """With few threads. On two cores, with the controller, a front end and clients, 16 streams of the demo model have a
-step in 3.4 ms with one thread and in 7.9 with two, 48 streams in 7.3 and 17; 120 streams in 15 with either."""
+step in 3.7 ms with one thread and in 9.5 with two, 48 streams in 8.3 and 18 (`bench/threads.py`)."""
 
 TIMED_ROWS = 16
 """Few enough to be a short step of a small model, enough to tell what a row takes."""
