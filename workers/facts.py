@@ -21,7 +21,7 @@ class ModelSettings:
     enforce_eager: bool = False  # run the module's own code: nothing fused, recorded or compiled
     torch_compile: bool = False  # let torch compile the module instead
     trust_remote_code: bool = False  # run Python files that come with the checkpoint
-    cpu_threads: int | None = None  # that compute on a CPU; None: one per core, one fewer for short steps
+    cpu_threads: int | None = None  # that compute on a CPU; None: a share of the cores, fewer for short steps
     traces_endpoint: str | None = None  # where spans go, OTLP over HTTP; None: nobody traces
 
     def __post_init__(self):

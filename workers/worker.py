@@ -19,7 +19,7 @@ from ..proto.packing import pack, unpack
 from ..proto.step import Fault, Step, StepResult
 from ..proto.tracing import Tracer, tracer_of
 from .collectives import make_collectives
-from .environment import give_back_freed_memory, resident_bytes
+from .environment import give_back_freed_memory, resident_bytes, threads_per_worker
 from .facts import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
 from .grammars import Grammars
 from .memory import device_memory, is_lack_of_memory, spare_bytes
@@ -47,7 +47,7 @@ class Worker:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._parallel = TensorParallel(rank, size, make_collectives(rank, size, self._device) if size > 1 else None)
         self._local_workers = local_workers
-        self._threads = Threads.of_worker(local_workers, self._device)
+        torch.set_num_threads(threads_per_worker(local_workers))
         self._settings: ModelSettings | None = None
         self._model: LoadedModel | None = None
         self._runner: ModelRunner | None = None
@@ -78,7 +78,6 @@ class Worker:
             return self._model.facts
         self._runner = self._model = self._allocated = self._spare = None  # free the old model first
         self._settings = settings
-        self._threads = Threads.of_worker(self._local_workers, self._device, settings.cpu_threads)
         self._tracer = self._tracer or tracer_of("worker", settings.traces_endpoint, rank=self._parallel.rank)
         self._model = load_model(settings, self._parallel, self._device, self._note_loaded)
         facts = self._model.facts
@@ -96,10 +95,9 @@ class Worker:
     def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None:
         """Lay out the pages, and run the model once over them."""
         assert self._model is not None and self._settings is not None, "load a model first"
-        assert self._grammars is not None
         self._runner = self._allocated = None
         self._model.allocate(plan, self._settings.attention_backend)
-        self._runner = ModelRunner(self._model, plan, limits, self._parallel, self._grammars, self._threads)
+        self._runner = self._new_runner(plan, limits)
         self._runner.warm_up(self._settings)
         self._allocated = plan, limits
 
@@ -121,17 +119,21 @@ class Worker:
         if memory is None:
             return None
         assert self._model is not None and self._settings is not None, "load a model first"
-        assert self._grammars is not None
         asked = trial, limits, share
         if self._spare is not None and self._spare[0] == asked:
             return self._spare[1]  # the pages of the plan that was made of it are still there
         backend = self._settings.attention_backend
         self._allocated = None
         self._model.allocate(trial, backend)
-        runner = ModelRunner(self._model, trial, limits, self._parallel, self._grammars, self._threads)
+        runner = self._new_runner(trial, limits)
         spare = spare_bytes(memory, share, lambda: runner.run_largest_steps(backend), trial.memory_bytes)
         self._spare = asked, spare
         return spare
+
+    def _new_runner(self, plan: MemoryPlan, limits: RunnerLimits) -> ModelRunner:
+        assert self._model is not None and self._settings is not None and self._grammars is not None
+        threads = Threads.of_worker(self._local_workers, self._device, self._settings.cpu_threads)
+        return ModelRunner(self._model, plan, limits, self._parallel, self._grammars, threads)
 
     def run(self, step: Step) -> StepResult:
         """One step. Whatever goes wrong is an answer too: the controller decides what becomes of the requests."""

@@ -1,11 +1,10 @@
 """What the processes of a service hold, and a process for its clients."""
 
 import asyncio
-import contextlib
 import multiprocessing
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,11 +36,9 @@ def threads_by_name(pid: int) -> Counter[str]:
     return Counter(task.read_text().strip() for task in Path(f"/proc/{pid}/task").glob("*/comm"))
 
 
-@contextlib.contextmanager
-def clients_apart() -> Iterator[Executor]:
+def clients_apart() -> ProcessPoolExecutor:
     """A process for clients: what they hold, and when they pause, is not the front end's."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
-        yield executor
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
 async def watch(
