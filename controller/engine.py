@@ -192,7 +192,7 @@ class Engine:
     ):
         """depth: steps under way at once. 2: one runs while the next is planned; 1: each waits for the one before."""
         self.tracer = tracer
-        self._gate = Gate(gate or GateSettings(), lambda: scheduler.is_full)
+        self._gate = Gate(gate or GateSettings(), lambda: scheduler.is_full, lambda: scheduler.num_seats)
         self.info = info
         self.stats = EngineStats()
         self._scheduler = scheduler

@@ -1,8 +1,9 @@
 """Who may come in. A request that could not have its turn in time is told so at once, before anything is done for it.
 
-How long the wait is follows from how fast requests have ended lately, and made room, while others waited for it; before
-enough have, from how long those that run stay. Tenants take turns, so each waits behind its own requests only: whoever
-floods is refused, and the others come in.
+Whoever comes waits for two things: that the prompts before its own are computed, and, where more are here than can run,
+that others end. How long either takes follows from how fast requests have begun and ended lately, while others waited;
+before enough have ended, from how long those that run stay. Tenants take turns, so each waits behind its own requests
+only: whoever floods is refused, and the others come in.
 """
 
 import time
@@ -15,11 +16,11 @@ from ..errors import InvalidSetting, Overloaded
 from ..kvcache.manager import RequestId
 from .request import Request
 
-LATEST_ENDS = 64
-"""By which it is told how fast room is made."""
+LATEST = 64
+"""Begins, and ends, by which it is told how fast they follow one another."""
 
-FEWEST_ENDS = 8
-"""With fewer that is guessed."""
+FEWEST = 8
+"""With fewer that is not known."""
 
 LONGEST_RETRY_S = 60.0
 
@@ -68,6 +69,25 @@ def free_host_bytes() -> int:
     return free
 
 
+class _Cadence:
+    """How fast one follows another, by the latest ones."""
+
+    def __init__(self) -> None:
+        self._times_s: deque[float] = deque(maxlen=LATEST)
+
+    def beat(self, now_s: float) -> None:
+        self._times_s.append(now_s)
+
+    def clear(self) -> None:
+        self._times_s.clear()
+
+    def every_s(self, now_s: float) -> float | None:
+        """From one to the next, a pause that lasts now among them; None if there were too few."""
+        if len(self._times_s) < FEWEST:
+            return None
+        return (now_s - self._times_s[0]) / (len(self._times_s) - 1)
+
+
 class Gate:
     """Knows who waits for the first token. Single-threaded."""
 
@@ -75,12 +95,14 @@ class Gate:
         self,
         settings: GateSettings,
         is_full: Callable[[], bool],
+        num_seats: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
         free_bytes: Callable[[], int] = free_host_bytes,
     ):
-        """is_full: whether requests wait for room; else the next one does not."""
+        """is_full: whether the latest step had no room for somebody. num_seats: how many requests can run at once."""
         self._settings = settings
         self._is_full = is_full
+        self._num_seats = num_seats
         self._clock = clock
         self._free_bytes = free_bytes
         self._looked_s = self._refused_s = float("-inf")
@@ -91,8 +113,8 @@ class Gate:
         self._tokens = self._bytes = 0  # of those who wait
         self._began_s: dict[RequestId, float] = {}  # those who run
         self._sum_began_s = 0.0
-        self._ends: deque[float] = deque(maxlen=LATEST_ENDS)  # when the latest made room, while others waited for it
-        self._stays_s: deque[float] = deque(maxlen=LATEST_ENDS)  # how long they had run
+        self._begins, self._ends = _Cadence(), _Cadence()  # while others waited for room
+        self._stays_s: deque[float] = deque(maxlen=LATEST)  # how long the latest had run
 
     def check(self, tenant: str, tokens: int, image_bytes: int, answers: int, timeout_s: float | None) -> None:
         """Raises `Overloaded`, saying when to try again, if such a request had better not come now."""
@@ -150,20 +172,22 @@ class Gate:
         """For the turn of a request that comes now, as far as it is known."""
         if not self._waiting or not self._is_full():
             return 0.0
+        now_s, seats = self._clock(), self._num_seats()
         tenants = len(self._by_tenant) + (tenant not in self._by_tenant)
-        return self._room_every_s() * min(len(self._waiting) + 1, (self._by_tenant.get(tenant, 0) + 1) * tenants)
+        begin = min(len(self._waiting) + 1, (self._by_tenant.get(tenant, 0) + 1) * tenants)
+        end = min(begin, max(0, len(self._waiting) + len(self._began_s) + 1 - seats))
+        return max(begin * (self._begins.every_s(now_s) or 0.0), end * self._end_every_s(now_s, seats))
 
-    def _room_every_s(self) -> float:
-        """From one who ends to the next; 0 if there is nothing to tell it by."""
-        now_s = self._clock()
-        if len(self._ends) >= FEWEST_ENDS:
-            return (now_s - self._ends[0]) / (len(self._ends) - 1)
-        running = len(self._began_s)
-        if not running:
-            return 0.0
+    def _end_every_s(self, now_s: float, seats: int) -> float:
+        """From one who ends to the next, while all seats are taken; 0 if there is nothing to tell it by."""
+        every_s = self._ends.every_s(now_s)
+        if every_s is not None:
+            return every_s
         # As long as those before, and no shorter than these have already (J. D. C. Little's law).
         stay_s = sum(self._stays_s) / len(self._stays_s) if self._stays_s else 0.0
-        return max(stay_s, now_s - self._sum_began_s / running) / running
+        if self._began_s:
+            stay_s = max(stay_s, now_s - self._sum_began_s / len(self._began_s))
+        return stay_s / seats
 
     def entered(self, requests: Iterable[Request], *, is_known: bool = False) -> None:
         """They wait from now on. is_known: they came in before, elsewhere; whatever they wait for, it is no turn."""
@@ -182,20 +206,23 @@ class Gate:
         """It has got its first token."""
         if self._stop_waiting(request):
             self._begin(request)
+            self._note(self._begins)
 
     def left(self, request: Request) -> None:
         """It has ended, however that was."""
         self._stop_waiting(request)
         began_s = self._began_s.pop(request.id, None)
         if began_s is not None:
-            now_s = self._clock()
             self._sum_began_s -= began_s
-            self._stays_s.append(now_s - began_s)
-            if not self._is_full():
-                self._ends.clear()  # nobody waited: how fast it went says nothing
-            else:
-                self._ends.append(now_s)
+            self._stays_s.append(self._clock() - began_s)
+            self._note(self._ends)
         _count_down(self._present, request.terms.tenant)
+
+    def _note(self, cadence: _Cadence) -> None:
+        if self._waiting and self._is_full():
+            cadence.beat(self._clock())
+        else:
+            cadence.clear()  # there was room: how fast it goes says nothing
 
     def _begin(self, request: Request) -> None:
         self._began_s[request.id] = now_s = self._clock()
@@ -207,6 +234,9 @@ class Gate:
         _count_down(self._by_tenant, request.terms.tenant)
         self._tokens -= request.prompt_tokens
         self._bytes -= _image_bytes(request)
+        if not self._waiting:
+            self._begins.clear()
+            self._ends.clear()
         return True
 
     def _free_now(self) -> int:

@@ -147,6 +147,7 @@ class Scheduler:
         self._suspects: deque[Request] = deque()  # to run alone, until each has got a token
         self._held_up: Request | None = None  # it was its turn, and there was no room
         self.is_full = False  # the last step had no room for somebody
+        self._lacks_blocks = False  # and would not have had any if it had held more
         self._swap = SwapSpace(settings.swap_bytes)
         self._swap_out: list[tuple[int, int, int]] = []  # for the step being planned: (group, block, ticket)
         self._swap_in: list[tuple[int, int, int]] = []  # (group, ticket, block)
@@ -205,6 +206,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def num_seats(self) -> int:
+        """Requests that can run at once: as many as there are slots, or as run now if there are no blocks for more."""
+        return max(1, len(self._running)) if self._lacks_blocks else self._settings.max_num_seqs
+
+    @property
     def num_waiting(self) -> int:
         return len(self._requests) - self.num_running
 
@@ -233,6 +239,8 @@ class Scheduler:
         if self._queue and self._manager.is_full and (admitted or any(not each.is_decoding for each, _ in planned)):
             self._touch_waiting()
         self.is_full = bool(self._queue)
+        is_held_up = self._held_up is not None and bool(self._free_slots)
+        self._lacks_blocks = self.is_full and (is_short or is_held_up or bool(self._suspects))
         return self._seal(decode, planned, admitted)
 
     def commit(self, result: StepResult) -> Outcome:

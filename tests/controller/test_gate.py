@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from intarsia.controller.gate import FEWEST_ENDS, MIB, Gate, GateSettings
+from intarsia.controller.gate import FEWEST, MIB, Gate, GateSettings
 from intarsia.controller.request import Request, SamplingParams, Terms
 from intarsia.errors import InvalidSetting, Overloaded
 from intarsia.kvcache.manager import RequestId
@@ -19,10 +19,17 @@ class Bench:
     def __init__(self, seats: int = 1, **settings: Any):
         self.now_s = 0.0
         self.free = 10**12
-        self.gate = Gate(GateSettings(**settings), lambda: bool(self.waiting), lambda: self.now_s, lambda: self.free)
+        self.gate = Gate(
+            GateSettings(**settings),
+            lambda: bool(self.waiting),
+            lambda: self.seats,
+            lambda: self.now_s,
+            lambda: self.free,
+        )
         self.waiting: list[Request] = []
         self.seated: list[Request] = []
         self.seats = seats
+        self.begins_at_once = True  # the first token comes with the seat
 
     def come(self, tenant: str = "", tokens: int = 10, timeout_s: float | None = None) -> Request:
         self.gate.check(tenant, tokens, 0, 1, timeout_s)
@@ -31,11 +38,12 @@ class Bench:
         )
         self.gate.entered([request])
         self.waiting.append(request)
-        self.seat()
+        if self.begins_at_once:
+            self.seat()
         return request
 
-    def seat(self) -> None:
-        while self.waiting and len(self.seated) < self.seats:
+    def seat(self, most: int = 1000) -> None:
+        for _ in range(min(most, len(self.waiting), self.seats - len(self.seated))):
             self.seated.append(self.waiting.pop(0))
             self.gate.began(self.seated[-1])
 
@@ -43,7 +51,8 @@ class Bench:
         for _ in range(requests):
             self.now_s += each_s
             self.gate.left(self.seated.pop(0))
-            self.seat()
+            if self.begins_at_once:
+                self.seat()
 
     def flood(self) -> int:
         """How many come in before one is refused."""
@@ -59,7 +68,7 @@ def test_whoever_would_wait_too_long_is_told_when_to_come_back():
     bench = Bench(max_wait_s=10)
     for _ in range(30):
         bench.come()  # nobody knows yet how long it takes
-    bench.serve(FEWEST_ENDS)
+    bench.serve(FEWEST)
     with pytest.raises(Overloaded, match=r"in about 2\d\.\d s, and max_wait_s is 10") as refusal:
         bench.come()
     assert refusal.value.retryable and 10 < (refusal.value.retry_after_s or 0) < 20
@@ -96,6 +105,52 @@ def test_free_seats_are_not_waited_for_whatever_others_do():
     bench.now_s += 1000
     bench.come()
     bench.come()
+
+
+def test_a_burst_into_an_idle_engine_takes_all_its_seats_however_long_answers_take():
+    """Its prompts take several steps: few have begun while the others come, and nobody needs to end for them."""
+    bench = Bench(seats=64, max_wait_s=60)
+    for _ in range(20):
+        bench.come()
+        bench.serve(1, each_s=100)
+    bench.begins_at_once = False
+    for _ in range(64):
+        bench.come()
+        bench.now_s += 0.01
+        bench.seat(len(bench.waiting) // 16)
+    with pytest.raises(Overloaded):
+        for _ in range(64):
+            bench.come()
+
+
+def test_prompts_that_take_longer_than_one_may_wait_are_refused_though_seats_are_free():
+    bench = Bench(seats=64, max_wait_s=10)
+    bench.begins_at_once = False
+    for _ in range(13):
+        bench.come()
+    for _ in range(FEWEST):
+        bench.now_s += 2
+        bench.seat(1)
+        bench.serve(1, each_s=0)
+    with pytest.raises(Overloaded, match=r"in about 12\.0 s, and max_wait_s is 10"):
+        bench.come()
+    bench.now_s += 2
+    bench.seat(1)
+    bench.come()
+
+
+def test_what_was_seen_before_a_pause_says_nothing_after_it():
+    bench = Bench(seats=2, max_wait_s=10)
+    for _ in range(12):
+        bench.come()
+    bench.serve(FEWEST)
+    for request in bench.waiting:
+        bench.gate.left(request)
+    bench.waiting.clear()
+    bench.serve(2)
+    bench.now_s += 1000
+    for _ in range(8):
+        bench.come()
 
 
 def test_a_refusal_tells_of_pressure_for_a_second():
@@ -175,7 +230,7 @@ def test_nobody_is_taken_when_the_host_is_short_of_memory():
 
 
 def test_the_gate_of_a_real_host_is_open():
-    Gate(GateSettings(), lambda: False).check("", 10, 0, 1, None)
+    Gate(GateSettings(), lambda: False, lambda: 1).check("", 10, 0, 1, None)
 
 
 @pytest.mark.parametrize(

@@ -304,6 +304,27 @@ def test_forks_share_the_prompt_and_generate_what_the_model_says(reaches, prompt
     assert recount(bench.manager).all_free
 
 
+def test_all_slots_are_seats_while_prompts_wait_for_their_tokens_of_a_step():
+    bench = Bench(Full(), max_num_seqs=4, max_num_batched_tokens=8)
+    for start in range(3):
+        bench.add(list(range(start, start + 8)), max_tokens=9)
+    bench.step()
+    assert bench.scheduler.is_full and bench.scheduler.num_seated == 1
+    assert bench.scheduler.num_seats == 4
+    bench.run()
+    assert not bench.scheduler.is_full
+
+
+def test_there_are_no_more_seats_than_the_pool_has_blocks_for():
+    bench = Bench(Full(), blocks=10, max_num_seqs=4, max_num_batched_tokens=64)
+    for start in range(4):
+        bench.add(list(range(10 * start, 10 * start + 14)), max_tokens=9)
+    bench.step()
+    assert bench.scheduler.is_full and bench.scheduler.num_seated == bench.scheduler.num_seats == 2
+    bench.run()
+    assert bench.scheduler.num_seats == 4
+
+
 def test_more_answers_than_slots_wait_like_everybody_else():
     bench = Bench(Full(), max_num_seqs=2)
     family = bench.add_family(PROMPT, max_tokens=5, answers=7)
