@@ -65,6 +65,8 @@ class EngineClient:
         self._questions: dict[int, asyncio.Future[Any]] = {}  # by handle
         self._watches: dict[int, asyncio.Queue[list[Event] | IntarsiaError]] = {}  # by handle
         self._request_ids: set[str] = set()  # in use
+        self._full: dict[str, _Full] = {}  # by tenant
+        self._untold_refusals = 0  # by ourselves
         self._turns = asyncio.Lock()  # held by one of the requests that may be what the engine goes of
         self._next_handle = 0
         self._away: IntarsiaError | None = None  # why the engine can not be reached now
@@ -143,6 +145,7 @@ class EngineClient:
 
     async def _ask(self, verb: str, *about: Any) -> Any:
         self._check_there()
+        self._tell_refusals()
         handle = self._draw_handle()
         self._questions[handle] = asyncio.get_running_loop().create_future()
         self._stream.send_message([verb, handle, *about])
@@ -196,6 +199,7 @@ class EngineClient:
         if generation.request_id in self._request_ids:
             raise InvalidRequest(f"request id {generation.request_id!r} is in use", field="request_id")
         self._request_ids.add(generation.request_id)
+        self._tell_refusals()
         handles = {}
         for first, body in bodies.items():
             for index in range(first, first + answers):
@@ -203,6 +207,26 @@ class EngineClient:
                 self._answers[handles[index]] = _Answer(generation.inbox, index)
             self._stream.send_message(["submit", handles[first], *body])
         return handles
+
+    def _check_room(self, tenant: str) -> None:
+        """Raises `Overloaded` where the engine has just said that it takes nobody of `tenant`. A flood ends here: the
+        one process that plans the steps of all hears of a fraction of it."""
+        full = self._full.get(tenant)
+        if full is not None and time.monotonic() < full.until_s:
+            self._untold_refusals += 1
+            raise IntarsiaError.from_wire(full.refusal)
+
+    def _note_refusal(self, tenant: str, refusal: IntarsiaError) -> None:
+        full_for_s = float(refusal.details.get("full_for_s", 0.0))
+        if full_for_s:
+            now_s = time.monotonic()
+            self._full = {name: full for name, full in self._full.items() if now_s < full.until_s}
+            self._full[tenant] = _Full(now_s + full_for_s, refusal.to_wire())
+
+    def _tell_refusals(self) -> None:
+        if self._untold_refusals:
+            self._stream.send_message(["refused", self._untold_refusals])
+            self._untold_refusals = 0
 
     def _abort(self, handle: int) -> None:
         if self.is_there:
@@ -334,6 +358,13 @@ async def _meet(address: Address) -> tuple[Stream, EngineInfo]:
         raise EngineUnavailable(f"the engine at {address.host}:{address.port} can not be reached: {error}") from error
 
 
+class _Full(NamedTuple):
+    """What the engine said to somebody, and would say to others of the tenant."""
+
+    until_s: float
+    refusal: list
+
+
 class _Lost(NamedTuple):
     """The engine of an answer has gone."""
 
@@ -429,6 +460,7 @@ class Generation(AsyncIterator[TokenDelta]):
                     await self._move(item.error)
                     item = self._aborted  # while nobody looked
                 if isinstance(item, IntarsiaError):
+                    self._client._note_refusal(self._asked.terms.tenant, item)
                     raise item
                 if item is not None and item.answer in self._open:
                     item = self._with_what_came_since(item)
@@ -454,6 +486,7 @@ class Generation(AsyncIterator[TokenDelta]):
     async def _begin(self) -> None:
         if self._asked.terms.timeout_s is not None:
             self._deadline_s = time.monotonic() + self._asked.terms.timeout_s
+        self._client._check_room(self._asked.terms.tenant)
         try:
             self._handles = self._client._submit(self, {0: self._asked.body()}, self._asked.sampling.n)
         except EngineUnavailable as error:

@@ -137,6 +137,7 @@ class EngineStats:
     finished_requests: int = 0
     aborted_requests: int = 0
     expired_requests: int = 0
+    refused_requests: int = 0  # because more came than can be served
     preemptions: int = 0
     swaps: int = 0  # of them, those whose blocks went to host memory
     plan_us: float = 0.0  # choosing the work of a step, and its blocks
@@ -247,6 +248,7 @@ class Engine:
             try:
                 self._gate.check(terms.tenant, prompt, image_bytes, sampling.n, terms.timeout_s)
             except Overloaded:
+                self.refused(1)
                 if not was_pressed:
                     self._tell_less_often()
                 raise
@@ -284,6 +286,10 @@ class Engine:
             self._preparing.add(task)
             task.add_done_callback(self._preparing.discard)
         return [request.id for request in requests]
+
+    def refused(self, requests: int) -> None:
+        """So many more, here or by a front end that knew."""
+        self.stats.refused_requests += requests
 
     def _tell_less_often(self) -> None:
         """Whoever came before it was too much, too: hundreds may wait still, and be told each token by itself then."""
@@ -374,6 +380,7 @@ class Engine:
             stats.expired_requests,
             stats.preemptions,
             stats.rebuilds,
+            stats.refused_requests,
         )
 
     def metrics(self) -> Metrics:

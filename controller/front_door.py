@@ -4,7 +4,7 @@ A connection is also the front end's lease: when it closes, its requests are abo
 
     front end -> engine   ["submit", handle, tokens, sampling, images, terms, stream_interval_s, prompt_tokens,
                            is_known]
-                          ["abort", handle]
+                          ["abort", handle]   ["refused", requests]
                           ["load", handle]   ["cache", handle]   ["probe", handle, tokens, salt]
                           ["metrics", handle]   ["view", handle, look]
                           ["watch", handle]   ["unwatch", handle]
@@ -12,7 +12,8 @@ A connection is also the front end's lease: when it closes, its requests are abo
                           what is a delta, an error, the answer to a question, or events of the cache; handles
                           -1 and -2 are the engine itself, whose error ends it, for good or till it is back
 
-Handles are numbers that the front end draws; a request for n answers takes n of them in a row. `tokens` are a prompt of
+Handles are numbers that the front end draws; a request for n answers takes n of them in a row. "refused" tells how many
+requests the front end refused by itself, since the engine had just said that it is full. `tokens` are a prompt of
 `prompt_tokens` tokens and, of an answer that began elsewhere, what is known of it.
 """
 
@@ -92,6 +93,9 @@ class FrontDoor:
                 if verb == "abort":
                     if handle in requests:
                         self._engine.abort(requests.pop(handle))
+                    continue
+                if verb == "refused":
+                    self._engine.refused(handle)
                     continue
                 if verb in QUESTIONS:
                     stream.send_message([[], [], [[handle, ANSWER, QUESTIONS[verb](self._engine, *rest)]]])

@@ -24,6 +24,9 @@ FEWEST = 8
 
 LONGEST_RETRY_S = 60.0
 
+LONGEST_FULL_S = 0.25
+"""For so long at most a front end refuses by itself what would be refused here: somebody may leave before his turn."""
+
 LOOK_AGAIN_S = 1.0
 """At the machine's memory."""
 
@@ -117,7 +120,8 @@ class Gate:
         self._stays_s: deque[float] = deque(maxlen=LATEST)  # how long the latest had run
 
     def check(self, tenant: str, tokens: int, image_bytes: int, answers: int, timeout_s: float | None) -> None:
-        """Raises `Overloaded`, saying when to try again, if such a request had better not come now."""
+        """Raises `Overloaded`, saying when to try again, if such a request had better not come now. Its detail
+        `full_for_s`: for how long nobody else of the tenant need ask."""
         try:
             self._check(tenant, tokens, image_bytes, answers, timeout_s)
         except Overloaded:
@@ -154,10 +158,12 @@ class Gate:
         wait_s = self.wait_s(tenant)
         for name, limit_s in (("max_wait_s", settings.max_wait_s), ("timeout_s", timeout_s)):
             if limit_s is not None and wait_s > limit_s and settings.max_wait_s is not None:
+                too_long_s = wait_s - limit_s
                 raise Overloaded(
                     f"its turn would come in about {wait_s:.1f} s, and {name} is {limit_s:g}; try again later",
                     limit=limit_s,
-                    retry_after_s=self._retry_after_s(wait_s - limit_s),
+                    retry_after_s=self._retry_after_s(too_long_s),
+                    full_for_s=round(min(too_long_s, LONGEST_FULL_S), 4) if name == "max_wait_s" else 0.0,
                 )
         if settings.min_free_bytes and self._free_now() < settings.min_free_bytes:
             raise Overloaded(

@@ -32,6 +32,7 @@ class EngineLoad(NamedTuple):
     expired_requests: int
     preemptions: int
     rebuilds: int = 0  # times that the workers were lost and came back
+    refused_requests: int = 0  # because more came than can be served
 
     @property
     def pool_use(self) -> float:

@@ -37,6 +37,10 @@ COUNTERS: dict[str, tuple[str, Read]] = {
     "vllm:num_preemptions": ("Requests whose blocks were taken away for a while.", lambda load: load.preemptions),
     "intarsia:requests_aborted": ("Answers whose caller left.", lambda load: load.aborted_requests),
     "intarsia:requests_expired": ("Answers whose time was over.", lambda load: load.expired_requests),
+    "intarsia:requests_refused": (
+        "Requests turned away because more came than can be served.",
+        lambda load: load.refused_requests,
+    ),
     "intarsia:worker_rebuilds": ("Times that workers were lost and built again.", lambda load: load.rebuilds),
     "intarsia:steps": ("Forward passes.", lambda load: load.steps),
 }

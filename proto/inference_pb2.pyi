@@ -208,7 +208,7 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "pool_use", "free_blocks", "kept_blocks", "num_blocks", "steps", "prompt_tokens", "cached_tokens", "generated_tokens", "finished_requests", "aborted_requests", "expired_requests", "preemptions", "rebuilds")
+    __slots__ = ("running", "waiting", "pool_use", "free_blocks", "kept_blocks", "num_blocks", "steps", "prompt_tokens", "cached_tokens", "generated_tokens", "finished_requests", "aborted_requests", "expired_requests", "preemptions", "rebuilds", "refused_requests")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     POOL_USE_FIELD_NUMBER: _ClassVar[int]
@@ -224,6 +224,7 @@ class Load(_message.Message):
     EXPIRED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     REBUILDS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     pool_use: float
@@ -239,7 +240,8 @@ class Load(_message.Message):
     expired_requests: int
     preemptions: int
     rebuilds: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pool_use: _Optional[float] = ..., free_blocks: _Optional[int] = ..., kept_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., finished_requests: _Optional[int] = ..., aborted_requests: _Optional[int] = ..., expired_requests: _Optional[int] = ..., preemptions: _Optional[int] = ..., rebuilds: _Optional[int] = ...) -> None: ...
+    refused_requests: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pool_use: _Optional[float] = ..., free_blocks: _Optional[int] = ..., kept_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., finished_requests: _Optional[int] = ..., aborted_requests: _Optional[int] = ..., expired_requests: _Optional[int] = ..., preemptions: _Optional[int] = ..., rebuilds: _Optional[int] = ..., refused_requests: _Optional[int] = ...) -> None: ...
 
 class GetCacheStateRequest(_message.Message):
     __slots__ = ()

@@ -13,6 +13,7 @@ from intarsia.controller import client as client_module
 from intarsia.controller.client import EngineClient
 from intarsia.controller.engine import Engine, TokenDelta, TokenLogprobs
 from intarsia.controller.front_door import FrontDoor
+from intarsia.controller.gate import Gate
 from intarsia.controller.request import SamplingParams, Terms
 from intarsia.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, Overloaded
 from intarsia.kvcache.events import Cleared, Event, Removed, Stored
@@ -107,6 +108,36 @@ def test_refusal_reaches_the_caller_as_it_was_raised():
         return refusal.value.field
 
     assert served(scenario) == "prompt"
+
+
+def test_what_the_engine_refuses_a_tenant_is_refused_before_it_hears_of_it(monkeypatch: pytest.MonkeyPatch):
+    asked: list[str] = []
+
+    def check(gate: Gate, tenant: str, *about: Any) -> None:
+        asked.append(tenant)
+        if tenant == "flood" and len(asked) == 1:
+            raise Overloaded("its turn would come late", full_for_s=1.0)
+
+    monkeypatch.setattr(Gate, "check", check)
+
+    async def scenario(engine: Engine, address: Address):
+        client = await EngineClient.connect(address)
+
+        async def ask(tenant: str) -> TokenDelta:
+            return await anext(client.generate(PROMPT, SamplingParams(max_tokens=1), terms=Terms(tenant=tenant)))
+
+        for _ in range(10):
+            with pytest.raises(Overloaded, match="would come late"):
+                await ask("flood")
+        assert (await client.load()).refused_requests == 10
+        await ask("other")
+        assert asked == ["flood", "other"]
+        await asyncio.sleep(1.0)
+        await ask("flood")
+        await client.close()
+
+    served(scenario)
+    assert asked == ["flood", "other", "flood"]
 
 
 def test_request_id_in_use_is_refused_and_the_first_goes_on():

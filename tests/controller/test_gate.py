@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from intarsia.controller.gate import FEWEST, MIB, Gate, GateSettings
+from intarsia.controller.gate import FEWEST, LONGEST_FULL_S, MIB, Gate, GateSettings
 from intarsia.controller.request import Request, SamplingParams, Terms
 from intarsia.errors import InvalidSetting, Overloaded
 from intarsia.kvcache.manager import RequestId
@@ -72,6 +72,7 @@ def test_whoever_would_wait_too_long_is_told_when_to_come_back():
     with pytest.raises(Overloaded, match=r"in about 2\d\.\d s, and max_wait_s is 10") as refusal:
         bench.come()
     assert refusal.value.retryable and 10 < (refusal.value.retry_after_s or 0) < 20
+    assert refusal.value.details["full_for_s"] == LONGEST_FULL_S
     bench.serve(15)
     bench.come()
 
@@ -177,8 +178,9 @@ def test_a_request_that_would_expire_before_its_turn_is_refused_at_once():
     for _ in range(30):
         bench.come()
     bench.serve(10)
-    with pytest.raises(Overloaded, match="timeout_s is 5"):
+    with pytest.raises(Overloaded, match="timeout_s is 5") as refusal:
         bench.come(timeout_s=5)
+    assert not refusal.value.details["full_for_s"], "others may have more time"
     bench.come(timeout_s=50)
 
 
