@@ -7,7 +7,7 @@ import math
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -92,15 +92,17 @@ class EngineClient:
         terms: Terms = USUAL_TERMS,
         stream_interval_s: float = 0.0,
         instead: "Instead | None" = None,
+        with_room: "WithRoom | None" = None,
     ) -> "Generation":
         """Ask for a completion, or for `sampling.n` of them. The request is sent when its first delta is awaited.
 
         stream_interval_s: from one delta of an answer to its next, each with all tokens since. 0: each token by
             itself; infinite: the whole answer in one. Fewer deltas cost less.
         instead: where answers go on when this engine is gone; None: only here, if it comes back
+        with_room: where it is asked when this engine refuses it for lack of room; None: nowhere
         """
         asked = _Asked(list(prompt_token_ids), sampling, images, terms, stream_interval_s)
-        return Generation(self, asked, request_id or uuid.uuid4().hex, instead)
+        return Generation(self, asked, request_id or uuid.uuid4().hex, instead, with_room)
 
     async def load(self) -> EngineLoad:
         """How busy the engine is. Raises `EngineUnavailable` when it is gone."""
@@ -208,13 +210,17 @@ class EngineClient:
             self._stream.send_message(["submit", handles[first], *body])
         return handles
 
-    def _check_room(self, tenant: str) -> None:
-        """Raises `Overloaded` where the engine has just said that it takes nobody of `tenant`. A flood ends here: the
-        one process that plans the steps of all hears of a fraction of it."""
+    def is_full(self, tenant: str) -> bool:
+        """Whether the engine has just said that it takes nobody of `tenant`."""
         full = self._full.get(tenant)
-        if full is not None and time.monotonic() < full.until_s:
+        return full is not None and time.monotonic() < full.until_s
+
+    def _check_room(self, tenant: str) -> None:
+        """Raises `Overloaded` where the engine is full. A flood ends here: the one process that plans the steps of all
+        hears of a fraction of it."""
+        if self.is_full(tenant):
             self._untold_refusals += 1
-            raise IntarsiaError.from_wire(full.refusal)
+            raise IntarsiaError.from_wire(self._full[tenant].refusal)
 
     def _note_refusal(self, tenant: str, refusal: IntarsiaError) -> None:
         full_for_s = float(refusal.details.get("full_for_s", 0.0))
@@ -425,17 +431,26 @@ class Generation(AsyncIterator[TokenDelta]):
 
     A request that was lost with engines again and again is tried alone, as far as this client's requests go.
 
-    Iterating raises `InvalidRequest` (or `RequestTooLarge`) when the request is refused, `DeadlineExceeded` when its
-    time is over, `EngineUnavailable` when the engine is gone for good and there is no other, or when engines went
-    again and again without a token of this request: it may be what they die of.
+    Iterating raises `InvalidRequest` (or `RequestTooLarge`) when the request is refused, `Overloaded` when no engine
+    has room for it, `DeadlineExceeded` when its time is over, `EngineUnavailable` when the engine is gone for good and
+    there is no other, or when engines went again and again without a token of this request: it may be what they die of.
     """
 
-    def __init__(self, client: EngineClient, asked: _Asked, request_id: str, instead: "Instead | None" = None):
+    def __init__(
+        self,
+        client: EngineClient,
+        asked: _Asked,
+        request_id: str,
+        instead: "Instead | None" = None,
+        with_room: "WithRoom | None" = None,
+    ):
         self.request_id = request_id
         self.inbox: Inbox = asyncio.Queue()
         self._taken: TokenDelta | IntarsiaError | _Lost | None = None  # from the inbox, and not looked at
         self._client = client
         self._instead = instead
+        self._with_room = with_room
+        self._refused_by: list[EngineClient] = []  # for lack of room
         if asked.sampling.seed is None:
             asked = asked._replace(sampling=replace(asked.sampling, seed=secrets.randbits(63)))
         self._asked = asked
@@ -452,6 +467,8 @@ class Generation(AsyncIterator[TokenDelta]):
             raise self._aborted
         try:
             if not self._handles and self._open:
+                if self._asked.terms.timeout_s is not None:
+                    self._deadline_s = time.monotonic() + self._asked.terms.timeout_s
                 await self._begin()
             while self._open:
                 item = self._taken or await self.inbox.get()
@@ -459,8 +476,12 @@ class Generation(AsyncIterator[TokenDelta]):
                 if isinstance(item, _Lost):
                     await self._move(item.error)
                     item = self._aborted  # while nobody looked
-                if isinstance(item, IntarsiaError):
+                if isinstance(item, Overloaded):
                     self._client._note_refusal(self._asked.terms.tenant, item)
+                    if await self._turn_to_another():
+                        await self._begin()
+                        continue
+                if isinstance(item, IntarsiaError):
                     raise item
                 if item is not None and item.answer in self._open:
                     item = self._with_what_came_since(item)
@@ -484,13 +505,34 @@ class Generation(AsyncIterator[TokenDelta]):
         return delta
 
     async def _begin(self) -> None:
-        if self._asked.terms.timeout_s is not None:
-            self._deadline_s = time.monotonic() + self._asked.terms.timeout_s
-        self._client._check_room(self._asked.terms.tenant)
-        try:
-            self._handles = self._client._submit(self, {0: self._asked.body()}, self._asked.sampling.n)
-        except EngineUnavailable as error:
-            await self._move(error)
+        """Raises `Overloaded` if it is known beforehand that no engine has room."""
+        while True:
+            try:
+                self._client._check_room(self._asked.terms.tenant)
+                self._handles = self._client._submit(self, {0: self._asked.body()}, self._asked.sampling.n)
+            except Overloaded:
+                if await self._turn_to_another():
+                    continue
+                raise
+            except EngineUnavailable as error:
+                await self._move(error)
+            if self._aborted is not None:  # while nobody looked
+                raise self._aborted
+            return
+
+    async def _turn_to_another(self) -> bool:
+        """Leave an engine that has no room. False when all have said so."""
+        if self._handles:
+            for handle in self._handles.values():
+                self._client._forget(handle)
+            self._client._release_id(self.request_id)
+            self._handles = {}
+        self._refused_by.append(self._client)
+        other = await self._with_room(self._refused_by) if self._with_room is not None else None
+        if other is None:
+            return False
+        self._client, self.inbox = other, asyncio.Queue()
+        return True
 
     async def _move(self, error: IntarsiaError) -> None:
         """Go on with another engine, or with this one when it is back. Raises `error`, why the engine is gone, when
@@ -595,3 +637,6 @@ Again = Callable[[], Awaitable[Address]]
 
 Instead = Callable[[EngineClient], Awaitable[EngineClient | None]]
 """Another engine of the same model, given one that is gone; None where there is none."""
+
+WithRoom = Callable[[Collection[EngineClient]], Awaitable[EngineClient | None]]
+"""Another engine of the same model, given those that have none; None where there is none."""

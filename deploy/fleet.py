@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from ..controller.client import EngineClient
 from ..controller.info import Probe
+from ..controller.request import USUAL_TERMS, Terms
 from ..errors import IntarsiaError
 from ..proto.channel import Address
 
@@ -69,15 +70,19 @@ class Fleet:
         """By name, the own one first."""
         return dict(self._engines)
 
-    async def choose(self, prompt: Sequence[int], salt: str = "") -> EngineClient:
-        """Where a request with this prompt is answered soonest."""
-        engines = dict(self._engines)
-        own = engines[self._own]
-        if len(engines) == 1 or len(prompt) >= own.info.max_model_len:  # which is refused, wherever it goes
-            return own
-        probes = await asyncio.gather(*[self._probe(engine, prompt, salt) for engine in engines.values()])
+    async def choose(
+        self, prompt: Sequence[int], terms: Terms = USUAL_TERMS, full: Collection[EngineClient] = ()
+    ) -> EngineClient | None:
+        """Where a request with this prompt is answered soonest. full: those that have refused it; None if all have."""
+        engines = {name: engine for name, engine in self._engines.items() if engine not in full}
+        # Those that would refuse others of its tenant at this moment only where there is none else.
+        engines = {name: each for name, each in engines.items() if not each.is_full(terms.tenant)} or engines
+        first = next(iter(engines.values()), None)
+        if first is None or len(engines) == 1 or len(prompt) >= first.info.max_model_len:  # too long, wherever it goes
+            return first
+        probes = await asyncio.gather(*[self._probe(engine, prompt, terms.salt) for engine in engines.values()])
         answered = {name: probe for name, probe in zip(engines, probes, strict=True) if probe is not None}
-        return engines[choose(answered, self._own, len(prompt))]
+        return engines.get(choose(answered, self._own, len(prompt)), first)
 
     async def instead(self, gone: EngineClient) -> EngineClient | None:
         """An engine for the answers of one that is gone: the own one, or else any. None when there is none."""

@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from typing import Any, NamedTuple, TypeVar
 
@@ -198,7 +199,8 @@ class FrontEnd:
         if tenant := TENANT.get():  # whatever the request says: the key says it better
             asked = asked._replace(terms=replace(asked.terms, tenant=tenant, salt=tenant))
         fleet = self._fleet
-        engine = self._engine if fleet is None else await fleet.choose(asked.prompt, asked.terms.salt)
+        with_room = None if fleet is None else partial(fleet.choose, asked.prompt, asked.terms)
+        engine = (with_room and await with_room()) or self._engine
         generation = engine.generate(
             asked.prompt,
             asked.sampling,
@@ -207,6 +209,7 @@ class FrontEnd:
             asked.terms,
             interval_s,
             None if fleet is None else fleet.instead,
+            with_room,
         )
         return Answers(generation, self.tokenizer, asked, self._running, self._changed, is_streaming, span)
 

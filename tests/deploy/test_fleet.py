@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ import pytest
 from intarsia.controller.client import EngineClient
 from intarsia.controller.engine import Engine
 from intarsia.controller.front_door import FrontDoor
+from intarsia.controller.gate import Gate, GateSettings
 from intarsia.controller.info import Probe
-from intarsia.controller.request import SamplingParams
+from intarsia.controller.request import USUAL_TERMS, SamplingParams, Terms
 from intarsia.deploy import fleet as fleet_module
 from intarsia.deploy.fleet import DECODING_TOKENS, MOVE_TOKENS, Fleet, choose
+from intarsia.errors import Overloaded
 from intarsia.proto.channel import Address
 from intarsia.tests.controller.test_engine import make_engine
 
@@ -106,6 +109,45 @@ def test_a_prompt_goes_where_its_prefix_is():
         assert await two.chosen([7] * 60) == "own"
         two.engines["other"].is_leaving = True
         assert await two.chosen(PROMPT) == "own"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("answers", [1, 3])
+def test_a_request_is_refused_where_no_engine_has_room_and_not_before(answers: int):
+    async def scenario(two: Two):
+        for engine in two.engines.values():
+            engine._gate = Gate(GateSettings(max_requests_per_tenant=answers), lambda: False, lambda: 4)
+            workers: Any = engine._workers
+            workers.step_s = 0.005
+        sampling = SamplingParams(max_tokens=80, n=answers)
+        with_room = partial(two.fleet.choose, [1, 2], USUAL_TERMS)
+        asked = [two.clients["own"].generate([1, 2], sampling, f"mine-{n}", with_room=with_room) for n in range(3)]
+        first = [await anext(each) for each in asked[:2]]
+        assert [engine.load().refused_requests for engine in two.engines.values()] == [1, 0]
+        with pytest.raises(Overloaded, match="max_requests_per_tenant"):
+            await anext(asked[2])
+        assert [engine.load().refused_requests for engine in two.engines.values()] == [2, 1]
+        for generation, begun in zip(asked, first, strict=False):
+            tokens = list(begun.token_ids)
+            tokens += [token async for delta in generation for token in delta.token_ids]
+            assert len(tokens) == 80 * answers
+        for engine in two.engines.values():
+            while not engine.recount().all_free:
+                await asyncio.sleep(0.001)
+
+    run(scenario)
+
+
+def test_an_engine_that_has_just_said_that_it_is_full_is_left_for_another():
+    async def scenario(two: Two):
+        refusal = Overloaded("its turn would come late", full_for_s=60.0)
+        two.clients["own"]._note_refusal("flood", refusal)
+        assert await two.fleet.choose(PROMPT, Terms(tenant="flood")) is not two.clients["own"]
+        assert await two.chosen(PROMPT) == "own"
+        two.fleet._engines["other"]._note_refusal("flood", refusal)
+        assert await two.fleet.choose(PROMPT, Terms(tenant="flood")) is two.clients["own"]
+        assert await two.fleet.choose(PROMPT, full=list(two.fleet.engines.values())) is None
 
     run(scenario)
 
