@@ -14,6 +14,11 @@ from .access import Access
 BACKLOG = 2048
 SHUTDOWN_GRACE_S = 5
 
+IDLE_S = 75
+"""Before a connection is closed that nobody uses. Longer than clients and load balancers keep one (httpx, and OpenAI's
+client with it, 5 s; AWS's balancer and nginx 60 s): whoever closes first knows that it is closed, and the other one may
+be sending a request just then, which is lost."""
+
 
 class _Uvicorn(uvicorn.Server):
     """Signals are the business of whoever runs the process."""
@@ -35,6 +40,7 @@ class HttpServer:
             access_log=False,
             lifespan="off",
             server_header=False,
+            timeout_keep_alive=IDLE_S,
             timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
             **options,
         )

@@ -109,7 +109,7 @@ class Use:
         answer = self._client.generate(self._rng.choice(PROMPTS), SamplingParams(max_tokens=500, ignore_eos=True))
         async with contextlib.aclosing(answer):
             for _ in range(self._rng.randint(0, 30)):
-                await anext(answer)
+                await anext(answer, None)  # it may be whole: pieces hold what has come since the last
         self.used.left += 1
 
     async def _by_http(self) -> None:

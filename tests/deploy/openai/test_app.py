@@ -1,10 +1,13 @@
 """What HTTP says where no client library is in between."""
 
+import contextlib
+import http.client
 import json
 import logging
 import re
 import socket
 import subprocess
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -57,6 +60,19 @@ def test_a_client_that_leaves_before_its_body_is_whole_is_no_error(api: Api, cap
     finally:
         log.removeHandler(caplog.handler)
     assert caplog.text == ""
+
+
+def test_a_connection_stays_open_for_longer_than_clients_keep_one(api: Api):
+    address = urllib.parse.urlsplit(api.url)
+    assert address.hostname is not None
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
+    with contextlib.closing(connection):
+        for pause_s in (5.5, 0):  # httpx, and OpenAI's client with it, keeps one for 5 s
+            connection.request("GET", "/health")
+            answer = connection.getresponse()
+            assert answer.status == 200 and answer.read() is not None
+            assert connection.sock is not None
+            time.sleep(pause_s)
 
 
 def test_health_and_metrics(api: Api):
