@@ -62,6 +62,7 @@ class ScriptedEngine:
         terms: Terms = USUAL_TERMS,
         stream_interval_s: float = 0.0,
         instead: Any = None,
+        with_room: Any = None,
     ) -> "ScriptedGeneration":
         self.asked.append((list(prompt_token_ids), sampling, request_id))
         self.terms = terms
