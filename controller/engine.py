@@ -212,6 +212,7 @@ class Engine:
         self.is_broken = False  # by a bug: what it knows is not to be trusted, and another one in its place may go on
         self._watchers: list[Watcher] = []
         self._events: EventLog | None = None  # while there are watchers
+        self._is_pressed = False  # when a request came last
         self.is_leaving = False  # whoever asks where to send requests is told to look elsewhere
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -244,15 +245,13 @@ class Engine:
         gallery = self._lay_out(tokens[:prompt], images)
         if not is_known:
             image_bytes = sum(len(image.data) for image in images)
-            was_pressed = self._gate.is_pressed
             try:
                 self._gate.check(terms.tenant, prompt, image_bytes, sampling.n, terms.timeout_s)
             except Overloaded:
                 self.refused(1)
-                if not was_pressed:
-                    self._tell_less_often()
+                self._feel_pressure()
                 raise
-        if self._gate.is_pressed:
+        if self._feel_pressure():
             stream_interval_s = max(stream_interval_s, PRESSED_INTERVAL_S)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         ends = frozenset(sampling.stop_token_ids)
@@ -291,8 +290,15 @@ class Engine:
         """So many more, here or by a front end that knew."""
         self.stats.refused_requests += requests
 
+    def _feel_pressure(self) -> bool:
+        """Whether more come than can be served. Whoever came before that is told less often from then on, too: hundreds
+        may wait still, and would be told each token by itself."""
+        was_pressed, self._is_pressed = self._is_pressed, self._gate.is_pressed
+        if self._is_pressed and not was_pressed:
+            self._tell_less_often()
+        return self._is_pressed
+
     def _tell_less_often(self) -> None:
-        """Whoever came before it was too much, too: hundreds may wait still, and be told each token by itself then."""
         for request in self._live.values():
             caller = request.caller
             if not caller.interval_s:

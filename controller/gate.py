@@ -130,8 +130,10 @@ class Gate:
 
     @property
     def is_pressed(self) -> bool:
-        """Whether more come than can be served."""
-        return self._clock() - self._refused_s < PRESSED_S
+        """Whether more come than can be served: somebody was refused lately, or more wait than can run."""
+        if self._clock() - self._refused_s < PRESSED_S:
+            return True
+        return self._is_full() and len(self._waiting) > self._num_seats()
 
     def _check(self, tenant: str, tokens: int, image_bytes: int, answers: int, timeout_s: float | None) -> None:
         settings = self._settings

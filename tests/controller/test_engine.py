@@ -1,6 +1,7 @@
 """The engine at its door and in trouble, with a simulated worker."""
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -166,8 +167,9 @@ def test_answers_come_in_pieces_while_requests_are_refused():
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])
-def test_an_answer_under_way_goes_on_in_pieces_when_requests_are_refused(logprobs: int | None):
-    engine = make_engine(gate=GateSettings(max_requests_per_tenant=1))
+@pytest.mark.parametrize("why", ["refused", "crowded"])
+def test_an_answer_under_way_goes_on_in_pieces_when_more_come_than_can_be_served(why: str, logprobs: int | None):
+    engine = make_engine(gate=GateSettings(max_requests_per_tenant=1 if why == "refused" else None))
     before: list[int] = []
     after: list[int] = []
 
@@ -179,12 +181,18 @@ def test_an_answer_under_way_goes_on_in_pieces_when_requests_are_refused(logprob
             deltas = [item.token_ids for _, item in delivery.others if isinstance(item, TokenDelta)]
             deliveries.append(len(delivery.tokens) + sum(map(len, deltas)))
             completion.outlet(delivery)
+            if len(before) == 2 and deliveries is before and why == "crowded":
+                asyncio.get_running_loop().call_soon(crowd)
             if len(before) == 10 and deliveries is before:
                 deliveries = after
-                asyncio.get_running_loop().call_soon(refused)
+                asyncio.get_running_loop().call_soon(one_more)
 
-        def refused() -> None:
-            with pytest.raises(Overloaded):
+        def crowd() -> None:  # four can run, so five wait
+            for _ in range(8):
+                submit(engine, PROMPT, SamplingParams(max_tokens=20))
+
+        def one_more() -> None:
+            with pytest.raises(Overloaded) if why == "refused" else contextlib.nullcontext():
                 submit(engine, PROMPT)
 
         engine.submit(PROMPT, SamplingParams(max_tokens=60, logprobs=logprobs), 0, outlet)

@@ -165,6 +165,17 @@ def test_a_refusal_tells_of_pressure_for_a_second():
     assert not bench.gate.is_pressed
 
 
+def test_more_who_wait_than_can_run_tell_of_pressure_as_long_as_they_wait():
+    bench = Bench(seats=2)
+    for _ in range(4):
+        bench.come()
+    assert not bench.gate.is_pressed
+    bench.come()
+    assert bench.gate.is_pressed
+    bench.serve(1)
+    assert not bench.gate.is_pressed
+
+
 def test_nobody_is_refused_for_the_wait_where_no_limit_is_set():
     bench = Bench()
     for _ in range(3000):
