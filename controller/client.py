@@ -215,9 +215,9 @@ class EngineClient:
         full = self._full.get(tenant)
         return full is not None and time.monotonic() < full.until_s
 
-    def _check_room(self, tenant: str) -> None:
-        """Raises `Overloaded` where the engine is full. A flood ends here: the one process that plans the steps of all
-        hears of a fraction of it."""
+    def check_room(self, tenant: str) -> None:
+        """Raises `Overloaded` where the engine is full, and counts that. A flood ends here: the one process that plans
+        the steps of all hears of a fraction of it."""
         if self.is_full(tenant):
             self._untold_refusals += 1
             raise IntarsiaError.from_wire(self._full[tenant].refusal)
@@ -508,7 +508,7 @@ class Generation(AsyncIterator[TokenDelta]):
         """Raises `Overloaded` if it is known beforehand that no engine has room."""
         while True:
             try:
-                self._client._check_room(self._asked.terms.tenant)
+                self._client.check_room(self._asked.terms.tenant)
                 self._handles = self._client._submit(self, {0: self._asked.body()}, self._asked.sampling.n)
             except Overloaded:
                 if await self._turn_to_another():
@@ -520,13 +520,17 @@ class Generation(AsyncIterator[TokenDelta]):
                 raise self._aborted
             return
 
-    async def _turn_to_another(self) -> bool:
-        """Leave an engine that has no room. False when all have said so."""
+    def _leave_engine(self) -> None:
+        """Nothing that comes from it is for this request any more."""
         if self._handles:
             for handle in self._handles.values():
                 self._client._forget(handle)
             self._client._release_id(self.request_id)
             self._handles = {}
+
+    async def _turn_to_another(self) -> bool:
+        """Leave an engine that has no room. False when all have said so."""
+        self._leave_engine()
         self._refused_by.append(self._client)
         other = await self._with_room(self._refused_by) if self._with_room is not None else None
         if other is None:
@@ -540,8 +544,7 @@ class Generation(AsyncIterator[TokenDelta]):
         self._end_turn()
         if self._handles:
             self._moves_in_vain += 1
-            self._client._release_id(self.request_id)
-            self._handles = {}
+            self._leave_engine()
         if self._moves_in_vain > MOST_MOVES_IN_VAIN:
             raise EngineUnavailable(
                 f"engines were lost {self._moves_in_vain} times while this request ran, without a token of it between; "

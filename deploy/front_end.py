@@ -133,6 +133,13 @@ class FrontEnd:
     def watch_cache(self) -> AsyncGenerator[list[Event], None]:
         return self._engine.watch_cache()
 
+    def check_room(self, tenant: str) -> None:
+        """Raises `Overloaded` where all engines have just said that they take nobody of `tenant`: whoever asks before
+        the prompt is read spares this process what nobody would go on with. tenant: as the request says it."""
+        tenant = TENANT.get() or tenant  # the key says it better
+        if all(engine.is_full(tenant) for engine in self.engines().values()):
+            self._engine.check_room(tenant)
+
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises `InvalidRequest` when the model has no tokenizer."""
         return await _beside(

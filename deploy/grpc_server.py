@@ -121,13 +121,12 @@ class InferenceServicer(pb_grpc.InferenceServicer):
                 yield response_to_proto(answers.request_id, delta, text, len(asked.prompt), completion_tokens)
 
     async def _asked(self, request: pb.GenerateRequest, time_remaining_s: float | None) -> Asked:
-        return Asked(
-            await self._prompt(request),
-            sampling_from_proto(request.sampling, self._front_end.info),
-            await self._front_end.read_images(request.images),
-            terms_from_proto(request, time_remaining_s),
-            request.request_id,
-        )
+        sampling = sampling_from_proto(request.sampling, self._front_end.info)
+        terms = terms_from_proto(request, time_remaining_s)
+        self._front_end.check_room(terms.tenant)
+        prompt = await self._prompt(request)
+        images = await self._front_end.read_images(request.images)
+        return Asked(prompt, sampling, images, terms, request.request_id)
 
     async def _prompt(self, request: pb.GenerateRequest) -> list[int]:
         kind = request.WhichOneof("prompt")

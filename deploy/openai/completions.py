@@ -41,8 +41,10 @@ class CompletionCall:
         self._asked: list[Asked] = []
 
     async def prepare(self) -> None:
-        """Texts become tokens. Raises `InvalidRequest`."""
+        """Texts become tokens. Raises `InvalidRequest`, or `Overloaded` where that would be in vain."""
         given: Any = self._body.prompt
+        terms = terms_of(self._body)
+        self._front_end.check_room(terms.tenant)
         if isinstance(given, str):
             prompts = [await self._front_end.encode(given)]
         elif isinstance(given[0], int):
@@ -58,7 +60,6 @@ class CompletionCall:
                 asked=len(prompts),
                 limit=MAX_PROMPTS,
             )
-        terms = terms_of(self._body)
         ids = [self._request_id if len(prompts) == 1 else f"{self._request_id}-{n}" for n in range(len(prompts))]
         self._asked = [Asked(prompt, self._sampling, (), terms, own) for prompt, own in zip(prompts, ids, strict=True)]
 

@@ -46,9 +46,12 @@ class Conversation:
         self._asked: Asked | None = None
 
     async def prepare(self) -> None:
-        """The template is applied, images are looked at. Raises `InvalidRequest`."""
+        """The template is applied, images are looked at. Raises `InvalidRequest`, or `Overloaded` where that would be
+        in vain."""
         body, front_end = self._body, self.front_end
         turns, urls = turns_of(body.messages)
+        terms = terms_of(body)
+        front_end.check_room(terms.tenant)
         options = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             options.setdefault("reasoning_effort", body.reasoning_effort)
@@ -64,7 +67,7 @@ class Conversation:
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         form = self._use.form if self._use else None
         sampling = sampling_of(body, front_end.info, max_tokens, logprobs, form)
-        self._asked = Asked(prompt, sampling, images, terms_of(body), self._request_id)
+        self._asked = Asked(prompt, sampling, images, terms, self._request_id)
 
     @property
     def asked(self) -> Asked:

@@ -10,6 +10,7 @@ from intarsia.controller.engine import TokenDelta
 from intarsia.controller.images import Image
 from intarsia.controller.info import EngineInfo, EngineLoad, GroupInfo
 from intarsia.controller.request import USUAL_TERMS, SamplingParams, Terms
+from intarsia.errors import Overloaded
 
 HANG: Any = "hang"
 """In a script: nothing more comes until the caller gives up."""
@@ -47,8 +48,16 @@ class ScriptedEngine:
         self.info = INFO
         self.asked: list[tuple[list[int], SamplingParams, str | None]] = []
         self.closed = threading.Event()
+        self.full: Overloaded | None = None  # what it has just said
         self.server: Any = None  # the GrpcServer in front
         self._script = script
+
+    def is_full(self, tenant: str) -> bool:
+        return self.full is not None
+
+    def check_room(self, tenant: str) -> None:
+        if self.full is not None:
+            raise self.full
 
     async def load(self) -> EngineLoad:
         return EngineLoad(0, 0, 1000, 0, 1000, *[0] * 8)

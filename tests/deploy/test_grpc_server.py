@@ -14,7 +14,7 @@ from intarsia.controller.engine import TokenDelta
 from intarsia.controller.request import SamplingParams
 from intarsia.deploy.front_end import FrontEnd
 from intarsia.deploy.grpc_server import GrpcServer
-from intarsia.errors import InvalidSetting, RequestTooLarge
+from intarsia.errors import InvalidSetting, Overloaded, RequestTooLarge
 from intarsia.proto import inference_pb2 as pb
 from intarsia.proto import inference_pb2_grpc as pb_grpc
 from intarsia.tests.deploy.scripted import HANG, ScriptedEngine
@@ -86,6 +86,19 @@ def test_bad_request_is_refused_before_the_engine_hears_of_it(serve_script, requ
         generate(address, request_)
     assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert details(refusal.value)[1].field_violations[0].field == field
+    assert engine.asked == []
+
+
+def test_a_prompt_that_nobody_would_compute_is_not_read(serve_script):
+    engine, address = serve_script(DONE)
+    engine.full = Overloaded("its turn would come late", retry_after_s=3.0)
+    for request, code in (
+        (pb.GenerateRequest(text="no tokenizer here"), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (pb.GenerateRequest(text="", sampling=pb.SamplingParams(top_p=7)), grpc.StatusCode.INVALID_ARGUMENT),
+    ):
+        with pytest.raises(grpc.RpcError) as refusal:
+            generate(address, request)
+        assert refusal.value.code() is code
     assert engine.asked == []
 
 

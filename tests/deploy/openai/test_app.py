@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from intarsia.errors import Overloaded
 from intarsia.tests.deploy.openai.conftest import Api
 
 ASK = [{"role": "user", "content": "Which wood?"}]
@@ -141,6 +142,38 @@ def test_every_refusal_has_openais_shape_and_names_the_field(
     assert set(found) == {"error"} and set(found["error"]) == {"message", "type", "param", "code"}
     assert found["error"]["param"] == param, found
     assert message in found["error"]["message"], found
+
+
+@pytest.mark.parametrize(
+    ("path", "about"),
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": ASK}),
+        ("/v1/responses", {"input": "x"}),
+    ],
+)
+def test_a_prompt_that_nobody_would_compute_is_not_read(
+    api: Api, monkeypatch: pytest.MonkeyPatch, path: str, about: dict[str, Any]
+):
+    read: list[str] = []
+
+    def note(name: str) -> None:
+        through = getattr(api.front_end, name)
+
+        async def noted(*args: Any, **kwargs: Any) -> Any:
+            read.append(name)
+            return await through(*args, **kwargs)
+
+        monkeypatch.setattr(api.front_end, name, noted)
+
+    note("encode")
+    note("encode_chat")
+    api.engine.client._note_refusal("flood", Overloaded("its turn would come late", full_for_s=60.0))
+    code, found, _ = call(api, path, about | {"user": "flood"})
+    assert code == 429 and "its turn would come late" in found["error"]["message"]
+    assert not read
+    assert call(api, path, about | {"user": "other"})[0] == 200
+    assert len(read) == 1
 
 
 def test_a_body_that_is_too_large_is_refused_before_it_is_read(api: Api):
