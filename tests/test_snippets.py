@@ -99,16 +99,24 @@ class Desk(NamedTuple):
         return text
 
 
-def environment() -> dict[str, str]:
+def environment(folder: Path) -> dict[str, str]:
+    """With a list of running servers of its own: other desks serve at the same time."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    own = {"PATH": path, "RAY_TMPDIR": RAY_FOLDER}
+    run = folder / "run"
+    run.mkdir(exist_ok=True)
+    own = {"PATH": path, "RAY_TMPDIR": RAY_FOLDER, "XDG_RUNTIME_DIR": str(run)}
     return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | own
 
 
 def begin(command: str, folder: Path) -> subprocess.Popen[str]:
     """Start a server, and wait until it is ready."""
     server = subprocess.Popen(
-        shlex.split(command), cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        shlex.split(command),
+        cwd=folder,
+        env=environment(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert server.stdout
     printed = []
@@ -195,7 +203,12 @@ def test_commands_do_and_print_what_is_said(snippet: Snippet, desk: Desk):
             end(begin(f"{typed} --port 0 --grpc-port 0", desk.folder))
             continue
         done = subprocess.run(
-            shlex.split(typed), cwd=desk.folder, env=environment(), capture_output=True, text=True, timeout=300
+            shlex.split(typed),
+            cwd=desk.folder,
+            env=environment(desk.folder),
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         assert done.returncode == 0, f"{typed}\n{done.stdout}\n{done.stderr}"
         assert '"error"' not in done.stdout or said, f"{typed}\n{done.stdout}"
@@ -208,7 +221,12 @@ def test_commands_do_and_print_what_is_said(snippet: Snippet, desk: Desk):
 def test_programs_run(snippet: Snippet, desk: Desk):
     program = desk.here(snippet.text)
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=desk.folder, env=environment(), capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", program],
+        cwd=desk.folder,
+        env=environment(desk.folder),
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, f"{program}\n{done.stderr}"
     assert done.stdout.strip()
@@ -227,12 +245,12 @@ def test_every_command_of_the_documentation_is_marked_as_one():
 
 
 @pytest.mark.slow
-def test_the_demo_prints_what_the_readme_shows():
+def test_the_demo_prints_what_the_readme_shows(tmp_path: Path):
     [shown] = re.findall(
         r"^`make demo` prints:\n\n```\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
     )
     command = [str(Path(sys.executable).with_name("intarsia")), "demo"]
-    wide = environment() | {"COLUMNS": "200"}
+    wide = environment(tmp_path) | {"COLUMNS": "200"}
     done = subprocess.run(command, env=wide, capture_output=True, text=True, timeout=300, check=True)
     printed = {without_numbers(line) for line in done.stdout.splitlines()}
     for line in shown.splitlines():
