@@ -202,8 +202,8 @@ class ModelRunner:
             self._compile()
         elif not settings.enforce_eager and self._model.is_tested:
             fuse(watch, self._model.device)
-        most_rows = min(self._limits.max_num_seqs, self._limits.max_num_batched_tokens)
-        self._threads.learn(lambda rows: self._forward(_warm_up_rows(0, rows=rows, tokens=1)), most_rows)
+        longest = min(self._limits.max_num_batched_tokens, self._limits.max_model_len)
+        self._threads.learn(lambda tokens: self._forward(_warm_up_rows(0, tokens=tokens)), longest)
         compile_products(self._model.module, self._limits.max_num_batched_tokens, self._threads.use_for)
         self._forward(_warm_up_rows(0))
         self._tables.retire(0)

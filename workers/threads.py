@@ -8,6 +8,7 @@ ones leave a core to the neighbours.
 import math
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
@@ -16,10 +17,11 @@ from .linear import padded_rows
 
 SHORT_STEP_S = 0.02
 """With few threads. On two cores, with the controller, a front end and clients, 16 streams of the demo model have a
-step in 3.7 ms with one thread and in 9.5 with two, 48 streams in 8.3 and 18 (`bench/threads.py`)."""
+step in 3.9 ms with one thread and in 7.5 with two, 120 streams in 17 and 34 (`bench/threads.py`). With nobody beside it
+one thread computes what takes 20 ms as fast as two do, and what takes 35 in 1.4 times their time."""
 
-TIMED_ROWS = 16
-"""Few enough to be a short step of a small model, enough to tell what a row takes."""
+TIMED_ROWS = (16, 256)
+"""What a step takes anyway, and what each row adds to it, can be told apart by these."""
 
 TIMED_STEPS = 2
 """The quicker one counts. As many on every rank, since ranks run steps together."""
@@ -48,19 +50,26 @@ class Threads:
         """Find out which steps are short. run_rows: a step of so many rows, at most `most_rows`"""
         if self._few == self._most:
             return
-        self._short_rows = math.inf
-        rows = min(TIMED_ROWS, most_rows)
-        run_rows(rows)  # its operators are compiled
-        took_s = min(_seconds(lambda: run_rows(rows)) for _ in range(TIMED_STEPS))
-        # A careful guess: part of it a step takes anyway, however many rows it has.
-        self._short_rows = rows * SHORT_STEP_S / took_s if took_s < SHORT_STEP_S else 0.0
+        self._short_rows = math.inf  # what is timed is run as short steps will be
+        few, many = (min(rows, most_rows) for rows in TIMED_ROWS)
+        few_s = _quickest_s(lambda: run_rows(few))
+        if few_s >= SHORT_STEP_S:
+            self._short_rows = 0.0
+            return
+        many_s = _quickest_s(lambda: run_rows(many))
+        row_s = (many_s - few_s) / max(1, many - few)
+        if row_s > 0:
+            self._short_rows = few + (SHORT_STEP_S - few_s) / row_s
 
     def use_for(self, rows: int) -> None:
         """Before a step. One shape of a product has one number of threads always, so it is compiled once."""
         torch.set_num_threads(self._few if padded_rows(rows) <= self._short_rows else self._most)
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    started_s = time.perf_counter()
-    run()
-    return time.perf_counter() - started_s
+def _quickest_s(run: Callable[[], object]) -> float:
+    run()  # its operators are compiled
+    times_s = [time.perf_counter()]
+    for _ in range(TIMED_STEPS):
+        run()
+        times_s.append(time.perf_counter())
+    return min(after - before for before, after in pairwise(times_s))

@@ -14,14 +14,14 @@ def threads_as_they_were() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def learned(row_s: float, most_rows: int = 256) -> tuple[Threads, list[tuple[int, int]]]:
-    """Threads that have seen steps which take so long per row; with how many, of how many rows."""
+def learned(row_s: float, most_rows: int = 256, step_s: float = 0.0) -> tuple[Threads, list[tuple[int, int]]]:
+    """Threads that have seen steps which take so long, and so long per row; with how many, of how many rows."""
     threads, seen = Threads(most=3, few=2), []
 
     def run(rows: int) -> None:
         threads.use_for(rows)
         seen.append((rows, torch.get_num_threads()))
-        time.sleep(rows * row_s)
+        time.sleep(step_s + rows * row_s)
 
     threads.learn(run, most_rows)
     return threads, seen
@@ -34,8 +34,13 @@ def used(threads: Threads, rows: int) -> int:
 
 def test_short_steps_take_few_threads_and_long_ones_all():
     threads, seen = learned(row_s=SHORT_STEP_S / 64)
-    assert set(seen) == {(TIMED_ROWS, 2)}, "what is timed is run as short steps will be"
+    assert set(seen) == {(rows, 2) for rows in TIMED_ROWS}, "what is timed is run as short steps will be"
     assert [used(threads, rows) for rows in (1, 16, 40, 80, 2048, 16)] == [2, 2, 2, 3, 3, 2]
+
+
+def test_what_a_step_takes_whatever_its_rows_is_not_counted_for_each_of_them():
+    threads, _ = learned(step_s=SHORT_STEP_S / 2, row_s=SHORT_STEP_S / 400)
+    assert [used(threads, rows) for rows in (16, 128, 320)] == [2, 2, 3]
 
 
 def test_all_steps_of_a_large_model_take_all_threads():
