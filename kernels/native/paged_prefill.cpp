@@ -81,7 +81,11 @@ void multiply(int rows, const float* a, int a_stride, const float* b, int b_stri
     int w = 0;
     for (; w + 4 * LANES <= width; w += 4 * LANES)
         all_rows<4, ADD>(rows, a, a_stride, b + w, b_stride, c + w, c_stride, depth);
-    for (; w < width; w += LANES) all_rows<1, ADD>(rows, a, a_stride, b + w, b_stride, c + w, c_stride, depth);
+    if (w + 2 * LANES <= width) {
+        all_rows<2, ADD>(rows, a, a_stride, b + w, b_stride, c + w, c_stride, depth);
+        w += 2 * LANES;
+    }
+    if (w < width) all_rows<1, ADD>(rows, a, a_stride, b + w, b_stride, c + w, c_stride, depth);
 }
 
 // First position that the query at `position` sees, as GroupBatch.oldest_visible has it.

@@ -212,6 +212,17 @@ def test_a_row_whose_own_values_are_nan_hurts_no_other_row(backend):
     assert torch.cat((out[:1], out[2:])).isfinite().all()
 
 
+def test_a_token_that_a_query_does_not_see_weighs_nothing_however_large_its_value(backend):
+    world = World(Scene(((20, 40), (1, 40)), window_tokens=12))
+    for values in world.v[0]:
+        values[23].fill_(3e38)  # twelve queries of the first row see it, from its own on
+    world.write_past()
+    out, dense = world.run(backend)[0], world.dense(torch.float64).float()
+    sees = dense.abs().amax(dim=(1, 2)) > 1e3
+    assert sees.tolist() == [3 <= query < 15 for query in range(21)]
+    torch.testing.assert_close(out[~sees], dense[~sees])
+
+
 def test_slots_are_int64_and_reach_beyond_two_to_the_31(backend, tmp_path):
     page_stride = 2**30 + 64  # page 2 starts past 2**31 items; a sparse file costs no memory
     scene = Scene(((1, 18), (3, 4)), dtype=torch.float16)
