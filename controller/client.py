@@ -286,6 +286,7 @@ class EngineClient:
             if misses == 2:
                 logger.warning("the engine says nothing for %g s; it is given up", 2 * HUNG_AFTER_S)
                 self._stream.drop()
+                misses = 0  # who comes in its place may hang at once, too
 
     async def _receive(self) -> IntarsiaError:
         """Hand out what the engine says until it has gone; why that is."""

@@ -276,6 +276,31 @@ def test_engine_that_goes_is_told_to_waiting_and_later_callers():
     asyncio.run(scenario())
 
 
+def test_engine_that_says_nothing_is_given_up_and_so_is_the_next_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(client_module, "HUNG_AFTER_S", 0.01)
+
+    async def say_nothing(client: EngineClient) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(EngineClient, "load", say_nothing)
+
+    async def scenario(engine: Engine, address: Address) -> None:
+        came, third = 0, asyncio.Event()
+
+        async def again() -> Address:
+            nonlocal came
+            came += 1
+            if came == 3:
+                third.set()
+            return address
+
+        client = await EngineClient.connect(address, again)
+        await third.wait()
+        await client.close()
+
+    served(scenario)
+
+
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x93\x01\x02", b"\x92\xa6submit\xa1a", b"\x91\xa6submit"])
 def test_garbage_from_one_front_end_disturbs_no_other(frame: bytes):
     async def scenario(engine: Engine, address: Address):
