@@ -35,6 +35,9 @@ ARRIVING_S = 2.0
 LEAVING_S = 10.0
 """From the first that leaves to the last."""
 
+STAYING = 400, 500
+"""Tokens of those that stay, at least and at most: the first of them are not done before the last wave has come."""
+
 ENDLESS = 1800
 """Tokens of those that leave: more than they get."""
 
@@ -135,7 +138,7 @@ def _run_clients(*about: Any) -> Came:
 async def run(streams: int, seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
     async with service(kv_cache_memory="32MiB", max_num_seqs=128) as served, AsyncClient(served.address) as client:
-        stays = await answered(client, draw(rng, 40, 100, 200))
+        stays = await answered(client, draw(rng, 40, *STAYING))
         leaves = draw(rng, 40, ENDLESS, ENDLESS)
         before = await served.engine.client.load()
         watch = Watch(served)
