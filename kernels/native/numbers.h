@@ -61,7 +61,7 @@ inline float sum(Vec v) {
     return total;
 }
 // 2 to the power of each, which is at most 0; of what is below -100, nothing. To about the last bit of a float. Less
-// would be subnormal as soon as it is multiplied, and some processors take a hundred times as long for such numbers.
+// would be subnormal as soon as it is multiplied, and some processors take many times as long for such numbers.
 inline Vec two_to(Vec x) {
     typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
     const Vec lowest = Vec{} - 100.0f;
