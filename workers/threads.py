@@ -8,6 +8,7 @@ ones leave a core to the neighbours.
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -24,17 +25,17 @@ TIMED_ROWS = (16, 256)
 """What a step takes anyway, and what each row adds to it, can be told apart by these."""
 
 TIMED_STEPS = 2
-"""The quicker one counts. As many on every rank, since ranks run steps together."""
+"""The quicker one counts."""
 
 
 class Threads:
-    """Of one worker. Both numbers may be the same, as where a GPU computes or somebody chose: then nothing is left to
-    choose."""
+    """Of one worker. Another rank's may be other numbers, on a machine of more cores."""
 
-    def __init__(self, most: int, few: int):
-        """few: for short steps"""
+    def __init__(self, most: int, few: int | None = None):
+        """few: for short steps; None: no rank has a choice, as where a GPU computes or somebody chose"""
         self._most = most
-        self._few = few
+        self._few = most if few is None else few
+        self._is_free = few is not None
         self._short_rows = 0.0  # a step of no more is short
         torch.set_num_threads(most)
 
@@ -42,23 +43,24 @@ class Threads:
     def of_worker(cls, local_workers: int, device: torch.device, asked: int | None = None) -> "Threads":
         """local_workers: on its machine. asked: for every step, by the user"""
         if asked is not None:
-            return cls(asked, asked)
+            return cls(asked)
         most = threads_per_worker(local_workers)
-        return cls(most, most if device.type != "cpu" else threads_per_worker(local_workers, spared_cores=1))
+        return cls(most, threads_per_worker(local_workers, spared_cores=1) if device.type == "cpu" else None)
 
     def learn(self, run_rows: Callable[[int], object], most_rows: int) -> None:
-        """Find out which steps are short. run_rows: a step of so many rows, at most `most_rows`"""
-        if self._few == self._most:
+        """Find out which steps are short. run_rows: a step of so many rows, at most `most_rows`
+
+        Ranks run steps together, so each runs the same ones here, whatever it finds and whether or not it has a choice.
+        """
+        if not self._is_free:
             return
         self._short_rows = math.inf  # what is timed is run as short steps will be
         few, many = (min(rows, most_rows) for rows in TIMED_ROWS)
-        few_s = _quickest_s(lambda: run_rows(few))
+        few_s, many_s = (_quickest_s(partial(run_rows, rows)) for rows in (few, many))
+        row_s = (many_s - few_s) / max(1, many - few)
         if few_s >= SHORT_STEP_S:
             self._short_rows = 0.0
-            return
-        many_s = _quickest_s(lambda: run_rows(many))
-        row_s = (many_s - few_s) / max(1, many - few)
-        if row_s > 0:
+        elif row_s > 0:
             self._short_rows = few + (SHORT_STEP_S - few_s) / row_s
 
     def use_for(self, rows: int) -> None:

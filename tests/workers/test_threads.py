@@ -64,7 +64,22 @@ def test_threads_that_a_user_asks_for_compute_every_step():
     assert used(threads, 1) == used(threads, 2048) == 3
 
 
-def test_nothing_is_timed_where_there_is_nothing_to_choose():
-    threads = Threads(most=2, few=2)
+def test_nothing_is_timed_where_no_rank_has_a_choice():
+    threads = Threads.of_worker(1, torch.device("cuda"))
     threads.learn(lambda rows: pytest.fail("a step was run"), 16)
-    assert used(threads, 1) == used(threads, 2048) == 2
+    assert used(threads, 1) == used(threads, 2048)
+
+
+def test_every_rank_runs_the_same_steps_whatever_it_finds():
+    """They would wait for each other for ever otherwise."""
+    runs = []
+    for most, few, row_s in ((3, 2, 0.0), (3, 2, SHORT_STEP_S / 8), (2, 2, 0.0)):
+        threads, seen = Threads(most, few), []
+
+        def run(rows: int, seen: list[int] = seen, row_s: float = row_s) -> None:
+            seen.append(rows)
+            time.sleep(rows * row_s)
+
+        threads.learn(run, 32)
+        runs.append(seen)
+    assert runs[0] == runs[1] == runs[2] == [16] * 3 + [32] * 3
