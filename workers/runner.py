@@ -203,7 +203,9 @@ class ModelRunner:
         elif not settings.enforce_eager and self._model.is_tested:
             fuse(watch, self._model.device)
         longest = min(self._limits.max_num_batched_tokens, self._limits.max_model_len)
-        self._threads.learn(lambda tokens: self._forward(_warm_up_rows(0, tokens=tokens)), longest)
+        self._threads.learn(
+            lambda tokens: self._forward(_warm_up_rows(0, tokens=tokens)), longest, self._parallel.share_from_first
+        )
         compile_products(self._model.module, self._limits.max_num_batched_tokens, self._threads.use_for)
         self._forward(_warm_up_rows(0))
         self._tables.retire(0)

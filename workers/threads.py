@@ -8,10 +8,10 @@ ones leave a core to the neighbours.
 import math
 import time
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from .environment import threads_per_worker
 from .linear import padded_rows
@@ -47,20 +47,23 @@ class Threads:
         most = threads_per_worker(local_workers)
         return cls(most, threads_per_worker(local_workers, spared_cores=1) if device.type == "cpu" else None)
 
-    def learn(self, run_rows: Callable[[int], object], most_rows: int) -> None:
-        """Find out which steps are short. run_rows: a step of so many rows, at most `most_rows`
+    def learn(
+        self, run_rows: Callable[[int], object], most_rows: int, share: Callable[[Tensor], object] = lambda _: None
+    ) -> None:
+        """Find out which steps are short: the same ones for all ranks, which run them together.
 
-        Ranks run steps together, so each runs the same ones here, whatever it finds and whether or not it has a choice.
+        run_rows: a step of so many rows, at most `most_rows`. share: makes a tensor the first rank's
         """
         if not self._is_free:
             return
         self._short_rows = math.inf  # what is timed is run as short steps will be
         few, many = (min(rows, most_rows) for rows in TIMED_ROWS)
-        few_s, many_s = (_quickest_s(partial(run_rows, rows)) for rows in (few, many))
-        row_s = (many_s - few_s) / max(1, many - few)
+        few_s = _shared_s(run_rows, few, share)
         if few_s >= SHORT_STEP_S:
             self._short_rows = 0.0
-        elif row_s > 0:
+            return
+        row_s = (_shared_s(run_rows, many, share) - few_s) / max(1, many - few)
+        if row_s > 0:
             self._short_rows = few + (SHORT_STEP_S - few_s) / row_s
 
     def use_for(self, rows: int) -> None:
@@ -68,10 +71,13 @@ class Threads:
         torch.set_num_threads(self._few if padded_rows(rows) <= self._short_rows else self._most)
 
 
-def _quickest_s(run: Callable[[], object]) -> float:
-    run()  # its operators are compiled
+def _shared_s(run_rows: Callable[[int], object], rows: int, share: Callable[[Tensor], object]) -> float:
+    """What a step of so many rows takes the first rank."""
+    run_rows(rows)  # its operators are compiled
     times_s = [time.perf_counter()]
     for _ in range(TIMED_STEPS):
-        run()
+        run_rows(rows)
         times_s.append(time.perf_counter())
-    return min(after - before for before, after in pairwise(times_s))
+    took_s = torch.tensor([min(after - before for before, after in pairwise(times_s))])
+    share(took_s)
+    return took_s.item()

@@ -1,5 +1,5 @@
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -14,7 +14,9 @@ def threads_as_they_were() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def learned(row_s: float, most_rows: int = 256, step_s: float = 0.0) -> tuple[Threads, list[tuple[int, int]]]:
+def learned(
+    row_s: float, most_rows: int = 256, step_s: float = 0.0, share: Callable[[torch.Tensor], object] = lambda _: None
+) -> tuple[Threads, list[tuple[int, int]]]:
     """Threads that have seen steps which take so long, and so long per row; with how many, of how many rows."""
     threads, seen = Threads(most=3, few=2), []
 
@@ -23,7 +25,7 @@ def learned(row_s: float, most_rows: int = 256, step_s: float = 0.0) -> tuple[Th
         seen.append((rows, torch.get_num_threads()))
         time.sleep(step_s + rows * row_s)
 
-    threads.learn(run, most_rows)
+    threads.learn(run, most_rows, share)
     return threads, seen
 
 
@@ -70,16 +72,13 @@ def test_nothing_is_timed_where_no_rank_has_a_choice():
     assert used(threads, 1) == used(threads, 2048)
 
 
-def test_every_rank_runs_the_same_steps_whatever_it_finds():
+@pytest.mark.parametrize("first_row_s", [0.0, SHORT_STEP_S / 8])
+def test_every_rank_runs_the_steps_that_the_first_one_does(first_row_s: float):
     """They would wait for each other for ever otherwise."""
-    runs = []
-    for most, few, row_s in ((3, 2, 0.0), (3, 2, SHORT_STEP_S / 8), (2, 2, 0.0)):
-        threads, seen = Threads(most, few), []
-
-        def run(rows: int, seen: list[int] = seen, row_s: float = row_s) -> None:
-            seen.append(rows)
-            time.sleep(rows * row_s)
-
-        threads.learn(run, 32)
-        runs.append(seen)
-    assert runs[0] == runs[1] == runs[2] == [16] * 3 + [32] * 3
+    told: list[torch.Tensor] = []
+    _, first = learned(first_row_s, share=lambda took_s: told.append(took_s.clone()))
+    for other_row_s in (0.0, SHORT_STEP_S / 8):
+        to_tell = iter(told)
+        threads, other = learned(other_row_s, share=lambda took_s, to_tell=to_tell: took_s.copy_(next(to_tell)))
+        assert other == first and not list(to_tell)
+        assert used(threads, 16) == (3 if first_row_s else 2)
