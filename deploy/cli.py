@@ -1,6 +1,7 @@
 """The `intarsia` command. Nothing heavy is imported before a command runs, so that `--help` is quick."""
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from .config import ConfiguredCommand
+from .limits import rows as limit_rows
 
 app = typer.Typer(
     name="intarsia",
@@ -38,7 +40,32 @@ def _use_file(context: typer.Context, path: Path | None) -> Path | None:
         return use_file(context, path)
 
 
+def _with_limits(command: Callable[..., None]) -> Callable[..., None]:
+    """The same command with a flag for each limit of the door, before its last two."""
+    import inspect
+
+    own = list(inspect.signature(command).parameters.values())
+    added = [
+        inspect.Parameter(
+            row.name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=row.default,
+            annotation=Annotated[type(row.default), typer.Option(help=f"{row.about} ({row.unit})")],
+        )
+        for row in limit_rows()
+    ]
+
+    @functools.wraps(command)
+    def run(context: typer.Context, **given: Any) -> None:
+        command(context, **{parameter.name: given[parameter.name] for parameter in own[1:]})
+
+    run.__signature__ = inspect.Signature([*own[:-2], *added, *own[-2:]])  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *added)}
+    return run
+
+
 @app.command(cls=ConfiguredCommand)
+@_with_limits
 def serve(
     context: typer.Context,
     model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face checkpoint directory.")],
@@ -180,7 +207,8 @@ def serve(
         from .settings import engine_settings
 
         settings = _engine_settings_of(context, engine_settings)
-        server = server_settings(**_those_of(server_settings, context.params))
+        limits = {row.name: context.params[row.name] for row in limit_rows()}
+        server = server_settings(**_those_of(server_settings, context.params), **limits)
         print(f"loading {model} ...", flush=True)
         asyncio.run(run(settings, server))
 
@@ -409,6 +437,15 @@ def families(
 
         for line in docs_page() if docs else markdown(family_rows()):
             print(line)
+
+
+@app.command()
+def limits() -> None:
+    """Print the limits of what clients may send and hold: each is a setting of `serve`."""
+    from .limits import markdown
+
+    for line in markdown():
+        print(line)
 
 
 @app.command()

@@ -26,6 +26,7 @@ from ..proto.tracing import INCOMING, Span, Tracer
 from .access import TENANT
 from .fleet import Fleet
 from .images import ImageReader, read_images
+from .limits import Limits
 from .text import whole_answers, with_text
 from .tokenizer import Tokenizer, encode_prompt
 
@@ -76,9 +77,12 @@ class FrontEnd:
         settings: FrontEndSettings | None = None,
         fleet: Fleet | None = None,
         tracer: Tracer | None = None,
+        limits: Limits | None = None,
     ):
-        """fleet: to choose among for each request; None: there is but this engine. tracer: who is told of requests."""
+        """fleet: to choose among for each request; None: there is but this engine. tracer: who is told of requests.
+        limits: of what clients may send; both servers read them here."""
         self._tracer = tracer
+        self.limits = limits or Limits()
         self.settings = settings or FrontEndSettings()
         self.tokenizer = tokenizer
         self._engine = engine

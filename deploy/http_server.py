@@ -10,6 +10,7 @@ import uvicorn
 
 from ..errors import InvalidSetting
 from .access import Access
+from .limits import Limits
 
 BACKLOG = 2048
 SHUTDOWN_GRACE_S = 5
@@ -31,8 +32,9 @@ class _Uvicorn(uvicorn.Server):
 class HttpServer:
     """An application that listens between `start` and `stop`."""
 
-    def __init__(self, app: Any, access: Access | None = None):
+    def __init__(self, app: Any, access: Access | None = None, limits: Limits | None = None):
         self._access = access or Access()
+        self._limits = limits or Limits()
         options: Any = self._access.ssl_options()
         config = uvicorn.Config(
             app,

@@ -18,6 +18,7 @@ from .console import ConsoleSettings
 from .front_end import FrontEnd, FrontEndSettings
 from .grpc_server import GrpcServer
 from .http_server import HttpServer
+from .limits import Limits
 from .loading_bar import loading_bar
 from .openai.app import make_app
 from .running import announced
@@ -35,6 +36,7 @@ class ServerSettings:
     front_end: FrontEndSettings = field(default_factory=FrontEndSettings)
     console: ConsoleSettings = field(default_factory=ConsoleSettings)
     drain_timeout_s: float = 60.0  # for requests that are being answered when the server is to stop
+    limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self):
         if self.drain_timeout_s < 0:
@@ -60,8 +62,9 @@ def server_settings(
     max_streams: int = 4096,
     console_prompts: bool = False,
     drain_timeout_s: float = 60.0,
+    **limits: float,
 ) -> ServerSettings:
-    """Flags and arguments as settings. Raises `InvalidSetting`, naming the field."""
+    """Flags and arguments as settings; limits by their names. Raises `InvalidSetting`, naming the field."""
     return ServerSettings(
         host,
         port,
@@ -79,6 +82,7 @@ def server_settings(
         FrontEndSettings(stream_interval_s, max_streams),
         ConsoleSettings(console_prompts),
         drain_timeout_s,
+        Limits(**limits),  # type: ignore[arg-type]  a float only where the limit is one
     )
 
 
@@ -116,9 +120,9 @@ async def serving(settings: EngineSettings, server: ServerSettings) -> AsyncIter
         engine = await start_engine(settings, watch)
     try:
         tracer = tracer_of("front-end", settings.model.traces_endpoint)
-        front_end = FrontEnd(engine.client, tokenizer, server.front_end, tracer=tracer)
-        app = make_app(lambda: front_end, access, server.console)
-        http, grpc = HttpServer(app, access), GrpcServer(front_end, access)
+        front_end = FrontEnd(engine.client, tokenizer, server.front_end, tracer=tracer, limits=server.limits)
+        app = make_app(lambda: front_end, access, server.console, server.limits)
+        http, grpc = HttpServer(app, access, server.limits), GrpcServer(front_end, access)
         try:
             url, target = await http.start(server.host, server.port), await grpc.start(server.host, server.grpc_port)
             drawn = access.draw_admin_key()

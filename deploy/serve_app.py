@@ -33,6 +33,8 @@ from .console import ConsoleSettings
 from .fleet import Fleet
 from .front_end import FrontEnd, FrontEndSettings
 from .grpc_server import InferenceServicer, status_of
+from .limits import Limits
+from .limits import rows as limit_rows
 from .openai.app import make_app
 from .settings import engine_settings
 from .tokenizer import Tokenizer
@@ -65,6 +67,7 @@ class DeploymentOptions(pydantic.BaseModel):
     api_key_file: str | None = pydantic.Field(None, description="Keys that clients must send, on the replicas' nodes.")
     admin_key_file: str | None = pydantic.Field(None, description="Keys for the console; without it, it is closed.")
     console_prompts: bool = pydantic.Field(False, description="Show texts of prompts and answers in the console.")
+    limits: Limits = pydantic.Field(default_factory=Limits, description="Given each by its name, as to `serve`.")
 
 
 @serve.deployment(
@@ -93,12 +96,14 @@ class Replica:
             FrontEndSettings(options.stream_interval_s, options.max_ongoing_requests),
             self._fleet,
             tracer_of("front-end", wanted.model.traces_endpoint),
+            options.limits,
         )
         self._servicer = InferenceServicer(self._front_end)
         freeze_startup_objects()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return make_app(lambda: self._front_end, self._access, ConsoleSettings(self._options.console_prompts))
+        console = ConsoleSettings(self._options.console_prompts)
+        return make_app(lambda: self._front_end, self._access, console, self._options.limits)
 
     async def check_health(self) -> None:
         """Called by Serve. An engine that is gone makes the replica start again; a busy one does not."""
@@ -225,12 +230,14 @@ def app(args: Mapping[str, Any]) -> serve.Application:
 
 def _split(args: dict[str, Any]) -> tuple[dict[str, Any], DeploymentOptions]:
     """Settings of the engine, in their types, and the rest."""
+    limits = {row.name: args.pop(row.name) for row in limit_rows() if row.name in args}
     parameters = inspect.signature(engine_settings).parameters
     known: dict[str, Any] = {name: (parameter.annotation, parameter.default) for name, parameter in parameters.items()}
     known["model"] = (str, ...)
     for name in args:
-        if name not in known and name not in DeploymentOptions.model_fields:
-            near = difflib.get_close_matches(name, [*known, *DeploymentOptions.model_fields], n=1)
+        if name == "limits" or (name not in known and name not in DeploymentOptions.model_fields):
+            names = [*known, *DeploymentOptions.model_fields, *(row.name for row in limit_rows())]
+            near = difflib.get_close_matches(name, names, n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise InvalidSetting(f"{name} is no setting.{hint}", field=name)
     if "model" not in args:
@@ -238,9 +245,10 @@ def _split(args: dict[str, Any]) -> tuple[dict[str, Any], DeploymentOptions]:
     Settings: Any = pydantic.create_model("Settings", **known)
     try:
         settings = Settings(**{name: value for name, value in args.items() if name in known})
-        options = DeploymentOptions(**{name: value for name, value in args.items() if name not in known})
+        beside = {name: value for name, value in args.items() if name not in known}
+        options = DeploymentOptions(**beside, limits=limits)  # type: ignore[arg-type]  pydantic makes them of it
     except pydantic.ValidationError as error:
         fault = error.errors()[0]
-        name = str(fault["loc"][0])
+        name = str(fault["loc"][-1] if fault["loc"][0] == "limits" else fault["loc"][0])
         raise InvalidSetting(f"{name}: {fault['msg']}, got {fault['input']!r}", field=name) from None
     return {name: getattr(settings, name) for name in args if name in known}, options

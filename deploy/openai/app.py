@@ -35,6 +35,7 @@ from ...proto.tracing import INCOMING
 from ..access import ROUTES, Access, Level
 from ..console import ConsoleSettings, add_console
 from ..front_end import FrontEnd
+from ..limits import Limits
 from ..metrics import METRICS_TYPE, render
 from .answers import CLIENT_CLOSED, event_stream, now_s, while_connected
 from .chat import ChatCall
@@ -126,9 +127,13 @@ RequestId = Annotated[str | None, Header(alias="X-Request-Id", pattern=r"^[\x21-
 
 
 def make_app(
-    front_end: Callable[[], FrontEnd], access: Access | None = None, console: ConsoleSettings | None = None
+    front_end: Callable[[], FrontEnd],
+    access: Access | None = None,
+    console: ConsoleSettings | None = None,
+    limits: Limits | None = None,
 ) -> FastAPI:
-    """The application. front_end: called with each request, so that the engine may come later than the routes."""
+    """The application. front_end: called with each request, so that the engine may come later than the routes.
+    limits: of what is read before that; what a request holds is judged by the front end's own."""
     app = FastAPI(title="Intarsia", version="1", docs_url=None, redoc_url=None)
     created = now_s()
     app.router.route_class = _TextRoute
