@@ -1,10 +1,19 @@
 """The table of limits: what it says, and that every way to start a server takes it."""
 
+from pathlib import Path
+
 import pytest
 
-from intarsia.deploy.limits import Limits, rows
+from intarsia.deploy.limits import Limits, markdown, rows
 from intarsia.deploy.serve import server_settings
 from intarsia.errors import InvalidSetting
+
+DOCS = Path(__file__).parents[2] / "docs" / "reliability.md"
+
+
+def test_the_page_on_reliability_has_the_table_of_the_code():
+    """After a change: replace the page's table by what `intarsia limits` prints."""
+    assert "\n".join(["", *markdown(), ""]) in DOCS.read_text()
 
 
 def test_each_limit_has_a_unit_a_sentence_and_an_answer():
