@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from ...errors import InvalidRequest
 from ..text import could_begin
 from .protocol import CalledFunction, ChatRequest, NamedTool, Tool, ToolCall
+from .schemas import check_references, moved
 
 MARKERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 
@@ -41,32 +42,42 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
         return None
     if isinstance(choice, NamedTool):
         name = choice.function.name
-        chosen = next((tool for tool in tools if tool.function.name == name), None)
-        if chosen is None:
+        at = next((n for n, tool in enumerate(tools) if tool.function.name == name), None)
+        if at is None:
             known = ", ".join(tool.function.name for tool in tools)
             raise InvalidRequest(f"tool_choice names {name!r}; the tools are {known}", field="tool_choice")
-        return ToolUse(tools, {"json_schema": json.dumps(_parameters(chosen))}, name)
+        return ToolUse(tools, {"json_schema": json.dumps(_parameters(at, tools[at]))}, name)
     if choice == "required":
         return ToolUse(tools, {"json_schema": json.dumps(_calls_schema(tools, body.parallel_tool_calls))}, None)
     return ToolUse(tools, None, None)
 
 
-def _parameters(tool: Tool) -> dict[str, Any]:
-    """A function has the parameters that it has: no others, unless its schema says so."""
-    return {"additionalProperties": False} | (tool.function.parameters or {"type": "object", "properties": {}})
+def _parameters(at: int, tool: Tool) -> dict[str, Any]:
+    """A function has the parameters that it has: no others, unless its schema says so. at: its place among the tools.
+    Raises `InvalidRequest`, naming the field."""
+    schema = {"additionalProperties": False} | (tool.function.parameters or {"type": "object", "properties": {}})
+    check_references(schema, f"tools.{at}.function.parameters", f"the tool {tool.function.name!r}")
+    return schema
 
 
 def _calls_schema(tools: Sequence[Tool], is_parallel: bool | None) -> dict[str, Any]:
+    """One call or more. Each tool's schema is a definition of its own, since what it refers to is within itself."""
+    places = [f"#/$defs/{at}" for at in range(len(tools))]
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": tool.function.name}, "arguments": _parameters(tool)},
+            "properties": {"name": {"const": tool.function.name}, "arguments": {"$ref": place}},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for tool in tools
+        for tool, place in zip(tools, places, strict=True)
     ]
-    schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
+    schema: dict[str, Any] = {
+        "$defs": {str(at): moved(_parameters(at, tool), places[at]) for at, tool in enumerate(tools)},
+        "type": "array",
+        "items": {"anyOf": calls},
+        "minItems": 1,
+    }
     if is_parallel is False:
         schema["maxItems"] = 1
     return schema

@@ -3,10 +3,12 @@
 import json
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from intarsia.deploy.openai.protocol import ChatRequest
 from intarsia.deploy.openai.tools import CallReader, tool_use
 from intarsia.errors import InvalidRequest
+from intarsia.workers.form_trial import source_of
 
 TOOLS = [
     {"type": "function", "function": {"name": "saw", "parameters": {"type": "object", "properties": {"cm": {}}}}},
@@ -63,6 +65,57 @@ def test_a_required_call_is_an_array_of_calls_by_schema():
     assert schema["maxItems"] == 1
     assert [call["properties"]["name"]["const"] for call in schema["items"]["anyOf"]] == ["saw", "glue"]
     assert read('[{"name": "saw", "arguments": {"cm": 2}}]', 4, tool_choice="required") == ("", [("saw", {"cm": 2})])
+
+
+def accepts(form: dict, text: str) -> bool:
+    """Whether an answer of this form can be this text, by what holds answers to their form."""
+    matcher = LLMatcher(LLTokenizer("byte"), source_of("json_schema", form["json_schema"]), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher.try_consume_tokens(list(text.encode())) == len(text) and matcher.is_accepting()
+
+
+PLANK = {
+    "type": "object",
+    "properties": {"wood": {"$ref": "#/$defs/Wood"}, "then": {"$ref": "#"}},
+    "required": ["wood"],
+    "$defs": {"Wood": {"enum": ["oak", "#/$defs/Wood"]}},
+}
+BOARD = {
+    "type": "object",
+    "properties": {"$ref": {"$ref": "#/definitions/Wood"}},
+    "required": ["$ref"],
+    "definitions": {"Wood": {"enum": ["ash"]}},
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "is_one"),
+    [
+        ('[{"name":"plank","arguments":{"wood":"oak"}}]', True),
+        ('[{"name":"plank","arguments":{"wood":"oak","then":{"wood":"#/$defs/Wood"}}}]', True),
+        ('[{"name":"plank","arguments":{"wood":"ash"}}]', False),
+        ('[{"name":"plank","arguments":{"wood":"oak","then":[]}}]', False),
+        ('[{"name":"board","arguments":{"$ref":"ash"}},{"name":"plank","arguments":{"wood":"oak"}}]', True),
+        ('[{"name":"board","arguments":{"$ref":"oak"}}]', False),
+    ],
+)
+def test_in_a_required_call_each_tools_references_mean_its_own_schema(call: str, is_one: bool):
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": parameters}}
+        for name, parameters in (("plank", PLANK), ("board", BOARD))
+    ]
+    use = tool_use(request(tools=tools, tool_choice="required"))
+    assert use is not None and use.form is not None
+    assert accepts(use.form, call) is is_one
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "nail"}}])
+def test_a_tool_that_refers_to_what_it_does_not_have_is_named(choice: object):
+    lost = {"type": "object", "properties": {"mm": {"$ref": "#/$defs/Size"}}}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "nail", "parameters": lost}}]
+    with pytest.raises(InvalidRequest, match=r"the tool 'nail' refers to '#/\$defs/Size'") as refused:
+        tool_use(request(tools=tools, tool_choice=choice))
+    assert refused.value.field == "tools.2.function.parameters"
 
 
 def test_a_named_call_is_its_arguments():
