@@ -10,6 +10,7 @@ Where a call is required, the answer's form is a JSON schema, and nothing needs 
 """
 
 import json
+import re
 import uuid
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,9 @@ from .protocol import CalledFunction, ChatRequest, NamedTool, Tool, ToolCall
 from .schemas import check_references, moved
 
 MARKERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
+
+BEGUN_CALL = re.compile(r'\{"name":"(?P<name>[^"]*)"(?:,"arguments":(?P<arguments>\{.*))?', re.DOTALL)
+"""A call within the array that `_calls_schema` asks for, from its beginning to where the answer was cut."""
 
 
 class ToolUse(NamedTuple):
@@ -115,11 +119,13 @@ class CallReader:
         return self._say(text[: len(text) - keep])
 
     def finish(self) -> tuple[str, list[ToolCall]]:
-        """The rest that is said, and the calls."""
+        """The rest that is said, and the calls. An answer that was cut may end in a call whose arguments are cut."""
         if not self._holds:
             return self._waiting, []
         if self._use.called is not None:
             return "", [_call(self._use.called, self._held.strip())]
+        if self._use.form is not None:
+            return "", _required_calls(self._held)
         known = {tool.function.name for tool in self._use.tools}
         calls = [call for value in _json_values(self._held) for call in _calls(value, known)]
         return ("", calls) if calls else (self._held, [])
@@ -131,6 +137,21 @@ class CallReader:
     def _say(self, text: str) -> str:
         self._has_said = self._has_said or bool(text.strip())
         return text
+
+
+def _required_calls(text: str) -> list[ToolCall]:
+    """The calls of an answer that must be an array of them. Of one that is cut before its name is whole, nothing."""
+    decoder, calls = json.JSONDecoder(), []
+    at = text.find("{")
+    while at >= 0:
+        try:
+            entry, at = decoder.raw_decode(text, at)
+            calls.append(_call(entry["name"], json.dumps(entry["arguments"])))
+        except ValueError:
+            begun = BEGUN_CALL.match(text, at)
+            return [*calls, _call(begun["name"], begun["arguments"] or "")] if begun is not None else calls
+        at = text.find("{", at)
+    return calls
 
 
 def _json_values(text: str) -> list[Any]:

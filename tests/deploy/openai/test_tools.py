@@ -67,6 +67,32 @@ def test_a_required_call_is_an_array_of_calls_by_schema():
     assert read('[{"name": "saw", "arguments": {"cm": 2}}]', 4, tool_choice="required") == ("", [("saw", {"cm": 2})])
 
 
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("", []),
+        ("[", []),
+        ('[{"name":"sa', []),
+        ('[{"name":"saw"', [("saw", "")]),
+        ('[{"name":"saw","arguments":', [("saw", "")]),
+        ('[{"name":"saw","arguments":{"cm":"1\\"', [("saw", '{"cm":"1\\"')]),
+        ('[{"name":"saw","arguments":{"cm":{"name":"glue","arguments":{}},', [
+            ("saw", '{"cm":{"name":"glue","arguments":{}},')
+        ]),
+        ('[{"name":"glue","arguments":{}},{"name":"saw","arguments":{"c', [("glue", "{}"), ("saw", '{"c')]),
+        ('[{"name":"glue","arguments":{}},', [("glue", "{}")]),
+    ],
+)  # fmt: skip
+def test_a_required_call_that_is_cut_is_a_call_with_cut_arguments(text: str, calls: list):
+    use = tool_use(request(tool_choice="required"))
+    assert use is not None
+    reader = CallReader(use)
+    assert reader.push(text) == ""
+    said, called = reader.finish()
+    assert said == ""
+    assert [(call.function.name, call.function.arguments) for call in called] == calls
+
+
 def accepts(form: dict, text: str) -> bool:
     """Whether an answer of this form can be this text, by what holds answers to their form."""
     matcher = LLMatcher(LLTokenizer("byte"), source_of("json_schema", form["json_schema"]), log_level=0)
