@@ -220,6 +220,7 @@ def _batch(
     model: Annotated[Path, typer.Option(help="A Hugging Face checkpoint directory.")],
     num_engines: Annotated[int, typer.Option(help="Engines that share the lines, each with the whole model.")] = 1,
     restart: Annotated[bool, typer.Option("--restart", help="Begin anew, whatever earlier runs left.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 if any line was refused.")] = False,
     config: Annotated[
         Path | None,
         typer.Option(is_eager=True, callback=_use_file, help="YAML with any of these settings; flags come first."),
@@ -227,13 +228,16 @@ def _batch(
 ) -> None:
     """Answer all requests of a file. Interrupted or killed, the same command goes on where it was.
 
+    Exit status: 0 when every line has its result; 3 when none of them is an answer, or with --strict when one is not; 2
+    for a setting that can not work; 130 when it was stopped.
+
     In a Ray cluster: ray job submit -- intarsia batch IN.jsonl -o OUT.jsonl --model MODEL_DIR
     """
     with _plain_errors():
         from .batch.run import BatchSettings, main
         from .settings import engine_settings
 
-        settings = BatchSettings(source, out, num_engines, restart)
+        settings = BatchSettings(source, out, num_engines, restart, strict)
         raise typer.Exit(main(settings, _engine_settings_of(context, engine_settings)))
 
 

@@ -28,17 +28,19 @@ class Input:
     """A file of lines, of any length: what is kept in memory is where each begins."""
 
     def __init__(self, path: Path):
-        """Raises `InvalidSetting` if it can not be read. Empty lines are none."""
+        """Raises `InvalidSetting` if it can not be read. Empty lines are none, but are counted as lines of the file."""
         self.path = path
         self.offsets = array("Q")
+        self.numbers = array("L")  # of the lines in the file, from 1
         digest = hashlib.sha256()
         try:
             with path.open("rb") as file:
                 at = 0
-                for line in file:
+                for number, line in enumerate(file, 1):
                     digest.update(line)
                     if line.strip():
                         self.offsets.append(at)
+                        self.numbers.append(number)
                     at += len(line)
         except OSError as error:
             raise InvalidSetting(f"the batch {path} can not be read: {error.strerror}", field="input") from None
@@ -47,11 +49,11 @@ class Input:
     def __len__(self) -> int:
         return len(self.offsets)
 
-    def lines(self, skip: "Journal") -> Iterator[tuple[int, bytes]]:
-        """(place, line) of all those whose result is not there yet."""
+    def lines(self, skip: "Journal | None" = None) -> Iterator[tuple[int, bytes]]:
+        """(place, line) of all those whose result is not there yet. skip: where results are; None: of all lines."""
         with self.path.open("rb") as file:
             for place, offset in enumerate(self.offsets):
-                if place not in skip:
+                if skip is None or place not in skip:
                     file.seek(offset)
                     yield place, file.readline().strip()
 

@@ -23,9 +23,13 @@ from ..openai.app import make_app
 from ..tokenizer import Tokenizer
 from .answering import answer
 from .journal import Input, Journal, begin_anew, partial_of
+from .survey import Outcome, outcome, survey
 
 AHEAD = 2
 """Lines in flight for each request that an engine runs at once: so that somebody always waits."""
+
+REFUSED, STOPPED = 3, 130
+"""Exit statuses beside 0 (done) and 2 (nothing could be done as asked)."""
 
 TELL_EVERY_S = 10.0
 """Where there is no screen to draw a bar on."""
@@ -39,6 +43,7 @@ class BatchSettings:
     out: Path
     num_engines: int = 1  # that share the lines, each with the whole model
     restart: bool = False  # begin anew, whatever earlier runs left
+    strict: bool = False  # a line that is refused is a failure of the run
 
     def __post_init__(self):
         if self.num_engines < 1:
@@ -47,8 +52,8 @@ class BatchSettings:
             raise InvalidSetting(f"{self.out} is the batch itself; choose another --out", field="out")
 
 
-async def run_batch(settings: BatchSettings, engine: EngineSettings) -> bool:
-    """True when every line has its result; False when somebody stopped it before.
+async def run_batch(settings: BatchSettings, engine: EngineSettings) -> Outcome | None:
+    """What came of the lines, when every line has its result; None when somebody stopped it before.
 
     Raises `InvalidSetting` for files that do not fit, `EngineUnavailable` when all engines are gone; what is done is
     kept for the next run then.
@@ -58,8 +63,12 @@ async def run_batch(settings: BatchSettings, engine: EngineSettings) -> bool:
     if settings.restart:
         begin_anew(settings.out)
     elif is_there(settings.out, source):
-        console.print(f"{settings.out} has all {len(source):,} results already (--restart begins anew)")
-        return True
+        found = outcome(settings.out, source.numbers)
+        console.print(f"{settings.out} has all {len(source):,} results already (--restart begins anew): {found}")
+        return found
+    served = engine.served_model_name or Path(engine.model.model_dir).name
+    for note in survey(source, served).notes(served):
+        console.print(f"note: {note}", markup=False)
     journal = Journal(settings.out, source, {"model": _fingerprint(engine)})
     try:
         if journal.resumed:
@@ -69,12 +78,13 @@ async def run_batch(settings: BatchSettings, engine: EngineSettings) -> bool:
                 f"stopped: {journal.count:,} of {len(source):,} results are in {journal.path}; "
                 "the same command goes on from there"
             )
-            return False
+            return None
         journal.finish()
     finally:
         journal.close()
-    console.print(f"{settings.out}: {len(source):,} results")
-    return True
+    found = outcome(settings.out, source.numbers)
+    console.print(f"{settings.out}: {len(source):,} results, {found}", markup=False)
+    return found
 
 
 def is_there(out: Path, source: Input) -> bool:
@@ -122,7 +132,7 @@ async def _share(source: Input, journal: Journal, engines: list[RunningEngine], 
             place, text = given_up.pop() if given_up else next(todo, (None, b""))
             if place is None:
                 return
-            done = await answer(app, text, place + 1)
+            done = await answer(app, text, source.numbers[place])
             if done is None:
                 given_up.append((place, text))
             else:
@@ -210,7 +220,7 @@ async def _report(console: Console, journal: Journal, engines: list[RunningEngin
     )
     reused = f" ({cached / prompts:.1%} out of the prefix cache)" if prompts else ""
     console.print(
-        f"{journal.count - journal.resumed:,} answered in {took_s:.1f} s: {prompts:,} tokens of prompts{reused}, "
+        f"{journal.count - journal.resumed:,} lines in {took_s:.1f} s: {prompts:,} tokens of prompts{reused}, "
         f"{generated:,} generated, {generated / max(took_s, 1e-9):,.0f} per second"
     )
 
@@ -229,5 +239,10 @@ def _fingerprint(engine: EngineSettings) -> str:
 
 
 def main(settings: BatchSettings, engine: EngineSettings) -> int:
-    """Exit status: 0 when all is done, 130 when it was stopped."""
-    return 0 if asyncio.run(run_batch(settings, engine)) else 130
+    """Exit status: 0 when every line has its result and at least one is an answer, 3 when none is (with `strict`: when
+    a line was refused), 130 when it was stopped."""
+    found = asyncio.run(run_batch(settings, engine))
+    if found is None:
+        return STOPPED
+    is_failed = bool(found.refused) and (settings.strict or not found.answered)
+    return REFUSED if is_failed else 0
