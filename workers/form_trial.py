@@ -23,6 +23,8 @@ TRIAL_S = 1.0
 TRIAL_BYTES = 2 << 30
 """Of address space."""
 
+MOST_CHARS_TOLD = 300
+
 
 class FormTrial:
     """A process that compiles forms, one after another, started when it is needed."""
@@ -77,11 +79,15 @@ def source_of(kind: str, text: str) -> str:
 
 def complaint_about(matcher: Any, kind: str) -> str | None:
     """What is wrong with a compiled form, if anything."""
-    return f"{kind} can not be used: {first_line(matcher.get_error())}" if matcher.is_error() else None
+    return f"{kind} can not be used: {one_line(matcher.get_error())}" if matcher.is_error() else None
 
 
-def first_line(text: str) -> str:
-    return text.strip().partition("\n")[0][:300]
+def one_line(text: str) -> str:
+    """What a library complains of, as one sentence. A regular expression's parser draws where the fault is, and then
+    says what it is: that is what counts."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    told = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), " ".join(lines))
+    return told if len(told) <= MOST_CHARS_TOLD else f"{told[: MOST_CHARS_TOLD - 4]} ..."
 
 
 def _start() -> "subprocess.Popen[str]":
@@ -110,7 +116,7 @@ def _complaint(tokenizer, kind: str, text: str) -> str | None:
     try:
         matcher = LLMatcher(tokenizer, source_of(kind, text), log_level=0)
     except ValueError as error:
-        return f"{kind} can not be read: {first_line(str(error))}"
+        return f"{kind} can not be read: {one_line(str(error))}"
     if not matcher.is_error():
         matcher.compute_bitmask()
     return complaint_about(matcher, kind)

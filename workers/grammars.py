@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidRequest
-from .form_trial import FormTrial, complaint_about, first_line, source_of
+from .form_trial import FormTrial, complaint_about, one_line, source_of
 
 REMEMBERED, REMEMBERED_CHARS = 256, 1 << 19
 """Compiled forms that are kept, and characters of them all: one can take 500 bytes for each."""
@@ -82,7 +82,7 @@ class Grammars:
             except Exception as error:  # of whatever kind: the model has no tokenizer that can be used
                 raise InvalidRequest(
                     f"answers of a given form need the model's tokenizer, which can not be used for it: "
-                    f"{first_line(str(error))}",
+                    f"{one_line(str(error))}",
                     field=kind,
                 ) from error
         return self._tokenizer

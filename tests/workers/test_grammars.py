@@ -118,6 +118,21 @@ def test_a_trial_whose_process_was_killed_goes_on_with_another():
         trial.run("regex", "(")
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        ("regex", "(", "regex can not be used: unclosed group"),
+        ("regex", "(?=a)b", "regex can not be used: look-around, including look-ahead"),
+        ("json_schema", '{"type": "string", "pattern": "(?!a)b"}', "json_schema can not be used: look-around"),
+        ("json_schema", '{"$ref": "#/a"}', "json_schema can not be used: Pointer '/a' does not exist"),
+    ],
+)
+def test_a_form_that_can_not_be_used_is_refused_with_the_whole_reason(kind: str, text: str, reason: str):
+    with pytest.raises(InvalidRequest) as refused:
+        FormTrial().run(kind, text)
+    assert str(refused.value).startswith(reason)
+
+
 def test_a_form_is_compiled_once(talker: Path, monkeypatch: pytest.MonkeyPatch):
     grammars = Grammars(str(talker), False, VOCAB, [EOS])
     grammars.prepare("regex", "ab+")
