@@ -1,0 +1,68 @@
+"""JSON of long values, made piece by piece: `json.dumps` is one call into C, during which no other thread runs."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+PIECE = 2000
+"""Values, or hundreds of characters, in one call: about a millisecond."""
+
+CHARS_OF_A_VALUE = 100
+
+
+def json_pieces(value: Any) -> Iterator[str]:
+    """Pieces that joined are the JSON of `value`, without white space, and characters as they are."""
+    if size_of(value, PIECE) < PIECE or not isinstance(value, dict | list | tuple):
+        yield _dumps(value)
+    elif isinstance(value, dict):
+        yield from _within("{}", ((_dumps({name: 0})[1:-2], inner) for name, inner in value.items()))
+    else:
+        yield from _within("[]", (("", inner) for inner in value))
+
+
+def is_long(value: Any) -> bool:
+    """Would its JSON take more than a millisecond?"""
+    return size_of(value, PIECE) >= PIECE
+
+
+def size_of(value: Any, most: int) -> int:
+    """Values in it, texts as if each hundred characters were one; `most` if there are more, which are not looked at."""
+    total, stack = 0, [iter((value,))]
+    while stack:
+        for each in stack[-1]:
+            total += 1
+            if isinstance(each, str):
+                total += len(each) // CHARS_OF_A_VALUE
+            elif isinstance(each, Mapping):
+                stack.append(iter(each.values()))
+            elif isinstance(each, list | tuple):
+                stack.append(iter(each))
+            if total >= most:
+                return most
+            if isinstance(each, Mapping | list | tuple):
+                break
+        else:
+            stack.pop()
+    return total
+
+
+def _within(brackets: str, items: Iterator[tuple[str, Any]]) -> Iterator[str]:
+    """items: what stands before each value, and the value. Small values are written together."""
+    before, together, size = brackets[0], [], 0
+    for name, inner in items:
+        own = size_of(inner, PIECE)
+        if size + own >= PIECE and together:
+            yield before + ",".join(together)
+            before, together, size = ",", [], 0
+        if own < PIECE:
+            together.append(name + _dumps(inner))
+            size += own
+        else:
+            yield before + name
+            yield from json_pieces(inner)
+            before = ","
+    yield (before if together or before in "{[" else "") + ",".join(together) + brackets[1]
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
