@@ -7,6 +7,7 @@ milliseconds: a single call into C that keeps it for longer holds up the loop fr
 """
 
 import asyncio
+import contextlib
 import queue
 import threading
 import weakref
@@ -108,10 +109,8 @@ class Beside:
                 result, error = one.do(), None
             except BaseException as raised:  # noqa: BLE001  whatever it is, it is the caller's
                 result, error = None, raised
-            try:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
                 loop.call_soon_threadsafe(self._end_of, tenant, one, result, error)
-            except RuntimeError:
-                pass  # the loop has ended, and nobody waits
 
         self._todo.put(do)
 
@@ -128,8 +127,8 @@ class Beside:
 
     def _drop(self, tenant: str, one: _Work) -> None:
         """Forget what nobody waits for any more, if it has not begun."""
-        waiting = self._waiting.get(tenant, ())
-        if one not in waiting:
+        waiting = self._waiting.get(tenant)
+        if waiting is None or one not in waiting:
             return
         waiting.remove(one)
         self._waiting_bytes[tenant] -= one.size_bytes

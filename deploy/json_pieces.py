@@ -26,7 +26,8 @@ def is_long(value: Any) -> bool:
 
 
 def size_of(value: Any, most: int) -> int:
-    """Values in it, texts as if each hundred characters were one; `most` if there are more, which are not looked at."""
+    """Values in it and in the attributes of its objects, texts as if each hundred characters were one; `most` if there
+    are more, which are not all looked at."""
     total, stack = 0, [iter((value,))]
     while stack:
         for each in stack[-1]:
@@ -37,13 +38,30 @@ def size_of(value: Any, most: int) -> int:
                 stack.append(iter(each.values()))
             elif isinstance(each, list | tuple):
                 stack.append(iter(each))
+            elif hasattr(each, "__dict__"):
+                stack.append(iter(vars(each).values()))
+            else:
+                continue
             if total >= most:
                 return most
-            if isinstance(each, Mapping | list | tuple):
+            if not isinstance(each, str):
                 break
         else:
             stack.pop()
-    return total
+    return min(total, most)
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """All texts in it, at any depth."""
+    stack = [value]
+    while stack:
+        each = stack.pop()
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, Mapping):
+            stack.extend(each.values())
+        elif isinstance(each, list | tuple):
+            stack.extend(each)
 
 
 def _within(brackets: str, items: Iterator[tuple[str, Any]]) -> Iterator[str]:

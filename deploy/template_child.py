@@ -44,9 +44,9 @@ class TooLong(Exception):
 class Generation(jinja2.ext.Extension):
     """{% generation %} marks what the model wrote, which matters to those who train. Here it says what it contains."""
 
-    tags = {"generation"}
+    tags = frozenset({"generation"})  # type: ignore[assignment]
 
-    def parse(self, parser: Any) -> jinja2.nodes.CallBlock:
+    def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("_contained"), [], [], body).set_lineno(line)

@@ -106,7 +106,9 @@ class _Child:
     def __init__(self) -> None:
         # Without what `site` does, it is there in half the time. Its time zone is ours; of the rest of our environment,
         # which may hold keys, it needs nothing.
-        program = f"import sys; sys.path[:] = {sys.path!r}; import runpy; runpy.run_path({str(CHILD)!r}, None, '__main__')"
+        program = (
+            f"import sys; sys.path[:] = {sys.path!r}; import runpy; runpy.run_path({str(CHILD)!r}, None, '__main__')"
+        )
         self._process = subprocess.Popen(
             [sys.executable, "-E", "-s", "-S", "-c", program],
             stdin=subprocess.PIPE,

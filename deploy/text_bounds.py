@@ -1,4 +1,4 @@
-"""How long a text may be whose tokens are to fit: judged before it is tokenised, which takes seconds for some megabytes.
+"""How long a text may be whose tokens are to fit: judged before it is tokenised, which takes seconds for megabytes.
 
 A token stands for so many bytes of a text, so a model that takes `max_model_len` tokens takes no text of more bytes
 than that many of its longest ones. What the tokens of a shorter text are is known when it has been tokenised; where it

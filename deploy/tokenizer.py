@@ -181,6 +181,16 @@ class Tokenizer:
         return TextStream(self)
 
 
+HALF = "\N{REPLACEMENT CHARACTER}"
+"""What bytes that are no character, or not yet one, become."""
+
+LONGEST_CHARACTER_TOKENS = 4
+"""It has four bytes."""
+
+LONGEST_HALF_TOKENS = 16
+"""So many without an end are not on their way to become a character."""
+
+
 class TextStream:
     """Turns tokens into text as they come. The pieces joined are the decoding of all tokens at once.
 
@@ -202,10 +212,11 @@ class TextStream:
         """New text, which may be empty."""
         self._tokens += token_ids
         before, now = self._texts()
-        if now.endswith("\N{REPLACEMENT CHARACTER}") or len(now) <= len(before):
-            return ""  # in the middle of a character
-        self._settled, self._told = self._told, len(self._tokens)
-        return now[len(before) :]
+        if not now.endswith(HALF):
+            return self._tell(len(self._tokens), before, now)
+        if len(self._tokens) - self._told > LONGEST_HALF_TOKENS:
+            return self._tell_what_stays_broken(before, now)
+        return ""  # in the middle of a character
 
     def finish(self) -> str:
         """The rest, be it half a character."""
@@ -217,9 +228,35 @@ class TextStream:
         decode = self._tokenizer.decode
         return decode(self._tokens[self._settled : self._told]), decode(self._tokens[self._settled :])
 
+    def _tell(self, end: int, before: str, now: str) -> str:
+        """now: the text up to token `end`."""
+        if len(now) <= len(before):
+            return ""
+        self._settled, self._told = self._told, end
+        return now[len(before) :]
 
-def encode_prompt(tokenizer: Tokenizer | None, text: str, model: str, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a text prompt. Raises `InvalidRequest` when the model has no tokenizer."""
+    def _tell_what_stays_broken(self, before: str, now: str) -> str:
+        """Bytes that are no character, for longer than any takes: else each token to come would decode them anew. What
+        may yet become one is at the end, and is left there."""
+        decode = self._tokenizer.decode
+        end, text = len(self._tokens), now
+        while text.endswith(HALF) and end > len(self._tokens) - LONGEST_CHARACTER_TOKENS:
+            end -= 1
+            text = decode(self._tokens[self._settled : end])
+        return self._tell(end, before, text) if now.startswith(text) or not text.endswith(HALF) else ""
+
+
+def encode_prompt(
+    tokenizer: Tokenizer | None,
+    text: str,
+    model: str,
+    add_special_tokens: bool = True,
+    bound: TextBound | None = None,
+) -> list[int]:
+    """Token ids of a text prompt. Raises `InvalidRequest` when the model has no tokenizer, `RequestTooLarge` for far
+    more tokens than `bound` has."""
     if tokenizer is None:
         raise InvalidRequest(f"{model} has no tokenizer, so it takes prompts of token ids only", field="prompt")
-    return tokenizer.encode(text, add_special_tokens)
+    if bound is None:
+        return tokenizer.encode(text, add_special_tokens)
+    return tokenizer.encode_bounded(text, bound, add_special_tokens)

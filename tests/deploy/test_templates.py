@@ -100,7 +100,7 @@ def test_every_template_of_a_real_model_renders_as_transformers_renders_it(templ
 
 
 WRITTEN = {
-    "loops and white space": "{% for m in messages %}\n  {{ m.role }}: {{ m.content }}\n{% if loop.last %}{% break %}{% endif %}{% endfor %}\n",
+    "loops": "{% for m in messages %}\n {{ m.role }}: \n{% if loop.last %}{% break %}{% endif %}{% endfor %}\n",
     "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
     "json": "{{ messages | tojson }}{{ {'b': '<ä>', 'a': 1.0} | tojson(indent=2, sort_keys=True) }}",
     "namespace": "{% set n = namespace(a=1) %}{% set n.a = 2 %}{{ n.a }}{{ dict(a=1) }}{{ dict.fromkeys(['x']) }}",
@@ -121,18 +121,21 @@ WRITTEN = {
 def test_what_templates_can_say_is_what_transformers_makes_of_it(templates: Templates, name: str):
     messages = [{"role": "user", "content": "hi \u2028ä\0", "reasoning": "because", "name": None}]
     asked = question(WRITTEN[name], messages, documents=[{"title": "x"}], voice="low", bos_token="<s>")
+    ours, theirs = said(lambda: templates.render(asked, Limits(), MOST_BYTES)), said(lambda: by_transformers(asked))
     if name == "underscores":  # refused in words of our own
-        assert {said(lambda: templates.render(asked, Limits(), MOST_BYTES))[0], said(lambda: by_transformers(asked))[0]} == {"refused"}
-        return
-    assert said(lambda: templates.render(asked, Limits(), MOST_BYTES)) == said(lambda: by_transformers(asked))
+        assert (ours[0], theirs[0]) == ("refused", "refused")
+    else:
+        assert ours == theirs
 
+
+LOOPS = "{% for a in range(20000) %}{% for b in range(20000) %}BODY{% endfor %}{% endfor %}"
 
 HOSTILE = {
-    "loops": "{% for a in range(20000) %}{% for b in range(20000) %}{% for c in range(20000) %}{% endfor %}{% endfor %}{% endfor %}",
+    "loops": LOOPS.replace("BODY", LOOPS).replace("BODY", ""),
     "one string": "{% set x = 'x' * 900000000 %}{{ x | length }}",
     "doubling": "{% set n = namespace(x='x') %}{% for a in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
     "macro within itself": "{% macro m(a) %}{{ m(a) }}{% endmacro %}{{ m(1) }}",
-    "deep list": "{% set n = namespace(x=[]) %}{% for a in range(99999) %}{% set n.x = [n.x] %}{% endfor %}{{ n.x | tojson }}",
+    "deep list": "{% set n = namespace(x=[]) %}{% for a in range(99999) %}{% set n.x = [n.x] %}{% endfor %}{{ n.x }}",
     "deep expression": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     "long range": "{{ range(1000000000) | list }}",
     "power": "{{ 9 ** (9 ** 9) }}",
@@ -159,22 +162,26 @@ def test_more_text_than_was_asked_for_is_refused_with_the_number(templates: Temp
             templates.render(question(template), QUICK, 1000)
 
 
-def test_a_slow_template_holds_up_nobody_else(templates: Templates):
+def test_a_slow_template_holds_up_nobody_else_and_its_killed_child_is_its_own_end_only(templates: Templates):
+    others = children_of(os.getpid())
+    ended: list[tuple[str, str]] = []
+    asked = question(HOSTILE["loops"])
+    own = Templates()
     slow = threading.Thread(
-        target=lambda: said(lambda: templates.render(question(HOSTILE["loops"]), Limits(template_timeout_s=30), 1000))
+        target=lambda: ended.append(said(lambda: own.render(asked, Limits(template_timeout_s=60), MOST_BYTES)))
     )
-    before = set(templates._free)
     slow.start()
-    while not before.isdisjoint(templates._free) and before == set(templates._free):
+    while not (born := children_of(os.getpid()) - others):
         time.sleep(0.01)
     for _ in range(20):
-        assert templates.render(question("{{ messages[0].content }}"), QUICK, 1000) == "hi"
+        assert own.render(question("{{ messages[0].content }}"), QUICK, 1000) == "hi"
     assert slow.is_alive()
-    others = {child._process.pid for child in templates._free}
-    for pid in children_of(os.getpid()) - others:
-        os.kill(pid, signal.SIGKILL)  # and killed from outside, it is only its own request's end
+    for pid in born:
+        os.kill(pid, signal.SIGKILL)
     slow.join(30)
-    assert not slow.is_alive()
+    assert [outcome for outcome, _ in ended] == ["refused"]
+    assert own.render(question("{{ messages[0].content }}"), QUICK, 1000) == "hi"
+    own.close()
 
 
 def test_a_child_that_was_killed_meanwhile_is_replaced(templates: Templates):
@@ -238,7 +245,7 @@ def test_any_other_template_option_goes_in(byte_tokenizer: Tokenizer, monkeypatc
     variables = {"voice": "low", "enable_thinking": False, "kwargs": 1, "conversations": 2, "bos_token": "<b>"}
     ids = byte_tokenizer.chat(list(HI), variables=variables | {"documents": [{"title": "x"}]})
     assert byte_tokenizer.decode(ids) == "lowFalse12<b>x"
-    with pytest.raises(InvalidRequest, match="documents .* must be a list of objects"):
+    with pytest.raises(InvalidRequest, match=r"documents .* must be a list of objects"):
         byte_tokenizer.chat(list(HI), variables={"documents": "x"})
 
 
