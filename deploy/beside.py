@@ -8,6 +8,7 @@ milliseconds: a single call into C that keeps it for longer holds up the loop fr
 
 import asyncio
 import contextlib
+import ctypes
 import queue
 import threading
 import weakref
@@ -22,6 +23,10 @@ Result = TypeVar("Result")
 
 THREADS = 3
 """One tenant alone gets all but one of them, so that another's first work begins at once."""
+
+LARGE_BYTES = 1 << 18
+"""Of work. What it took besides is given back to the machine afterwards, of which the C library would keep hundreds of
+megabytes for each thread."""
 
 MAX_WAITING = 4096
 """Pieces of work of one tenant."""
@@ -109,6 +114,8 @@ class Beside:
                 result, error = one.do(), None
             except BaseException as raised:  # noqa: BLE001  whatever it is, it is the caller's
                 result, error = None, raised
+            if one.size_bytes >= LARGE_BYTES:
+                _give_memory_back()
             with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
                 loop.call_soon_threadsafe(self._end_of, tenant, one, result, error)
 
@@ -134,6 +141,12 @@ class Beside:
         self._waiting_bytes[tenant] -= one.size_bytes
         if not waiting:
             del self._waiting[tenant], self._waiting_bytes[tenant]
+
+
+def _give_memory_back() -> None:
+    """It takes some milliseconds, during which other threads run."""
+    with contextlib.suppress(AttributeError, OSError):  # glibc has it, others have not
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _work(todo: "queue.SimpleQueue[Callable[[], None] | None]") -> None:

@@ -9,9 +9,8 @@ from ..controller.request import SamplingParams
 from ..errors import InvalidRequest
 from .tokenizer import Tokenizer
 
-AT_ONCE_TOKENS = 32
-"""Are turned into text, and told, before others have their turn. With 20 log-probabilities each it takes a few
-milliseconds to tell them."""
+AT_ONCE_VALUES = 512
+"""Tokens and log-probabilities that are told before others have their turn: it takes about a millisecond."""
 
 
 class Deltas(Protocol):
@@ -52,10 +51,13 @@ async def with_text(
 async def _in_parts(generation: Deltas) -> AsyncGenerator[TokenDelta, None]:
     """The same deltas, long ones in parts, between which others have their turn."""
     async for delta in generation:
-        if len(delta.token_ids) <= AT_ONCE_TOKENS:
+        tokens = AT_ONCE_VALUES
+        if delta.logprobs:
+            tokens //= 1 + len(delta.logprobs[-1].top)
+        if len(delta.token_ids) <= tokens:
             yield delta
             continue
-        for part in parts_of(delta, AT_ONCE_TOKENS):
+        for part in parts_of(delta, tokens):
             yield part
             await asyncio.sleep(0)
 

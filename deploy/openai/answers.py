@@ -129,7 +129,9 @@ def plain(value: Any) -> Any:
         value = {name: getattr(value, name) for name in type(value).model_fields}
     if isinstance(value, dict):
         return {name: plain(inner) for name, inner in value.items() if inner is not None or name not in EXTENSIONS}
-    return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+    if not isinstance(value, list | tuple) or not value or isinstance(value[0], str | int | float):
+        return value
+    return [plain(inner) for inner in value]
 
 
 def as_json(value: Any) -> str:
