@@ -48,7 +48,9 @@ class Tokenizer:
             )
         except Exception as error:  # the tokenizers library raises bare Exception
             raise CorruptCheckpoint(f"the tokenizer in {path} can not be read: {error}", field="model") from error
-        return cls(fast)
+        loaded = cls(fast)
+        _ = loaded.longest_token_bytes  # goes through the vocabulary, which is not to be done for a request
+        return loaded
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens the model wants in front unless said otherwise."""
