@@ -20,18 +20,31 @@ from ..errors import (
     InvalidSetting,
     Overloaded,
     RequestAborted,
+    RequestTooLarge,
 )
 from ..kvcache.events import Event
 from ..proto.tracing import INCOMING, Span, Tracer
 from .access import TENANT
+from .beside import Beside
 from .fleet import Fleet
 from .images import ImageReader, read_images
+from .json_pieces import CHARS_OF_A_VALUE, size_of, texts_in
 from .limits import Limits
 from .text import whole_answers, with_text
+from .text_bounds import TextBound, bytes_of
 from .tokenizer import Tokenizer, encode_prompt
 
-LONG_TEXT_CHARS = 4096
-"""A longer text takes the tokenizer more than a millisecond, so other streams go on beside it."""
+SHORT_TEXT_CHARS = 512
+"""It takes the tokenizer a tenth of a millisecond; a longer one is read beside the loop."""
+
+LONG_TEXT_CHARS = 1 << 16
+"""It takes tens of milliseconds, and waits behind others of its length."""
+
+FEW_VALUES = 500
+"""What is made of them, or of so many hundred characters, takes a millisecond at most."""
+
+FEW_TOKENS = 256
+"""To be turned into text, they take a tenth of a millisecond."""
 
 LONGEST_STREAM_INTERVAL_S = 10.0
 
@@ -85,6 +98,9 @@ class FrontEnd:
         self.limits = limits or Limits()
         self.settings = settings or FrontEndSettings()
         self.tokenizer = tokenizer
+        waiting = self.settings.max_streams, self.limits.max_key_bodies_bytes
+        self.beside = Beside(max_waiting=waiting[0], max_waiting_bytes=waiting[1])
+        self._beside_short = Beside(max_waiting=waiting[0], max_waiting_bytes=waiting[1])
         self._engine = engine
         self._fleet = fleet
         self._images = ImageReader.of(engine.info)
@@ -144,44 +160,139 @@ class FrontEnd:
         if all(engine.is_full(tenant) for engine in self.engines().values()):
             self._engine.check_room(tenant)
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises `InvalidRequest` when the model has no tokenizer."""
-        return await _beside(
-            len(text), lambda: encode_prompt(self.tokenizer, text, self.info.model, add_special_tokens)
+    def _text_bound(self) -> TextBound:
+        """Of a prompt."""
+        longest = self.tokenizer.longest_token_bytes if self.tokenizer is not None else None
+        most = self.info.max_model_len
+        return TextBound(most, None if longest is None else longest * most)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True, only_counted: bool = False) -> list[int]:
+        """Token ids of a text. only_counted: for somebody who wants to know them, and asks nothing of the model.
+
+        Raises `InvalidRequest` when the model has no tokenizer, `RequestTooLarge` for a text of far more tokens than
+        the model takes.
+        """
+        size_bytes, bound = bytes_of(text), self._text_bound()
+        if only_counted and size_bytes <= self.limits.max_counted_text_bytes:
+            bound = TextBound(max(size_bytes, bound.max_tokens), None)
+        bound.check(size_bytes, "prompt")
+        return await self._read(
+            size_bytes, lambda: encode_prompt(self.tokenizer, text, self.info.model, add_special_tokens, bound)
         )
+
+    async def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of several prompts, short ones together. Raises as `encode` does."""
+        bound, found, together = self._text_bound(), [], []
+        for text in texts:
+            bound.check(bytes_of(text), "prompt")
+
+        async def read(some: Sequence[str]) -> None:
+            found.extend(
+                await self._read(
+                    sum(map(len, some)),
+                    lambda: [encode_prompt(self.tokenizer, each, self.info.model, True, bound) for each in some],
+                )
+            )
+
+        size = 0
+        for text in texts:
+            if together and size + len(text) > LONG_TEXT_CHARS:
+                await read(together)
+                together, size = [], 0
+            together.append(text)
+            size += len(text)
+        await read(together)
+        return found
+
+    async def _read(self, size: int, work: Callable[[], Result]) -> Result:
+        """What it takes a tokenizer to read `size` characters: at once if they are few, else beside this loop."""
+        if size <= SHORT_TEXT_CHARS:
+            return work()
+        lane = self._beside_short if size <= LONG_TEXT_CHARS else self.beside
+        return await lane.run(TENANT.get(), work, size)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens. Raises `InvalidRequest` without a tokenizer, or for what is no token."""
         if self.tokenizer is None:
             raise InvalidRequest(f"{self.info.model} has no tokenizer", field="tokens")
-        strange = next((token for token in token_ids if not 0 <= token < self.info.vocab_size), None)
-        if strange is not None:
+        size = self.info.vocab_size
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= size):
+            strange = next(token for token in token_ids if not 0 <= token < size)
             raise InvalidRequest(
-                f"token {strange} is not in the vocabulary of {self.info.vocab_size} tokens",
+                f"token {strange} is not in the vocabulary of {size} tokens",
                 field="tokens",
                 asked=strange,
-                limit=self.info.vocab_size - 1,
+                limit=size - 1,
             )
         return self.tokenizer.decode(token_ids)
 
-    async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **options: Any
-    ) -> list[int]:
-        """Token ids of a conversation, up to where the model answers. options: for the template.
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The same beside the loop. Raises `RequestTooLarge` for more tokens than the limits or the model have."""
+        limit = max(self.limits.max_counted_tokens, self.info.max_model_len)
+        if len(token_ids) > limit:
+            raise RequestTooLarge(
+                f"there are {len(token_ids)} tokens; at most {limit} are turned into text at once",
+                field="tokens",
+                asked=len(token_ids),
+                limit=limit,
+            )
+        if len(token_ids) <= FEW_TOKENS:
+            return self.decode(token_ids)
+        return await self.beside.run(TENANT.get(), lambda: self.decode(token_ids), 8 * len(token_ids))
 
-        Raises `InvalidRequest` when the model has no tokenizer or no template, or the template refuses.
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[int]:
+        """Token ids of a conversation, up to where the model answers. variables: for the template.
+
+        Raises `InvalidRequest` when the model has no tokenizer or no template, or the template refuses,
+        `RequestTooLarge` when its texts are longer than the model takes.
         """
-        tokenizer = self.tokenizer
+        tokenizer, bound, limits = self.tokenizer, self._text_bound(), self.limits
         if tokenizer is None:
             raise InvalidRequest(f"{self.info.model} has no tokenizer, so it takes no messages", field="messages")
-        size = sum(len(str(message)) for message in messages)
-        return await _beside(size, lambda: tokenizer.chat(messages, tools, **options))
+        variables = variables or {}
+        tokenizer.check_variables(variables)
+
+        # The template may leave out much of a conversation, so what is as short as any text may be is rendered first.
+        before = bound
+        if bound.max_bytes is not None:
+            before = bound._replace(max_bytes=max(bound.max_bytes, limits.max_counted_text_bytes))
+
+        def work() -> list[int]:
+            before.check(sum(map(bytes_of, texts_in([messages, tools, variables]))), "messages")
+            return tokenizer.chat(
+                messages,
+                tools,
+                variables,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                bound=bound,
+                limits=limits,
+            )
+
+        size = CHARS_OF_A_VALUE * size_of([messages, tools, variables], LONG_TEXT_CHARS // CHARS_OF_A_VALUE)
+        lane = self._beside_short if size < LONG_TEXT_CHARS else self.beside
+        return await lane.run(TENANT.get(), work, size)
 
     async def read_images(self, files: Sequence[bytes]) -> Sequence[Image]:
         """Raises `InvalidRequest` for what is none, or where the model takes none."""
         if not files:
             return ()
-        return await asyncio.to_thread(read_images, self._images, files, self.info.model)
+        size_bytes = sum(map(len, files))
+        work = partial(read_images, self._images, files, self.info.model)
+        return await self.beside.run(TENANT.get(), work, size_bytes)
+
+    async def aside(self, size: int, work: Callable[[], Result]) -> Result:
+        """What `work` returns: done at once if it is short, else beside this loop. size: values, or hundreds of
+        characters, that it goes through."""
+        return work() if size < FEW_VALUES else await self.beside.run(TENANT.get(), work, size * CHARS_OF_A_VALUE)
 
     async def generate(self, asked: Asked, *, is_streaming: bool = True) -> "Answers":
         """The answers to a request, each in one delta if they are not streamed. The engine hears of it when the first
@@ -319,8 +430,3 @@ async def side_by_side(
 
 def _seed_of(request_id: str) -> int:
     return int.from_bytes(sha256(request_id.encode()).digest()[:8], "big") >> 1
-
-
-async def _beside(chars: int, work: Callable[[], Result]) -> Result:
-    """In a thread, if it would hold up others."""
-    return work() if chars <= LONG_TEXT_CHARS else await asyncio.to_thread(work)

@@ -82,12 +82,13 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenIds:
         add = request.add_special_tokens if request.HasField("add_special_tokens") else True
         async with _refusing(context):
-            return pb.TokenIds(ids=await self._front_end.encode(request.text, add_special_tokens=add))
+            ids = await self._front_end.encode(request.text, add_special_tokens=add, only_counted=True)
+            return pb.TokenIds(ids=ids)
         raise AssertionError("refused")
 
     async def Detokenize(self, request: pb.TokenIds, context: Any) -> pb.DetokenizeResponse:
         async with _refusing(context):
-            return pb.DetokenizeResponse(text=self._front_end.decode(request.ids))
+            return pb.DetokenizeResponse(text=await self._front_end.detokenize(request.ids))
         raise AssertionError("refused")
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.Load:

@@ -1,12 +1,16 @@
 """What text the tokens of a request bring, and where it ends: at a stop string, which no worker knows."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import Protocol
 
 from ..controller.client import TokenDelta
 from ..controller.request import SamplingParams
 from ..errors import InvalidRequest
 from .tokenizer import Tokenizer
+
+AT_ONCE_VALUES = 512
+"""Tokens and log-probabilities that are told before others have their turn: it takes about a millisecond."""
 
 
 class Deltas(Protocol):
@@ -28,36 +32,69 @@ async def with_text(
     if tokenizer is None:
         if sampling.stops:
             raise InvalidRequest("this model has no tokenizer, so it can not stop at a text", field="stop")
-        async for delta in generation:
+        async for delta in _in_parts(generation):
             yield delta, ""
         return
     answers = [_Answer(tokenizer, sampling) for _ in range(sampling.n)]
-    async for delta in generation:
+    ended: set[int] = set()
+    async for delta in _in_parts(generation):
+        if delta.answer in ended:
+            continue  # what came with the stop string and behind it
         text, stopped = answers[delta.answer].push(delta)
         if stopped:
             generation.end(delta.answer)
             delta = delta._replace(finish_reason="stop")
+            ended.add(delta.answer)
         yield delta, text
+
+
+async def _in_parts(generation: Deltas) -> AsyncGenerator[TokenDelta, None]:
+    """The same deltas, long ones in parts, between which others have their turn."""
+    async for delta in generation:
+        tokens = AT_ONCE_VALUES
+        if delta.logprobs:
+            tokens //= 1 + len(delta.logprobs[-1].top)
+        if len(delta.token_ids) <= tokens:
+            yield delta
+            continue
+        for part in parts_of(delta, tokens):
+            yield part
+            await asyncio.sleep(0)
+
+
+def parts_of(delta: TokenDelta, tokens: int) -> Iterator[TokenDelta]:
+    """Of so many tokens each. What is said of the prompt comes with the first, how it ends with the last."""
+    for start in range(0, len(delta.token_ids), tokens):
+        end = start + tokens
+        yield delta._replace(
+            token_ids=delta.token_ids[start:end],
+            logprobs=None if delta.logprobs is None else delta.logprobs[start:end],
+            prompt_logprobs=delta.prompt_logprobs if start == 0 else None,
+            finish_reason=delta.finish_reason if end >= len(delta.token_ids) else None,
+        )
 
 
 async def whole_answers(
     pieces: AsyncIterator[tuple[TokenDelta, str]],
 ) -> AsyncGenerator[tuple[TokenDelta, str], None]:
     """The same with each answer in one."""
-    begun: dict[int, tuple[TokenDelta, str]] = {}  # by answer
+    begun: dict[int, list[tuple[TokenDelta, str]]] = {}  # by answer
     async for delta, text in pieces:
-        if delta.answer in begun:
-            before, told = begun[delta.answer]
-            logprobs = None if delta.logprobs is None else (before.logprobs or ()) + delta.logprobs
-            delta = delta._replace(
-                token_ids=before.token_ids + delta.token_ids,
-                logprobs=logprobs,
-                prompt_logprobs=before.prompt_logprobs,
-            )
-            text = told + text
-        begun[delta.answer] = delta, text
+        begun.setdefault(delta.answer, []).append((delta, text))
         if delta.finish_reason is not None:
-            yield begun.pop(delta.answer)
+            yield _joined(begun.pop(delta.answer))
+
+
+def _joined(pieces: Sequence[tuple[TokenDelta, str]]) -> tuple[TokenDelta, str]:
+    last, _ = pieces[-1]
+    deltas = [delta for delta, _ in pieces]
+    has_logprobs = last.logprobs is not None
+    whole = last._replace(
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        logprobs=tuple(row for delta in deltas for row in delta.logprobs or ()) if has_logprobs else None,
+        prompt_logprobs=deltas[0].prompt_logprobs,
+    )
+    return whole, "".join(text for _, text in pieces)
 
 
 class _Answer:

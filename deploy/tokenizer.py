@@ -1,21 +1,38 @@
 """Text to tokens and back, and back again piece by piece while tokens stream in."""
 
+import inspect
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ..errors import CorruptCheckpoint, InvalidRequest
+from .limits import Limits
+from .templates import LONGEST_COMPLAINT_CHARS, Question, Templates
+from .text_bounds import TextBound, longest_token_bytes
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 """A checkpoint with none of these has no tokenizer. Out of a tokenizer_config.json alone transformers may make one
 with an empty vocabulary, to which every text is no tokens at all."""
 
 
+LONG_DECODING_TOKENS = 1024
+"""For more, the tokenizer is called in a way that takes longer for few and lets other threads run meanwhile."""
+
+VARIABLES_THAT_ARE_PARAMETERS = {"documents", "reasoning_effort"}
+"""Of templates: `apply_chat_template` has parameters of these names, and hands them on."""
+
+OURS = {"self", "messages"}
+"""Names that no template option may have beside those of parameters."""
+
+
 class Tokenizer:
-    """The tokenizer of a checkpoint directory."""
+    """The tokenizer of a checkpoint directory. Any thread may ask."""
 
     def __init__(self, fast):
         self._fast = fast
+        self._texts: dict[int, str] = {}  # of single tokens, those that were asked for
+        self._templates = Templates()
 
     @classmethod
     def load(cls, model_dir: str | Path, *, trust_remote_code: bool = False) -> "Tokenizer | None":
@@ -31,42 +48,149 @@ class Tokenizer:
             )
         except Exception as error:  # the tokenizers library raises bare Exception
             raise CorruptCheckpoint(f"the tokenizer in {path} can not be read: {error}", field="model") from error
-        return cls(fast)
+        loaded = cls(fast)
+        _ = loaded.longest_token_bytes  # goes through the vocabulary, which is not to be done for a request
+        return loaded
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens the model wants in front unless said otherwise."""
         return self._fast.encode(text, add_special_tokens=add_special_tokens)
 
+    def encode_bounded(self, text: str, bound: TextBound, add_special_tokens: bool = True) -> list[int]:
+        """The same. Raises `RequestTooLarge` for far more tokens than `bound` has, without making them all."""
+        bound.check_tokens(text, lambda piece: len(self.encode(piece, add_special_tokens=False)), "prompt")
+        return self.encode(text, add_special_tokens)
+
+    @cached_property
+    def longest_token_bytes(self) -> int | None:
+        """Of a text; None: of any length."""
+        return longest_token_bytes(self._fast)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""
+        if len(token_ids) > LONG_DECODING_TOKENS and self._decodes_as_its_backend:
+            return self._fast.backend_tokenizer.decode_batch([list(token_ids)], skip_special_tokens=True)[0]
         return self._fast.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def text_of(self, token_id: int) -> str:
         """One token by itself, special ones too."""
-        return self._fast.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._fast.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            self._texts[token_id] = text
+        return text
+
+    def check_variables(self, variables: Mapping[str, Any]) -> None:
+        """Raises `InvalidRequest` for names that would be taken for parameters of the tokenizer's own function."""
+        for name in variables:
+            if name in self._parameters:
+                raise InvalidRequest(
+                    f"chat_template_kwargs may not set {name}, which is no variable of the template but an option of "
+                    "the tokenizer, or a field of the request itself; leave it out",
+                    field="chat_template_kwargs",
+                )
+        documents = variables.get("documents")
+        is_list = isinstance(documents, list | tuple) and all(isinstance(each, Mapping) for each in documents)
+        if documents is not None and not is_list:
+            raise InvalidRequest(
+                "documents in chat_template_kwargs must be a list of objects", field="chat_template_kwargs"
+            )
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        bound: TextBound | None = None,
+        limits: Limits | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, up to where the model answers. transformers runs templates in a sandbox.
+        """Token ids of a conversation, up to where the model answers. The template runs in a process of its own.
 
-        options: variables for the template. Raises `InvalidRequest` when the checkpoint has no template, or the
-        template refuses the messages.
+        variables: for the template. bound: of the rendered text. limits: of what it takes to render it.
+        Raises `InvalidRequest` when the checkpoint has no template, or the template refuses the messages.
         """
+        self.check_variables(variables or {})
+        if self._has_chat_of_its_own:
+            options = {"continue_final_message": True} if continue_final_message else {}
+            options |= {"add_generation_prompt": add_generation_prompt, **(variables or {})}
+            return self._chat_of_its_own(messages, tools, options)
+        template = self._template(tools)
+        given = {**self._fast.special_tokens_map, **(variables or {})}
+        limits = limits or Limits()
+        most = bound.max_bytes if bound is not None and bound.max_bytes is not None else limits.max_body_bytes
+        question = Question(
+            template, messages, list(tools) or None, given, add_generation_prompt, continue_final_message
+        )
+        text = self._templates.render(question, limits, most)
+        if bound is None:
+            return self.encode(text, add_special_tokens=False)
+        return self.encode_bounded(text, bound, add_special_tokens=False)
+
+    def _template(self, tools: Sequence[Mapping[str, Any]]) -> str:
         if not self._fast.chat_template:
             raise InvalidRequest("this checkpoint has no chat template; send the prompt as text", field="messages")
-        options = {"add_generation_prompt": True, **options}
+        try:
+            return self._fast.get_chat_template(None, list(tools) or None)
+        except ValueError as error:  # several, and none for all
+            raise InvalidRequest(f"the chat template refuses these messages: {error}", field="messages") from None
+
+    def _chat_of_its_own(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> list[int]:
+        """By a function that came with the checkpoint, or mistral-common's, neither of which is a template."""
         try:
             encoded = self._fast.apply_chat_template(
                 list(messages), tools=list(tools) or None, tokenize=True, **options
             )
-        except Exception as error:  # noqa: BLE001  templates raise what their authors wrote
-            raise InvalidRequest(f"the chat template refuses these messages: {error}", field="messages") from None
+        except Exception as error:  # noqa: BLE001  it raises what its author wrote
+            why = str(error).replace(str(self._fast.name_or_path), "the checkpoint")[:LONGEST_COMPLAINT_CHARS]
+            raise InvalidRequest(f"the chat template refuses these messages: {why}", field="messages") from None
         return list(encoded["input_ids"] if isinstance(encoded, Mapping) else encoded)
+
+    @cached_property
+    def _has_chat_of_its_own(self) -> bool:
+        from transformers import PreTrainedTokenizerBase as Base
+
+        own = type(self._fast)
+        return own.apply_chat_template is not Base.apply_chat_template or (
+            own.get_chat_template is not Base.get_chat_template
+        )
+
+    @cached_property
+    def _decodes_as_its_backend(self) -> bool:
+        from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+        own = type(self._fast)
+        return own.decode is PreTrainedTokenizerBase.decode and own._decode is PreTrainedTokenizerFast._decode
+
+    @cached_property
+    def _parameters(self) -> frozenset[str]:
+        """Names that are options of `apply_chat_template`, not variables."""
+        from transformers import PreTrainedTokenizerBase as Base
+
+        names = OURS.copy()
+        for function in (Base.apply_chat_template, type(self._fast).apply_chat_template):
+            names |= {
+                each.name for each in inspect.signature(function).parameters.values() if each.kind != each.VAR_KEYWORD
+            }
+        return frozenset(names - VARIABLES_THAT_ARE_PARAMETERS)
 
     def stream(self) -> "TextStream":
         """A decoder for tokens that come one by one."""
         return TextStream(self)
+
+
+HALF = "\N{REPLACEMENT CHARACTER}"
+"""What bytes that are no character, or not yet one, become."""
+
+LONGEST_CHARACTER_TOKENS = 4
+"""It has four bytes."""
+
+LONGEST_HALF_TOKENS = 16
+"""So many without an end are not on their way to become a character."""
 
 
 class TextStream:
@@ -90,10 +214,11 @@ class TextStream:
         """New text, which may be empty."""
         self._tokens += token_ids
         before, now = self._texts()
-        if now.endswith("\N{REPLACEMENT CHARACTER}") or len(now) <= len(before):
-            return ""  # in the middle of a character
-        self._settled, self._told = self._told, len(self._tokens)
-        return now[len(before) :]
+        if not now.endswith(HALF):
+            return self._tell(len(self._tokens), before, now)
+        if len(self._tokens) - self._told > LONGEST_HALF_TOKENS:
+            return self._tell_what_stays_broken(before, now)
+        return ""  # in the middle of a character
 
     def finish(self) -> str:
         """The rest, be it half a character."""
@@ -105,9 +230,35 @@ class TextStream:
         decode = self._tokenizer.decode
         return decode(self._tokens[self._settled : self._told]), decode(self._tokens[self._settled :])
 
+    def _tell(self, end: int, before: str, now: str) -> str:
+        """now: the text up to token `end`."""
+        if len(now) <= len(before):
+            return ""
+        self._settled, self._told = self._told, end
+        return now[len(before) :]
 
-def encode_prompt(tokenizer: Tokenizer | None, text: str, model: str, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a text prompt. Raises `InvalidRequest` when the model has no tokenizer."""
+    def _tell_what_stays_broken(self, before: str, now: str) -> str:
+        """Bytes that are no character, for longer than any takes: else each token to come would decode them anew. What
+        may yet become one is at the end, and is left there."""
+        decode = self._tokenizer.decode
+        end, text = len(self._tokens), now
+        while text.endswith(HALF) and end > len(self._tokens) - LONGEST_CHARACTER_TOKENS:
+            end -= 1
+            text = decode(self._tokens[self._settled : end])
+        return self._tell(end, before, text) if now.startswith(text) or not text.endswith(HALF) else ""
+
+
+def encode_prompt(
+    tokenizer: Tokenizer | None,
+    text: str,
+    model: str,
+    add_special_tokens: bool = True,
+    bound: TextBound | None = None,
+) -> list[int]:
+    """Token ids of a text prompt. Raises `InvalidRequest` when the model has no tokenizer, `RequestTooLarge` for far
+    more tokens than `bound` has."""
     if tokenizer is None:
         raise InvalidRequest(f"{model} has no tokenizer, so it takes prompts of token ids only", field="prompt")
-    return tokenizer.encode(text, add_special_tokens)
+    if bound is None:
+        return tokenizer.encode(text, add_special_tokens)
+    return tokenizer.encode_bounded(text, bound, add_special_tokens)

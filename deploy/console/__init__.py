@@ -58,8 +58,11 @@ def add_console(app: FastAPI, front_end: Callable[[], FrontEnd], settings: Conso
         if name not in engines:
             raise InvalidRequest(f"there is no engine {name!r}; there are {', '.join(engines)}", field="engine")
         seen = await engines[name].view(Look(since, pool, settings.show_prompts, recount))
-        shown = {"engines": sorted(engines), "engine": name, **as_json(engines[name].info, seen, here)}
-        return await asyncio.to_thread(_packed, shown, "gzip" in request.headers.get("accept-encoding", ""))
+        takes_gzip = "gzip" in request.headers.get("accept-encoding", "")
+        shown = {"engines": sorted(engines), "engine": name}
+        return await asyncio.to_thread(
+            lambda: _packed(shown | as_json(engines[name].info, seen, here), takes_gzip)  # prompts become texts
+        )
 
 
 def as_json(info: EngineInfo, seen: EngineView, front_end: FrontEnd) -> dict[str, Any]:

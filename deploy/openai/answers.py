@@ -2,17 +2,18 @@
 
 import asyncio
 import contextlib
-import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import pydantic
 from starlette.requests import Request
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from ...controller.engine import TokenDelta, TokenLogprobs
 from ...errors import IntarsiaError
-from ..front_end import Asked, FrontEnd, side_by_side
+from ..front_end import FEW_VALUES, Asked, FrontEnd, side_by_side
+from ..json_pieces import json_pieces, size_of
 from ..tokenizer import Tokenizer
 from .protocol import PromptDetails, StreamOptions, Usage
 
@@ -20,6 +21,10 @@ Result = TypeVar("Result")
 
 CLIENT_CLOSED = 499
 """nginx's status for a client that has left; nobody reads it."""
+
+
+EXTENSIONS = {"token_ids", "prompt_token_ids", "prompt_logprobs", "tool_calls", "index", "token_strs"}
+"""Fields of answers that are left out where they are null; the others stand there as null, as OpenAI has them."""
 
 
 class Piece(NamedTuple):
@@ -110,6 +115,34 @@ async def pieces(front_end: FrontEnd, asked: Sequence[Asked], *, is_streaming: b
             yield item
 
 
+async def json_response(front_end: FrontEnd, answer: pydantic.BaseModel) -> Response:
+    """An answer as JSON; a long one is written beside the loop."""
+    body = await front_end.aside(
+        size_of(answer, FEW_VALUES), lambda: b"".join(piece.encode() for piece in json_pieces(plain(answer)))
+    )
+    return Response(body, media_type="application/json")
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it, in many small steps where pydantic would make one long one. Without what is left out."""
+    if isinstance(value, pydantic.BaseModel):
+        value = {name: getattr(value, name) for name in type(value).model_fields}
+    if isinstance(value, dict):
+        return {name: plain(inner) for name, inner in value.items() if inner is not None or name not in EXTENSIONS}
+    if not isinstance(value, list | tuple) or not value or isinstance(value[0], str | int | float):
+        return value
+    return [plain(inner) for inner in value]
+
+
+def as_json(value: Any) -> str:
+    return "".join(json_pieces(value))
+
+
+def num_values(rows: Sequence[TokenLogprobs] | None) -> int:
+    """What is to be told of log-probabilities."""
+    return len(rows) * (1 + len(rows[-1].top)) if rows else 0
+
+
 async def while_connected(request: Request, work: Awaitable[Result]) -> Result | None:
     """The result, or None when the client left before it was there; then the work has been cancelled."""
     task = asyncio.ensure_future(work)
@@ -159,7 +192,7 @@ def _line(event: dict[str, Any] | str) -> str:
     if isinstance(event, str):
         return f"data: {event}\n\n"
     name = f"event: {event['type']}\n" if "type" in event else ""
-    return f"{name}data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"{name}data: {as_json(event)}\n\n"
 
 
 def now_s() -> int:

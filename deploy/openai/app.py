@@ -37,7 +37,7 @@ from ..console import ConsoleSettings, add_console
 from ..front_end import FrontEnd
 from ..limits import Limits
 from ..metrics import METRICS_TYPE, render
-from .answers import CLIENT_CLOSED, event_stream, now_s, while_connected
+from .answers import CLIENT_CLOSED, event_stream, json_response, now_s, while_connected
 from .chat import ChatCall
 from .completions import CompletionCall
 from .protocol import (
@@ -59,7 +59,7 @@ from .protocol import (
     TokenizeText,
     Tokens,
 )
-from .requests import check_model, turns_of
+from .requests import check_model, turns_aside
 from .responses import ResponsesCall
 
 logger = logging.getLogger(__name__)
@@ -68,9 +68,6 @@ MAX_BODY_BYTES = 32 * 2**20
 
 HALF_A_CHARACTER = re.compile(rb"\\u[dD][89a-fA-F]")
 """How JSON begins to name a surrogate, of which only pairs are characters."""
-
-EXTENSIONS = {"token_ids", "prompt_token_ids", "prompt_logprobs", "tool_calls", "index", "token_strs"}
-"""Fields of answers that are left out where they are null; the others stand there as null, as OpenAI has them."""
 
 STATUSES: tuple[tuple[type[IntarsiaError], int, str, str | None], ...] = (
     (UnknownModel, 404, "invalid_request_error", "model_not_found"),
@@ -168,13 +165,13 @@ def make_app(
 
     @app.post("/tokenize", response_model=Tokens, responses=ERRORS, operation_id="tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
-        return _json(await _tokens(front_end(), body))
+        return await _tokens(front_end(), body)
 
     @app.post("/detokenize", response_model=PlainText, responses=ERRORS, operation_id="detokenize")
-    async def detokenize(body: DetokenizeRequest) -> PlainText:
+    async def detokenize(body: DetokenizeRequest) -> Response:
         here = front_end()
         check_model(body.model, here.info.model)
-        return PlainText(prompt=here.decode(body.tokens))
+        return await json_response(here, PlainText(prompt=await here.detokenize(body.tokens)))
 
     @app.get("/health", responses={503: ERRORS[503]}, operation_id="health")
     async def health() -> dict[str, str]:
@@ -193,6 +190,8 @@ def make_app(
 class Call(Protocol):
     """A request of any kind."""
 
+    front_end: FrontEnd
+
     async def prepare(self) -> None: ...
 
     async def answer(self) -> pydantic.BaseModel: ...
@@ -205,17 +204,7 @@ async def _answered(call: Call, is_streaming: bool, request: Request) -> Respons
     if is_streaming:
         return await event_stream(call.events(), lambda error: _shape(error)[1])
     answer = await while_connected(request, call.answer())
-    return _json(answer) if answer is not None else Response(status_code=CLIENT_CLOSED)
-
-
-def _json(answer: pydantic.BaseModel) -> JSONResponse:
-    return JSONResponse(_pruned(answer.model_dump()))
-
-
-def _pruned(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _pruned(inner) for name, inner in value.items() if inner is not None or name not in EXTENSIONS}
-    return [_pruned(inner) for inner in value] if isinstance(value, list) else value
+    return await json_response(call.front_end, answer) if answer is not None else Response(status_code=CLIENT_CLOSED)
 
 
 def _request_id(body: Sampling, header: str | None) -> str:
@@ -227,21 +216,23 @@ def _card(front_end: FrontEnd, created: int) -> ModelCard:
     return ModelCard(id=info.model, created=created, root=info.model, max_model_len=info.max_model_len)
 
 
-async def _tokens(front_end: FrontEnd, body: TokenizeText | TokenizeChat) -> Tokens:
+async def _tokens(front_end: FrontEnd, body: TokenizeText | TokenizeChat) -> Response:
     check_model(body.model, front_end.info.model)
     if isinstance(body, TokenizeChat):
-        turns, _ = turns_of(body.messages)
-        options = dict(body.chat_template_kwargs or {})
-        if body.add_generation_prompt is not None:
-            options["add_generation_prompt"] = body.add_generation_prompt
+        turns, _ = await turns_aside(front_end, body.messages)
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-        tokens = await front_end.encode_chat(turns, tools, **options)
+        begins = body.add_generation_prompt is not False
+        tokens = await front_end.encode_chat(turns, tools, body.chat_template_kwargs, add_generation_prompt=begins)
     else:
-        tokens = await front_end.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        add = body.add_special_tokens is not False
+        tokens = await front_end.encode(body.prompt, add_special_tokens=add, only_counted=True)
     texts = None
-    if body.return_token_strs and front_end.tokenizer is not None:
-        texts = [front_end.tokenizer.text_of(token) for token in tokens]
-    return Tokens(count=len(tokens), max_model_len=front_end.info.max_model_len, tokens=tokens, token_strs=texts)
+    if body.return_token_strs and (tokenizer := front_end.tokenizer) is not None:
+        texts = await front_end.aside(len(tokens), lambda: [tokenizer.text_of(token) for token in tokens])
+    found = Tokens.model_construct(
+        count=len(tokens), max_model_len=front_end.info.max_model_len, tokens=tokens, token_strs=texts
+    )
+    return await json_response(front_end, found)
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Any
 from ...controller.engine import TokenLogprobs
 from ..front_end import FrontEnd
 from ..tokenizer import Tokenizer
-from .answers import Counter, StreamUsage, now_s, prompt_logprobs_of, token_text
+from .answers import Counter, StreamUsage, now_s, num_values, prompt_logprobs_of, token_text
 from .conversation import Conversation, Said
 from .protocol import AnswerMessage, ChatChoice, ChatCompletion, ChatLogprob, ChatLogprobs, ChatRequest, TopLogprob
 
@@ -17,7 +17,7 @@ class ChatCall:
     def __init__(self, front_end: FrontEnd, body: ChatRequest, request_id: str):
         """Raises `InvalidRequest`, naming the field."""
         self._conversation = Conversation(front_end, body, request_id)
-        self._front_end = front_end
+        self.front_end = front_end
         self._body = body
         self._id = f"chatcmpl-{request_id}"
         self._created = now_s()
@@ -32,15 +32,23 @@ class ChatCall:
         said = [each async for each in self._conversation.say(counter, is_streaming=False)]
         said.sort(key=lambda each: each.delta.answer)
         about_prompt = next((each.delta.prompt_logprobs for each in said if each.delta.prompt_logprobs), None)
-        return ChatCompletion(
-            id=self._id,
-            created=self._created,
-            model=self._front_end.info.model,
-            choices=[self._choice(each) for each in said],
-            usage=counter.usage(),
-            prompt_token_ids=asked.prompt if self._body.return_token_ids else None,
-            prompt_logprobs=prompt_logprobs_of(about_prompt, self._front_end.tokenizer),
-        )
+        rows = (about_prompt, *(each.delta.logprobs for each in said))
+        size = sum(map(num_values, rows)) + sum(len(each.delta.token_ids) for each in said)
+
+        def made() -> ChatCompletion:
+            completion = ChatCompletion(
+                id=self._id,
+                created=self._created,
+                model=self.front_end.info.model,
+                choices=[self._choice(each) for each in said],
+                usage=counter.usage(),
+                prompt_token_ids=asked.prompt if self._body.return_token_ids else None,
+            )
+            # Afterwards, since pydantic would look at all of it in one step.
+            completion.prompt_logprobs = prompt_logprobs_of(about_prompt, self.front_end.tokenizer)
+            return completion
+
+        return await self.front_end.aside(size, made)
 
     def _choice(self, said: Said) -> ChatChoice:
         return ChatChoice(
@@ -85,12 +93,12 @@ class ChatCall:
             "id": self._id,
             "object": "chat.completion.chunk",
             "created": self._created,
-            "model": self._front_end.info.model,
+            "model": self.front_end.info.model,
             "choices": choices,
         }
 
     def _logprobs(self, said: Said) -> ChatLogprobs | None:
-        return _logprobs(said.delta.logprobs or (), self._front_end.tokenizer) if self._body.logprobs else None
+        return _logprobs(said.delta.logprobs or (), self.front_end.tokenizer) if self._body.logprobs else None
 
 
 def _logprobs(rows: Sequence[TokenLogprobs], tokenizer: Tokenizer | None) -> ChatLogprobs:

@@ -6,16 +6,25 @@ from typing import Any
 from ...controller.engine import TokenLogprobs
 from ...controller.request import SamplingParams
 from ...errors import InvalidRequest
-from ..front_end import Asked, FrontEnd
+from ..front_end import FEW_VALUES, Asked, FrontEnd
 from ..tokenizer import Tokenizer
-from .answers import Collected, Counter, Piece, StreamUsage, now_s, pieces, prompt_logprobs_of, token_text
+from .answers import (
+    Collected,
+    Counter,
+    Piece,
+    StreamUsage,
+    as_json,
+    now_s,
+    num_values,
+    pieces,
+    plain,
+    prompt_logprobs_of,
+    token_text,
+)
 from .protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from .requests import check_model, sampling_of, terms_of
 
 DEFAULT_MAX_TOKENS = 16
-
-MAX_PROMPTS = 2048
-"""Of one request."""
 
 
 class CompletionCall:
@@ -28,7 +37,7 @@ class CompletionCall:
             raise InvalidRequest("best_of is not supported beyond n: answers are not ranked here", field="best_of")
         if body.max_tokens == 0 and not body.echo:
             raise InvalidRequest("max_tokens is 0, so there is nothing to answer; give echo too", field="max_tokens")
-        self._front_end = front_end
+        self.front_end = front_end
         self._body = body
         self._id = f"cmpl-{request_id}"
         self._request_id = request_id
@@ -44,44 +53,46 @@ class CompletionCall:
         """Texts become tokens. Raises `InvalidRequest`, or `Overloaded` where that would be in vain."""
         given: Any = self._body.prompt
         terms = terms_of(self._body)
-        self._front_end.check_room(terms.tenant)
+        self.front_end.check_room(terms.tenant)
+        is_one = isinstance(given, str) or isinstance(given[0], int)
+        limit = self.front_end.limits.max_prompts
+        if not is_one and len(given) > limit:
+            raise InvalidRequest(
+                f"a request may have {limit} prompts, this one has {len(given)}",
+                field="prompt",
+                asked=len(given),
+                limit=limit,
+            )
         if isinstance(given, str):
-            prompts = [await self._front_end.encode(given)]
+            prompts = [await self.front_end.encode(given)]
         elif isinstance(given[0], int):
             prompts = [list(given)]
         elif isinstance(given[0], str):
-            prompts = [await self._front_end.encode(text) for text in given]
+            prompts = await self.front_end.encode_all(given)
         else:
             prompts = [list(tokens) for tokens in given]
-        if len(prompts) > MAX_PROMPTS:
-            raise InvalidRequest(
-                f"a request may have {MAX_PROMPTS} prompts, this one has {len(prompts)}",
-                field="prompt",
-                asked=len(prompts),
-                limit=MAX_PROMPTS,
-            )
         ids = [self._request_id if len(prompts) == 1 else f"{self._request_id}-{n}" for n in range(len(prompts))]
         self._asked = [Asked(prompt, self._sampling, (), terms, own) for prompt, own in zip(prompts, ids, strict=True)]
 
     async def answer(self) -> Completion:
         counter = Counter(self._asked)
         collected = [[Collected() for _ in range(self._sampling.n)] for _ in self._asked]
-        async for piece in pieces(self._front_end, self._asked, is_streaming=False):
+        async for piece in pieces(self.front_end, self._asked, is_streaming=False):
             piece = self._told(piece)
             counter.add(piece)
             collected[piece.prompt][piece.delta.answer].add(piece)
-        choices = [
-            self._choice(prompt, answer, one)
-            for prompt, answers in enumerate(collected)
-            for answer, one in enumerate(answers)
-        ]
-        return Completion(
-            id=self._id,
-            created=self._created,
-            model=self._front_end.info.model,
-            choices=choices,
-            usage=counter.usage(),
-        )
+        answers = [(prompt, n, one) for prompt, own in enumerate(collected) for n, one in enumerate(own)]
+
+        def made() -> Completion:
+            return Completion(
+                id=self._id,
+                created=self._created,
+                model=self.front_end.info.model,
+                choices=[self._choice(*answer) for answer in answers],
+                usage=counter.usage(),
+            )
+
+        return await self.front_end.aside(sum(self._size(prompt, one) for prompt, _, one in answers), made)
 
     async def events(self) -> AsyncGenerator[dict[str, Any] | str, None]:
         counter = Counter(self._asked)
@@ -91,12 +102,14 @@ class CompletionCall:
         is_plain = body.logprobs is None and not (
             body.echo or body.return_token_ids or body.prompt_logprobs is not None
         )
-        async for piece in pieces(self._front_end, self._asked, is_streaming=True):
+        async for piece in pieces(self.front_end, self._asked, is_streaming=True):
             piece = self._told(piece)
             counter.add(piece)
             if piece.text or piece.delta.token_ids or piece.delta.finish_reason:
-                entry = self._entry(piece) if is_plain else self._rich_entry(piece, offsets)
-                yield usage.put_into(self._event([entry]))
+                if is_plain:
+                    yield usage.put_into(self._event([self._entry(piece)]))
+                else:
+                    yield await self._rich_event(piece, offsets, usage)
         for event in usage.last(self._event([])):
             yield event
         yield "[DONE]"
@@ -106,19 +119,36 @@ class CompletionCall:
         index = piece.prompt * self._sampling.n + piece.delta.answer
         return {"index": index, "text": piece.text, "logprobs": None, "finish_reason": piece.delta.finish_reason}
 
-    def _rich_entry(self, piece: Piece, offsets: dict[tuple[int, int], int]) -> dict[str, Any]:
+    async def _rich_event(
+        self, piece: Piece, offsets: dict[tuple[int, int], int], usage: StreamUsage
+    ) -> dict[str, Any] | str:
         one, key = Collected(), (piece.prompt, piece.delta.answer)
         one.add(piece)
-        choice = self._choice(*key, one, offset=offsets.get(key, 0), is_first=key not in offsets)
-        offsets[key] = offsets.get(key, 0) + len(choice.text)
-        return choice.model_dump(exclude_none=True) | {"finish_reason": one.finish_reason}
+        offset, is_first = offsets.get(key, 0), key not in offsets
+
+        def made() -> tuple[int, dict[str, Any] | str]:
+            choice = self._choice(*key, one, offset=offset, is_first=is_first)
+            entry = {name: value for name, value in plain(choice).items() if value is not None}
+            event = usage.put_into(self._event([entry | {"finish_reason": one.finish_reason}]))
+            return len(choice.text), as_json(event) if size >= FEW_VALUES else event
+
+        size = self._size(piece.prompt, one)
+        told, event = await self.front_end.aside(size, made)
+        offsets[key] = offset + told
+        return event
+
+    def _size(self, prompt: int, one: Collected) -> int:
+        """Values that an answer tells of, about."""
+        told = num_values(one.logprobs) + num_values(one.prompt_logprobs) + len(one.token_ids)
+        tells_prompt = self._body.echo or self._body.return_token_ids
+        return told + (len(self._asked[prompt].prompt) if tells_prompt else 0)
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self._id,
             "object": "text_completion",
             "created": self._created,
-            "model": self._front_end.info.model,
+            "model": self.front_end.info.model,
             "choices": choices,
         }
 
@@ -132,7 +162,7 @@ class CompletionCall:
     def _choice(
         self, prompt: int, answer: int, one: Collected, *, offset: int = 0, is_first: bool = True
     ) -> CompletionChoice:
-        tokenizer, asked = self._front_end.tokenizer, self._asked[prompt]
+        tokenizer, asked = self.front_end.tokenizer, self._asked[prompt]
         text, rows = one.text, list(one.logprobs)
         echoes = bool(self._body.echo) and is_first
         logprobs = None
@@ -142,15 +172,17 @@ class CompletionCall:
             text = (tokenizer.decode(asked.prompt) if tokenizer is not None else "") + text
         wants_ids = bool(self._body.return_token_ids)
         about_prompt = one.prompt_logprobs if self._body.prompt_logprobs is not None else None
-        return CompletionChoice(
+        choice = CompletionChoice(
             index=prompt * self._sampling.n + answer,
             text=text,
             logprobs=logprobs,
             finish_reason=one.finish_reason,  # type: ignore[arg-type]
             token_ids=one.token_ids if wants_ids else None,
             prompt_token_ids=asked.prompt if wants_ids and is_first else None,
-            prompt_logprobs=prompt_logprobs_of(about_prompt, tokenizer),
         )
+        # Afterwards, since pydantic would look at all of it in one step.
+        choice.prompt_logprobs = prompt_logprobs_of(about_prompt, tokenizer)
+        return choice
 
 
 def _with(sampling: SamplingParams, **changes: Any) -> SamplingParams:

@@ -5,11 +5,12 @@ from typing import NamedTuple
 
 from ...controller.engine import TokenDelta
 from ...errors import InvalidRequest
-from ..front_end import Asked, FrontEnd
+from ..front_end import FEW_VALUES, Asked, FrontEnd
 from ..images import from_data_url
+from ..json_pieces import size_of
 from .answers import Counter, pieces
 from .protocol import ChatRequest, ToolCall
-from .requests import check_model, sampling_of, terms_of, turns_of
+from .requests import check_model, sampling_of, terms_of, turns_aside
 from .tools import CallReader, tool_use
 
 
@@ -49,19 +50,20 @@ class Conversation:
         """The template is applied, images are looked at. Raises `InvalidRequest`, or `Overloaded` where that would be
         in vain."""
         body, front_end = self._body, self.front_end
-        turns, urls = turns_of(body.messages)
         terms = terms_of(body)
         front_end.check_room(terms.tenant)
-        options = dict(body.chat_template_kwargs or {})
+        turns, urls = await turns_aside(front_end, body.messages)
+        variables = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
-            options.setdefault("reasoning_effort", body.reasoning_effort)
-        if body.continue_final_message:
-            options |= {"continue_final_message": True, "add_generation_prompt": False}
-        elif body.add_generation_prompt is not None:
-            options["add_generation_prompt"] = body.add_generation_prompt
+            variables.setdefault("reasoning_effort", body.reasoning_effort)
+        continues = bool(body.continue_final_message)
+        begins = not continues if body.add_generation_prompt is None else body.add_generation_prompt
         tools = [tool.model_dump(exclude_none=True) for tool in self._use.tools] if self._use else []
-        prompt = await front_end.encode_chat(turns, tools, **options)
-        images = await front_end.read_images([from_data_url(url) for url in urls])
+        prompt = await front_end.encode_chat(
+            turns, tools, variables, add_generation_prompt=begins, continue_final_message=continues
+        )
+        files = await front_end.aside(size_of(urls, FEW_VALUES), lambda: [from_data_url(url) for url in urls])
+        images = await front_end.read_images(files)
         left = max(1, front_end.info.longest_request - len(prompt))
         max_tokens = body.max_completion_tokens or body.max_tokens or left
         logprobs = (body.top_logprobs or 0) if body.logprobs else None

@@ -7,6 +7,8 @@ from typing import Any
 from ...controller.info import EngineInfo
 from ...controller.request import SamplingParams, Terms
 from ...errors import InvalidRequest, UnknownModel
+from ..front_end import FEW_VALUES, FrontEnd
+from ..json_pieces import size_of
 from .protocol import ImagePart, JsonFormat, Message, Sampling, SchemaFormat, StructuredOutputs, TextPart
 
 PASSED_ON = (
@@ -75,6 +77,11 @@ def check_model(asked: str | None, served: str) -> None:
         raise UnknownModel(
             f"the model {asked[:100]!r} is not served here; {served!r} is. GET /v1/models lists what is.", field="model"
         )
+
+
+async def turns_aside(front_end: FrontEnd, messages: list[Message]) -> tuple[list[dict[str, Any]], list[str]]:
+    """`turns_of`; beside the loop where they are many or long."""
+    return await front_end.aside(size_of(messages, FEW_VALUES), lambda: turns_of(messages))
 
 
 def turns_of(messages: list[Message]) -> tuple[list[dict[str, Any]], list[str]]:

@@ -32,7 +32,7 @@ class ResponsesCall:
     def __init__(self, front_end: FrontEnd, body: ResponsesRequest, request_id: str):
         """Raises `InvalidRequest`, naming the field."""
         self._conversation = Conversation(front_end, _as_chat(body), request_id)
-        self._front_end = front_end
+        self.front_end = front_end
         self._body = body
         self._id = f"resp_{request_id}"
         self._created = now_s()
@@ -108,7 +108,7 @@ class ResponsesCall:
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
-            model=self._front_end.info.model,
+            model=self.front_end.info.model,
             output=output,
             parallel_tool_calls=body.parallel_tool_calls is not False,
             reasoning={"effort": body.reasoning.effort if body.reasoning else None, "summary": None},

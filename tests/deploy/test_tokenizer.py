@@ -81,6 +81,44 @@ def test_broken_fallback_bytes_never_fail_and_later_words_come_through():
     assert "".join(pieces(tokenizer, [*broken, *tokenizer.encode("ab a")])).endswith("ab a")
 
 
+def test_any_cut_of_texts_with_broken_bytes_in_them_streams_to_the_whole(byte_tokenizer: Tokenizer):
+    rng = random.Random(seed := 13)
+    print("seed", seed)
+    for _ in range(300):
+        ids = byte_tokenizer.encode("".join(rng.choice(["a", "é", "中", "🎉", " b"]) for _ in range(60)))
+        for _ in range(rng.choice([0, 1, 60])):
+            ids.insert(rng.randrange(len(ids)), rng.randrange(257))
+        assert "".join(pieces(byte_tokenizer, ids, rng.choice([1, 5, 32, 500]))) == byte_tokenizer.decode(ids), ids
+
+
+def test_bytes_that_never_become_a_character_are_told_and_not_decoded_again_and_again():
+    decoded = 0
+
+    class Counting(Tokenizer):
+        def decode(self, token_ids) -> str:
+            nonlocal decoded
+            decoded += len(token_ids)
+            return HALF * len(token_ids)
+
+    told = "".join(pieces(Counting(None), [7] * 3000))
+    assert told == HALF * 3000
+    assert decoded < 3000 * 200  # 9,000,000 if each token decoded all before it
+
+
+def test_many_tokens_decode_as_few_do(byte_tokenizer: Tokenizer):
+    ids = [*byte_tokenizer.encode("é🎉 " * 2000 + "<eos>"), 200, 7]
+    whole = byte_tokenizer._fast.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert byte_tokenizer._decodes_as_its_backend
+    assert byte_tokenizer.decode(ids) == whole and "<eos>" not in whole
+
+
+def test_the_text_of_a_token_is_looked_up_once(byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+    eos = byte_tokenizer.encode("<eos>")[0]
+    assert byte_tokenizer.text_of(eos) == "<eos>"
+    monkeypatch.setattr(byte_tokenizer, "_fast", None)
+    assert byte_tokenizer.text_of(eos) == "<eos>"
+
+
 def test_folder_without_tokenizer_files_has_none(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert Tokenizer.load(tmp_path) is None

@@ -1,0 +1,89 @@
+"""JSON of long values, made piece by piece: `json.dumps` is one call into C, during which no other thread runs."""
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+PIECE = 2000
+"""Values, or hundreds of characters, in one call: about a millisecond."""
+
+CHARS_OF_A_VALUE = 100
+
+
+def json_pieces(value: Any) -> Iterator[str]:
+    """Pieces that joined are the JSON of `value`, without white space, and characters as they are."""
+    if size_of(value, PIECE) < PIECE or not isinstance(value, dict | list | tuple):
+        yield _dumps(value)
+    elif isinstance(value, dict):
+        yield from _within("{}", ((_dumps({name: 0})[1:-2], inner) for name, inner in value.items()))
+    elif set(map(type, value)) <= {int, float, bool, type(None)}:
+        yield from _of_numbers(value)
+    else:
+        yield from _within("[]", (("", inner) for inner in value))
+
+
+def _of_numbers(value: list[Any] | tuple[Any, ...]) -> Iterator[str]:
+    before = "["
+    for start in range(0, len(value), PIECE):
+        yield before + _dumps(value[start : start + PIECE])[1:-1]
+        before = ","
+    yield "]"
+
+
+def size_of(value: Any, most: int) -> int:
+    """Values in it and in the attributes of its objects, texts as if each hundred characters were one; `most` if there
+    are more, which are not all looked at."""
+    total, stack = 0, [value]
+    while stack and total < most:
+        each = stack.pop()
+        if isinstance(each, Mapping):
+            total += _push(stack, each.values(), most)
+        elif isinstance(each, list | tuple):
+            total += _push(stack, each, most)
+        elif isinstance(each, str):
+            total += len(each) // CHARS_OF_A_VALUE
+        elif hasattr(each, "__dict__"):
+            total += _push(stack, vars(each).values(), most)
+    return min(total + 1, most)
+
+
+def _push(stack: list[Any], values: Collection[Any], most: int) -> int:
+    """How many there are; of many, they are not all looked at."""
+    stack.extend(islice(values, most))
+    return len(values)
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """All texts in it, at any depth."""
+    stack = [value]
+    while stack:
+        each = stack.pop()
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, Mapping):
+            stack.extend(each.values())
+        elif isinstance(each, list | tuple):
+            stack.extend(each)
+
+
+def _within(brackets: str, items: Iterator[tuple[str, Any]]) -> Iterator[str]:
+    """items: what stands before each value, and the value. Small values are written together."""
+    before, together, size = brackets[0], [], 0
+    for name, inner in items:
+        own = 1 + len(inner) // CHARS_OF_A_VALUE if type(inner) is str else size_of(inner, PIECE)
+        if size + own >= PIECE and together:
+            yield before + ",".join(together)
+            before, together, size = ",", [], 0
+        if own < PIECE:
+            together.append(name + _dumps(inner))
+            size += own
+        else:
+            yield before + name
+            yield from json_pieces(inner)
+            before = ","
+    yield (before if together or before in "{[" else "") + ",".join(together) + brackets[1]
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
