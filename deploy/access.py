@@ -126,21 +126,25 @@ class Access:
             field="host",
         )
 
-    def check(self, level: Level, authorization: str | None) -> None:
-        """authorization: the header of a call. Notes its tenant. Raises `Unauthenticated`."""
+    def check(self, level: Level, authorization: str | None) -> bytes:
+        """authorization: the header of a call. Notes its tenant. Returns what its key is known by, which is not the
+        key; nothing where none is wanted. Raises `Unauthenticated`."""
         if level is Level.ADMIN:
-            self._check_admin_key(authorization)
-        elif level is Level.KEY and self._keys:
-            TENANT.set(_check(authorization, self._keys, "api_key"))
+            return self._check_admin_key(authorization)
+        if level is Level.KEY and self._keys:
+            digest, tenant = _check(authorization, self._keys, "api_key")
+            TENANT.set(tenant)
+            return digest
+        return b""
 
-    def _check_admin_key(self, authorization: str | None) -> None:
+    def _check_admin_key(self, authorization: str | None) -> bytes:
         """Without one nobody may see the console."""
         if not self._admin_keys:
             raise Unauthenticated(
                 "the console is closed: to open it, start the server with --admin-key-file (in Serve: admin_key_file)",
                 field="admin_key",
             )
-        _check(authorization, self._admin_keys, "admin_key")
+        return _check(authorization, self._admin_keys, "admin_key")[0]
 
     def ssl_options(self) -> Mapping[str, object]:
         """For uvicorn."""
@@ -196,8 +200,8 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _check(authorization: str | None, keys: Mapping[bytes, str], field: str) -> str:
-    """Whose key it is."""
+def _check(authorization: str | None, keys: Mapping[bytes, str], field: str) -> tuple[bytes, str]:
+    """The digest of the key, and whose it is."""
     given = authorization or ""
     if not given.lower().startswith(SCHEME):
         raise Unauthenticated("a key is wanted: send the header 'Authorization: Bearer KEY'", field=field)
@@ -205,7 +209,7 @@ def _check(authorization: str | None, keys: Mapping[bytes, str], field: str) -> 
     found = [tenant for key, tenant in keys.items() if hmac.compare_digest(digest, key)]  # all, to take the same time
     if not found:
         raise Unauthenticated("this key is not known here", field=field)
-    return found[0]
+    return digest, found[0]
 
 
 def _all_keys(field: str, given: Sequence[str], file: str | None) -> dict[bytes, str]:

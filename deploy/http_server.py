@@ -4,29 +4,44 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import uvicorn
 
 from ..errors import InvalidSetting
 from .access import Access
+from .connections import Connections, Held
+from .http_protocol import DoorProtocol
 from .limits import Limits
 
 BACKLOG = 2048
 SHUTDOWN_GRACE_S = 5
 
-IDLE_S = 75
-"""Before a connection is closed that nobody uses. Longer than clients and load balancers keep one (httpx, and OpenAI's
-client with it, 5 s; AWS's balancer and nginx 60 s): whoever closes first knows that it is closed, and the other one may
-be sending a request just then, which is lost."""
-
 
 class _Uvicorn(uvicorn.Server):
-    """Signals are the business of whoever runs the process."""
+    """Signals are the business of whoever runs the process, and a TLS handshake has a time."""
+
+    def __init__(self, config: uvicorn.Config, handshake_timeout_s: float):
+        super().__init__(config)
+        self._handshake_timeout_s = handshake_timeout_s
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's own, which leaves a handshake the minute that asyncio gives it."""
+        config, loop = self.config, asyncio.get_running_loop()
+        protocol = partial(config.http_protocol_class, config=config, server_state=self.server_state, app_state={})
+        timeout_s = self._handshake_timeout_s if config.ssl else None
+        self.servers = [
+            await loop.create_server(
+                protocol, sock=sock, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=timeout_s
+            )
+            for sock in sockets or ()
+        ]
+        self.started = True
 
 
 class HttpServer:
@@ -36,17 +51,22 @@ class HttpServer:
         self._access = access or Access()
         self._limits = limits or Limits()
         options: Any = self._access.ssl_options()
+        connections = Connections(self._limits, wants_key=self._access.wants_key)
+        protocol: Any = partial(DoorProtocol, limits=self._limits, connections=connections, held=Held(self._limits))
         config = uvicorn.Config(
             app,
             log_level="warning",
             access_log=False,
             lifespan="off",
             server_header=False,
-            timeout_keep_alive=IDLE_S,
+            http=protocol,
+            ws="none",
+            backlog=BACKLOG,
+            timeout_keep_alive=self._limits.idle_timeout_s,  # type: ignore[arg-type]  fractions are fine
             timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
             **options,
         )
-        self._server = _Uvicorn(config)
+        self._server = _Uvicorn(config, self._limits.head_timeout_s)
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 8000) -> str:

@@ -36,7 +36,7 @@ class Limits:
     max_key_bodies_bytes: int = _limit(
         64 * MIB, "bytes", "Of one key's bodies that are being read or parsed; of all without a key.", "429"
     )
-    max_bodies_bytes: int = _limit(256 * MIB, "bytes", "The same of all keys together.", "503")
+    max_bodies_bytes: int = _limit(256 * MIB, "bytes", "The same of all keys together.", "429")
 
     # -- what is in a body, before it becomes a request --------------------------------------------------------------
     max_nesting: int = _limit(64, "levels", "Of lists and objects within each other.", "400")
@@ -74,6 +74,8 @@ class Limits:
         1024, "connections", "The same of those that have not shown a key, where keys are wanted.", "closed"
     )
     max_key_connections: int = _limit(2048, "connections", "The same of one key.", "429, closed")
+    # Longer than clients and load balancers keep one (httpx, and OpenAI's client with it, 5 s; AWS's balancer and nginx
+    # 60 s): who closes first knows that it is closed, and the other may be sending a request just then, which is lost.
     idle_timeout_s: float = _limit(75.0, "s", "Before a connection without a request is closed.", "closed")
 
     # -- those who do not read ---------------------------------------------------------------------------------------

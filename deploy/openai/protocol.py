@@ -32,6 +32,9 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 Biases = Annotated[dict[TokenName, Bias], Field(json_schema_extra={"additionalProperties": False})]
 BIGGEST_INT = 2**31 - 1
 
+MEMBERS = 256
+"""Most members of an object whose members have a meaning here: none has a tenth of them."""
+
 
 class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -40,6 +43,8 @@ class Strict(BaseModel):
     @classmethod
     def _with_whole_numbers(cls, value: Any) -> Any:
         """To JSON, 3.0 is a whole number like 3."""
+        if isinstance(value, dict) and len(value) > MEMBERS:
+            raise ValueError(f"an object of a request has at most {MEMBERS} members, this one {len(value)}")
         return {name: _whole(inner) for name, inner in value.items()} if isinstance(value, dict) else value
 
 
@@ -86,7 +91,7 @@ class StructuredOutputs(Strict):
 
     json_: dict[str, Any] | Text | None = Field(None, alias="json", description="A JSON schema.")
     regex: Text | None = None
-    choice: list[Text] | None = None
+    choice: Annotated[list[Text], Field(fail_fast=True)] | None = None
 
 
 class Sampling(Strict):
@@ -96,7 +101,7 @@ class Sampling(Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     seed: int | None = Field(None, description="Same seed, same answer; of any size.")
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Biases | None = None
@@ -109,7 +114,7 @@ class Sampling(Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=BIGGEST_INT)] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -130,9 +135,11 @@ class CompletionRequest(Sampling):
     model: str | None = Field(None, description="The served model; none: it.")
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+        | Annotated[list[str], Field(fail_fast=True, min_length=1)]
+        | Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+        | Annotated[
+            list[Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]], Field(fail_fast=True, min_length=1)
+        ]
     )
     max_tokens: Annotated[int, Field(ge=0, le=BIGGEST_INT)] | None = 16
     echo: bool | None = None
@@ -180,9 +187,9 @@ class Message(Strict):
     """One turn. What a role may say beside `content` is the template's business."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
@@ -214,12 +221,12 @@ class NamedTool(Strict):
 
 class ChatRequest(Sampling):
     model: str | None = Field(None, description="The served model; none: it.")
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_tokens: Annotated[int, Field(ge=1, le=BIGGEST_INT)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=BIGGEST_INT)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the model's chat template.")
@@ -249,14 +256,15 @@ class TokenizeText(Tokenizing):
 
 
 class TokenizeChat(Tokenizing):
-    messages: Annotated[list[Message], Field(min_length=1)]
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=128)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 def _what_to_tokenize(value: Any) -> str:
-    return "chat" if (value.get("messages") if isinstance(value, dict) else None) is not None else "text"
+    messages = value.get("messages") if isinstance(value, dict) else getattr(value, "messages", None)
+    return "chat" if messages is not None else "text"
 
 
 TokenizeRequest = Annotated[
@@ -266,7 +274,7 @@ TokenizeRequest = Annotated[
 
 class DetokenizeRequest(Strict):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 # -- answers ---------------------------------------------------------------------------------------------------------
@@ -416,7 +424,7 @@ class InputImage(Item):
 class InputMessage(Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputText | InputImage]
+    content: str | Annotated[list[InputText | InputImage], Field(fail_fast=True)]
     id: str | None = None
     status: str | None = None
     phase: str | None = None
@@ -494,14 +502,14 @@ class Reasoning(Strict):
 
 class ResponsesRequest(Strict):
     model: str | None = None
-    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    input: str | Annotated[list[InputItem], Field(fail_fast=True, min_length=1)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=BIGGEST_INT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     stream: bool | None = None
     text: ResponseText | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
+    tools: Annotated[list[ResponseTool], Field(fail_fast=True, max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolName | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
@@ -510,7 +518,7 @@ class ResponsesRequest(Strict):
     # Accepted without effect
     metadata: dict[str, str] | None = None
     store: bool | None = Field(None, description="Nothing is stored, whatever it says.")
-    include: list[str] | None = None
+    include: Annotated[list[str], Field(fail_fast=True)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None

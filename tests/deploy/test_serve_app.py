@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import openai
 import pytest
 import ray
@@ -151,6 +152,29 @@ def test_keys_are_asked_for_through_serve_too(addresses: Addresses, talker: Path
                 http.models.list()
             with pytest.raises(Unauthenticated, match="this key is not known here"):
                 grpc.model_info()
+
+
+def test_below_a_route_prefix_each_key_opens_what_it_opens_elsewhere(
+    addresses: Addresses, talker: Path, tmp_path: Path
+):
+    (tmp_path / "keys").write_text("oak\n")
+    (tmp_path / "admin").write_text("elm\n")
+    keys = {"api_key_file": str(tmp_path / "keys"), "admin_key_file": str(tmp_path / "admin")}
+    serve.run(app(settings_of(talker, num_replicas="1", **keys)), name="below", route_prefix="/llm")
+    root = addresses.http.removesuffix("/v1") + "/llm"
+    opened = {
+        (path, key): httpx.get(root + path, headers={"Authorization": f"Bearer {key}"} if key else {}).status_code
+        for path in ("/health", "/console", "/console/view", "/v1/models")
+        for key in (None, "oak", "elm")
+    }
+    serve.delete("below")
+    assert {path_and_key for path_and_key, status in opened.items() if status == 200} == {
+        *(("/health", key) for key in (None, "oak", "elm")),
+        *(("/console", key) for key in (None, "oak", "elm")),
+        ("/console/view", "elm"),
+        ("/v1/models", "oak"),
+    }
+    assert {status for status in opened.values() if status != 200} == {401}
 
 
 def replica_names() -> set[str]:

@@ -1,0 +1,116 @@
+"""What stands before the application: who may come in, and how much of a body is read.
+
+Both judge the path below `root_path`, as the routes do: a proxy or Serve may show the application at another place.
+"""
+
+import asyncio
+import contextlib
+import time
+
+from fastapi.responses import JSONResponse
+from starlette._utils import get_route_path
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ...errors import IntarsiaError
+from ...proto.tracing import INCOMING
+from ..access import ROUTES, Access, Level
+from ..connections import Held, Share
+from ..http_protocol import CONNECTION
+from ..limits import Limits
+from .errors import body_of, refusal
+from .reading import RELEASE
+
+KEY = "intarsia.key"
+"""Where a scope has what its key is known by."""
+
+SLOW_START_S = 10.0
+"""Before the rate of a body counts."""
+
+
+class Keys:
+    """Lets requests pass that bring a key, where one is wanted; notes in which trace they come."""
+
+    def __init__(self, app: ASGIApp, access: Access):
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"]) if scope["type"] == "http" else {}
+        INCOMING.set(headers.get(b"traceparent", b"").decode("latin-1"))
+        if scope["type"] == "http":
+            level = ROUTES.get(
+                get_route_path(scope), Level.KEY
+            )  # a model's path has its name in it, and the same level
+            try:
+                scope[KEY] = self._access.check(level, headers.get(b"authorization", b"").decode("latin-1"))
+                if scope[KEY] and CONNECTION in scope:
+                    scope[CONNECTION].name(scope[KEY])
+            except IntarsiaError as error:
+                await refusal(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class Bodies:
+    """Reads a body as a whole when it is asked for, unless it is too large, too slow, or too much beside others."""
+
+    def __init__(self, app: ASGIApp, limits: Limits):
+        self._app = app
+        self._limits = limits
+        self._held = Held(limits)  # where no server of ours counts heads, too
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        limit = self._limits.max_body_bytes
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        with contextlib.suppress(ValueError):
+            if int(length[:20]) > limit:
+                message = f"the body has {length[:20].decode('latin-1')} bytes; the limit is {limit} (max_body_bytes)"
+                await JSONResponse(body_of(message, "invalid_request_error"), 413)(scope, receive, send)
+                return
+        held = scope[CONNECTION].held if CONNECTION in scope else self._held
+        with held.share(scope.get(KEY, b"")) as share:
+            scope[RELEASE] = share.give_back
+            await self._app(scope, self._whole(receive, share), send)
+
+    def _whole(self, receive: Receive, share: Share) -> Receive:
+        """The same with the body in one message."""
+        is_read = False
+
+        async def receive_whole() -> Message:
+            nonlocal is_read
+            if is_read:
+                return await receive()
+            is_read = True
+            return await self._read(receive, share)
+
+        return receive_whole
+
+    async def _read(self, receive: Receive, share: Share) -> Message:
+        limits, since_s, body = self._limits, time.monotonic(), bytearray()
+        while True:
+            by_s = since_s + max(SLOW_START_S, len(body) / limits.min_body_bytes_per_s)
+            try:
+                async with asyncio.timeout(max(0.0, by_s - time.monotonic())):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(
+                    408,
+                    f"{len(body)} bytes of the body came in {time.monotonic() - since_s:.0f} s; it must come with "
+                    f"{limits.min_body_bytes_per_s} bytes per second (min_body_bytes_per_s)",
+                ) from None
+            if message["type"] != "http.request":
+                return message
+            part = message.get("body", b"")
+            if len(body) + len(part) > limits.max_body_bytes:
+                raise HTTPException(413, f"the body has more than {limits.max_body_bytes} bytes (max_body_bytes)")
+            if not message.get("more_body", False) and not body:
+                share.take(len(part))
+                return message
+            share.take(len(part))
+            body += part
+            if not message.get("more_body", False):
+                return {"type": "http.request", "body": bytes(body), "more_body": False}

@@ -1,0 +1,151 @@
+"""Errors in OpenAI's shape."""
+
+import difflib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pydantic
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette._utils import get_route_path
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from ...errors import (
+    DeadlineExceeded,
+    EngineUnavailable,
+    IntarsiaError,
+    InvalidRequest,
+    Overloaded,
+    PoolExhausted,
+    RequestAborted,
+    Unauthenticated,
+    UnknownModel,
+)
+from .answers import CLIENT_CLOSED
+from .protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+    TokenizeChat,
+    TokenizeText,
+)
+from .reading import shown
+
+STATUSES: tuple[tuple[type[IntarsiaError], int, str, str | None], ...] = (
+    (UnknownModel, 404, "invalid_request_error", "model_not_found"),
+    (InvalidRequest, 400, "invalid_request_error", None),
+    (RequestAborted, CLIENT_CLOSED, "request_aborted", "request_aborted"),
+    (DeadlineExceeded, 504, "timeout_error", "deadline_exceeded"),
+    (Unauthenticated, 401, "authentication_error", "invalid_api_key"),
+    (PoolExhausted, 429, "rate_limit_error", "overloaded"),
+    (Overloaded, 429, "rate_limit_error", "overloaded"),
+    (EngineUnavailable, 503, "service_unavailable_error", "engine_unavailable"),
+)
+"""(class, status, type, code), the first that fits; anything else is our own fault."""
+
+BODIES: dict[str, tuple[type[pydantic.BaseModel], ...]] = {
+    "/v1/completions": (CompletionRequest,),
+    "/v1/chat/completions": (ChatRequest,),
+    "/v1/responses": (ResponsesRequest,),
+    "/tokenize": (TokenizeText, TokenizeChat),
+    "/detokenize": (DetokenizeRequest,),
+}
+"""What is posted where."""
+
+LONGEST_MISSPELT_CHARS = 64
+"""Of names among which a similar one is looked for: it takes long for a long one, and no name of ours is longer."""
+
+LONGEST_PLACE_CHARS = 120
+
+
+def shape(error: IntarsiaError) -> tuple[int, dict[str, Any]]:
+    """(status, body) of an error of ours."""
+    for kind, status, name, code in STATUSES:
+        if isinstance(error, kind):
+            return status, body_of(error.message, name, error.field, code)
+    return 500, body_of(error.message, "server_error", error.field, None)
+
+
+def refusal(error: IntarsiaError) -> JSONResponse:
+    status, body = shape(error)
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(body, status, headers=headers)
+
+
+def body_of(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def answer_errors(app: FastAPI) -> None:
+    """Whatever goes wrong in the application is answered so."""
+
+    @app.exception_handler(IntarsiaError)
+    async def ours(request: Request, error: IntarsiaError) -> Response:
+        return refusal(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        message, param = _first_fault(error, get_route_path(request.scope))
+        return JSONResponse(body_of(message, "invalid_request_error", param), 400)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {_cut(get_route_path(request.scope))}: {error.detail}"
+        return JSONResponse(body_of(message, "invalid_request_error"), error.status_code, headers=error.headers)
+
+    @app.exception_handler(ClientDisconnect)
+    async def left(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=CLIENT_CLOSED)  # for nobody: it went before its body was whole
+
+    @app.exception_handler(Exception)
+    async def bug(request: Request, error: Exception) -> Response:
+        return JSONResponse(body_of("internal error; the server's log has the details", "server_error"), 500)
+
+
+def _first_fault(error: RequestValidationError, path: str) -> tuple[str, str | None]:
+    """What is wrong with a body, in words, and where. Of a value that fits none of several kinds, the nearest miss."""
+    fault: Any = max(error.errors(), key=lambda each: len(each["loc"]))
+    parts = [*_place(fault["loc"][1:], error.body)]
+    name, place = parts[-1] if parts else "", _cut(".".join(map(_cut, parts)))
+    match fault["type"]:
+        case "extra_forbidden":
+            return f"{place} is no parameter of {path}.{_meant(name, path)}", place
+        case "missing":
+            return f"{place} is missing", place
+        case "none_required":
+            return f"{place} is not supported here; leave it out", place
+        case "json_invalid":
+            return f"the body is no JSON: {fault.get('ctx', {}).get('error', fault['msg'])}", None
+    message = f"{fault['msg'][0].lower()}{_cut(fault['msg'][1:], 300)}"
+    return f"{place or 'the body'}: {message}, got {shown(fault.get('input'))}", place or None
+
+
+def _place(parts: Sequence[str | int], value: Any) -> Iterator[str]:
+    """Of the parts, those that lead into `value`: others name one of several kinds that a value may have."""
+    for n, part in enumerate(parts):
+        is_inside = (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int))
+        if is_inside:
+            value = value[part]  # type: ignore[index]
+            yield str(part)
+        elif n == len(parts) - 1 and isinstance(value, dict):
+            yield str(part)  # what is missing
+
+
+def _meant(name: str, path: str) -> str:
+    if len(name) > LONGEST_MISSPELT_CHARS:
+        return ""
+    known = [field.alias or each for model in BODIES.get(path, ()) for each, field in model.model_fields.items()]
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def _cut(text: str, most_chars: int = LONGEST_PLACE_CHARS) -> str:
+    return text if len(text) <= most_chars else f"{text[: most_chars - 4]} ..."
