@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CorruptCheckpoint, InvalidRequest
+from ..workers.side_files import check_side_files
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 """A checkpoint with none of these has no tokenizer. Out of a tokenizer_config.json alone transformers may make one
@@ -21,6 +22,7 @@ class Tokenizer:
     def load(cls, model_dir: str | Path, *, trust_remote_code: bool = False) -> "Tokenizer | None":
         """None if the directory has no tokenizer files. Raises `CorruptCheckpoint` if they can not be read."""
         path = Path(model_dir)
+        check_side_files(path)
         if not any((path / name).is_file() for name in FILES):
             return None
         from transformers import AutoTokenizer
