@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ModelNotFound, UnsupportedModel
 from .config_schema import check_config, check_tensors
-from .json_file import MIB, clipped, corrupt, quote, read_object, size_of
+from .json_file import MIB, clipped, corrupt, parse_object, quote, read_bytes, read_object, size_of
 from .safetensors_header import StoredTensor, read_headers
 from .side_files import check_side_files
 
@@ -18,7 +18,7 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-MAX_INDEX_BYTES = 64 * MIB
+MAX_INDEX_BYTES = 24 * MIB
 MAX_FILES = 4096
 MAX_FILE_NAME_CHARS = 255
 
@@ -41,7 +41,7 @@ class Checkpoint:
         check_side_files(self.path)
         self._tensors = _find_tensors(self.path)
         check_tensors(self.config, {name: tensor.shape for name, tensor in self._tensors.items()}, self.path)
-        self._open_files: dict[Path, Any] = {}
+        self._open_files: dict[str, Any] = {}
 
     def names(self) -> Iterable[str]:
         return self._tensors.keys()
@@ -58,7 +58,7 @@ class Checkpoint:
     def _slice(self, name: str) -> Any:
         file = self._tensors[name].file
         if file not in self._open_files:  # opening reads the whole header
-            self._open_files[file] = _open(file)
+            self._open_files[file] = _open(self.path / file)
         return self._open_files[file].get_slice(name)
 
 
@@ -97,14 +97,11 @@ def _refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:
 
 def _find_tensors(path: Path) -> dict[str, StoredTensor]:
     """Name -> where it lies. Of a name that two files hold, the index says which is meant."""
-    if size_of(path / INDEX) is None:
-        files, file_of = [path / SINGLE], {}
-    else:
-        file_of = {name: path / file for name, file in _read_index(path / INDEX).items()}
-        files = sorted(set(file_of.values()))
+    file_of = _read_index(path / INDEX) if size_of(path / INDEX) is not None else {}
+    files = sorted(set(file_of.values())) or [SINGLE]
     _check_present(path, files)
     tensors: dict[str, StoredTensor] = {}
-    for tensor in read_headers(files):
+    for tensor in read_headers(path, files):
         if tensor.name not in tensors or file_of.get(tensor.name) == tensor.file:
             tensors[tensor.name] = tensor
     lacking = [name for name, file in file_of.items() if name not in tensors or tensors[name].file != file]
@@ -119,21 +116,29 @@ def _find_tensors(path: Path) -> dict[str, StoredTensor]:
 def _read_index(index: Path) -> dict[str, str]:
     """Tensor -> its file, by a name within the folder. Where a link of that name leads is the owner's business:
     download caches are made of them."""
-    weight_map = read_object(index, MAX_INDEX_BYTES).get("weight_map")
+    weight_map = parse_object(read_bytes(index, MAX_INDEX_BYTES), str(index)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise corrupt(f"{index}: weight_map must be an object of tensors and their files, not {quote(weight_map)}")
-    for file in weight_map.values():
-        if not isinstance(file, str) or not file or len(file) > MAX_FILE_NAME_CHARS or not file.isprintable():
-            raise corrupt(f"{index}: weight_map must name files, not {quote(file)}")
-        if Path(file).is_absolute() or ".." in Path(file).parts or "\\" in file:
-            raise corrupt(f"{index}: weight_map names a file outside of the folder, {quote(file)}")
-    if (files := len(set(weight_map.values()))) > MAX_FILES:
-        raise corrupt(f"{index}: weight_map names {files} files; the limit is {MAX_FILES}")
+    files = weight_map.values()
+    if odd := [file for file in files if not isinstance(file, str)]:
+        raise corrupt(f"{index}: weight_map must name files, not {quote(odd[0])}")
+    names = set(files)
+    if len(names) > MAX_FILES:
+        raise corrupt(f"{index}: weight_map names {len(names)} files; the limit is {MAX_FILES}")
+    for name in names:
+        _check_file_name(index, name)
     return weight_map
 
 
-def _check_present(path: Path, files: Sequence[Path]) -> None:
-    missing = [file.name for file in files if size_of(file) is None]
+def _check_file_name(index: Path, name: str) -> None:
+    if not name or len(name) > MAX_FILE_NAME_CHARS or not name.isprintable():
+        raise corrupt(f"{index}: weight_map must name files, not {quote(name)}")
+    if Path(name).is_absolute() or ".." in Path(name).parts or "\\" in name:
+        raise corrupt(f"{index}: weight_map names a file outside of the folder, {quote(name)}")
+
+
+def _check_present(path: Path, files: Sequence[str]) -> None:
+    missing = [file for file in files if size_of(path / file) is None]
     if not missing:
         return
     present = sorted(p.name for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".gguf"))

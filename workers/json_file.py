@@ -23,13 +23,16 @@ MAX_STRING_CHARS = MIB
 QUOTED_CHARS = 80
 
 
-def read_object(file: Path, max_bytes: int = MAX_CONFIG_BYTES, max_items: int = MAX_ITEMS) -> dict[str, Any]:
+def read_object(file: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """The object that a JSON file holds. Raises `CorruptCheckpoint`, or `ModelNotFound` if there is no such file."""
-    return parse_object(read_bytes(file, max_bytes), str(file), max_items)
+    found = parse_object(read_bytes(file, max_bytes), str(file))
+    if _is_deep(found):
+        raise corrupt(f"{file} is not readable JSON: it is nested deeper than {MAX_DEPTH} levels")
+    return found
 
 
 def parse_object(data: bytes, what: str, max_items: int = MAX_ITEMS) -> dict[str, Any]:
-    """what: is read, for people. Raises `CorruptCheckpoint`."""
+    """what: is read, for people. It may be nested as deep as it can be read. Raises `CorruptCheckpoint`."""
     items = data.count(b",") + data.count(b"[") + data.count(b"{")
     if items > max_items:
         raise corrupt(f"{what} has up to {items} values; the limit is {max_items}")
@@ -41,8 +44,6 @@ def parse_object(data: bytes, what: str, max_items: int = MAX_ITEMS) -> dict[str
         raise corrupt(f"{what} is not readable JSON: {clipped(str(error))}") from None
     if not isinstance(value, dict):
         raise corrupt(f"{what} holds no JSON object")
-    if _is_deep(value):
-        raise corrupt(f"{what} is not readable JSON: it is nested deeper than {MAX_DEPTH} levels")
     return value
 
 
@@ -100,9 +101,9 @@ def clipped(text: str, most: int = QUOTED_CHARS) -> str:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        for name, value in pairs:
-            if found[name] != value:
-                raise ValueError(f"{quote(name)} is there twice, with two values")
+        twice = next((name for name, value in pairs if found[name] != value), None)
+        if twice is not None:
+            raise ValueError(f"{quote(twice)} is there twice, with two values")
     return found
 
 

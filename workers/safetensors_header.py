@@ -6,16 +6,17 @@ the rest of the file the bytes are. Source: https://github.com/huggingface/safet
 
 import math
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import CorruptCheckpoint
 from .json_file import MIB, clipped, corrupt, parse_object, quote, size_of
 
-MAX_HEADERS_BYTES = 64 * MIB
-"""Of all files together: 400,000 tensors. The largest models that are around have 100,000."""
+MAX_HEADERS_BYTES = 24 * MIB
+"""Of all files together: 190,000 tensors. The largest models that are around have 100,000."""
 
-MAX_HEADER_ITEMS = 2**22
+MAX_HEADER_ITEMS = 2**21
 
 MAX_NAME_CHARS = 1024
 MAX_DIMS = 8
@@ -30,33 +31,38 @@ BITS_OF = {
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies: in which file, and where in it, in bytes after the header."""
+    """Where a tensor lies: in which file of the folder, and where in it, in bytes after the header."""
 
     name: str
-    file: Path
+    file: str
     shape: tuple[int, ...]
     start: int
     stop: int
 
 
-def read_headers(files: Iterable[Path]) -> Iterator[StoredTensor]:
+def read_headers(folder: Path, files: Iterable[str]) -> Iterator[StoredTensor]:
     """Every tensor of the files. Raises `CorruptCheckpoint` for a file that can not be what its header says."""
     left = MAX_HEADERS_BYTES
-    for file in files:
+    for name in files:
+        file = folder / name
         size = size_of(file) or 0
         try:
             data = _header_bytes(file, size, left)
-            header = parse_object(data, "its header", MAX_HEADER_ITEMS)
-            _check_metadata(header.pop(METADATA, {}))
-            tensors = [_tensor(file, name, said) for name, said in header.items()]
-            _check_layout(tensors, size - 8 - len(data))
+            yield from _tensors(name, data, size - 8 - len(data))
         except (CorruptCheckpoint, OSError) as error:
             why = error.message if isinstance(error, CorruptCheckpoint) else error.strerror
             raise corrupt(
                 f"{file} ({size} bytes) is not a readable safetensors file: {why}. Copy or download it again."
             ) from None
         left -= len(data)
-        yield from tensors
+
+
+def _tensors(file: str, data: bytes, data_bytes: int) -> list[StoredTensor]:
+    header = parse_object(data, "its header", MAX_HEADER_ITEMS)
+    _check_metadata(header.pop(METADATA, {}))
+    tensors = [_tensor(file, name, said) for name, said in header.items()]
+    _check_layout(tensors, data_bytes)
+    return tensors
 
 
 def _header_bytes(file: Path, size: int, limit: int) -> bytes:
@@ -74,22 +80,22 @@ def _check_metadata(said: Any) -> None:
         raise corrupt(f"{METADATA} must be an object of texts")
 
 
-def _tensor(file: Path, name: str, said: Any) -> StoredTensor:
+def _tensor(file: str, name: str, said: Any) -> StoredTensor:
     """Raises `CorruptCheckpoint` if its bytes are not as many as its shape takes."""
     if len(name) > MAX_NAME_CHARS:
         raise corrupt(f"the name of a tensor, {quote(name)}, has {len(name)} characters; the limit is {MAX_NAME_CHARS}")
-    match said:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [start, stop]}:
-            is_told = dtype in BITS_OF and len(shape) <= MAX_DIMS
-            is_told = is_told and all(type(n) is int and n >= 0 for n in (*shape, start, stop))
-        case _:
-            dtype, shape, start, stop, is_told = "", [], 0, 0, False
-    if not is_told:
+    try:
+        bits, shape, (start, stop) = BITS_OF[said["dtype"]], said["shape"], said["data_offsets"]
+        told = type(shape) is list and len(shape) <= MAX_DIMS
+        told = told and all([type(n) is int and n >= 0 for n in (*shape, start, stop)])
+    except (KeyError, TypeError, ValueError):
+        bits, shape, start, stop, told = 0, [], 0, 0, False
+    if not told:
         raise corrupt(
             f"tensor {quote(name)} must have a dtype that is known, a shape of at most {MAX_DIMS} whole numbers, and "
             "two data_offsets"
         )
-    if math.prod(shape) * BITS_OF[dtype] != (stop - start) * 8:
+    if math.prod(shape) * bits != (stop - start) * 8:
         raise corrupt(f"tensor {quote(name)} of shape {clipped(str(shape))} can not be bytes {start} to {stop}")
     return StoredTensor(name, file, tuple(shape), start, stop)
 
@@ -97,7 +103,7 @@ def _tensor(file: Path, name: str, said: Any) -> StoredTensor:
 def _check_layout(tensors: list[StoredTensor], data_bytes: int) -> None:
     """One after the other, from the end of the header to the end of the file."""
     end = 0
-    for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.stop)):
+    for tensor in sorted(tensors, key=attrgetter("start", "stop")):
         if tensor.start != end:
             raise corrupt(f"tensor {quote(tensor.name)} begins at byte {tensor.start}, the one before ends at {end}")
         end = tensor.stop

@@ -242,7 +242,7 @@ def test_of_a_name_in_two_files_the_index_says_which(copy: Path):
     weight_map = {name: "other.safetensors" if n % 2 else SINGLE for n, name in enumerate(names)}
     (copy / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     checkpoint = Checkpoint(copy)
-    assert {name: checkpoint._tensors[name].file.name for name in names} == weight_map
+    assert {name: checkpoint._tensors[name].file for name in names} == weight_map
 
 
 # -- headers -----------------------------------------------------------------------------------------------------------
