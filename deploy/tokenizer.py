@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CorruptCheckpoint, InvalidRequest
+from ..workers.json_file import clipped
 from ..workers.side_files import check_side_files
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
@@ -31,8 +32,11 @@ class Tokenizer:
             fast = AutoTokenizer.from_pretrained(
                 path, local_files_only=True, trust_remote_code=trust_remote_code, use_fast=True
             )
+            fast.decode(fast.encode("a"))  # some values are looked at only then: better now than in each request
         except Exception as error:  # the tokenizers library raises bare Exception
-            raise CorruptCheckpoint(f"the tokenizer in {path} can not be read: {error}", field="model") from error
+            raise CorruptCheckpoint(
+                f"the tokenizer in {path} can not be read: {clipped(str(error), 400)}", field="model"
+            ) from error
         return cls(fast)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -133,6 +133,7 @@ def blaming_config(model_dir: str) -> Iterator[None]:
     except Exception as error:
         if is_lack_of_memory(error):
             raise
+        logger.debug("what was raised for %s", model_dir, exc_info=True)
         raise UnsupportedModel(
             f"no model can be made of {model_dir} as its config.json has it: {type(error).__name__}: "
             f"{clipped(str(error))}",

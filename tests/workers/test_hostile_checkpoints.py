@@ -381,6 +381,52 @@ def test_impossible_path(path: str):
         Checkpoint(path)
 
 
+# -- in bounds, and still no model -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("llama", {"hidden_act": "marquetry"}),
+        ("llama", {"hidden_act": {"a": 1}}),
+        ("llama", {"head_dim": 15}),
+        ("llama", {"head_dim": 8}),
+        ("llama", {"num_attention_heads": 2, "num_key_value_heads": 1}),
+        ("llama", {"rope_parameters": {"rope_type": "no-such"}}),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}),
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4}}),
+        ("llama", {"layer_types": ["warp"] * 3}),
+        ("llama", {"num_key_value_heads": None, "rms_norm_eps": None}),
+        ("llama", {"model_type": "bert"}),
+        ("llama", {"model_type": None}),
+        ("llama", {"auto_map": {"AutoConfig": "x.Y"}, "model_type": "marquetry"}),
+        ("falcon_h1", {"attention_in_multiplier": None}),
+        ("falcon_h1", {"time_step_limit": [0.0, 1e300]}),
+        ("zamba2", {"mamba_headdim": 8}),
+        ("mllama", {"vision_config": {}}),
+        ("mllama", {"text_config": {}}),
+    ],
+    ids=lambda value: json.dumps(value)[:40],
+)
+def test_config_in_bounds_that_no_model_can_be_made_of_is_a_typed_error(
+    family: str, fields: dict[str, Any], family_dir: Callable[[str], Path], tmp_path: Path
+):
+    """transformers and torch raise anything, some of it in the first step only."""
+    from intarsia.kvcache.plan import PlanSettings
+    from intarsia.kvcache.strategies import plan_memory
+    from intarsia.workers.facts import ModelSettings, RunnerLimits
+    from intarsia.workers.worker import Worker
+
+    path = Path(shutil.copytree(family_dir(family), tmp_path / "model"))
+    change_config(path, **fields)
+    worker = Worker()
+    with pytest.raises(ModelError) as refusal:
+        facts = worker.load(ModelSettings(str(path)))
+        plan = plan_memory(facts.layers, PlanSettings(memory_bytes=2**23, block_tokens=16), 512)
+        worker.allocate(plan, RunnerLimits(4, 256, 512))
+    assert len(str(refusal.value)) < 3 * SAID_CHARS
+
+
 # -- in time -----------------------------------------------------------------------------------------------------------
 
 
