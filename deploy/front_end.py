@@ -177,8 +177,8 @@ class FrontEnd:
         size = sum(len(str(message)) for message in messages)
         return await _beside(size, lambda: tokenizer.chat(messages, tools, **options))
 
-    async def read_images(self, files: Sequence[bytes]) -> Sequence[Image]:
-        """Raises `InvalidRequest` for what is none, or where the model takes none."""
+    async def read_images(self, files: Sequence[bytes | str]) -> Sequence[Image]:
+        """Files or data URLs. Raises `InvalidRequest` for what is no image, or where the model takes none."""
         if not files:
             return ()
         return await asyncio.to_thread(read_images, self._images, files, self.info.model)

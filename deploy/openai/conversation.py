@@ -6,7 +6,6 @@ from typing import NamedTuple
 from ...controller.engine import TokenDelta
 from ...errors import InvalidRequest
 from ..front_end import Asked, FrontEnd
-from ..images import from_data_url
 from .answers import Counter, pieces
 from .protocol import ChatRequest, ToolCall
 from .requests import check_model, sampling_of, terms_of, turns_of
@@ -61,7 +60,7 @@ class Conversation:
             options["add_generation_prompt"] = body.add_generation_prompt
         tools = [tool.model_dump(exclude_none=True) for tool in self._use.tools] if self._use else []
         prompt = await front_end.encode_chat(turns, tools, **options)
-        images = await front_end.read_images([from_data_url(url) for url in urls])
+        images = await front_end.read_images(urls)
         left = max(1, front_end.info.longest_request - len(prompt))
         max_tokens = body.max_completion_tokens or body.max_tokens or left
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
