@@ -200,6 +200,7 @@ def serve(
 
             print(describe(context), end="")
             return
+        _check_checkpoint(model)
         import asyncio
 
         from .serve import serve as run
@@ -234,6 +235,7 @@ def _batch(
     In a Ray cluster: ray job submit -- intarsia batch IN.jsonl -o OUT.jsonl --model MODEL_DIR
     """
     with _plain_errors():
+        _check_checkpoint(model)
         from .batch.run import BatchSettings, main
         from .settings import engine_settings
 
@@ -516,6 +518,14 @@ def _engine_settings_of(context: typer.Context, make: Callable[..., Any]) -> Any
     if params["disable_hybrid_kv_cache_manager"]:
         params["strategy"] = _uniform(params["strategy"])
     return make(**_those_of(make, params))
+
+
+def _check_checkpoint(model: Path) -> None:
+    """What is wrong with its files is told before anything slow is imported or started. Raises `ModelError`."""
+    from ..workers.checkpoint import Checkpoint
+    from .demo import DEMO_MODEL_DIR, is_demo
+
+    Checkpoint(DEMO_MODEL_DIR if is_demo(str(model)) else model)
 
 
 def _uniform(strategy: str) -> str:

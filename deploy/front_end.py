@@ -281,8 +281,8 @@ class FrontEnd:
         lane = self._beside_short if size < LONG_TEXT_CHARS else self.beside
         return await lane.run(TENANT.get(), work, size)
 
-    async def read_images(self, files: Sequence[bytes]) -> Sequence[Image]:
-        """Raises `InvalidRequest` for what is none, or where the model takes none."""
+    async def read_images(self, files: Sequence[bytes | str]) -> Sequence[Image]:
+        """Files or data URLs. Raises `InvalidRequest` for what is no image, or where the model takes none."""
         if not files:
             return ()
         size_bytes = sum(map(len, files))

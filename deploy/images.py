@@ -2,79 +2,84 @@
 
 import base64
 import binascii
-import io
+import threading
 from collections.abc import Sequence
 
-from PIL import Image as Pillow
 from PIL import UnidentifiedImageError
 
 from ..controller.images import Image
 from ..controller.info import EngineInfo
 from ..errors import InvalidRequest
+from ..workers.json_file import clipped
+from ..workers.pictures import FORMATS, BadPicture, decode
 from ..workers.tiles import count_tiles, tile_processor, tile_tokens
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-
 MAX_IMAGE_BYTES = 10 * 1024 * 1024
-MAX_IMAGE_PIXELS = 40_000_000
-"""Decoded to RGB, 120 MB. A few kilobytes of PNG can claim to be terapixels, so the header is asked first."""
+AT_ONCE = 2
+"""Images that one front end decodes at a time: each may take 0.6 GB while it is."""
 
 
 class ImageReader:
     """Checks images for one model, and knows how many tokens each becomes."""
 
-    def __init__(self, model_dir: str):
-        """Raises `CorruptCheckpoint` if the checkpoint does not say how images are prepared."""
+    def __init__(self, model_dir: str, max_images: int = 1):
+        """max_images: in one request. Raises `CorruptCheckpoint` if the checkpoint does not say how images are
+        prepared."""
         from transformers import AutoConfig
 
+        self.max_images = max_images
         self._processor = tile_processor(model_dir)
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
         self._tile_tokens = tile_tokens(config.vision_config)
+        self._turns = threading.Semaphore(AT_ONCE)
 
     @classmethod
     def of(cls, info: EngineInfo) -> "ImageReader | None":
         """For the model of a running engine; None if it takes no images."""
-        return cls(info.model_dir) if info.image_token_id is not None else None
+        return cls(info.model_dir, info.max_images_per_request) if info.image_token_id is not None else None
 
     def read(self, data: bytes) -> Image:
         """Raises `InvalidRequest` for what is no image, or too large a one."""
-        if len(data) > MAX_IMAGE_BYTES:
-            raise InvalidRequest(
-                f"an image has {len(data)} bytes; the limit is {MAX_IMAGE_BYTES}. Send a smaller one.",
-                field="images",
-                asked=len(data),
-                limit=MAX_IMAGE_BYTES,
-            )
+        _check_size(len(data))
         try:
-            with Pillow.open(io.BytesIO(data), formats=FORMATS) as image:
-                width, height = image.size
-                if width * height > MAX_IMAGE_PIXELS:
-                    raise InvalidRequest(
-                        f"an image has {width} x {height} pixels; the limit is {MAX_IMAGE_PIXELS} in all. Send a "
-                        "smaller one.",
-                        field="images",
-                        asked=width * height,
-                        limit=MAX_IMAGE_PIXELS,
-                    )
-                image.convert("RGB")  # what workers will do: whatever can go wrong goes wrong here
-        except InvalidRequest:
-            raise
+            with self._turns:
+                width, height = decode(data).size  # as workers will do: whatever can go wrong goes wrong here
+        except BadPicture as error:
+            raise InvalidRequest(f"an image {error}. Send a smaller or plainer one.", field="images") from None
         except UnidentifiedImageError:
             raise InvalidRequest(
                 f"{len(data)} bytes of an image are none of the formats {', '.join(FORMATS)}", field="images"
             ) from None
         except Exception as error:  # noqa: BLE001  decoders raise whatever they like on broken files
-            raise InvalidRequest(f"an image can not be decoded: {error}", field="images") from None
+            raise InvalidRequest(f"an image can not be decoded: {clipped(str(error))}", field="images") from None
         return Image(data, count_tiles(self._processor, width, height) * self._tile_tokens)
 
 
-def read_images(reader: ImageReader | None, images: Sequence[bytes], model: str) -> list[Image]:
-    """The images of a request. Raises `InvalidRequest`; also when the model takes none."""
+def read_images(reader: ImageReader | None, images: Sequence[bytes | str], model: str) -> list[Image]:
+    """The images of a request, as files or data URLs. Raises `InvalidRequest`; also when the model takes none."""
     if not images:
         return []
     if reader is None:
         raise InvalidRequest(f"{model} takes no images, and the request has {len(images)}", field="images")
-    return [reader.read(data) for data in images]
+    if len(images) > reader.max_images:  # before any is decoded
+        raise InvalidRequest(
+            f"the request has {len(images)} images; max_images_per_request is {reader.max_images}. Send "
+            "fewer, or start the engine with a larger one.",
+            field="images",
+            asked=len(images),
+            limit=reader.max_images,
+        )
+    return [reader.read(from_data_url(image) if isinstance(image, str) else image) for image in images]
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_IMAGE_BYTES:
+        raise InvalidRequest(
+            f"an image has {size} bytes; the limit is {MAX_IMAGE_BYTES}. Send a smaller one.",
+            field="images",
+            asked=size,
+            limit=MAX_IMAGE_BYTES,
+        )
 
 
 def from_data_url(url: str) -> bytes:
@@ -89,6 +94,7 @@ def from_data_url(url: str) -> bytes:
     head, comma, body = rest.partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise InvalidRequest("an image's data URL must read data:image/...;base64,...", field="images")
+    _check_size(len(body) * 3 // 4 - 2)
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:

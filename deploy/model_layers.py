@@ -1,11 +1,12 @@
 """The layers of a model that need not be loaded: from its directory, its config.json, or its name."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import InvalidSetting
+from ..errors import IntarsiaError, InvalidSetting
 from ..kvcache.spec import LayerSpec
+from ..workers.checkpoint import read_config
+from ..workers.json_file import clipped
 from .known_models import known_model
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
@@ -43,18 +44,19 @@ def _from_config(path: Path, tensor_parallel_size: int, dtype: str) -> ModelLaye
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise InvalidSetting(f"{path} holds no config.json", field="model")
-    try:
-        fields = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise InvalidSetting(f"{file} can not be read as JSON: {error}", field="model") from None
+    fields = read_config(file)
     from transformers import AutoConfig  # slow to import, and not needed for known models
 
     from ..workers.layers import complete_layer_types, read_layers
 
     try:
         config = AutoConfig.for_model(**fields).get_text_config()
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise InvalidSetting(f"{file} is not a config that transformers knows: {error}", field="model") from None
-    complete_layer_types(config, fields)
-    layers = read_layers(config, tensor_parallel_size, ITEM_BYTES[dtype])
+        complete_layer_types(config, fields)
+        layers = read_layers(config, tensor_parallel_size, ITEM_BYTES[dtype])
+    except IntarsiaError:
+        raise
+    except Exception as error:  # noqa: BLE001  it raises whatever it meets
+        raise InvalidSetting(
+            f"{file} is not a config that transformers knows: {clipped(str(error), 400)}", field="model"
+        ) from None
     return ModelLayers(directory.resolve().name, layers, getattr(config, "max_position_embeddings", None), 0)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CorruptCheckpoint, InvalidRequest
+from ..workers.json_file import clipped
+from ..workers.side_files import check_side_files
 from .limits import Limits
 from .templates import LONGEST_COMPLAINT_CHARS, Question, Templates
 from .text_bounds import TextBound, longest_token_bytes
@@ -38,6 +40,7 @@ class Tokenizer:
     def load(cls, model_dir: str | Path, *, trust_remote_code: bool = False) -> "Tokenizer | None":
         """None if the directory has no tokenizer files. Raises `CorruptCheckpoint` if they can not be read."""
         path = Path(model_dir)
+        check_side_files(path)
         if not any((path / name).is_file() for name in FILES):
             return None
         from transformers import AutoTokenizer
@@ -46,8 +49,11 @@ class Tokenizer:
             fast = AutoTokenizer.from_pretrained(
                 path, local_files_only=True, trust_remote_code=trust_remote_code, use_fast=True
             )
+            fast.decode(fast.encode("a"))  # some values are looked at only then: better now than in each request
         except Exception as error:  # the tokenizers library raises bare Exception
-            raise CorruptCheckpoint(f"the tokenizer in {path} can not be read: {error}", field="model") from error
+            raise CorruptCheckpoint(
+                f"the tokenizer in {path} can not be read: {clipped(str(error), 400)}", field="model"
+            ) from error
         loaded = cls(fast)
         _ = loaded.longest_token_bytes  # goes through the vocabulary, which is not to be done for a request
         return loaded

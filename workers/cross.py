@@ -10,7 +10,6 @@ Here such a token skips the layer, as the model's authors have it.
 Suffixes: T tokens that see an image    E tokens of an encoded image    H query heads    K key heads    D head size
 """
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from ..kvcache.reach import Keeps
 from ..kvcache.spec import LayerSpec
 from ..proto.step import EncoderInput, View
 from .pages import Pages
+from .pictures import decode
 from .tiles import count_tiles, tile_processor
 
 CROSS_LAYERS = {"MllamaCrossAttentionDecoderLayer"}
@@ -88,10 +88,7 @@ class CrossAttention:
 
     def _encode_one(self, data: bytes) -> Tensor:
         """[E, hidden size]: of the tiles that the image fills."""
-        from PIL import Image
-
-        with Image.open(io.BytesIO(data)) as image:
-            rgb = image.convert("RGB")
+        rgb = decode(data)
         inputs = self._processor(images=[[rgb]], return_tensors="pt")
         tiles = inputs["num_tiles"][0][0]
         states = self._vision(

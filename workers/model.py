@@ -1,7 +1,8 @@
 """How a transformers module is loaded: built empty, filled with this rank's slices, hooked up to our attention."""
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,16 +15,18 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ..errors import CorruptCheckpoint, UnsupportedModel
+from ..errors import CorruptCheckpoint, IntarsiaError, UnsupportedModel
 from ..kvcache.plan import MemoryPlan
 from .attention import IMPLEMENTATION, PagedAttention
 from .checkpoint import Checkpoint
 from .cross import CrossAttention
 from .facts import ModelFacts, ModelSettings
 from .families import KNOWN_FAMILIES, WITH_ENCODER, mend
+from .json_file import clipped
 from .latent import READ_WEIGHTS
 from .layers import complete_layer_types, read_layers
 from .linear import pack_linears
+from .memory import is_lack_of_memory
 from .mixers import cut_mixers
 from .pages import Pages
 from .parallel import Slice, TensorParallel, count_own_heads
@@ -115,6 +118,36 @@ def load_model(
     watch: told now and then how many of how many parameters are there
     """
     checkpoint = Checkpoint(settings.model_dir)
+    with blaming_config(settings.model_dir):
+        return _load(settings, checkpoint, parallel, device, watch)
+
+
+@contextlib.contextmanager
+def blaming_config(model_dir: str) -> Iterator[None]:
+    """What a config says may be in bounds and still be nothing that a model can be made of: transformers and torch
+    then raise whatever they meet. Raises `UnsupportedModel` with their words; lack of memory stays what it is."""
+    try:
+        yield
+    except (IntarsiaError, ConnectionError):
+        raise
+    except Exception as error:
+        if is_lack_of_memory(error):
+            raise
+        logger.debug("what was raised for %s", model_dir, exc_info=True)
+        raise UnsupportedModel(
+            f"no model can be made of {model_dir} as its config.json has it: {type(error).__name__}: "
+            f"{clipped(str(error))}",
+            field="model",
+        ) from error
+
+
+def _load(
+    settings: ModelSettings,
+    checkpoint: Checkpoint,
+    parallel: TensorParallel,
+    device: torch.device,
+    watch: Callable[[int, int], None],
+) -> LoadedModel:
     whole = _read_config(settings)
     config = whole.get_text_config()
     family_note = _check_family(whole, config, settings)
@@ -177,7 +210,8 @@ def _build(whole: Any, config: Any, dtype: torch.dtype, settings: ModelSettings)
             return make.from_config(whole, dtype=dtype, trust_remote_code=settings.trust_remote_code)
     except (KeyError, ValueError, TypeError, NotImplementedError, ImportError) as error:
         raise UnsupportedModel(
-            f"{config.model_type} can not be built with an attention of ours: {type(error).__name__}: {error}",
+            f"{config.model_type} can not be built with an attention of ours: {type(error).__name__}: "
+            f"{clipped(str(error))}",
             field="model",
         ) from error
 
@@ -191,7 +225,7 @@ def _read_config(settings: ModelSettings) -> Any:
         text = config.get_text_config()
     except (ValueError, KeyError, TypeError, OSError, AttributeError) as error:
         raise UnsupportedModel(
-            f"transformers can not read {settings.model_dir}/config.json: {error}", field="model"
+            f"transformers can not read {settings.model_dir}/config.json: {clipped(str(error), 400)}", field="model"
         ) from error
     if config.model_type in WITH_ENCODER:
         return config
@@ -215,14 +249,19 @@ def _generation_config(settings: ModelSettings) -> GenerationConfig:
         return GenerationConfig.from_pretrained(settings.model_dir, local_files_only=True)
     except OSError:  # there is no such file
         return GenerationConfig()
+    except Exception as error:  # it checks some values, and trips over others
+        raise CorruptCheckpoint(
+            f"{settings.model_dir}/generation_config.json can not be used: {clipped(str(error))}", field="model"
+        ) from error
 
 
 def _eos_token_ids(generation: GenerationConfig, config: Any) -> tuple[int, ...]:
-    """generation_config.json knows best (chat models end turns with a token of their own); else config.json."""
+    """generation_config.json knows best (chat models end turns with a token of their own); else config.json. Some
+    say -1 for none."""
     eos = config.eos_token_id if generation.eos_token_id is None else generation.eos_token_id
     if eos is None:
         return ()
-    return tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+    return tuple(token for token in (eos if isinstance(eos, list | tuple) else (eos,)) if token >= 0)
 
 
 def _fill(

@@ -23,7 +23,7 @@ from .environment import give_back_freed_memory, resident_bytes, threads_per_wor
 from .facts import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
 from .grammars import Grammars
 from .memory import device_memory, is_lack_of_memory, spare_bytes
-from .model import LoadedModel, load_model
+from .model import LoadedModel, blaming_config, load_model
 from .parallel import TensorParallel
 from .runner import Drawn, ModelRunner
 from .threads import Threads
@@ -93,12 +93,13 @@ class Worker:
         self.loaded = (done, total)
 
     def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None:
-        """Lay out the pages, and run the model once over them."""
+        """Lay out the pages, and run the model once over them. Raises `UnsupportedModel` when it can not run."""
         assert self._model is not None and self._settings is not None, "load a model first"
         self._runner = self._allocated = None
-        self._model.allocate(plan, self._settings.attention_backend)
-        self._runner = self._new_runner(plan, limits)
-        self._runner.warm_up(self._settings)
+        with blaming_config(self._settings.model_dir):
+            self._model.allocate(plan, self._settings.attention_backend)
+            self._runner = self._new_runner(plan, limits)
+            self._runner.warm_up(self._settings)
         self._allocated = plan, limits
 
     def keeps(self, plan: MemoryPlan, limits: RunnerLimits) -> bool:
@@ -124,9 +125,10 @@ class Worker:
             return self._spare[1]  # the pages of the plan that was made of it are still there
         backend = self._settings.attention_backend
         self._allocated = None
-        self._model.allocate(trial, backend)
-        runner = self._new_runner(trial, limits)
-        spare = spare_bytes(memory, share, lambda: runner.run_largest_steps(backend), trial.memory_bytes)
+        with blaming_config(self._settings.model_dir):
+            self._model.allocate(trial, backend)
+            runner = self._new_runner(trial, limits)
+            spare = spare_bytes(memory, share, lambda: runner.run_largest_steps(backend), trial.memory_bytes)
         self._spare = asked, spare
         return spare
 

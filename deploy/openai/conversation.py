@@ -5,9 +5,7 @@ from typing import NamedTuple
 
 from ...controller.engine import TokenDelta
 from ...errors import InvalidRequest
-from ..front_end import FEW_VALUES, Asked, FrontEnd
-from ..images import from_data_url
-from ..json_pieces import size_of
+from ..front_end import Asked, FrontEnd
 from .answers import Counter, pieces
 from .protocol import ChatRequest, ToolCall
 from .requests import check_model, sampling_of, terms_of, turns_aside
@@ -62,8 +60,7 @@ class Conversation:
         prompt = await front_end.encode_chat(
             turns, tools, variables, add_generation_prompt=begins, continue_final_message=continues
         )
-        files = await front_end.aside(size_of(urls, FEW_VALUES), lambda: [from_data_url(url) for url in urls])
-        images = await front_end.read_images(files)
+        images = await front_end.read_images(urls)
         left = max(1, front_end.info.longest_request - len(prompt))
         max_tokens = body.max_completion_tokens or body.max_tokens or left
         logprobs = (body.top_logprobs or 0) if body.logprobs else None

@@ -10,6 +10,7 @@ import pytest
 from intarsia.deploy.images import MAX_IMAGE_BYTES, ImageReader, from_data_url, read_images
 from intarsia.errors import CorruptCheckpoint, InvalidRequest
 from intarsia.tests.models import picture
+from intarsia.workers.pictures import decode
 
 
 @pytest.fixture
@@ -86,3 +87,29 @@ def test_a_model_without_images_says_so():
 def test_a_checkpoint_that_lacks_its_image_settings_is_corrupt(tiny: Callable, tmp_path):
     with pytest.raises(CorruptCheckpoint, match=r"preprocessor_config\.json can not be read"):
         ImageReader(str(tmp_path))
+
+
+def test_more_images_than_a_request_may_have_are_refused_before_one_is_decoded(reader: ImageReader):
+    with pytest.raises(InvalidRequest, match=r"2 images; max_images_per_request is 1"):
+        read_images(reader, [b"no image", b"nor this"], "tiny")
+
+
+def test_a_data_url_longer_than_an_image_may_be_is_refused_before_it_is_decoded():
+    with pytest.raises(InvalidRequest, match="the limit is"):
+        from_data_url("data:image/png;base64," + "@" * (2 * MAX_IMAGE_BYTES))
+
+
+def test_a_turned_image_is_counted_as_it_is_seen(reader: ImageReader):
+    file, exif = io.BytesIO(), PIL.Image.Exif()
+    exif[0x0112] = 6
+    PIL.Image.new("RGB", (28, 112)).save(file, "JPEG", exif=exif)
+    assert reader.read(file.getvalue()).tokens == reader.read(picture(112, 28, 1)).tokens
+
+
+@pytest.mark.parametrize("size", [(1, 100_000), (100_000, 1)])
+def test_a_line_of_pixels_goes_all_the_way_to_tiles(reader: ImageReader, size: tuple[int, int]):
+    file = io.BytesIO()
+    PIL.Image.new("RGB", size).save(file, "PNG")
+    image = reader.read(file.getvalue())
+    tiles = reader._processor(images=[[decode(image.data)]], return_tensors="pt")["num_tiles"][0][0]
+    assert image.tokens == tiles * 5

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from intarsia.deploy.cli import app
 from intarsia.deploy.model_layers import model_layers
 from intarsia.deploy.plan import PlanReport, make_report
-from intarsia.errors import InvalidSetting
+from intarsia.errors import CorruptCheckpoint, InvalidSetting
 from intarsia.kvcache.plan import PlanSettings
 
 GIB = 1 << 30
@@ -136,7 +136,7 @@ def test_a_missing_config_is_said(tmp_path):
     with pytest.raises(InvalidSetting, match=r"holds no config.json"):
         model_layers(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(InvalidSetting, match="can not be read as JSON"):
+    with pytest.raises(CorruptCheckpoint, match="is not readable JSON"):
         model_layers(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "no-such"}')
     with pytest.raises(InvalidSetting, match="not a config that transformers knows"):

@@ -1,10 +1,13 @@
+import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
+from intarsia.deploy.demo import DEMO_MODEL_DIR
 from intarsia.deploy.tokenizer import TextStream, Tokenizer, encode_prompt
 from intarsia.errors import CorruptCheckpoint, InvalidRequest
 
@@ -175,3 +178,28 @@ def test_a_checkpoint_without_a_template_says_so(byte_tokenizer: Tokenizer, monk
     monkeypatch.setattr(byte_tokenizer._fast, "chat_template", None)
     with pytest.raises(InvalidRequest, match="has no chat template"):
         byte_tokenizer.chat([{"role": "you", "content": "hi"}])
+
+
+@pytest.mark.parametrize(
+    ("file", "fields"),
+    [
+        ("tokenizer_config.json", {"model_max_length": "many"}),
+        ("tokenizer_config.json", {"model_max_length": [1]}),
+        ("tokenizer_config.json", {"extra_special_tokens": 3}),
+        ("tokenizer_config.json", {"tokenizer_class": []}),
+        ("tokenizer.json", {"model": None}),
+        ("tokenizer.json", {"added_tokens": {}}),
+        ("tokenizer.json", {"normalizer": {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}}),
+        ("tokenizer.json", "[" * 100_000),
+        ("tokenizer.json", ""),
+        ("tokenizer.json", " " * 10_000 + "{"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_hostile_tokenizer_is_one_typed_error(file: str, fields: dict | str, tmp_path: Path):
+    path = Path(shutil.copytree(DEMO_MODEL_DIR, tmp_path / "model"))
+    whole = fields if isinstance(fields, str) else json.dumps(json.loads((path / file).read_text()) | fields)
+    (path / file).write_text(whole)
+    with pytest.raises(CorruptCheckpoint, match="the tokenizer in") as refusal:
+        Tokenizer.load(path)
+    assert len(str(refusal.value)) < 500 + len(str(path))
