@@ -292,7 +292,7 @@ class FrontEnd:
     async def aside(self, size: int, work: Callable[[], Result]) -> Result:
         """What `work` returns: done at once if it is short, else beside this loop. size: values, or hundreds of
         characters, that it goes through."""
-        return work() if size < FEW_VALUES else await self.beside.run(TENANT.get(), work, size * CHARS_OF_A_VALUE)
+        return work() if size < FEW_VALUES else await self.beside.run(TENANT.get(), work)
 
     async def generate(self, asked: Asked, *, is_streaming: bool = True) -> "Answers":
         """The answers to a request, each in one delta if they are not streamed. The engine hears of it when the first
