@@ -101,7 +101,7 @@ MOST_BYTES = 1000 * 5  # of max_model_len tokens, of which the longest is <eos>
     [
         ("/v1/completions", {"prompt": "x" * (MOST_BYTES + 1)}, "prompt", "at most 5000 bytes"),
         ("/v1/completions", {"prompt": ["x", "ä" * (MOST_BYTES // 2 + 1)]}, "prompt", "at most 5000 bytes"),
-        ("/tokenize", {"prompt": "x" * 20_001}, "prompt", "has 20001 bytes"),
+        ("/tokenize", {"prompt": "x" * 20_001}, "prompt", "20001 bytes of text; at most 20000"),
         ("/detokenize", {"tokens": [5] * 5001}, "tokens", "there are 5001 tokens; at most 5000"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 20_001}]}, "messages", "20005 bytes"),
         ("/tokenize", {"messages": [{"role": "user", "content": "x" * 9000}]}, "messages", "more than 5000 bytes"),
