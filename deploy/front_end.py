@@ -173,11 +173,25 @@ class FrontEnd:
         the model takes.
         """
         size_bytes, bound = bytes_of(text), self._text_bound()
-        if only_counted and size_bytes <= self.limits.max_counted_text_bytes:
-            bound = TextBound(max(size_bytes, bound.max_tokens), None)
-        bound.check(size_bytes, "prompt")
+        if only_counted:
+            self._check_counted(size_bytes, bound, "prompt")
+            if size_bytes <= self.limits.max_counted_text_bytes:
+                bound = TextBound(max(size_bytes, bound.max_tokens), None)
+        else:
+            bound.check(size_bytes, "prompt")
         return await self._read(
             size_bytes, lambda: encode_prompt(self.tokenizer, text, self.info.model, add_special_tokens, bound)
+        )
+
+    def _check_counted(self, size_bytes: int, bound: TextBound, field: str) -> None:
+        """Raises `RequestTooLarge` for texts that are longer than a prompt, and than what is read of others."""
+        if bound.max_bytes is None or size_bytes <= (limit := max(bound.max_bytes, self.limits.max_counted_text_bytes)):
+            return
+        raise RequestTooLarge(
+            f"there are {size_bytes} bytes of text; at most {limit} are read at once",
+            field=field,
+            asked=size_bytes,
+            limit=limit,
         )
 
     async def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
@@ -260,13 +274,9 @@ class FrontEnd:
         variables = variables or {}
         tokenizer.check_variables(variables)
 
-        # The template may leave out much of a conversation, so what is as short as any text may be is rendered first.
-        before = bound
-        if bound.max_bytes is not None:
-            before = bound._replace(max_bytes=max(bound.max_bytes, limits.max_counted_text_bytes))
-
         def work() -> list[int]:
-            before.check(sum(map(bytes_of, texts_in([messages, tools, variables]))), "messages")
+            # The template may leave out much of a conversation, so what is as short as any text may be is rendered.
+            self._check_counted(sum(map(bytes_of, texts_in([messages, tools, variables]))), bound, "messages")
             return tokenizer.chat(
                 messages,
                 tools,
@@ -292,7 +302,7 @@ class FrontEnd:
     async def aside(self, size: int, work: Callable[[], Result]) -> Result:
         """What `work` returns: done at once if it is short, else beside this loop. size: values, or hundreds of
         characters, that it goes through."""
-        return work() if size < FEW_VALUES else await self.beside.run(TENANT.get(), work, size * CHARS_OF_A_VALUE)
+        return work() if size < FEW_VALUES else await self.beside.run(TENANT.get(), work)
 
     async def generate(self, asked: Asked, *, is_streaming: bool = True) -> "Answers":
         """The answers to a request, each in one delta if they are not streamed. The engine hears of it when the first

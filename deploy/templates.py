@@ -38,9 +38,13 @@ class Question:
     continue_final_message: bool
 
     def to_json(self) -> bytes:
+        """Raises `InvalidRequest` for what JSON does not have."""
         given = {name: getattr(self, name) for name in self.__slots__}
-        pieces = json_pieces(given | {"messages": [dict(each) for each in self.messages]})
-        return b"".join(piece.encode("utf-8", "surrogatepass") for piece in pieces)
+        try:
+            pieces = json_pieces(given | {"messages": [dict(each) for each in self.messages]})
+            return b"".join(piece.encode("utf-8", "surrogatepass") for piece in pieces)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequest(f"the messages are not as JSON has them: {error}", field="messages") from None
 
 
 class Templates:

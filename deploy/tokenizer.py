@@ -59,8 +59,18 @@ class Tokenizer:
         return loaded
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, with the special tokens the model wants in front unless said otherwise."""
-        return self._fast.encode(text, add_special_tokens=add_special_tokens)
+        """Token ids, with the special tokens the model wants in front unless said otherwise. Raises `InvalidRequest`
+        for a text that the tokenizers library breaks on: patterns give up over 10,000,000 blanks in a row."""
+        try:
+            return self._fast.encode(text, add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # Rust's, of which there is no class to import
+                raise
+        raise InvalidRequest(
+            f"the tokenizer can not read this text of {len(text)} characters; is one of them there millions of times "
+            "in a row?",
+            field="prompt",
+        )
 
     def encode_bounded(self, text: str, bound: TextBound, add_special_tokens: bool = True) -> list[int]:
         """The same. Raises `RequestTooLarge` for far more tokens than `bound` has, without making them all."""

@@ -19,7 +19,7 @@ from ..front_end import FrontEnd, FrontEndSettings
 from ..openai.app import make_app
 from ..settings import engine_settings
 from ..tokenizer import Tokenizer
-from .answering import answer
+from .answering import OFFLINE, answer
 
 MOST_STREAMS = 1 << 20
 
@@ -35,7 +35,7 @@ class BatchLines:
         self._engine: RunningEngine = self._await(start_engine(wanted))
         tokenizer = Tokenizer.load(wanted.model.model_dir, trust_remote_code=wanted.model.trust_remote_code)
         streams = FrontEndSettings(max_streams=MOST_STREAMS, seeds_by_id=True)
-        front_end = FrontEnd(self._engine.client, tokenizer, streams)
+        front_end = FrontEnd(self._engine.client, tokenizer, streams, limits=OFFLINE)
         self._app = make_app(lambda: front_end)
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:

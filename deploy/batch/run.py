@@ -21,7 +21,7 @@ from ..front_end import FrontEnd, FrontEndSettings
 from ..loading_bar import loading_bar
 from ..openai.app import make_app
 from ..tokenizer import Tokenizer
-from .answering import answer
+from .answering import OFFLINE, answer
 from .journal import Input, Journal, begin_anew, partial_of
 from .survey import Outcome, outcome, survey
 
@@ -141,7 +141,7 @@ async def _share(source: Input, journal: Journal, engines: list[RunningEngine], 
     front_end_settings = FrontEndSettings(max_streams=AHEAD * settings.scheduler.max_num_seqs, seeds_by_id=True)
     workers = []
     for engine in engines:
-        front_end = FrontEnd(engine.client, tokenizer, front_end_settings)
+        front_end = FrontEnd(engine.client, tokenizer, front_end_settings, limits=OFFLINE)
         app = make_app(lambda front_end=front_end: front_end)
         workers += [work(engine, app) for _ in range(AHEAD * settings.scheduler.max_num_seqs)]
     await asyncio.gather(*workers)

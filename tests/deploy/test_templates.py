@@ -162,6 +162,18 @@ def test_more_text_than_was_asked_for_is_refused_with_the_number(templates: Temp
             templates.render(question(template), QUICK, 1000)
 
 
+@pytest.mark.parametrize("messages", [["hi"], [{"role": "user", "content": object()}], [{"role": {1, 2}}]])
+def test_messages_that_are_no_json_are_refused(templates: Templates, messages: Any):
+    with pytest.raises(InvalidRequest, match="not as JSON has them"):
+        templates.render(question("{{ 1 }}", messages), QUICK, 100)
+
+
+def test_a_long_conversation_goes_in_and_comes_out_whole(templates: Templates):
+    messages = [{"role": "user", "content": f"{n} ä🎉\n" * 200} for n in range(1000)]
+    text = templates.render(question("{% for m in messages %}{{ m.content }}{% endfor %}", messages), Limits(), 1 << 24)
+    assert text == "".join(message["content"] for message in messages)
+
+
 def test_a_slow_template_holds_up_nobody_else_and_its_killed_child_is_its_own_end_only(templates: Templates):
     others = children_of(os.getpid())
     ended: list[tuple[str, str]] = []

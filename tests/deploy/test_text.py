@@ -3,9 +3,9 @@ import random
 
 import pytest
 
-from intarsia.controller.engine import TokenDelta
+from intarsia.controller.engine import TokenDelta, TokenLogprobs
 from intarsia.controller.request import SamplingParams
-from intarsia.deploy.text import StopGate, with_text
+from intarsia.deploy.text import AT_ONCE_VALUES, StopGate, whole_answers, with_text
 from intarsia.deploy.tokenizer import Tokenizer
 from intarsia.errors import InvalidRequest
 
@@ -123,3 +123,65 @@ def test_stop_strings_without_a_tokenizer_are_refused():
     with pytest.raises(InvalidRequest, match="no tokenizer, so it can not stop at a text") as caught:
         told_by(None, "", SamplingParams(stop="x"))
     assert caught.value.field == "stop"
+
+
+class AtOnce:
+    """A generation whose answer comes in one delta."""
+
+    def __init__(self, delta: TokenDelta):
+        self._delta = delta
+        self.ended: list[int] = []
+
+    async def __aiter__(self):
+        yield self._delta
+
+    def end(self, index: int) -> None:
+        self.ended.append(index)
+
+
+def many(ids: list[int], top: int = 0) -> TokenDelta:
+    rows = tuple(TokenLogprobs(token, -1.0, ((token, -1.0),) * top) for token in ids)
+    return TokenDelta(tuple(ids), rows if top else None, "length", 7, (TokenLogprobs(1, -2.0, ()),))
+
+
+@pytest.mark.parametrize("top", [0, 20])
+def test_a_long_delta_is_told_in_parts_between_which_others_have_their_turn(byte_tokenizer: Tokenizer, top: int):
+    text = "naïve 🎉 " * 400
+    whole = many(byte_tokenizer.encode(text), top)
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    async def collect() -> list[tuple[TokenDelta, str]]:
+        beside = asyncio.ensure_future(others())
+        found = [each async for each in with_text(AtOnce(whole), byte_tokenizer, SamplingParams(max_tokens=10**4))]
+        beside.cancel()
+        return found
+
+    found = asyncio.run(collect())
+    at_once = AT_ONCE_VALUES // (1 + top)
+    assert max(len(delta.token_ids) for delta, _ in found) == at_once and turns >= len(found) - 2
+    assert "".join(piece for _, piece in found) == text
+    assert [delta.finish_reason for delta, _ in found] == [None] * (len(found) - 1) + ["length"]
+    assert [delta.prompt_logprobs is None for delta, _ in found] == [False] + [True] * (len(found) - 1)
+
+    async def joined() -> list[tuple[TokenDelta, str]]:
+        pieces = with_text(AtOnce(whole), byte_tokenizer, SamplingParams(max_tokens=10**4))
+        return [each async for each in whole_answers(pieces)]
+
+    assert asyncio.run(joined()) == [(whole, text)]
+
+
+def test_nothing_is_told_of_what_came_behind_a_stop_in_the_same_delta(byte_tokenizer: Tokenizer):
+    generation = AtOnce(many(byte_tokenizer.encode("ab" * 300 + "." + "cd" * 2000)))
+
+    async def collect() -> list[tuple[TokenDelta, str]]:
+        return [each async for each in with_text(generation, byte_tokenizer, SamplingParams(stop="."))]
+
+    found = asyncio.run(collect())
+    assert "".join(text for _, text in found) == "ab" * 300
+    assert found[-1][0].finish_reason == "stop" and generation.ended == [0]

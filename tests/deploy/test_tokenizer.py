@@ -4,8 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from intarsia.deploy.demo import DEMO_MODEL_DIR
 from intarsia.deploy.tokenizer import TextStream, Tokenizer, encode_prompt
@@ -106,6 +107,16 @@ def test_bytes_that_never_become_a_character_are_told_and_not_decoded_again_and_
     told = "".join(pieces(Counting(None), [7] * 3000))
     assert told == HALF * 3000
     assert decoded < 3000 * 200  # 9,000,000 if each token decoded all before it
+
+
+def test_a_text_that_the_tokenizers_library_breaks_on_is_refused():
+    backend = Backend(models.BPE(vocab={"a": 0}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s*[\r\n]+|\s+"), "isolated")
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    with pytest.raises(InvalidRequest, match="can not read this text of 11000000 characters") as refused:
+        tokenizer.encode(" " * 11_000_000)
+    assert refused.value.field == "prompt"
+    assert tokenizer.encode("a a") == [0, 0]
 
 
 def test_many_tokens_decode_as_few_do(byte_tokenizer: Tokenizer):
