@@ -149,6 +149,12 @@ def serve(
         str | None, typer.Option(help="Send OpenTelemetry traces there, OTLP over HTTP.  [default: none]")
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the engine in the Ray cluster.  [default: drawn]")] = None,
+    give_up_after_s: Annotated[
+        float, typer.Option(help="Seconds in which processes are lost again and again, and no step is completed.")
+    ] = 120.0,
+    insecure_ray: Annotated[
+        bool, typer.Option("--insecure-ray", help="Use a Ray that asks for no token: who reaches it runs code here.")
+    ] = False,
     host: Annotated[str, typer.Option(help="Where to listen; beyond loopback only with keys and TLS.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port for HTTP; 0 takes a free one.", min=0, max=65535)] = 8000,
     grpc_port: Annotated[int, typer.Option(help="Port for gRPC; 0 takes a free one.", min=0, max=65535)] = 50051,
@@ -200,17 +206,23 @@ def serve(
 
             print(describe(context), end="")
             return
-        import asyncio
+        from ..controller.ray_token import require_token
+        from .ending import ended_by_signals, leave
 
-        from .serve import serve as run
-        from .serve import server_settings
-        from .settings import engine_settings
+        require_token(is_insecure_fine=context.params["insecure_ray"])
+        with ended_by_signals():
+            import asyncio
 
-        settings = _engine_settings_of(context, engine_settings)
-        limits = {row.name: context.params[row.name] for row in limit_rows()}
-        server = server_settings(**_those_of(server_settings, context.params), **limits)
-        print(f"loading {model} ...", flush=True)
-        asyncio.run(run(settings, server))
+            from .serve import serve as run
+            from .serve import server_settings
+            from .settings import engine_settings
+
+            settings = _engine_settings_of(context, engine_settings)
+            limits = {row.name: context.params[row.name] for row in limit_rows()}
+            server = server_settings(**_those_of(server_settings, context.params), **limits)
+            print(f"loading {model} ...", flush=True)
+            asyncio.run(run(settings, server))
+            leave(0)  # there is nothing that Python, or Ray, should still do
 
 
 def _batch(
@@ -230,11 +242,16 @@ def _batch(
     In a Ray cluster: ray job submit -- intarsia batch IN.jsonl -o OUT.jsonl --model MODEL_DIR
     """
     with _plain_errors():
-        from .batch.run import BatchSettings, main
-        from .settings import engine_settings
+        from ..controller.ray_token import require_token
+        from .ending import ended_by_signals
 
-        settings = BatchSettings(source, out, num_engines, restart)
-        raise typer.Exit(main(settings, _engine_settings_of(context, engine_settings)))
+        require_token(is_insecure_fine=context.params["insecure_ray"])
+        with ended_by_signals():
+            from .batch.run import BatchSettings, main
+            from .settings import engine_settings
+
+            settings = BatchSettings(source, out, num_engines, restart)
+            raise typer.Exit(main(settings, _engine_settings_of(context, engine_settings)))
 
 
 def _with_engine_settings(command: Callable[..., None], after: str) -> Callable[..., None]:

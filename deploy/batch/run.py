@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import hashlib
-import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from ...controller.info import EngineLoad
 from ...controller.launch import RunningEngine, start_engine
 from ...controller.startup import EngineSettings
 from ...errors import EngineUnavailable, IntarsiaError, InvalidSetting
+from ..ending import SIGNALS, leave_at_the_latest, say
 from ..front_end import FrontEnd, FrontEndSettings
 from ..loading_bar import loading_bar
 from ..openai.app import make_app
@@ -26,6 +26,12 @@ from .journal import Input, Journal, begin_anew, partial_of
 
 AHEAD = 2
 """Lines in flight for each request that an engine runs at once: so that somebody always waits."""
+
+END_WITHIN_S = 1.8
+"""Once somebody asks us to stop. What is done is in the journal."""
+
+STOPPED = 130
+"""Exit status."""
 
 TELL_EVERY_S = 10.0
 """Where there is no screen to draw a bar on."""
@@ -103,6 +109,8 @@ async def _answer_all(
                 work = asyncio.ensure_future(_share(source, journal, engines, engine))
                 await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
                 if not work.done():
+                    say("stopping ...")
+                    leave_at_the_latest(END_WITHIN_S, STOPPED)
                     work.cancel()
                     await asyncio.gather(work, return_exceptions=True)
                     return False
@@ -166,13 +174,14 @@ def _stop_signals() -> Iterator[asyncio.Future[None]]:
         if not stopped.done():
             stopped.set_result(None)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         loop.add_signal_handler(number, stop)
     try:
         yield stopped
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+        if not stopped.done():  # else: once is enough
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
 
 
 @contextlib.contextmanager
@@ -230,4 +239,4 @@ def _fingerprint(engine: EngineSettings) -> str:
 
 def main(settings: BatchSettings, engine: EngineSettings) -> int:
     """Exit status: 0 when all is done, 130 when it was stopped."""
-    return 0 if asyncio.run(run_batch(settings, engine)) else 130
+    return 0 if asyncio.run(run_batch(settings, engine)) else STOPPED
