@@ -40,9 +40,9 @@ from .view import EngineView, Journal, Look, StepView, counted, request_views
 logger = logging.getLogger(__name__)
 
 
-MOST_LOSSES = SUSPICIOUS_LOSSES
+MOST_LOSSES = SUSPICIOUS_LOSSES + 2
 """Times that a request goes on after the workers were lost while it ran, without a token of it in between. At the last
-of them it runs alone."""
+three of them it runs alone: one of those may be chance, where somebody kills workers as soon as they are back."""
 
 SUSPECT_FOR_S = 5.0
 """The same in time, since the first of them: whatever kills workers beside their steps may be done then."""
