@@ -28,6 +28,7 @@ from .client import EngineClient
 from .crew import Crew, dismiss, end_process, hire
 from .losses import Losses
 from .own_ray import NAMESPACE, OwnRay, asks_for_token, ensure_ray
+from .processes import end_processes, processes_of_ray
 from .ray_token import check_cluster
 from .remote import LOOPBACK, answer
 from .startup import EngineSettings
@@ -36,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 SHUTDOWN_TIMEOUT_S = 1.0
 """For a controller to tell who waits, and its workers, that it goes."""
+
+GIVE_UP_START_S = 3.0
+"""For a Ray that starts to notice that its processes are gone."""
 
 DISMISS_TIMEOUT_S = 10.0
 """For Ray to end our actors in a cluster that lives on."""
@@ -103,8 +107,7 @@ async def start_engine(settings: EngineSettings, watch: Watch | None = None) -> 
     Raises `ModelError`, `InvalidSetting` or `EngineUnavailable`; nothing is left running then.
     """
     Checkpoint(settings.model.model_dir)  # a wrong path or a broken file is told at once, not after Ray has started
-    ensure = partial(ensure_ray, is_insecure_fine=settings.insecure_ray)
-    own_ray = await _beside(ensure, settings.model.tensor_parallel_size)
+    own_ray = await _ensured(settings)
     actors = None
     try:
         await _beside(_check_cluster, settings.insecure_ray)
@@ -114,6 +117,21 @@ async def start_engine(settings: EngineSettings, watch: Watch | None = None) -> 
         await asyncio.shield(_end(actors, own_ray))
         raise
     return RunningEngine(actors, client, own_ray)
+
+
+async def _ensured(settings: EngineSettings) -> OwnRay | None:
+    """A Ray to run in. Given up while it starts, none of it is left; and nobody leaves the process before its threads
+    have noticed, for they would stumble."""
+    ensure = partial(ensure_ray, is_insecure_fine=settings.insecure_ray)
+    starting = asyncio.ensure_future(_beside(ensure, settings.model.tensor_parallel_size))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        end_processes(processes_of_ray())
+        await asyncio.wait({starting}, timeout=GIVE_UP_START_S)
+        if starting.done() and starting.exception() is None and (own_ray := starting.result()):
+            await _beside(own_ray.stop)
+        raise
 
 
 def _check_cluster(is_insecure_fine: bool) -> None:
@@ -136,8 +154,7 @@ async def _end(actors: "_Actors | None", own_ray: OwnRay | None) -> None:
 
 
 async def _beside(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Do it in a thread of its own, which nobody waits for who does not wait here: Ray may not come back from a call.
-    Where this is given up, what is made is ended."""
+    """Do it in a thread of its own, which nobody waits for who does not wait here: Ray may not come back from a call."""
     loop = asyncio.get_running_loop()
     made: asyncio.Future[Any] = loop.create_future()
 
@@ -154,9 +171,8 @@ async def _beside(work: Callable[..., Any], *arguments: Any) -> Any:
 
     def tell(result: Any, error: BaseException | None) -> None:
         if made.done():
-            if isinstance(result, OwnRay):
-                threading.Thread(target=result.stop).start()
-        elif error is not None:
+            return  # nobody waits any more
+        if error is not None:
             made.set_exception(error)
         else:
             made.set_result(result)

@@ -64,10 +64,12 @@ class OwnRay:
         self._thread.join(POLITE_S)
         end_processes(processes_of_ray())
         self._thread.join(STUCK_S)
-        if self._thread.is_alive():
+        self._undo.close()
+        if not self._thread.is_alive():
+            _forget_token()  # whatever cluster is next has another; a Ray that still runs would stumble
+        else:
             logger.warning("Ray does not notice that its processes are gone; it is left alone")
             atexit.unregister(ray.shutdown)
-        self._undo.close()
 
     def _live(self) -> None:
         try:
@@ -145,7 +147,6 @@ def _own_environment() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        _forget_token()
 
 
 _CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"

@@ -221,8 +221,12 @@ def serve(
             limits = {row.name: context.params[row.name] for row in limit_rows()}
             server = server_settings(**_those_of(server_settings, context.params), **limits)
             print(f"loading {model} ...", flush=True)
-            asyncio.run(run(settings, server))
-            leave(0)  # there is nothing that Python, or Ray, should still do
+
+            async def serve_and_leave() -> None:
+                await run(settings, server)
+                leave(0)  # there is nothing that the loop, Python or Ray should still do
+
+            asyncio.run(serve_and_leave())
 
 
 def _batch(

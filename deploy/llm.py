@@ -27,7 +27,7 @@ from .tokenizer import Tokenizer, encode_prompt
 
 Prompt = str | Sequence[int]
 
-GIVE_UP_WITHIN_S = 3.0
+GIVE_UP_WITHIN_S = 5.0
 """For what was started to end, where somebody interrupts the start."""
 
 
@@ -283,7 +283,8 @@ class LLM:
             others = asyncio.all_tasks() - {asyncio.current_task()}
             for task in others:
                 task.cancel()
-            await asyncio.wait(others, timeout=GIVE_UP_WITHIN_S) if others else None
+            if others:
+                await asyncio.wait(others, timeout=GIVE_UP_WITHIN_S)
 
         self._await(end())
 

@@ -8,14 +8,19 @@ JSON; exits with 1 if anything was too late, or is left. `--command` names anoth
 """
 
 import asyncio
+import contextlib
 import os
 import random
+import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
+
+from intarsia.deploy.client import AsyncClient
+from intarsia.errors import IntarsiaError
 
 from .program import program
 
@@ -102,6 +107,13 @@ class Server:
         except OSError:
             return False
 
+    def at(self, what: str) -> tuple[str, int]:
+        """Where it listens. what: "HTTP" or "gRPC" """
+        [line] = [line for _, line in self.said if line.startswith(what)]
+        found = re.search(r"([\d.]+):(\d+)", line)
+        assert found
+        return found[1], int(found[2])
+
     def kill_gcs(self) -> None:
         [pid] = [pid for pid in self._processes() if "gcs_server" in _command_of(pid)[:200]]
         os.kill(pid, signal.SIGKILL)
@@ -114,6 +126,34 @@ def _command_of(pid: int) -> str:
         return ""
 
 
+@contextlib.asynccontextmanager
+async def _idlers(server: Server) -> AsyncIterator[None]:
+    """Clients who ask nothing, and stay: connections, half a head, half a body, a watcher of the cache."""
+    begun = (
+        b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost:",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 999\r\n\r\n{",
+    )
+    host, port = server.at("HTTP")
+    opened = [await asyncio.open_connection(host, port) for _ in begun]
+    for (_, writer), head in zip(opened, begun, strict=True):
+        writer.write(head)
+
+    async def watch(client: AsyncClient) -> None:
+        with contextlib.suppress(IntarsiaError):
+            async for _ in client.watch_cache():
+                pass
+
+    async with AsyncClient("{}:{}".format(*server.at("gRPC"))) as client:
+        watching = asyncio.create_task(watch(client))
+        try:
+            yield
+        finally:
+            watching.cancel()
+            for _, writer in opened:
+                writer.close()
+
+
 async def _one(server: Server, number: signal.Signals, after_s: float, *, is_served: bool, gcs: bool) -> dict[str, Any]:
     """after_s: from its start; or, where it is to serve first, from then on."""
     await server.start()
@@ -121,13 +161,16 @@ async def _one(server: Server, number: signal.Signals, after_s: float, *, is_ser
         await asyncio.wait_for(server.ready.wait(), LONGEST_S)
         if not gcs:
             server.kill_gcs()
-    await asyncio.sleep(after_s)
-    found = await server.end(number, END_WITHIN_S if gcs else WITHOUT_GCS_S)
+    async with _idlers(server) if is_served and gcs else contextlib.nullcontext():
+        await asyncio.sleep(after_s)
+        found = await server.end(number, END_WITHIN_S if gcs else WITHOUT_GCS_S)
     return {"signal": number.name, "after_s": round(after_s, 2), "was_ready": server.ready.is_set(), **found}
 
 
 async def run(command: str, tries: int, served: int, without_gcs: int, longest_s: float, seed: int) -> dict[str, Any]:
-    """tries: at moments of start-up up to `longest_s`; served: once it serves; without_gcs: the same, its GCS killed"""
+    """tries: at moments of start-up up to `longest_s`
+    served: once it serves, to clients who ask nothing and stay
+    without_gcs: once it serves, its GCS killed"""
     rng = random.Random(seed)
     command = command or str(Path(sys.executable).with_name("intarsia"))
     draw: Callable[[], tuple[int, signal.Signals]] = lambda: (  # noqa: E731
