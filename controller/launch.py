@@ -154,7 +154,7 @@ async def _end(actors: "_Actors | None", own_ray: OwnRay | None) -> None:
 
 
 async def _beside(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Do it in a thread of its own, which nobody waits for who does not wait here: Ray may not come back from a call."""
+    """Do it in a thread that nobody waits for who does not wait here: Ray may not come back from a call."""
     loop = asyncio.get_running_loop()
     made: asyncio.Future[Any] = loop.create_future()
 
