@@ -207,26 +207,26 @@ def serve(
             print(describe(context), end="")
             return
         from ..controller.ray_token import require_token
-        from .ending import ended_by_signals, leave
+        from .ending import leave
 
         require_token(is_insecure_fine=context.params["insecure_ray"])
-        with ended_by_signals():
-            import asyncio
 
-            from .serve import serve as run
-            from .serve import server_settings
-            from .settings import engine_settings
+        import asyncio
 
-            settings = _engine_settings_of(context, engine_settings)
-            limits = {row.name: context.params[row.name] for row in limit_rows()}
-            server = server_settings(**_those_of(server_settings, context.params), **limits)
-            print(f"loading {model} ...", flush=True)
+        from .serve import serve as run
+        from .serve import server_settings
+        from .settings import engine_settings
 
-            async def serve_and_leave() -> None:
-                await run(settings, server)
-                leave(0)  # there is nothing that the loop, Python or Ray should still do
+        settings = _engine_settings_of(context, engine_settings)
+        limits = {row.name: context.params[row.name] for row in limit_rows()}
+        server = server_settings(**_those_of(server_settings, context.params), **limits)
+        print(f"loading {model} ...", flush=True)
 
-            asyncio.run(serve_and_leave())
+        async def serve_and_leave() -> None:
+            await run(settings, server)
+            leave(0)  # there is nothing that the loop, Python or Ray should still do
+
+        asyncio.run(serve_and_leave())
 
 
 def _batch(
@@ -247,15 +247,14 @@ def _batch(
     """
     with _plain_errors():
         from ..controller.ray_token import require_token
-        from .ending import ended_by_signals
 
         require_token(is_insecure_fine=context.params["insecure_ray"])
-        with ended_by_signals():
-            from .batch.run import BatchSettings, main
-            from .settings import engine_settings
 
-            settings = BatchSettings(source, out, num_engines, restart)
-            raise typer.Exit(main(settings, _engine_settings_of(context, engine_settings)))
+        from .batch.run import BatchSettings, main
+        from .settings import engine_settings
+
+        settings = BatchSettings(source, out, num_engines, restart)
+        raise typer.Exit(main(settings, _engine_settings_of(context, engine_settings)))
 
 
 def _with_engine_settings(command: Callable[..., None], after: str) -> Callable[..., None]:
@@ -517,7 +516,11 @@ def replay(
 
 def main() -> None:
     """Entry point of the `intarsia` command."""
-    app()
+    from .ending import ended_by_signals
+
+    starts_engines = sys.argv[1:2] in (["serve"], ["batch"])
+    with ended_by_signals() if starts_engines else contextlib.nullcontext():
+        app()
 
 
 def _those_of(function: Callable[..., Any], params: Mapping[str, Any]) -> dict[str, Any]:

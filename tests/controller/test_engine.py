@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from intarsia.controller import engine as engine_module
+from intarsia.controller import losses as losses_module
 from intarsia.controller import scheduler as scheduler_module
 from intarsia.controller.engine import MOST_LOSSES, Delivery, Engine, TokenDelta
 from intarsia.controller.gate import GateSettings
@@ -292,6 +293,7 @@ def test_requests_that_the_workers_die_of_are_found_out_and_nobody_else_suffers(
     poisoned: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(engine_module, "SUSPECT_FOR_S", 0.0)
+    monkeypatch.setattr(losses_module, "PAUSES_S", (0.0,))
     healthy = make_engine()
     workers = Allergic(healthy._manager.plan, poison=49)
     engine = Engine(healthy.info, healthy._scheduler, healthy._manager, workers)
@@ -359,6 +361,7 @@ def test_steps_that_do_not_fit_in_memory_get_smaller_and_nobody_is_refused(monke
 
 def test_a_request_that_fits_in_no_step_is_told_why(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine_module, "SUSPECT_FOR_S", 0.0)
+    monkeypatch.setattr(losses_module, "PAUSES_S", (0.0,))
     usual = make_engine(blocks=128)
     engine = Engine(usual.info, usual._scheduler, usual._manager, Small(usual._manager.plan, most=0))
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from intarsia.controller.ray_token import INSECURE, check_cluster, require_token
 from intarsia.deploy.demo import DEMO_MODEL_DIR
 from intarsia.errors import InvalidSetting
+from intarsia.tests.conftest import free_port
 
 
 def test_a_cluster_that_asks_for_a_token_will_do():
@@ -51,3 +53,34 @@ def test_the_server_refuses_a_ray_without_a_token_before_any_of_it_starts(tmp_pa
     assert len(done.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
     assert time.monotonic() - began_s < 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own_mode", ["disabled", "token"])
+def test_a_cluster_without_a_token_is_refused_when_it_is_joined_whatever_we_would_show(own_mode: str):
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        port = free_port()
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        head = subprocess.Popen(
+            [
+                str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=1",
+                "--disable-usage-stats", "--node-ip-address=127.0.0.1", f"--port={port}",
+                f"--temp-dir={folder}", "--include-dashboard=false",
+            ],
+            env=environment | {"RAY_AUTH_MODE": "disabled"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            token = {"RAY_AUTH_MODE": own_mode, "RAY_AUTH_TOKEN": "0" * 64, "RAY_ADDRESS": f"127.0.0.1:{port}"}
+            deadline = time.monotonic() + 60
+            while True:
+                done = subprocess.run(
+                    [str(Path(sys.executable).with_name("intarsia")), "serve", str(DEMO_MODEL_DIR)],
+                    env=environment | token, capture_output=True, text=True, timeout=120, check=False, cwd="/",
+                )  # fmt: skip
+                if "can not be joined" not in done.stderr or time.monotonic() > deadline:
+                    break
+            assert done.returncode == 2
+            assert "error: the Ray cluster (1 machine) asks for no token" in done.stderr, done.stderr
+        finally:
+            head.terminate()
+            head.wait(60)
