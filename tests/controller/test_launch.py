@@ -1,6 +1,8 @@
 """What is asked of Ray before an engine starts in it."""
 
+import contextlib
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -71,16 +73,21 @@ def test_a_cluster_without_a_token_is_refused_when_it_is_joined_whatever_we_woul
         )  # fmt: skip
         try:
             token = {"RAY_AUTH_MODE": own_mode, "RAY_AUTH_TOKEN": "0" * 64, "RAY_ADDRESS": f"127.0.0.1:{port}"}
-            deadline = time.monotonic() + 60
-            while True:
-                done = subprocess.run(
-                    [str(Path(sys.executable).with_name("intarsia")), "serve", str(DEMO_MODEL_DIR)],
-                    env=environment | token, capture_output=True, text=True, timeout=120, check=False, cwd="/",
-                )  # fmt: skip
-                if "can not be joined" not in done.stderr or time.monotonic() > deadline:
-                    break
+            wait_for_port(port)
+            done = subprocess.run(
+                [str(Path(sys.executable).with_name("intarsia")), "serve", str(DEMO_MODEL_DIR)],
+                env=environment | token, capture_output=True, text=True, timeout=120, check=False, cwd="/",
+            )  # fmt: skip
             assert done.returncode == 2
             assert "error: the Ray cluster (1 machine) asks for no token" in done.stderr, done.stderr
         finally:
             head.terminate()
             head.wait(60)
+
+
+def wait_for_port(port: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.1)
