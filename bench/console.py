@@ -51,7 +51,8 @@ def main() -> None:
 
 
 async def _measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
-    from intarsia.controller.launch import ensure_ray, start_engine
+    from intarsia.controller.launch import start_engine
+    from intarsia.controller.own_ray import ensure_ray
     from intarsia.controller.request import SamplingParams
     from intarsia.deploy.access import Access, AccessSettings
     from intarsia.deploy.front_end import FrontEnd

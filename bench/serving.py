@@ -60,7 +60,8 @@ async def _measure(model: str, args: argparse.Namespace) -> dict[str, list[float
     import ray
     from ray import serve
 
-    from intarsia.controller.launch import ensure_ray, start_engine
+    from intarsia.controller.launch import start_engine
+    from intarsia.controller.own_ray import ensure_ray
     from intarsia.deploy.front_end import FrontEnd, FrontEndSettings
     from intarsia.deploy.http_server import HttpServer
     from intarsia.deploy.openai.app import make_app

@@ -18,9 +18,6 @@ from .front_door import FrontDoor
 from .startup import EngineSettings, build_engine
 from .worker_group import WorkerGroup
 
-NAMESPACE = "intarsia"
-"""Of all named actors of ours within a Ray cluster."""
-
 
 @ray.remote(num_cpus=0)
 class ControllerActor:
@@ -38,14 +35,14 @@ class ControllerActor:
         """Where we run."""
         return own_process()
 
-    async def start(self, settings: EngineSettings, crew: Crew, *, is_new: bool) -> Address:
+    async def start(self, settings: EngineSettings, crew: Crew, *, is_new: bool, host: str | None = None) -> Address:
         """Load and allocate everything; or, with workers that had another controller, as much as they have not. Returns
-        where front ends connect."""
+        where front ends connect: at `host`, or None, where other machines can."""
         self._workers = WorkerGroup(crew)
         await (self._workers.assemble() if is_new else self._workers.take_over())
         self._engine = await build_engine(settings, self._workers)
         door = FrontDoor(self._engine)
-        self._address = await door.start(ray.util.get_node_ip_address())
+        self._address = await door.start(host or ray.util.get_node_ip_address())
         freeze_startup_objects()
         self._loop_task = asyncio.create_task(self._serve(self._engine, door))
         return self._address

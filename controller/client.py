@@ -18,6 +18,7 @@ from .engine import TokenDelta, TokenLogprobs
 from .front_door import ANSWER, BROKEN_ENGINE, ENGINE, EVENTS, decode, decode_events
 from .images import Image
 from .info import CacheState, EngineInfo, EngineLoad, Probe
+from .losses import GIVE_UP_AFTER_S, Losses
 from .metrics import Metrics
 from .request import USUAL_TERMS, SamplingParams, Terms
 from .view import EngineView, Look
@@ -30,11 +31,11 @@ MOST_UNREAD_EVENTS = 10_000
 HUNG_AFTER_S = 5.0
 """For an engine to answer a question. One that may not come back is asked nothing."""
 
-MOST_FRUITLESS = 5
-"""Times that an engine comes back although it said no token since the last time."""
-
 MOST_MOVES_IN_VAIN = 3
 """Times that a request goes on without a token since the last time."""
+
+SUSPECT_FOR_S = 5.0
+"""The same in time, since the first of them: whatever kills engines beside their steps may be done then."""
 
 MOST_MOVES_TOGETHER = 1
 """The same in company. After that it waits its turn: of those that may be what the engine goes of, one is tried at a
@@ -55,12 +56,19 @@ class EngineClient:
     An engine that can come back is waited for: requests are asked again then, with the tokens they have.
     """
 
-    def __init__(self, stream: Stream, info: EngineInfo, again: "Again | None" = None):
-        """again: brings the engine back when it has gone; None: it never comes back."""
+    def __init__(
+        self,
+        stream: Stream,
+        info: EngineInfo,
+        again: "Again | None" = None,
+        give_up_after_s: float = GIVE_UP_AFTER_S,
+    ):
+        """again: brings the engine back when it has gone; None: it never comes back.
+        give_up_after_s: when it comes back again and again, and says no token in between"""
         self.info = info
         self._stream = stream
         self._again = again
-        self._fruitless = 0  # times that it came back and said no token
+        self._losses = Losses(give_up_after_s)
         self._answers: dict[int, _Answer] = {}  # by handle
         self._questions: dict[int, asyncio.Future[Any]] = {}  # by handle
         self._watches: dict[int, asyncio.Queue[list[Event] | IntarsiaError]] = {}  # by handle
@@ -79,9 +87,11 @@ class EngineClient:
             self._tasks.append(asyncio.create_task(self._watch_over()))
 
     @classmethod
-    async def connect(cls, address: Address, again: "Again | None" = None) -> "EngineClient":
+    async def connect(
+        cls, address: Address, again: "Again | None" = None, give_up_after_s: float = GIVE_UP_AFTER_S
+    ) -> "EngineClient":
         """Raises `EngineUnavailable`."""
-        return cls(*await _meet(address), again)
+        return cls(*await _meet(address), again, give_up_after_s)
 
     def generate(
         self,
@@ -252,24 +262,31 @@ class EngineClient:
             error = await self._receive()
             if self._again is None or self._failure is not None:
                 return self._fail(error)
-            self._fruitless += 1
-            if self._fruitless > MOST_FRUITLESS:
-                return self._fail(
-                    EngineUnavailable(f"the engine came back {MOST_FRUITLESS} times and said nothing; last: {error}")
-                )
             self._away = error
             self._settled.clear()
             self._tell_all(error)
             self._stream.drop()
             try:
-                self._stream, self.info = await _meet(await self._again())
+                self._stream, self.info = await self._met_again(error)
             except IntarsiaError as failure:
                 return self._fail(failure)
             except Exception as failure:  # a bug of ours must still reach every waiting caller
                 logger.exception("the engine can not be brought back")
                 return self._fail(EngineUnavailable(f"the engine can not be brought back: {failure!r}. See the log."))
+            self._losses.back()
             self._away = None
             self._settled.set()
+
+    async def _met_again(self, error: IntarsiaError) -> tuple[Stream, EngineInfo]:
+        """The engine that is back. It may be gone again before it is met."""
+        assert self._again is not None
+        while True:
+            await self._losses.bear(error)
+            address = await self._again()
+            try:
+                return await _meet(address)
+            except EngineUnavailable as gone:
+                error = gone
 
     async def _watch_over(self) -> None:
         """Give up an engine that says nothing when it is asked. Twice, since it may be we who were held up."""
@@ -295,7 +312,8 @@ class EngineClient:
             while True:
                 handles, tokens, others = await self._stream.receive_message()
                 is_alive = handles or any(handle >= 0 for handle, _, _ in others)
-                self._fruitless = 0 if is_alive else self._fruitless
+                if is_alive:
+                    self._losses.progress()
                 for handle, tag, value in others:
                     if handle == ENGINE:
                         self._fail(IntarsiaError.from_wire(value))
@@ -459,6 +477,7 @@ class Generation(AsyncIterator[TokenDelta]):
         self._open = set(range(asked.sampling.n))  # answers that go on
         self._said: list[list[int]] = [[] for _ in self._open]  # what is known of each, should it go on elsewhere
         self._moves_in_vain = 0  # since the last token
+        self._lost_since_s = 0.0  # when the first of them was
         self._turn: asyncio.Lock | None = None  # held while it is tried alone
         self._deadline_s = math.inf
         self._aborted: IntarsiaError | None = None
@@ -544,9 +563,12 @@ class Generation(AsyncIterator[TokenDelta]):
         there will be none."""
         self._end_turn()
         if self._handles:
+            if not self._moves_in_vain:
+                self._lost_since_s = time.monotonic()
             self._moves_in_vain += 1
             self._leave_engine()
-        if self._moves_in_vain > MOST_MOVES_IN_VAIN:
+        lost_for_s = time.monotonic() - self._lost_since_s
+        if self._moves_in_vain > MOST_MOVES_IN_VAIN and lost_for_s >= SUSPECT_FOR_S:
             raise EngineUnavailable(
                 f"engines were lost {self._moves_in_vain} times while this request ran, without a token of it between; "
                 f"last: {error}"

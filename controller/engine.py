@@ -31,6 +31,7 @@ from ..workers.facts import WorkerStatus
 from .gate import Gate, GateSettings
 from .images import Gallery, Image, lay_out
 from .info import CacheState, EngineInfo, EngineLoad, GroupState, Probe
+from .losses import GIVE_UP_AFTER_S, Losses, NoRoom
 from .metrics import Meter, Metrics
 from .request import SUSPICIOUS_LOSSES, USUAL_TERMS, Request, SamplingParams, Terms
 from .scheduler import Outcome, Progress, Scheduler
@@ -39,13 +40,12 @@ from .view import EngineView, Journal, Look, StepView, counted, request_views
 logger = logging.getLogger(__name__)
 
 
-MOST_LOSSES = SUSPICIOUS_LOSSES
+MOST_LOSSES = SUSPICIOUS_LOSSES + 2
 """Times that a request goes on after the workers were lost while it ran, without a token of it in between. At the last
-of them it runs alone."""
+three of them it runs alone: one of those may be chance, where somebody kills workers as soon as they are back."""
 
-MOST_FRUITLESS = 5 * MOST_LOSSES
-"""Times that workers are built again although they ran no step since the last time: more than it takes to find out that
-they die of a few requests."""
+SUSPECT_FOR_S = 5.0
+"""The same in time, since the first of them: whatever kills workers beside their steps may be done then."""
 
 LOOK_AGAIN_S = 0.2
 
@@ -72,7 +72,8 @@ class StepRunner(Protocol):
         ...
 
     async def rebuild(self) -> None:
-        """Something is lost: begin again, with empty pages. Raises `EngineUnavailable` when that can not be."""
+        """Something is lost: begin again, with empty pages. Raises `EngineUnavailable` when that did not succeed, and
+        `NoRoom` when it can not."""
         ...
 
     async def status(self) -> Sequence[WorkerStatus]:
@@ -190,8 +191,10 @@ class Engine:
         depth: int = 2,
         tracer: Tracer | None = None,
         gate: GateSettings | None = None,
+        losses: Losses | None = None,
     ):
-        """depth: steps under way at once. 2: one runs while the next is planned; 1: each waits for the one before."""
+        """losses: when workers are given up
+        depth: steps under way at once. 2: one runs while the next is planned; 1: each waits for the one before."""
         self.tracer = tracer
         self._gate = Gate(gate or GateSettings(), lambda: scheduler.is_full, lambda: scheduler.num_seats)
         self.info = info
@@ -199,6 +202,7 @@ class Engine:
         self._scheduler = scheduler
         self._manager = manager
         self._workers = workers
+        self._losses = losses or Losses(GIVE_UP_AFTER_S)
         self._live: dict[RequestId, Request] = {}
         self._next_id = 0
         self._depth = depth
@@ -457,15 +461,10 @@ class Engine:
         """Serve until cancelled. Workers that are lost are built again, and requests go on where they were; when that
         fails, or on a bug of ours, every request is told, and new ones are refused."""
         try:
-            fruitless = 0
             while True:
-                steps = self.stats.steps
                 try:
                     await self._serve()
                 except EngineUnavailable as error:
-                    fruitless = fruitless + 1 if self.stats.steps == steps else 0
-                    if fruitless >= MOST_FRUITLESS:
-                        raise
                     await self._recover(error)
         except IntarsiaError as error:
             logger.error("the engine stops: %s", error)
@@ -505,17 +504,29 @@ class Engine:
         if isinstance(error, OutOfMemory):
             self._scheduler.shrink()
         for request in self._scheduler.start_anew():
-            if request.losses > MOST_LOSSES:
+            if request.losses > MOST_LOSSES and started - request.first_loss_s >= SUSPECT_FOR_S:
                 self._give_up(request, error)
         self._tell_watchers()
-        try:
-            await self._workers.rebuild()
-        except EngineUnavailable as failure:
-            raise EngineUnavailable(f"{error}, and {failure}") from failure
+        await self._losses.bear(error)
+        while not await self._rebuilt(error):
+            pass
+        self._losses.back()
         self._lost = None
         self.stats.rebuilds += 1
         took_s = time.monotonic() - started
         logger.warning("the workers are back after %.1f s; %d requests go on", took_s, len(self._live))
+
+    async def _rebuilt(self, error: IntarsiaError) -> bool:
+        """False when it did not succeed, and may the next time. error: why the workers were lost at first."""
+        try:
+            await self._workers.rebuild()
+        except NoRoom as failure:
+            raise EngineUnavailable(f"{error}, and {failure}") from failure
+        except EngineUnavailable as failure:
+            logger.warning("%s", failure)
+            await self._losses.bear(failure)
+            return False
+        return True
 
     def _give_up(self, request: Request, error: IntarsiaError) -> None:
         """It may be what the workers die of: others are not to suffer from it for ever."""
@@ -559,6 +570,7 @@ class Engine:
         result = await answer
         answered = time.perf_counter()
         self._under_way.popleft()
+        self._losses.progress()
         outcome = self._scheduler.commit(result)
         self._deliver(outcome)
         self._tell_watchers()

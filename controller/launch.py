@@ -7,7 +7,7 @@ that are there; its requests go on by themselves (`client.py`).
 import asyncio
 import contextlib
 import logging
-import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Coroutine
@@ -23,21 +23,28 @@ from ..kvcache.check import Recount
 from ..proto.channel import Address
 from ..workers.checkpoint import Checkpoint
 from ..workers.facts import Process
-from .actor import NAMESPACE, ControllerActor
+from .actor import ControllerActor
 from .client import EngineClient
 from .crew import Crew, dismiss, end_process, hire
-from .remote import answer
+from .losses import Losses
+from .own_ray import NAMESPACE, OwnRay, asks_for_token, ensure_ray
+from .processes import end_processes, processes_of_ray
+from .ray_token import check_cluster
+from .remote import LOOPBACK, answer
 from .startup import EngineSettings
 
 logger = logging.getLogger(__name__)
 
-INSECURE = "INTARSIA_INSECURE_RAY"
-"""Environment variable; 1: a cluster of several machines need not ask for a token."""
+SHUTDOWN_TIMEOUT_S = 1.0
+"""For a controller to tell who waits, and its workers, that it goes."""
 
-SHUTDOWN_TIMEOUT_S = 10.0
+GIVE_UP_START_S = 3.0
+"""For a Ray that starts to notice that its processes are gone."""
+
+DISMISS_TIMEOUT_S = 10.0
+"""For Ray to end our actors in a cluster that lives on."""
+
 NAME_TIMEOUT_S = 10.0
-MOST_TRIES = 5
-"""Times in a row that a controller is lost while it takes over."""
 
 WATCH_EVERY_S = 0.2
 ASK_TIMEOUT_S = 1.0
@@ -48,10 +55,10 @@ LOOK_EVERY_S = 0.1
 class RunningEngine:
     """A started engine and our connection to it."""
 
-    def __init__(self, actors: "_Actors", client: EngineClient, *, owns_ray: bool):
+    def __init__(self, actors: "_Actors", client: EngineClient, own_ray: OwnRay | None):
         self.client = client
         self._actors = actors
-        self._owns_ray = owns_ray
+        self._own_ray = own_ray
 
     @property
     def _controller(self) -> Any:
@@ -84,11 +91,10 @@ class RunningEngine:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def shutdown(self) -> None:
-        """End the engine; and Ray, if starting the engine started it."""
+        """End the engine; and Ray, if starting the engine started it. Within seconds, whatever has gone before."""
         await self.client.close()
-        await self._actors.end()
-        if self._owns_ray:
-            ray.shutdown()
+        await self._actors.take_leave()
+        await _end(self._actors, self._own_ray)
 
 
 Watch = Callable[[int, int], None]
@@ -101,20 +107,78 @@ async def start_engine(settings: EngineSettings, watch: Watch | None = None) -> 
     Raises `ModelError`, `InvalidSetting` or `EngineUnavailable`; nothing is left running then.
     """
     Checkpoint(settings.model.model_dir)  # a wrong path or a broken file is told at once, not after Ray has started
-    owns_ray = ensure_ray(settings.model.tensor_parallel_size)
+    own_ray = await _ensured(settings)
+    actors = None
     try:
-        check_cluster({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}, _wants_token())
+        await _beside(_check_cluster, settings.insecure_ray)
         actors = await _Actors.create(settings)
-        try:
-            client = await EngineClient.connect(await actors.start(watch), actors.start_again)
-        except BaseException:
-            await actors.end()
-            raise
+        client = await EngineClient.connect(await actors.start(watch), actors.start_again, settings.give_up_after_s)
     except BaseException:
-        if owns_ray:
-            ray.shutdown()
+        await asyncio.shield(_end(actors, own_ray))
         raise
-    return RunningEngine(actors, client, owns_ray=owns_ray)
+    return RunningEngine(actors, client, own_ray)
+
+
+async def _ensured(settings: EngineSettings) -> OwnRay | None:
+    """A Ray to run in. Given up while it starts, none of it is left; and nobody leaves the process before its threads
+    have noticed, for they would stumble."""
+    ensure = partial(ensure_ray, is_insecure_fine=settings.insecure_ray)
+    starting = asyncio.ensure_future(_beside(ensure, settings.model.tensor_parallel_size))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        end_processes(processes_of_ray())
+        await asyncio.wait({starting}, timeout=GIVE_UP_START_S)
+        if starting.done() and starting.exception() is None and (own_ray := starting.result()):
+            await _beside(own_ray.stop)
+        raise
+
+
+def _check_cluster(is_insecure_fine: bool) -> None:
+    """Raises `InvalidSetting` for a cluster that anybody can run code on."""
+    is_asked = asks_for_token(ray.get_runtime_context().gcs_address)
+    check_cluster(len(_addresses()), asks_for_token=is_asked, is_insecure_fine=is_insecure_fine)
+
+
+def _addresses() -> set[str]:
+    """Of the cluster's machines."""
+    return {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+
+
+async def _end(actors: "_Actors | None", own_ray: OwnRay | None) -> None:
+    if own_ray is not None:  # and with it all that runs there
+        await _beside(own_ray.stop)
+    elif actors is not None:
+        with contextlib.suppress(TimeoutError):  # a cluster without its GCS answers nobody
+            await asyncio.wait_for(_beside(actors.dismiss), DISMISS_TIMEOUT_S)
+
+
+async def _beside(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Do it in a thread that nobody waits for who does not wait here: Ray may not come back from a call."""
+    loop = asyncio.get_running_loop()
+    made: asyncio.Future[Any] = loop.create_future()
+
+    def run() -> None:
+        try:
+            result, error = work(*arguments), None
+        except BaseException as raised:  # noqa: BLE001  it is raised where this is awaited
+            result, error = None, raised
+        try:
+            loop.call_soon_threadsafe(tell, result, error)
+        except RuntimeError:  # the loop has gone
+            if isinstance(result, OwnRay):
+                result.stop()
+
+    def tell(result: Any, error: BaseException | None) -> None:
+        if made.done():
+            return  # nobody waits any more
+        if error is not None:
+            made.set_exception(error)
+        else:
+            made.set_result(result)
+
+    threading.Thread(target=run, name=getattr(work, "__name__", "beside"), daemon=True).start()
+    return await made
 
 
 class _Actors:
@@ -125,51 +189,63 @@ class _Actors:
         self.process = process
         self._settings = settings
         self._crew = crew
+        self._host: str | None = None  # where front ends come to; None: on the network, since other machines have some
 
     @classmethod
     async def create(cls, settings: EngineSettings) -> "_Actors":
+        is_private = settings.name is None  # nobody but this process looks for it
         settings = replace(settings, name=settings.name or f"engine-{uuid.uuid4().hex[:8]}")
         controller = _create(settings.name)
         try:
             crew = await hire(settings.model.tensor_parallel_size)
             try:
-                return cls(settings, controller, await _process_of(controller), crew)
+                actors = cls(settings, controller, await _process_of(controller), crew)
             except BaseException:
                 dismiss(crew)
                 raise
         except BaseException:
             ray.kill(controller)
             raise
+        if is_private or len(_addresses()) == 1:
+            actors._host = LOOPBACK
+        return actors
 
     async def start(self, watch: Watch | None) -> Address:
         """Where front ends connect, when all is loaded."""
-        starting = answer(self.controller.start.remote(self._settings, self._crew, is_new=True), "controller")
-        return await _watched(self.controller, starting, watch)
+        return await _watched(self.controller, self._begin(is_new=True), watch)
+
+    def _begin(self, *, is_new: bool) -> Coroutine[Any, Any, Address]:
+        return answer(
+            self.controller.start.remote(self._settings, self._crew, is_new=is_new, host=self._host), "controller"
+        )
 
     async def start_again(self) -> Address:
-        """With another controller in place of the one that has gone, or does not answer. Raises `EngineUnavailable`."""
+        """With another controller in place of the one that has gone, or does not answer. Raises `EngineUnavailable`
+        when none could be had for `give_up_after_s`."""
         started = time.monotonic()
         logger.warning("the controller is gone; another one takes over")
-        for tried in range(1, MOST_TRIES + 1):
+        losses = Losses(self._settings.give_up_after_s)
+        while True:
             await end_process(self.process)
             ray.kill(self.controller)
-            self.controller = await _name_freed(partial(_create, self._settings.name))
             try:
+                self.controller = await _name_freed(partial(_create, self._settings.name))
                 self.process = await _process_of(self.controller)
-                start = self.controller.start.remote(self._settings, self._crew, is_new=False)
-                address = await answer(start, "controller")
-            except EngineUnavailable as error:
+                address = await self._begin(is_new=False)
+            except (EngineUnavailable, InvalidSetting) as error:
                 logger.warning("a controller could not be started: %s", error)
-                if tried == MOST_TRIES:
-                    raise
+                await losses.bear(error)
             else:
                 logger.warning("a controller is back after %.1f s", time.monotonic() - started)
                 return address
-        raise AssertionError
 
-    async def end(self) -> None:
+    async def take_leave(self) -> None:
+        """Let who waits for the engine, and its workers, know that it goes."""
         with contextlib.suppress(IntarsiaError, TimeoutError):  # it is gone, or it hangs: killing is all that is left
             await asyncio.wait_for(answer(self.controller.shutdown.remote(), "controller"), SHUTDOWN_TIMEOUT_S)
+
+    def dismiss(self) -> None:
+        """End them all."""
         ray.kill(self.controller)
         dismiss(self._crew)
 
@@ -217,51 +293,6 @@ async def _watched(controller: Any, starting: Coroutine[Any, Any, Address], watc
         with contextlib.suppress(IntarsiaError):  # whatever is wrong, `starting` says it better
             watch(*await answer(controller.loaded.remote(), "controller"))
     return task.result()
-
-
-def ensure_ray(workers: int) -> bool:
-    """Use the Ray this process is connected to, else the one RAY_ADDRESS names, else start one. True if started."""
-    if ray.is_initialized():
-        return False
-    logging.getLogger("ray").setLevel(logging.ERROR)  # its start-up remarks are not for our users
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(namespace=NAMESPACE, **quiet)
-        return False
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would let our workers yield to every other process
-    # Nobody reads Ray's own metrics where it has no dashboard; to send them wakes all its processes again and again.
-    os.environ.setdefault("RAY_enable_metrics_collection", "0")
-    cores = len(os.sched_getaffinity(0))
-    ray.init(
-        address="local",
-        namespace=NAMESPACE,
-        num_cpus=max(cores, workers),  # workers share cores rather than wait for each other
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        **quiet,
-    )
-    return True
-
-
-def check_cluster(addresses: Collection[str], wants_token: bool) -> None:
-    """Whoever can connect to a Ray cluster runs code on all of it. Raises `InvalidSetting` where that is anybody on the
-    network between its machines. addresses: of its nodes."""
-    if wants_token or len(set(addresses)) <= 1 or os.environ.get(INSECURE) == "1":
-        return
-    raise InvalidSetting(
-        f"the Ray cluster spans {len(set(addresses))} machines and asks for no token, so that whoever reaches its "
-        "ports runs code on them. Start its nodes with RAY_AUTH_MODE=token and a token of your own (ray get-auth-token "
-        f"--generate), or set {INSECURE}=1 if the network itself keeps strangers out.",
-        field="RAY_AUTH_MODE",
-    )
-
-
-def _wants_token() -> bool:
-    try:  # Ray has no public way to ask
-        from ray._private.authentication.authentication_utils import is_token_auth_enabled
-    except ImportError:
-        return os.environ.get("RAY_AUTH_MODE") == "token"
-    return is_token_auth_enabled()
 
 
 def _create(name: str | None) -> Any:

@@ -6,6 +6,9 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from ..errors import EngineUnavailable, IntarsiaError
 
+LOOPBACK = "127.0.0.1"
+"""Where our channels listen when nobody comes from another machine."""
+
 
 async def answer(reference: Any, who: str) -> Any:
     """The result of an actor call. What an actor raised of ours comes back as it was raised.

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -311,6 +312,7 @@ class Request:
     preemptions: int = 0
     losses: int = 0  # times in a row that the workers were lost while it ran, without a token of it in between
     tokens_at_loss: int = 0  # that it had at the last of them
+    first_loss_s: float = 0.0  # when the first of them was
     is_cautious: bool = False  # prefill goes a block at a time: there is no memory for more
     chain: TokenChain | None = None  # the names of its prefixes, computed once
     gallery: Gallery | None = None  # the images it was asked about
@@ -337,6 +339,8 @@ class Request:
         """The workers were lost while it ran."""
         known = len(self.tokens)
         self.losses = self.losses + 1 if known == self.tokens_at_loss else 1
+        if self.losses == 1:
+            self.first_loss_s = time.monotonic()
         self.tokens_at_loss = known
 
     @property

@@ -16,6 +16,7 @@ from ..workers.facts import ModelFacts, ModelSettings, RunnerLimits, WorkerStatu
 from .engine import Engine
 from .gate import GateSettings
 from .info import EngineInfo, GroupInfo
+from .losses import GIVE_UP_AFTER_S, Losses
 from .request import SamplingParams
 from .scheduler import Scheduler, SchedulerSettings
 
@@ -38,12 +39,18 @@ class EngineSettings:
     generation_config: str = "auto"  # "auto": sample as the checkpoint's says, unless a request does; "none": do not
     served_model_name: str | None = None  # None: the checkpoint folder's
     name: str | None = None  # of the engine within the Ray cluster; None: drawn
+    insecure_ray: bool = False  # a Ray that asks nobody for a token will do
+    give_up_after_s: float = GIVE_UP_AFTER_S  # when processes are lost again and again without a step in between
 
     def __post_init__(self):
         if self.max_model_len is not None and self.max_model_len < 2:
             raise InvalidSetting(
                 f"max_model_len must leave room for a prompt token and a new one (2), got {self.max_model_len}",
                 field="max_model_len",
+            )
+        if self.give_up_after_s <= 0:
+            raise InvalidSetting(
+                f"give_up_after_s must be above 0 seconds, got {self.give_up_after_s}", field="give_up_after_s"
             )
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
@@ -93,7 +100,8 @@ async def build_engine(settings: EngineSettings, workers: Workers) -> Engine:
     manager = CacheManager(plan, CacheSettings(prefix_caching=settings.prefix_caching))
     info = _describe(settings, facts, plan, max_model_len)
     tracer = tracer_of("controller", settings.model.traces_endpoint)
-    return Engine(info, Scheduler(limits, manager), manager, workers, tracer=tracer, gate=settings.gate)
+    losses = Losses(settings.give_up_after_s)
+    return Engine(info, Scheduler(limits, manager), manager, workers, tracer=tracer, gate=settings.gate, losses=losses)
 
 
 def _max_model_len(settings: EngineSettings, facts: ModelFacts) -> int:

@@ -13,6 +13,7 @@ from itertools import count
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from ..errors import EngineUnavailable, IntarsiaError, OutOfMemory
 from ..kvcache.plan import MemoryPlan
@@ -20,15 +21,13 @@ from ..proto.channel import ChannelClosed, Stream
 from ..proto.step import Fault, Step, StepResult
 from ..workers.facts import ModelFacts, ModelSettings, Process, RunnerLimits, WorkerStatus
 from .crew import Crew, dismiss, end_process, hire
-from .remote import answer
+from .losses import NoRoom
+from .remote import LOOPBACK, answer
 
 logger = logging.getLogger(__name__)
 
 REBUILD_TIMEOUT_S = 120.0
 """For the actors; a lost node may have to be replaced. Loading the model again takes what it takes."""
-
-MOST_TRIES = 5
-"""Times in a row that workers are lost while they are built again."""
 
 SETTLE_TIMEOUT_S = 5.0
 """For a worker to end the step that nobody wants any more. One that takes longer is replaced."""
@@ -89,27 +88,23 @@ class WorkerGroup:
         """Have a new worker in place of each that is lost, where it was, or elsewhere when its node is gone; with the
         same model, and empty pages. The others keep their weights.
 
-        Raises `EngineUnavailable` when the cluster has no room in time, or workers are lost again and again.
+        Raises `NoRoom` when the cluster has none in time, `EngineUnavailable` when workers are lost meanwhile: then it
+        can be tried again.
         """
         self._drop_streams()
         lost = self._failed | self._hung | self._gone
         if lost and self._crew.has_gpus:
             lost = self._all_ranks  # NCCL does not let go of a peer that is gone
-        for tried in range(1, MOST_TRIES + 1):
-            try:
-                await self.leave(lost)
-                async with self._in_time():
-                    await self._meet(lost)
-                if self._loaded is not None:
-                    await self.load(self._loaded)
-                if self._allocated is not None:
-                    await self.allocate(*self._allocated)
-                return
-            except (EngineUnavailable, ChannelClosed, OSError) as error:
-                logger.warning("workers could not be built again: %s", error)
-                if tried == MOST_TRIES or isinstance(error, _NoRoom):
-                    raise
-                lost = set()  # whoever does not answer
+        try:
+            await self.leave(lost)
+            async with self._in_time():
+                await self._meet(lost)
+            if self._loaded is not None:
+                await self.load(self._loaded)
+            if self._allocated is not None:
+                await self.allocate(*self._allocated)
+        except (ChannelClosed, OSError, RayError) as error:  # a worker's own error, too: its peer may have gone
+            raise EngineUnavailable(f"workers could not be built again: {error}") from error
 
     @contextlib.asynccontextmanager
     async def _in_time(self) -> AsyncIterator[None]:
@@ -118,7 +113,7 @@ class WorkerGroup:
                 yield
         except TimeoutError:
             free = ray.available_resources()
-            raise _NoRoom(
+            raise NoRoom(
                 f"{len(self._crew.actors)} workers of {self._crew.bundle} could not be had again within "
                 f"{REBUILD_TIMEOUT_S:g} s; free are {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs. "
                 "Bring the lost node back, or add another, and start the engine again."
@@ -128,6 +123,8 @@ class WorkerGroup:
         """Connect all with all, and with us. lost: ranks where a new process is to come."""
         self._processes = list(await asyncio.gather(*(self._present(n, n in lost) for n in sorted(self._all_ranks))))
         hosts = [process.host for process in self._processes if process is not None]
+        if set(hosts) == {ray.util.get_node_ip_address()}:
+            hosts = [LOOPBACK] * len(hosts)  # nobody comes from elsewhere
         if len(hosts) > 1:
             await self._all("join", await self._each("meeting_point", hosts))
         for steps, beside in await self._each("listen", hosts):
@@ -357,7 +354,3 @@ class Beside:
         except IntarsiaError:
             return True
         return True
-
-
-class _NoRoom(EngineUnavailable):
-    """The cluster has none for the workers, and had none for as long as we wait."""

@@ -149,6 +149,12 @@ def serve(
         str | None, typer.Option(help="Send OpenTelemetry traces there, OTLP over HTTP.  [default: none]")
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the engine in the Ray cluster.  [default: drawn]")] = None,
+    give_up_after_s: Annotated[
+        float, typer.Option(help="Seconds in which processes are lost again and again, and no step is completed.")
+    ] = 120.0,
+    insecure_ray: Annotated[
+        bool, typer.Option("--insecure-ray", help="Use a Ray that asks for no token: who reaches it runs code here.")
+    ] = False,
     host: Annotated[str, typer.Option(help="Where to listen; beyond loopback only with keys and TLS.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port for HTTP; 0 takes a free one.", min=0, max=65535)] = 8000,
     grpc_port: Annotated[int, typer.Option(help="Port for gRPC; 0 takes a free one.", min=0, max=65535)] = 50051,
@@ -200,7 +206,12 @@ def serve(
 
             print(describe(context), end="")
             return
+        from ..controller.ray_token import require_token
+        from .ending import leave
+
+        require_token(is_insecure_fine=context.params["insecure_ray"])
         _check_checkpoint(model)
+
         import asyncio
 
         from .serve import serve as run
@@ -211,7 +222,12 @@ def serve(
         limits = {row.name: context.params[row.name] for row in limit_rows()}
         server = server_settings(**_those_of(server_settings, context.params), **limits)
         print(f"loading {model} ...", flush=True)
-        asyncio.run(run(settings, server))
+
+        async def serve_and_leave() -> None:
+            await run(settings, server)
+            leave(0)  # there is nothing that the loop, Python or Ray should still do
+
+        asyncio.run(serve_and_leave())
 
 
 def _batch(
@@ -235,7 +251,11 @@ def _batch(
     In a Ray cluster: ray job submit -- intarsia batch IN.jsonl -o OUT.jsonl --model MODEL_DIR
     """
     with _plain_errors():
+        from ..controller.ray_token import require_token
+
+        require_token(is_insecure_fine=context.params["insecure_ray"])
         _check_checkpoint(model)
+
         from .batch.run import BatchSettings, main
         from .settings import engine_settings
 
@@ -502,7 +522,11 @@ def replay(
 
 def main() -> None:
     """Entry point of the `intarsia` command."""
-    app()
+    from .ending import ended_by_signals
+
+    starts_engines = sys.argv[1:2] in (["serve"], ["batch"])
+    with ended_by_signals() if starts_engines else contextlib.nullcontext():
+        app()
 
 
 def _those_of(function: Callable[..., Any], params: Mapping[str, Any]) -> dict[str, Any]:

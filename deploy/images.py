@@ -15,6 +15,8 @@ from ..workers.pictures import FORMATS, BadPicture, decode
 from ..workers.tiles import count_tiles, tile_processor, tile_tokens
 
 MAX_IMAGE_BYTES = 10 * 1024 * 1024
+LONGEST_SCHEME_CHARS = 20
+
 AT_ONCE = 2
 """Images that one front end decodes at a time: each may take 0.6 GB while it is."""
 
@@ -59,6 +61,9 @@ def read_images(reader: ImageReader | None, images: Sequence[bytes | str], model
     """The images of a request, as files or data URLs. Raises `InvalidRequest`; also when the model takes none."""
     if not images:
         return []
+    for image in images:
+        if isinstance(image, str):
+            _check_scheme(image)  # who sent an address is told that first, whatever the model takes
     if reader is None:
         raise InvalidRequest(f"{model} takes no images, and the request has {len(images)}", field="images")
     if len(images) > reader.max_images:  # before any is decoded
@@ -82,16 +87,20 @@ def _check_size(size: int) -> None:
         )
 
 
-def from_data_url(url: str) -> bytes:
-    """The bytes of "data:image/png;base64,....". Raises `InvalidRequest` for any other address: nothing is fetched."""
-    scheme, _, rest = url.partition(":")
+def _check_scheme(url: str) -> None:
+    scheme = url[:LONGEST_SCHEME_CHARS].partition(":")[0]
     if scheme.lower() != "data":
         raise InvalidRequest(
-            f"images are taken as base64 data URLs (data:image/png;base64,...), not from {scheme[:20] or 'nowhere'}: "
+            f"images are taken as base64 data URLs (data:image/png;base64,...), not from {scheme or 'nowhere'}: "
             "this server fetches nothing",
             field="images",
         )
-    head, comma, body = rest.partition(",")
+
+
+def from_data_url(url: str) -> bytes:
+    """The bytes of "data:image/png;base64,....". Raises `InvalidRequest` for any other address: nothing is fetched."""
+    _check_scheme(url)
+    head, comma, body = url.partition(":")[2].partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise InvalidRequest("an image's data URL must read data:image/...;base64,...", field="images")
     _check_size(len(body) * 3 // 4 - 2)

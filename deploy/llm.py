@@ -27,6 +27,9 @@ from .tokenizer import Tokenizer, encode_prompt
 
 Prompt = str | Sequence[int]
 
+GIVE_UP_WITHIN_S = 5.0
+"""For what was started to end, where somebody interrupts the start."""
+
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
@@ -124,6 +127,8 @@ class LLM:
     served_model_name         None: what the model is called in answers; None: as its folder is
     otlp_traces_endpoint      None: URL that takes OpenTelemetry's traces (OTLP over HTTP)
     name                      None: of the engine in the Ray cluster; None: drawn
+    give_up_after_s           120: seconds in which processes are lost again and again, and no step is completed
+    insecure_ray              False: use a Ray that asks for no token, so that whoever reaches its ports runs code
 
     Raises `ModelError` or `InvalidSetting`, naming the field, before or while the engine starts; nothing is left
     running then.
@@ -142,6 +147,7 @@ class LLM:
                 self._engine = self._await(start_engine(wanted, watch))
             self._images = ImageReader.of(self.info)
         except BaseException:
+            self._give_up()
             self.shutdown()
             raise
 
@@ -261,10 +267,26 @@ class LLM:
 
     def _await(self, work: Coroutine) -> Any:
         """Run a coroutine on our loop and wait. An `ExceptionGroup` of a task group gives up its first error."""
+        asked = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+            return asked.result()
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
+        except KeyboardInterrupt:
+            asked.cancel()
+            raise
+
+    def _give_up(self) -> None:
+        """End what is being started, within reason."""
+
+        async def end() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            if others:
+                await asyncio.wait(others, timeout=GIVE_UP_WITHIN_S)
+
+        self._await(end())
 
 
 def _is_single(prompts: Any) -> bool:

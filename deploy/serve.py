@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import signal
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from ..workers.environment import freeze_startup_objects
 from .access import Access, AccessSettings
 from .banner import print_banner
 from .console import ConsoleSettings
+from .ending import SIGNALS, leave_at_the_latest, say
 from .front_end import FrontEnd, FrontEndSettings
 from .grpc_server import GrpcServer
 from .http_server import HttpServer
@@ -23,6 +23,12 @@ from .loading_bar import loading_bar
 from .openai.app import make_app
 from .running import announced
 from .tokenizer import Tokenizer
+
+LAST_WORDS_S = 0.5
+"""For what was answered to reach clients, once nobody is being answered any more."""
+
+END_WITHIN_S = 1.5
+"""Of the process, from then on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +136,7 @@ async def serving(settings: EngineSettings, server: ServerSettings) -> AsyncIter
                 at = Listening(url, target, f"{url}/console" + (f"#key={drawn}" if drawn else ""))
                 yield Served(engine, front_end, grpc, at)
         finally:
-            await asyncio.gather(http.stop(), grpc.stop())
+            await asyncio.wait([asyncio.ensure_future(each.stop()) for each in (http, grpc)], timeout=LAST_WORDS_S)
             if tracer is not None:
                 await asyncio.to_thread(tracer.close)
     finally:
@@ -147,20 +153,21 @@ async def serve(settings: EngineSettings, server: ServerSettings) -> None:
     stops = asyncio.Semaphore(0)
     loop = asyncio.get_running_loop()
     async with serving(settings, server) as served:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in SIGNALS:
             loop.add_signal_handler(number, stops.release)
         freeze_startup_objects()
         print_banner(served.engine.client.info, *served.at)
-        print("ready; stop with Ctrl-C", flush=True)
+        say("ready; stop with Ctrl-C")
         gone = asyncio.ensure_future(served.engine.client.wait_gone())
         await _first(stops.acquire(), gone)
         if not gone.done() and (running := served.front_end.num_running):
-            print(f"stopping when {running} requests have their answers; Ctrl-C stops at once", flush=True)
+            say(f"stopping when {running} requests have their answers; Ctrl-C stops at once")
             await _first(served.drain(server.drain_timeout_s), stops.acquire(), gone)
         if gone.done():
             raise gone.result()
         gone.cancel()
-        print("stopping ...", flush=True)
+        say("stopping ...")
+        leave_at_the_latest(END_WITHIN_S, 0)
 
 
 async def _first(*works: Awaitable[object]) -> None:

@@ -57,6 +57,8 @@ def engine_settings(
     served_model_name: str | None = None,
     otlp_traces_endpoint: str | None = None,
     name: str | None = None,
+    give_up_after_s: float = 120.0,
+    insecure_ray: bool = False,
 ) -> EngineSettings:
     """Settings of an engine. Raises `InvalidSetting`, naming the field.
 
@@ -102,6 +104,8 @@ def engine_settings(
         generation_config=generation_config,
         served_model_name=served_model_name,
         name=name,
+        give_up_after_s=give_up_after_s,
+        insecure_ray=insecure_ray,
     )
 
 

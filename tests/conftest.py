@@ -97,13 +97,12 @@ def loop() -> Loop:
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """A local Ray cluster with room for a group of four workers beside one of two and an engine's own two."""
-    import ray
+    from intarsia.controller.own_ray import ensure_ray
 
-    from intarsia.controller.launch import ensure_ray
-
-    ensure_ray(workers=8)
+    own = ensure_ray(workers=8)
     yield
-    ray.shutdown()
+    if own is not None:
+        own.stop()
 
 
 FAILED = pytest.StashKey[bool]()

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from intarsia.controller.engine import Delivery, Engine
+from intarsia.controller.losses import NoRoom
 from intarsia.controller.request import SamplingParams
 from intarsia.controller.startup import build_engine
 from intarsia.deploy.images import ImageReader, read_images
 from intarsia.deploy.settings import engine_settings
-from intarsia.errors import EngineUnavailable, IntarsiaError
+from intarsia.errors import IntarsiaError
 from intarsia.kvcache.plan import MemoryPlan
 from intarsia.proto.step import Step, StepResult
 from intarsia.workers.facts import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
@@ -39,7 +40,7 @@ class LocalWorkers:
         return [self.worker.status()]
 
     async def rebuild(self) -> None:
-        raise EngineUnavailable("there are no others")
+        raise NoRoom("there are no others")
 
     async def lost(self) -> IntarsiaError:
         await asyncio.Event().wait()

@@ -102,7 +102,7 @@ def test_ray_worker_of_a_driver_in_the_root_finds_the_stand_ins(tmp_path: Path):
         (tmp_path / name / "__init__.py").write_text("STAND_IN = True\n")
     code = """
 import ray
-from intarsia.controller.launch import ensure_ray
+from intarsia.controller.own_ray import ensure_ray
 ensure_ray(1)
 @ray.remote
 def look():

@@ -13,6 +13,9 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
 
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 
+OWNER = "INTARSIA_RAY_OWNER"
+"""Environment variable in all processes of a Ray that a process of ours started for itself: that process's name."""
+
 
 def prepare_process(local_workers: int = 1) -> None:
     """First thing in every actor: whose modules are found, and how many threads compute.
@@ -92,6 +95,20 @@ def start_of_process(pid: int) -> int:
     except FileNotFoundError as error:
         raise ProcessLookupError(pid) from error
     return int(stat.rpartition(")")[2].split()[19])
+
+
+def name_of_process(pid: int) -> str:
+    """That no other process has, before or after. Raises `ProcessLookupError` if there is none."""
+    return f"{pid}.{start_of_process(pid)}"
+
+
+def is_running(name: str) -> bool:
+    """Whether the process of this name is there, and no corpse that its parent has not looked at."""
+    try:
+        stat = Path(f"/proc/{name.partition('.')[0]}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return stat[19] == name.partition(".")[2] and stat[0] not in "ZX"
 
 
 def resident_bytes(pid: int | str = "self") -> int:

@@ -8,8 +8,9 @@ process that computes is not the actor's own:
         └──── calls, over a pipe ────► worker ◄─────┘
 
 A worker that dies is replaced at once, and the ranks of a node, or another engine on it, import nothing again. Whoever
-needs the server first starts it; it goes when nobody has needed it for a while. When an actor dies its worker goes by
-itself, or, should it be stopped, is killed by the server. When the server dies workers live on.
+needs the server first starts it; it goes when nobody has needed it for a while, or, where whoever needed it started a
+Ray of their own, with the last of them. When an actor dies its worker goes by itself, or, should it be stopped, is
+killed by the server. When the server dies workers live on.
 
 What travels over the pipe stays between an actor and its worker: settings and facts, pickled as Ray pickles them.
 """
@@ -29,18 +30,22 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from hashlib import sha256
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from ..errors import EngineUnavailable, IntarsiaError
-from .environment import PACKAGE_ROOT, freeze_startup_objects, prepare_process, start_of_process
+from .environment import OWNER, PACKAGE_ROOT, freeze_startup_objects, is_running, prepare_process, start_of_process
 
 logger = logging.getLogger(__name__)
 
 LINGER_S = 30.0
 """After its last actor has gone, the server waits for another one for so long."""
+
+LOOK_EVERY_S = 0.2
+"""Whether those are there still who may need it again."""
 
 START_TIMEOUT_S = 30.0
 """For a server to listen, which it does before it imports."""
@@ -172,24 +177,47 @@ def main(name: str) -> None:
     listener.listen()
     prepare_process()
     logging.basicConfig(level=logging.INFO)
-    importlib.import_module(".worker", __package__)  # and torch, transformers, our kernels
+    owner = os.environ.get(OWNER)
+    with _ending_with(owner):  # importing takes a while, in which its first user may go
+        importlib.import_module(".worker", __package__)  # and torch, transformers, our kernels
     freeze_startup_objects()  # the collector writes to what it looks at, and pages that nobody writes to are shared
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers that die
-    _Server(listener).run()
+    _Server(listener, owner).run()
+
+
+@contextlib.contextmanager
+def _ending_with(owner: str | None) -> Iterator[None]:
+    """End this process when `owner` does, until the context ends: its thread must be gone before a fork."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(LOOK_EVERY_S):
+            if owner is not None and not is_running(owner):
+                os._exit(0)
+
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        watching.join()
 
 
 class _Server:
     """Forks for those who are connected; one thread, since only that thread lives on in a fork."""
 
-    def __init__(self, listener: socket.socket):
+    def __init__(self, listener: socket.socket, owner: str | None):
+        """owner: of whoever started it, if they live in a Ray of their own"""
         self._listener = listener
+        self._owners = {owner}  # None: somebody whose end nobody can see
         self._workers: dict[socket.socket, list[tuple[int, int]]] = {}  # of each actor: pid, and when it began
 
     def run(self) -> None:
         with selectors.DefaultSelector() as ready:
             ready.register(self._listener, selectors.EVENT_READ)
-            while events := ready.select(None if self._workers else LINGER_S):
-                for key, _ in events:
+            while self._is_needed(ready):
+                for key, _ in ready.select(0):
                     if key.fileobj is self._listener:
                         actor, _ = self._listener.accept()
                         if _user_of(actor) != os.getuid():
@@ -201,6 +229,17 @@ class _Server:
                         ready.unregister(key.fileobj)
                         self._forget(key.fileobj)
 
+    def _is_needed(self, ready: selectors.BaseSelector) -> bool:
+        """Wait for something to do. False when nobody has needed us for a while, or nobody is there who might."""
+        if self._workers:
+            return bool(ready.select(None))
+        until_s = time.monotonic() + LINGER_S
+        while not ready.select(LOOK_EVERY_S):
+            may_come = None in self._owners or any(is_running(owner) for owner in self._owners if owner)
+            if not may_come or time.monotonic() > until_s:
+                return False
+        return True
+
     def _answer(self, actor: Any) -> bool:
         """Fork a worker for an actor that asks. False if it has gone."""
         try:
@@ -209,11 +248,14 @@ class _Server:
             return False
         if not request:
             return False
+        about = json.loads(request)
+        self._owners = {owner for owner in self._owners if owner is None or is_running(owner)}
+        self._owners.add(about["environment"].get(OWNER))
         pid = os.fork()
         if pid == 0:
             for held in (self._listener, *self._workers):
                 held.close()
-            _work(json.loads(request), *fds)
+            _work(about, *fds)
         for fd in fds:
             os.close(fd)
         with contextlib.suppress(ProcessLookupError):

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import hashlib
-import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from ...controller.info import EngineLoad
 from ...controller.launch import RunningEngine, start_engine
 from ...controller.startup import EngineSettings
 from ...errors import EngineUnavailable, IntarsiaError, InvalidSetting
+from ..ending import SIGNALS, leave_at_the_latest, say
 from ..front_end import FrontEnd, FrontEndSettings
 from ..loading_bar import loading_bar
 from ..openai.app import make_app
@@ -30,6 +30,9 @@ AHEAD = 2
 
 REFUSED, STOPPED = 3, 130
 """Exit statuses beside 0 (done) and 2 (nothing could be done as asked)."""
+
+END_WITHIN_S = 1.8
+"""Once somebody asks us to stop. What is done is in the journal."""
 
 TELL_EVERY_S = 10.0
 """Where there is no screen to draw a bar on."""
@@ -113,6 +116,8 @@ async def _answer_all(
                 work = asyncio.ensure_future(_share(source, journal, engines, engine))
                 await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
                 if not work.done():
+                    say("stopping ...")
+                    leave_at_the_latest(END_WITHIN_S, STOPPED)
                     work.cancel()
                     await asyncio.gather(work, return_exceptions=True)
                     return False
@@ -176,13 +181,14 @@ def _stop_signals() -> Iterator[asyncio.Future[None]]:
         if not stopped.done():
             stopped.set_result(None)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
         loop.add_signal_handler(number, stop)
     try:
         yield stopped
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+        if not stopped.done():  # else: once is enough
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
 
 
 @contextlib.contextmanager

@@ -2,16 +2,19 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import pytest
 
 from intarsia.controller import engine as engine_module
+from intarsia.controller import losses as losses_module
 from intarsia.controller import scheduler as scheduler_module
 from intarsia.controller.engine import MOST_LOSSES, Delivery, Engine, TokenDelta
 from intarsia.controller.gate import GateSettings
 from intarsia.controller.info import EngineInfo, GroupInfo
+from intarsia.controller.losses import Losses, NoRoom
 from intarsia.controller.request import SamplingParams, Terms
 from intarsia.controller.scheduler import Scheduler, SchedulerSettings
 from intarsia.errors import (
@@ -60,7 +63,7 @@ class SimulatedGroup:
 
     async def rebuild(self) -> None:
         if self._fail_at is not None:
-            raise EngineUnavailable("there are no others")
+            raise NoRoom("there are no others")
         self._worker = SimulatedWorker(self._plan)
 
     async def lost(self) -> IntarsiaError:
@@ -286,7 +289,11 @@ class Allergic(SimulatedGroup):
 
 
 @pytest.mark.parametrize("poisoned", [1, 3])
-def test_requests_that_the_workers_die_of_are_found_out_and_nobody_else_suffers(poisoned: int):
+def test_requests_that_the_workers_die_of_are_found_out_and_nobody_else_suffers(
+    poisoned: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(engine_module, "SUSPECT_FOR_S", 0.0)
+    monkeypatch.setattr(losses_module, "PAUSES_S", (0.0,))
     healthy = make_engine()
     workers = Allergic(healthy._manager.plan, poison=49)
     engine = Engine(healthy.info, healthy._scheduler, healthy._manager, workers)
@@ -309,7 +316,7 @@ def test_requests_that_the_workers_die_of_are_found_out_and_nobody_else_suffers(
         assert completion.error is None
         assert completion.token_ids == continuation(prompt, 8)
     assert engine.recount().all_free
-    assert engine.stats.rebuilds <= MOST_LOSSES + 1 + 2 * (poisoned - 1)
+    assert engine.stats.rebuilds <= MOST_LOSSES + 1 + 3 * (poisoned - 1)
 
 
 class Small(SimulatedGroup):
@@ -352,7 +359,9 @@ def test_steps_that_do_not_fit_in_memory_get_smaller_and_nobody_is_refused(monke
     assert max(workers.ran) > 5, "larger steps are tried again"
 
 
-def test_a_request_that_fits_in_no_step_is_told_why():
+def test_a_request_that_fits_in_no_step_is_told_why(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_module, "SUSPECT_FOR_S", 0.0)
+    monkeypatch.setattr(losses_module, "PAUSES_S", (0.0,))
     usual = make_engine(blocks=128)
     engine = Engine(usual.info, usual._scheduler, usual._manager, Small(usual._manager.plan, most=0))
 
@@ -377,16 +386,53 @@ def test_a_request_may_lose_its_workers_often_while_it_gets_tokens():
     assert engine.stats.rebuilds > 2 * MOST_LOSSES
 
 
-def test_workers_that_never_run_a_step_are_not_built_again_for_ever():
-    engine = make_engine(losses=range(1, 500))
+@pytest.mark.parametrize("at_rebuild", [False, True])
+def test_workers_that_never_run_a_step_are_given_up_after_the_stated_time(at_rebuild: bool):
+    usual = make_engine(losses=range(1, 500))
+    group: Any = usual._workers
+    if at_rebuild:
+        group.rebuild = _lost_again
+    engine = Engine(usual.info, usual._scheduler, usual._manager, group, losses=Losses(give_up_after_s=0.5))
 
     async def scenario() -> Completion:
-        completions = [submit(engine, [n + 1] * 5) for n in range(20)]  # so that somebody is left each time
+        completions = [submit(engine, [n + 1] * 5) for n in range(20)]
         await asyncio.gather(*(c.done.wait() for c in completions))
         return completions[-1]
 
-    assert isinstance(running(engine, scenario()).error, EngineUnavailable)
-    assert engine.stats.rebuilds < 20
+    error = running(engine, scenario()).error
+    assert isinstance(error, EngineUnavailable)
+    assert re.search(r"lost \d+ times in \d s without a step in between.*give_up_after_s is 0.5", error.message)
+    assert engine.failure is not None
+
+
+async def _lost_again() -> None:
+    raise EngineUnavailable("worker 1 of 2 is gone again")
+
+
+def test_workers_that_are_lost_often_within_a_moment_go_on_with_the_same_tokens():
+    """In a row, while they are built again, and before any step of a request is through."""
+    usual = make_engine(losses=range(1, 5))
+    group: Any = usual._workers
+    rebuild, tries = group.rebuild, []
+
+    async def sometimes() -> None:
+        tries.append(0)
+        if len(tries) % 2:
+            await _lost_again()
+        await rebuild()
+
+    group.rebuild = sometimes
+    engine = Engine(usual.info, usual._scheduler, usual._manager, group, losses=Losses(give_up_after_s=30))
+
+    async def scenario() -> list[Completion]:
+        completions = [submit(engine, [n + 1] * 5) for n in range(3)]
+        await asyncio.gather(*(c.done.wait() for c in completions))
+        return completions
+
+    for n, completion in enumerate(running(engine, scenario())):
+        assert completion.error is None
+        assert completion.token_ids == continuation([n + 1] * 5, 8)
+    assert len(tries) == 4
 
 
 def test_a_form_that_is_being_compiled_waits_for_workers_that_come_back():

@@ -199,6 +199,7 @@ def test_answers_go_on_with_another_engine_when_theirs_is_gone(taken: int, answe
 def test_a_bug_that_one_request_meets_ends_that_request_alone(monkeypatch: pytest.MonkeyPatch):
     """The engine stops on it, and is started again; whoever is innocent goes on."""
     monkeypatch.setattr(client_module, "TURN_PAUSE_S", 0.01)
+    monkeypatch.setattr(client_module, "SUSPECT_FOR_S", 0.0)
     poison = [7, *PROMPT]
     running: list[tuple[FrontDoor, asyncio.Task[None]]] = []
 

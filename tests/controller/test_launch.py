@@ -1,22 +1,93 @@
-"""What is asked of the cluster before an engine starts in it."""
+"""What is asked of Ray before an engine starts in it."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
 
-from intarsia.controller.launch import INSECURE, check_cluster
+from intarsia.controller.ray_token import INSECURE, check_cluster, require_token
+from intarsia.deploy.demo import DEMO_MODEL_DIR
 from intarsia.errors import InvalidSetting
+from intarsia.tests.conftest import free_port
 
 
-@pytest.mark.parametrize(
-    ("addresses", "wants_token"),
-    [(["127.0.0.1"], False), (["10.0.0.1", "10.0.0.1"], False), (["10.0.0.1", "10.0.0.2"], True)],
-)
-def test_one_machine_or_a_token_is_enough(addresses: list[str], wants_token: bool):
-    check_cluster(addresses, wants_token)
+def test_a_cluster_that_asks_for_a_token_will_do():
+    check_cluster(1, asks_for_token=True)
+    check_cluster(3, asks_for_token=True)
 
 
-def test_machines_that_anybody_could_run_code_on_are_refused_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(InvalidSetting, match="spans 2 machines and asks for no token") as refusal:
-        check_cluster(["10.0.0.1", "10.0.0.2"], False)
+@pytest.mark.parametrize("machines", [1, 2])
+def test_a_cluster_that_anybody_could_run_code_on_is_refused_unless_told_otherwise(
+    machines: int, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(InvalidSetting, match=rf"\({machines} machines?\) asks for no token") as refusal:
+        check_cluster(machines, asks_for_token=False)
     assert refusal.value.field == "RAY_AUTH_MODE"
+    check_cluster(machines, asks_for_token=False, is_insecure_fine=True)
     monkeypatch.setenv(INSECURE, "1")
-    check_cluster(["10.0.0.1", "10.0.0.2"], False)
+    check_cluster(machines, asks_for_token=False)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "DISABLED", "k8s", ""])
+def test_a_ray_of_our_own_without_a_token_is_refused_unless_told_otherwise(mode: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(InvalidSetting, match="asks for no token"):
+        require_token(is_insecure_fine=False)
+    require_token(is_insecure_fine=True)
+
+
+def test_the_server_refuses_a_ray_without_a_token_before_any_of_it_starts(tmp_path):
+    environment = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": str(tmp_path), "INTARSIA_PORT": "0"}
+    began_s = time.monotonic()
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("intarsia")), "serve", str(DEMO_MODEL_DIR)],
+        env=environment, capture_output=True, text=True, timeout=60, check=False, cwd="/",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: RAY_AUTH_MODE=disabled starts a Ray that asks for no token")
+    assert len(done.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+    assert time.monotonic() - began_s < 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own_mode", ["disabled", "token"])
+def test_a_cluster_without_a_token_is_refused_when_it_is_joined_whatever_we_would_show(own_mode: str):
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        port = free_port()
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        head = subprocess.Popen(
+            [
+                str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=1",
+                "--disable-usage-stats", "--node-ip-address=127.0.0.1", f"--port={port}",
+                f"--temp-dir={folder}", "--include-dashboard=false",
+            ],
+            env=environment | {"RAY_AUTH_MODE": "disabled"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            token = {"RAY_AUTH_MODE": own_mode, "RAY_AUTH_TOKEN": "0" * 64, "RAY_ADDRESS": f"127.0.0.1:{port}"}
+            wait_for_port(port)
+            done = subprocess.run(
+                [str(Path(sys.executable).with_name("intarsia")), "serve", str(DEMO_MODEL_DIR)],
+                env=environment | token, capture_output=True, text=True, timeout=120, check=False, cwd="/",
+            )  # fmt: skip
+            assert done.returncode == 2
+            assert "error: the Ray cluster (1 machine) asks for no token" in done.stderr, done.stderr
+        finally:
+            head.terminate()
+            head.wait(60)
+
+
+def wait_for_port(port: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.1)

@@ -19,9 +19,9 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from intarsia.controller.actor import NAMESPACE
 from intarsia.controller.client import EngineClient
 from intarsia.controller.launch import RunningEngine, start_engine
+from intarsia.controller.own_ray import NAMESPACE
 from intarsia.controller.request import SamplingParams
 from intarsia.deploy.settings import engine_settings
 from intarsia.errors import IntarsiaError

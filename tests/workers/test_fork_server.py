@@ -2,6 +2,9 @@
 
 import os
 import signal
+import socket
+import struct
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +13,8 @@ import pytest
 
 from intarsia.errors import EngineUnavailable, ModelNotFound
 from intarsia.tests.faults.processes import parent_of
+from intarsia.workers import fork_server
+from intarsia.workers.environment import OWNER, is_running, name_of_process
 from intarsia.workers.facts import ModelSettings
 from intarsia.workers.fork_server import ForkServer, WorkerProcess
 
@@ -104,3 +109,31 @@ def test_server_that_dies_leaves_its_workers_and_is_replaced(server: ForkServer)
     assert worker.call("status").process_id == worker.pid
     other = server.fork(0, 1, 1)
     assert parent_of(other.pid) != gone
+
+
+@pytest.mark.parametrize("is_importing", [True, False])
+def test_server_ends_with_whoever_started_a_ray_of_their_own_for_it(
+    is_importing: bool, monkeypatch: pytest.MonkeyPatch
+):
+    name = f"\0intarsia-test-{os.getpid()}-{time.monotonic_ns()}"  # nobody else's
+    monkeypatch.setattr(fork_server, "_name", lambda: name)
+    owner = subprocess.Popen(["sleep", "600"])
+    try:
+        monkeypatch.setenv(OWNER, name_of_process(owner.pid))
+        server = ForkServer()
+        pid = process_of(server) if is_importing else parent_of(server.fork(0, 1, 1).pid)
+        assert is_running(name_of_process(pid))
+    finally:
+        owner.kill()
+        owner.wait()
+    leave(server)
+    deadline = time.monotonic() + 10  # it would stay for 30 s
+    while not ended(pid) and time.monotonic() < deadline:
+        pass
+    assert ended(pid)
+
+
+def process_of(server: ForkServer) -> int:
+    assert server._connection is not None
+    credentials = server._connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return struct.unpack("<3i", credentials)[0]

@@ -1,0 +1,48 @@
+"""Ctrl-C and SIGTERM while a server starts and while it serves. More of it: `tests/faults/endings.py`."""
+
+import asyncio
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from intarsia.tests.faults.endings import WITHOUT_GCS_S, Server, _idlers
+
+COMMAND = str(Path(sys.executable).with_name("intarsia"))
+
+SLOW_S = 20.0
+"""For what takes a moment: other tests may have the cores."""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_server_that_starts_ends_at_the_first_signal_and_says_so(number: signal.Signals, status: int):
+    async def scenario() -> None:
+        server = Server(COMMAND, 1, f"test-{time.monotonic_ns()}")
+        await server.start()
+        await asyncio.sleep(1.5)  # it imports, or starts Ray
+        found = await server.end(number, SLOW_S)
+        assert found["status"] == status and found["in_time"], (found, server.said)
+        assert found["said_after_s"] is not None and not found["tracebacks"], server.said
+        assert not found["left"] and not found["left_in_shm"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gcs", [True, False])
+def test_a_server_that_serves_ends_in_time_whoever_stays_connected_or_without_its_gcs(gcs: bool):
+    async def scenario() -> None:
+        server = Server(COMMAND, 2, f"test-{time.monotonic_ns()}")
+        await server.start()
+        await asyncio.wait_for(server.ready.wait(), 120)
+        async with _idlers(server):
+            if not gcs:
+                server.kill_gcs()
+            await asyncio.sleep(1)
+            found = await server.end(signal.SIGINT, WITHOUT_GCS_S)
+        assert found["status"] == 0 and found["in_time"] and not found["tracebacks"], (found, server.said)
+        assert not found["left"] and not found["left_in_shm"]
+
+    asyncio.run(scenario())
