@@ -17,8 +17,13 @@ from torch import Tensor
 from ..errors import InvalidRequest
 from .form_trial import FormTrial, complaint_about, one_line, source_of
 
-REMEMBERED, REMEMBERED_CHARS = 256, 1 << 19
+REMEMBERED, REMEMBERED_CHARS = 128, 1 << 19
 """Compiled forms that are kept, and characters of them all: one can take 500 bytes for each."""
+
+MAX_STATES = 2**15
+"""Of one form, 400 bytes each; they come with the answers and stay with the form. `.{0,5000}` has one for each
+character, `(a|b)*a(a|b){20}` a new one for almost every token: with llguidance's own limit of 250,000, each such form
+took 100 MB of a worker within 500 tokens."""
 
 
 class Grammars:
@@ -59,11 +64,12 @@ class Grammars:
         return compiled
 
     def _compile(self, kind: str, text: str) -> Any:
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
         tokens = self._tokens(kind)
         self._trial.run(kind, text)
-        matcher = LLMatcher(tokens, source_of(kind, text), log_level=0)
+        limits = LLParserLimits(max_lexer_states=MAX_STATES)
+        matcher = LLMatcher(tokens, source_of(kind, text), log_level=0, limits=limits)
         matcher.compute_bitmask()  # what it computes when it is needed first would be computed within a step
         if complaint := complaint_about(matcher, kind):
             raise InvalidRequest(complaint, field=kind)

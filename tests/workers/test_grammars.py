@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import re
 from pathlib import Path
 
@@ -150,3 +151,19 @@ def alphabet_token(talker: Path, byte: str) -> int:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(talker).convert_tokens_to_ids(byte)
+
+
+def test_a_form_of_ever_more_states_ends_before_it_fills_the_memory(talker: Path):
+    """Its 2**20 states are found as answers go on, and kept for the next; a long text with a bound has few."""
+    from transformers import AutoTokenizer
+
+    grammars = Grammars(str(talker), False, VOCAB, [EOS])
+    letters = AutoTokenizer.from_pretrained(talker).encode("ab")
+    draw = random.Random(5)
+    endless, taken = grammars.matcher("regex", "(a|b)*a(a|b){20}", []), 0
+    while not endless.is_complete and taken < 40_000:
+        endless.take(draw.choice(letters))
+        taken += 1
+    assert 1_000 < taken < 40_000
+    long = grammars.matcher("regex", ".{0,6000}", letters[:1] * 5999)
+    assert not long.is_complete
