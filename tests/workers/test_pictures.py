@@ -65,7 +65,7 @@ def test_what_is_see_through_is_white(mode: str):
     image = gradient(16, 9, mode)
     data = saved(image, "PNG", **({"transparency": 3} if mode == "P" else {}))
     with Image.open(io.BytesIO(data)) as opened:
-        assert np.array_equal(pixels(decode(data)), convert_to_rgb(opened, return_numpy=True))
+        assert np.array_equal(pixels(decode(data)), np.asarray(convert_to_rgb(opened, return_numpy=True)))
     assert pixels(decode(saved(Image.new("RGBA", (2, 2), (255, 0, 0, 0)), "PNG"))).min() == 255
 
 
