@@ -282,8 +282,6 @@ def grpc_lists(scene: Scene) -> None:
             scene.note(*rpc(scene.target, "Generate", payload, scene.key))
 
 
-
-
 @attack()
 def image_bombs(scene: Scene) -> None:
     """Of the same class: 20 MB that are said to be images, for a model that takes none."""

@@ -13,8 +13,8 @@ import grpc
 
 from intarsia.proto import inference_pb2 as pb
 
-from .attack_heads import in_threads, is_closed
-from .attack_tools import Scene, attack, read_answer
+from .attack_heads import in_threads
+from .attack_tools import Scene, attack
 
 UNREAD = 40
 UNREAD_S = 45.0
@@ -199,11 +199,13 @@ def _half_bodies(scene: Scene, send_bytes: int, length: int, pause_s: float) -> 
 def _note_end(scene: Scene, held: socket.socket) -> None:
     held.setblocking(False)
     try:
-        status, said = read_answer(held, 4096)
+        said = held.recv(4096)
     except BlockingIOError:
-        scene.note("held to the end" if not is_closed(held) else "closed")
+        scene.note("held to the end")
+    except OSError as error:
+        scene.note(type(error).__name__)
     else:
-        scene.note(status, said)
+        scene.note(said[9:12].decode("latin-1") or "closed", said.decode(errors="replace"))
 
 
 @attack(least_s=16.0)

@@ -245,6 +245,6 @@ def _play(pipe: Connection, play: Play, target: Target, seconds: float, scale: f
         play(scene)
     except OSError as error:
         scene.note(type(error).__name__, str(error))
-    except Exception as error:  # of the attack itself: said, and no success
+    except Exception as error:  # noqa: BLE001 - of the attack itself: said, and no success
         scene.problem(f"the attack failed: {type(error).__name__}: {error}")
     pipe.send(scene.outcome)

@@ -96,7 +96,8 @@ def _started(python: str, folder: Path, log: Path, options: Mapping[str, Any]) -
     admin.write_text(ADMIN_KEY)
     for secret in (keys, admin):
         secret.chmod(0o600)
-    flags = {"port": 0, "grpc_port": 0, "api_key_file": keys, "admin_key_file": admin, "drain_timeout_s": 1} | options
+    own = {"port": 0, "grpc_port": 0, "api_key_file": keys, "admin_key_file": admin, "drain_timeout_s": 1}
+    flags: dict[str, Any] = {**own, **options}
     words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     with log.open("wb") as out:
         return subprocess.Popen(
