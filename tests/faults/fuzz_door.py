@@ -207,7 +207,10 @@ async def _fuzzed(server: Served, http: int, rpcs: int, rng: random.Random) -> d
         before_bytes, started_s = server.rss_bytes(), time.monotonic()
         await _send(target, http, rpcs, rng, findings)
         took_s = time.monotonic() - started_s
-        await canary.stop()
+        try:
+            await canary.stop()
+        except RuntimeError as error:
+            findings.fault("the stream beside was lost", known, error.__cause__)
         held = await _held_at_rest(server, client)
     for wrong in canary.wrong:
         findings.fault("a wrong token beside", known, wrong)

@@ -22,7 +22,7 @@ from intarsia.errors import IntarsiaError
 from intarsia.workers.environment import freeze_startup_objects
 
 from .served import Target
-from .service import Known, draw
+from .service import Known, answered, draw
 
 BY_HTTP, BY_GRPC = 12, 4
 KNOWN = 24
@@ -157,10 +157,12 @@ class _Streams:
         self._is_stopping = False
 
     async def learn(self) -> None:
-        for known in draw(self._rng, KNOWN, *TOKENS):
-            answer = await self._client.complete(known.prompt, known.sampling)
-            text = "".join([piece async for piece in pieces(self._target, self._key, known)])
-            self._learnt.append(_Learnt(known._replace(tokens=answer.token_ids), text))
+        """What a server says that has nothing else to do."""
+        known = await answered(self._client, draw(self._rng, KNOWN, *TOKENS))
+        self._learnt = list(await asyncio.gather(*map(self._with_text, known)))
+
+    async def _with_text(self, known: Known) -> _Learnt:
+        return _Learnt(known, "".join([piece async for piece in pieces(self._target, self._key, known)]))
 
     async def start(self) -> None:
         self._is_stopping = False
@@ -285,22 +287,25 @@ def _probe(pipe: Connection, target: Target) -> None:
 
 
 def _serve_probe(pipe: Connection, target: Target) -> None:
-    """On one connection, since one that lives is what a load balancer has."""
-    longest_s = 0.0
+    """On one connection, since one that lives is what a load balancer has. Until it hears "ok" it goes on asking, and
+    the silence lasts."""
+    longest_s, since_s = 0.0, time.monotonic()
     connection = None
     while True:
         asked_s = time.monotonic()
         try:
             connection = connection or socket.create_connection(target.http, timeout=120)
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-            if not connection.recv(4096):
-                raise OSError("closed")
+            said = connection.recv(4096)
         except OSError:
-            if connection is not None:
-                connection.close()
+            said = b""
+        if not said and connection is not None:
+            connection.close()
             connection = None
-        longest_s = max(longest_s, time.monotonic() - asked_s)
+        longest_s = max(longest_s, time.monotonic() - since_s)
         if pipe.poll(max(0.0, asked_s + PROBE_EVERY_S - time.monotonic())):
             pipe.recv()
             pipe.send(longest_s)
             longest_s = 0.0
+        if said.startswith(b"HTTP/1.1 200"):
+            since_s = time.monotonic()
