@@ -79,7 +79,7 @@ MONSTERS: tuple[Callable[[random.Random], Any], ...] = (
     lambda rng: {},
     lambda rng: [rng.randrange(-5, 10**6) for _ in range(rng.choice([3, 3000]))],
     lambda rng: {"$ref": "#"},
-    lambda rng: _nested(rng.choice([20, 400]), rng.random() < 0.5),
+    lambda rng: nested(rng.choice([20, 400]), rng.random() < 0.5),
     lambda rng: [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}],
     lambda rng: [{"role": "system", "content": None}, {"role": 3}],
 )
@@ -100,7 +100,7 @@ NASTY_HTTP = (
 )  # fmt: skip
 
 
-def _nested(depth: int, as_list: bool) -> Any:
+def nested(depth: int, as_list: bool) -> Any:
     value: Any = 1
     for _ in range(depth):
         value = [value] if as_list else {"a": value}
@@ -178,7 +178,7 @@ class Fuzz:
             text = json.dumps(mutated(rng, GOOD_BODIES[path]))
             body = text.encode("utf-8", "surrogatepass")
             if rng.random() < 0.1:
-                body = _garbled(rng, body)
+                body = garbled(rng, body)
         else:
             body = rng.choice(NASTY_BYTES)
         headers = {"content-type": rng.choice(["application/json"] * 8 + ["text/plain", "application/xml", ""])}
@@ -228,7 +228,7 @@ class Fuzz:
         method, make = rng.choice(RPCS)
         payload = make(rng)
         if rng.random() < 0.3:
-            payload = _garbled(rng, payload)
+            payload = garbled(rng, payload)
         started = time.monotonic()
         call: Any = self._channel.unary_stream(f"/intarsia.v1.Inference/{method}")(payload, timeout=GIVE_UP_S)
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
@@ -281,7 +281,7 @@ class Fuzz:
         self._tally.note("front end", "left", time.monotonic() - started, message)
 
 
-def _garbled(rng: random.Random, data: bytes) -> bytes:
+def garbled(rng: random.Random, data: bytes) -> bytes:
     changed = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         place = rng.randrange(len(changed) + 1)
