@@ -59,8 +59,14 @@ class ScriptedEngine:
         if self.full is not None:
             raise self.full
 
-    async def load(self) -> EngineLoad:
+    async def load(self, viewer: str | None = None) -> EngineLoad:
         return EngineLoad(0, 0, 1000, 0, 1000, *[0] * 8)
+
+    async def away(self) -> None:
+        await asyncio.sleep(3600)
+
+    async def back(self) -> bool:
+        return True
 
     def generate(
         self,
