@@ -64,7 +64,7 @@ class Watch:
             self.end(
                 Overloaded(
                     f"{self._unread + size} names of blocks wait to be read, and {self._most} may "
-                    "(max_unread_names): watch the cache anew, and read faster",
+                    "(max_unread_names); watch it anew, and read faster",
                     asked=self._unread + size,
                     limit=self._most,
                 )

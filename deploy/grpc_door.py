@@ -13,6 +13,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextvars import copy_context
 from typing import Any, NamedTuple
 
 import grpc
@@ -34,6 +35,9 @@ SHORT_MESSAGE_BYTES = 4096
 
 SLOW_AFTER_S = 1.0
 """A message that is not there by then is counted as a whole one under way: how much of it has come is not told."""
+
+MOST_LEFT, MOST_LEFT_OF_CALLER = 512, 64
+"""Answers that were ended because nobody reads them, and whose last piece is still to be read."""
 
 SWEEPS = 8
 """In the time that a client may take nothing: how often it is looked whether somebody does."""
@@ -79,9 +83,10 @@ class Door(grpc.aio.ServerInterceptor):
     def _streaming(self, handler: Any, read: "Reader") -> Any:
         async def stream(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
             async with refusing(context):
+                self._unread.check()
                 request = await read(await self._one(messages))
                 async with contextlib.aclosing(handler.unary_stream(request, context)) as responses:
-                    with self._unread.of_this_call() as written:
+                    with self._unread.of_this_call(context) as written:
                         async for response in responses:
                             written(False)
                             yield response
@@ -105,7 +110,7 @@ class Door(grpc.aio.ServerInterceptor):
                     yield await read(data)
 
             async with refusing(context):
-                with self._streams.one(), self._unread.of_this_call() as written:
+                with self._streams.one(), self._unread.of_this_call(context) as written:
                     async with contextlib.aclosing(handler.stream_stream(asked(), context)) as responses:
                         async for response in responses:
                             written(False)
@@ -170,33 +175,43 @@ Reader = Callable[[bytes], Awaitable[Any]]
 
 
 class Unread:
-    """Ends calls of clients that take nothing of what is sent to them. They wait within gRPC, where no other word
-    reaches them, so their task is cancelled; gRPC then closes the stream."""
+    """Ends calls of clients that take nothing of what is sent to them.
+
+    Their tasks wait within gRPC and are cancelled. What was written last stays there, and behind it the status that
+    says why, until the client reads it or goes: of such calls a caller may leave so many before it is refused others.
+    """
 
     def __init__(self, timeout_s: float):
         self._timeout_s = timeout_s
-        self._since_s: dict[asyncio.Task[Any], float] = {}  # what is being written
+        self._since_s: dict[_Writing, float] = {}
+        self._left = Counted("answers that you do not read", MOST_LEFT, MOST_LEFT_OF_CALLER)
+        self._ends: set[asyncio.Task[None]] = set()
         self._sweep: asyncio.TimerHandle | None = None
 
+    def check(self) -> None:
+        """Raises `Overloaded` for a caller who has left too many."""
+        with self._left.one():
+            pass
+
     @contextlib.contextmanager
-    def of_this_call(self) -> Iterator[Callable[[bool], None]]:
+    def of_this_call(self, context: Any) -> Iterator[Callable[[bool], None]]:
         """Gives what to call before (False) and after (True) each piece is written."""
         task = asyncio.current_task()
         assert task is not None
-        since_s = self._since_s
+        writing, since_s = _Writing(task, context), self._since_s
 
         def written(done: bool) -> None:
             if done:
-                since_s.pop(task, None)
+                since_s.pop(writing, None)
             else:
-                since_s[task] = time.monotonic()
+                since_s[writing] = time.monotonic()
                 if self._sweep is None:
                     self._look_later()
 
         try:
             yield written
         finally:
-            since_s.pop(task, None)
+            since_s.pop(writing, None)
 
     def _look_later(self) -> None:
         self._sweep = asyncio.get_running_loop().call_later(self._timeout_s / SWEEPS, self._look)
@@ -204,12 +219,35 @@ class Unread:
     def _look(self) -> None:
         self._sweep = None
         before_s = time.monotonic() - self._timeout_s
-        for task in [task for task, since_s in self._since_s.items() if since_s < before_s]:
-            logger.info("a call is closed: its client has not read for %g s", self._timeout_s)
-            del self._since_s[task]
-            task.cancel()
+        for writing in [writing for writing, since_s in self._since_s.items() if since_s < before_s]:
+            del self._since_s[writing]
+            end = writing.task.get_loop().create_task(self._end(writing), context=writing.variables)
+            self._ends.add(end)
+            end.add_done_callback(self._ends.discard)
         if self._since_s:
             self._look_later()
+
+    async def _end(self, writing: "_Writing") -> None:
+        logger.info("a call is given up: its client has not read for %g s", self._timeout_s)
+        writing.task.cancel()
+        await asyncio.wait([writing.task])
+        error = DeadlineExceeded(
+            f"the client has not read for {self._timeout_s:g} s (unread_timeout_s), so its answer was ended",
+            limit=self._timeout_s,
+        )
+        with self._left.any_one(), contextlib.suppress(Exception):  # it has gone, or has its status
+            await writing.context.abort_with_status(status_of(error))
+
+
+class _Writing:
+    """A call that may wait for its client."""
+
+    __slots__ = ("context", "task", "variables")
+
+    def __init__(self, task: asyncio.Task[Any], context: Any):
+        self.task = task
+        self.context = context
+        self.variables = copy_context()
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
