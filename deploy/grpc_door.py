@@ -84,7 +84,7 @@ class Door(grpc.aio.ServerInterceptor):
         async def stream(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
             async with refusing(context):
                 self._unread.check()
-                request = await read(await self._one(messages))
+                request = _checked(await read(await self._one(messages)))
                 async with contextlib.aclosing(handler.unary_stream(request, context)) as responses:
                     with self._unread.of_this_call(context) as written:
                         async for response in responses:
@@ -97,7 +97,7 @@ class Door(grpc.aio.ServerInterceptor):
     def _answering(self, handler: Any, read: "Reader") -> Any:
         async def answer(messages: AsyncIterator[bytes], context: Any) -> Any:
             async with refusing(context):
-                return await handler.unary_unary(await read(await self._one(messages)), context)
+                return await handler.unary_unary(_checked(await read(await self._one(messages))), context)
 
         return grpc.stream_unary_rpc_method_handler(answer, None, handler.response_serializer)  # type: ignore[arg-type]
 
@@ -107,7 +107,7 @@ class Door(grpc.aio.ServerInterceptor):
         async def stream(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
             async def asked() -> AsyncIterator[Any]:
                 while (data := await self._next(messages)) is not None:
-                    yield await read(data)
+                    yield _checked(await read(data))
 
             async with refusing(context):
                 with self._streams.one(), self._unread.of_this_call(context) as written:
@@ -123,7 +123,7 @@ class Door(grpc.aio.ServerInterceptor):
 
     async def _one(self, messages: AsyncIterator[bytes]) -> bytes:
         """The message of a call that has one. Raises `DeadlineExceeded`, `Overloaded` or `InvalidRequest`."""
-        loop, refused = asyncio.get_running_loop(), list[Overloaded]()
+        loop, refused, incoming = asyncio.get_running_loop(), list[Overloaded](), aiter(messages)
         with contextlib.ExitStack() as held:
 
             def count() -> None:
@@ -136,11 +136,13 @@ class Door(grpc.aio.ServerInterceptor):
             held.callback(loop.call_later(SLOW_AFTER_S, count).cancel)
             try:
                 async with asyncio.timeout(self._limits.idle_timeout_s) as clock:
-                    return await anext(messages)
+                    return await anext(incoming)
             except TimeoutError:
                 raise (refused or [_late(self._limits.idle_timeout_s)])[0] from None
             except StopAsyncIteration:
                 raise InvalidRequest("the call ended without a message") from None
+            finally:
+                await _close(incoming)
 
     async def _next(self, messages: AsyncIterator[bytes]) -> bytes | None:
         """None: there are no more."""
@@ -155,23 +157,49 @@ class Door(grpc.aio.ServerInterceptor):
         kind = kind_of(parse)
 
         def work(data: bytes) -> Any:
-            if kind is not None:
-                check_wire(data, kind, bounds)
+            """What an error would hold, in the frames that it came through, would wait for the garbage collector; so it
+            is a result here."""
             try:
+                if kind is not None:
+                    check_wire(data, kind, bounds)
                 return parse(data) if parse is not None else data
+            except IntarsiaError as error:
+                return _bare(error)
             except DecodeError as error:
-                raise InvalidRequest(f"the request's bytes are no message of its kind: {error}") from None
+                return InvalidRequest(f"the request's bytes are no message of its kind: {error}")
 
         async def read(data: bytes) -> Any:
             if len(data) <= SHORT_MESSAGE_BYTES:
                 return work(data)
-            return await self._beside.run(TENANT.get(), lambda: work(data), len(data))
+            try:
+                return await self._beside.run(TENANT.get(), lambda: work(data), len(data))
+            except Overloaded as error:
+                return _bare(error)
 
         return read
 
 
+async def _close(incoming: Any) -> None:
+    """It keeps its last message otherwise, for as long as something of the call is kept."""
+    if hasattr(incoming, "aclose"):
+        await incoming.aclose()
+
+
+def _bare(error: IntarsiaError) -> IntarsiaError:
+    """Without the way it came."""
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    return error
+
+
+def _checked(request: Any) -> Any:
+    """Raises what a reader found."""
+    if isinstance(request, IntarsiaError):
+        raise request
+    return request
+
+
 Reader = Callable[[bytes], Awaitable[Any]]
-"""Makes a request of bytes. Raises `InvalidRequest`."""
+"""Makes a request of bytes, or an error that says why it can not."""
 
 
 class Unread:

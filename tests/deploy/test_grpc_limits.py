@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import gc
+import resource
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
@@ -167,6 +170,25 @@ def test_bytes_that_are_no_message_are_called_so(serve: Serve, message: bytes):
         failed = raw(here.address, "Generate", padded)
         assert failed.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "no message of its kind" in str(failed.details())
+
+
+def test_what_was_refused_is_not_kept(serve: Serve):
+    here = serve(DONE)
+    message = pb.GenerateRequest(sampling=pb.SamplingParams(stop_token_ids=[5] * (8 << 20))).SerializeToString()
+    raw(here.address, "Generate", message)
+    gc.collect()
+    gc.disable()
+    try:
+        before = resident_bytes()
+        for _ in range(20):
+            raw(here.address, "Generate", message)
+        assert resident_bytes() - before < 10 * len(message)
+    finally:
+        gc.enable()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_many_tokens_are_not_turned_into_text(serve: Serve, byte_tokenizer: Any):
