@@ -71,10 +71,15 @@ class Limits:
     # -- connections -------------------------------------------------------------------------------------------------
     max_connections: int = _limit(8192, "connections", "Open at once, of each server.", "closed")
     max_keyless_connections: int = _limit(
-        1024, "connections", "The same of those that have not shown a key, where keys are wanted.", "closed"
+        1024,
+        "connections",
+        "The same of those that have not shown a key, where keys are wanted. Over gRPC: watches of health.",
+        "closed; RESOURCE_EXHAUSTED",
     )
-    max_key_connections: int = _limit(2048, "connections", "The same of one key.", "429, closed")
-    idle_timeout_s: float = _limit(75.0, "s", "Before a connection without a request is closed.", "closed")
+    max_key_connections: int = _limit(2048, "connections", "The same of one key. HTTP only.", "429, closed")
+    idle_timeout_s: float = _limit(
+        75.0, "s", "Before a connection without a request is closed. Over gRPC: that a message may take.", "closed"
+    )
 
     # -- those who do not read ---------------------------------------------------------------------------------------
     max_unread_bytes: int = _limit(
