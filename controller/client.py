@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..errors import EngineUnavailable, IntarsiaError, InvalidRequest, Overloaded
-from ..kvcache.events import Event
+from ..kvcache.events import Events
 from ..proto.channel import Address, ChannelClosed, Stream
 from .engine import TokenDelta, TokenLogprobs
 from .front_door import ANSWER, BROKEN_ENGINE, ENGINE, EVENTS, decode, decode_events
@@ -22,11 +22,12 @@ from .losses import GIVE_UP_AFTER_S, Losses
 from .metrics import Metrics
 from .request import USUAL_TERMS, SamplingParams, Terms
 from .view import EngineView, Look
+from .watching import MOST_UNREAD_NAMES, Subscription, Watch
 
 logger = logging.getLogger(__name__)
 
-MOST_UNREAD_EVENTS = 10_000
-"""Messages kept for a watcher of the cache who does not read."""
+UNWATCH_AFTER_S = 1.0
+"""That nobody here has watched the cache: to begin anew costs the engine more than to go on."""
 
 HUNG_AFTER_S = 5.0
 """For an engine to answer a question. One that may not come back is asked nothing."""
@@ -71,8 +72,9 @@ class EngineClient:
         self._losses = Losses(give_up_after_s)
         self._answers: dict[int, _Answer] = {}  # by handle
         self._questions: dict[int, asyncio.Future[Any]] = {}  # by handle
-        self._watches: dict[int, asyncio.Queue[list[Event] | IntarsiaError]] = {}  # by handle
-        self._request_ids: set[str] = set()  # in use
+        self._watches: dict[int, Subscription] = {}  # by handle
+        self._watched: dict[str | None, int] = {}  # handles by viewer
+        self._request_ids: set[tuple[str, str]] = set()  # in use, each with the salt whose it is
         self._full: dict[str, _Full] = {}  # by tenant
         self._untold_refusals = 0  # by ourselves
         self._turns = asyncio.Lock()  # held by one of the requests that may be what the engine goes of
@@ -82,6 +84,7 @@ class EngineClient:
         self._gone = asyncio.Event()  # for ever
         self._settled = asyncio.Event()  # it is there, or gone for ever
         self._settled.set()
+        self._left = asyncio.Event()  # it can not be reached now
         self._tasks = [asyncio.create_task(self._live())]
         if again is not None:
             self._tasks.append(asyncio.create_task(self._watch_over()))
@@ -114,13 +117,14 @@ class EngineClient:
         asked = _Asked(list(prompt_token_ids), sampling, images, terms, stream_interval_s)
         return Generation(self, asked, request_id or uuid.uuid4().hex, instead, with_room)
 
-    async def load(self) -> EngineLoad:
-        """How busy the engine is. Raises `EngineUnavailable` when it is gone."""
-        return EngineLoad(*await self._ask("load"))
+    async def load(self, viewer: str | None = None) -> EngineLoad:
+        """How busy the engine is. viewer: with the requests of this salt; None: of all. Raises `EngineUnavailable` when
+        it is gone."""
+        return EngineLoad(*await self._ask("load", viewer))
 
-    async def cache_state(self) -> CacheState:
-        """Where the pool's blocks are. Raises `EngineUnavailable` when the engine is gone."""
-        return CacheState.from_wire(await self._ask("cache"))
+    async def cache_state(self, viewer: str | None = None) -> CacheState:
+        """Where the pool's blocks are. viewer: as for `load`. Raises `EngineUnavailable` when the engine is gone."""
+        return CacheState.from_wire(await self._ask("cache", viewer))
 
     async def probe(self, tokens: Sequence[int], salt: str = "") -> Probe:
         """What a request with this prompt would meet here. Raises `EngineUnavailable` when the engine is gone."""
@@ -134,26 +138,39 @@ class EngineClient:
         """All there is to see at one moment. Raises `EngineUnavailable` when the engine is gone."""
         return EngineView.from_wire(await self._ask("view", look))
 
-    async def watch_cache(self) -> AsyncGenerator[list[Event], None]:
+    async def watch_cache(
+        self, viewer: str | None = None, most_unread_names: int = MOST_UNREAD_NAMES
+    ) -> AsyncGenerator[Events, None]:
         """What becomes known in the prefix cache and what is known no longer, as it happens; what is known already
-        comes first, after a `Cleared`. Close it to stop.
+        comes first, after a `Cleared`. Close it to stop. The engine tells it once, however many watch here.
 
+        viewer: of the blocks of this salt; None: of all.
         Raises `Overloaded` when more has happened than the caller has taken: what is known must be asked for anew.
         Raises `EngineUnavailable` when the engine is gone.
         """
         self._check_there()
-        handle = self._draw_handle()
-        inbox = self._watches[handle] = asyncio.Queue()
-        self._stream.send_message(["watch", handle])
+        if viewer not in self._watched:
+            self._watched[viewer] = handle = self._draw_handle()
+            self._watches[handle] = Subscription()
+            self._stream.send_message(["watch", handle, viewer])
+        subscription = self._watches[self._watched[viewer]]
+        watch: Watch | None = None
         try:
+            watch = await subscription.watch(most_unread_names)
             while True:
-                events = await inbox.get()
-                if isinstance(events, IntarsiaError):
-                    raise events
-                yield events
+                yield await watch.take()
         finally:
-            if self._watches.pop(handle, None) is not None:
-                self._stream.send_message(["unwatch", handle])
+            subscription.leave(watch)
+            if not subscription.watches:
+                asyncio.get_running_loop().call_later(UNWATCH_AFTER_S, self._unwatch, viewer, subscription)
+
+    def _unwatch(self, viewer: str | None, subscription: Subscription) -> None:
+        """If nobody has come meanwhile."""
+        handle = self._watched.get(viewer)
+        if handle is None or self._watches.get(handle) is not subscription or subscription.watches:
+            return
+        del self._watched[viewer], self._watches[handle]
+        self._stream.send_message(["unwatch", handle])
 
     async def _ask(self, verb: str, *about: Any) -> Any:
         self._check_there()
@@ -185,6 +202,10 @@ class EngineClient:
         """Whether the engine can be reached now."""
         return self._failure is None and self._away is None
 
+    async def away(self) -> None:
+        """Wait until the engine can not be reached."""
+        await self._left.wait()
+
     async def back(self) -> bool:
         """Wait until the engine can be reached, or never again. Whether it can."""
         await self._settled.wait()
@@ -208,9 +229,9 @@ class EngineClient:
     def _submit(self, generation: "Generation", bodies: Mapping[int, list], answers: int) -> dict[int, int]:
         """Send what each answer is to come from; `answers` of them from each. Returns their handles, by answer."""
         self._check_there()
-        if generation.request_id in self._request_ids:
+        if generation.name in self._request_ids:
             raise InvalidRequest(f"request id {generation.request_id!r} is in use", field="request_id")
-        self._request_ids.add(generation.request_id)
+        self._request_ids.add(generation.name)
         self._tell_refusals()
         handles = {}
         for first, body in bodies.items():
@@ -251,8 +272,8 @@ class EngineClient:
     def _forget(self, handle: int) -> None:
         self._answers.pop(handle, None)
 
-    def _release_id(self, request_id: str) -> None:
-        self._request_ids.discard(request_id)
+    def _release_id(self, name: tuple[str, str]) -> None:
+        self._request_ids.discard(name)
 
     # -- what the engine says ----------------------------------------------------------------------------------------
 
@@ -264,6 +285,7 @@ class EngineClient:
                 return self._fail(error)
             self._away = error
             self._settled.clear()
+            self._left.set()
             self._tell_all(error)
             self._stream.drop()
             try:
@@ -275,6 +297,7 @@ class EngineClient:
                 return self._fail(EngineUnavailable(f"the engine can not be brought back: {failure!r}. See the log."))
             self._losses.back()
             self._away = None
+            self._left.clear()
             self._settled.set()
 
     async def _met_again(self, error: IntarsiaError) -> tuple[Stream, EngineInfo]:
@@ -320,10 +343,14 @@ class EngineClient:
                     elif handle == BROKEN_ENGINE:
                         reason = IntarsiaError.from_wire(value)
                     elif tag == ANSWER:
-                        if (question := self._questions.get(handle)) is not None and not question.done():
+                        question = self._questions.get(handle)
+                        if question is None and handle in self._watches:
+                            question = self._watches[handle].begun
+                        if question is not None and not question.done():
                             question.set_result(value)
                     elif tag == EVENTS:
-                        self._put_events(handle, decode_events(value))
+                        if (watching := self._watches.get(handle)) is not None:
+                            watching.hear(decode_events(value))
                     elif (
                         answer := self._answers.get(handle)
                     ) is not None:  # else: aborted, and the engine had not heard
@@ -337,37 +364,21 @@ class EngineClient:
             logger.exception("what the engine says can not be read")
             return EngineUnavailable(f"what the engine says can not be read: {error!r}. See the log.")
 
-    def _put_events(self, handle: int, events: list[Event]) -> None:
-        inbox = self._watches.get(handle)
-        if inbox is None:
-            return
-        if inbox.qsize() < MOST_UNREAD_EVENTS:
-            inbox.put_nowait(events)
-            return
-        del self._watches[handle]
-        self._stream.send_message(["unwatch", handle])
-        inbox.put_nowait(
-            Overloaded(
-                f"the cache changed in {MOST_UNREAD_EVENTS} steps, and none of it was taken; watch it anew, and read "
-                "faster",
-                limit=MOST_UNREAD_EVENTS,
-            )
-        )
-
     def _fail(self, error: IntarsiaError) -> None:
         """It never comes back."""
         self._failure = self._failure or error
         self._tell_all(self._failure)
         self._gone.set()
+        self._left.set()
         self._settled.set()
 
     def _tell_all(self, error: IntarsiaError) -> None:
         """Whoever waits for the engine."""
-        watches, self._watches = self._watches, {}
+        watches, self._watches, self._watched = self._watches, {}, {}
         answers, self._answers = self._answers, {}
         questions, self._questions = self._questions, {}
-        for inbox in watches.values():
-            inbox.put_nowait(error)
+        for watching in watches.values():
+            watching.end(error)
         for answer in answers.values():
             answer.put(_Lost(error))
         for question in questions.values():
@@ -473,6 +484,7 @@ class Generation(AsyncIterator[TokenDelta]):
         if asked.sampling.seed is None:
             asked = asked._replace(sampling=replace(asked.sampling, seed=secrets.randbits(63)))
         self._asked = asked
+        self.name = asked.terms.salt, request_id  # ids are a tenant's own
         self._handles: dict[int, int] = {}  # by answer, once it is sent
         self._open = set(range(asked.sampling.n))  # answers that go on
         self._said: list[list[int]] = [[] for _ in self._open]  # what is known of each, should it go on elsewhere
@@ -545,7 +557,7 @@ class Generation(AsyncIterator[TokenDelta]):
         if self._handles:
             for handle in self._handles.values():
                 self._client._forget(handle)
-            self._client._release_id(self.request_id)
+            self._client._release_id(self.name)
             self._handles = {}
 
     async def _turn_to_another(self) -> bool:
@@ -648,7 +660,7 @@ class Generation(AsyncIterator[TokenDelta]):
         self._client._forget(handle)
         if not self._open:
             self._end_turn()
-            self._client._release_id(self.request_id)
+            self._client._release_id(self.name)
         return handle
 
     def __del__(self):

@@ -23,11 +23,13 @@ from ..errors import (
     RequestTooLarge,
 )
 from ..kvcache.check import Recount, recount
-from ..kvcache.events import Cleared, Event, EventLog
+from ..kvcache.events import Cleared, Event, EventLog, of_owner
 from ..kvcache.manager import CacheManager, RequestId
+from ..kvcache.tables import SALT
 from ..proto.step import Step, StepResult
 from ..proto.tracing import Tracer
 from ..workers.facts import WorkerStatus
+from .accounts import Accounts
 from .gate import Gate, GateSettings
 from .images import Gallery, Image, lay_out
 from .info import CacheState, EngineInfo, EngineLoad, GroupState, Probe
@@ -208,13 +210,14 @@ class Engine:
         self._depth = depth
         self._under_way: deque[_UnderWay] = deque()  # oldest first
         self._meter = Meter()
+        self._accounts = Accounts(info, manager)
         self._journal = Journal()
         self._wake = asyncio.Event()
         self._preparing: set[asyncio.Future[None]] = set()
         self._lost: IntarsiaError | None = None  # why the workers can not go on
         self._failure: IntarsiaError | None = None  # why nothing can go on
         self.is_broken = False  # by a bug: what it knows is not to be trusted, and another one in its place may go on
-        self._watchers: list[Watcher] = []
+        self._watchers: list[tuple[Watcher, bytes | None]] = []  # with the mark of what they are told of; None: all
         self._events: EventLog | None = None  # while there are watchers
         self._is_pressed = False  # when a request came last
         self.is_leaving = False  # whoever asks where to send requests is told to look elsewhere
@@ -253,6 +256,7 @@ class Engine:
                 self._gate.check(terms.tenant, prompt, image_bytes, sampling.n, terms.timeout_s)
             except Overloaded:
                 self.refused(1)
+                self._accounts.add(terms.salt, refused_requests=1)
                 self._feel_pressure()
                 raise
         if self._feel_pressure():
@@ -349,12 +353,14 @@ class Engine:
         self._forget(request)
         if self._scheduler.abort(request_id):
             self.stats.aborted_requests += 1
+            self._accounts.add(request.terms.salt, aborted_requests=1)
             self._end_early(request, "abort")
             self._wake.set()
 
     def _forget(self, request: Request) -> None:
         del self._live[request.id]
         self._gate.left(request)
+        self._accounts.left(request)
 
     def _end_early(self, request: Request, how: str) -> None:
         self._meter.ended(how)
@@ -373,7 +379,10 @@ class Engine:
         self._manager.reset_prefix_cache()
         self._tell_watchers()
 
-    def load(self) -> EngineLoad:
+    def load(self, viewer: str | None = None) -> EngineLoad:
+        """viewer: whose salt the figures are of; None: of all."""
+        if viewer is not None:
+            return self._accounts.load(viewer, self._live.values(), self.stats.rebuilds)
         pool, stats = self._manager.pool, self.stats
         return EngineLoad(
             self._scheduler.num_running,
@@ -428,7 +437,10 @@ class Engine:
         cached_tokens = self._manager.lookup(tokens, salt.encode()).tokens if tokens else 0
         return Probe(cached_tokens, self._scheduler.queued_tokens, self._scheduler.num_running, self.is_leaving)
 
-    def cache_state(self) -> CacheState:
+    def cache_state(self, viewer: str | None = None) -> CacheState:
+        """viewer: whose salt the figures are of; None: of all."""
+        if viewer is not None:
+            return self._accounts.cache_state(viewer, self._live.values())
         pool = self._manager.pool
         groups = tuple(
             GroupState(group.kind, group.block_tokens, pool.num_held(number), len(pool.index(number)))
@@ -437,23 +449,27 @@ class Engine:
         held = self.info.num_blocks - pool.num_free
         return CacheState(held, pool.num_kept, pool.num_blank, self._manager.num_open, groups)
 
-    def watch_cache(self, watcher: Watcher) -> list[Event]:
-        """Tell `watcher` what changes in the prefix cache from now on. Returns what is known now."""
+    def watch_cache(self, watcher: Watcher, viewer: str | None = None) -> list[Event]:
+        """Tell `watcher` what changes in the prefix cache from now on. Returns what is known now. viewer: whose salt's
+        blocks it is told of; None: of all."""
         self._events = self._manager.listen()
         self._tell_watchers()  # what the others have not heard yet is part of what is known now
-        self._watchers.append(watcher)
-        return [Cleared(), *self._manager.known()]
+        mark = None if viewer is None else self._manager.mark(viewer.encode())
+        self._watchers.append((watcher, mark))
+        known: list[Event] = [Cleared(), *self._manager.known()]
+        return known if mark is None else of_owner(known, mark)
 
     def unwatch_cache(self, watcher: Watcher) -> None:
-        self._watchers.remove(watcher)
+        self._watchers = [(each, mark) for each, mark in self._watchers if each is not watcher]
         if not self._watchers:
             self._events = None
             self._manager.stop_listening()
 
     def _tell_watchers(self) -> None:
         if self._events is not None and (events := self._events.take()):
-            for watcher in self._watchers:
-                watcher(events)
+            for watcher, mark in self._watchers:
+                if told := events if mark is None else of_owner(events, mark):
+                    watcher(told)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -609,6 +625,11 @@ class Engine:
             if len(entry.request.tokens) == entry.request.prompt_tokens + 1:
                 self.stats.prompt_tokens += entry.request.prompt_tokens
                 self.stats.cached_tokens += entry.request.cached_tokens
+                self._accounts.add(
+                    entry.request.terms.salt,
+                    prompt_tokens=entry.request.prompt_tokens,
+                    cached_tokens=entry.request.cached_tokens,
+                )
                 self._meter.began(entry.request, now_s)
                 self._gate.began(entry.request)
             delta: TokenDelta | None = _delta(entry)
@@ -621,6 +642,7 @@ class Engine:
             if entry.finish_reason is not None:
                 self._forget(entry.request)
                 self.stats.finished_requests += 1
+                self._accounts.add(entry.request.terms.salt, finished_requests=1)
                 self._meter.finished(entry.request, entry.finish_reason.value, now_s)
                 self._journal.ended(entry.request, entry.finish_reason.value, now_s)
                 if self.tracer is not None and entry.request.terms.trace:
@@ -633,7 +655,12 @@ class Engine:
         prompt = {
             "gen_ai.usage.input_tokens": request.prompt_tokens,
             "intarsia.cached_tokens": request.cached_tokens,
-            **{f"intarsia.lost_tokens.{cause}": tokens for cause, tokens in request.lost_tokens.items()},
+            # Not what another salt has: whoever traces their own requests would learn what others asked.
+            **{
+                f"intarsia.lost_tokens.{cause}": tokens
+                for cause, tokens in request.lost_tokens.items()
+                if cause != SALT
+            },
         }
         answer = {
             "gen_ai.usage.output_tokens": len(request.tokens) - request.prompt_tokens,
@@ -661,6 +688,7 @@ class Engine:
                 ),
             )
             self.stats.expired_requests += 1
+            self._accounts.add(request.terms.salt, expired_requests=1)
             self._end_early(request, "deadline")
 
     def _tell(self, request: Request, error: IntarsiaError) -> None:

@@ -5,25 +5,26 @@ A connection is also the front end's lease: when it closes, its requests are abo
     front end -> engine   ["submit", handle, tokens, sampling, images, terms, stream_interval_s, prompt_tokens,
                            is_known]
                           ["abort", handle]   ["refused", requests]
-                          ["load", handle]   ["cache", handle]   ["probe", handle, tokens, salt]
+                          ["load", handle, viewer]   ["cache", handle, viewer]   ["probe", handle, tokens, salt]
                           ["metrics", handle]   ["view", handle, look]
-                          ["watch", handle]   ["unwatch", handle]
+                          ["watch", handle, viewer]   ["unwatch", handle]
     engine -> front end   first the EngineInfo; then, per step, [handles, tokens, [[handle, tag, what], ...]], where
                           what is a delta, an error, the answer to a question, or events of the cache; handles
                           -1 and -2 are the engine itself, whose error ends it, for good or till it is back
 
 Handles are numbers that the front end draws; a request for n answers takes n of them in a row. "refused" tells how many
 requests the front end refused by itself, since the engine had just said that it is full. `tokens` are a prompt of
-`prompt_tokens` tokens and, of an answer that began elsewhere, what is known of it.
+`prompt_tokens` tokens and, of an answer that began elsewhere, what is known of it. A viewer is the salt whose figures
+and events are meant; none: all. "watch" is answered when all that is known has been told.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from ..errors import IntarsiaError
-from ..kvcache.events import Cleared, Event, Removed, Stored
+from ..kvcache.events import Cleared, Event, Events, Removed, Stored, parts
 from ..kvcache.manager import RequestId
 from ..proto.channel import Address, ChannelClosed, Stream, StreamServer
 from .engine import Delivery, Engine, TokenDelta, TokenLogprobs, Watcher
@@ -36,9 +37,6 @@ DELTA, ERROR, ANSWER, EVENTS = range(4)
 ENGINE, BROKEN_ENGINE = -1, -2
 """Handles of what is said of the engine itself: the error that ends it for good, or that another one may take over
 from."""
-
-MOST_NAMES = 4096
-"""Of blocks in one message of events: a pool's names at once would hold up the tokens behind them."""
 
 KINDS: tuple[type[Event], ...] = (Stored, Removed, Cleared)
 """Of events, by their number on the wire."""
@@ -107,7 +105,8 @@ class FrontDoor:
                     continue
                 if verb == "watch":
                     watchers[handle] = partial(_send_events, stream, handle)
-                    _send_events(stream, handle, self._engine.watch_cache(watchers[handle]))
+                    _send_events(stream, handle, self._engine.watch_cache(watchers[handle], *rest))
+                    stream.send_message([[], [], [[handle, ANSWER, None]]])
                     continue
                 if verb == "unwatch":
                     self._engine.unwatch_cache(watchers.pop(handle))
@@ -139,25 +138,8 @@ class FrontDoor:
 
 
 def _send_events(stream: Stream, handle: int, events: Sequence[Event]) -> None:
-    for part in _parts(events):
+    for part in parts(events):
         stream.send_message([[], [], [[handle, EVENTS, [[KINDS.index(type(event)), *event] for event in part]]]])
-
-
-def _parts(events: Sequence[Event]) -> Iterator[list[Event]]:
-    """The same in messages of bounded size."""
-    part: list[Event] = []
-    room = MOST_NAMES
-    for event in events:
-        names = () if isinstance(event, Cleared) else event.hashes
-        for start in range(0, max(1, len(names)), MOST_NAMES):
-            piece = event if isinstance(event, Cleared) else event._replace(hashes=names[start : start + MOST_NAMES])
-            room -= 1 + len(names[start : start + MOST_NAMES])
-            if room < 0 and part:
-                yield part
-                part, room = [], MOST_NAMES
-            part.append(piece)
-    if part:
-        yield part
 
 
 def _encode(handle: int, item: TokenDelta | IntarsiaError) -> list:
@@ -166,9 +148,9 @@ def _encode(handle: int, item: TokenDelta | IntarsiaError) -> list:
     return [handle, DELTA, item]
 
 
-def decode_events(value: Sequence) -> list[Event]:
+def decode_events(value: Sequence) -> Events:
     """For the other end."""
-    return [KINDS[kind](*rest) for kind, *rest in value]
+    return Events([KINDS[kind](*rest) for kind, *rest in value])
 
 
 def decode(tag: int, value: Any) -> TokenDelta | IntarsiaError:

@@ -26,6 +26,7 @@ class Level(Enum):
 
     OPEN = "nothing"  # load balancers have no key, and the console's page holds nothing secret
     KEY = "a key, where the server has any"
+    FIGURES = "the same, or the admin key, which sees what is of all tenants"
     ADMIN = "the admin key"
 
 
@@ -33,7 +34,7 @@ ROUTES: Mapping[str, Level] = {
     "/health": Level.OPEN,
     "/console": Level.OPEN,
     "/console/view": Level.ADMIN,
-    "/metrics": Level.KEY,
+    "/metrics": Level.FIGURES,
     "/openapi.json": Level.KEY,
     "/v1/models": Level.KEY,
     "/v1/models/{model:path}": Level.KEY,
@@ -52,12 +53,13 @@ RPCS: Mapping[str, Level] = {
     "/intarsia.v1.Inference/Tokenize": Level.KEY,
     "/intarsia.v1.Inference/Detokenize": Level.KEY,
     "/intarsia.v1.Inference/GetModelInfo": Level.KEY,
-    "/intarsia.v1.Inference/GetLoad": Level.KEY,
-    "/intarsia.v1.Inference/GetCacheState": Level.KEY,
-    "/intarsia.v1.Inference/WatchCacheEvents": Level.KEY,
+    "/intarsia.v1.Inference/GetLoad": Level.FIGURES,
+    "/intarsia.v1.Inference/GetCacheState": Level.FIGURES,
+    "/intarsia.v1.Inference/WatchCacheEvents": Level.FIGURES,
     "/grpc.health.v1.Health/Check": Level.OPEN,
     "/grpc.health.v1.Health/Watch": Level.OPEN,
     "/grpc.health.v1.Health/List": Level.OPEN,
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": Level.KEY,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Level.KEY,
 }
 """The same of gRPC."""
@@ -66,6 +68,12 @@ SCHEME = "bearer "
 
 TENANT: ContextVar[str] = ContextVar("tenant", default="")
 """Whose key the call that is being answered came with; empty: one that is nobody's in particular, or none."""
+
+VIEWER: ContextVar[str | None] = ContextVar("viewer", default=None)
+"""Whose figures the caller may see: those of the tenant of this name; None: everybody's."""
+
+CALLER: ContextVar[str] = ContextVar("caller", default="")
+"""Which key the call came with, as a digest; empty: none. What one key may have at once is counted by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +113,11 @@ class Access:
         return bool(self._keys)
 
     @property
+    def has_tenants(self) -> bool:
+        """Whether its keys tell one from another, who then see nothing of each other."""
+        return any(self._keys.values())
+
+    @property
     def has_tls(self) -> bool:
         return self.settings.ssl_certfile is not None
 
@@ -127,15 +140,19 @@ class Access:
         )
 
     def check(self, level: Level, authorization: str | None) -> bytes:
-        """authorization: the header of a call. Notes its tenant. Returns what its key is known by, which is not the
+        """authorization: the header of a call. Notes whose it is. Returns what its key is known by, which is not the
         key; nothing where none is wanted. Raises `Unauthenticated`."""
         if level is Level.ADMIN:
             return self._check_admin_key(authorization)
-        if level is Level.KEY and self._keys:
-            digest, tenant = _check(authorization, self._keys, "api_key")
-            TENANT.set(tenant)
-            return digest
-        return b""
+        if level is Level.OPEN or not self._keys:
+            return b""
+        is_admin = level is Level.FIGURES and bool(_found(authorization, self._admin_keys))
+        tenant = "" if is_admin else _check(authorization, self._keys, "api_key")
+        digest = _digest(_given(authorization))
+        TENANT.set(tenant)
+        VIEWER.set(tenant if self.has_tenants and not is_admin else None)
+        CALLER.set(digest.hex())
+        return digest
 
     def _check_admin_key(self, authorization: str | None) -> bytes:
         """Without one nobody may see the console."""
@@ -144,7 +161,8 @@ class Access:
                 "the console is closed: to open it, start the server with --admin-key-file (in Serve: admin_key_file)",
                 field="admin_key",
             )
-        return _check(authorization, self._admin_keys, "admin_key")[0]
+        _check(authorization, self._admin_keys, "admin_key")
+        return _digest(_given(authorization))
 
     def ssl_options(self) -> Mapping[str, object]:
         """For uvicorn."""
@@ -200,16 +218,26 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _check(authorization: str | None, keys: Mapping[bytes, str], field: str) -> tuple[bytes, str]:
-    """The digest of the key, and whose it is."""
-    given = authorization or ""
-    if not given.lower().startswith(SCHEME):
+def _check(authorization: str | None, keys: Mapping[bytes, str], field: str) -> str:
+    """Whose key it is."""
+    if not (authorization or "").lower().startswith(SCHEME):
         raise Unauthenticated("a key is wanted: send the header 'Authorization: Bearer KEY'", field=field)
-    digest = _digest(given[len(SCHEME) :].strip())
-    found = [tenant for key, tenant in keys.items() if hmac.compare_digest(digest, key)]  # all, to take the same time
+    found = _found(authorization, keys)
     if not found:
         raise Unauthenticated("this key is not known here", field=field)
-    return digest, found[0]
+    return found[0]
+
+
+def _found(authorization: str | None, keys: Mapping[bytes, str]) -> list[str]:
+    """Whose key it is, if it is one of these."""
+    digest = _digest(_given(authorization))
+    return [tenant for key, tenant in keys.items() if hmac.compare_digest(digest, key)]  # all, to take the same time
+
+
+def _given(authorization: str | None) -> str:
+    """The key itself."""
+    given = authorization or ""
+    return given[len(SCHEME) :].strip() if given.lower().startswith(SCHEME) else ""
 
 
 def _all_keys(field: str, given: Sequence[str], file: str | None) -> dict[bytes, str]:

@@ -10,7 +10,7 @@ from grpc import StatusCode
 
 from ..controller.engine import TokenDelta, TokenLogprobs
 from ..controller.info import CacheState, EngineInfo, EngineLoad, GroupInfo, GroupState
-from ..controller.request import SamplingParams, Terms
+from ..controller.request import MAX_BIASES, MAX_FORM_CHARS, MAX_STOPS, SamplingParams, Terms
 from ..errors import (
     ERRORS,
     DeadlineExceeded,
@@ -27,9 +27,11 @@ from ..errors import (
 )
 from ..kvcache.events import Cleared, Event, Removed, Stored
 from ..proto import inference_pb2 as pb
+from .limits import Limits
+from .wire import Most
 
-MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-"""Of one gRPC message, on both sides: a prompt of four million tokens."""
+MAX_MESSAGE_BYTES = int(Limits().max_message_bytes)
+"""Of one gRPC message that a client takes."""
 
 DOMAIN = "intarsia"
 """Of our errors, in google.rpc.ErrorInfo."""
@@ -65,6 +67,47 @@ _OPTIONAL = (
     "frequency_penalty", "repetition_penalty", "min_tokens", "include_stop_str_in_output", "n", "prompt_logprobs",
     "json_schema", "regex",
 )  # fmt: skip
+
+
+def most_prompt_tokens(info: EngineInfo) -> Most:
+    what = f"prompt tokens (max_model_len is {info.max_model_len}, and an answer has one at least)"
+    return Most(info.max_model_len - 1, what, "prompt")
+
+
+def most_stop_tokens(limits: Limits) -> Most:
+    return Most(limits.max_stop_token_ids, "tokens in stop_token_ids", "stop_token_ids")
+
+
+def most_batch_requests(limits: Limits) -> Most:
+    return Most(limits.max_batch_requests, "requests in the batch", "requests")
+
+
+def most_counted_tokens(limits: Limits, info: EngineInfo) -> Most:
+    return Most(max(limits.max_counted_tokens, info.max_model_len), "tokens to be turned into text", "tokens")
+
+
+def check_lists(request: pb.GenerateRequest, limits: Limits, info: EngineInfo) -> None:
+    """Before anything is made of them. Raises `RequestTooLarge`, naming the field."""
+    sampling = request.sampling
+    check_id(request.request_id, limits)
+    most_prompt_tokens(info).check(len(request.token_ids.ids))
+    most_stop_tokens(limits).check(len(sampling.stop_token_ids))
+    Most(limits.max_images, "images", "images").check(len(request.images))
+    Most(MAX_BIASES, "tokens in logit_bias", "logit_bias").check(len(sampling.logit_bias))
+    Most(MAX_STOPS, "texts in stop", "stop").check(len(sampling.stop))
+    Most(MAX_FORM_CHARS, "texts in choice", "choice").check(len(sampling.choice))
+
+
+def check_id(request_id: str, limits: Limits) -> None:
+    """Raises `InvalidRequest` for the name of a request that is none."""
+    if len(request_id) > limits.max_id_chars or not (request_id.isascii() and request_id.isprintable()):
+        shown = request_id[:40]
+        raise InvalidRequest(
+            f"request_id may have up to {limits.max_id_chars} printable ASCII characters, and {shown!a} has "
+            f"{len(request_id)}, or others",
+            field="request_id",
+            limit=limits.max_id_chars,
+        )
 
 
 def sampling_from_proto(message: pb.SamplingParams, info: EngineInfo) -> SamplingParams:

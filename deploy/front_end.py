@@ -1,6 +1,7 @@
 """One engine as the outside meets it: texts and files in, text out. HTTP and gRPC are two ways to say the same."""
 
 import asyncio
+import contextlib
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,10 +23,11 @@ from ..errors import (
     RequestAborted,
     RequestTooLarge,
 )
-from ..kvcache.events import Event
+from ..kvcache.events import Events
 from ..proto.tracing import INCOMING, Span, Tracer
-from .access import TENANT
+from .access import TENANT, VIEWER
 from .beside import Beside
+from .counted import Counted
 from .fleet import Fleet
 from .images import ImageReader, read_images
 from .json_pieces import CHARS_OF_A_VALUE, size_of, texts_in
@@ -47,6 +49,9 @@ FEW_TOKENS = 256
 """To be turned into text, they take a tenth of a millisecond."""
 
 LONGEST_STREAM_INTERVAL_S = 10.0
+
+MOST_UNTAKEN = 64
+"""Pieces of several answers that wait for who takes them. Those behind them come in fewer and larger ones."""
 
 Result = TypeVar("Result")
 
@@ -97,6 +102,7 @@ class FrontEnd:
         self._tracer = tracer
         self.limits = limits or Limits()
         self.settings = settings or FrontEndSettings()
+        self._watchers = Counted("watchers of the cache", self.limits.max_watchers, self.limits.max_key_watchers)
         self.tokenizer = tokenizer
         waiting = self.settings.max_streams, self.limits.max_key_bodies_bytes
         self.beside = Beside(max_waiting=waiting[0], max_waiting_bytes=waiting[1])
@@ -104,7 +110,7 @@ class FrontEnd:
         self._engine = engine
         self._fleet = fleet
         self._images = ImageReader.of(engine.info)
-        self._running: dict[str, Answers] = {}  # by request id
+        self._running: dict[tuple[str, str], Answers] = {}  # by tenant of a key, and request id
         self._is_leaving = False
         self._changed = asyncio.Event()  # somebody has been answered
 
@@ -132,26 +138,45 @@ class FrontEnd:
         self._check_stays()
         await self._engine.load()
 
+    async def engine_gone(self) -> None:
+        """Wait until the engine can not be reached."""
+        await self._engine.away()
+
+    async def engine_back(self) -> bool:
+        """Wait until it can be, or never again. Whether it can."""
+        return await self._engine.back()
+
     def _check_stays(self) -> None:
         if self._is_leaving:
             raise EngineUnavailable("this server is stopping and takes no new requests; ask another one, or later")
 
     async def load(self) -> EngineLoad:
-        return await self._engine.load()
+        """Of what the caller may see: a tenant's own requests."""
+        return await self._engine.load(VIEWER.get())
 
-    async def measured(self) -> tuple[EngineLoad, CacheState, Metrics]:
-        """What the engine has to say of itself over time."""
-        return await self._engine.load(), await self._engine.cache_state(), await self._engine.metrics()
+    async def measured(self) -> tuple[EngineLoad, CacheState | None, Metrics | None]:
+        """What the engine has to say of itself over time. To a tenant: the counts of its own requests."""
+        load = await self.load()
+        if VIEWER.get() is not None:
+            return load, None, None
+        return load, await self._engine.cache_state(), await self._engine.metrics()
 
     def engines(self) -> Mapping[str, EngineClient]:
         """All engines that it sends requests to, its own first."""
         return {self.info.model: self._engine} if self._fleet is None else self._fleet.engines
 
     async def cache_state(self) -> CacheState:
-        return await self._engine.cache_state()
+        """Of what the caller may see: what a tenant's own requests hold."""
+        return await self._engine.cache_state(VIEWER.get())
 
-    def watch_cache(self) -> AsyncGenerator[list[Event], None]:
-        return self._engine.watch_cache()
+    async def watch_cache(self) -> AsyncGenerator[Events, None]:
+        """Of what the caller may see, as `EngineClient.watch_cache` has it. Raises `Overloaded` when as many watch as
+        may."""
+        with self._watchers.one():
+            watch = self._engine.watch_cache(VIEWER.get(), self.limits.max_unread_names)
+            async with contextlib.aclosing(watch) as told:
+                async for events in told:
+                    yield events
 
     def check_room(self, tenant: str) -> None:
         """Raises `Overloaded` where all engines have just said that they take nobody of `tenant`: whoever asks before
@@ -315,7 +340,7 @@ class FrontEnd:
         limit = self.settings.max_streams
         if len(self._running) >= limit:
             raise Overloaded(
-                f"{len(self._running)} requests are being answered here, and max_streams is {limit}; try again in "
+                f"as many requests are being answered here as may be, and max_streams is {limit}; try again in "
                 f"{Overloaded.retry_after_s:g} s",
                 limit=limit,
             )
@@ -348,8 +373,8 @@ class FrontEnd:
     def abort(self, request_id: str) -> bool:
         """Stop a request of any client of this front end; of another tenant's key, none. False if there is none of that
         name."""
-        answers = self._running.get(request_id)
-        if answers is None or answers.salt != TENANT.get():
+        answers = self._running.get((TENANT.get(), request_id))
+        if answers is None:
             return False
         answers.abort(RequestAborted(f"request {request_id!r} was aborted"))
         return True
@@ -364,7 +389,7 @@ class Answers:
         generation: Generation,
         tokenizer: Tokenizer | None,
         asked: Asked,
-        running: "dict[str, Answers]",
+        running: "dict[tuple[str, str], Answers]",
         changed: asyncio.Event,
         is_streaming: bool,
         span: Span | None = None,
@@ -373,10 +398,10 @@ class Answers:
         self._span = span
         self.asked = asked
         self.request_id = generation.request_id
-        self.salt = asked.terms.salt
+        self._name = asked.terms.salt, self.request_id
         self._running = running
         self._changed = changed
-        self._running.setdefault(self.request_id, self)
+        self._running.setdefault(self._name, self)
         self._generation = generation
         self._tokenizer = tokenizer
         self._is_streaming = is_streaming
@@ -389,8 +414,8 @@ class Answers:
         self._generation.abort(error)
 
     async def aclose(self) -> None:
-        if self._running.get(self.request_id) is self:
-            del self._running[self.request_id]
+        if self._running.get(self._name) is self:
+            del self._running[self._name]
             self._changed.set()
         await self._generation.aclose()
         if self._span is not None:
@@ -409,21 +434,33 @@ async def side_by_side(
     streams: Sequence[AsyncIterator[Result]],
 ) -> AsyncGenerator[tuple[int, Result | IntarsiaError], None]:
     """What several streams bring, as it comes, each with the number of its stream. One that fails with an error of ours
-    ends with it; the others go on. Leaving this ends them all."""
-    inbox: asyncio.Queue[tuple[int, Result | IntarsiaError] | None] = asyncio.Queue()
+    ends with it; the others go on. Leaving this ends them all.
+
+    They begin one by one, others of this loop between them. What is not taken is waited with: it is not heaped up.
+    """
+    inbox: asyncio.Queue[tuple[int, Result | IntarsiaError] | None] = asyncio.Queue(MOST_UNTAKEN)
 
     async def forward(number: int, stream: AsyncIterator[Result]) -> None:
         try:
             async for item in stream:
-                inbox.put_nowait((number, item))
+                await inbox.put((number, item))
         except IntarsiaError as error:
-            inbox.put_nowait((number, error))
-        finally:
-            inbox.put_nowait(None)
+            await inbox.put((number, error))
+        except Exception:
+            await inbox.put(None)
+            raise
+        await inbox.put(None)
 
-    tasks = [asyncio.ensure_future(forward(number, stream)) for number, stream in enumerate(streams)]
+    tasks: list[asyncio.Task[None]] = []
+
+    async def begin() -> None:
+        for number, stream in enumerate(streams):
+            tasks.append(asyncio.ensure_future(forward(number, stream)))
+            await asyncio.sleep(0)
+
+    beginning = asyncio.ensure_future(begin())
     try:
-        running = len(tasks)
+        running = len(streams)
         while running:
             item = await inbox.get()
             if item is None:
@@ -433,9 +470,9 @@ async def side_by_side(
         for task in tasks:
             task.result()  # what is no error of ours is a bug, and must be seen
     finally:
-        for task in tasks:
+        for task in (beginning, *tasks):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(beginning, *tasks, return_exceptions=True)
 
 
 def _seed_of(request_id: str) -> int:

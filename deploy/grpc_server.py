@@ -1,46 +1,53 @@
 """The gRPC server: how a request enters, how a bad one is refused, how tokens leave."""
 
+import asyncio
 import contextlib
-import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from typing import Any, NamedTuple
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
-from grpc_status import rpc_status
+from grpc_health.v1 import health_pb2_grpc
 
-from ..errors import IntarsiaError, InvalidRequest, InvalidSetting, Unauthenticated
+from ..controller.info import EngineInfo
+from ..errors import IntarsiaError, InvalidRequest, InvalidSetting
 from ..proto import inference_pb2 as pb
 from ..proto import inference_pb2_grpc as pb_grpc
 from ..proto.tracing import INCOMING
-from .access import RPCS, Access, Level
+from .access import TENANT, Access
 from .convert import (
-    MAX_MESSAGE_BYTES,
     cache_state_to_proto,
+    check_id,
+    check_lists,
     error_to_proto,
-    error_to_status,
     events_to_proto,
     info_to_proto,
     load_to_proto,
+    most_batch_requests,
+    most_counted_tokens,
+    most_prompt_tokens,
+    most_stop_tokens,
     response_to_proto,
     sampling_from_proto,
     terms_from_proto,
 )
 from .front_end import Asked, FrontEnd, side_by_side
+from .grpc_door import Door, refusing, status_of
+from .grpc_health import SERVICE_NAME as HEALTH
+from .grpc_health import HealthServicer
+from .grpc_reflection import add_reflection
+from .limits import Limits
+from .wire import Bounds
 
-logger = logging.getLogger(__name__)
+__all__ = ["GrpcServer", "InferenceServicer", "status_of"]
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
-OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server behind it
-)
-
 SHUTDOWN_GRACE_S = 5.0
+
+Result = TypeVar("Result")
+
+MANY_TOKENS = 10_000
+"""To make a list or a text of them takes a millisecond or more; it is done beside the loop."""
 
 
 class InferenceServicer(pb_grpc.InferenceServicer):
@@ -55,7 +62,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         # Closing them is what frees the blocks of a client that has gone.
         _note_trace(context)
         answered = contextlib.aclosing(self._answered(request, context.time_remaining()))
-        async with _refusing(context), answered as responses:
+        async with refusing(context), answered as responses:
             async for response in responses:
                 yield response
 
@@ -65,9 +72,10 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     async def GenerateBatch(
         self, request: pb.GenerateBatchRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.GenerateBatchResponse]:
-        async with _refusing(context):
+        async with refusing(context):
             time_remaining_s = context.time_remaining()
             _note_trace(context)
+            most_batch_requests(self._front_end.limits).check(len(request.requests))
             streams = [self._answered(one, time_remaining_s) for one in request.requests]
             async with contextlib.aclosing(side_by_side(streams)) as together:
                 async for number, item in together:
@@ -77,36 +85,41 @@ class InferenceServicer(pb_grpc.InferenceServicer):
                         yield pb.GenerateBatchResponse(request=number, response=item)
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
-        return pb.AbortResponse(found=self._front_end.abort(request.request_id))
+        async with refusing(context):
+            check_id(request.request_id, self._front_end.limits)
+            return pb.AbortResponse(found=self._front_end.abort(request.request_id))
+        raise AssertionError("refused")
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenIds:
         add = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        async with _refusing(context):
+        async with refusing(context):
             ids = await self._front_end.encode(request.text, add_special_tokens=add, only_counted=True)
             return pb.TokenIds(ids=ids)
         raise AssertionError("refused")
 
     async def Detokenize(self, request: pb.TokenIds, context: Any) -> pb.DetokenizeResponse:
-        async with _refusing(context):
+        async with refusing(context):
             return pb.DetokenizeResponse(text=await self._front_end.detokenize(request.ids))
         raise AssertionError("refused")
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.Load:
-        async with _refusing(context):
+        async with refusing(context):
             return load_to_proto(await self._front_end.load())
         raise AssertionError("refused")
 
     async def GetCacheState(self, request: pb.GetCacheStateRequest, context: Any) -> pb.CacheState:
-        async with _refusing(context):
+        async with refusing(context):
             return cache_state_to_proto(await self._front_end.cache_state())
         raise AssertionError("refused")
 
     async def WatchCacheEvents(
         self, request: pb.WatchCacheEventsRequest, context: Any
     ) -> AsyncIterator[pb.CacheEvents]:
-        async with _refusing(context), contextlib.aclosing(self._front_end.watch_cache()) as watch:
+        async with refusing(context), contextlib.aclosing(self._front_end.watch_cache()) as watch:
             async for events in watch:
-                yield events_to_proto(events)
+                if events.message is None:  # else another watcher was told the same
+                    events.message = events_to_proto(events)
+                yield events.message
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
         return self.model_info()
@@ -122,6 +135,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
                 yield response_to_proto(answers.request_id, delta, text, len(asked.prompt), completion_tokens)
 
     async def _asked(self, request: pb.GenerateRequest, time_remaining_s: float | None) -> Asked:
+        check_lists(request, self._front_end.limits, self._front_end.info)
         sampling = sampling_from_proto(request.sampling, self._front_end.info)
         terms = terms_from_proto(request, time_remaining_s)
         self._front_end.check_room(terms.tenant)
@@ -134,20 +148,28 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         if kind is None:
             raise InvalidRequest("the request has no prompt; give text or token_ids", field="prompt")
         if kind == "token_ids":
-            return list(request.token_ids.ids)
+            return await self._beside(len(request.token_ids.ids), lambda: list(request.token_ids.ids))
         return await self._front_end.encode(request.text)
+
+    async def _beside(self, tokens: int, work: Callable[[], Result]) -> Result:
+        """What it returns; beside the loop, if it goes through many tokens."""
+        return work() if tokens < MANY_TOKENS else await self._front_end.beside.run(TENANT.get(), work, 8 * tokens)
 
 
 class GrpcServer:
     """The service with health and reflection."""
 
     def __init__(self, front_end: FrontEnd, access: Access | None = None):
+        limits = front_end.limits
         self._access = access or Access()
-        self._server = grpc.aio.server(interceptors=[_Keys(self._access)], options=OPTIONS)
-        self._health: Any = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
+        self._front_end = front_end
+        door = Door(self._access, limits, front_end.beside, _bounds(limits, front_end.info))
+        self._server = grpc.aio.server(interceptors=[door], options=_options(limits))
+        self._health = HealthServicer(("", SERVICE), limits.max_keyless_connections)
+        self._following: asyncio.Task[None] | None = None
         pb_grpc.add_InferenceServicer_to_server(InferenceServicer(front_end), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        add_reflection((SERVICE, HEALTH), self._server)
 
     async def start(self, host: str = "127.0.0.1", port: int = 50051) -> str:
         """Listen; port 0 takes a free one. Returns the address. Raises `InvalidSetting` if that can not be."""
@@ -167,17 +189,28 @@ class GrpcServer:
                 asked=port,
             ) from error
         await self._server.start()
-        for service in ("", SERVICE):
-            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+        self._health.set(is_serving=True)
+        self._following = asyncio.ensure_future(self._follow_engine())
         return f"{target.rpartition(':')[0]}:{port}"
+
+    async def _follow_engine(self) -> None:
+        """Tell health watchers that it is gone, and that it is back."""
+        while True:
+            await self._front_end.engine_gone()
+            self._health.set(is_serving=False)
+            if not await self._front_end.engine_back():
+                return
+            self._health.set(is_serving=True)
 
     async def leave(self) -> None:
         """Say to health watchers that requests are to go elsewhere."""
-        await self._health.enter_graceful_shutdown()
+        self._health.leave()
 
     async def stop(self, grace_s: float = SHUTDOWN_GRACE_S) -> None:
         """Say so to health watchers, take nothing new, give running calls `grace_s` to end."""
         await self.leave()
+        if self._following is not None:
+            self._following.cancel()
         await self._server.stop(grace_s)
 
 
@@ -186,100 +219,33 @@ def _note_trace(context: Any) -> None:
     INCOMING.set(str(dict(context.invocation_metadata() or ()).get("traceparent", "")))
 
 
-class _Keys(grpc.aio.ServerInterceptor):
-    """Lets calls pass that bring a key, where one is wanted."""
-
-    def __init__(self, access: Access):
-        self._access = access
-
-    async def intercept_service(
-        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], handler_call_details: Any
-    ) -> Any:
-        level = RPCS.get(handler_call_details.method, Level.KEY)
-        try:
-            self._access.check(level, dict(handler_call_details.invocation_metadata).get("authorization"))
-        except Unauthenticated as error:
-            return _refusal(error)
-        handler = await continuation(handler_call_details)
-        return _reading(handler) if handler is not None and not handler.request_streaming else handler
+def _options(limits: Limits) -> tuple[tuple[str, int], ...]:
+    """What gRPC itself limits. Each was tried with real sockets (tests/deploy/test_grpc_limits.py)."""
+    return (
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.max_send_message_length", limits.max_message_bytes),
+        ("grpc.max_metadata_size", limits.max_head_bytes),
+        ("grpc.absolute_max_metadata_size", limits.max_head_bytes),
+        ("grpc.max_allowed_incoming_connections", limits.max_connections),
+        ("grpc.server_handshake_timeout_ms", _ms(limits.head_timeout_s)),  # until HTTP/2 is spoken, TLS included
+        ("grpc.max_connection_idle_ms", _ms(limits.idle_timeout_s)),  # without a call
+        ("grpc.keepalive_time_ms", _ms(limits.idle_timeout_s)),  # is a client still there that has one?
+        ("grpc.keepalive_timeout_ms", _ms(limits.head_timeout_s)),
+        ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server behind it
+    )
 
 
-class _Unreadable(NamedTuple):
-    """Bytes that are no message."""
-
-    why: str
+def _ms(seconds: float) -> int:
+    return min(max(1, round(seconds * 1000)), 2**31 - 1)
 
 
-def _reading(handler: Any) -> Any:
-    """The same handler, which answers bytes that are no message as what they are: gRPC calls it an unknown error."""
-    if handler.request_deserializer is None:
-        return handler
-
-    def read(data: bytes) -> Any:
-        try:
-            return handler.request_deserializer(data)
-        except DecodeError as error:
-            return _Unreadable(str(error))
-
-    async def refuse(request: _Unreadable, context: Any) -> None:
-        error = InvalidRequest(f"the request's bytes are no message of its kind: {request.why}")
-        await context.abort_with_status(status_of(error))
-
-    if handler.response_streaming:
-
-        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-            if isinstance(request, _Unreadable):
-                await refuse(request, context)
-            async with contextlib.aclosing(handler.unary_stream(request, context)) as responses:
-                async for response in responses:
-                    yield response
-
-        return handler._replace(request_deserializer=read, unary_stream=stream)
-
-    async def answer(request: Any, context: Any) -> Any:
-        if isinstance(request, _Unreadable):
-            await refuse(request, context)
-        return await handler.unary_unary(request, context)
-
-    return handler._replace(request_deserializer=read, unary_unary=answer)
-
-
-def _refusal(error: IntarsiaError) -> Any:
-    """A handler that does nothing else, for calls of any kind."""
-
-    async def refuse(request: bytes, context: Any) -> None:
-        await context.abort_with_status(status_of(error))
-
-    return grpc.unary_unary_rpc_method_handler(refuse)  # type: ignore[arg-type]
-
-
-class _Status(NamedTuple):
-    """What ends a call, as gRPC wants it."""
-
-    code: grpc.StatusCode
-    details: str
-    trailing_metadata: tuple[tuple[str, str | bytes], ...]
-
-
-@contextlib.asynccontextmanager
-async def _refusing(context: Any) -> AsyncIterator[None]:
-    """Our errors become statuses with details; anything else is our own fault, and only the log learns of it."""
-    try:
-        yield
-    except IntarsiaError as known:
-        error = known
-    except Exception:
-        logger.exception("a call failed on an internal error")
-        error = IntarsiaError("internal error; the server's log has the details")
-    else:
-        return
-    await context.abort_with_status(status_of(error))
-
-
-def status_of(error: IntarsiaError) -> Any:
-    """An error as what a call ends with."""
-    status: Any = rpc_status.to_status(error_to_status(error))
-    metadata = tuple(status.trailing_metadata)
-    if error.retry_after_s is not None:  # what clients with a retry policy go by
-        metadata += (("grpc-retry-pushback-ms", str(round(error.retry_after_s * 1000))),)
-    return _Status(status.code, status.details, metadata)
+def _bounds(limits: Limits, info: EngineInfo) -> Mapping[str, Bounds]:
+    """Of messages, by method. The requests of a batch are judged one by one, when it is parsed."""
+    fields = max(limits.max_json_items, info.max_model_len)
+    lists = f"{pb.SamplingParams.DESCRIPTOR.full_name}.stop_token_ids", f"{pb.TokenIds.DESCRIPTOR.full_name}.ids"
+    most = {
+        "Generate": {lists[0]: most_stop_tokens(limits), lists[1]: most_prompt_tokens(info)},
+        "GenerateBatch": {f"{pb.GenerateBatchRequest.DESCRIPTOR.full_name}.requests": most_batch_requests(limits)},
+        "Detokenize": {lists[1]: most_counted_tokens(limits, info)},
+    }
+    return {f"/{SERVICE}/{method}": Bounds(fields, lists) for method, lists in most.items()}

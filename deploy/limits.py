@@ -71,12 +71,17 @@ class Limits:
     # -- connections -------------------------------------------------------------------------------------------------
     max_connections: int = _limit(8192, "connections", "Open at once, of each server.", "closed")
     max_keyless_connections: int = _limit(
-        1024, "connections", "The same of those that have not shown a key, where keys are wanted.", "closed"
+        1024,
+        "connections",
+        "The same of those that have not shown a key, where keys are wanted. Over gRPC: watches of health.",
+        "closed; RESOURCE_EXHAUSTED",
     )
-    max_key_connections: int = _limit(2048, "connections", "The same of one key.", "429, closed")
+    max_key_connections: int = _limit(2048, "connections", "The same of one key. HTTP only.", "429, closed")
     # Longer than clients and load balancers keep one (httpx, and OpenAI's client with it, 5 s; AWS's balancer and nginx
     # 60 s): who closes first knows that it is closed, and the other may be sending a request just then, which is lost.
-    idle_timeout_s: float = _limit(75.0, "s", "Before a connection without a request is closed.", "closed")
+    idle_timeout_s: float = _limit(
+        75.0, "s", "Before a connection without a request is closed. Over gRPC: that a message may take.", "closed"
+    )
 
     # -- those who do not read ---------------------------------------------------------------------------------------
     max_unread_bytes: int = _limit(

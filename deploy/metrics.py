@@ -74,15 +74,15 @@ REASONS = ("stop", "length", "abort", "deadline", "error")
 CAUSES = ("evicted", "no_snapshot", "alignment", "salt")
 
 
-def render(info: EngineInfo, load: EngineLoad, cache: CacheState, measured: Metrics) -> bytes:
-    """What an engine says of itself, as Prometheus reads it."""
+def render(info: EngineInfo, load: EngineLoad, cache: CacheState | None, measured: Metrics | None) -> bytes:
+    """What an engine says of itself, as Prometheus reads it. To a tenant: only the counts of its own requests."""
     registry = CollectorRegistry()
     registry.register(_Families(info, load, cache, measured))
     return exposition.generate_latest(registry)
 
 
 class _Families:
-    def __init__(self, info: EngineInfo, load: EngineLoad, cache: CacheState, measured: Metrics):
+    def __init__(self, info: EngineInfo, load: EngineLoad, cache: CacheState | None, measured: Metrics | None):
         self._info = info
         self._load = load
         self._cache = cache
@@ -94,25 +94,30 @@ class _Families:
             yield self._family(GaugeMetricFamily, name, about, [({}, read(self._load))])
         for name, (about, read) in COUNTERS.items():
             yield self._family(CounterMetricFamily, name, about, [({}, read(self._load))])
-        for name, (about, kind) in DISTRIBUTIONS.items():
-            yield self._histogram(name, about, self._measured.distributions[kind])
-        yield from self._ends()
-        yield from self._pool()
-        yield from self._groups()
+        yield self._config()
+        if self._measured is not None:
+            for name, (about, kind) in DISTRIBUTIONS.items():
+                yield self._histogram(name, about, self._measured.distributions[kind])
+            yield from self._ends(self._measured)
+            yield from self._groups(self._measured)
+        if self._cache is not None:
+            yield self._pool(self._cache)
 
-    def _ends(self) -> Iterator[Metric]:
-        finished = [({"finished_reason": reason}, self._measured.finished.get(reason, 0)) for reason in REASONS]
+    def _ends(self, measured: Metrics) -> Iterator[Metric]:
+        finished = [({"finished_reason": reason}, measured.finished.get(reason, 0)) for reason in REASONS]
         yield self._family(CounterMetricFamily, "vllm:request_success", "Answers that ended, by why.", finished)
-        lost = [({"cause": cause}, self._measured.lost_tokens.get(cause, 0)) for cause in CAUSES]
+        lost = [({"cause": cause}, measured.lost_tokens.get(cause, 0)) for cause in CAUSES]
         about = "Tokens of prompts that were cached once and had to be computed again, by cause."
         yield self._family(CounterMetricFamily, "intarsia:prefix_tokens_lost", about, lost)
 
-    def _pool(self) -> Iterator[Metric]:
-        cache, info = self._cache, self._info
+    def _pool(self, cache: CacheState) -> Metric:
         pages = {"held": cache.held_pages, "kept": cache.kept_pages, "blank": cache.blank_pages}
         values = [({"state": state}, count) for state, count in pages.items()]
         about = "Large pages: held by requests, free and kept for later prompts, or blank."
-        yield self._family(GaugeMetricFamily, "intarsia:pool_pages", about, values)
+        return self._family(GaugeMetricFamily, "intarsia:pool_pages", about, values)
+
+    def _config(self) -> Metric:
+        info = self._info
         config = {
             "block_size": str(info.groups[0].block_tokens),
             "num_gpu_blocks": str(info.num_blocks),
@@ -120,11 +125,11 @@ class _Families:
             "cache_dtype": info.dtype,
             "strategy": info.strategy,
         }
-        yield self._family(GaugeMetricFamily, "vllm:cache_config_info", "How the cache is laid out.", [(config, 1)])
+        return self._family(GaugeMetricFamily, "vllm:cache_config_info", "How the cache is laid out.", [(config, 1)])
 
-    def _groups(self) -> Iterator[Metric]:
+    def _groups(self, measured: Metrics) -> Iterator[Metric]:
         """A group is named by its number and its kind: 0, sliding-1024."""
-        groups = [({"group": str(g), "kind": group.kind}, group) for g, group in enumerate(self._measured.groups)]
+        groups = [({"group": str(g), "kind": group.kind}, group) for g, group in enumerate(measured.groups)]
         gauges: dict[str, tuple[str, Callable[[Any], float]]] = {
             "intarsia:group_held_blocks": ("Blocks that requests hold.", lambda group: group.held_blocks),
             "intarsia:group_known_blocks": ("Blocks that carry a known prefix.", lambda group: group.known_blocks),

@@ -150,24 +150,25 @@ class Replica:
 
     async def GetLoad(self, request: pb.GetLoadRequest, grpc_context: RayServegRPCContext) -> pb.Load:
         """Of the replica that happens to be asked."""
-        return await self._servicer.GetLoad(request, await self._admitted(grpc_context))
+        return await self._servicer.GetLoad(request, await self._admitted(grpc_context, Level.FIGURES))
 
     async def GetCacheState(self, request: pb.GetCacheStateRequest, grpc_context: RayServegRPCContext) -> pb.CacheState:
         """Of the replica that happens to be asked."""
-        return await self._servicer.GetCacheState(request, await self._admitted(grpc_context))
+        return await self._servicer.GetCacheState(request, await self._admitted(grpc_context, Level.FIGURES))
 
     async def WatchCacheEvents(
         self, request: pb.WatchCacheEventsRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[pb.CacheEvents, None]:
         """Of the replica that happens to be asked."""
-        async for events in self._servicer.WatchCacheEvents(request, await self._admitted(grpc_context)):
+        context = await self._admitted(grpc_context, Level.FIGURES)
+        async for events in self._servicer.WatchCacheEvents(request, context):
             yield events
 
-    async def _admitted(self, grpc_context: RayServegRPCContext) -> "_Context":
+    async def _admitted(self, grpc_context: RayServegRPCContext, level: Level = Level.KEY) -> "_Context":
         """The context of a call that brings a key, where one is wanted."""
         context = _Context(grpc_context)
         try:
-            self._access.check(Level.KEY, dict(grpc_context.invocation_metadata()).get("authorization"))
+            self._access.check(level, dict(grpc_context.invocation_metadata()).get("authorization"))
         except Unauthenticated as error:
             await context.abort_with_status(status_of(error))
         return context

@@ -3,8 +3,11 @@
 Events are collected while somebody listens and handed over once per step. With nobody listening nothing is collected.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+MOST_NAMES = 4096
+"""Of blocks in one message of events: a pool's names at once would hold up the tokens behind them."""
 
 
 class Stored(NamedTuple):
@@ -29,6 +32,44 @@ class Cleared(NamedTuple):
 
 
 Event = Stored | Removed | Cleared
+
+
+class Events(list[Event]):
+    """Some that are told together. message: the same as a message, once somebody has made one."""
+
+    __slots__ = ("message",)
+
+    def __init__(self, events: Sequence[Event] = ()):
+        super().__init__(events)
+        self.message: Any = None
+
+
+def parts(events: Sequence[Event]) -> Iterator[Events]:
+    """The same in messages of bounded size."""
+    part = Events()
+    room = MOST_NAMES
+    for event in events:
+        names = () if isinstance(event, Cleared) else event.hashes
+        for start in range(0, max(1, len(names)), MOST_NAMES):
+            piece = event if isinstance(event, Cleared) else event._replace(hashes=names[start : start + MOST_NAMES])
+            room -= 1 + len(names[start : start + MOST_NAMES])
+            if room < 0 and part:
+                yield part
+                part, room = Events(), MOST_NAMES
+            part.append(piece)
+    if part:
+        yield part
+
+
+def of_owner(events: Sequence[Event], mark: bytes) -> list[Event]:
+    """What is told to one tenant of what happens: their own blocks alone. mark: ends the names of theirs."""
+    own: list[Event] = []
+    for event in events:
+        if isinstance(event, Cleared):
+            own.append(event)
+        elif names := tuple(name for name in event.hashes if name.endswith(mark)):
+            own.append(event._replace(hashes=names))
+    return own
 
 
 class EventLog:

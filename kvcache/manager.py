@@ -27,7 +27,7 @@ from ..errors import InvalidSetting, PoolExhausted
 from .events import EventLog, Stored
 from .plan import NULL_BLOCK, Group, MemoryPlan
 from .pool import BlockId, BlockPool, RequestId
-from .prefix import Chain, Ends, TokenChain
+from .prefix import MARK_BYTES, Chain, Ends, TokenChain, marked, owner_mark
 from .reach import Keeps, moves_on
 from .retention import USUAL_RETENTION, Policy, Retain, Tier
 from .tables import SALT, Copy, Encoder, GroupTable, Row, Save, make_tables
@@ -107,6 +107,7 @@ class CacheManager:
         self._size = plan.block_tokens
         self._caching = settings.prefix_caching
         self._hash_key = hash_key or secrets.token_bytes(32)
+        self._marks: dict[bytes, bytes] = {}  # by salt
         self._clock = clock
         self._ends = Ends()
         self.pool.on_forget = self._ends.remove
@@ -151,7 +152,15 @@ class CacheManager:
         encoder: what the text is read beside, which is part of its names.
         """
         content = sha256(self._hash_key + encoder.content).digest() if encoder is not None else b""
-        return TokenChain(tokens, self._size, key=self._hash_key, salt=salt + content)
+        return TokenChain(tokens, self._size, key=self._hash_key, salt=salt + content, mark=self.mark(salt))
+
+    def mark(self, salt: bytes) -> bytes:
+        """How the names of a salt end."""
+        if salt not in self._marks:
+            if len(self._marks) >= SALT_MEMORY:
+                self._marks.clear()
+            self._marks[salt] = owner_mark(self._hash_key, salt)
+        return self._marks[salt]
 
     def lookup(self, prompt: Chain | Sequence[int], salt: bytes = b"", encoder: Encoder | None = None) -> Hit:
         """The longest cached prefix of a prompt from which every group can continue.
@@ -160,7 +169,8 @@ class CacheManager:
         """
         chain: Chain = self.chain(prompt, salt, encoder) if isinstance(prompt, Sequence) else prompt
         if encoder is not None:
-            encoder = encoder._replace(content=sha256(self._hash_key + salt + encoder.content).digest())
+            content = sha256(self._hash_key + salt + encoder.content).digest()
+            encoder = encoder._replace(content=marked(content, getattr(chain, "mark", content[-MARK_BYTES:])))
         if not self._caching:
             return Hit(0, chain, NO_LOSS, 0, encoder)
         memo = getattr(chain, "memo", None)

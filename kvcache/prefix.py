@@ -5,7 +5,8 @@
 
 One running SHA-256 over key, salt and tokens gives a name per full block; a prefix that ends inside a block has an
 *end* name, made of the name before it and the tokens since. The key is a secret of the cluster, so that nobody outside
-can make two prefixes of one name; prompts of different salts never share.
+can make two prefixes of one name; prompts of different salts never share. The last bytes of a name are its owner's
+mark, a digest of key and salt: so it is known whom a block may be told of, and nothing is kept for it.
 """
 
 from array import array
@@ -15,6 +16,19 @@ from itertools import pairwise
 from typing import Protocol
 
 HASH_BLOCK_BYTES = 64  # of SHA-256: a padded key of this size costs one compression, once
+
+MARK_BYTES = 8
+"""Of a name's 32. Those before it are more than enough for no two prefixes to have the same."""
+
+
+def owner_mark(key: bytes, salt: bytes) -> bytes:
+    """How the names of one salt end."""
+    return sha256(key + b"owner" + sha256(salt).digest()).digest()[:MARK_BYTES]
+
+
+def marked(digest: bytes, mark: bytes) -> bytes:
+    """A name."""
+    return digest[:-MARK_BYTES] + mark
 
 
 class Chain(Protocol):
@@ -52,9 +66,13 @@ class Chain(Protocol):
 class TokenChain:
     """Names of a token sequence. Keeps the sequence by reference: what its owner appends is seen by `grow`."""
 
-    __slots__ = ("_block_tokens", "_draft_names", "_end_key", "_running", "memo", "names", "salt", "tokens")
+    __slots__ = ("_block_tokens", "_draft_names", "_end_key", "_running", "mark", "memo", "names", "salt", "tokens")
 
-    def __init__(self, tokens: Sequence[int], block_tokens: int, *, key: bytes, salt: bytes = b""):
+    def __init__(
+        self, tokens: Sequence[int], block_tokens: int, *, key: bytes, salt: bytes = b"", mark: bytes | None = None
+    ):
+        """mark: of the owner; None: made of the salt"""
+        self.mark = owner_mark(key, salt) if mark is None else mark
         self.tokens = tokens
         self.salt = salt
         self.names: list[bytes] = []
@@ -74,7 +92,7 @@ class TokenChain:
 
     def of(self, tokens: Sequence[int]) -> "TokenChain":
         """A chain of the same key and salt over other tokens."""
-        return TokenChain(tokens, self._block_tokens, key=self._end_key, salt=self.salt)
+        return TokenChain(tokens, self._block_tokens, key=self._end_key, salt=self.salt, mark=self.mark)
 
     @property
     def known(self) -> int:
@@ -91,10 +109,10 @@ class TokenChain:
         if first < end:
             packed = array("I", self.tokens[first:end]).tobytes()
             update, digest, append = self._running.update, self._running.digest, names.append
-            block_bytes = size * 4
+            block_bytes, mark = size * 4, self.mark
             for start in range(0, len(packed), block_bytes):
                 update(packed[start : start + block_bytes])
-                append(digest())
+                append(digest()[:-MARK_BYTES] + mark)
         return names
 
     def end(self, length: int) -> bytes | None:
@@ -105,7 +123,8 @@ class TokenChain:
 
     def _tail_name(self, kind: bytes, full: int, length: int) -> bytes:
         tail = array("I", self.tokens[full:length]).tobytes()
-        return sha256(self._end_key + kind + self.names[full // self._block_tokens - 1] + tail).digest()
+        before = self.names[full // self._block_tokens - 1]
+        return marked(sha256(self._end_key + kind + before + tail).digest(), self.mark)
 
 
 def shared_blocks(one: Chain, other: Chain) -> int:

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from .plan import NULL_BLOCK, Group
 from .pool import BlockId, BlockPool, RequestId
-from .prefix import Chain, Ends
+from .prefix import MARK_BYTES, Chain, Ends, marked
 from .reach import NEVER, Keeps, moves_on
 from .retention import Tier
 
@@ -468,7 +468,8 @@ class EncoderTable(_Table):
 
     def _parts(self, encoder: Encoder) -> list[bytes]:
         count = -(-encoder.tokens // self._size)
-        return [sha256(b"%d/%d/" % (n, encoder.tokens) + encoder.content).digest() for n in range(count)]
+        content, mark = encoder.content, encoder.content[-MARK_BYTES:]
+        return [marked(sha256(b"%d/%d/" % (n, encoder.tokens) + content).digest(), mark) for n in range(count)]
 
 
 def make_tables(

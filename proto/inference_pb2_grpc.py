@@ -103,7 +103,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Stops a request of any client of this server, by its id.
+        """Stops a request of any client of this server, by its id; where keys name tenants, of the same tenant.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,7 +123,8 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """How busy the engine is now, and what it has done since its start.
+        """How busy the engine is now, and what it has done since its start. Where keys name tenants, this and the two below
+        tell of the key's own requests and blocks only; the admin key sees all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

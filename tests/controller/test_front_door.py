@@ -507,11 +507,11 @@ def test_the_end_of_a_connection_ends_its_watch():
 
 
 def test_a_watcher_who_does_not_read_is_told_to_begin_anew(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(client_module, "MOST_UNREAD_EVENTS", 3)
+    monkeypatch.setattr(client_module, "UNWATCH_AFTER_S", 0.01)
 
     async def scenario(engine: Engine, address: Address):
         client = await EngineClient.connect(address)
-        async with contextlib.aclosing(client.watch_cache()) as watch:
+        async with contextlib.aclosing(client.watch_cache(None, 10)) as watch:
             assert await anext(watch) == [Cleared()]
             for n in range(6):
                 await collect(client, [n] * 40, SamplingParams(max_tokens=1))

@@ -51,6 +51,7 @@ class ScriptedEngine:
         self.full: Overloaded | None = None  # what it has just said
         self.server: Any = None  # the GrpcServer in front
         self._script = script
+        self._gone, self._here = asyncio.Event(), asyncio.Event()
 
     def is_full(self, tenant: str) -> bool:
         return self.full is not None
@@ -59,8 +60,24 @@ class ScriptedEngine:
         if self.full is not None:
             raise self.full
 
-    async def load(self) -> EngineLoad:
+    async def load(self, viewer: str | None = None) -> EngineLoad:
         return EngineLoad(0, 0, 1000, 0, 1000, *[0] * 8)
+
+    async def away(self) -> None:
+        await self._gone.wait()
+
+    async def back(self) -> bool:
+        await self._here.wait()
+        return True
+
+    async def go(self) -> None:
+        """As when it is lost."""
+        self._here.clear()
+        self._gone.set()
+
+    async def come_back(self) -> None:
+        self._gone.clear()
+        self._here.set()
 
     def generate(
         self,

@@ -21,6 +21,7 @@ from intarsia.controller.request import Terms
 from intarsia.deploy.access import ROUTES, RPCS, Access, AccessSettings, Level
 from intarsia.deploy.client import Client, Tls
 from intarsia.deploy.front_end import Asked, FrontEnd, FrontEndSettings
+from intarsia.deploy.grpc_reflection import SERVICE_NAMES
 from intarsia.deploy.grpc_server import GrpcServer
 from intarsia.deploy.http_server import HttpServer
 from intarsia.deploy.openai.app import make_app
@@ -137,7 +138,7 @@ def test_every_route_and_every_rpc_has_its_level_declared(start: Start):
     routes = {route.path for route in app.routes if isinstance(route, Route)}
     assert routes == set(ROUTES)
     pool = descriptor_pool.Default()
-    names = ("intarsia.v1.Inference", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection")
+    names = ("intarsia.v1.Inference", "grpc.health.v1.Health", *SERVICE_NAMES)
     services = [pool.FindServiceByName(name) for name in names]
     assert {f"/{each.full_name}/{method.name}" for each in services for method in each.methods} == set(RPCS)
 
@@ -146,13 +147,13 @@ def test_every_route_and_every_rpc_wants_what_its_level_says(start: Start):
     here = start(AccessSettings(api_key=("oak",), admin_key=("yew",)))
     for path, level in ROUTES.items():
         path = path.replace("{model:path}", "tiny-hybrid")
-        for key, opens in (("", ()), ("oak", (Level.KEY,)), ("yew", (Level.ADMIN,))):
+        for key, opens in (("", ()), ("oak", (Level.KEY, Level.FIGURES)), ("yew", (Level.ADMIN, Level.FIGURES))):
             headers = {"Authorization": f"Bearer {key}"} if key else {}
             refused = [httpx.request(verb, here.http + path, headers=headers).status_code for verb in ("GET", "POST")]
             assert (refused == [401, 401]) == (level not in (Level.OPEN, *opens)), (path, key, refused)
     with grpc.insecure_channel(here.grpc) as channel:
         for method, level in RPCS.items():
-            for key, opens in (("", ()), ("oak", (Level.KEY,)), ("yew", ())):
+            for key, opens in (("", ()), ("oak", (Level.KEY, Level.FIGURES)), ("yew", (Level.FIGURES,))):
                 call: Any = channel.unary_stream(method)(
                     b"", metadata=(("authorization", f"Bearer {key}"),), timeout=0.5
                 )
