@@ -9,12 +9,12 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import EngineUnavailable, IntarsiaError, InvalidRequest, Overloaded
 from ..kvcache.events import Event
-from ..proto.channel import Address, ChannelClosed, Stream
-from .engine import TokenDelta, TokenLogprobs
+from ..proto.channel import TAKEN_WITHIN_S, Address, ChannelClosed, Stream
+from .deltas import Backlog, TokenDelta, TokenLogprobs
 from .front_door import ANSWER, BROKEN_ENGINE, ENGINE, EVENTS, decode, decode_events
 from .images import Image
 from .info import CacheState, EngineInfo, EngineLoad, Probe
@@ -29,6 +29,9 @@ MOST_UNREAD_EVENTS = 10_000
 
 HUNG_AFTER_S = 5.0
 """For an engine to answer a question. One that may not come back is asked nothing."""
+
+LOOKS = 10
+"""For its answer, in that time. However long one takes because this process stands still, it is one of them."""
 
 MOST_FRUITLESS = 5
 """Times that an engine comes back although it said no token since the last time."""
@@ -46,6 +49,8 @@ TURN_PAUSE_S = 1.0
 MOST_TRIES = 10
 """Of reaching an engine in one move: it may be gone again at once."""
 
+Result = TypeVar("Result")
+
 __all__ = ["EngineClient", "Generation", "TokenDelta", "TokenLogprobs"]
 
 
@@ -55,10 +60,11 @@ class EngineClient:
     An engine that can come back is waited for: requests are asked again then, with the tokens they have.
     """
 
-    def __init__(self, stream: Stream, info: EngineInfo, again: "Again | None" = None):
+    def __init__(self, line: "_Line", info: EngineInfo, again: "Again | None" = None):
         """again: brings the engine back when it has gone; None: it never comes back."""
         self.info = info
-        self._stream = stream
+        self._line = line
+        self._stream = line.stream
         self._again = again
         self._fruitless = 0  # times that it came back and said no token
         self._answers: dict[int, _Answer] = {}  # by handle
@@ -191,7 +197,7 @@ class EngineClient:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._fail(EngineUnavailable("the connection to the engine was closed"))
-        await self._stream.close()
+        await self._line.close()
 
     # -- for `Generation` --------------------------------------------------------------------------------------------
 
@@ -260,9 +266,10 @@ class EngineClient:
             self._away = error
             self._settled.clear()
             self._tell_all(error)
-            self._stream.drop()
+            self._line.drop()
             try:
-                self._stream, self.info = await _meet(await self._again())
+                self._line, self.info = await _meet(await self._again())
+                self._stream = self._line.stream
             except IntarsiaError as failure:
                 return self._fail(failure)
             except Exception as failure:  # a bug of ours must still reach every waiting caller
@@ -272,12 +279,12 @@ class EngineClient:
             self._settled.set()
 
     async def _watch_over(self) -> None:
-        """Give up an engine that says nothing when it is asked. Twice, since it may be we who were held up."""
+        """Give up an engine that says nothing when it is asked, twice."""
         misses = 0
         while True:
             await asyncio.sleep(HUNG_AFTER_S)
             try:
-                await asyncio.wait_for(self.load(), HUNG_AFTER_S)
+                await _while_we_run(self.load(), HUNG_AFTER_S)
                 misses = 0
             except TimeoutError:
                 misses += 1
@@ -285,7 +292,7 @@ class EngineClient:
                 misses = 0  # it has gone
             if misses == 2:
                 logger.warning("the engine says nothing for %g s; it is given up", 2 * HUNG_AFTER_S)
-                self._stream.drop()
+                self._line.drop()
                 misses = 0  # who comes in its place may hang at once, too
 
     async def _receive(self) -> IntarsiaError:
@@ -357,11 +364,55 @@ class EngineClient:
                 question.set_exception(error)
 
 
-async def _meet(address: Address) -> tuple[Stream, EngineInfo]:
+async def _while_we_run(work: Awaitable[Result], within_s: float) -> Result:
+    """As `asyncio.wait_for`, by the time in which this process runs: where it stood still, be it stopped or busy, what
+    came meanwhile is read before anybody is blamed. Raises `TimeoutError`."""
+    task = asyncio.ensure_future(work)
     try:
-        stream = await Stream.connect(address)
-        return stream, EngineInfo.from_wire(await stream.receive_message())
+        for _ in range(LOOKS):
+            if (await asyncio.wait({task}, timeout=within_s / LOOKS))[0]:
+                return task.result()
+        raise TimeoutError
+    finally:
+        task.cancel()
+
+
+class _Line:
+    """The two connections to an engine: one for all there is to say, and one that tells whether its machine is there
+    while much is under way on the other. They end together."""
+
+    def __init__(self, stream: Stream, idle: Stream):
+        self.stream = stream
+        self._idle = idle
+        self._watch = asyncio.create_task(self._watch_idle())
+
+    def drop(self) -> None:
+        self._watch.cancel()
+        for each in (self.stream, self._idle):
+            each.drop()
+
+    async def close(self) -> None:
+        self._watch.cancel()
+        await asyncio.gather(self.stream.close(), self._idle.close())
+
+    async def _watch_idle(self) -> None:
+        await self._idle.wait_gone()
+        self.drop()
+
+
+async def _meet(address: Address) -> tuple[_Line, EngineInfo]:
+    streams: list[Stream] = []
+    try:
+        for taken_within_s in (TAKEN_WITHIN_S, None):
+            streams.append(await Stream.connect(address, taken_within_s))
+        name = secrets.token_bytes(16)
+        for stream in streams:
+            stream.send_message(["pair", name])
+        info, _ = [await stream.receive_message() for stream in streams]
+        return _Line(*streams), EngineInfo.from_wire(info)
     except (ChannelClosed, OSError) as error:
+        for stream in streams:
+            stream.drop()
         raise EngineUnavailable(f"the engine at {address.host}:{address.port} can not be reached: {error}") from error
 
 
@@ -378,7 +429,49 @@ class _Lost(NamedTuple):
     error: IntarsiaError
 
 
-Inbox = asyncio.Queue[TokenDelta | IntarsiaError | _Lost]
+class Inbox:
+    """What has come for a request and was not taken yet; then what ends it."""
+
+    def __init__(self, *, in_pieces: bool = True):
+        """in_pieces: what waits is taken in pieces, so that nobody is busy with one request for long; else in one."""
+        self._in_pieces = in_pieces
+        self._backlog = Backlog()
+        self._end: IntarsiaError | _Lost | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_behind = False  # what was taken last had waited
+
+    @property
+    def unread_bytes(self) -> int:
+        return self._backlog.num_bytes
+
+    def put(self, delta: TokenDelta) -> None:
+        self._backlog.put(delta)
+        self._wake()
+
+    def end_with(self, why: "IntarsiaError | _Lost") -> None:
+        self._end = self._end or why
+        self._wake()
+
+    async def take(self) -> "TokenDelta | IntarsiaError | _Lost":
+        """For one who waits at a time. Others get their turn between two pieces of what has waited."""
+        if self._is_behind:
+            await asyncio.sleep(0)
+        while not self._backlog and self._end is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._backlog:
+            delta = self._backlog.take(in_pieces=self._in_pieces)
+            self._is_behind = len(delta.token_ids) > 1
+            return delta
+        assert self._end is not None
+        return self._end
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class _Answer:
@@ -391,12 +484,13 @@ class _Answer:
 
     def put(self, item: TokenDelta | IntarsiaError | _Lost) -> None:
         if isinstance(item, TokenDelta):
-            self._cached_tokens = item.num_cached_tokens
-            item = item._replace(answer=self._index)
-        self._inbox.put_nowait(item)
+            self._cached_tokens = max(self._cached_tokens, item.num_cached_tokens)
+            self._inbox.put(item._replace(answer=self._index, num_cached_tokens=self._cached_tokens))
+        else:
+            self._inbox.end_with(item)
 
     def put_token(self, token: int) -> None:
-        self._inbox.put_nowait(TokenDelta((token,), None, None, self._cached_tokens, None, self._index))
+        self._inbox.put(TokenDelta((token,), None, None, self._cached_tokens, None, self._index))
 
 
 class _Asked(NamedTuple):
@@ -423,7 +517,8 @@ class _Asked(NamedTuple):
 class Generation(AsyncIterator[TokenDelta]):
     """The deltas of one request as they come, of all its answers in one stream; each says which answer it is of.
 
-    Whoever takes them more slowly than they come finds what has come meanwhile in one delta, not in a queue that grows.
+    Whoever takes them more slowly than they come finds what has come meanwhile in pieces of `PIECE_TOKENS` (see
+    `Backlog`), and others get their turn between two of them.
 
     Leaving it before its end, by `aclose` or by cancelling whoever waits, aborts what goes on.
 
@@ -446,8 +541,8 @@ class Generation(AsyncIterator[TokenDelta]):
         with_room: "WithRoom | None" = None,
     ):
         self.request_id = request_id
-        self.inbox: Inbox = asyncio.Queue()
-        self._taken: TokenDelta | IntarsiaError | _Lost | None = None  # from the inbox, and not looked at
+        self._in_pieces = asked.stream_interval_s != math.inf  # an answer that is wanted as a whole comes as one
+        self.inbox = Inbox(in_pieces=self._in_pieces)
         self._client = client
         self._instead = instead
         self._with_room = with_room
@@ -472,8 +567,7 @@ class Generation(AsyncIterator[TokenDelta]):
                     self._deadline_s = time.monotonic() + self._asked.terms.timeout_s
                 await self._begin()
             while self._open:
-                item = self._taken or await self.inbox.get()
-                self._taken = None
+                item = await self.inbox.take()
                 if isinstance(item, _Lost):
                     await self._move(item.error)
                     item = self._aborted  # while nobody looked
@@ -485,7 +579,6 @@ class Generation(AsyncIterator[TokenDelta]):
                 if isinstance(item, IntarsiaError):
                     raise item
                 if item is not None and item.answer in self._open:
-                    item = self._with_what_came_since(item)
                     self._said[item.answer] += item.token_ids
                     self._moves_in_vain = 0
                     self._end_turn()
@@ -497,13 +590,10 @@ class Generation(AsyncIterator[TokenDelta]):
             raise
         raise StopAsyncIteration
 
-    def _with_what_came_since(self, delta: TokenDelta) -> TokenDelta:
-        while delta.finish_reason is None and not self.inbox.empty():
-            self._taken = self.inbox.get_nowait()
-            if not isinstance(self._taken, TokenDelta) or self._taken.answer != delta.answer:
-                break
-            delta, self._taken = delta.and_then(self._taken), None
-        return delta
+    @property
+    def unread_bytes(self) -> int:
+        """About what has come and was not taken."""
+        return self.inbox.unread_bytes
 
     async def _begin(self) -> None:
         """Raises `Overloaded` if it is known beforehand that no engine has room."""
@@ -536,7 +626,7 @@ class Generation(AsyncIterator[TokenDelta]):
         other = await self._with_room(self._refused_by) if self._with_room is not None else None
         if other is None:
             return False
-        self._client, self.inbox = other, asyncio.Queue()
+        self._client, self.inbox = other, Inbox(in_pieces=self._in_pieces)
         return True
 
     async def _move(self, error: IntarsiaError) -> None:
@@ -557,7 +647,7 @@ class Generation(AsyncIterator[TokenDelta]):
                 other = self._client
             if other is None:
                 raise error
-            self._client, self.inbox, self._handles = other, asyncio.Queue(), {}
+            self._client, self.inbox, self._handles = other, Inbox(in_pieces=self._in_pieces), {}
             if self._moves_in_vain > MOST_MOVES_TOGETHER:
                 await self._take_turn(other._turns)
             try:
@@ -606,10 +696,13 @@ class Generation(AsyncIterator[TokenDelta]):
             self._client._abort(handle)
 
     def abort(self, error: IntarsiaError) -> None:
-        """Stop it for whoever iterates, who gets the error."""
+        """Stop it at once. Whoever iterates gets the error, when it does."""
         if self._open:
             self._aborted = error
-            self.inbox.put_nowait(error)
+            self.inbox.end_with(error)
+            if self._handles:  # else it is on its way to another engine, and stops there
+                for index in list(self._open):
+                    self.end(index)
 
     async def aclose(self) -> None:
         """Abort all that goes on."""

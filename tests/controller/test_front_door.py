@@ -11,7 +11,7 @@ import pytest
 
 from intarsia.controller import client as client_module
 from intarsia.controller.client import EngineClient
-from intarsia.controller.engine import Engine, TokenDelta, TokenLogprobs
+from intarsia.controller.engine import Engine, TokenDelta
 from intarsia.controller.front_door import FrontDoor
 from intarsia.controller.gate import Gate
 from intarsia.controller.request import SamplingParams, Terms
@@ -324,7 +324,7 @@ def test_several_answers_come_in_one_stream_and_one_can_be_ended():
         tokens: list[list[int]] = [[], [], []]
         async for delta in generation:
             tokens[delta.answer] += delta.token_ids
-            if len(tokens[1]) == 4:
+            if len(tokens[1]) >= 4:  # more, where several came at once
                 generation.end(1)
         await all_free(engine)
         await client.close()
@@ -333,7 +333,8 @@ def test_several_answers_come_in_one_stream_and_one_can_be_ended():
     tokens, aborted = served(scenario)
     expected = continuation(PROMPT, 30)
     assert (tokens[0], tokens[2]) == (expected, expected)
-    assert tokens[1] == expected[:4]
+    assert 4 <= len(tokens[1]) < 30
+    assert tokens[1] == expected[: len(tokens[1])]
     assert aborted == 1
 
 
@@ -348,17 +349,6 @@ def test_an_answer_that_is_not_streamed_comes_as_one():
     deltas = served(scenario)
     assert sorted((delta.answer, delta.finish_reason) for delta in deltas) == [(0, "length"), (1, "length")]
     assert [list(delta.token_ids) for delta in deltas] == [continuation(PROMPT, 12)] * 2
-
-
-def test_two_deltas_as_one_say_what_both_say():
-    first = TokenDelta((5,), (TokenLogprobs(5, -1.0, ()),), None, 7, (TokenLogprobs(1, -2.0, ()),), 3)
-    second = TokenDelta((6, 8), (TokenLogprobs(6, -1.5, ()), TokenLogprobs(8, -1.0, ())), "stop", 7, None, 3)
-    both = first.and_then(second)
-    assert both == first._replace(
-        token_ids=(5, 6, 8), logprobs=(*(first.logprobs or ()), *(second.logprobs or ())), finish_reason="stop"
-    )
-    plain = TokenDelta((5,)).and_then(TokenDelta((6,)))
-    assert plain == TokenDelta((5, 6))
 
 
 @pytest.mark.parametrize("answers", [1, 2])
