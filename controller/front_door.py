@@ -155,8 +155,6 @@ class FrontDoor:
                     requests |= {handle + index: request_id for index, request_id in enumerate(ids)}
                 except IntarsiaError as error:
                     stream.send_message([[], [], [_encode(handle, error)]])
-        except ChannelClosed:
-            pass
         finally:
             self._streams.discard(stream)
             self._pairs.part(stream)
