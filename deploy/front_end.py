@@ -29,11 +29,15 @@ from .images import ImageReader, read_images
 from .limits import Limits
 from .text import whole_answers, with_text
 from .tokenizer import Tokenizer, encode_prompt
+from .unread import LOOKS, Overdue
 
 LONG_TEXT_CHARS = 4096
 """A longer text takes the tokenizer more than a millisecond, so other streams go on beside it."""
 
 LONGEST_STREAM_INTERVAL_S = 10.0
+
+MOST_WAITING = 64
+"""Items of several streams together that wait to be taken. Others wait where they take less."""
 
 Result = TypeVar("Result")
 
@@ -91,6 +95,8 @@ class FrontEnd:
         self._running: dict[str, Answers] = {}  # by request id
         self._is_leaving = False
         self._changed = asyncio.Event()  # somebody has been answered
+        self._overdue = Overdue(self.limits)
+        self._looking: asyncio.TimerHandle | None = None  # at those who do not read, while anybody is answered
 
     @property
     def info(self) -> EngineInfo:
@@ -222,7 +228,19 @@ class FrontEnd:
             None if fleet is None else fleet.instead,
             with_room,
         )
+        if self._looking is None:
+            self._look_again()
         return Answers(generation, self.tokenizer, asked, self._running, self._changed, is_streaming, span)
+
+    def _look_again(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._looking = loop.call_later(self.limits.unread_timeout_s / LOOKS, self._look)
+
+    def _look(self) -> None:
+        self._looking = None
+        self._overdue.look(self._running.values())
+        if self._running:
+            self._look_again()
 
     def abort(self, request_id: str) -> bool:
         """Stop a request of any client of this front end; of another tenant's key, none. False if there is none of that
@@ -264,6 +282,11 @@ class Answers:
         pieces = with_text(self._generation, self._tokenizer, self.asked.sampling)
         return pieces if self._is_streaming else whole_answers(pieces)
 
+    @property
+    def unread_bytes(self) -> int:
+        """About what has come from the engine, and nobody has taken."""
+        return self._generation.unread_bytes
+
     def abort(self, error: IntarsiaError) -> None:
         self._generation.abort(error)
 
@@ -288,12 +311,16 @@ async def side_by_side(
     streams: Sequence[AsyncIterator[Result]],
 ) -> AsyncGenerator[tuple[int, Result | IntarsiaError], None]:
     """What several streams bring, as it comes, each with the number of its stream. One that fails with an error of ours
-    ends with it; the others go on. Leaving this ends them all."""
+    ends with it; the others go on. Leaving this ends them all.
+
+    Of all of them together `MOST_WAITING` items are kept for whoever is slow to take them."""
     inbox: asyncio.Queue[tuple[int, Result | IntarsiaError] | None] = asyncio.Queue()
+    room = asyncio.Semaphore(MOST_WAITING)
 
     async def forward(number: int, stream: AsyncIterator[Result]) -> None:
         try:
             async for item in stream:
+                await room.acquire()
                 inbox.put_nowait((number, item))
         except IntarsiaError as error:
             inbox.put_nowait((number, error))
@@ -308,6 +335,8 @@ async def side_by_side(
             if item is None:
                 running -= 1
             else:
+                if not isinstance(item[1], IntarsiaError):
+                    room.release()
                 yield item
         for task in tasks:
             task.result()  # what is no error of ours is a bug, and must be seen

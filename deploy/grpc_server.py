@@ -1,5 +1,6 @@
 """The gRPC server: how a request enters, how a bad one is refused, how tokens leave."""
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -29,6 +30,7 @@ from .convert import (
     terms_from_proto,
 )
 from .front_end import Asked, FrontEnd, side_by_side
+from .unread import taken_in_time
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,9 @@ OPTIONS = (
 )
 
 SHUTDOWN_GRACE_S = 5.0
+
+LAST_WORD_S = 1.0
+"""To tell a client that does not read why its call ends. gRPC keeps it for when it does."""
 
 
 class InferenceServicer(pb_grpc.InferenceServicer):
@@ -55,8 +60,8 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         # Closing them is what frees the blocks of a client that has gone.
         _note_trace(context)
         answered = contextlib.aclosing(self._answered(request, context.time_remaining()))
-        async with _refusing(context), answered as responses:
-            async for response in responses:
+        async with _refusing(context), answered as responses, self._taken(responses, context) as taken:
+            async for response in taken:
                 yield response
 
     def model_info(self) -> pb.ModelInfo:
@@ -69,12 +74,22 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             time_remaining_s = context.time_remaining()
             _note_trace(context)
             streams = [self._answered(one, time_remaining_s) for one in request.requests]
-            async with contextlib.aclosing(side_by_side(streams)) as together:
-                async for number, item in together:
+            answered = contextlib.aclosing(side_by_side(streams))
+            async with answered as together, self._taken(together, context) as taken:
+                async for number, item in taken:
                     if isinstance(item, IntarsiaError):
                         yield pb.GenerateBatchResponse(request=number, error=error_to_proto(item))
                     else:
                         yield pb.GenerateBatchResponse(request=number, response=item)
+
+    def _taken(self, items: AsyncIterator[Any], context: Any) -> contextlib.aclosing[AsyncGenerator[Any, None]]:
+        """The same, until the client has not read for too long."""
+        call = asyncio.current_task()
+        return contextlib.aclosing(
+            taken_in_time(
+                items, self._front_end.limits, lambda error: asyncio.ensure_future(_give_up(call, context, error))
+            )
+        )
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
         return pb.AbortResponse(found=self._front_end.abort(request.request_id))
@@ -250,6 +265,16 @@ def _refusal(error: IntarsiaError) -> Any:
         await context.abort_with_status(status_of(error))
 
     return grpc.unary_unary_rpc_method_handler(refuse)  # type: ignore[arg-type]
+
+
+async def _give_up(call: asyncio.Task[Any] | None, context: Any, error: IntarsiaError) -> None:
+    """End a call whose client does not read: it waits in the middle of a write."""
+    logger.warning("a call is given up: %s", error)
+    with contextlib.suppress(Exception):  # it can not be told now, or it was, which gRPC raises as well
+        async with asyncio.timeout(LAST_WORD_S):
+            await context.abort_with_status(status_of(error))
+    if call is not None:
+        call.cancel()
 
 
 class _Status(NamedTuple):
