@@ -2,9 +2,12 @@
 
 import asyncio
 import contextlib
+import json
 import math
 import random
+import signal
 import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -670,3 +673,59 @@ def test_a_watcher_who_does_not_read_is_told_to_begin_anew(monkeypatch: pytest.M
         await client.close()
 
     served(scenario)
+
+
+FOUR_STREAMS = """
+import asyncio, json, sys
+from intarsia.controller.client import EngineClient
+from intarsia.controller.request import SamplingParams
+from intarsia.proto.channel import Address
+
+async def main():
+    host, port, secret = json.loads(sys.stdin.readline())
+    client = await EngineClient.connect(Address(host, port, bytes.fromhex(secret)))
+
+    async def collect(n):
+        answer = []
+        async for delta in client.generate([n, 1, 2, 3], SamplingParams(max_tokens=80)):
+            answer += delta.token_ids
+            if n == 0:
+                print("token", flush=True)
+        return answer
+
+    print(json.dumps(await asyncio.gather(*map(collect, range(4)))), flush=True)
+    await client.close()
+
+asyncio.run(main())
+"""
+
+
+def test_streams_of_a_front_end_that_was_stopped_go_on_and_others_never_waited():
+    async def scenario(engine: Engine, address: Address) -> tuple[list[list[int]], list[int], float]:
+        workers: Any = engine._workers
+        workers.step_s = 0.02
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", FOUR_STREAMS, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd="/"
+        )
+        assert process.stdin and process.stdout
+        process.stdin.write(json.dumps([address.host, address.port, address.secret.hex()]).encode() + b"\n")
+        for _ in range(5):
+            await process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        try:
+            client = await EngineClient.connect(address)
+            longest_s, last_s, said = 0.0, math.inf, []
+            async for delta in client.generate(PROMPT, SamplingParams(max_tokens=80)):
+                now_s = time.monotonic()
+                longest_s, last_s = max(longest_s, now_s - last_s), now_s
+                said += delta.token_ids
+            await client.close()
+        finally:
+            process.send_signal(signal.SIGCONT)
+        lines = (await process.communicate())[0].splitlines()
+        return json.loads(lines[-1]), said, longest_s
+
+    stopped, other, longest_s = served(scenario)
+    assert stopped == [continuation([n, 1, 2, 3], 80) for n in range(4)]
+    assert other == continuation(PROMPT, 80)
+    assert longest_s < 5
