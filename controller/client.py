@@ -9,15 +9,16 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ..errors import EngineUnavailable, IntarsiaError, InvalidRequest, Overloaded
 from ..kvcache.events import Event
-from ..proto.channel import TAKEN_WITHIN_S, Address, ChannelClosed, Stream
+from ..proto.channel import Address, ChannelClosed
 from .deltas import Backlog, TokenDelta, TokenLogprobs
 from .front_door import ANSWER, BROKEN_ENGINE, ENGINE, EVENTS, decode, decode_events
 from .images import Image
 from .info import CacheState, EngineInfo, EngineLoad, Probe
+from .line import Line, meet, while_we_run
 from .metrics import Metrics
 from .request import USUAL_TERMS, SamplingParams, Terms
 from .view import EngineView, Look
@@ -29,9 +30,6 @@ MOST_UNREAD_EVENTS = 10_000
 
 HUNG_AFTER_S = 5.0
 """For an engine to answer a question. One that may not come back is asked nothing."""
-
-LOOKS = 10
-"""For its answer, in that time. However long one takes because this process stands still, it is one of them."""
 
 MOST_FRUITLESS = 5
 """Times that an engine comes back although it said no token since the last time."""
@@ -49,8 +47,6 @@ TURN_PAUSE_S = 1.0
 MOST_TRIES = 10
 """Of reaching an engine in one move: it may be gone again at once."""
 
-Result = TypeVar("Result")
-
 __all__ = ["EngineClient", "Generation", "TokenDelta", "TokenLogprobs"]
 
 
@@ -60,7 +56,7 @@ class EngineClient:
     An engine that can come back is waited for: requests are asked again then, with the tokens they have.
     """
 
-    def __init__(self, line: "_Line", info: EngineInfo, again: "Again | None" = None):
+    def __init__(self, line: Line, info: EngineInfo, again: "Again | None" = None):
         """again: brings the engine back when it has gone; None: it never comes back."""
         self.info = info
         self._line = line
@@ -87,7 +83,7 @@ class EngineClient:
     @classmethod
     async def connect(cls, address: Address, again: "Again | None" = None) -> "EngineClient":
         """Raises `EngineUnavailable`."""
-        return cls(*await _meet(address), again)
+        return cls(*await meet(address), again)
 
     def generate(
         self,
@@ -268,7 +264,7 @@ class EngineClient:
             self._tell_all(error)
             self._line.drop()
             try:
-                self._line, self.info = await _meet(await self._again())
+                self._line, self.info = await meet(await self._again())
                 self._stream = self._line.stream
             except IntarsiaError as failure:
                 return self._fail(failure)
@@ -284,7 +280,7 @@ class EngineClient:
         while True:
             await asyncio.sleep(HUNG_AFTER_S)
             try:
-                await _while_we_run(self.load(), HUNG_AFTER_S)
+                await while_we_run(self.load(), HUNG_AFTER_S)
                 misses = 0
             except TimeoutError:
                 misses += 1
@@ -362,58 +358,6 @@ class EngineClient:
         for question in questions.values():
             if not question.done():
                 question.set_exception(error)
-
-
-async def _while_we_run(work: Awaitable[Result], within_s: float) -> Result:
-    """As `asyncio.wait_for`, by the time in which this process runs: where it stood still, be it stopped or busy, what
-    came meanwhile is read before anybody is blamed. Raises `TimeoutError`."""
-    task = asyncio.ensure_future(work)
-    try:
-        for _ in range(LOOKS):
-            if (await asyncio.wait({task}, timeout=within_s / LOOKS))[0]:
-                return task.result()
-        raise TimeoutError
-    finally:
-        task.cancel()
-
-
-class _Line:
-    """The two connections to an engine: one for all there is to say, and one that tells whether its machine is there
-    while much is under way on the other. They end together."""
-
-    def __init__(self, stream: Stream, idle: Stream):
-        self.stream = stream
-        self._idle = idle
-        self._watch = asyncio.create_task(self._watch_idle())
-
-    def drop(self) -> None:
-        self._watch.cancel()
-        for each in (self.stream, self._idle):
-            each.drop()
-
-    async def close(self) -> None:
-        self._watch.cancel()
-        await asyncio.gather(self.stream.close(), self._idle.close())
-
-    async def _watch_idle(self) -> None:
-        await self._idle.wait_gone()
-        self.drop()
-
-
-async def _meet(address: Address) -> tuple[_Line, EngineInfo]:
-    streams: list[Stream] = []
-    try:
-        for taken_within_s in (TAKEN_WITHIN_S, None):
-            streams.append(await Stream.connect(address, taken_within_s))
-        name = secrets.token_bytes(16)
-        for stream in streams:
-            stream.send_message(["pair", name])
-        info, _ = [await stream.receive_message() for stream in streams]
-        return _Line(*streams), EngineInfo.from_wire(info)
-    except (ChannelClosed, OSError) as error:
-        for stream in streams:
-            stream.drop()
-        raise EngineUnavailable(f"the engine at {address.host}:{address.port} can not be reached: {error}") from error
 
 
 class _Full(NamedTuple):

@@ -7,14 +7,14 @@ A connection is also the front end's lease: when it closes, its requests are abo
                           ["abort", handle]   ["refused", requests]
                           ["load", handle]   ["cache", handle]   ["probe", handle, tokens, salt]
                           ["metrics", handle]   ["view", handle, look]
-                          ["watch", handle]   ["unwatch", handle]   ["pair", name]
+                          ["watch", handle]   ["unwatch", handle]   ["pair", name]   ["idle", name]
     engine -> front end   first the EngineInfo; then, per step, [handles, tokens, [[handle, tag, what], ...]], where
                           what is a delta, an error, the answer to a question, or events of the cache; handles
                           -1 and -2 are the engine itself, whose error ends it, for good or till it is back
 
 A front end has two connections, which end together: one for all of the above, and one on which nothing is under way. A
 machine that is gone without a word is heard of there within three seconds; on the first it looks for a minute like a
-front end that stands still. "pair" tells, on both, which two belong together.
+front end that stands still. "pair", and "idle" on the second, tell which two belong together.
 
 What a front end that stands still does not take waits in an `Outbox`, where it takes little.
 
@@ -58,7 +58,7 @@ MESSAGE_BYTES = 64 * 1024
 """About so much is sent at once of what was held back."""
 
 VERBS: Mapping[str, int] = dict.fromkeys(
-    ("abort", "refused", "load", "cache", "metrics", "watch", "unwatch", "pair"), 2
+    ("abort", "refused", "load", "cache", "metrics", "watch", "unwatch", "pair", "idle"), 2
 ) | {"submit": 9, "probe": 4, "view": 3}
 """What a front end may say, and of how many parts."""
 
@@ -111,7 +111,9 @@ class FrontDoor:
         try:
             while True:
                 verb, handle, *rest = _said(await stream.receive_message())
-                if verb == "pair":
+                if verb in ("pair", "idle"):
+                    if verb == "idle":
+                        stream.be_idle()
                     self._pairs.meet(handle, stream)
                     continue
                 if verb == "abort":
@@ -302,10 +304,9 @@ def _said(message: Any) -> Sequence[Any]:
         verb, handle, *rest = message
         if VERBS.get(verb) != len(message):
             raise ValueError(f"{len(message)} parts, and the first is {verb!r:.40}")
-        if verb != "pair" and not (type(handle) is int and handle >= 0):
+        is_named = type(handle) is bytes if verb in ("pair", "idle") else type(handle) is int and handle >= 0
+        if not is_named:
             raise ValueError(f"{verb} of {handle!r:.40}")
-        if verb == "pair" and type(handle) is not bytes:
-            raise ValueError("a pair without a name")
         if verb == "probe":
             _check_prompt(*rest)
     return message

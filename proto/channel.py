@@ -136,6 +136,10 @@ class Stream:
         with reading("a message"):
             return unpack(payload)
 
+    def be_idle(self) -> None:
+        """Nothing more is to be sent, so that a machine that is gone is heard of at once (see `tune`)."""
+        tune(self._writer.get_extra_info("socket"), None)
+
     @property
     def unsent_bytes(self) -> int:
         """What waits here since the other side, and the kernel for it, take no more now."""
@@ -403,8 +407,7 @@ def tune(connection: socket.socket, taken_within_s: float | None) -> None:
         a machine that is gone only while nothing is under way (then within three seconds), so somebody needs another.
     """
     options = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 2}
-    if taken_within_s is not None:
-        options["TCP_USER_TIMEOUT"] = round(taken_within_s * 1e3)
+    options["TCP_USER_TIMEOUT"] = round((taken_within_s or 0) * 1e3)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in options.items():
         if hasattr(socket, option):  # Linux has them all

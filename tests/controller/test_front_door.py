@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import time
+from asyncio.subprocess import Process
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -20,18 +21,20 @@ from intarsia.controller.deltas import TOKEN_BYTES, Rows, TokenDelta, TokenLogpr
 from intarsia.controller.engine import Delivery, Engine
 from intarsia.controller.front_door import ERROR, MESSAGE_BYTES, MOST_UNSENT_BYTES, FrontDoor, Outbox
 from intarsia.controller.gate import Gate
+from intarsia.controller.line import while_we_run
 from intarsia.controller.request import SamplingParams, Terms
 from intarsia.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, Overloaded
 from intarsia.kvcache.events import Cleared, Event, Removed, Stored
 from intarsia.proto.channel import Address, ChannelClosed, Stream, StreamServer
 from intarsia.proto.packing import pack
 from intarsia.tests.controller.test_engine import PROMPT, make_engine
+from intarsia.tests.proto.test_channel import far  # noqa: F401 - a fixture
 from intarsia.tests.simulated import continuation
 
 Scenario = Callable[[Engine, Address], Awaitable[Any]]
 
 
-def served(scenario: Scenario, **engine_options: Any) -> Any:
+def served(scenario: Scenario, host: str = "127.0.0.1", **engine_options: Any) -> Any:
     """Run `scenario` against an engine that listens."""
 
     async def run() -> Any:
@@ -39,7 +42,7 @@ def served(scenario: Scenario, **engine_options: Any) -> Any:
         loop = asyncio.create_task(engine.run())
         door = FrontDoor(engine)
         try:
-            return await asyncio.wait_for(scenario(engine, await door.start("127.0.0.1")), 30)
+            return await asyncio.wait_for(scenario(engine, await door.start(host)), 30)
         finally:
             await door.close()
             loop.cancel()
@@ -463,7 +466,7 @@ def test_an_engine_is_not_blamed_while_this_process_stands_still():
         loop = asyncio.get_running_loop()
         asked = loop.run_in_executor(None, time.sleep, 0.2)  # the engine answers, and nobody reads it
         loop.call_later(0.01, time.sleep, 1.5)
-        await client_module._while_we_run(asked, 0.5)
+        await while_we_run(asked, 0.5)
 
     asyncio.run(scenario())
 
@@ -472,7 +475,7 @@ def test_an_engine_that_says_nothing_is_blamed_in_time():
     async def scenario() -> float:
         begun_s = time.monotonic()
         with pytest.raises(TimeoutError):
-            await client_module._while_we_run(asyncio.Event().wait(), 0.2)
+            await while_we_run(asyncio.Event().wait(), 0.2)
         return time.monotonic() - begun_s
 
     assert 0.2 <= asyncio.run(scenario()) < 5
@@ -700,17 +703,43 @@ asyncio.run(main())
 """
 
 
+async def front_end_with_streams(address: Address, *within: str) -> Process:
+    """A process with four streams that run. within: what runs it"""
+    command = [*within, sys.executable, "-c", FOUR_STREAMS]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd="/"
+    )
+    assert process.stdin and process.stdout
+    process.stdin.write(json.dumps([address.host, address.port, address.secret.hex()]).encode() + b"\n")
+    for _ in range(5):
+        await process.stdout.readline()
+    return process
+
+
+def test_machine_of_a_front_end_that_is_gone_is_heard_of_while_tokens_are_on_their_way(far: str):  # noqa: F811
+    async def scenario(engine: Engine, address: Address) -> tuple[float, int]:
+        workers: Any = engine._workers
+        workers.step_s = 0.2
+        process = await front_end_with_streams(address, "ip", "netns", "exec", far)
+        try:
+            cut = await asyncio.create_subprocess_exec("ip", "-n", far, "link", "set", f"{far}b", "down")
+            await cut.wait()
+            begun_s = time.monotonic()
+            await all_free(engine)
+            return time.monotonic() - begun_s, engine.stats.aborted_requests
+        finally:
+            process.kill()
+            await process.wait()
+
+    took_s, aborted = served(scenario, host="10.77.0.1")
+    assert aborted == 4 and took_s < 9, took_s
+
+
 def test_streams_of_a_front_end_that_was_stopped_go_on_and_others_never_waited():
     async def scenario(engine: Engine, address: Address) -> tuple[list[list[int]], list[int], float]:
         workers: Any = engine._workers
         workers.step_s = 0.02
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", FOUR_STREAMS, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd="/"
-        )
-        assert process.stdin and process.stdout
-        process.stdin.write(json.dumps([address.host, address.port, address.secret.hex()]).encode() + b"\n")
-        for _ in range(5):
-            await process.stdout.readline()
+        process = await front_end_with_streams(address)
         process.send_signal(signal.SIGSTOP)
         try:
             client = await EngineClient.connect(address)
