@@ -207,7 +207,9 @@ class StreamServer:
         except Exception:
             logger.exception("a stream is closed because of what came over it")
         finally:
-            await stream.close()
+            with contextlib.suppress(asyncio.CancelledError):  # we are closing, and it is about to be
+                await stream.close()
+            stream.drop()
 
     async def _is_ours(self, task: asyncio.Task, reader: asyncio.StreamReader) -> bool:
         """Does the first frame hold the secret? Nothing else of a stranger is read."""

@@ -6,6 +6,7 @@
     waves.py                   a thousand streams at once, half of them left at a random moment
     overload.py                ten times as many requests as can be served
     mixes.py                   ten thousand batches: what a request says must not depend on who is beside it
+    unread.py                  clients that ask for much and read nothing, and a front end that is stopped
     tenants.py                 whether a tenant can find out what another one asked
 
 Each module here is a program that prints what it saw as JSON; `docs/reliability.md` keeps the figures. `service.py` has
