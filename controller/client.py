@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 from ..errors import EngineUnavailable, IntarsiaError, InvalidRequest, Overloaded
 from ..kvcache.events import Events
-from ..proto.channel import Address, ChannelClosed, Stream
-from .engine import TokenDelta, TokenLogprobs
+from ..proto.channel import Address, ChannelClosed
+from .deltas import Backlog, TokenDelta, TokenLogprobs
 from .front_door import ANSWER, BROKEN_ENGINE, ENGINE, EVENTS, decode, decode_events
 from .images import Image
 from .info import CacheState, EngineInfo, EngineLoad, Probe
+from .line import Line, meet, while_we_run
 from .losses import GIVE_UP_AFTER_S, Losses
 from .metrics import Metrics
 from .request import USUAL_TERMS, SamplingParams, Terms
@@ -59,7 +60,7 @@ class EngineClient:
 
     def __init__(
         self,
-        stream: Stream,
+        line: Line,
         info: EngineInfo,
         again: "Again | None" = None,
         give_up_after_s: float = GIVE_UP_AFTER_S,
@@ -67,7 +68,8 @@ class EngineClient:
         """again: brings the engine back when it has gone; None: it never comes back.
         give_up_after_s: when it comes back again and again, and says no token in between"""
         self.info = info
-        self._stream = stream
+        self._line = line
+        self._stream = line.stream
         self._again = again
         self._losses = Losses(give_up_after_s)
         self._answers: dict[int, _Answer] = {}  # by handle
@@ -94,7 +96,7 @@ class EngineClient:
         cls, address: Address, again: "Again | None" = None, give_up_after_s: float = GIVE_UP_AFTER_S
     ) -> "EngineClient":
         """Raises `EngineUnavailable`."""
-        return cls(*await _meet(address), again, give_up_after_s)
+        return cls(*await meet(address), again, give_up_after_s)
 
     def generate(
         self,
@@ -222,7 +224,7 @@ class EngineClient:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._fail(EngineUnavailable("the connection to the engine was closed"))
-        await self._stream.close()
+        await self._line.close()
 
     # -- for `Generation` --------------------------------------------------------------------------------------------
 
@@ -287,9 +289,10 @@ class EngineClient:
             self._settled.clear()
             self._left.set()
             self._tell_all(error)
-            self._stream.drop()
+            self._line.drop()
             try:
-                self._stream, self.info = await self._met_again(error)
+                self._line, self.info = await self._met_again(error)
+                self._stream = self._line.stream
             except IntarsiaError as failure:
                 return self._fail(failure)
             except Exception as failure:  # a bug of ours must still reach every waiting caller
@@ -300,24 +303,24 @@ class EngineClient:
             self._left.clear()
             self._settled.set()
 
-    async def _met_again(self, error: IntarsiaError) -> tuple[Stream, EngineInfo]:
+    async def _met_again(self, error: IntarsiaError) -> tuple[Line, EngineInfo]:
         """The engine that is back. It may be gone again before it is met."""
         assert self._again is not None
         while True:
             await self._losses.bear(error)
             address = await self._again()
             try:
-                return await _meet(address)
+                return await meet(address)
             except EngineUnavailable as gone:
                 error = gone
 
     async def _watch_over(self) -> None:
-        """Give up an engine that says nothing when it is asked. Twice, since it may be we who were held up."""
+        """Give up an engine that says nothing when it is asked, twice."""
         misses = 0
         while True:
             await asyncio.sleep(HUNG_AFTER_S)
             try:
-                await asyncio.wait_for(self.load(), HUNG_AFTER_S)
+                await while_we_run(self.load(), HUNG_AFTER_S)
                 misses = 0
             except TimeoutError:
                 misses += 1
@@ -325,7 +328,7 @@ class EngineClient:
                 misses = 0  # it has gone
             if misses == 2:
                 logger.warning("the engine says nothing for %g s; it is given up", 2 * HUNG_AFTER_S)
-                self._stream.drop()
+                self._line.drop()
                 misses = 0  # who comes in its place may hang at once, too
 
     async def _receive(self) -> IntarsiaError:
@@ -386,14 +389,6 @@ class EngineClient:
                 question.set_exception(error)
 
 
-async def _meet(address: Address) -> tuple[Stream, EngineInfo]:
-    try:
-        stream = await Stream.connect(address)
-        return stream, EngineInfo.from_wire(await stream.receive_message())
-    except (ChannelClosed, OSError) as error:
-        raise EngineUnavailable(f"the engine at {address.host}:{address.port} can not be reached: {error}") from error
-
-
 class _Full(NamedTuple):
     """What the engine said to somebody, and would say to others of the tenant."""
 
@@ -407,7 +402,49 @@ class _Lost(NamedTuple):
     error: IntarsiaError
 
 
-Inbox = asyncio.Queue[TokenDelta | IntarsiaError | _Lost]
+class Inbox:
+    """What has come for a request and was not taken yet; then what ends it."""
+
+    def __init__(self, *, in_pieces: bool = True):
+        """in_pieces: what waits is taken in pieces, so that nobody is busy with one request for long; else in one."""
+        self._in_pieces = in_pieces
+        self._backlog = Backlog()
+        self._end: IntarsiaError | _Lost | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_behind = False  # what was taken last had waited
+
+    @property
+    def unread_bytes(self) -> int:
+        return self._backlog.num_bytes
+
+    def put(self, delta: TokenDelta) -> None:
+        self._backlog.put(delta)
+        self._wake()
+
+    def end_with(self, why: "IntarsiaError | _Lost") -> None:
+        self._end = self._end or why
+        self._wake()
+
+    async def take(self) -> "TokenDelta | IntarsiaError | _Lost":
+        """For one who waits at a time. Others get their turn between two pieces of what has waited."""
+        if self._is_behind:
+            await asyncio.sleep(0)
+        while not self._backlog and self._end is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._backlog:
+            delta = self._backlog.take(in_pieces=self._in_pieces)
+            self._is_behind = len(delta.token_ids) > 1
+            return delta
+        assert self._end is not None
+        return self._end
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class _Answer:
@@ -420,12 +457,13 @@ class _Answer:
 
     def put(self, item: TokenDelta | IntarsiaError | _Lost) -> None:
         if isinstance(item, TokenDelta):
-            self._cached_tokens = item.num_cached_tokens
-            item = item._replace(answer=self._index)
-        self._inbox.put_nowait(item)
+            self._cached_tokens = max(self._cached_tokens, item.num_cached_tokens)
+            self._inbox.put(item._replace(answer=self._index, num_cached_tokens=self._cached_tokens))
+        else:
+            self._inbox.end_with(item)
 
     def put_token(self, token: int) -> None:
-        self._inbox.put_nowait(TokenDelta((token,), None, None, self._cached_tokens, None, self._index))
+        self._inbox.put(TokenDelta((token,), None, None, self._cached_tokens, None, self._index))
 
 
 class _Asked(NamedTuple):
@@ -452,7 +490,8 @@ class _Asked(NamedTuple):
 class Generation(AsyncIterator[TokenDelta]):
     """The deltas of one request as they come, of all its answers in one stream; each says which answer it is of.
 
-    Whoever takes them more slowly than they come finds what has come meanwhile in one delta, not in a queue that grows.
+    Whoever takes them more slowly than they come finds what has come meanwhile in pieces of `PIECE_TOKENS` (see
+    `Backlog`), and others get their turn between two of them.
 
     Leaving it before its end, by `aclose` or by cancelling whoever waits, aborts what goes on.
 
@@ -475,8 +514,8 @@ class Generation(AsyncIterator[TokenDelta]):
         with_room: "WithRoom | None" = None,
     ):
         self.request_id = request_id
-        self.inbox: Inbox = asyncio.Queue()
-        self._taken: TokenDelta | IntarsiaError | _Lost | None = None  # from the inbox, and not looked at
+        self._in_pieces = asked.stream_interval_s != math.inf  # an answer that is wanted as a whole comes as one
+        self.inbox = Inbox(in_pieces=self._in_pieces)
         self._client = client
         self._instead = instead
         self._with_room = with_room
@@ -503,8 +542,7 @@ class Generation(AsyncIterator[TokenDelta]):
                     self._deadline_s = time.monotonic() + self._asked.terms.timeout_s
                 await self._begin()
             while self._open:
-                item = self._taken or await self.inbox.get()
-                self._taken = None
+                item = await self.inbox.take()
                 if isinstance(item, _Lost):
                     await self._move(item.error)
                     item = self._aborted  # while nobody looked
@@ -516,7 +554,6 @@ class Generation(AsyncIterator[TokenDelta]):
                 if isinstance(item, IntarsiaError):
                     raise item
                 if item is not None and item.answer in self._open:
-                    item = self._with_what_came_since(item)
                     self._said[item.answer] += item.token_ids
                     self._moves_in_vain = 0
                     self._end_turn()
@@ -528,13 +565,10 @@ class Generation(AsyncIterator[TokenDelta]):
             raise
         raise StopAsyncIteration
 
-    def _with_what_came_since(self, delta: TokenDelta) -> TokenDelta:
-        while delta.finish_reason is None and not self.inbox.empty():
-            self._taken = self.inbox.get_nowait()
-            if not isinstance(self._taken, TokenDelta) or self._taken.answer != delta.answer:
-                break
-            delta, self._taken = delta.and_then(self._taken), None
-        return delta
+    @property
+    def unread_bytes(self) -> int:
+        """About what has come and was not taken."""
+        return self.inbox.unread_bytes
 
     async def _begin(self) -> None:
         """Raises `Overloaded` if it is known beforehand that no engine has room."""
@@ -567,7 +601,7 @@ class Generation(AsyncIterator[TokenDelta]):
         other = await self._with_room(self._refused_by) if self._with_room is not None else None
         if other is None:
             return False
-        self._client, self.inbox = other, asyncio.Queue()
+        self._client, self.inbox = other, Inbox(in_pieces=self._in_pieces)
         return True
 
     async def _move(self, error: IntarsiaError) -> None:
@@ -591,7 +625,7 @@ class Generation(AsyncIterator[TokenDelta]):
                 other = self._client
             if other is None:
                 raise error
-            self._client, self.inbox, self._handles = other, asyncio.Queue(), {}
+            self._client, self.inbox, self._handles = other, Inbox(in_pieces=self._in_pieces), {}
             if self._moves_in_vain > MOST_MOVES_TOGETHER:
                 await self._take_turn(other._turns)
             try:
@@ -640,10 +674,13 @@ class Generation(AsyncIterator[TokenDelta]):
             self._client._abort(handle)
 
     def abort(self, error: IntarsiaError) -> None:
-        """Stop it for whoever iterates, who gets the error."""
+        """Stop it at once. Whoever iterates gets the error, when it does."""
         if self._open:
             self._aborted = error
-            self.inbox.put_nowait(error)
+            self.inbox.end_with(error)
+            if self._handles:  # else it is on its way to another engine, and stops there
+                for index in list(self._open):
+                    self.end(index)
 
     async def aclose(self) -> None:
         """Abort all that goes on."""

@@ -30,6 +30,7 @@ from ..proto.step import Step, StepResult
 from ..proto.tracing import Tracer
 from ..workers.facts import WorkerStatus
 from .accounts import Accounts
+from .deltas import Rows, TokenDelta, TokenLogprobs
 from .gate import Gate, GateSettings
 from .images import Gallery, Image, lay_out
 from .info import CacheState, EngineInfo, EngineLoad, GroupState, Probe
@@ -81,35 +82,6 @@ class StepRunner(Protocol):
     async def status(self) -> Sequence[WorkerStatus]:
         """How each rank is, asked beside the steps."""
         ...
-
-
-class TokenLogprobs(NamedTuple):
-    """Natural-log probabilities at one position."""
-
-    token_id: int  # the chosen token
-    logprob: float
-    top: tuple[tuple[int, float], ...]  # (token, logprob) of the most probable tokens, best first
-
-
-class TokenDelta(NamedTuple):
-    """What has come for one answer since the last one."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token, when asked for
-    finish_reason: str | None = None  # None while running, else "stop" or "length"
-    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = (
-        None  # of the prompt's second token and on; with the first delta
-    )
-    answer: int = 0  # which one, when there are several
-
-    def and_then(self, later: "TokenDelta") -> "TokenDelta":
-        """The two of one answer as one."""
-        return self._replace(
-            token_ids=self.token_ids + later.token_ids,
-            logprobs=None if self.logprobs is None else self.logprobs + (later.logprobs or ()),
-            finish_reason=later.finish_reason,
-        )
 
 
 class Delivery(NamedTuple):
@@ -177,7 +149,9 @@ class _Caller:
         self.told, self.kept, self.next_s = len(request.tokens), [], now_s + self.interval_s
         if not kept:
             return TokenDelta(tokens, num_cached_tokens=request.cached_tokens)
-        logprobs = None if kept[-1].logprobs is None else tuple(row for delta in kept for row in delta.logprobs or ())
+        logprobs = None
+        if kept[-1].logprobs is not None:
+            logprobs = Rows(packed for delta in kept for packed in Rows.of(delta.logprobs or ()).packed)
         return kept[-1]._replace(token_ids=tokens, logprobs=logprobs, prompt_logprobs=kept[0].prompt_logprobs)
 
 
@@ -826,10 +800,11 @@ def _delta(entry: Progress) -> TokenDelta:
     about_prompt = None
     if request.prompt_logprobs is not None and len(request.tokens) == request.prompt_tokens + 1:
         prompt = request.tokens[1 : request.prompt_tokens]
-        about_prompt = tuple(TokenLogprobs(t, *row) for t, row in zip(prompt, request.prompt_logprobs, strict=True))
+        rows = zip(prompt, request.prompt_logprobs, strict=True)
+        about_prompt = Rows.of(TokenLogprobs(token, *row) for token, row in rows)
     return TokenDelta(
         (token,),
-        (TokenLogprobs(token, *logprobs),) if logprobs is not None else None,
+        Rows.of((TokenLogprobs(token, *logprobs),)) if logprobs is not None else None,
         reason.value if reason else None,
         request.cached_tokens,
         about_prompt,

@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 
 from ..errors import EngineUnavailable, IntarsiaError, OutOfMemory
 from ..kvcache.plan import MemoryPlan
-from ..proto.channel import ChannelClosed, Stream
+from ..proto.channel import ChannelClosed, CorruptFrame, Stream, reading
 from ..proto.step import Fault, Step, StepResult
 from ..workers.facts import ModelFacts, ModelSettings, Process, RunnerLimits, WorkerStatus
 from .crew import Crew, dismiss, end_process, hire
@@ -303,9 +303,13 @@ class WorkerGroup:
         """A rank's answer to `step`. Answers to steps that were given up are dropped."""
         try:
             while True:
-                result = StepResult.unpack(await stream.receive())
+                payload = await stream.receive()
+                with reading("a worker's answer"):
+                    result = StepResult.unpack(payload)
                 if (result.epoch, result.number) == (step.epoch, step.number):
                     return result
+        except CorruptFrame as error:
+            raise EngineUnavailable(f"worker {rank} of {len(self._streams)}: {error}") from error
         except ChannelClosed as error:
             lost = min(self._hung or self._gone, default=rank)  # the others were dropped for its sake
             raise EngineUnavailable(f"{self._what_became_of(lost)} in step {step.number}") from error
@@ -336,7 +340,9 @@ class Beside:
             self.stream.send_message([number, verb, *arguments])
             try:
                 while True:
-                    answered, result, error = await self.stream.receive_message()
+                    message = await self.stream.receive_message()
+                    with reading("a worker's answer"):
+                        answered, result, error = message
                     if answered == number:  # else: of a question that nobody waits for any more
                         break
             except ChannelClosed as closed:

@@ -35,6 +35,7 @@ from .limits import Limits
 from .text import whole_answers, with_text
 from .text_bounds import TextBound, bytes_of
 from .tokenizer import Tokenizer, encode_prompt
+from .unread import LOOKS, Overdue
 
 SHORT_TEXT_CHARS = 512
 """It takes the tokenizer a tenth of a millisecond; a longer one is read beside the loop."""
@@ -113,6 +114,8 @@ class FrontEnd:
         self._running: dict[tuple[str, str], Answers] = {}  # by tenant of a key, and request id
         self._is_leaving = False
         self._changed = asyncio.Event()  # somebody has been answered
+        self._overdue = Overdue(self.limits)
+        self._looking: asyncio.TimerHandle | None = None  # at those who do not read, while anybody is answered
 
     @property
     def info(self) -> EngineInfo:
@@ -368,7 +371,19 @@ class FrontEnd:
             None if fleet is None else fleet.instead,
             with_room,
         )
+        if self._looking is None:
+            self._look_again()
         return Answers(generation, self.tokenizer, asked, self._running, self._changed, is_streaming, span)
+
+    def _look_again(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._looking = loop.call_later(self.limits.unread_timeout_s / LOOKS, self._look)
+
+    def _look(self) -> None:
+        self._looking = None
+        self._overdue.look(self._running.values())
+        if self._running:
+            self._look_again()
 
     def abort(self, request_id: str) -> bool:
         """Stop a request of any client of this front end; of another tenant's key, none. False if there is none of that
@@ -409,6 +424,11 @@ class Answers:
     def __aiter__(self) -> AsyncGenerator[tuple[TokenDelta, str], None]:
         pieces = with_text(self._generation, self._tokenizer, self.asked.sampling)
         return pieces if self._is_streaming else whole_answers(pieces)
+
+    @property
+    def unread_bytes(self) -> int:
+        """About what has come from the engine, and nobody has taken."""
+        return self._generation.unread_bytes
 
     def abort(self, error: IntarsiaError) -> None:
         self._generation.abort(error)

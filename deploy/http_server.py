@@ -14,6 +14,7 @@ from .access import Access
 from .connections import Connections, Held
 from .http_protocol import DoorProtocol
 from .limits import Limits
+from .unread import Unreading
 
 BACKLOG = 2048
 SHUTDOWN_GRACE_S = 5
@@ -68,12 +69,15 @@ class HttpServer:
         )
         self._server = _Uvicorn(config, self._limits.head_timeout_s)
         self._serving: asyncio.Task[None] | None = None
+        self._unread = Unreading(lambda: self._server.server_state.connections, self._limits)
+        self._watching: asyncio.Task[None] | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 8000) -> str:
         """Listen; port 0 takes a free one. Returns the URL. Raises `InvalidSetting` if that can not be."""
         self._access.check_host(host)
         listening = _listen(host, port)
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[listening]))
+        self._watching = asyncio.ensure_future(self._unread.watch())
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.001)
         if self._serving.done():
@@ -86,6 +90,8 @@ class HttpServer:
         self._server.should_exit = True
         if self._serving is not None:
             await self._serving
+        if self._watching is not None:
+            self._watching.cancel()
 
 
 def _listen(host: str, port: int) -> socket.socket:

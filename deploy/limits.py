@@ -85,7 +85,10 @@ class Limits:
 
     # -- those who do not read ---------------------------------------------------------------------------------------
     max_unread_bytes: int = _limit(
-        MIB, "bytes", "Of one answer that its client has not taken yet; then the clock below runs.", "nothing yet"
+        MIB,
+        "bytes",
+        "Of one request's answers, not taken by its client yet; more ends them after unread_timeout_s.",
+        "closed; DEADLINE_EXCEEDED",
     )
     unread_timeout_s: float = _limit(
         30.0, "s", "That a client may take nothing of what waits for it.", "closed; DEADLINE_EXCEEDED"

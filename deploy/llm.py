@@ -252,7 +252,7 @@ class LLM:
                 answers[delta.answer].add(delta, text)
                 if delta.answer == 0:
                     cached_tokens = delta.num_cached_tokens
-                    prompt_logprobs = delta.prompt_logprobs or prompt_logprobs
+                    prompt_logprobs = tuple(delta.prompt_logprobs or ()) or prompt_logprobs
         return RequestOutput(
             prompt_token_ids=tuple(prompt),
             num_cached_tokens=cached_tokens,

@@ -10,9 +10,12 @@ import contextlib
 import hmac
 import logging
 import secrets
+import selectors
 import socket
 import struct
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .packing import pack, unpack
@@ -21,10 +24,24 @@ logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 * 1024 * 1024
-HANDSHAKE_TIMEOUT_S = 10.0
+
+HANDSHAKE_TIMEOUT_S = 5.0
+"""For the whole secret, however many pieces it comes in."""
+
+MOST_STRANGERS = 256
+"""Connections that may be about to say the secret; with one more, the oldest is closed. Ours say it at once."""
+
+BACKLOG = 1024
+"""Connections that the kernel keeps until they are accepted: strangers may come in numbers."""
 
 TAKEN_WITHIN_S = 10.0
-"""What is sent to an event loop of ours, or the machine is gone."""
+"""What is sent to a server in an event loop of ours, or it is gone."""
+
+STANDS_FOR_S = 60.0
+"""That whoever connects to such a server may take nothing of what it is sent. It loses time, and nothing else."""
+
+CLOSED_WITHIN_S = 2.0
+"""For the other side to take the last words of a stream that is closed."""
 
 
 class Address(NamedTuple):
@@ -37,6 +54,19 @@ class Address(NamedTuple):
 
 class ChannelClosed(ConnectionError):
     """The other side is gone, or it was never one of ours."""
+
+
+class CorruptFrame(ChannelClosed):
+    """What came is nothing that one of ours would send. Nothing more of it is read."""
+
+
+@contextlib.contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Around what takes a message apart: whatever is wrong with its form becomes a `CorruptFrame`."""
+    try:
+        yield
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        raise CorruptFrame(f"{what} can not be read: {str(error)[:200]}") from error
 
 
 class _Reader(asyncio.StreamReader):
@@ -102,12 +132,36 @@ class Stream:
         self.send(pack(message))
 
     async def receive_message(self) -> Any:
-        return unpack(await self.receive())
+        payload = await self.receive()
+        with reading("a message"):
+            return unpack(payload)
+
+    def be_idle(self) -> None:
+        """Nothing more is to be sent, so that a machine that is gone is heard of at once (see `tune`)."""
+        tune(self._writer.get_extra_info("socket"), None)
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What waits here since the other side, and the kernel for it, take no more now."""
+        return self._writer.transport.get_write_buffer_size()
+
+    def hold_above(self, unsent_bytes: int) -> None:
+        """Let `drain` wait once more than this is unsent, until a quarter of it is."""
+        self._writer.transport.set_write_buffer_limits(high=unsent_bytes)
+
+    async def drain(self) -> None:
+        """Wait until more can be sent. Raises `ChannelClosed`."""
+        try:
+            await self._writer.drain()
+        except ConnectionError as error:
+            raise ChannelClosed(str(error)) from error
 
     async def close(self) -> None:
         self._writer.close()
-        with contextlib.suppress(ConnectionError):
-            await self._writer.wait_closed()
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            async with asyncio.timeout(CLOSED_WITHIN_S):
+                await self._writer.wait_closed()
+        self.drop()
 
     def drop(self) -> None:
         """End it at once, whatever is still to be sent: the other side may read no more."""
@@ -122,10 +176,11 @@ class StreamServer:
         self._secret = secrets.token_bytes(32)
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task] = set()
+        self._strangers: dict[asyncio.Task, None] = {}  # of those tasks, whose secret is still to come; oldest first
 
     async def start(self, host: str) -> Address:
         """Listen on a free port of `host`."""
-        self._server = await asyncio.start_server(self._accept, host, 0)
+        self._server = await asyncio.start_server(self._accept, host, 0, backlog=BACKLOG)
         return Address(host, self._server.sockets[0].getsockname()[1], self._secret)
 
     async def close(self) -> None:
@@ -140,58 +195,131 @@ class StreamServer:
         assert task
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        tune(writer.get_extra_info("socket"), TAKEN_WITHIN_S)
+        tune(writer.get_extra_info("socket"), STANDS_FOR_S)
         stream = Stream(reader, writer)
         try:
-            if await self._is_ours(reader):
+            if await self._is_ours(task, reader):
                 await self._handle(stream)
+        except CorruptFrame as error:
+            logger.warning("a stream is closed: %s", error)
         except (ChannelClosed, asyncio.CancelledError):
             pass  # the other side left, or we are closing: both are an ordinary end
         except Exception:
             logger.exception("a stream is closed because of what came over it")
         finally:
-            await stream.close()
+            with contextlib.suppress(asyncio.CancelledError):  # we are closing, and it is about to be
+                await stream.close()
+            stream.drop()
 
-    async def _is_ours(self, reader: asyncio.StreamReader) -> bool:
+    async def _is_ours(self, task: asyncio.Task, reader: asyncio.StreamReader) -> bool:
         """Does the first frame hold the secret? Nothing else of a stranger is read."""
+        if len(self._strangers) >= MOST_STRANGERS:
+            next(iter(self._strangers)).cancel()
+        self._strangers[task] = None
+        hello = _hello(self._secret)
         try:
-            header = await asyncio.wait_for(reader.readexactly(_LENGTH.size), HANDSHAKE_TIMEOUT_S)
-            if _LENGTH.unpack(header)[0] != len(self._secret):
-                return False
-            first = await asyncio.wait_for(reader.readexactly(len(self._secret)), HANDSHAKE_TIMEOUT_S)
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                header = await reader.readexactly(_LENGTH.size)
+                if not hello.startswith(header):
+                    return False
+                return hmac.compare_digest(header + await reader.readexactly(len(self._secret)), hello)
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
             return False
-        return hmac.compare_digest(first, self._secret)
+        finally:
+            self._strangers.pop(task, None)
+
+
+@dataclass(slots=True)
+class _Stranger:
+    """A connection that may be about to say the secret."""
+
+    until_s: float  # it has to be said
+    said: bytearray = field(default_factory=bytearray)
 
 
 class BlockingListener:
-    """Accepts connections that know the secret, without an event loop."""
+    """Accepts connections that know the secret, without an event loop. Strangers are heard side by side, so that nobody
+    waits for one who says nothing."""
 
     def __init__(self, host: str, timeout_s: float | None = None, taken_within_s: float | None = TAKEN_WITHIN_S):
         """timeout_s: for each `accept`; None waits as long as it takes. taken_within_s: see `tune`"""
         self._taken_within_s = taken_within_s
-        self._secret = secrets.token_bytes(32)
-        self._listener = socket.create_server((host, 0))
-        self._listener.settimeout(timeout_s)
-        self.address = Address(host, self._listener.getsockname()[1], self._secret)
+        self._timeout_s = timeout_s
+        secret = secrets.token_bytes(32)
+        self._hello = _hello(secret)
+        self._listener = socket.create_server((host, 0), backlog=BACKLOG)
+        self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._strangers: dict[socket.socket, _Stranger] = {}  # oldest first
+        self.address = Address(host, self._listener.getsockname()[1], secret)
 
     def accept(self) -> socket.socket:
         """The next connection that knows the secret; strangers are shut out. Raises `TimeoutError`."""
+        until_s = None if self._timeout_s is None else time.monotonic() + self._timeout_s
         while True:
-            connection, _ = self._listener.accept()
-            connection.settimeout(HANDSHAKE_TIMEOUT_S)
-            try:
-                first = receive_blocking(connection, limit_bytes=len(self._secret))
-            except (ChannelClosed, OSError):
-                first = b""
-            if hmac.compare_digest(first, self._secret):
-                connection.settimeout(None)
-                tune(connection, self._taken_within_s)
-                return connection
-            connection.close()
+            for key, _ in self._selector.select(self._patience_s(until_s)):
+                if key.fileobj is self._listener:
+                    self._meet_stranger()
+                elif (friend := self._hear(key.fileobj)) is not None:
+                    return friend
+            now_s = time.monotonic()
+            for late in [each for each, stranger in self._strangers.items() if stranger.until_s <= now_s]:
+                self._shut_out(late)
+            if until_s is not None and now_s >= until_s:
+                raise TimeoutError(f"nobody who knows the secret came within {self._timeout_s:g} s")
 
     def close(self) -> None:
+        for stranger in list(self._strangers):
+            self._shut_out(stranger)
+        self._selector.close()
         self._listener.close()
+
+    def _patience_s(self, until_s: float | None) -> float | None:
+        """Until somebody's time is over; None: nobody's is limited."""
+        ends = [stranger.until_s for stranger in self._strangers.values()] + ([] if until_s is None else [until_s])
+        return max(0.0, min(ends) - time.monotonic()) if ends else None
+
+    def _meet_stranger(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # it left again
+            return
+        if len(self._strangers) >= MOST_STRANGERS:
+            self._shut_out(next(iter(self._strangers)))
+        connection.setblocking(False)
+        self._strangers[connection] = _Stranger(time.monotonic() + HANDSHAKE_TIMEOUT_S)
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _hear(self, connection: Any) -> socket.socket | None:
+        """The connection, once it has said the secret. Nothing else of a stranger is read."""
+        stranger = self._strangers.get(connection)
+        if stranger is None:  # shut out while its turn came
+            return None
+        try:
+            piece = connection.recv(len(self._hello) - len(stranger.said))
+        except BlockingIOError:
+            return None
+        except OSError:
+            piece = b""
+        stranger.said += piece
+        is_whole = len(stranger.said) == len(self._hello)
+        if not piece or not self._hello.startswith(stranger.said[: _LENGTH.size]):
+            return self._shut_out(connection)
+        if is_whole and not hmac.compare_digest(bytes(stranger.said), self._hello):
+            return self._shut_out(connection)
+        if not is_whole:
+            return None
+        self._selector.unregister(connection)
+        del self._strangers[connection]
+        connection.setblocking(True)
+        tune(connection, self._taken_within_s)
+        return connection
+
+    def _shut_out(self, connection: socket.socket) -> None:
+        del self._strangers[connection]
+        self._selector.unregister(connection)
+        connection.close()
 
 
 class BlockingServer:
@@ -207,15 +335,25 @@ class BlockingServer:
         """Answer every frame of the first stream that knows the secret. Returns when that stream is closed, or when
         none came in time; or when it sends an empty frame, and then it may be served again.
 
+        answer: raises `CorruptFrame` for what is nothing that ours would send; the stream is closed then
         afterwards: what is to be done each time an answer is on its way
         """
-        with contextlib.suppress(ChannelClosed, OSError):
+        try:
             if self._connection is None:
                 self._connection = self._listener.accept()
                 self._listener.close()
             while payload := receive_blocking(self._connection):
                 send_blocking(self._connection, answer(payload))
                 afterwards()
+        except CorruptFrame as error:
+            logger.warning("a stream is closed: %s", error)
+            self._end()
+        except (ChannelClosed, OSError):
+            self._end()
+
+    def _end(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
 
 
 def connect_blocking(address: Address, timeout_s: float, taken_within_s: float | None) -> socket.socket:
@@ -223,7 +361,7 @@ def connect_blocking(address: Address, timeout_s: float, taken_within_s: float |
     connection = socket.create_connection((address.host, address.port), timeout=timeout_s)
     connection.settimeout(None)
     tune(connection, taken_within_s)
-    send_blocking(connection, address.secret)
+    connection.sendall(_hello(address.secret))
     return connection
 
 
@@ -254,7 +392,12 @@ def fill(connection: socket.socket, target: memoryview) -> None:
 
 def _check_length(length: int, limit_bytes: int = MAX_FRAME_BYTES) -> None:
     if length > limit_bytes:
-        raise ChannelClosed(f"a frame of {length} bytes was announced; at most {limit_bytes} are taken")
+        raise CorruptFrame(f"a frame of {length} bytes was announced; at most {limit_bytes} are taken")
+
+
+def _hello(secret: bytes) -> bytes:
+    """What a connection of ours begins with."""
+    return _LENGTH.pack(len(secret)) + secret
 
 
 def tune(connection: socket.socket, taken_within_s: float | None) -> None:
@@ -266,8 +409,7 @@ def tune(connection: socket.socket, taken_within_s: float | None) -> None:
         a machine that is gone only while nothing is under way (then within three seconds), so somebody needs another.
     """
     options = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 2}
-    if taken_within_s is not None:
-        options["TCP_USER_TIMEOUT"] = round(taken_within_s * 1e3)
+    options["TCP_USER_TIMEOUT"] = round((taken_within_s or 0) * 1e3)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in options.items():
         if hasattr(socket, option):  # Linux has them all

@@ -12,4 +12,8 @@ def pack(message: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    return msgpack.unpackb(data, use_list=False)
+    """Raises `ValueError` for what is no message."""
+    try:
+        return msgpack.unpackb(data, use_list=False)
+    except (TypeError, msgpack.UnpackException) as error:  # keys that are none; the rest are ValueErrors
+        raise ValueError(f"these {len(data)} bytes are no message: {error!r}") from error

@@ -73,7 +73,7 @@ class Completion:
             else:
                 self.token_ids += item.token_ids
                 self.logprobs += item.logprobs or ()
-                self.prompt_logprobs = item.prompt_logprobs or self.prompt_logprobs
+                self.prompt_logprobs = tuple(item.prompt_logprobs or ()) or self.prompt_logprobs
                 self.num_cached_tokens = item.num_cached_tokens
                 self.finish_reason = item.finish_reason
             if self.error or self.finish_reason:

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import IntarsiaError
 from ..kvcache.plan import MemoryPlan
-from ..proto.channel import Address, BlockingServer
+from ..proto.channel import Address, BlockingServer, CorruptFrame, reading
 from ..proto.packing import pack, unpack
 from ..proto.step import Fault, Step, StepResult
 from ..proto.tracing import Tracer, tracer_of
@@ -200,7 +200,12 @@ class Worker:
         are cores, its helpers go to sleep at once whenever they wait. A step of 32 requests took 16 ms so.
         """
         assert self._steps is not None, "listen first"
-        self._steps.serve(lambda payload: self.run(Step.unpack(payload)).pack(), self._give_back_now_and_then)
+        self._steps.serve(self._answer_step, self._give_back_now_and_then)
+
+    def _answer_step(self, payload: bytes) -> bytes:
+        with reading("a step"):
+            step = Step.unpack(payload)
+        return self.run(step).pack()
 
     def _give_back_now_and_then(self) -> None:
         """After an answer, so that nobody waits for this but the next step."""
@@ -209,12 +214,14 @@ class Worker:
             give_back_freed_memory()
 
     def _answer_beside(self, payload: bytes) -> bytes:
-        number, verb, *arguments = unpack(payload)
+        with reading("a question"):
+            number, verb, *arguments = unpack(payload)
         if verb == "loaded":
             return pack([number, self.loaded, None])
         if verb == "status":
             return pack([number, self.status(), None])
-        assert verb == "form", f"nobody should ask for {verb}"
+        if verb != "form" or [type(argument) for argument in arguments] != [str, str]:
+            raise CorruptFrame(f"nobody should ask for {verb!r:.80}")
         try:
             self.prepare_form(*arguments)
         except IntarsiaError as error:

@@ -98,6 +98,8 @@ class ScriptedEngine:
 class ScriptedGeneration:
     """Plays a script to whoever iterates."""
 
+    unread_bytes = 0
+
     def __init__(self, script: Sequence[Any], closed: threading.Event, request_id: str):
         self.request_id = request_id
         self._closed = closed

@@ -6,6 +6,7 @@
     waves.py                   a thousand streams at once, half of them left at a random moment
     overload.py                ten times as many requests as can be served
     mixes.py                   ten thousand batches: what a request says must not depend on who is beside it
+    unread.py                  clients that ask for much and read nothing, and a front end that is stopped
     tenants.py                 whether a tenant can find out what another one asked
     attacks.py                 what a client who means ill does to 16 ordinary streams, attack by attack
     fuzz_door.py               every route and RPC of a real server with keys, asked wrongly by the thousand

@@ -11,7 +11,20 @@ from typing import Any
 
 import pytest
 
-from intarsia.proto.channel import Address, BlockingServer, ChannelClosed, Stream, StreamServer
+from intarsia.proto import channel
+from intarsia.proto.channel import (
+    HANDSHAKE_TIMEOUT_S,
+    MOST_STRANGERS,
+    Address,
+    BlockingListener,
+    BlockingServer,
+    ChannelClosed,
+    Stream,
+    StreamServer,
+    connect_blocking,
+    reading,
+)
+from intarsia.proto.packing import unpack
 
 
 async def echo(stream: Stream) -> None:
@@ -156,7 +169,9 @@ def far() -> Iterator[str]:
         ip(f"-n {name} link set {name}b up")
         yield name
     finally:
-        ip(f"netns del {name}")  # and with it both ends of the cable
+        with contextlib.suppress(subprocess.CalledProcessError):
+            ip(f"link del {name}a")  # at once, while that of a network takes its time
+        ip(f"netns del {name}")
 
 
 def test_machine_that_is_gone_without_a_word_is_heard_of_while_a_step_is_on_its_way(far: str):
@@ -181,3 +196,156 @@ def test_machine_that_is_gone_without_a_word_is_heard_of_while_a_step_is_on_its_
             assert not steps.is_gone
 
         asyncio.run(lose())
+
+
+def connected(address: Address, number: int) -> list[socket.socket]:
+    return [socket.create_connection(address[:2], timeout=5) for _ in range(number)]
+
+
+def answers_at_once(server: BlockingServer) -> bool:
+    """Whether one of ours is served within a second or so, whoever else is there."""
+    threading.Thread(target=server.serve, args=(bytes,), daemon=True).start()
+    begun_s = time.monotonic()
+
+    async def ask() -> bytes:
+        stream = await Stream.connect(server.address)
+        stream.send(b"hello")
+        answer = await asyncio.wait_for(stream.receive(), 30)
+        await stream.close()
+        return answer
+
+    return asyncio.run(ask()) == b"hello" and time.monotonic() - begun_s < HANDSHAKE_TIMEOUT_S / 2
+
+
+@pytest.mark.parametrize("said", [b"", b"\x20", b"\x20\0\0\0", b"\x20\0\0\0" + b"x" * 31, b"\x20\0\0\0" + b"x" * 40])
+def test_strangers_who_hold_a_port_of_a_worker_delay_nobody(said: bytes):
+    server = BlockingServer("127.0.0.1", 30.0)
+    strangers = connected(server.address, 40)
+    for stranger in strangers:
+        stranger.sendall(said)
+    assert answers_at_once(server)
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_more_strangers_than_are_heard_delay_nobody_either():
+    server = BlockingServer("127.0.0.1", 30.0)
+    strangers = connected(server.address, MOST_STRANGERS + 40)
+    assert answers_at_once(server)
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_stranger_of_a_worker_is_shut_out_in_time_and_the_wait_for_ours_ends_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(channel, "HANDSHAKE_TIMEOUT_S", 0.2)
+    listener = BlockingListener("127.0.0.1", timeout_s=1.0)
+    (stranger,) = connected(listener.address, 1)
+    with pytest.raises(TimeoutError, match="within 1 s"):
+        listener.accept()
+    assert stranger.recv(1) == b"", "it is closed"
+    listener.close()
+
+
+def test_connections_that_say_the_secret_together_are_all_accepted():
+    listener = BlockingListener("127.0.0.1", timeout_s=10.0)
+    ours = [connect_blocking(listener.address, 5.0, None) for _ in range(5)]
+    slow = socket.create_connection(listener.address[:2])
+    hello = b"\x20\0\0\0" + listener.address.secret
+    for n in range(4):  # in pieces
+        slow.sendall(hello[n * 9 : n * 9 + 9])
+        time.sleep(0.01)
+    accepted = [listener.accept() for _ in range(6)]
+    assert all(connection.getblocking() for connection in accepted)
+    for connection in (*ours, slow, *accepted):
+        connection.close()
+    listener.close()
+
+
+def test_strangers_of_a_server_are_counted_and_have_little_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(channel, "MOST_STRANGERS", 10)
+    monkeypatch.setattr(channel, "HANDSHAKE_TIMEOUT_S", 1.0)
+
+    async def talk() -> None:
+        server = StreamServer(echo)
+        address = await server.start("127.0.0.1")
+        strangers = [await asyncio.open_connection(*address[:2]) for _ in range(40)]
+        while len(server._tasks) > 10:  # the oldest were closed
+            await asyncio.sleep(0.01)
+        stream = await Stream.connect(address)
+        stream.send_message("hello")
+        assert await asyncio.wait_for(stream.receive_message(), 10) == "hello"
+        dripping, writer = await asyncio.open_connection(*address[:2])
+        begun_s = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            while not dripping.at_eof() and time.monotonic() - begun_s < 10:
+                writer.write(b"\x20\0\0\0"[:1])
+                await asyncio.sleep(0.3)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(dripping.read(1), 0.01)
+        assert time.monotonic() - begun_s < 10, "a byte now and then keeps nobody in"
+        await asyncio.gather(*(asyncio.wait_for(reader.read(), 10) for reader, _ in strangers))
+        await stream.close()
+        await server.close()
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize("frame", [b"\xc1", b"\x93\x01", b"\x81\x80\x01", b""])
+def test_frame_that_is_no_message_closes_its_stream_with_one_line(frame: bytes, caplog: pytest.LogCaptureFixture):
+    async def talk() -> None:
+        server = StreamServer(echo)
+        address = await server.start("127.0.0.1")
+        bad, good = await Stream.connect(address), await Stream.connect(address)
+        bad.send(frame)
+        with pytest.raises(ChannelClosed):
+            await asyncio.wait_for(bad.receive(), 10)
+        good.send_message("hello")
+        assert await good.receive_message() == "hello"
+        await good.close()
+        await server.close()
+
+    asyncio.run(talk())
+    assert len(caplog.records) == 1 and not caplog.records[0].exc_info
+
+
+@pytest.mark.parametrize("frame", [b"\xff\xff\xff\xff", b"\x01\0\0\0\xc1"])
+def test_worker_closes_a_stream_that_says_what_ours_would_not(frame: bytes, caplog: pytest.LogCaptureFixture):
+    server = BlockingServer("127.0.0.1", 10.0)
+
+    def answer(payload: bytes) -> bytes:
+        with reading("a step"):
+            return bytes(unpack(payload))
+
+    thread = threading.Thread(target=server.serve, args=(answer,), daemon=True)
+    thread.start()
+    with connect_blocking(server.address, 5.0, None) as connection:
+        connection.sendall(frame)
+        connection.settimeout(10)
+        assert connection.recv(1) == b"", "it is closed"
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+    assert len(caplog.records) == 1 and not caplog.records[0].exc_info
+
+
+def test_stream_is_closed_though_the_other_side_reads_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(channel, "CLOSED_WITHIN_S", 0.2)
+
+    async def talk() -> float:
+        async def flood(stream: Stream) -> None:
+            stream.send(bytes(50_000_000))
+            await stream.receive()
+
+        server = StreamServer(flood)
+        address = await server.start("127.0.0.1")
+        with socket.create_connection(address[:2]) as deaf:
+            deaf.sendall(b"\x20\0\0\0" + address.secret)
+            while not server._tasks:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            begun_s = time.monotonic()
+            await server.close()
+            return time.monotonic() - begun_s
+
+    assert asyncio.run(talk()) < 10

@@ -1,0 +1,201 @@
+"""What comes for an answer, and how it waits for whoever is slow to take it: in little memory, and taken in pieces."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, overload
+
+from ..proto.packing import pack, unpack
+
+PIECE_TOKENS = 64
+"""At most, in one piece of what has waited: their texts are looked up in one go, and others wait so long."""
+
+PIECE_ROW_BYTES = 2048
+"""The same where there are log-probabilities, by their packed bytes: 300 for a token with 20 alternatives, each of
+which becomes a text of its own."""
+
+TOKEN_BYTES = 36
+"""That a token takes while it waits."""
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural-log probabilities at one position."""
+
+    token_id: int  # the chosen token
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token, logprob) of the most probable tokens, best first
+
+
+class Rows(Sequence[TokenLogprobs]):
+    """Log-probabilities at positions in a row, packed as they travel: a tenth of the memory. They are unpacked whenever
+    they are looked at."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: Iterable[bytes] = ()):
+        self.packed = tuple(packed)
+
+    @classmethod
+    def of(cls, rows: Iterable[TokenLogprobs]) -> "Rows":
+        return rows if isinstance(rows, Rows) else cls(map(pack, rows))
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def __iter__(self) -> Iterator[TokenLogprobs]:
+        for row in self.packed:
+            yield TokenLogprobs(*unpack(row))
+
+    @overload
+    def __getitem__(self, place: int) -> TokenLogprobs: ...
+    @overload
+    def __getitem__(self, place: slice) -> "Rows": ...
+    def __getitem__(self, place: int | slice) -> "TokenLogprobs | Rows":
+        if isinstance(place, slice):
+            return Rows(self.packed[place])
+        return TokenLogprobs(*unpack(self.packed[place]))
+
+    def __add__(self, later: Iterable[TokenLogprobs]) -> "Rows":
+        return Rows(self.packed + Rows.of(later).packed)
+
+    def __radd__(self, earlier: Iterable[TokenLogprobs]) -> "Rows":
+        return Rows.of(earlier) + self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self.packed)
+
+    def __repr__(self) -> str:
+        return f"Rows.of({list(self)})"
+
+
+class TokenDelta(NamedTuple):
+    """What has come for one answer since the last one."""
+
+    token_ids: tuple[int, ...]
+    logprobs: Sequence[TokenLogprobs] | None = None  # one per token, when asked for
+    finish_reason: str | None = None  # None while running, else "stop" or "length"
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None  # of the prompt's second token and on; with the first delta
+    answer: int = 0  # which one, when there are several
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes while it waits."""
+        rows = (*Rows.of(self.logprobs or ()).packed, *Rows.of(self.prompt_logprobs or ()).packed)
+        return len(self.token_ids) * TOKEN_BYTES + sum(map(len, rows))
+
+    def to_wire(self) -> "TokenDelta":
+        """The same with plain values, for MessagePack."""
+        return self._replace(logprobs=_packed(self.logprobs), prompt_logprobs=_packed(self.prompt_logprobs))
+
+    @staticmethod
+    def from_wire(wire: Sequence[Any]) -> "TokenDelta":
+        delta = TokenDelta(*wire)
+        if delta.logprobs is None and delta.prompt_logprobs is None:
+            return delta
+        return delta._replace(logprobs=_rows(delta.logprobs), prompt_logprobs=_rows(delta.prompt_logprobs))
+
+
+def _packed(rows: Sequence[TokenLogprobs] | None) -> Any:
+    return None if rows is None else Rows.of(rows).packed
+
+
+def _rows(packed: Any) -> Rows | None:
+    return None if packed is None else Rows(packed)
+
+
+class Backlog:
+    """What nobody has taken yet, by answer. The tokens of an answer are one piece, however many they have become.
+
+    Invariant: an answer is in it if and only if something of it waits.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, TokenDelta | _Piece] = {}  # who is at the front is next
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes."""
+        return sum(each.num_bytes for each in self._waiting.values())
+
+    def put(self, delta: TokenDelta) -> None:
+        earlier = self._waiting.get(delta.answer)
+        if earlier is None:
+            self._waiting[delta.answer] = delta
+            return
+        if isinstance(earlier, TokenDelta):
+            earlier = self._waiting[delta.answer] = _Piece(earlier)
+        earlier.add(delta)
+
+    def take(self, *, in_pieces: bool = True) -> TokenDelta:
+        """Of the answer whose turn it is, at most a piece; in_pieces: else all of it. Something must wait."""
+        answer = next(iter(self._waiting))
+        waiting = self._waiting.pop(answer)
+        if isinstance(waiting, TokenDelta) and len(waiting.token_ids) > 1 and in_pieces:
+            waiting = _Piece(waiting)
+        if isinstance(waiting, TokenDelta):
+            return waiting
+        taken = waiting.take(waiting.count() if in_pieces else len(waiting.tokens))
+        if waiting.tokens:
+            self._waiting[answer] = waiting  # after the others
+        return taken
+
+
+class _Piece:
+    """What waits of one answer."""
+
+    __slots__ = ("about", "row_bytes", "rows", "tokens")
+
+    def __init__(self, first: TokenDelta):
+        self.about = first._replace(token_ids=(), logprobs=None)
+        self.tokens = list(first.token_ids)
+        self.rows: list[bytes] | None = None if first.logprobs is None else list(Rows.of(first.logprobs).packed)
+        self.row_bytes = sum(map(len, self.rows or ()))
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.tokens) * TOKEN_BYTES + self.row_bytes + self.about.num_bytes
+
+    def add(self, delta: TokenDelta) -> None:
+        about = self.about
+        self.tokens += delta.token_ids
+        if delta.logprobs is not None and self.rows is not None:
+            packed = Rows.of(delta.logprobs).packed
+            self.rows += packed
+            self.row_bytes += sum(map(len, packed))
+        self.about = about._replace(
+            finish_reason=delta.finish_reason,
+            num_cached_tokens=max(about.num_cached_tokens, delta.num_cached_tokens),
+            prompt_logprobs=about.prompt_logprobs if about.prompt_logprobs is not None else delta.prompt_logprobs,
+        )
+
+    def count(self) -> int:
+        """Tokens that are taken together."""
+        count = min(PIECE_TOKENS, len(self.tokens))
+        if self.rows is None:
+            return count
+        taken_bytes = 0
+        for place, row in enumerate(self.rows[:count]):
+            taken_bytes += len(row)
+            if taken_bytes > PIECE_ROW_BYTES:
+                return max(1, place)
+        return count
+
+    def take(self, count: int) -> TokenDelta:
+        """The first of them; the last piece says how the answer ended, the first one what is known of the prompt."""
+        about, rows = self.about, self.rows
+        taken = about._replace(
+            token_ids=tuple(self.tokens[:count]),
+            logprobs=None if rows is None else Rows(rows[:count]),
+            finish_reason=about.finish_reason if count >= len(self.tokens) else None,
+        )
+        self.about = about._replace(prompt_logprobs=None)
+        del self.tokens[:count]
+        if rows is not None:
+            self.row_bytes -= sum(map(len, rows[:count]))
+            del rows[:count]
+        return taken
