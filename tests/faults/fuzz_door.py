@@ -79,6 +79,9 @@ async def ask_http(target: Target, case: Case, findings: Findings) -> None:
     except TimeoutError:
         findings.fault("hang", case.about, f"not a byte in {HANG_S:g} s")
         return
+    except OSError as error:
+        findings.fault("no connection", case.about, error)
+        return
     status = said[9:12].decode("latin-1") if said.startswith(b"HTTP/1.1 ") else ("closed" if not said else "words")
     findings.note("HTTP", status, time.monotonic() - started_s)
     if case.read_bytes is None:
@@ -97,7 +100,7 @@ async def _exchange(target: Target, case: Case) -> bytes:
                 if len(case.pieces) > 1:
                     await asyncio.sleep(0.002)
             if not case.is_whole:
-                writer.write_eof()
+                _end(writer)
             while case.read_bytes is None or len(received) < case.read_bytes:
                 piece = await asyncio.wait_for(reader.read(65536), HANG_S)
                 if not piece:
@@ -106,6 +109,11 @@ async def _exchange(target: Target, case: Case) -> bytes:
     finally:
         writer.close()
     return bytes(received)
+
+
+def _end(writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):  # the server may have closed already
+        writer.write_eof()
 
 
 def _judge_http(case: Case, status: str, said: bytes, findings: Findings) -> None:
