@@ -234,3 +234,26 @@ def console_of_others(target: Target) -> Found:
         got[path] = answer.status
         connection.close()
     return {"fine": 200 not in got.values() and 500 not in got.values(), "got": got}
+
+
+@check
+def refusals_are_heard(target: Target) -> Found:
+    """Who sends a body that is not wanted hears why, although the server does not read all of it."""
+    import httpx
+
+    host, port = target.http
+    got: dict[str, list[str]] = {}
+    good = f"Bearer {target.keys['bob']}"
+    for what, size, authorization in (("no key", 5_000_000, "x"), ("too large", 40_000_000, good)):
+        for _ in range(5):
+            try:
+                answer = httpx.post(
+                    f"http://{host}:{port}/v1/completions",
+                    content=b"a" * size,
+                    headers={"Authorization": authorization, "Content-Type": "application/json"},
+                    timeout=ANSWER_S,
+                )
+                got.setdefault(what, []).append(str(answer.status_code))
+            except httpx.HTTPError as error:
+                got.setdefault(what, []).append(type(error).__name__)
+    return {"fine": set(got["no key"]) == {"401"} and set(got["too large"]) == {"413"}, "got": got}

@@ -208,9 +208,9 @@ def _note_end(scene: Scene, held: socket.socket) -> None:
         scene.note(said[9:12].decode("latin-1") or "closed", said.decode(errors="replace"))
 
 
-@attack(least_s=16.0)
+@attack(least_s=16.0, most_peak_bytes=256 * MIB)
 def half_bodies(scene: Scene) -> None:
-    """8. 60 bodies of 32 MiB of which 31 have come, held."""
+    """8. 60 bodies of 32 MiB of which 31 have come, held; the server may keep 256 MiB of them."""
     _half_bodies(scene, 31 * MIB, BODY_BYTES, 1.0)
 
 

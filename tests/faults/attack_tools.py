@@ -42,17 +42,20 @@ class Attack(NamedTuple):
     play: Play
     control: Play | None  # what the silence is compared with: the same without harm; None: no such traffic at all
     least_s: float  # it needs that long
+    most_peak_bytes: float  # that the front end may take more while it lasts
 
 
 ATTACKS: dict[str, Attack] = {}
 
 
-def attack(*, control: Play | None = None, least_s: float = 0.0) -> Callable[[Play], Play]:
+def attack(
+    *, control: Play | None = None, least_s: float = 0.0, most_peak_bytes: float = float("inf")
+) -> Callable[[Play], Play]:
     """Registers a function under its name; its docstring says what it does."""
 
     def register(play: Play) -> Play:
         name = play.__name__
-        ATTACKS[name] = Attack(name, " ".join((play.__doc__ or "").split()), play, control, least_s)
+        ATTACKS[name] = Attack(name, " ".join((play.__doc__ or "").split()), play, control, least_s, most_peak_bytes)
         return play
 
     return register

@@ -173,6 +173,9 @@ def measured(stages: Stages, each: Attack, asked: Asked) -> Found:
         if not here.server.is_running():
             break
     after_bytes = here.server.rss_bytes()
+    peak_bytes = max(p.peak_bytes for p in during)
+    if peak_bytes - before_bytes > each.most_peak_bytes:
+        during[-1].outcome.problems.append(f"{_mb(peak_bytes - before_bytes)} MB more while it lasted")
     return _judged(
         {
             "about": each.about,
@@ -180,7 +183,7 @@ def measured(stages: Stages, each: Attack, asked: Asked) -> Found:
             "health_silence_s": _compared([p.probe_s for p in before], [p.probe_s for p in during]),
             "memory_mb": {
                 "before": _mb(before_bytes),
-                "peak": _mb(max(p.peak_bytes for p in during)),
+                "peak": _mb(peak_bytes),
                 "after": _mb(after_bytes),
                 "more": _mb(after_bytes - before_bytes),
                 "more_of_all_processes": _mb(here.server.family_bytes() - family_bytes),

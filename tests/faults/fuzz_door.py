@@ -47,6 +47,8 @@ REST_S = 5.0
 OWN_ENDS = {"CANCELLED", "DEADLINE_EXCEEDED"}
 """What a client may bring about by itself."""
 
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
 TYPED = "grpc-status-details-bin"
 
 
@@ -79,6 +81,10 @@ async def ask_http(target: Target, case: Case, findings: Findings) -> None:
     except TimeoutError:
         findings.fault("hang", case.about, f"not a byte in {HANG_S:g} s")
         return
+    except OSError as error:
+        findings.fault("no connection", case.about, error)
+        return
+    said = said.removeprefix(CONTINUE)
     status = said[9:12].decode("latin-1") if said.startswith(b"HTTP/1.1 ") else ("closed" if not said else "words")
     findings.note("HTTP", status, time.monotonic() - started_s)
     if case.read_bytes is None:
@@ -97,7 +103,7 @@ async def _exchange(target: Target, case: Case) -> bytes:
                 if len(case.pieces) > 1:
                     await asyncio.sleep(0.002)
             if not case.is_whole:
-                writer.write_eof()
+                _end(writer)
             while case.read_bytes is None or len(received) < case.read_bytes:
                 piece = await asyncio.wait_for(reader.read(65536), HANG_S)
                 if not piece:
@@ -106,6 +112,11 @@ async def _exchange(target: Target, case: Case) -> bytes:
     finally:
         writer.close()
     return bytes(received)
+
+
+def _end(writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):  # the server may have closed already
+        writer.write_eof()
 
 
 def _judge_http(case: Case, status: str, said: bytes, findings: Findings) -> None:
@@ -119,7 +130,7 @@ def _judge_http(case: Case, status: str, said: bytes, findings: Findings) -> Non
         findings.fault("a path or a traceback in an answer", case.about, text[max(0, leak.start() - 200) :])
     if case.may_enter is False and status == "200":
         findings.fault("let in without a key", case.about, text)
-    if status == "closed" and case.is_http and case.is_whole:
+    if status == "closed" and case.is_http and case.is_whole and case.is_at_once:
         findings.fault("closed without an answer", case.about, "")
     if status.startswith("4") and case.is_http and case.is_whole and not case.is_head and not _is_typed(head, body):
         findings.fault("an error without type", case.about, text)

@@ -38,6 +38,9 @@ WRONG_HEADERS = (
 )  # fmt: skip
 """What may change how a request is read."""
 
+AT_ONCE_BYTES = 16_384
+"""That a server takes in one piece."""
+
 
 class Case(NamedTuple):
     """One request, as bytes."""
@@ -48,6 +51,7 @@ class Case(NamedTuple):
     is_head: bool  # asked with HEAD, whose answer has no body
     may_enter: bool | None  # false: without a key that opens it; None: can not be told
     read_bytes: int | None  # the client leaves when it has read so much; None: it stays
+    is_at_once: bool  # it is short and sent as one, so that no answer can be lost to bytes that still come
     about: str
 
 
@@ -68,20 +72,26 @@ def http_case(rng: random.Random, keys: Mapping[str, str], admin_key: str) -> Ca
     lines += [f"Authorization: {each}" for each in authorization] + framing + more + wrong
     head = "\r\n".join([*lines, "", ""]).encode("latin-1", "replace")
     leaves = rng.random() < 0.1
+    pieces = _pieces(rng, head + content)
     return Case(
-        pieces=_pieces(rng, head + content),
-        is_http=is_framed and not wrong and method in METHODS[:9] and kind in ("application/json", ""),
+        pieces=pieces,
+        is_http=is_framed
+        and path.isascii()
+        and not wrong
+        and method in METHODS[:9]
+        and kind in ("application/json", ""),
         is_whole=is_whole,
         is_head=method == "HEAD",
         may_enter=opens if is_plain and not wrong else None,
         read_bytes=rng.choice((0, 1, 200)) if leaves else None,
+        is_at_once=len(pieces) == 1 and len(pieces[0]) <= AT_ONCE_BYTES,
         about=f"{method} {path[:80]} {authorization} {framing} {more} {wrong} {content[:200]!r}",
     )
 
 
 def _raw(rng: random.Random) -> Case:
     payload = garbled(rng, rng.choice(NASTY_HTTP)) if rng.random() < 0.5 else rng.choice(NASTY_HTTP)
-    return Case([payload], False, False, False, None, None, f"{payload[:100]!r}")
+    return Case([payload], False, False, False, None, None, False, f"{payload[:100]!r}")
 
 
 def _path(rng: random.Random, route: str) -> tuple[str, bool]:
