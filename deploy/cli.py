@@ -210,6 +210,7 @@ def serve(
         from .ending import leave
 
         require_token(is_insecure_fine=context.params["insecure_ray"])
+        _check_host(context.params)
         _check_checkpoint(model)
 
         import asyncio
@@ -542,6 +543,15 @@ def _engine_settings_of(context: typer.Context, make: Callable[..., Any]) -> Any
     if params["disable_hybrid_kv_cache_manager"]:
         params["strategy"] = _uniform(params["strategy"])
     return make(**_those_of(make, params))
+
+
+def _check_host(params: Mapping[str, Any]) -> None:
+    """Raises `InvalidSetting` for an address that strangers could reach."""
+    from .access import Access, AccessSettings
+
+    given = _those_of(AccessSettings, params)
+    given |= {name: tuple(given[name] or ()) for name in ("api_key", "admin_key")}
+    Access(AccessSettings(**given)).check_host(params["host"])
 
 
 def _check_checkpoint(model: Path) -> None:

@@ -82,8 +82,9 @@ def test_missing_checkpoint_is_one_line(tmp_path: Path):
     assert_one_clean_line(intarsia("serve", str(tmp_path / "nowhere")), "nowhere")
 
 
-def test_host_beyond_this_machine_is_refused_before_anything_starts():
-    assert_one_clean_line(intarsia("serve", "demo", "--host", "0.0.0.0"), "loopback")
+def test_host_beyond_this_machine_is_refused_before_anything_starts(tmp_path: Path):
+    """Not after a minute of loading: the checkpoint named here does not even exist."""
+    assert_one_clean_line(intarsia("serve", str(tmp_path / "nowhere"), "--host", "0.0.0.0"), "loopback")
 
 
 def test_interrupt_exits_130_quietly_and_stops_the_generation(serve_script):
