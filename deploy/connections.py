@@ -30,8 +30,7 @@ class Connections:
     """Those of one server. A connection that has not shown a key makes room for a new one while it is idle."""
 
     def __init__(self, limits: Limits, *, wants_key: bool):
-        open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most = min(limits.max_connections, max(1, open_files // FILES_PER_CONNECTION))
+        self._most = min(limits.max_connections, max(1, _files(limits.max_connections) // FILES_PER_CONNECTION))
         self._most_keyless = min(self._most, limits.max_keyless_connections) if wants_key else self._most
         self._most_of_key = limits.max_key_connections
         self._keyless: dict[Connection, None] = {}  # the longest open one first
@@ -79,6 +78,17 @@ class Connections:
         del self._keyless[found]
         found.end()
         return True
+
+
+def _files(connections: int) -> int:
+    """How many files this process may open: as many as that many connections want, where that can be had."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections * FILES_PER_CONNECTION
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        return most
+    return wanted if soft == resource.RLIM_INFINITY else soft
 
 
 class Held:

@@ -10,6 +10,7 @@ from typing import Any
 import uvicorn
 
 from ..errors import InvalidSetting
+from ..workers.environment import give_back_large_blocks
 from .access import Access
 from .connections import Connections, Held
 from .http_protocol import DoorProtocol
@@ -75,6 +76,7 @@ class HttpServer:
     async def start(self, host: str = "127.0.0.1", port: int = 8000) -> str:
         """Listen; port 0 takes a free one. Returns the URL. Raises `InvalidSetting` if that can not be."""
         self._access.check_host(host)
+        give_back_large_blocks()
         listening = _listen(host, port)
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[listening]))
         self._watching = asyncio.ensure_future(self._unread.watch())

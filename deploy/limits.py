@@ -31,7 +31,7 @@ class Limits:
     max_body_bytes: int = _limit(32 * MIB, "bytes", "Of one HTTP body.", "413, closed")
     max_message_bytes: int = _limit(16 * MIB, "bytes", "Of one gRPC message.", "RESOURCE_EXHAUSTED")
     min_body_bytes_per_s: int = _limit(
-        16 * KIB, "bytes/s", "Lowest rate of a body since its head, after the first ten seconds.", "408, closed"
+        16 * KIB, "bytes/s", "Lowest rate of a body, looked at every ten seconds.", "408, closed"
     )
     max_key_bodies_bytes: int = _limit(
         64 * MIB, "bytes", "Of one key's bodies that are being read or parsed; of all without a key.", "429"

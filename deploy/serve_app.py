@@ -26,7 +26,7 @@ from ..controller.launch import RunningEngine, find_engines, start_engine
 from ..errors import EngineUnavailable, IntarsiaError, InvalidSetting, Unauthenticated
 from ..proto import inference_pb2 as pb
 from ..proto.tracing import tracer_of
-from ..workers.environment import freeze_startup_objects
+from ..workers.environment import freeze_startup_objects, give_back_large_blocks
 from .access import Access, AccessSettings, Level
 from .autoscaling import POOL_USE, wanted_replicas
 from .console import ConsoleSettings
@@ -99,6 +99,7 @@ class Replica:
             options.limits,
         )
         self._servicer = InferenceServicer(self._front_end)
+        give_back_large_blocks()
         freeze_startup_objects()
 
     def __serve_build_asgi_app__(self) -> FastAPI:

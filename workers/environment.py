@@ -55,6 +55,15 @@ def _keep_freed_memory() -> None:
         mallopt(option, value)
 
 
+def give_back_large_blocks() -> None:
+    """For a process that reads what others send: a body of 30 MB goes back to the system when it has been read. Left to
+    itself, the allocator learns from the first one to keep them, in each thread's own heap."""
+    try:
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, MIB)
+    except (OSError, AttributeError):
+        return  # not glibc
+
+
 def give_back_freed_memory() -> None:
     """Holes between what lives, too: what large steps needed is not kept through an hour of small ones."""
     try:

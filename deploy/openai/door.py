@@ -24,8 +24,8 @@ from .reading import RELEASE
 KEY = "intarsia.key"
 """Where a scope has what its key is known by."""
 
-SLOW_START_S = 10.0
-"""Before the rate of a body counts."""
+WINDOW_S = 10.0
+"""In each of which a body must come at its lowest rate or faster: who sent much before may not hold it for longer."""
 
 
 class Keys:
@@ -90,27 +90,30 @@ class Bodies:
         return receive_whole
 
     async def _read(self, receive: Receive, share: Share) -> Message:
-        limits, since_s, body = self._limits, time.monotonic(), bytearray()
+        limits, body = self._limits, bytearray()
+        window_ends_s, wanted = time.monotonic() + WINDOW_S, limits.min_body_bytes_per_s * WINDOW_S
         while True:
-            by_s = since_s + max(SLOW_START_S, len(body) / limits.min_body_bytes_per_s)
             try:
-                async with asyncio.timeout(max(0.0, by_s - time.monotonic())):
+                async with asyncio.timeout(max(0.0, window_ends_s - time.monotonic())):
                     message = await receive()
             except TimeoutError:
-                raise HTTPException(
-                    408,
-                    f"{len(body)} bytes of the body came in {time.monotonic() - since_s:.0f} s; it must come with "
-                    f"{limits.min_body_bytes_per_s} bytes per second (min_body_bytes_per_s)",
-                ) from None
+                if len(body) < wanted:
+                    raise HTTPException(
+                        408,
+                        f"{len(body)} bytes of the body have come, and it must come with {limits.min_body_bytes_per_s} "
+                        f"bytes per second (min_body_bytes_per_s), looked at every {WINDOW_S:g} s",
+                    ) from None
+                window_ends_s = time.monotonic() + WINDOW_S
+                wanted = len(body) + limits.min_body_bytes_per_s * WINDOW_S
+                continue
             if message["type"] != "http.request":
                 return message
-            part = message.get("body", b"")
+            part, is_more = message.get("body", b""), message.get("more_body", False)
             if len(body) + len(part) > limits.max_body_bytes:
                 raise HTTPException(413, f"the body has more than {limits.max_body_bytes} bytes (max_body_bytes)")
-            if not message.get("more_body", False) and not body:
-                share.take(len(part))
-                return message
             share.take(len(part))
+            if not is_more and not body:
+                return message
             body += part
-            if not message.get("more_body", False):
+            if not is_more:
                 return {"type": "http.request", "body": bytes(body), "more_body": False}

@@ -196,11 +196,12 @@ def test_the_answer_to_a_small_body_that_was_refused_early_is_read_and_the_conne
             assert client.post(f"{here.url}/v1/completions", json=asked, headers=headers).status_code == status
 
 
-def test_a_body_that_comes_too_slowly_is_refused(door: Callable[..., Door], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("intarsia.deploy.openai.door.SLOW_START_S", 0.3)
-    here = door()
-    told = answer_to(here, b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
-    assert told.startswith(b"HTTP/1.1 408") and b"1 bytes of the body came in" in told
+@pytest.mark.parametrize("count", [1, 1_000_000], ids=["hardly begun", "all but the end"])
+def test_a_body_that_stops_coming_is_refused(door: Callable[..., Door], monkeypatch: pytest.MonkeyPatch, count: int):
+    monkeypatch.setattr("intarsia.deploy.openai.door.WINDOW_S", 0.3)
+    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (count + 1)
+    told = answer_to(door(), head, b" " * count)
+    assert told.startswith(b"HTTP/1.1 408") and b"%d bytes of the body have come" % count in told
 
 
 def test_half_sent_bodies_are_counted_by_key_and_given_back(door: Callable[..., Door]):
