@@ -1,8 +1,10 @@
 """HTTP/1.1 as uvicorn and httptools read it, with bounds on what comes before a request is known: neither has any."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..errors import Overloaded
@@ -17,6 +19,9 @@ LINGER_S = 1.0
 """How much of a body is read on, and for how long, when its request was answered already. A client that is cut off
 while it sends does not read the answer; one that sends on for ever is cut off all the same."""
 
+MOST_PIPELINED = 64
+"""Requests of one connection that wait for the answers before theirs."""
+
 PHRASES = {408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
 
 CONNECTION = "intarsia.connection"
@@ -30,6 +35,18 @@ class _TooLong(Exception):
     """Raised while a head is parsed, to end that."""
 
 
+class _Flow(FlowControl):
+    """uvicorn's, which does not read on while requests wait unparsed, however many of those before ask for more."""
+
+    def __init__(self, transport: Any, has_unparsed: Callable[[], bool]):
+        super().__init__(transport)
+        self._has_unparsed = has_unparsed
+
+    def resume_reading(self) -> None:
+        if not self._has_unparsed():
+            super().resume_reading()
+
+
 class DoorProtocol(HttpToolsProtocol):
     """One connection."""
 
@@ -38,6 +55,8 @@ class DoorProtocol(HttpToolsProtocol):
         self._limits = limits
         self._open = connections
         self.held = held
+        self._unparsed = b""
+        self._parsed_bytes = 0  # of these
         self._is_in_head = True  # or before one
         self._head_size = 0  # bytes of its URL and headers so far
         self._raw_bytes = 0  # read since the head began or since the last byte of a body: of nothing that is known yet
@@ -63,6 +82,7 @@ class DoorProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.flow = _Flow(transport, lambda: self._has_unparsed)
         if not self._open.add(self):
             self._refuse(503, "too many connections are open; try again later")
             return
@@ -77,10 +97,26 @@ class DoorProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        for start in range(0, len(data), PIECE_BYTES):
+        self._unparsed = self._unparsed[self._parsed_bytes :] + data if self._has_unparsed else data
+        self._parsed_bytes = 0
+        self._parse()
+
+    @property
+    def _has_unparsed(self) -> bool:
+        return self._parsed_bytes < len(self._unparsed)
+
+    def _parse(self) -> None:
+        """As far as requests are not too many at once; what follows waits, and nothing more is read meanwhile."""
+        while self._has_unparsed and len(self.pipeline) < MOST_PIPELINED:
             if self.transport.is_closing() or self.parser is None:
                 return
-            self._receive(data[start : start + PIECE_BYTES])
+            piece = self._unparsed[self._parsed_bytes : self._parsed_bytes + PIECE_BYTES]
+            self._parsed_bytes += len(piece)
+            self._receive(piece)
+        if self._has_unparsed:
+            self.flow.pause_reading()
+        else:
+            self._unparsed, self._parsed_bytes = b"", 0
 
     def _receive(self, piece: bytes) -> None:
         if self._is_refused or (not self._is_in_head and self.is_idle):  # nothing of it is wanted any more
@@ -145,6 +181,9 @@ class DoorProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._has_unparsed:
+            self._parse()
+            self.flow.resume_reading()
         if not self._is_in_head and not self.transport.is_closing():
             self._linger()
 

@@ -57,7 +57,7 @@ class HttpServer:
         protocol: Any = partial(DoorProtocol, limits=self._limits, connections=connections, held=Held(self._limits))
         config = uvicorn.Config(
             app,
-            log_level="warning",
+            log_level="error",  # a line for each malformed request would be a stranger's to write
             access_log=False,
             lifespan="off",
             server_header=False,

@@ -85,12 +85,16 @@ class BodyReader:
         if len(body) > LONG_BODY_BYTES or body.count(b"[") + body.count(b"{") > limits.max_nesting:
             self._check_extent(body)
         try:
-            value = json.loads(body)
+            value = json.loads(
+                body.decode("utf-8-sig")
+            )  # strictly: Python's own reader of bytes lets half characters in
         except json.JSONDecodeError as error:
             raise _no_json(error.msg, error.pos) from None
         except RecursionError:
             raise _no_json("it is nested too deeply", 0) from None
-        except ValueError as error:  # no UTF-8, or a number of more digits than Python reads
+        except UnicodeDecodeError as error:
+            raise _no_json(f"it is no UTF-8 from byte {error.start} on", error.start) from None
+        except ValueError as error:  # a number of more digits than Python reads
             raise _no_json(str(error)[:200], 0) from None
         lowered = body.lower() if b"\\u" in body else b""
         if any(half in lowered for half in HALF_A_CHARACTER):

@@ -157,6 +157,20 @@ def test_pipelined_requests_are_answered_in_turn_also_in_odd_pieces(door: Callab
     assert told.count(b"HTTP/1.1 200") == 60
 
 
+def test_requests_whose_answers_nobody_reads_are_not_heaped_up(door: Callable[..., Door]):
+    """4 connections that send and do not read took a gigabyte."""
+    here = door(unread_timeout_s=2)
+    asked = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n" * 1000
+    with socket.create_connection(here.address, timeout=1) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sent = 0
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            while sent < 200 * MIB:
+                sent += client.send(asked)
+        assert sent < 50 * MIB
+        assert httpx.get(f"{here.url}/health").status_code == 200
+
+
 # -- bodies ----------------------------------------------------------------------------------------------------------
 
 
@@ -315,6 +329,8 @@ MANY = 1_000_000
         ("/v1/completions", b'{"prompt": [1], "request_id": "%s"}' % (b"a" * 200), "at most 128", "request_id"),
         ("/v1/completions", b'{"prompt": [1], "request_id": "a\\u0007"}', "printable ASCII", "request_id"),
         ("/v1/completions", b'{"prompt": "%s\\ud800"}' % (b"x" * 30_000), "half of a surrogate pair", None),
+        ("/tokenize", b'{"prompt": "\xed\xa0\x80\xed\xbf\xbf"}', "it is no UTF-8 from byte 12 on", None),
+        ("/tokenize", '{"prompt": "x"}'.encode("utf-16"), "it is no UTF-8", None),
         ("/v1/completions", b'{"prompt": [1], "top_p": %s}' % items(100_000, b"1"), "top_p: ", "top_p"),
     ],
 )  # fmt: skip
