@@ -14,11 +14,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-
-import grpc
+from typing import TYPE_CHECKING
 
 from ..controller.request import MAX_TENANT_CHARS
 from ..errors import InvalidSetting, Unauthenticated
+
+if TYPE_CHECKING:
+    from grpc import ServerCredentials
 
 
 class Level(Enum):
@@ -177,13 +179,15 @@ class Access:
             "ssl_cert_reqs": wanted,
         }
 
-    def grpc_credentials(self) -> grpc.ServerCredentials | None:
+    def grpc_credentials(self) -> "ServerCredentials | None":
         settings = self.settings
         if settings.ssl_certfile is None or settings.ssl_keyfile is None:
             return None
         pair = Path(settings.ssl_keyfile).read_bytes(), Path(settings.ssl_certfile).read_bytes()
         roots = Path(settings.ssl_ca_certs).read_bytes() if settings.ssl_ca_certs else None
-        return grpc.ssl_server_credentials([pair], root_certificates=roots, require_client_auth=roots is not None)
+        from grpc import ssl_server_credentials  # which takes long to import, and a refused setting should not
+
+        return ssl_server_credentials([pair], root_certificates=roots, require_client_auth=roots is not None)
 
     def _check_files(self) -> None:
         settings = self.settings

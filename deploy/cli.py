@@ -211,7 +211,7 @@ def serve(
 
         require_token(is_insecure_fine=context.params["insecure_ray"])
         _check_host(context.params)
-        _check_checkpoint(model)
+        _check_early(context, model)
 
         import asyncio
 
@@ -255,7 +255,7 @@ def _batch(
         from ..controller.ray_token import require_token
 
         require_token(is_insecure_fine=context.params["insecure_ray"])
-        _check_checkpoint(model)
+        _check_early(context, model)
 
         from .batch.run import BatchSettings, main
         from .settings import engine_settings
@@ -554,8 +554,11 @@ def _check_host(params: Mapping[str, Any]) -> None:
     Access(AccessSettings(**given)).check_host(params["host"])
 
 
-def _check_checkpoint(model: Path) -> None:
-    """What is wrong with its files is told before anything slow is imported or started. Raises `ModelError`."""
+def _check_early(context: typer.Context, model: Path) -> None:
+    """What is wrong with the checkpoint's files, or with settings that exclude each other, is told before anything slow
+    is imported or started. Raises `ModelError` and `InvalidSetting`."""
+    if context.params["disable_hybrid_kv_cache_manager"]:
+        _uniform(context.params["strategy"])
     from ..workers.checkpoint import Checkpoint
     from .demo import DEMO_MODEL_DIR, is_demo
 

@@ -70,8 +70,8 @@ _OPTIONAL = (
 
 
 def most_prompt_tokens(info: EngineInfo) -> Most:
-    what = f"prompt tokens (max_model_len is {info.max_model_len}, and an answer has one at least)"
-    return Most(info.max_model_len - 1, what, "prompt")
+    words = f"the prompt has {{count}} {{what}}; max_model_len is {info.max_model_len}, which leaves room for {{limit}}"
+    return Most(info.max_model_len - 1, "tokens", "prompt", words)
 
 
 def most_stop_tokens(limits: Limits) -> Most:

@@ -17,7 +17,7 @@ from .console import ConsoleSettings
 from .ending import SIGNALS, leave_at_the_latest, say
 from .front_end import FrontEnd, FrontEndSettings
 from .grpc_server import GrpcServer
-from .http_server import HttpServer
+from .http_server import SHUTDOWN_GRACE_S, HttpServer
 from .limits import Limits
 from .loading_bar import loading_bar
 from .openai.app import make_app
@@ -136,7 +136,8 @@ async def serving(settings: EngineSettings, server: ServerSettings) -> AsyncIter
                 at = Listening(url, target, f"{url}/console" + (f"#key={drawn}" if drawn else ""))
                 yield Served(engine, front_end, grpc, at)
         finally:
-            await asyncio.wait([asyncio.ensure_future(each.stop()) for each in (http, grpc)], timeout=LAST_WORDS_S)
+            within_s = SHUTDOWN_GRACE_S if front_end.num_running else LAST_WORDS_S
+            await asyncio.wait([asyncio.ensure_future(each.stop()) for each in (http, grpc)], timeout=within_s)
             if tracer is not None:
                 await asyncio.to_thread(tracer.close)
     finally:
@@ -167,7 +168,8 @@ async def serve(settings: EngineSettings, server: ServerSettings) -> None:
             raise gone.result()
         gone.cancel()
         say("stopping ...")
-        leave_at_the_latest(END_WITHIN_S, 0)
+        running = served.front_end.num_running
+        leave_at_the_latest(END_WITHIN_S + (SHUTDOWN_GRACE_S if running else 0.0), 0)
 
 
 async def _first(*works: Awaitable[object]) -> None:

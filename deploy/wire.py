@@ -31,12 +31,13 @@ class Most(NamedTuple):
     limit: int
     what: str  # is in it, in words
     field: str  # as errors name it
+    words: str = "there are {count} or more {what}; at most {limit} are taken"
 
     def check(self, count: int) -> None:
         """Raises `RequestTooLarge`."""
         if count > self.limit:
             raise RequestTooLarge(
-                f"there are {count} or more {self.what}; at most {self.limit} are taken",
+                self.words.format(count=count, what=self.what, limit=self.limit),
                 field=self.field,
                 asked=count,
                 limit=self.limit,

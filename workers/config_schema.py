@@ -6,6 +6,7 @@ in bounds may still be wrong; but building it then takes no more than a model ta
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -191,6 +192,8 @@ def _check_layers(text: Mapping[str, Any], what: str) -> None:
 
 # -- a config against the tensors of its files -------------------------------------------------------------------------
 
+MAX_LAYERS_COUNTED = 10_000
+
 LAYER_OF = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d{1,9})\.")
 EMBEDDINGS = re.compile(
     r"(model\.|language_model\.|model\.language_model\.|language_model\.model\.)?embed_tokens\.weight"
@@ -202,11 +205,13 @@ def check_tensors(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
     and take as long as the config says. shapes: of each tensor in the files."""
     text = text_config(config)
     layers = num_layers(text)
-    stored = {int(found[1]) for name in shapes if (found := LAYER_OF.search(name))}
-    if layers is not None and stored and layers > max(stored) + 1:
+    stored = Counter(int(found[1]) for name in shapes if (found := LAYER_OF.search(name)))
+    if layers is not None and stored and layers > (there := max(stored) + 1):
+        lacks = sum(stored[layer % there] for layer in range(there, min(layers, MAX_LAYERS_COUNTED)))
         raise corrupt(
-            f"{what}: config.json says {layers} layers, and the files hold tensors of {max(stored) + 1}. The files are "
-            "incomplete, or they are of another model than config.json says."
+            f"{what}: config.json says {layers} layers, and the files hold tensors of {there}: if layers are alike, "
+            f"the checkpoint lacks {lacks} of the model's tensors. The files are incomplete, or they are of another model "
+            "than config.json says."
         )
     _check_embeddings(text, shapes, what)
     elements = sum(map(math.prod, shapes.values()))
