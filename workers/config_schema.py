@@ -210,8 +210,8 @@ def check_tensors(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
         lacks = sum(stored[layer % there] for layer in range(there, min(layers, MAX_LAYERS_COUNTED)))
         raise corrupt(
             f"{what}: config.json says {layers} layers, and the files hold tensors of {there}: if layers are alike, "
-            f"the checkpoint lacks {lacks} of the model's tensors. The files are incomplete, or they are of another model "
-            "than config.json says."
+            f"the checkpoint lacks {lacks} of the model's tensors. The files are incomplete, or they are of another "
+            "model than config.json says."
         )
     _check_embeddings(text, shapes, what)
     elements = sum(map(math.prod, shapes.values()))
