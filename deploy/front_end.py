@@ -413,7 +413,7 @@ class Answers:
         self._span = span
         self.asked = asked
         self.request_id = generation.request_id
-        self._name = asked.terms.salt, self.request_id
+        self._name = TENANT.get(), self.request_id  # as `abort` looks for it
         self._running = running
         self._changed = changed
         self._running.setdefault(self._name, self)

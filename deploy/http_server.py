@@ -15,6 +15,7 @@ from .access import Access
 from .connections import Connections, Held
 from .http_protocol import DoorProtocol
 from .limits import Limits
+from .tls import Handshake
 from .unread import Unreading
 
 BACKLOG = 2048
@@ -22,28 +23,29 @@ SHUTDOWN_GRACE_S = 5
 
 
 class _Uvicorn(uvicorn.Server):
-    """Signals are the business of whoever runs the process, and a TLS handshake has a time."""
+    """Signals are the business of the process that runs it, and connections are counted from their first moment."""
 
-    def __init__(self, config: uvicorn.Config, handshake_timeout_s: float):
+    def __init__(self, config: uvicorn.Config, limits: Limits, connections: Connections):
         super().__init__(config)
-        self._handshake_timeout_s = handshake_timeout_s
+        self._limits = limits
+        self._connections = connections
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's own, which leaves a handshake the minute that asyncio gives it."""
-        config, loop = self.config, asyncio.get_running_loop()
-        protocol = partial(config.http_protocol_class, config=config, server_state=self.server_state, app_state={})
-        timeout_s = self._handshake_timeout_s if config.ssl else None
-        self.servers = [
-            await loop.create_server(
-                protocol, sock=sock, ssl=config.ssl, backlog=config.backlog, ssl_handshake_timeout=timeout_s
-            )
-            for sock in sockets or ()
-        ]
+        """uvicorn's own would have asyncio agree on TLS: uncounted, and for a minute."""
+        loop = asyncio.get_running_loop()
+        self.servers = [await loop.create_server(self._accepted, sock=each, backlog=BACKLOG) for each in sockets or ()]
         self.started = True
+
+    def _accepted(self) -> asyncio.BaseProtocol:
+        protocol: Any = self.config.http_protocol_class
+        spoken = partial(protocol, config=self.config, server_state=self.server_state, app_state={})
+        if self.config.ssl is None:
+            return spoken()
+        return Handshake(self.config.ssl, self._limits.head_timeout_s, self._connections, spoken)
 
 
 class HttpServer:
@@ -68,7 +70,7 @@ class HttpServer:
             timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
             **options,
         )
-        self._server = _Uvicorn(config, self._limits.head_timeout_s)
+        self._server = _Uvicorn(config, self._limits, connections)
         self._serving: asyncio.Task[None] | None = None
         self._unread = Unreading(lambda: self._server.server_state.connections, self._limits)
         self._watching: asyncio.Task[None] | None = None

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+import trustme
 
 from intarsia.controller.engine import TokenDelta
 from intarsia.deploy.access import Access, AccessSettings
@@ -276,6 +278,69 @@ def test_a_key_has_so_many_connections_and_no_other_key_is_concerned(door: Calla
         while ask("oak")[1].status_code != 200:
             assert time.monotonic() < until_s
             time.sleep(0.02)
+
+
+# -- TLS -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> AccessSettings:
+    folder = tmp_path_factory.mktemp("certificate")
+    issued = trustme.CA().issue_cert("127.0.0.1")
+    issued.cert_chain_pems[0].write_to_path(str(folder / "one.pem"))
+    issued.private_key_pem.write_to_path(str(folder / "one.key"))
+    return AccessSettings(ssl_certfile=str(folder / "one.pem"), ssl_keyfile=str(folder / "one.key"))
+
+
+def trusting() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+@pytest.mark.parametrize("begun", [b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"])
+def test_tls_that_is_never_agreed_on_is_ended_by_time_and_makes_room(
+    door: Callable[..., Door], certificate: AccessSettings, begun: bytes
+):
+    here = door(certificate, head_timeout_s=0.5, max_connections=8)
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(socket.create_connection(here.address, timeout=10)) for _ in range(20)]
+        for each in clients:
+            with contextlib.suppress(ConnectionError):
+                each.sendall(begun)
+        assert httpx.get(f"{here.url}/health", verify=trusting()).status_code == 200
+        assert not any(read_to_end(each) for each in clients if begun != b"GET / HTTP/1.1\r\n\r\n")
+
+
+def test_over_tls_heads_are_bounded_and_requests_answered(door: Callable[..., Door], certificate: AccessSettings):
+    here = door(certificate)
+    with httpx.Client(verify=trusting()) as client:
+        for _ in range(3):
+            assert client.get(f"{here.url}/health").status_code == 200
+        answer = client.post(f"{here.url}/v1/completions", json={"prompt": [1] * 900, "max_tokens": 2})
+        assert answer.status_code == 200
+        assert client.get(f"{here.url}/health", headers={"a": "b" * 90_000}).status_code == 431
+
+
+def test_what_comes_right_behind_the_handshake_is_read(door: Callable[..., Door], certificate: AccessSettings):
+    here = door(certificate)
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = trusting().wrap_bio(incoming, outgoing)
+    with socket.create_connection(here.address, timeout=10) as raw:
+        while True:
+            try:
+                client.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                raw.sendall(outgoing.read())
+                incoming.write(raw.recv(65536))
+        client.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        raw.sendall(outgoing.read())  # the handshake's last words and the request in one piece
+        told = b""
+        while not told.startswith(b"HTTP/1.1 200"):
+            incoming.write(raw.recv(65536))
+            with contextlib.suppress(ssl.SSLWantReadError):
+                told += client.read()
 
 
 # -- what is in a body -----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ CLOSED_PAUSE_S = 0.1
 """Before the next connection when one is closed."""
 
 
-def _endless(scene: Scene, first: bytes, unit: bytes, connections: int = 1) -> None:
+def _endless(scene: Scene, first: bytes, unit: bytes, connections: int = 1, *, must_close: bool = True) -> None:
     """Send the first bytes, and then the others again and again, on a new connection when one is closed."""
     piece = unit * (PIECE_BYTES // len(unit))
     left = [scene.sized(MOST_BYTES) // connections // len(piece)] * connections
@@ -31,12 +31,14 @@ def _endless(scene: Scene, first: bytes, unit: bytes, connections: int = 1) -> N
                     to.sendall(piece)
                     left[number] -= 1
                 time.sleep(max(0.0, scene.until_s - time.monotonic()))  # it is held, however much came
-                scene.note("open to the end")
+                scene.note("closed" if is_closed(to) else "open to the end")
                 return
             scene.note("closed")
             time.sleep(CLOSED_PAUSE_S)
 
     in_threads(one, connections)
+    if must_close and (still := scene.outcome.got["open to the end"]):
+        scene.problem(f"{still} connections were never closed, though what came on them has no end")
 
 
 def in_threads(call: Callable[[int], None], count: int) -> None:
@@ -89,7 +91,7 @@ def refused_chunks(scene: Scene) -> None:
 @attack()
 def pipelined(scene: Scene) -> None:
     """Of the same class: requests one after another, whose answers nobody reads."""
-    _endless(scene, b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", 4)
+    _endless(scene, b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", 4, must_close=False)
 
 
 @attack()
