@@ -563,6 +563,7 @@ class Engine:
         self._losses.progress()
         outcome = self._scheduler.commit(result)
         self._deliver(outcome)
+        self._tell_failed(outcome)
         self._tell_watchers()
         commit_us = (time.perf_counter() - answered) * 1e6
         self._count(step, result, outcome, plan_us=plan_us, wait_us=(answered - started) * 1e6, commit_us=commit_us)
@@ -664,6 +665,15 @@ class Engine:
             self.stats.expired_requests += 1
             self._accounts.add(request.terms.salt, expired_requests=1)
             self._end_early(request, "deadline")
+
+    def _tell_failed(self, outcome: Outcome) -> None:
+        for request, why in outcome.failed:
+            self._forget(request)
+            form = request.sampling.form
+            generated = len(request.tokens) - request.prompt_tokens
+            message = f"the answer's form became too complex after {generated} tokens: {why}; give a simpler one"
+            self._tell(request, InvalidRequest(message, field=form[0] if form else None, generated_tokens=generated))
+            self._end_early(request, "error")
 
     def _tell(self, request: Request, error: IntarsiaError) -> None:
         request.caller.outlet(Delivery([], [], [(request.caller.handle, error)]))

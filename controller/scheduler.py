@@ -103,6 +103,7 @@ class Outcome(NamedTuple):
     requests: list[Request]
     tokens: list[int]
     notable: list[Progress]  # first and last tokens, and those with log-probabilities
+    failed: Sequence[tuple[Request, str]] = ()  # and why; what the step drew for them is dropped
 
     def each(self) -> Iterator[Progress]:
         for request, token in zip(self.requests, self.tokens, strict=True):
@@ -261,6 +262,10 @@ class Scheduler:
         assert len(result.tokens) == len(flight.drawing), "a step must bring one token to each who draws"
         logprobs = {flight.drawing[place].id: row for place, row in result.logprobs}
         requests, plain, notable = [], [], []
+        failed = [(request, why) for place, why in result.failures if (request := flight.drawing[place]).is_live]
+        for request, _ in failed:
+            self._forget(request)
+            self._drop(request)
         for request, token in zip(flight.drawing, result.tokens, strict=True):
             if not request.is_live:
                 continue  # aborted or finished while the step ran
@@ -277,7 +282,7 @@ class Scheduler:
             else:
                 requests.append(request)
                 plain.append(token)
-        return Outcome(requests, plain, notable)
+        return Outcome(requests, plain, notable, failed)
 
     def start_anew(self) -> list[Request]:
         """The workers have lost all that they had: who ran waits again, with the tokens that are known. Returns those.

@@ -153,6 +153,7 @@ class StepResult(NamedTuple):
     tokens: tuple[int, ...]  # a new one for each slot whose last known token was computed: `decode`, then `advance`
     logprobs: tuple[tuple[int, Logprobs], ...] = ()  # (place in `tokens`, ...) of those who asked
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    failures: tuple[tuple[int, str], ...] = ()  # (place in `tokens`, why) of those whose answer can not go on
     run_us: int = 0  # time the worker spent on the step
     error: str | None = None
     fault: Fault | None = None  # of what kind the error is
@@ -162,7 +163,7 @@ class StepResult(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> "StepResult":
-        epoch, number, tokens, logprobs, prompt_logprobs, run_us, error, fault = unpack(data)
+        epoch, number, tokens, logprobs, prompt_logprobs, failures, run_us, error, fault = unpack(data)
         return cls(
             epoch,
             number,
@@ -171,6 +172,7 @@ class StepResult(NamedTuple):
             tuple(
                 PromptLogprobs(slot, start, tuple(Logprobs(*r) for r in rows)) for slot, start, rows in prompt_logprobs
             ),
+            failures,
             run_us,
             error,
             None if fault is None else Fault(fault),

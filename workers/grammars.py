@@ -8,6 +8,7 @@ own and without Python's lock, so that no step waits for it, and only when that 
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,14 @@ character, `(a|b)*a(a|b){20}` a new one for almost every token: with llguidance'
 took 100 MB of a worker within 500 tokens."""
 
 
+@dataclass(slots=True)
+class _Form:
+    """One that is compiled. Its states are shared by all its answers, so when one has taken too many, all have."""
+
+    matcher: Any
+    is_spent: bool = False
+
+
 class Grammars:
     """The forms of one model's answers. `prepare` may run beside everything else."""
 
@@ -35,7 +44,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._tokenizer: Any = None
-        self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str], _Form] = OrderedDict()
         self._lock = threading.Lock()
         self._trial = FormTrial()
 
@@ -45,18 +54,19 @@ class Grammars:
 
     def matcher(self, kind: str, text: str, said: Sequence[int]) -> "Matcher":
         """What may follow, for one answer of which `said` is there already."""
-        matcher = Matcher(self._find(kind, text).deep_copy(), self._eos_token_ids)
+        matcher = Matcher(self._find(kind, text), self._eos_token_ids)
         for token in said:
             matcher.take(token)
         return matcher
 
-    def _find(self, kind: str, text: str) -> Any:
+    def _find(self, kind: str, text: str) -> _Form:
         key = kind, text
         with self._lock:
-            if key in self._compiled:
+            known = self._compiled.get(key)
+            if known is not None and not known.is_spent:
                 self._compiled.move_to_end(key)
-                return self._compiled[key]
-        compiled = self._compile(kind, text)
+                return known
+        compiled = _Form(self._compile(kind, text))
         with self._lock:
             self._compiled[key] = compiled
             while len(self._compiled) > REMEMBERED or sum(len(text) for _, text in self._compiled) > REMEMBERED_CHARS:
@@ -97,14 +107,23 @@ class Grammars:
 class Matcher:
     """The form of one answer, as far as it has come."""
 
-    def __init__(self, matcher: Any, eos_token_ids: Sequence[int]):
-        self._matcher = matcher
+    def __init__(self, form: _Form, eos_token_ids: Sequence[int]):
+        self._form = form
+        self._matcher = form.matcher.deep_copy()
         self._eos_token_ids = eos_token_ids
 
     @property
     def is_complete(self) -> bool:
-        """Nothing can follow but the end; also when the form turned out to be too complex."""
+        """Nothing can follow but the end, or nothing is known any more."""
         return self._matcher.is_stopped()
+
+    @property
+    def failure(self) -> str | None:
+        """Why it is not known what may follow: answers of this form have taken more states than it may have."""
+        if not self._matcher.is_error():
+            return None
+        self._form.is_spent = True
+        return one_line(self._matcher.get_error().partition("<state>")[0])
 
     def restrict(self, logits_V: Tensor) -> None:
         """Leave only tokens that may follow. In place."""

@@ -33,6 +33,7 @@ class Drawn(NamedTuple):
     tokens: tuple[int, ...] = ()
     logprobs: tuple[tuple[int, Logprobs], ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    failures: tuple[tuple[int, str], ...] = ()
 
 
 class _Rows(NamedTuple):
@@ -360,15 +361,19 @@ class ModelRunner:
         tables.known[slots] += 1
         if self._parallel.rank:
             return Drawn()
-        for history, matcher, token in zip(histories, matchers, tokens.tolist(), strict=True):
+        failures = []
+        for row, (history, matcher, token) in enumerate(zip(histories, matchers, tokens.tolist(), strict=True)):
             if history is not None:
                 history.add(token)
             if matcher is not None:
                 matcher.take(token)
+                if (why := matcher.failure) is not None:
+                    failures.append((row, why))
         in_step = np.argsort(rows.places[rows.finishes])  # places of rows, in the order of the step
         place = {int(row): n for n, row in enumerate(in_step)}
         return Drawn(
             tuple(tokens[in_step].tolist()),
             tuple((place[row], entry) for row, entry in about),
             about_prompts,
+            tuple((place[row], why) for row, why in failures),
         )

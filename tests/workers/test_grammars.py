@@ -12,6 +12,7 @@ import torch
 from intarsia.controller.request import SamplingParams
 from intarsia.errors import InvalidRequest
 from intarsia.tests.local import Completion, complete, make_engine
+from intarsia.workers import grammars
 from intarsia.workers.form_trial import FormTrial
 from intarsia.workers.grammars import Grammars
 
@@ -157,13 +158,38 @@ def test_a_form_of_ever_more_states_ends_before_it_fills_the_memory(talker: Path
     """Its 2**20 states are found as answers go on, and kept for the next; a long text with a bound has few."""
     from transformers import AutoTokenizer
 
-    grammars = Grammars(str(talker), False, VOCAB, [EOS])
+    forms = Grammars(str(talker), False, VOCAB, [EOS])
     letters = AutoTokenizer.from_pretrained(talker).encode("ab")
     draw = random.Random(5)
-    endless, taken = grammars.matcher("regex", "(a|b)*a(a|b){20}", []), 0
+    endless, taken = forms.matcher("regex", "(a|b)*a(a|b){20}", []), 0
     while not endless.is_complete and taken < 40_000:
         endless.take(draw.choice(letters))
         taken += 1
     assert 1_000 < taken < 40_000
-    long = grammars.matcher("regex", ".{0,6000}", letters[:1] * 5999)
+    assert (
+        endless.failure is not None
+        and endless.failure.startswith("lexer error: too many")
+        and len(endless.failure) < 80
+    )
+    anew = forms.matcher("regex", "(a|b)*a(a|b){20}", letters)
+    assert not anew.is_complete and anew.failure is None
+    long = forms.matcher("regex", ".{0,6000}", letters[:1] * 5999)
     assert not long.is_complete
+
+
+def test_an_answer_whose_form_turns_out_too_complex_fails_typed_and_others_go_on(
+    talker: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(grammars, "MAX_STATES", 50)
+    common = {"temperature": 1.0, "max_tokens": 150, "ignore_eos": True}
+    complex_one, simple, free = answers(
+        talker,
+        SamplingParams(**common, seed=1, regex=".{0,5000}"),
+        SamplingParams(**common, seed=2, regex="[a-c]+"),
+        SamplingParams(**common, seed=3),
+        max_model_len=200,
+    )
+    assert isinstance(complex_one.error, InvalidRequest) and complex_one.error.field == "regex"
+    assert "the answer's form became too complex after " in complex_one.error.message
+    assert simple.error is None and len(simple.token_ids) == 150
+    assert free.error is None and len(free.token_ids) == 150
