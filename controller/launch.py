@@ -24,12 +24,12 @@ from ..proto.channel import Address
 from ..workers.checkpoint import Checkpoint
 from ..workers.facts import Process
 from .actor import ControllerActor
+from .before_ray import check_cluster
 from .client import EngineClient
 from .crew import Crew, dismiss, end_process, hire
 from .losses import Losses
 from .own_ray import NAMESPACE, OwnRay, asks_for_token, ensure_ray
 from .processes import end_processes, processes_of_ray
-from .ray_token import check_cluster
 from .remote import LOOPBACK, answer
 from .startup import EngineSettings
 

@@ -23,8 +23,8 @@ from ray.exceptions import AuthenticationError
 
 from ..errors import EngineUnavailable
 from ..workers.environment import OWNER, name_of_process
+from .before_ray import check_start
 from .processes import end_processes, processes_of_ray
-from .ray_token import require_token
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,9 @@ STUCK_S = 2.0
 """For Ray to notice that its processes are gone. It does not when the GCS went before."""
 
 ASK_TIMEOUT_S = 5.0
+
+OBJECT_STORE_BYTES = 256 << 20
+"""Engines put nothing there. Ray's own choice, a third of the memory, is address space of each of its processes."""
 
 
 class OwnRay:
@@ -91,6 +94,7 @@ class OwnRay:
             address="local",
             namespace=NAMESPACE,
             num_cpus=max(len(os.sched_getaffinity(0)), self._workers),  # they share cores rather than wait
+            object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
             _node_ip_address="127.0.0.1",
             **QUIET,
@@ -192,5 +196,5 @@ def ensure_ray(workers: int, *, is_insecure_fine: bool = False) -> OwnRay | None
             why = str(error).strip().splitlines()[0]
             raise EngineUnavailable(f"the Ray cluster that RAY_ADDRESS names can not be joined: {why}") from error
         return None
-    require_token(is_insecure_fine=is_insecure_fine)
+    check_start(is_insecure_fine=is_insecure_fine)
     return OwnRay(workers)

@@ -206,10 +206,10 @@ def serve(
 
             print(describe(context), end="")
             return
-        from ..controller.ray_token import require_token
+        from ..controller.before_ray import check_start
         from .ending import leave
 
-        require_token(is_insecure_fine=context.params["insecure_ray"])
+        check_start(is_insecure_fine=context.params["insecure_ray"])
         _check_host(context.params)
         _check_early(context, model)
 
@@ -252,9 +252,9 @@ def _batch(
     In a Ray cluster: ray job submit -- intarsia batch IN.jsonl -o OUT.jsonl --model MODEL_DIR
     """
     with _plain_errors():
-        from ..controller.ray_token import require_token
+        from ..controller.before_ray import check_start
 
-        require_token(is_insecure_fine=context.params["insecure_ray"])
+        check_start(is_insecure_fine=context.params["insecure_ray"])
         _check_early(context, model)
 
         from .batch.run import BatchSettings, main

@@ -2,12 +2,20 @@
 
 Python hears a signal when its first thread is between two of its own instructions. While that thread is in Ray, or in
 an import, it is not. So a thread of our own waits for the byte that Python's handler writes anyhow (`set_wakeup_fd`).
+That thread stands still with all others while one keeps the interpreter: Ray does, for as long as it waits for a part
+of it that has died as it started. So a small process waits for the byte, too, and kills this one if it is still there
+after a while.
+
+    signal ─► byte in a pipe ─► our thread: says "stopping", ends the processes that we started, and this one
+                             └─► the guard, 1.5 s later: kills this one, with whom all of Ray's die
+
 Imports nothing heavy: it is there before all the rest.
 """
 
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -18,6 +26,23 @@ from ..controller.processes import descendants, end_processes
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
+GUARD_S = 1.5
+"""An end in order takes less."""
+
+GUARD = """
+import os, select, signal, sys, time
+pipe, guarded, after_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+ready = select.poll()
+ready.register(pipe, select.POLLIN)
+while ready.poll()[0][1] & select.POLLIN:
+    time.sleep(after_s)
+    if ready.poll(0) and os.getppid() == guarded:
+        os.write(1, b"stopping ...\\n")
+        os.kill(guarded, signal.SIGKILL)
+        break
+"""
+"""Its program. The byte stays in the pipe until our thread has taken it, and what is to end it puts it back."""
+
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
@@ -26,10 +51,13 @@ def ended_by_signals() -> Iterator[None]:
     os.set_blocking(writer, False)
     before = [signal.signal(number, _ignore) for number in SIGNALS]  # what counts is the byte
     wakeup_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    threading.Thread(target=_wait, args=(reader,), name="signals", daemon=True).start()
+    guard = _guard(reader)
+    threading.Thread(target=_wait, args=(reader, writer), name="signals", daemon=True).start()
     try:
         yield
     finally:
+        guard.kill()
+        guard.wait()
         signal.set_wakeup_fd(wakeup_before)
         for number, handler in zip(SIGNALS, before, strict=True):
             signal.signal(number, handler)
@@ -40,9 +68,19 @@ def _ignore(number: int, frame: object) -> None:
     pass
 
 
-def _wait(reader: int) -> None:
+def _guard(reader: int) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-I", "-S", "-c", GUARD, str(reader), str(os.getpid()), str(GUARD_S)]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # it inherits that: Ctrl-C is sent to both
+    try:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(reader,))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _wait(reader: int, writer: int) -> None:
     while heard := os.read(reader, 1):
         if heard[0] in SIGNALS:
+            os.write(writer, heard)  # the guard is to see that it was not forgotten
             say("stopping ...")
             leave(128 + heard[0])
 

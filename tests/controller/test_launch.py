@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from intarsia.controller.ray_token import INSECURE, check_cluster, require_token
+from intarsia.controller.before_ray import INSECURE, check_cluster, check_start
 from intarsia.deploy.demo import DEMO_MODEL_DIR
 from intarsia.errors import InvalidSetting
 from intarsia.tests.conftest import free_port
@@ -39,8 +39,8 @@ def test_a_ray_of_our_own_without_a_token_is_refused_unless_told_otherwise(mode:
     monkeypatch.setenv("RAY_AUTH_MODE", mode)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(InvalidSetting, match="asks for no token"):
-        require_token(is_insecure_fine=False)
-    require_token(is_insecure_fine=True)
+        check_start(is_insecure_fine=False)
+    check_start(is_insecure_fine=True)
 
 
 def test_the_server_refuses_a_ray_without_a_token_before_any_of_it_starts(tmp_path):
@@ -55,6 +55,16 @@ def test_the_server_refuses_a_ray_without_a_token_before_any_of_it_starts(tmp_pa
     assert len(done.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
     assert time.monotonic() - began_s < 30
+
+
+def test_too_little_address_space_is_told_before_anything_starts():
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -v 2000000; {Path(sys.executable).with_name('intarsia')} serve {DEMO_MODEL_DIR}"],
+        capture_output=True, text=True, timeout=60, check=False, cwd="/",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: each process may have 2.0 GB of address space here (ulimit -v)"), done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -28,6 +29,26 @@ def test_a_server_that_starts_ends_at_the_first_signal_and_says_so(number: signa
         assert not found["left"] and not found["left_in_shm"]
 
     asyncio.run(scenario())
+
+
+STUCK = """
+import ctypes
+from intarsia.deploy.ending import ended_by_signals
+with ended_by_signals():
+    print("begun", flush=True)
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):  # the second time it waits for ever, and keeps the interpreter
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_process_whose_interpreter_is_kept_by_a_library_ends_all_the_same(number: signal.Signals):
+    with subprocess.Popen([sys.executable, "-c", STUCK], cwd="/", stdout=subprocess.PIPE, text=True) as stuck:
+        assert stuck.stdout is not None and stuck.stdout.readline() == "begun\n"
+        stuck.send_signal(number)
+        assert stuck.wait(SLOW_S) == -signal.SIGKILL
+        assert stuck.stdout.read() == "stopping ...\n"
 
 
 @pytest.mark.slow

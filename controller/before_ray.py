@@ -1,6 +1,9 @@
-"""Whether strangers may run code on the Ray that an engine runs in. Imports nothing heavy: it is asked first of all."""
+"""What is asked before a Ray is started or joined: whether strangers may run code there, and whether it has room.
+Imports nothing heavy, since it is asked first of all.
+"""
 
 import os
+import resource
 
 from ..errors import InvalidSetting
 
@@ -8,10 +11,33 @@ INSECURE = "INTARSIA_INSECURE_RAY"
 """Environment variable; 1: a Ray that asks nobody for a token will do."""
 
 
-def require_token(*, is_insecure_fine: bool) -> None:
-    """Refuse to start a Ray that asks nobody for a token. One that is joined is looked at when it is there.
+MIN_ADDRESS_SPACE_BYTES = 3_000_000_000
+"""Of each process. With 2 GB a process of Ray's ends without a word, or one waits for it for ever; with 3 GB a small
+model is served."""
 
-    Raises `InvalidSetting`."""
+
+def check_start(*, is_insecure_fine: bool) -> None:
+    """Raises `InvalidSetting` where no Ray of this process should be started, or could be."""
+    _require_address_space()
+    _require_token(is_insecure_fine=is_insecure_fine)
+
+
+def _require_address_space() -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY or limit >= MIN_ADDRESS_SPACE_BYTES:
+        return
+    raise InvalidSetting(
+        f"each process may have {limit / 1e9:.1f} GB of address space here (ulimit -v), and those of an engine want "
+        f"{MIN_ADDRESS_SPACE_BYTES / 1e9:g} GB at least, and the size of the model beside it. Lift the limit: ulimit "
+        "-v unlimited.",
+        field="ulimit -v",
+        asked=limit,
+        limit=MIN_ADDRESS_SPACE_BYTES,
+    )
+
+
+def _require_token(*, is_insecure_fine: bool) -> None:
+    """Refuse to start a Ray that asks nobody for a token. One that is joined is looked at when it is there."""
     mode = os.environ.get("RAY_AUTH_MODE", "token")
     if os.environ.get("RAY_ADDRESS") or mode.lower() == "token" or _is_fine(is_insecure_fine):
         return
