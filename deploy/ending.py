@@ -6,8 +6,8 @@ That thread stands still with all others while one keeps the interpreter: Ray do
 of it that has died as it started. So a small process waits for the byte, too, and kills this one if it is still there
 after a while.
 
-    signal ─► byte in a pipe ─► our thread: says "stopping", ends the processes that we started, and this one
-                             └─► the guard, 1.5 s later: kills this one, with whom all of Ray's die
+    signal ─► byte in a socket ─► our thread: says "stopping", ends the processes that we started, and this one
+                               └─► the guard, 1.5 s later: kills this one, with whom all of Ray's die
 
 Imports nothing heavy: it is there before all the rest.
 """
@@ -15,6 +15,7 @@ Imports nothing heavy: it is there before all the rest.
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -30,29 +31,31 @@ GUARD_S = 1.5
 """An end in order takes less."""
 
 GUARD = """
-import os, select, signal, sys, time
-pipe, guarded, after_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-ready = select.poll()
-ready.register(pipe, select.POLLIN)
-while ready.poll()[0][1] & select.POLLIN:
+import os, signal, socket, sys, time
+own, guarded, after_s, numbers = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), bytes(map(int, sys.argv[4:]))
+bytes_heard = socket.socket(fileno=own)
+while bytes_heard.recv(1, socket.MSG_PEEK):
     time.sleep(after_s)
-    if ready.poll(0) and os.getppid() == guarded:
+    try:
+        left = bytes_heard.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        continue
+    if left and left in numbers and os.getppid() == guarded:
         os.write(1, b"stopping ...\\n")
         os.kill(guarded, signal.SIGKILL)
-        break
 """
-"""Its program. The byte stays in the pipe until our thread has taken it, and what is to end it puts it back."""
+"""Its program. What our thread ends this process for it leaves where it is."""
 
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
     """Ctrl-C and SIGTERM end this process and all that it started, whatever it does, until somebody else hears them."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
     before = [signal.signal(number, _ignore) for number in SIGNALS]  # what counts is the byte
-    wakeup_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    wakeup_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     guard = _guard(reader)
-    threading.Thread(target=_wait, args=(reader, writer), name="signals", daemon=True).start()
+    threading.Thread(target=_wait, args=(reader,), name="signals", daemon=True).start()
     try:
         yield
     finally:
@@ -61,28 +64,29 @@ def ended_by_signals() -> Iterator[None]:
         signal.set_wakeup_fd(wakeup_before)
         for number, handler in zip(SIGNALS, before, strict=True):
             signal.signal(number, handler)
-        os.close(writer)
+        writer.close()
 
 
 def _ignore(number: int, frame: object) -> None:
     pass
 
 
-def _guard(reader: int) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-I", "-S", "-c", GUARD, str(reader), str(os.getpid()), str(GUARD_S)]
+def _guard(reader: socket.socket) -> "subprocess.Popen[bytes]":
+    about = reader.fileno(), os.getpid(), GUARD_S, *map(int, SIGNALS)
+    command = [sys.executable, "-I", "-S", "-c", GUARD, *map(str, about)]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # it inherits that: Ctrl-C is sent to both
     try:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(reader,))
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(reader.fileno(),))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _wait(reader: int, writer: int) -> None:
-    while heard := os.read(reader, 1):
+def _wait(reader: socket.socket) -> None:
+    while heard := reader.recv(1, socket.MSG_PEEK):
         if heard[0] in SIGNALS:
-            os.write(writer, heard)  # the guard is to see that it was not forgotten
             say("stopping ...")
             leave(128 + heard[0])
+        reader.recv(1)
 
 
 def say(what: str) -> None:
