@@ -316,7 +316,10 @@ async def refusing(context: Any) -> AsyncIterator[None]:
         error = IntarsiaError("internal error; the server's log has the details")
     else:
         return
-    await context.abort_with_status(status_of(error))
+    try:
+        await context.abort_with_status(status_of(error))
+    except grpc.aio.InternalError:  # the client has gone meanwhile
+        raise asyncio.CancelledError from None
 
 
 def status_of(error: IntarsiaError) -> Any:

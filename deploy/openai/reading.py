@@ -85,9 +85,7 @@ class BodyReader:
         if len(body) > LONG_BODY_BYTES or body.count(b"[") + body.count(b"{") > limits.max_nesting:
             self._check_extent(body)
         try:
-            value = json.loads(
-                body.decode("utf-8-sig")
-            )  # strictly: Python's own reader of bytes lets half characters in
+            value = json.loads(body.decode("utf-8-sig"))  # strictly: Python's own reader takes half characters
         except json.JSONDecodeError as error:
             raise _no_json(error.msg, error.pos) from None
         except RecursionError:
@@ -140,7 +138,8 @@ class BodyReader:
             ("tokens", max(limits.max_counted_tokens, self._max_model_len), "tokens"),
         ):
             _check_length(body.get(name), name, limit, what)
-        for number, message in enumerate(body.get("messages") or ()):
+        messages = body.get("messages")
+        for number, message in enumerate(messages if isinstance(messages, list) else ()):
             if isinstance(message, dict):
                 place = f"messages.{number}"
                 _check_members(message, place, place, MEMBERS)

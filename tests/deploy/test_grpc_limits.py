@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import gc
+import logging
+import random
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -375,3 +377,24 @@ def test_overloaded_is_what_a_typed_client_sees(serve: Serve):
     here = serve(DONE)
     here.engine.full = Overloaded("its turn would come late", retry_after_s=3.0)
     assert isinstance(refused(here.address, pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]))), Overloaded)
+
+
+def test_clients_that_leave_while_they_are_refused_leave_no_word_in_the_log(
+    serve: Serve, loop: Any, caplog: pytest.LogCaptureFixture
+):
+    here = serve(DONE)
+    payload = pb.GenerateRequest(text="a", images=[b"x"] * 2000).SerializeToString()
+    rng = random.Random(3)
+
+    async def ask(channel: Any) -> None:
+        call = channel.unary_stream(GENERATE)(payload, timeout=10)
+        await asyncio.sleep(rng.random() * 0.004)
+        call.cancel()
+
+    async def scenario() -> None:
+        async with grpc.aio.insecure_channel(here.address) as channel:
+            for _ in range(100):
+                await asyncio.gather(*(ask(channel) for _ in range(4)))
+
+    asyncio.run(scenario())
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -414,6 +414,12 @@ def test_a_body_of_too_much_is_refused_in_a_sentence_and_soon(
     assert not here.engine.asked
 
 
+@pytest.mark.parametrize("messages", [b"5e-324", b"NaN", b"true", b'"x"', b'{"a": 1}', b"[1]", b"[[]]"])
+def test_messages_that_are_no_list_of_messages_are_refused(door: Callable[..., Door], messages: bytes):
+    answer = post(door(), "/v1/chat/completions", b'{"messages": %s}' % messages)
+    assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("messages")
+
+
 def test_a_long_body_is_read_beside_the_loop_and_says_the_same(door: Callable[..., Door]):
     here = door()
     short: dict[str, Any] = {"prompt": [[1] * 10, [2] * 10], "max_tokens": 2, "logit_bias": {"7": 1}}

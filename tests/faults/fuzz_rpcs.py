@@ -154,7 +154,8 @@ def _metadata(
     given, opens = rng.choice(
         (
             ([], False), ([""], False), (["Bearer"], False), ([good], False), ([f"Basic {good}"], False),
-            ([f"Bearer {good}x"], False), ([f"Bearer {admin_key}"], False), ([f"Bearer {good}", "Bearer x"], None),
+            ([f"Bearer {good}x"], False), ([f"Bearer {admin_key}"], level is Level.FIGURES),
+            ([f"Bearer {good}", "Bearer x"], None),
         )
     )  # fmt: skip
     opened = True if level is Level.OPEN else opens
