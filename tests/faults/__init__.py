@@ -11,9 +11,10 @@
     attacks.py                 what a client who means ill does to 16 ordinary streams, attack by attack
     fuzz_door.py               every route and RPC of a real server with keys, asked wrongly by the thousand
     siege.py                   attackers in turns for hours, and a worker killed every minute
+    scarce.py                  too little address space, a full /dev/shm, a full disk
 
 Each module here is a program that prints what it saw as JSON; `docs/reliability.md` keeps the figures. `service.py` has
-what they share: an engine with its servers, and streams whose every token is known beforehand. The last three start
+what they share: an engine with its servers, and streams whose every token is known beforehand. The last four start
 `intarsia serve` itself (`served.py`), of any checkout, and have their ordinary users in processes apart (`guests.py`).
 An attack is a function in `attack_heads.py`, `attack_bodies.py` or `attack_holds.py`, registered under its name.
 """

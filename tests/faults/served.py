@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,18 +79,21 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(python: str = sys.executable, **options: Any) -> Iterator[Served]:
-    """The demo model behind `intarsia serve`, of the checkout whose interpreter that is. options: flags of `serve`."""
-    with tempfile.TemporaryDirectory(prefix="intarsia-door-") as folder:
+def served(python: str = sys.executable, within: Sequence[str] = (), **options: Any) -> Iterator[Served]:
+    """The demo model behind `intarsia serve`, of the checkout whose interpreter that is. within: a command that takes
+    the server's as its arguments and becomes it. options: flags of `serve`."""
+    with tempfile.TemporaryDirectory(prefix="intarsia-door-", dir="/var/tmp") as folder:
         log = Path(folder) / "log"
-        process = _started(python, Path(folder), log, options)
+        process = _started(python, Path(folder), log, within, options)
         try:
             yield Served(process, log, _target(process, log))
         finally:
             _stop(process)
 
 
-def _started(python: str, folder: Path, log: Path, options: Mapping[str, Any]) -> subprocess.Popen[bytes]:
+def _started(
+    python: str, folder: Path, log: Path, within: Sequence[str], options: Mapping[str, Any]
+) -> subprocess.Popen[bytes]:
     keys, admin = folder / "keys", folder / "admin"
     keys.write_text("".join(f"{key} {tenant}\n" for tenant, key in KEYS.items()))
     admin.write_text(ADMIN_KEY)
@@ -101,7 +104,7 @@ def _started(python: str, folder: Path, log: Path, options: Mapping[str, Any]) -
     words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     with log.open("wb") as out:
         return subprocess.Popen(
-            [str(Path(python).parent / "intarsia"), "serve", "demo", *words],
+            [*within, str(Path(python).parent / "intarsia"), "serve", "demo", *words],
             cwd="/",
             stdin=subprocess.DEVNULL,
             stdout=out,
