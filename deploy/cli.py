@@ -158,6 +158,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Where to listen; beyond loopback only with keys and TLS.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port for HTTP; 0 takes a free one.", min=0, max=65535)] = 8000,
     grpc_port: Annotated[int, typer.Option(help="Port for gRPC; 0 takes a free one.", min=0, max=65535)] = 50051,
+    root_path: Annotated[str, typer.Option(help="Where a proxy shows the HTTP server: /llm, say.")] = "",
     api_key: Annotated[
         list[str] | None, typer.Option(help="A key that clients must send; may be given several times.")
     ] = None,

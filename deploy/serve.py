@@ -43,8 +43,14 @@ class ServerSettings:
     console: ConsoleSettings = field(default_factory=ConsoleSettings)
     drain_timeout_s: float = 60.0  # for requests that are being answered when the server is to stop
     limits: Limits = field(default_factory=Limits)
+    root_path: str = ""  # where a proxy shows the HTTP server; requests may bring it or not
 
     def __post_init__(self):
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise InvalidSetting(
+                f"root_path must begin with a slash and not end with one, as /llm does, got {self.root_path!r}",
+                field="root_path",
+            )
         if self.drain_timeout_s < 0:
             raise InvalidSetting(
                 f"drain_timeout_s must be at least 0 seconds, got {self.drain_timeout_s}", field="drain_timeout_s"
@@ -56,6 +62,7 @@ def server_settings(
     host: str = "127.0.0.1",
     port: int = 8000,
     grpc_port: int = 50051,
+    root_path: str = "",
     api_key: Sequence[str] | None = None,
     api_key_file: str | None = None,
     admin_key: Sequence[str] | None = None,
@@ -89,6 +96,7 @@ def server_settings(
         ConsoleSettings(console_prompts),
         drain_timeout_s,
         Limits(**limits),  # type: ignore[arg-type]  a float only where the limit is one
+        root_path,
     )
 
 
@@ -127,7 +135,7 @@ async def serving(settings: EngineSettings, server: ServerSettings) -> AsyncIter
     try:
         tracer = tracer_of("front-end", settings.model.traces_endpoint)
         front_end = FrontEnd(engine.client, tokenizer, server.front_end, tracer=tracer, limits=server.limits)
-        app = make_app(lambda: front_end, access, server.console, server.limits)
+        app = make_app(lambda: front_end, access, server.console, server.limits, server.root_path)
         http, grpc = HttpServer(app, access, server.limits), GrpcServer(front_end, access)
         try:
             url, target = await http.start(server.host, server.port), await grpc.start(server.host, server.grpc_port)

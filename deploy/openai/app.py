@@ -18,7 +18,7 @@ from ..metrics import METRICS_TYPE, render
 from .answers import CLIENT_CLOSED, event_stream, json_response, now_s, while_connected
 from .chat import ChatCall
 from .completions import CompletionCall
-from .door import Bodies, Keys
+from .door import Bodies, Keys, Place
 from .errors import answer_errors, shape
 from .protocol import (
     TOKEN_FORMAT,
@@ -83,15 +83,19 @@ def make_app(
     access: Access | None = None,
     console: ConsoleSettings | None = None,
     limits: Limits | None = None,
+    root_path: str = "",
 ) -> FastAPI:
     """The application. front_end: called with each request, so that the engine may come later than the routes.
-    limits: of what is read before that; what a request holds is judged by the front end's own."""
+    limits: of what is read before that; what a request holds is judged by the front end's own. root_path: where a proxy
+    shows it; requests may come with this in front of their path, or without."""
     app = FastAPI(title="Intarsia", version="1", docs_url=None, redoc_url=None)
     created = now_s()
     limits = limits or Limits()
     app.router.route_class = reading_route(front_end, limits)
     app.add_middleware(Bodies, limits=limits)
     app.add_middleware(Keys, access=access or Access())
+    if root_path:
+        app.add_middleware(Place, root_path=root_path)
     answer_errors(app)
     _describe(app, front_end)
 

@@ -28,6 +28,21 @@ WINDOW_S = 10.0
 """In each of which a body must come at its lowest rate or faster: who sent much before may not hold it for longer."""
 
 
+class Place:
+    """Where a proxy shows the application. Some proxies take that part of a path away, others leave it there."""
+
+    def __init__(self, app: ASGIApp, root_path: str):
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            root, path = self._root_path, scope["path"]
+            is_there = path == root or path.startswith(f"{root}/")
+            scope = {**scope, "root_path": root, "path": path if is_there else root + path}
+        await self._app(scope, receive, send)
+
+
 class Keys:
     """Lets requests pass that bring a key, where one is wanted; notes in which trace they come."""
 
@@ -39,9 +54,7 @@ class Keys:
         headers = dict(scope["headers"]) if scope["type"] == "http" else {}
         INCOMING.set(headers.get(b"traceparent", b"").decode("latin-1"))
         if scope["type"] == "http":
-            level = ROUTES.get(
-                get_route_path(scope), Level.KEY
-            )  # a model's path has its name in it, and the same level
+            level = ROUTES.get(get_route_path(scope), Level.KEY)  # a model's path has its name in it, and that level
             try:
                 scope[KEY] = self._access.check(level, headers.get(b"authorization", b"").decode("latin-1"))
                 if scope[KEY] and CONNECTION in scope:

@@ -38,12 +38,12 @@ def door(loop: Any) -> Iterator[Callable[..., Door]]:
     """Starts a server in front of a scripted engine, with these limits."""
     servers: list[Any] = []
 
-    def start(access: AccessSettings | None = None, **limits: float) -> Door:
+    def start(access: AccessSettings | None = None, root_path: str = "", **limits: float) -> Door:
         async def listen() -> Door:
             engine: Any = ScriptedEngine(SCRIPT)
             wanted, guard = Limits(**limits), Access(access)  # type: ignore[arg-type]
             front_end = FrontEnd(engine, None, limits=wanted)
-            app = make_app(lambda: front_end, guard, limits=wanted)
+            app = make_app(lambda: front_end, guard, limits=wanted, root_path=root_path)
             server = HttpServer(app, guard, wanted)
             servers.append(server)
             url = await server.start(port=0)
@@ -474,6 +474,20 @@ def test_below_a_root_path_each_key_opens_what_it_opens_at_the_top(
     loop.run(call())
     seen = told[0]["status"] if told else 200
     assert (seen == 401) == (status == 401) and (seen == 404) == (status == 404)
+
+
+def test_with_a_root_path_requests_come_with_it_or_without_and_the_keys_are_the_same(door: Callable[..., Door]):
+    here = door(AccessSettings(api_key=("oak",), admin_key=("elm",)), root_path="/llm")
+    for path, key, status in (
+        ("/v1/models", "oak", 200), ("/llm/v1/models", "oak", 200), ("/llm/v1/models", "elm", 401),
+        ("/llm/console/view", "oak", 401), ("/console/view", "oak", 401), ("/llm/llm/console/view", "oak", 404),
+        ("/llm/health", "", 200), ("/llmx/health", "oak", 404), ("//llm/console/view", "oak", 404),
+    ):  # fmt: skip
+        answer = httpx.get(here.url + path, headers={"Authorization": f"Bearer {key or 'none'}"})
+        assert answer.status_code == status, path
+    assert httpx.get(f"{here.url}/openapi.json", headers={"Authorization": "Bearer oak"}).json()["servers"] == [
+        {"url": "/llm"}
+    ]
 
 
 def test_no_limit_of_the_door_is_written_twice():
