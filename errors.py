@@ -22,7 +22,7 @@ later?). Anything that is not an `IntarsiaError` is a bug of ours.
         └── OutOfMemory      ... because a step did not fit in memory; smaller ones are tried
 """
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 Detail = str | int | float
 
@@ -47,6 +47,12 @@ class IntarsiaError(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+    def bare(self) -> Self:
+        """Without the way it came: the frames of a traceback keep all that they worked on, and where they keep the
+        error, too, until Python's collector of cycles comes by. What is told of a refusal needs none of that."""
+        self.__traceback__ = self.__context__ = self.__cause__ = None
+        return self
 
     def to_wire(self) -> list[object]:
         """As plain values, for MessagePack."""

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..errors import Overloaded
+from ..errors import IntarsiaError, Overloaded
 
 Result = TypeVar("Result")
 
@@ -72,6 +72,7 @@ class Beside:
             return await one.done
         finally:
             self._drop(tenant, one)
+            del one, work  # what is raised keeps this frame, and they would keep it and all that they worked on
 
     def _check_room(self, tenant: str, size_bytes: int) -> None:
         count, held = len(self._waiting.get(tenant, ())), self._waiting_bytes[tenant]
@@ -112,6 +113,8 @@ class Beside:
         def do() -> None:
             try:
                 result, error = one.do(), None
+            except IntarsiaError as known:
+                result, error = None, known.bare()
             except BaseException as raised:  # noqa: BLE001  whatever it is, it is the caller's
                 result, error = None, raised
             if one.size_bytes >= LARGE_BYTES:

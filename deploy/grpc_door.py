@@ -81,43 +81,42 @@ class Door(grpc.aio.ServerInterceptor):
     # -- kinds of methods --------------------------------------------------------------------------------------------
 
     def _streaming(self, handler: Any, read: "Reader") -> Any:
-        async def stream(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
-            async with refusing(context):
-                self._unread.check()
-                request = _checked(await read(await self._one(messages)))
-                async with contextlib.aclosing(handler.unary_stream(request, context)) as responses:
-                    with self._unread.of_this_call(context) as written:
-                        async for response in responses:
-                            written(False)
-                            yield response
-                            written(True)
+        async def answers(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+            self._unread.check()
+            request = _checked(await read(await self._one(messages)))
+            async with contextlib.aclosing(handler.unary_stream(request, context)) as responses:
+                with self._unread.of_this_call(context) as written:
+                    async for response in responses:
+                        written(False)
+                        yield response
+                        written(True)
 
-        return grpc.stream_stream_rpc_method_handler(stream, None, handler.response_serializer)  # type: ignore[arg-type]
+        return grpc.stream_stream_rpc_method_handler(_relayed(answers), None, handler.response_serializer)
 
     def _answering(self, handler: Any, read: "Reader") -> Any:
         async def answer(messages: AsyncIterator[bytes], context: Any) -> Any:
-            async with refusing(context):
+            with noting() as refused:
                 return await handler.unary_unary(_checked(await read(await self._one(messages))), context)
+            return await _end_call(context, refused.pop())
 
         return grpc.stream_unary_rpc_method_handler(answer, None, handler.response_serializer)  # type: ignore[arg-type]
 
     def _talking(self, handler: Any, read: "Reader") -> Any:
         """One that really takes a stream: there are few at once, and each ends when nothing is asked for a while."""
 
-        async def stream(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+        async def answers(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
             async def asked() -> AsyncIterator[Any]:
                 while (data := await self._next(messages)) is not None:
                     yield _checked(await read(data))
 
-            async with refusing(context):
-                with self._streams.one(), self._unread.of_this_call(context) as written:
-                    async with contextlib.aclosing(handler.stream_stream(asked(), context)) as responses:
-                        async for response in responses:
-                            written(False)
-                            yield response
-                            written(True)
+            with self._streams.one(), self._unread.of_this_call(context) as written:
+                async with contextlib.aclosing(handler.stream_stream(asked(), context)) as responses:
+                    async for response in responses:
+                        written(False)
+                        yield response
+                        written(True)
 
-        return grpc.stream_stream_rpc_method_handler(stream, None, handler.response_serializer)  # type: ignore[arg-type]
+        return grpc.stream_stream_rpc_method_handler(_relayed(answers), None, handler.response_serializer)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -164,7 +163,7 @@ class Door(grpc.aio.ServerInterceptor):
                     check_wire(data, kind, bounds)
                 return parse(data) if parse is not None else data
             except IntarsiaError as error:
-                return _bare(error)
+                return error.bare()
             except DecodeError as error:
                 return InvalidRequest(f"the request's bytes are no message of its kind: {error}")
 
@@ -174,7 +173,7 @@ class Door(grpc.aio.ServerInterceptor):
             try:
                 return await self._beside.run(TENANT.get(), lambda: work(data), len(data))
             except Overloaded as error:
-                return _bare(error)
+                return error.bare()
 
         return read
 
@@ -183,12 +182,6 @@ async def _close(incoming: Any) -> None:
     """It keeps its last message otherwise, for as long as something of the call is kept."""
     if hasattr(incoming, "aclose"):
         await incoming.aclose()
-
-
-def _bare(error: IntarsiaError) -> IntarsiaError:
-    """Without the way it came."""
-    error.__traceback__ = error.__context__ = error.__cause__ = None
-    return error
 
 
 def _checked(request: Any) -> Any:
@@ -302,20 +295,38 @@ class _Status(NamedTuple):
     trailing_metadata: tuple[tuple[str, str | bytes], ...]
 
 
-@contextlib.asynccontextmanager
-async def refusing(context: Any) -> AsyncIterator[None]:
-    """Our errors become statuses with details; anything else is our own fault, and only the log learns of it."""
+@contextlib.contextmanager
+def noting() -> Iterator[list[IntarsiaError]]:
+    """Gives a list, in which the error is that ends what is done here, if one does. What is no error of ours is our own
+    fault, and only the log learns of it."""
+    refused: list[IntarsiaError] = []
     try:
-        yield
-    except IntarsiaError as known:
-        error = known
+        yield refused
+    except IntarsiaError as error:
+        refused.append(error.bare())
     except grpc.aio.AbortError:  # the method has said its status itself
         raise
     except Exception:
         logger.exception("a call failed on an internal error")
-        error = IntarsiaError("internal error; the server's log has the details")
-    else:
-        return
+        refused.append(IntarsiaError("internal error; the server's log has the details"))
+
+
+def _relayed(answers: Callable[[Any, Any], AsyncIterator[Any]]) -> Any:
+    """A method that says what `answers` does, and ends with a status where that ends with an error. gRPC keeps the
+    frames through which it ends a call, so nothing of what was asked is in this one."""
+
+    async def relay(messages: Any, context: Any) -> AsyncIterator[Any]:
+        with noting() as refused:
+            async with contextlib.aclosing(answers(messages, context)) as responses:  # type: ignore[type-var]
+                async for response in responses:
+                    yield response
+        if refused:
+            await _end_call(context, refused.pop())
+
+    return relay
+
+
+async def _end_call(context: Any, error: IntarsiaError) -> None:
     try:
         await context.abort_with_status(status_of(error))
     except grpc.aio.InternalError:  # the client has gone meanwhile

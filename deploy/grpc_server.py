@@ -31,14 +31,12 @@ from .convert import (
     terms_from_proto,
 )
 from .front_end import Asked, FrontEnd, side_by_side
-from .grpc_door import Door, refusing, status_of
+from .grpc_door import Door
 from .grpc_health import SERVICE_NAME as HEALTH
 from .grpc_health import HealthServicer
 from .grpc_reflection import add_reflection
 from .limits import Limits
 from .wire import Bounds
-
-__all__ = ["GrpcServer", "InferenceServicer", "status_of"]
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
@@ -51,78 +49,60 @@ MANY_TOKENS = 10_000
 
 
 class InferenceServicer(pb_grpc.InferenceServicer):
-    """Answers `intarsia.v1.Inference` out of one engine."""
+    """Answers `intarsia.v1.Inference` out of one engine. Raises `IntarsiaError`, of which its caller makes a status."""
 
     def __init__(self, front_end: FrontEnd):
         self._front_end = front_end
 
-    async def Generate(
-        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         # Closing them is what frees the blocks of a client that has gone.
         _note_trace(context)
-        answered = contextlib.aclosing(self._answered(request, context.time_remaining()))
-        async with refusing(context), answered as responses:
+        async with contextlib.aclosing(self._answered(request, context.time_remaining())) as responses:
             async for response in responses:
                 yield response
 
-    def model_info(self) -> pb.ModelInfo:
-        return info_to_proto(self._front_end.info)
-
     async def GenerateBatch(
-        self, request: pb.GenerateBatchRequest, context: grpc.aio.ServicerContext
+        self, request: pb.GenerateBatchRequest, context: Any
     ) -> AsyncIterator[pb.GenerateBatchResponse]:
-        async with refusing(context):
-            time_remaining_s = context.time_remaining()
-            _note_trace(context)
-            most_batch_requests(self._front_end.limits).check(len(request.requests))
-            streams = [self._answered(one, time_remaining_s) for one in request.requests]
-            async with contextlib.aclosing(side_by_side(streams)) as together:
-                async for number, item in together:
-                    if isinstance(item, IntarsiaError):
-                        yield pb.GenerateBatchResponse(request=number, error=error_to_proto(item))
-                    else:
-                        yield pb.GenerateBatchResponse(request=number, response=item)
+        time_remaining_s = context.time_remaining()
+        _note_trace(context)
+        most_batch_requests(self._front_end.limits).check(len(request.requests))
+        streams = [self._answered(one, time_remaining_s) for one in request.requests]
+        async with contextlib.aclosing(side_by_side(streams)) as together:
+            async for number, item in together:
+                if isinstance(item, IntarsiaError):
+                    yield pb.GenerateBatchResponse(request=number, error=error_to_proto(item))
+                else:
+                    yield pb.GenerateBatchResponse(request=number, response=item)
 
-    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
-        async with refusing(context):
-            check_id(request.request_id, self._front_end.limits)
-            return pb.AbortResponse(found=self._front_end.abort(request.request_id))
-        raise AssertionError("refused")
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
+        check_id(request.request_id, self._front_end.limits)
+        return pb.AbortResponse(found=self._front_end.abort(request.request_id))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenIds:
         add = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        async with refusing(context):
-            ids = await self._front_end.encode(request.text, add_special_tokens=add, only_counted=True)
-            return pb.TokenIds(ids=ids)
-        raise AssertionError("refused")
+        return pb.TokenIds(ids=await self._front_end.encode(request.text, add_special_tokens=add, only_counted=True))
 
     async def Detokenize(self, request: pb.TokenIds, context: Any) -> pb.DetokenizeResponse:
-        async with refusing(context):
-            return pb.DetokenizeResponse(text=await self._front_end.detokenize(request.ids))
-        raise AssertionError("refused")
+        return pb.DetokenizeResponse(text=await self._front_end.detokenize(request.ids))
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.Load:
-        async with refusing(context):
-            return load_to_proto(await self._front_end.load())
-        raise AssertionError("refused")
+        return load_to_proto(await self._front_end.load())
 
     async def GetCacheState(self, request: pb.GetCacheStateRequest, context: Any) -> pb.CacheState:
-        async with refusing(context):
-            return cache_state_to_proto(await self._front_end.cache_state())
-        raise AssertionError("refused")
+        return cache_state_to_proto(await self._front_end.cache_state())
 
     async def WatchCacheEvents(
         self, request: pb.WatchCacheEventsRequest, context: Any
     ) -> AsyncIterator[pb.CacheEvents]:
-        async with refusing(context), contextlib.aclosing(self._front_end.watch_cache()) as watch:
+        async with contextlib.aclosing(self._front_end.watch_cache()) as watch:
             async for events in watch:
                 if events.message is None:  # else another watcher was told the same
                     events.message = events_to_proto(events)
                 yield events.message
 
-    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
-        return self.model_info()
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.ModelInfo:
+        return info_to_proto(self._front_end.info)
 
     async def _answered(
         self, request: pb.GenerateRequest, time_remaining_s: float | None

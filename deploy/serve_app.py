@@ -10,12 +10,11 @@ import contextlib
 import difflib
 import hashlib
 import inspect
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import grpc
 import pydantic
 from fastapi import FastAPI
 from ray import serve
@@ -23,7 +22,7 @@ from ray.serve.config import AutoscalingPolicy
 from ray.serve.grpc_util import RayServegRPCContext
 
 from ..controller.launch import RunningEngine, find_engines, start_engine
-from ..errors import EngineUnavailable, IntarsiaError, InvalidSetting, Unauthenticated
+from ..errors import EngineUnavailable, IntarsiaError, InvalidSetting
 from ..proto import inference_pb2 as pb
 from ..proto.tracing import tracer_of
 from ..workers.environment import freeze_startup_objects, give_back_large_blocks
@@ -32,7 +31,8 @@ from .autoscaling import POOL_USE, wanted_replicas
 from .console import ConsoleSettings
 from .fleet import Fleet
 from .front_end import FrontEnd, FrontEndSettings
-from .grpc_server import InferenceServicer, status_of
+from .grpc_door import noting, status_of
+from .grpc_server import InferenceServicer
 from .limits import Limits
 from .limits import rows as limit_rows
 from .openai.app import make_app
@@ -130,49 +130,79 @@ class Replica:
     async def Generate(
         self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        async for response in self._servicer.Generate(request, await self._admitted(grpc_context)):  # type: ignore[arg-type]
+        async for response in self._stream(self._servicer.Generate, request, grpc_context):
             yield response
 
     async def GenerateBatch(
         self, request: pb.GenerateBatchRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[pb.GenerateBatchResponse, None]:
-        async for response in self._servicer.GenerateBatch(request, await self._admitted(grpc_context)):  # type: ignore[arg-type]
+        async for response in self._stream(self._servicer.GenerateBatch, request, grpc_context):
             yield response
 
     async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: RayServegRPCContext) -> pb.TokenIds:
-        return await self._servicer.Tokenize(request, await self._admitted(grpc_context))
+        return await self._answer(self._servicer.Tokenize, request, grpc_context)
 
     async def Detokenize(self, request: pb.TokenIds, grpc_context: RayServegRPCContext) -> pb.DetokenizeResponse:
-        return await self._servicer.Detokenize(request, await self._admitted(grpc_context))
+        return await self._answer(self._servicer.Detokenize, request, grpc_context)
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, grpc_context: RayServegRPCContext) -> pb.ModelInfo:
-        await self._admitted(grpc_context)
-        return self._servicer.model_info()
+        return await self._answer(self._servicer.GetModelInfo, request, grpc_context)
 
     async def GetLoad(self, request: pb.GetLoadRequest, grpc_context: RayServegRPCContext) -> pb.Load:
         """Of the replica that happens to be asked."""
-        return await self._servicer.GetLoad(request, await self._admitted(grpc_context, Level.FIGURES))
+        return await self._answer(self._servicer.GetLoad, request, grpc_context, Level.FIGURES)
 
     async def GetCacheState(self, request: pb.GetCacheStateRequest, grpc_context: RayServegRPCContext) -> pb.CacheState:
         """Of the replica that happens to be asked."""
-        return await self._servicer.GetCacheState(request, await self._admitted(grpc_context, Level.FIGURES))
+        return await self._answer(self._servicer.GetCacheState, request, grpc_context, Level.FIGURES)
 
     async def WatchCacheEvents(
         self, request: pb.WatchCacheEventsRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[pb.CacheEvents, None]:
         """Of the replica that happens to be asked."""
-        context = await self._admitted(grpc_context, Level.FIGURES)
-        async for events in self._servicer.WatchCacheEvents(request, context):
+        async for events in self._stream(self._servicer.WatchCacheEvents, request, grpc_context, Level.FIGURES):
             yield events
 
-    async def _admitted(self, grpc_context: RayServegRPCContext, level: Level = Level.KEY) -> "_Context":
-        """The context of a call that brings a key, where one is wanted."""
-        context = _Context(grpc_context)
-        try:
-            self._access.check(level, dict(grpc_context.invocation_metadata()).get("authorization"))
-        except Unauthenticated as error:
-            await context.abort_with_status(status_of(error))
-        return context
+    async def _answer(
+        self,
+        method: Callable[..., Awaitable[Any]],
+        request: Any,
+        context: RayServegRPCContext,
+        level: Level = Level.KEY,
+    ) -> Any:
+        """What our servicer says to a call that brings a key, where one is wanted."""
+        with noting() as refused:
+            self._check(context, level)
+            return await method(request, _Context(context))
+        raise _refused(context, refused.pop())
+
+    async def _stream(
+        self,
+        method: Callable[..., AsyncIterator[Any]],
+        request: Any,
+        context: RayServegRPCContext,
+        level: Level = Level.KEY,
+    ) -> AsyncGenerator[Any, None]:
+        """The same of a method with many answers."""
+        with noting() as refused:
+            self._check(context, level)
+            async with contextlib.aclosing(method(request, _Context(context))) as responses:  # type: ignore[type-var]
+                async for response in responses:
+                    yield response
+        if refused:
+            raise _refused(context, refused.pop())
+
+    def _check(self, context: RayServegRPCContext, level: Level) -> None:
+        self._access.check(level, dict(context.invocation_metadata()).get("authorization"))
+
+
+def _refused(context: RayServegRPCContext, error: IntarsiaError) -> RuntimeError:
+    """What ends a call of Serve's, whose status is set then."""
+    status = status_of(error)
+    context.set_code(status.code)
+    context.set_details(status.details)
+    context.set_trailing_metadata(list(status.trailing_metadata or ()))  # type: ignore[arg-type]  bytes too
+    return RuntimeError(status.details)
 
 
 def engine_name(name: str | None, settings: Mapping[str, Any]) -> str:
@@ -193,12 +223,6 @@ class _Context:
 
     def time_remaining(self) -> float | None:
         return None  # Serve does not tell; it ends calls whose deadline has passed
-
-    async def abort_with_status(self, status: grpc.Status) -> None:
-        self._context.set_code(status.code)
-        self._context.set_details(status.details)
-        self._context.set_trailing_metadata(list(status.trailing_metadata or ()))  # type: ignore[arg-type]  bytes too
-        raise RuntimeError(status.details)
 
 
 def app(args: Mapping[str, Any]) -> serve.Application:

@@ -174,16 +174,27 @@ def test_bytes_that_are_no_message_are_called_so(serve: Serve, message: bytes):
         assert "no message of its kind" in str(failed.details())
 
 
-def test_what_was_refused_is_not_kept(serve: Serve):
+REFUSED = {
+    "too many stops": ("Generate", lambda: pb.GenerateRequest(sampling=pb.SamplingParams(stop_token_ids=[5] * MANY))),
+    "no tokenizer": ("Generate", lambda: pb.GenerateRequest(text="x " * (MANY // 2))),
+    "too many tokens": ("Detokenize", lambda: pb.TokenIds(ids=[72] * MANY)),
+    "too many images": ("Generate", lambda: pb.GenerateRequest(text="x", images=[b""] * (MANY // 2))),
+}
+MANY = 8 << 20
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_was_refused_is_not_kept(serve: Serve, why: str):
     here = serve(DONE)
-    message = pb.GenerateRequest(sampling=pb.SamplingParams(stop_token_ids=[5] * (8 << 20))).SerializeToString()
-    raw(here.address, "Generate", message)
+    method, request = REFUSED[why]
+    message = request().SerializeToString()
+    raw(here.address, method, message)
     gc.collect()
     gc.disable()
     try:
         before = resident_bytes()
         for _ in range(20):
-            raw(here.address, "Generate", message)
+            raw(here.address, method, message)
         assert resident_bytes() - before < 10 * len(message)
     finally:
         gc.enable()

@@ -1,7 +1,9 @@
 """What a client may send over HTTP, on a real server and real sockets."""
 
 import contextlib
+import gc
 import json
+import resource
 import socket
 import ssl
 import time
@@ -278,6 +280,29 @@ def test_a_key_has_so_many_connections_and_no_other_key_is_concerned(door: Calla
         while ask("oak")[1].status_code != 200:
             assert time.monotonic() < until_s
             time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("path", "begun"),
+    [("/v1/completions", b'{"prompt": '), ("/tokenize", b'{"prompt": '), ("/v1/completions", b'{"no such thing": ')],
+)
+def test_of_refused_bodies_nothing_is_kept(door: Callable[..., Door], path: str, begun: bytes):
+    here = door()
+    body = begun + b'"' + b"a" * (8 * MIB) + b'"}'
+    assert post(here, path, body).status_code == 400
+    gc.collect()
+    gc.disable()
+    try:
+        before = resident_bytes()
+        for _ in range(20):
+            post(here, path, body)
+        assert resident_bytes() - before < 10 * len(body)
+    finally:
+        gc.enable()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 # -- TLS -------------------------------------------------------------------------------------------------------------
