@@ -28,7 +28,7 @@ from .watching import MOST_UNREAD_NAMES, Subscription, Watch
 logger = logging.getLogger(__name__)
 
 UNWATCH_AFTER_S = 1.0
-"""That nobody here has watched the cache: to begin anew costs the engine more than to go on."""
+"""Without a watcher of the cache here: to begin anew costs the engine more than to go on."""
 
 HUNG_AFTER_S = 5.0
 """For an engine to answer a question. One that may not come back is asked nothing."""
@@ -167,7 +167,7 @@ class EngineClient:
                 asyncio.get_running_loop().call_later(UNWATCH_AFTER_S, self._unwatch, viewer, subscription)
 
     def _unwatch(self, viewer: str | None, subscription: Subscription) -> None:
-        """If nobody has come meanwhile."""
+        """If no watcher has come meanwhile."""
         handle = self._watched.get(viewer)
         if handle is None or self._watches.get(handle) is not subscription or subscription.watches:
             return
@@ -406,7 +406,7 @@ class Inbox:
     """What has come for a request and was not taken yet; then what ends it."""
 
     def __init__(self, *, in_pieces: bool = True):
-        """in_pieces: what waits is taken in pieces, so that nobody is busy with one request for long; else in one."""
+        """in_pieces: what waits is taken in pieces, so that one request does not keep the loop long; else in one."""
         self._in_pieces = in_pieces
         self._backlog = Backlog()
         self._end: IntarsiaError | _Lost | None = None
@@ -490,7 +490,7 @@ class _Asked(NamedTuple):
 class Generation(AsyncIterator[TokenDelta]):
     """The deltas of one request as they come, of all its answers in one stream; each says which answer it is of.
 
-    Whoever takes them more slowly than they come finds what has come meanwhile in pieces of `PIECE_TOKENS` (see
+    A reader slower than the engine finds what has come meanwhile in pieces of `PIECE_TOKENS` (see
     `Backlog`), and others get their turn between two of them.
 
     Leaving it before its end, by `aclose` or by cancelling whoever waits, aborts what goes on.
@@ -674,7 +674,7 @@ class Generation(AsyncIterator[TokenDelta]):
             self._client._abort(handle)
 
     def abort(self, error: IntarsiaError) -> None:
-        """Stop it at once. Whoever iterates gets the error, when it does."""
+        """Stop it at once. The iteration gets the error."""
         if self._open:
             self._aborted = error
             self.inbox.end_with(error)

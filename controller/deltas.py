@@ -1,4 +1,4 @@
-"""What comes for an answer, and how it waits for whoever is slow to take it: in little memory, and taken in pieces."""
+"""What comes for an answer, and how it waits for a slow reader: in little memory, and taken in pieces."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
@@ -106,7 +106,7 @@ def _rows(packed: Any) -> Rows | None:
 
 
 class Backlog:
-    """What nobody has taken yet, by answer. The tokens of an answer are one piece, however many they have become.
+    """What has not been taken yet, by answer. The tokens of an answer are one piece, however many they have become.
 
     Invariant: an answer is in it if and only if something of it waits.
     """

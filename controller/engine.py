@@ -630,7 +630,7 @@ class Engine:
         prompt = {
             "gen_ai.usage.input_tokens": request.prompt_tokens,
             "intarsia.cached_tokens": request.cached_tokens,
-            # Not what another salt has: whoever traces their own requests would learn what others asked.
+            # Not what another salt has: a tenant's own traces would tell what others asked.
             **{
                 f"intarsia.lost_tokens.{cause}": tokens
                 for cause, tokens in request.lost_tokens.items()

@@ -120,7 +120,7 @@ async def start_engine(settings: EngineSettings, watch: Watch | None = None) -> 
 
 
 async def _ensured(settings: EngineSettings) -> OwnRay | None:
-    """A Ray to run in. Given up while it starts, none of it is left; and nobody leaves the process before its threads
+    """A Ray to run in. Given up while it starts, none of it is left; and the process is not left before its threads
     have noticed, for they would stumble."""
     ensure = partial(ensure_ray, is_insecure_fine=settings.insecure_ray)
     starting = asyncio.ensure_future(_beside(ensure, settings.model.tensor_parallel_size))
@@ -149,12 +149,12 @@ async def _end(actors: "_Actors | None", own_ray: OwnRay | None) -> None:
     if own_ray is not None:  # and with it all that runs there
         await _beside(own_ray.stop)
     elif actors is not None:
-        with contextlib.suppress(TimeoutError):  # a cluster without its GCS answers nobody
+        with contextlib.suppress(TimeoutError):  # a cluster without its GCS gives no answer
             await asyncio.wait_for(_beside(actors.dismiss), DISMISS_TIMEOUT_S)
 
 
 async def _beside(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Do it in a thread that nobody waits for who does not wait here: Ray may not come back from a call."""
+    """Do it in a thread that is waited for here only: Ray may not come back from a call."""
     loop = asyncio.get_running_loop()
     made: asyncio.Future[Any] = loop.create_future()
 
@@ -171,7 +171,7 @@ async def _beside(work: Callable[..., Any], *arguments: Any) -> Any:
 
     def tell(result: Any, error: BaseException | None) -> None:
         if made.done():
-            return  # nobody waits any more
+            return  # the caller waits no more
         if error is not None:
             made.set_exception(error)
         else:
@@ -193,7 +193,7 @@ class _Actors:
 
     @classmethod
     async def create(cls, settings: EngineSettings) -> "_Actors":
-        is_private = settings.name is None  # nobody but this process looks for it
+        is_private = settings.name is None  # only this process looks for it
         settings = replace(settings, name=settings.name or f"engine-{uuid.uuid4().hex[:8]}")
         controller = _create(settings.name)
         try:

@@ -1,6 +1,6 @@
 """Losses in a row: of workers, or of a controller, that come back and go again before they have done anything.
 
-They are bounded by time, not by number: whoever kills six times within two seconds may be done then. A rebuild that
+They are bounded by time, not by number: six kills within two seconds may be all of them. A rebuild that
 takes minutes is no reason to give up after the second loss, so a few tries are always made.
 """
 
@@ -36,7 +36,7 @@ class Losses:
         """One more. Raises `EngineUnavailable` when it is one too many."""
         now_s = time.monotonic()
         if self._back_s is not None and now_s - self._back_s > self._give_up_after_s:
-            self._tries = 0  # nobody asked anything of it, and it lived
+            self._tries = 0  # no request came, and it lived
         if not self._tries:
             self._first_s = now_s
         self._tries, self._back_s = self._tries + 1, None

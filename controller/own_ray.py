@@ -1,6 +1,6 @@
 """The Ray that a process starts for itself where there is none to join, and what is asked of one that it joins.
 
-Whoever can speak to a Ray cluster runs code on it. One of our own listens on this machine's loopback only, wants a
+Who can speak to a Ray cluster runs code on it. One of our own listens on this machine's loopback only, wants a
 token that is drawn for it and written nowhere, and ends with all its processes, whatever state they are in.
 
 `ray>=2.59` in pyproject.toml is the first that asks for a token unless told otherwise: `enable_token_auth_by_default`
@@ -134,7 +134,7 @@ def _own_environment() -> Iterator[None]:
     """What Ray's processes are started with; as it was afterwards, for whatever cluster is next."""
     before = {name: os.environ.get(name) for name in _OURS}
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would let our workers yield to every other process
-    # Nobody reads Ray's own metrics where it has no dashboard; to send them wakes all its processes again and again.
+    # Ray's own metrics have no reader where it has no dashboard; to send them wakes all its processes again and again.
     os.environ.setdefault("RAY_enable_metrics_collection", "0")
     os.environ[OWNER] = name_of_process(os.getpid())
     if os.environ.get("RAY_AUTH_MODE", "token").lower() == "token":
@@ -185,7 +185,7 @@ def _forget_token() -> None:
 def ensure_ray(workers: int, *, is_insecure_fine: bool = False) -> OwnRay | None:
     """Use the Ray this process is connected to, else the one RAY_ADDRESS names, else start one, which is returned.
 
-    Raises `InvalidSetting` where nobody is asked for a token."""
+    Raises `InvalidSetting` where no token is asked for."""
     if ray.is_initialized():
         return None
     logging.getLogger("ray").setLevel(logging.ERROR)

@@ -7,7 +7,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ..errors import EngineUnavailable, IntarsiaError
 
 LOOPBACK = "127.0.0.1"
-"""Where our channels listen when nobody comes from another machine."""
+"""Where our channels listen when no other machine connects."""
 
 
 async def answer(reference: Any, who: str) -> Any:

@@ -39,7 +39,7 @@ class EngineSettings:
     generation_config: str = "auto"  # "auto": sample as the checkpoint's says, unless a request does; "none": do not
     served_model_name: str | None = None  # None: the checkpoint folder's
     name: str | None = None  # of the engine within the Ray cluster; None: drawn
-    insecure_ray: bool = False  # a Ray that asks nobody for a token will do
+    insecure_ray: bool = False  # a Ray that asks for no token will do
     give_up_after_s: float = GIVE_UP_AFTER_S  # when processes are lost again and again without a step in between
 
     def __post_init__(self):

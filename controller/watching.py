@@ -81,7 +81,7 @@ class Watch:
         self._wake.set()
 
     def drop(self) -> None:
-        """Keep nothing for whoever takes no more."""
+        """Keep nothing for a reader that takes no more."""
         self._known = iter(())
         self._changes.clear()
         self._unread = 0
@@ -129,7 +129,7 @@ class Subscription:
     def end(self, error: IntarsiaError) -> None:
         if not self.begun.done():
             self.begun.set_exception(error)
-            self.begun.exception()  # there may be nobody who waits
+            self.begun.exception()  # it may be that no caller waits
         for watch in self.watches:
             watch.end(error)
 

@@ -124,7 +124,7 @@ class WorkerGroup:
         self._processes = list(await asyncio.gather(*(self._present(n, n in lost) for n in sorted(self._all_ranks))))
         hosts = [process.host for process in self._processes if process is not None]
         if set(hosts) == {ray.util.get_node_ip_address()}:
-            hosts = [LOOPBACK] * len(hosts)  # nobody comes from elsewhere
+            hosts = [LOOPBACK] * len(hosts)  # no other machine connects
         if len(hosts) > 1:
             await self._all("join", await self._each("meeting_point", hosts))
         for steps, beside in await self._each("listen", hosts):

@@ -1,7 +1,7 @@
 """Work beside the event loop: a few threads, shared fairly among tenants.
 
 What takes more than a millisecond would hold up every stream of its loop: reading a long text, writing a long answer.
-Threads do it instead. Each tenant's work is done in its own order, and tenants take turns, so whoever sends 30 MB waits
+Threads do it instead. Each tenant's work is done in its own order, and tenants take turns, so a tenant's 30 MB wait
 behind their own. Python runs one thread at a time, so what is done here has to let go of the interpreter every few
 milliseconds: a single call into C that keeps it for longer holds up the loop from here just as well.
 """
@@ -119,7 +119,7 @@ class Beside:
                 result, error = None, raised
             if one.size_bytes >= LARGE_BYTES:
                 _give_memory_back()
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and no caller waits
                 loop.call_soon_threadsafe(self._end_of, tenant, one, result, error)
 
         self._todo.put(do)
@@ -136,7 +136,7 @@ class Beside:
         self._begin_what_can()
 
     def _drop(self, tenant: str, one: _Work) -> None:
-        """Forget what nobody waits for any more, if it has not begun."""
+        """Forget work whose caller waits no more, if it has not begun."""
         waiting = self._waiting.get(tenant)
         if waiting is None or one not in waiting:
             return

@@ -90,13 +90,13 @@ def _wait(reader: socket.socket) -> None:
 
 
 def say(what: str) -> None:
-    """To whoever sits there, if anybody does."""
+    """To the terminal, if there is one."""
     with contextlib.suppress(OSError, ValueError):
         print(what, flush=True)
 
 
 def leave(status: int) -> NoReturn:
-    """End this process now, and all that it started. Nobody's answers are lost but those that were given up."""
+    """End this process now, and all that it started. No answers are lost but those that were given up."""
     end_processes(descendants(), descendants)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

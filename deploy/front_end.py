@@ -427,7 +427,7 @@ class Answers:
 
     @property
     def unread_bytes(self) -> int:
-        """About what has come from the engine, and nobody has taken."""
+        """About what has come from the engine and has not been taken."""
         return self._generation.unread_bytes
 
     def abort(self, error: IntarsiaError) -> None:

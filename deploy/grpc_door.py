@@ -37,7 +37,7 @@ SLOW_AFTER_S = 1.0
 """A message that is not there by then is counted as a whole one under way: how much of it has come is not told."""
 
 MOST_LEFT, MOST_LEFT_OF_CALLER = 512, 64
-"""Answers that were ended because nobody reads them, and whose last piece is still to be read."""
+"""Answers that were ended because their clients do not read, and whose last piece is still to be read."""
 
 SWEEPS = 8
 """In the time that a client may take nothing: how often it is looked whether somebody does."""

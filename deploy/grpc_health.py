@@ -53,7 +53,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: Any
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """The status now, and each other one that comes; what passes while nobody reads is not told."""
+        """The status now, and each other one that comes; what passes while the watcher does not read is not told."""
         with self._watchers.one():
             last = None
             while True:

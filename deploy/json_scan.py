@@ -1,6 +1,6 @@
 """How deep and how long a JSON text is, known before it becomes objects: a parser makes a hundred bytes out of three.
 
-The scan is numpy's over slices of the text, so it holds up nobody: numpy lets other threads run meanwhile.
+The scan is numpy's over slices of the text, so it holds nothing up: numpy lets other threads run meanwhile.
 """
 
 from typing import NamedTuple

@@ -128,7 +128,7 @@ class LLM:
     otlp_traces_endpoint      None: URL that takes OpenTelemetry's traces (OTLP over HTTP)
     name                      None: of the engine in the Ray cluster; None: drawn
     give_up_after_s           120: seconds in which processes are lost again and again, and no step is completed
-    insecure_ray              False: use a Ray that asks for no token, so that whoever reaches its ports runs code
+    insecure_ray              False: use a Ray that asks for no token, so anybody who reaches its ports runs code
 
     Raises `ModelError` or `InvalidSetting`, naming the field, before or while the engine starts; nothing is left
     running then.

@@ -25,7 +25,7 @@ from .running import announced
 from .tokenizer import Tokenizer
 
 LAST_WORDS_S = 0.5
-"""For what was answered to reach clients, once nobody is being answered any more."""
+"""For the last answers to reach their clients."""
 
 END_WITHIN_S = 1.5
 """Of the process, from then on."""

@@ -183,7 +183,7 @@ def answer(question: bytes, max_bytes: int) -> tuple[dict[str, Any], bytes]:
 
 
 def serve() -> None:
-    """Until nobody asks any more, or something took too much: whoever asks starts another."""
+    """Until its parent ends, or something took too much: the parent then starts another."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's, which may still have to ask
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

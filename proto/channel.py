@@ -38,7 +38,7 @@ TAKEN_WITHIN_S = 10.0
 """What is sent to a server in an event loop of ours, or it is gone."""
 
 STANDS_FOR_S = 60.0
-"""That whoever connects to such a server may take nothing of what it is sent. It loses time, and nothing else."""
+"""That a client of such a server may take nothing of what it is sent. It loses time, and nothing else."""
 
 CLOSED_WITHIN_S = 2.0
 """For the other side to take the last words of a stream that is closed."""
@@ -238,7 +238,7 @@ class _Stranger:
 
 
 class BlockingListener:
-    """Accepts connections that know the secret, without an event loop. Strangers are heard side by side, so that nobody
+    """Accepts connections that know the secret, without an event loop. Strangers are heard side by side, so that no one
     waits for one who says nothing."""
 
     def __init__(self, host: str, timeout_s: float | None = None, taken_within_s: float | None = TAKEN_WITHIN_S):
@@ -267,7 +267,7 @@ class BlockingListener:
             for late in [each for each, stranger in self._strangers.items() if stranger.until_s <= now_s]:
                 self._shut_out(late)
             if until_s is not None and now_s >= until_s:
-                raise TimeoutError(f"nobody who knows the secret came within {self._timeout_s:g} s")
+                raise TimeoutError(f"no client that knows the secret came within {self._timeout_s:g} s")
 
     def close(self) -> None:
         for stranger in list(self._strangers):
@@ -276,7 +276,7 @@ class BlockingListener:
         self._listener.close()
 
     def _patience_s(self, until_s: float | None) -> float | None:
-        """Until somebody's time is over; None: nobody's is limited."""
+        """Until the first one's time is over; None: no time is limited."""
         ends = [stranger.until_s for stranger in self._strangers.values()] + ([] if until_s is None else [until_s])
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 

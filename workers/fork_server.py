@@ -8,7 +8,7 @@ process that computes is not the actor's own:
         └──── calls, over a pipe ────► worker ◄─────┘
 
 A worker that dies is replaced at once, and the ranks of a node, or another engine on it, import nothing again. Whoever
-needs the server first starts it; it goes when nobody has needed it for a while, or, where whoever needed it started a
+needs the server first starts it; it goes when it was not needed for a while, or, where its user started a
 Ray of their own, with the last of them. When an actor dies its worker goes by itself, or, should it be stopped, is
 killed by the server. When the server dies workers live on.
 
@@ -208,9 +208,9 @@ class _Server:
     """Forks for those who are connected; one thread, since only that thread lives on in a fork."""
 
     def __init__(self, listener: socket.socket, owner: str | None):
-        """owner: of whoever started it, if they live in a Ray of their own"""
+        """owner: the process that started it, if it has a Ray of its own"""
         self._listener = listener
-        self._owners = {owner}  # None: somebody whose end nobody can see
+        self._owners = {owner}  # None: one whose end can not be seen
         self._workers: dict[socket.socket, list[tuple[int, int]]] = {}  # of each actor: pid, and when it began
 
     def run(self) -> None:
@@ -230,7 +230,7 @@ class _Server:
                         self._forget(key.fileobj)
 
     def _is_needed(self, ready: selectors.BaseSelector) -> bool:
-        """Wait for something to do. False when nobody has needed us for a while, or nobody is there who might."""
+        """Wait for something to do. False when there was nothing for a while, or no process is left that might ask."""
         if self._workers:
             return bool(ready.select(None))
         until_s = time.monotonic() + LINGER_S

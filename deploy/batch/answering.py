@@ -13,7 +13,7 @@ from .lines import Line, Refused, read_line, refusal, result
 logger = logging.getLogger(__name__)
 
 OFFLINE = Limits(max_key_bodies_bytes=1 << 40)
-"""Of front ends that answer batches: lines may wait to be read however long they are, since nobody else is here."""
+"""Of front ends that answer batches: lines of any length may wait to be read, since there are no other clients."""
 
 TRY_AGAIN = (429, 503)
 """The engine is busy or gone: nothing is wrong with the request."""

@@ -23,7 +23,7 @@ class Survey:
     first_duplicate: tuple[int, int, str] = (0, 0, "")  # its line, that of the earlier one, and what both are called
 
     def notes(self, served: str) -> Iterator[str]:
-        """What whoever runs the batch had better know. Raises `InvalidSetting` if no line can be answered."""
+        """What the batch's owner had better know. Raises `InvalidSetting` if no line can be answered."""
         if self.strangers:
             name, count = self.strangers.most_common(1)[0]
             asked = f"{count:,} of {self.lines:,} lines ask for the model {name[:80]!r}, the first is line "

@@ -103,7 +103,7 @@ def answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def left(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=CLIENT_CLOSED)  # for nobody: it went before its body was whole
+        return Response(status_code=CLIENT_CLOSED)  # which no one hears: the client went before its body was whole
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:

@@ -22,7 +22,8 @@ def test_step_survives_the_wire():
 
 def test_result_survives_the_wire():
     row = Logprobs(-0.25, ((99, -0.25), (7, -3.5)))
-    result = StepResult(3, 17, (99, 1), ((0, row),), (PromptLogprobs(5, 1, (row, Logprobs(-1.5, ()))),), 850)
+    about_prompts = (PromptLogprobs(5, 1, (row, Logprobs(-1.5, ()))),)
+    result = StepResult(3, 17, (99, 1), ((0, row),), about_prompts, ((1, "why"),), 850)
     assert StepResult.unpack(result.pack()) == result
 
 
