@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import NoReturn
 
 from ..controller.processes import descendants, end_processes
@@ -31,20 +32,25 @@ GUARD_S = 1.5
 """An end in order takes less."""
 
 GUARD = """
-import os, signal, socket, sys, time
+import os, select, signal, socket, sys
 own, guarded, after_s, numbers = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), bytes(map(int, sys.argv[4:]))
-bytes_heard = socket.socket(fileno=own)
-while bytes_heard.recv(1, socket.MSG_PEEK):
-    time.sleep(after_s)
+bytes_heard, end = socket.socket(fileno=own), select.poll()
+end.register(own, select.POLLRDHUP)
+while bytes_heard.recv(1, socket.MSG_PEEK) and not end.poll(1000 * after_s) and os.getppid() == guarded:
     try:
         left = bytes_heard.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
         continue
-    if left and left in numbers and os.getppid() == guarded:
+    if left and left in numbers:
         os.write(1, b"stopping ...\\n")
         os.kill(guarded, signal.SIGKILL)
+        break
 """
 """Its program. What our thread ends this process for it leaves where it is."""
+
+
+_spared: set[int] = set()
+"""Guards: they end with this process, and are wanted until then."""
 
 
 @contextlib.contextmanager
@@ -55,12 +61,14 @@ def ended_by_signals() -> Iterator[None]:
     before = [signal.signal(number, _ignore) for number in SIGNALS]  # what counts is the byte
     wakeup_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     guard = _guard(reader)
+    _spared.add(guard.pid)
     threading.Thread(target=_wait, args=(reader,), name="signals", daemon=True).start()
     try:
         yield
     finally:
         guard.kill()
         guard.wait()
+        _spared.discard(guard.pid)
         signal.set_wakeup_fd(wakeup_before)
         for number, handler in zip(SIGNALS, before, strict=True):
             signal.signal(number, handler)
@@ -97,7 +105,8 @@ def say(what: str) -> None:
 
 def leave(status: int) -> NoReturn:
     """End this process now, and all that it started. No answers are lost but those that were given up."""
-    end_processes(descendants(), descendants)
+    others = partial(descendants, lambda pid: pid not in _spared)
+    end_processes(others(), others)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

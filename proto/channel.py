@@ -125,7 +125,9 @@ class Stream:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             _check_length(length)
             return await self._reader.readexactly(length)
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
+        except CorruptFrame:
+            raise
+        except (asyncio.IncompleteReadError, OSError) as error:  # a machine that is gone is no ConnectionError
             raise ChannelClosed(str(error)) from error
 
     def send_message(self, message: Any) -> None:
@@ -153,7 +155,7 @@ class Stream:
         """Wait until more can be sent. Raises `ChannelClosed`."""
         try:
             await self._writer.drain()
-        except ConnectionError as error:
+        except OSError as error:
             raise ChannelClosed(str(error)) from error
 
     async def close(self) -> None:
