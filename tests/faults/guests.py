@@ -9,6 +9,7 @@ import contextlib
 import json
 import multiprocessing
 import random
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -286,6 +287,23 @@ def _probe(pipe: Connection, target: Target) -> None:
         _serve_probe(pipe, target)
 
 
+def _whole_answer(connection: socket.socket) -> bytes:
+    """Its head and its body, which come in one piece or in two; nothing if the connection is closed before its end."""
+    said = b""
+    while b"\r\n\r\n" not in said or len(said.partition(b"\r\n\r\n")[2]) < _length(said):
+        piece = connection.recv(4096)
+        if not piece:
+            return b""
+        said += piece
+    return said
+
+
+def _length(said: bytes) -> int:
+    """Of the body, as the head says."""
+    found = re.search(rb"(?i)\r\ncontent-length: *(\d+)", said)
+    return int(found[1]) if found else 0
+
+
 def _serve_probe(pipe: Connection, target: Target) -> None:
     """On one connection, since one that lives is what a load balancer has. Until it hears "ok" it goes on asking, and
     the silence lasts."""
@@ -296,7 +314,7 @@ def _serve_probe(pipe: Connection, target: Target) -> None:
         try:
             connection = connection or socket.create_connection(target.http, timeout=120)
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-            said = connection.recv(4096)
+            said = _whole_answer(connection)
         except OSError:
             said = b""
         if not said and connection is not None:
