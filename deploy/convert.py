@@ -27,7 +27,7 @@ from ..errors import (
 )
 from ..kvcache.events import Cleared, Event, Removed, Stored
 from ..proto import inference_pb2 as pb
-from .limits import Limits
+from .limits import Limits, check_id
 from .wire import Most
 
 MAX_MESSAGE_BYTES = int(Limits().max_message_bytes)
@@ -96,18 +96,6 @@ def check_lists(request: pb.GenerateRequest, limits: Limits, info: EngineInfo) -
     Most(MAX_BIASES, "tokens in logit_bias", "logit_bias").check(len(sampling.logit_bias))
     Most(MAX_STOPS, "texts in stop", "stop").check(len(sampling.stop))
     Most(MAX_FORM_CHARS, "texts in choice", "choice").check(len(sampling.choice))
-
-
-def check_id(request_id: str, limits: Limits) -> None:
-    """Raises `InvalidRequest` for the name of a request that is none."""
-    if len(request_id) > limits.max_id_chars or not (request_id.isascii() and request_id.isprintable()):
-        shown = request_id[:40]
-        raise InvalidRequest(
-            f"request_id may have up to {limits.max_id_chars} printable ASCII characters, and {shown!a} has "
-            f"{len(request_id)}, or others",
-            field="request_id",
-            limit=limits.max_id_chars,
-        )
 
 
 def sampling_from_proto(message: pb.SamplingParams, info: EngineInfo) -> SamplingParams:

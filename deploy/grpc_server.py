@@ -16,7 +16,6 @@ from ..proto.tracing import INCOMING
 from .access import TENANT, Access
 from .convert import (
     cache_state_to_proto,
-    check_id,
     check_lists,
     error_to_proto,
     events_to_proto,
@@ -35,7 +34,7 @@ from .grpc_door import Door
 from .grpc_health import SERVICE_NAME as HEALTH
 from .grpc_health import HealthServicer
 from .grpc_reflection import add_reflection
-from .limits import Limits
+from .limits import Limits, check_id
 from .wire import Bounds
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from ..errors import InvalidSetting
+from ..errors import InvalidRequest, InvalidSetting
 
 KIB, MIB = 2**10, 2**20
 
@@ -138,3 +138,16 @@ def markdown() -> Iterator[str]:
     for row in rows():
         default = f"{row.default:,}" if isinstance(row.default, int) else f"{row.default:g}"
         yield f"| `{row.flag}` | {default} | {row.unit} | {row.about} | {row.answer} |"
+
+
+def check_id(request_id: str, limits: Limits) -> None:
+    """Raises `InvalidRequest` for an id that is long, or holds what can not be printed."""
+    is_printable = request_id.isascii() and request_id.isprintable() and " " not in request_id
+    if len(request_id) > limits.max_id_chars or not is_printable:
+        raise InvalidRequest(
+            f"request_id must have at most {limits.max_id_chars} printable ASCII characters, no blanks among them "
+            f"(max_id_chars); it has {len(request_id)}: {request_id[:40]!a}",
+            field="request_id",
+            asked=len(request_id),
+            limit=limits.max_id_chars,
+        )

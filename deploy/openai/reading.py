@@ -22,7 +22,7 @@ from ...errors import InvalidRequest
 from ..access import TENANT
 from ..front_end import FrontEnd
 from ..json_scan import Extent, extent
-from ..limits import Limits
+from ..limits import Limits, check_id
 from .protocol import MEMBERS
 
 LONG_BODY_BYTES = 16 * 1024
@@ -169,18 +169,6 @@ class BodyReader:
                 asked=len(tokens),
                 limit=self._max_model_len,
             )
-
-
-def check_id(request_id: str, limits: Limits) -> None:
-    """Raises `InvalidRequest` for an id that is long, or holds what can not be printed."""
-    if len(request_id) > limits.max_id_chars or not request_id.isascii() or not request_id.isprintable():
-        raise InvalidRequest(
-            f"request_id must have at most {limits.max_id_chars} printable ASCII characters (max_id_chars); it has "
-            f"{len(request_id)}: {request_id[:40]!a}",
-            field="request_id",
-            asked=len(request_id),
-            limit=limits.max_id_chars,
-        )
 
 
 def check_characters(value: Any) -> None:
