@@ -69,7 +69,6 @@ class EngineClient:
         give_up_after_s: when it comes back again and again, and says no token in between"""
         self.info = info
         self._line = line
-        self._stream = line.stream
         self._again = again
         self._losses = Losses(give_up_after_s)
         self._answers: dict[int, _Answer] = {}  # by handle
@@ -154,7 +153,7 @@ class EngineClient:
         if viewer not in self._watched:
             self._watched[viewer] = handle = self._draw_handle()
             self._watches[handle] = Subscription()
-            self._stream.send_message(["watch", handle, viewer])
+            self._line.stream.send_message(["watch", handle, viewer])
         subscription = self._watches[self._watched[viewer]]
         watch: Watch | None = None
         try:
@@ -172,14 +171,14 @@ class EngineClient:
         if handle is None or self._watches.get(handle) is not subscription or subscription.watches:
             return
         del self._watched[viewer], self._watches[handle]
-        self._stream.send_message(["unwatch", handle])
+        self._line.stream.send_message(["unwatch", handle])
 
     async def _ask(self, verb: str, *about: Any) -> Any:
         self._check_there()
         self._tell_refusals()
         handle = self._draw_handle()
         self._questions[handle] = asyncio.get_running_loop().create_future()
-        self._stream.send_message([verb, handle, *about])
+        self._line.stream.send_message([verb, handle, *about])
         try:
             return await self._questions[handle]
         finally:
@@ -240,7 +239,7 @@ class EngineClient:
             for index in range(first, first + answers):
                 handles[index] = self._draw_handle()
                 self._answers[handles[index]] = _Answer(generation.inbox, index)
-            self._stream.send_message(["submit", handles[first], *body])
+            self._line.stream.send_message(["submit", handles[first], *body])
         return handles
 
     def is_full(self, tenant: str) -> bool:
@@ -264,12 +263,12 @@ class EngineClient:
 
     def _tell_refusals(self) -> None:
         if self._untold_refusals:
-            self._stream.send_message(["refused", self._untold_refusals])
+            self._line.stream.send_message(["refused", self._untold_refusals])
             self._untold_refusals = 0
 
     def _abort(self, handle: int) -> None:
         if self.is_there:
-            self._stream.send_message(["abort", handle])
+            self._line.stream.send_message(["abort", handle])
 
     def _forget(self, handle: int) -> None:
         self._answers.pop(handle, None)
@@ -292,7 +291,6 @@ class EngineClient:
             self._line.drop()
             try:
                 self._line, self.info = await self._met_again(error)
-                self._stream = self._line.stream
             except IntarsiaError as failure:
                 return self._fail(failure)
             except Exception as failure:  # a bug of ours must still reach every waiting caller
@@ -336,7 +334,7 @@ class EngineClient:
         reason = EngineUnavailable("the engine has gone; start it again, or wait until it is back")
         try:
             while True:
-                handles, tokens, others = await self._stream.receive_message()
+                handles, tokens, others = await self._line.stream.receive_message()
                 is_alive = handles or any(handle >= 0 for handle, _, _ in others)
                 if is_alive:
                     self._losses.progress()

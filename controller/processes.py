@@ -18,12 +18,12 @@ def processes_of_ray() -> list[int]:
     return descendants(_is_ray)
 
 
-def descendants(is_meant: Callable[[int], bool] = lambda pid: True) -> list[int]:
-    """Children of this process that are meant, and all that they started in turn."""
+def descendants(is_meant: Callable[[int], bool] = lambda pid: True, *, of: int | None = None) -> list[int]:
+    """Children of this process, or of another, that are meant, and all that they started in turn."""
     children: dict[int, list[int]] = {}
     for pid, parent in _parents():
         children.setdefault(parent, []).append(pid)
-    found = [pid for pid in children.get(os.getpid(), []) if is_meant(pid)]
+    found = [pid for pid in children.get(of or os.getpid(), []) if is_meant(pid)]
     for pid in found:
         found += children.get(pid, [])
     return found

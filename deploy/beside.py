@@ -8,7 +8,6 @@ milliseconds: a single call into C that keeps it for longer holds up the loop fr
 
 import asyncio
 import contextlib
-import ctypes
 import queue
 import threading
 import weakref
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..errors import IntarsiaError, Overloaded
+from ..workers.environment import give_back_freed_memory
 
 Result = TypeVar("Result")
 
@@ -118,7 +118,7 @@ class Beside:
             except BaseException as raised:  # noqa: BLE001  whatever it is, it is the caller's
                 result, error = None, raised
             if one.size_bytes >= LARGE_BYTES:
-                _give_memory_back()
+                give_back_freed_memory()  # milliseconds, during which other threads run
             with contextlib.suppress(RuntimeError):  # the loop has ended, and no caller waits
                 loop.call_soon_threadsafe(self._end_of, tenant, one, result, error)
 
@@ -144,12 +144,6 @@ class Beside:
         self._waiting_bytes[tenant] -= one.size_bytes
         if not waiting:
             del self._waiting[tenant], self._waiting_bytes[tenant]
-
-
-def _give_memory_back() -> None:
-    """It takes some milliseconds, during which other threads run."""
-    with contextlib.suppress(AttributeError, OSError):  # glibc has it, others have not
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _work(todo: "queue.SimpleQueue[Callable[[], None] | None]") -> None:

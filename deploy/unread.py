@@ -103,7 +103,3 @@ class Overdue:
             )
             logger.warning("request %s: %s", each.request_id, error)
             each.abort(error)
-
-
-def not_read_for(seconds: float) -> DeadlineExceeded:
-    return DeadlineExceeded(f"the client has not read for {seconds:g} s", limit=seconds)

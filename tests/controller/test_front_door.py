@@ -102,7 +102,7 @@ def test_front_end_that_vanishes_frees_all_its_blocks():
         running = [client.generate([n], SamplingParams(max_tokens=90)) for n in range(3)]
         for generator in running:
             await anext(generator)
-        await client._stream.close()  # as when its process is killed
+        await client._line.stream.close()  # as when its process is killed
         await all_free(engine)
         return engine.stats.aborted_requests
 

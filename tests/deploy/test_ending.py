@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from intarsia.controller.processes import descendants
 from intarsia.tests.faults.endings import WITHOUT_GCS_S, Server, _idlers
-from intarsia.tests.faults.served import descendants
 
 COMMAND = str(Path(sys.executable).with_name("intarsia"))
 
@@ -47,7 +47,7 @@ with ended_by_signals():
 def test_a_process_whose_interpreter_is_kept_by_a_library_ends_all_the_same(number: signal.Signals):
     with subprocess.Popen([sys.executable, "-c", STUCK], cwd="/", stdout=subprocess.PIPE, text=True) as stuck:
         assert stuck.stdout is not None and stuck.stdout.readline() == "begun\n"
-        [guard] = descendants(stuck.pid)
+        [guard] = descendants(of=stuck.pid)
         stuck.send_signal(number)
         try:
             assert stuck.wait(SLOW_S) in (-signal.SIGKILL, 128 + number)  # the latter, if it was heard just before

@@ -74,7 +74,7 @@ TEMPLATE_OPTIONS: tuple[dict[str, object], ...] = (
     {"add_generation_prompt": "yes"}, {"padding": True, "max_length": 10**9}, {"truncation": "x"}, {"": 1},
     {"messages": 5}, {"raise_exception": 5}, {"strftime_now": 5}, {"bos_token": {"a": 1}}, {"loop": 1}, {"range": 3},
     {"__class__": 1}, {"a" * 5000: 1}, {"x": [[[[[[1]]]]]]}, {"chat_template": None}, {"chat_template": ""},
-    {"chat_template": "{{ ''.__class__.__mro__ }}"}, {"chat_template": "{{ raise_exception('/work/x') }}"},
+    {"chat_template": "{{ ''.__class__.__mro__ }}"}, {"chat_template": "{{ raise_exception('/home/x') }}"},
     {"chat_template": "nobody"}, {"chat_template": {"a": "b"}}, {"load_audio_from_video": True}, {"kwargs": {"a": 1}},
 )  # fmt: skip
 

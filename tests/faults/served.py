@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from intarsia.controller.processes import descendants
+
 KEYS = {"alice": "key-of-alice", "bob": "key-of-bob", "carol": "key-of-carol", "": "key-of-nobody"}
 """By tenant."""
 
@@ -61,7 +63,7 @@ class Served:
 
     def family_bytes(self) -> int:
         """Of the front end and all that came from it, what is shared counted once."""
-        return sum(_share_bytes(pid) for pid in [self.pid, *descendants(self.pid)])
+        return sum(_share_bytes(pid) for pid in [self.pid, *descendants(of=self.pid)])
 
     def view(self) -> dict[str, Any]:
         """What the console shows."""
@@ -127,7 +129,7 @@ def _target(process: subprocess.Popen[bytes], log: Path) -> Target:
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """It, and what it may have left. Its workers' fork server is nobody's child, and ends by itself."""
-    family = [process.pid, *descendants(process.pid)]
+    family = [process.pid, *descendants(of=process.pid)]
     born = {pid: _born(pid) for pid in family}
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
@@ -154,21 +156,6 @@ def _share_bytes(pid: int) -> int:
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
     return 0
-
-
-def descendants(pid: int) -> list[int]:
-    """Children, theirs, and so on."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parent.name))
-    found, todo = [], [pid]
-    while todo:
-        each = children.get(todo.pop(), [])
-        found += each
-        todo += each
-    return found
 
 
 def _born(pid: int) -> int | None:

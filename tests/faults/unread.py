@@ -28,6 +28,8 @@ from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from intarsia.controller.processes import descendants
+
 from .program import program
 
 STREAMS = 16
@@ -53,7 +55,7 @@ class Server(NamedTuple):
         return int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) * 1024
 
     def controllers(self) -> list[int]:
-        return [pid for pid in _descendants(self.process.pid) if _command(pid).startswith("ray::ControllerActor")]
+        return [pid for pid in descendants(of=self.process.pid) if _command(pid).startswith("ray::ControllerActor")]
 
 
 @contextlib.contextmanager
@@ -271,21 +273,6 @@ def _command(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return ""
-
-
-def _descendants(pid: int) -> list[int]:
-    parents: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            number = int(entry.name)
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            parents.setdefault(parent, []).append(number)
-    found, open_ = [], [pid]
-    while open_:
-        children = parents.get(open_.pop(), [])
-        found += children
-        open_ += children
-    return found
 
 
 if __name__ == "__main__":
