@@ -69,6 +69,11 @@ class Rows(Sequence[TokenLogprobs]):
         return f"Rows.of({list(self)})"
 
 
+def num_values(rows: Sequence[TokenLogprobs] | None) -> int:
+    """Numbers to be told, about; the rows are taken to be alike."""
+    return len(rows) * (1 + len(rows[-1].top)) if rows else 0
+
+
 class TokenDelta(NamedTuple):
     """What has come for one answer since the last one."""
 

@@ -38,6 +38,9 @@ HOST_BYTES_PER_US = 8_000
 MOST_PATIENT = 8
 """Requests that may be passed by in one step because somebody else computes their prompt."""
 
+OTHERS = 16
+"""Waiting requests that room is kept for beside another tenant's prompts."""
+
 TOUCHED = 4
 """Waiting requests whose cached prefixes are kept for them while prompts are computed."""
 
@@ -398,6 +401,7 @@ class Scheduler:
             else:
                 others.append(request)
         budget = self._prompt_budget(len(decode) + len(others) - prompts, prompts)
+        first_tenant, its_budget = self._share_of_first(budget, others)
         planned: list[tuple[Request, Advance]] = []
         preempted = self.preemptions
         short = False
@@ -405,7 +409,8 @@ class Scheduler:
             if request.slot is None:
                 continue  # preempted by a more senior one just now
             is_decoding = request.is_decoding
-            tokens = 1 if is_decoding else self._chunk(request, budget)
+            is_first = request.terms.tenant == first_tenant
+            tokens = 1 if is_decoding else self._chunk(request, min(budget, its_budget) if is_first else budget)
             if tokens == 0:
                 continue
             while (advance := self._try_advance(request, tokens)) is None:
@@ -422,9 +427,22 @@ class Scheduler:
             if advance is not None:
                 planned.append((request, advance))
                 budget -= 0 if is_decoding else tokens
+                its_budget -= tokens if is_first and not is_decoding else 0
         if self.preemptions > preempted:
             decode = [request for request in decode if request.slot is not None]
         return decode, planned, budget, short
+
+    def _share_of_first(self, budget: int, running: Sequence[Request]) -> tuple[str, int]:
+        """The tenant of the most senior prompt under way, and what it may take of the step: half is left to prompts of
+        other tenants, if they need so much, since short ones would else wait until all its long ones are computed."""
+        prompts = [each for each in running if not each.is_decoding]
+        if not prompts or self._queue.num_tenants == 1:
+            return "", budget
+        first = prompts[0].terms.tenant
+        needed = sum(each.remaining_tokens for each in prompts if each.terms.tenant != first)
+        if self._free_slots and self._held_up is None and not self._suspects:
+            needed += sum(len(each.tokens) for each in self._queue.next_few(OTHERS) if each.terms.tenant != first)
+        return first, budget - min(budget // 2, needed)
 
     def _prompt_budget(self, decoding: int, prompts: int) -> int:
         """Tokens of prompts that the step may hold: what is left of it, and what is fair to those who decode."""

@@ -9,6 +9,7 @@ milliseconds: a single call into C that keeps it for longer holds up the loop fr
 import asyncio
 import contextlib
 import queue
+import sys
 import threading
 import weakref
 from collections import Counter, OrderedDict, deque
@@ -27,6 +28,10 @@ THREADS = 3
 LARGE_BYTES = 1 << 18
 """Of work. What it took besides is given back to the machine afterwards, of which the C library would keep hundreds of
 megabytes for each thread."""
+
+SWITCH_S = 0.0005
+"""That a thread may run on while the loop waits for the interpreter: Python's own 5 ms passed at every write of every
+stream, since a loop lets go of the interpreter to write."""
 
 MAX_WAITING = 4096
 """Pieces of work of one tenant."""
@@ -107,6 +112,7 @@ class Beside:
         self._running[tenant] += 1
         if self._started < self._threads and self._running.total() > self._started:
             self._started += 1
+            sys.setswitchinterval(SWITCH_S)
             threading.Thread(target=_work, args=(self._todo,), name="beside", daemon=True).start()
         loop = asyncio.get_running_loop()
 

@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
+from ..controller.deltas import num_values
 from ..controller.info import EngineInfo
 from ..errors import IntarsiaError, InvalidRequest, InvalidSetting
 from ..proto import inference_pb2 as pb
@@ -111,7 +113,9 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         async with contextlib.aclosing(await self._front_end.generate(asked)) as answers:
             async for delta, text in answers:
                 completion_tokens += len(delta.token_ids)
-                yield response_to_proto(answers.request_id, delta, text, len(asked.prompt), completion_tokens)
+                made = partial(response_to_proto, answers.request_id, delta, text, len(asked.prompt), completion_tokens)
+                size = num_values(delta.logprobs) + num_values(delta.prompt_logprobs)
+                yield await self._front_end.aside(size, made)
 
     async def _asked(self, request: pb.GenerateRequest, time_remaining_s: float | None) -> Asked:
         check_lists(request, self._front_end.limits, self._front_end.info)

@@ -1,7 +1,7 @@
 """JSON of long values, made piece by piece: `json.dumps` is one call into C, during which no other thread runs."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -11,13 +11,28 @@ PIECE = 2000
 CHARS_OF_A_VALUE = 100
 
 
+class Series:
+    """An array whose items are made while they are written, each when its turn comes: all together they would take
+    many times the memory of what they are made of."""
+
+    __slots__ = ("_items", "num_values")
+
+    def __init__(self, items: Callable[[], Iterable[Any]], num_values: int):
+        """num_values: in all items, about."""
+        self._items = items
+        self.num_values = num_values
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items())
+
+
 def json_pieces(value: Any) -> Iterator[str]:
     """Pieces that joined are the JSON of `value`, without white space, and characters as they are."""
-    if size_of(value, PIECE) < PIECE or not isinstance(value, dict | list | tuple):
+    if size_of(value, PIECE) < PIECE or not isinstance(value, dict | list | tuple | Series):
         yield _dumps(value)
     elif isinstance(value, dict):
         yield from _within("{}", ((_dumps({name: 0})[1:-2], inner) for name, inner in value.items()))
-    elif set(map(type, value)) <= {int, float, bool, type(None)}:
+    elif isinstance(value, list | tuple) and set(map(type, value)) <= {int, float, bool, type(None)}:
         yield from _of_numbers(value)
     else:
         yield from _within("[]", (("", inner) for inner in value))
@@ -43,6 +58,8 @@ def size_of(value: Any, most: int) -> int:
             total += _push(stack, each, most)
         elif isinstance(each, str):
             total += len(each) // CHARS_OF_A_VALUE
+        elif isinstance(each, Series):
+            total += each.num_values
         elif hasattr(each, "__dict__"):
             total += _push(stack, vars(each).values(), most)
     return min(total + 1, most)
@@ -86,4 +103,10 @@ def _within(brackets: str, items: Iterator[tuple[str, Any]]) -> Iterator[str]:
 
 
 def _dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_listed)
+
+
+def _listed(value: Any) -> list[Any]:
+    if isinstance(value, Series):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} has no JSON")

@@ -4,16 +4,17 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import pydantic
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from ...controller.engine import TokenDelta, TokenLogprobs
+from ...controller.deltas import TokenDelta, TokenLogprobs, num_values
 from ...errors import IntarsiaError
 from ..front_end import FEW_VALUES, Asked, FrontEnd, side_by_side
-from ..json_pieces import json_pieces, size_of
+from ..json_pieces import Series, json_pieces, size_of
 from ..tokenizer import Tokenizer
 from .protocol import PromptDetails, StreamOptions, Usage
 
@@ -138,11 +139,6 @@ def as_json(value: Any) -> str:
     return "".join(json_pieces(value))
 
 
-def num_values(rows: Sequence[TokenLogprobs] | None) -> int:
-    """What is to be told of log-probabilities."""
-    return len(rows) * (1 + len(rows[-1].top)) if rows else 0
-
-
 async def while_connected(request: Request, work: Awaitable[Result]) -> Result | None:
     """The result, or None when the client left before it was there; then the work has been cancelled."""
     task = asyncio.ensure_future(work)
@@ -203,7 +199,7 @@ def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
     return tokenizer.text_of(token_id) if tokenizer is not None else f"token_id:{token_id}"
 
 
-def prompt_logprobs_of(rows: Sequence[TokenLogprobs] | None, tokenizer: Tokenizer | None) -> list[Any] | None:
+def prompt_logprobs_of(rows: Sequence[TokenLogprobs] | None, tokenizer: Tokenizer | None) -> Series | None:
     """As the field has it: nothing of the first token, then {id: {logprob, rank, text}} of each."""
     if rows is None:
         return None
@@ -216,4 +212,4 @@ def prompt_logprobs_of(rows: Sequence[TokenLogprobs] | None, tokenizer: Tokenize
         own = {"logprob": row.logprob, "rank": None, "decoded_token": token_text(tokenizer, row.token_id)}
         return {str(row.token_id): own} | found
 
-    return [None, *map(entry, rows)]
+    return Series(lambda: chain([None], map(entry, rows)), num_values=3 * num_values(rows))

@@ -3,10 +3,10 @@
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from ...controller.engine import TokenLogprobs
+from ...controller.deltas import TokenLogprobs, num_values
 from ..front_end import FrontEnd
 from ..tokenizer import Tokenizer
-from .answers import Counter, StreamUsage, now_s, num_values, prompt_logprobs_of, token_text
+from .answers import Counter, StreamUsage, now_s, prompt_logprobs_of, token_text
 from .conversation import Conversation, Said
 from .protocol import AnswerMessage, ChatChoice, ChatCompletion, ChatLogprob, ChatLogprobs, ChatRequest, TopLogprob
 
@@ -45,7 +45,8 @@ class ChatCall:
                 prompt_token_ids=asked.prompt if self._body.return_token_ids else None,
             )
             # Afterwards, since pydantic would look at all of it in one step.
-            completion.prompt_logprobs = prompt_logprobs_of(about_prompt, self.front_end.tokenizer)
+            table = prompt_logprobs_of(about_prompt, self.front_end.tokenizer)
+            completion.prompt_logprobs = table  # type: ignore[assignment]
             return completion
 
         return await self.front_end.aside(size, made)

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from ...controller.engine import TokenLogprobs
+from ...controller.deltas import TokenLogprobs, num_values
 from ...controller.request import SamplingParams
 from ...errors import InvalidRequest
 from ..front_end import FEW_VALUES, Asked, FrontEnd
@@ -15,7 +15,6 @@ from .answers import (
     StreamUsage,
     as_json,
     now_s,
-    num_values,
     pieces,
     plain,
     prompt_logprobs_of,
@@ -181,7 +180,7 @@ class CompletionCall:
             prompt_token_ids=asked.prompt if wants_ids and is_first else None,
         )
         # Afterwards, since pydantic would look at all of it in one step.
-        choice.prompt_logprobs = prompt_logprobs_of(about_prompt, tokenizer)
+        choice.prompt_logprobs = prompt_logprobs_of(about_prompt, tokenizer)  # type: ignore[assignment]
         return choice
 
 

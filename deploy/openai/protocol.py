@@ -305,7 +305,7 @@ class CompletionChoice(BaseModel):
     finish_reason: Literal["stop", "length"] | None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
-    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None  # or a `Series` of such, while it is written
 
 
 class Completion(BaseModel):
@@ -355,7 +355,7 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
-    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None  # or a `Series` of such, while it is written
 
 
 class ModelCard(BaseModel):

@@ -398,6 +398,35 @@ def test_a_flood_of_one_tenant_does_not_hold_up_another():
     assert bench.order_of_ends[:2] == [flood[0].id, single.id]
 
 
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_short_prompts_of_a_tenant_do_not_wait_for_a_long_one_of_another_that_is_under_way(count: int):
+    bench = Bench(Full(), max_num_seqs=16, blocks=256, caching=False)
+    long = bench.add([1] * 320, max_tokens=1, terms=Terms(tenant="long"))
+    bench.step()
+    short = [bench.add([n] * 7, max_tokens=1, terms=Terms(tenant="short")) for n in range(count)]
+    steps = 0
+    while not all(bench.generated[each.id] for each in short):
+        computed = bench.worker.computed_tokens
+        bench.step()
+        assert bench.worker.computed_tokens - computed == 32  # the step stays full
+        steps += 1
+    assert steps == -(-7 * count // 16)  # half of each step is theirs
+    bench.run()
+    assert bench.generated[long.id] == continuation([1] * 320, 1)
+
+
+def test_long_prompts_of_two_tenants_share_each_step():
+    bench = Bench(Full(), max_num_seqs=4, blocks=256, caching=False)
+    first = bench.add([1] * 96, max_tokens=1, terms=Terms(tenant="first"))
+    bench.step()
+    second = bench.add([2] * 160, max_tokens=1, terms=Terms(tenant="second"))
+    for _ in range(2):
+        bench.step()
+    assert (first.computed_tokens, second.computed_tokens) == (64, 32)
+    bench.run()
+    assert bench.generated[second.id] == continuation([2] * 160, 1)
+
+
 def test_longest_prefix_first_takes_what_is_cached_before_what_came_first():
     bench = Bench(Full(), max_num_seqs=1, longest_prefix_first=True)
     bench.add(list(range(12)), max_tokens=1)

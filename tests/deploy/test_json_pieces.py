@@ -2,11 +2,12 @@
 
 import json
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from intarsia.deploy.json_pieces import PIECE, json_pieces, size_of, texts_in
+from intarsia.deploy.json_pieces import PIECE, Series, json_pieces, size_of, texts_in
 
 
 def drawn(rng: random.Random, left: int) -> Any:
@@ -41,6 +42,26 @@ def test_no_piece_of_a_long_value_is_long(value: Any):
     found = list(json_pieces(value))
     assert "".join(found) == json.dumps(value, separators=(",", ":"))
     assert max(map(len, found)) < 20 * PIECE
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 2000])
+def test_a_series_is_the_array_of_its_items_and_few_of_them_are_there_at_once(count: int):
+    made: list[int] = []
+
+    def rows() -> Iterator[dict[str, float] | None]:
+        yield None
+        for n in range(count):
+            made.append(n)
+            yield {str(place): -0.5 * n for place in range(20)}
+
+    value = {"about": Series(rows, num_values=20 * count), "end": [1]}
+    whole = json.dumps({"about": list(rows()), "end": [1]}, separators=(",", ":"))
+    made.clear()
+    pieces = json_pieces(value)
+    found = [next(pieces)]
+    assert len(made) <= 2 * PIECE / 20
+    assert "".join([*found, *pieces]) == whole
+    assert size_of(value, PIECE) == min(PIECE, 20 * count + size_of({"about": None, "end": [1]}, PIECE))
 
 
 def test_sizes_count_values_and_long_texts_and_stop_early():
