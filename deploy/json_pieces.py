@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from itertools import islice
 from typing import Any
 
 PIECE = 2000
@@ -49,26 +48,31 @@ def _of_numbers(value: list[Any] | tuple[Any, ...]) -> Iterator[str]:
 def size_of(value: Any, most: int) -> int:
     """Values in it and in the attributes of its objects, texts as if each hundred characters were one; `most` if there
     are more, which are not all looked at."""
-    total, stack = 0, [value]
+    total = 1
+    stack: list[Collection[Any]] = [[value]]
     while stack and total < most:
-        each = stack.pop()
-        if isinstance(each, Mapping):
-            total += _push(stack, each.values(), most)
-        elif isinstance(each, list | tuple):
-            total += _push(stack, each, most)
-        elif isinstance(each, str):
-            total += len(each) // CHARS_OF_A_VALUE
-        elif isinstance(each, Series):
-            total += each.num_values
-        elif hasattr(each, "__dict__"):
-            total += _push(stack, vars(each).values(), most)
-    return min(total + 1, most)
+        for each in stack.pop():  # called for every event of every stream: only what holds more is put aside
+            kind = type(each)
+            if kind is str:
+                total += len(each) // CHARS_OF_A_VALUE
+            elif kind not in _SINGLE:
+                inner = each.values() if kind is dict else each if kind is list else _values_in(each)
+                total += each.num_values if kind is Series else len(inner)
+                if total >= most:
+                    break
+                stack.append(inner)
+    return min(total, most)
 
 
-def _push(stack: list[Any], values: Collection[Any], most: int) -> int:
-    """How many there are; of many, they are not all looked at."""
-    stack.extend(islice(values, most))
-    return len(values)
+_SINGLE = frozenset({int, float, bool, type(None)})
+
+
+def _values_in(value: Any) -> Collection[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, list | tuple):
+        return value
+    return vars(value).values() if hasattr(value, "__dict__") else ()
 
 
 def texts_in(value: Any) -> Iterator[str]:
@@ -102,11 +106,10 @@ def _within(brackets: str, items: Iterator[tuple[str, Any]]) -> Iterator[str]:
     yield (before if together or before in "{[" else "") + ",".join(together) + brackets[1]
 
 
-def _dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_listed)
-
-
 def _listed(value: Any) -> list[Any]:
     if isinstance(value, Series):
         return list(value)
     raise TypeError(f"{type(value).__name__} has no JSON")
+
+
+_dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_listed).encode
