@@ -9,6 +9,10 @@ from torch import Tensor
 from ..proto.step import Logprobs, Sampling
 from .grammars import Matcher
 
+# What a request may ask for is wider than float32: outside of these a chance would be infinity divided by infinity.
+HIGHEST_LOGIT = 1e30
+TEMPERATURES = 1e-6, 1e30
+
 
 class History:
     """Which tokens a request has and which of them it generated, for penalties."""
@@ -30,7 +34,9 @@ class History:
             seen = torch.tensor(known, dtype=torch.int64, device=logits_V.device)
             values = logits_V[seen]
             weight = sampling.repetition_penalty
-            logits_V[seen] = torch.where(values > 0, values / weight, values * weight)
+            logits_V[seen] = torch.where(values > 0, values / weight, values * weight).clamp(
+                -HIGHEST_LOGIT, HIGHEST_LOGIT
+            )
         if self._counts and (sampling.presence_penalty or sampling.frequency_penalty):
             said = torch.tensor(list(self._counts), device=logits_V.device)
             counts = torch.tensor(list(self._counts.values()), dtype=torch.float32, device=logits_V.device)
@@ -106,8 +112,8 @@ def _adjusted(
 
 def _chances(logits_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     """How probable each token is [R, V], 0 where it is left out; the sum of a row is of no account."""
-    temperature = torch.tensor([s.temperature for s in samplings], device=logits_RV.device).unsqueeze(1)
-    chances_RV = torch.softmax(logits_RV / temperature, dim=-1)
+    temperature = torch.tensor([s.temperature for s in samplings], dtype=torch.float64).clamp(*TEMPERATURES)
+    chances_RV = torch.softmax(logits_RV / temperature.float().to(logits_RV.device).unsqueeze(1), dim=-1)
     rows = [row for row, s in enumerate(samplings) if s.top_k or s.top_p < 1 or s.min_p > 0]
     if rows:
         chances_RV[rows] = _cut(chances_RV[rows], [samplings[row] for row in rows])

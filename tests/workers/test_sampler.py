@@ -17,6 +17,22 @@ def test_temperature_zero_takes_the_most_probable_token():
     assert sample(logits, [GREEDY] * 2, [0, 0])[0].tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("temperature", [1e-5, 1e-38, 1e-181, 5e-324])
+def test_a_temperature_of_almost_zero_takes_the_most_probable_token(temperature: float):
+    logits = torch.tensor([float("-inf"), 3.0, 90.0, -20.0])
+    assert set(draw(logits, Sampling(temperature, 0, 1.0, 5, -1), 50)) == {2}
+
+
+@pytest.mark.parametrize("weight", [1e-300, 1e300])
+def test_the_most_extreme_settings_still_draw_a_token_that_is_allowed(weight: float):
+    logits = torch.tensor([float("-inf"), 3.0, -2.0, 1.0, 0.0])
+    for temperature in (1e-300, 1.0, 1e300):
+        sampling = Sampling(temperature, 0, 1.0, 5, -1, repetition_penalty=weight)
+        history = History([1, 2, 3], prompt_tokens=3)
+        tokens = sample(logits.expand(40, -1), [sampling] * 40, range(40), [history] * 40)[0]
+        assert 0 not in tokens.tolist()
+
+
 def test_frequencies_follow_the_softmax():
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
     tokens = torch.tensor(draw(logits, Sampling(0.8, 0, 1.0, 5, -1), 20_000))
