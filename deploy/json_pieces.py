@@ -113,3 +113,6 @@ def _listed(value: Any) -> list[Any]:
 
 
 _dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_listed).encode
+
+at_once: Callable[[Any], str] = _dumps
+"""The JSON of a value that is known to be small, which saves looking how large it is."""

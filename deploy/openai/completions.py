@@ -6,7 +6,8 @@ from typing import Any
 from ...controller.deltas import TokenLogprobs, num_values
 from ...controller.request import SamplingParams
 from ...errors import InvalidRequest
-from ..front_end import FEW_VALUES, Asked, FrontEnd
+from ..front_end import FEW_VALUES, SHORT_TEXT_CHARS, Asked, FrontEnd
+from ..json_pieces import at_once
 from ..tokenizer import Tokenizer
 from .answers import (
     Collected,
@@ -106,7 +107,8 @@ class CompletionCall:
             counter.add(piece)
             if piece.text or piece.delta.token_ids or piece.delta.finish_reason:
                 if is_plain:
-                    yield usage.put_into(self._event([self._entry(piece)]))
+                    event = usage.put_into(self._event([self._entry(piece)]))
+                    yield at_once(event) if len(piece.text) < SHORT_TEXT_CHARS else event
                 else:
                     yield await self._rich_event(piece, offsets, usage)
         for event in usage.last(self._event([])):
