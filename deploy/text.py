@@ -1,7 +1,7 @@
 """What text the tokens of a request bring, and where it ends: at a stop string, which no worker knows."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from ..controller.client import TokenDelta
@@ -32,34 +32,33 @@ async def with_text(
     if tokenizer is None:
         if sampling.stops:
             raise InvalidRequest("this model has no tokenizer, so it can not stop at a text", field="stop")
-        async for delta in _in_parts(generation):
-            yield delta, ""
+        async for delta in generation:
+            for part in _parts(delta):
+                yield part, ""
+                if part is not delta:
+                    await asyncio.sleep(0)
         return
     answers = [_Answer(tokenizer, sampling) for _ in range(sampling.n)]
     ended: set[int] = set()
-    async for delta in _in_parts(generation):
-        if delta.answer in ended:
-            continue  # what came with the stop string and behind it
-        text, stopped = answers[delta.answer].push(delta)
-        if stopped:
-            generation.end(delta.answer)
-            delta = delta._replace(finish_reason="stop")
-            ended.add(delta.answer)
-        yield delta, text
-
-
-async def _in_parts(generation: Deltas) -> AsyncGenerator[TokenDelta, None]:
-    """The same deltas, long ones in parts, between which others have their turn."""
     async for delta in generation:
-        tokens = AT_ONCE_VALUES
-        if delta.logprobs:
-            tokens //= 1 + len(delta.logprobs[-1].top)
-        if len(delta.token_ids) <= tokens:
-            yield delta
-            continue
-        for part in parts_of(delta, tokens):
-            yield part
-            await asyncio.sleep(0)
+        for part in _parts(delta):
+            if part.answer in ended:
+                break  # what came with the stop string and behind it
+            text, stopped = answers[part.answer].push(part)
+            if stopped:
+                generation.end(part.answer)
+                ended.add(part.answer)
+            yield part._replace(finish_reason="stop") if stopped else part, text
+            if part is not delta:
+                await asyncio.sleep(0)
+
+
+def _parts(delta: TokenDelta) -> Iterable[TokenDelta]:
+    """A long delta in parts, between which others have their turn; a short one as it is."""
+    tokens = AT_ONCE_VALUES
+    if delta.logprobs:
+        tokens //= 1 + len(delta.logprobs[-1].top)
+    return (delta,) if len(delta.token_ids) <= tokens else parts_of(delta, tokens)
 
 
 def parts_of(delta: TokenDelta, tokens: int) -> Iterator[TokenDelta]:
