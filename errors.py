@@ -7,6 +7,7 @@ later?). Anything that is not an `IntarsiaError` is a bug of ours.
     IntarsiaError
     ├── InvalidRequest       a request that can not be served as asked: change it
     │   ├── RequestTooLarge  ... because it would not fit even with the whole pool to itself
+    │   │   └── ContextTooLong  ... because its prompt is longer than the model takes
     │   └── UnknownModel     ... because it names a model that is not served here
     ├── InvalidSetting       a setting that can not work: change how the engine is started
     ├── ModelError           the checkpoint is at fault
@@ -70,6 +71,22 @@ class InvalidRequest(IntarsiaError):
 
 class RequestTooLarge(InvalidRequest):
     """The request would not fit even if it had the whole pool to itself."""
+
+
+class ContextTooLong(RequestTooLarge):
+    """The prompt is longer than the model takes."""
+
+    @classmethod
+    def of(cls, what: str, max_model_len: int, *, field: str, asked: int, limit: int) -> Self:
+        """what: of the prompt there is too much, in words. The rest is said so that clients know what to do: many look
+        for these words of OpenAI's, and some for "prompt is too long"."""
+        return cls(
+            f"the prompt is too long: {what}; this model's maximum context length is {max_model_len} tokens "
+            "(max_model_len), one of them for the answer. Shorten the prompt.",
+            field=field,
+            asked=asked,
+            limit=limit,
+        )
 
 
 class UnknownModel(InvalidRequest):

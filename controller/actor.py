@@ -1,7 +1,6 @@
 """The Ray actor around `Engine`: the central controller of one model. The one place that wraps it."""
 
 import asyncio
-import logging
 from dataclasses import asdict
 from typing import Any
 
@@ -10,7 +9,7 @@ import ray
 from ..kvcache.check import Recount
 from ..proto.channel import Address
 from ..workers.actor import own_process
-from ..workers.environment import freeze_startup_objects, prepare_process
+from ..workers.environment import freeze_startup_objects, log_as_asked, prepare_process
 from ..workers.facts import Process
 from .crew import Crew
 from .engine import Engine
@@ -25,7 +24,7 @@ class ControllerActor:
 
     def __init__(self):
         prepare_process()
-        logging.basicConfig(level=logging.INFO)
+        log_as_asked()
         self._workers: WorkerGroup | None = None
         self._engine: Engine | None = None
         self._loop_task: asyncio.Task | None = None

@@ -6,10 +6,15 @@ import os
 import resource
 
 from ..errors import InvalidSetting
+from ..workers.fork_server import start_ahead
+from .ray_address import check_address
 
 INSECURE = "INTARSIA_INSECURE_RAY"
 """Environment variable; 1: a Ray that asks for no token will do."""
 
+
+OBJECT_STORE_BYTES = 256 << 20
+"""Engines put nothing there. Ray's own choice, a third of the memory, is address space of each of its processes."""
 
 MIN_ADDRESS_SPACE_BYTES = 3_000_000_000
 """Of each process. With 2 GB a process of Ray's ends without a word, or one waits for it for ever; with 3 GB a small
@@ -17,9 +22,18 @@ model is served."""
 
 
 def check_start(*, is_insecure_fine: bool) -> None:
-    """Raises `InvalidSetting` where no Ray of this process should be started, or could be."""
+    """Raises `InvalidSetting` where no Ray of this process should be started, or could be, and `EngineUnavailable`
+    where one is to be joined that does not answer, or refuses."""
     _require_address_space()
     _require_token(is_insecure_fine=is_insecure_fine)
+    check_address()
+
+
+def begin_ahead() -> None:
+    """Have what takes longest begin before Ray, and beside it: what workers import. Not where a Ray is to be joined,
+    whose workers may be on other machines. For when nothing is left to be refused."""
+    if not os.environ.get("RAY_ADDRESS"):
+        start_ahead()
 
 
 def _require_address_space() -> None:

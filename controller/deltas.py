@@ -22,6 +22,7 @@ class TokenLogprobs(NamedTuple):
     token_id: int  # the chosen token
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token, logprob) of the most probable tokens, best first
+    rank: int = 0  # 1: no token is more probable; 0: not known
 
 
 class Rows(Sequence[TokenLogprobs]):
@@ -83,6 +84,7 @@ class TokenDelta(NamedTuple):
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     prompt_logprobs: Sequence[TokenLogprobs] | None = None  # of the prompt's second token and on; with the first delta
     answer: int = 0  # which one, when there are several
+    queue_s: float = 0.0  # until its request's turn came; with the first delta
 
     @property
     def num_bytes(self) -> int:

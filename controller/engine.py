@@ -11,9 +11,11 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 from ..errors import (
+    ContextTooLong,
     DeadlineExceeded,
     EngineUnavailable,
     IntarsiaError,
@@ -148,7 +150,7 @@ class _Caller:
         tokens, kept = tuple(request.tokens[self.told :]), self.kept
         self.told, self.kept, self.next_s = len(request.tokens), [], now_s + self.interval_s
         if not kept:
-            return TokenDelta(tokens, num_cached_tokens=request.cached_tokens)
+            return TokenDelta(tokens, num_cached_tokens=request.cached_tokens, queue_s=request.queue_s)
         logprobs = None
         if kept[-1].logprobs is not None:
             logprobs = Rows(packed for delta in kept for packed in Rows.of(delta.logprobs or ()).packed)
@@ -404,6 +406,7 @@ class Engine:
             self._manager.pool.map() if look.with_pool else None,
             count,
             faults,
+            self._meter.latencies(now_s),
         )
 
     def probe(self, tokens: Sequence[int], salt: str = "") -> Probe:
@@ -696,7 +699,7 @@ class Engine:
         generated = len(outcome.tokens) + len(outcome.notable)
         computed = len(step.decode) + sum(advance.tokens for advance in step.advance)
         running = self._scheduler.num_seated
-        self._meter.stepped(computed, generated - began, now_s)
+        self._meter.stepped(computed + began, generated - began, now_s)
         self._journal.stepped(
             StepView(
                 step.number,
@@ -731,13 +734,8 @@ class Engine:
         if len(tokens) == 0:
             raise InvalidRequest("the prompt is empty; it needs at least 1 token", field="prompt")
         if len(tokens) >= info.max_model_len:
-            raise InvalidRequest(
-                f"the prompt has {len(tokens)} tokens; max_model_len is {info.max_model_len}, which leaves room for "
-                f"prompts of up to {info.max_model_len - 1} tokens and one new token. Shorten the prompt.",
-                field="prompt",
-                asked=len(tokens),
-                limit=info.max_model_len - 1,
-            )
+            what, limit = f"it has {len(tokens)} tokens", info.max_model_len - 1
+            raise ContextTooLong.of(what, info.max_model_len, field="prompt", asked=len(tokens), limit=limit)
         if set(map(type, tokens)) != {int}:
             position, token = next((n, t) for n, t in enumerate(tokens) if type(t) is not int)
             raise InvalidRequest(f"prompt token {token!r} at position {position} is no whole number", field="prompt")
@@ -754,14 +752,16 @@ class Engine:
             raise InvalidRequest(
                 f"{info.model} has no end token, so an answer of a given form could not end", field=kind
             )
-        strange = next((token for token, _ in sampling.biases if token >= info.vocab_size), None)
-        if strange is not None:
-            raise InvalidRequest(
-                f"logit_bias names token {strange}, which is not in the vocabulary of {info.vocab_size} tokens",
-                field="logit_bias",
-                asked=strange,
-                limit=info.vocab_size - 1,
-            )
+        for field, named in (("logit_bias", dict(sampling.biases)), ("bad_token_ids", chain(*sampling.bad_token_ids))):
+            strange = next((token for token in named if token >= info.vocab_size), None)
+            if strange is not None:
+                raise InvalidRequest(
+                    f"{field} names token {strange}, which is not in the vocabulary of {info.vocab_size} tokens",
+                    field=field,
+                    asked=strange,
+                    limit=info.vocab_size - 1,
+                )
+        sampling.check_all_logprobs(prompt, info.vocab_size)
         total_tokens = min(prompt + sampling.max_tokens, info.max_model_len)
         if not 0 < prompt <= len(tokens) < max(total_tokens, prompt + 1):
             raise InvalidRequest(
@@ -818,4 +818,5 @@ def _delta(entry: Progress) -> TokenDelta:
         reason.value if reason else None,
         request.cached_tokens,
         about_prompt,
+        queue_s=request.queue_s,
     )

@@ -177,7 +177,10 @@ async def _beside(work: Callable[..., Any], *arguments: Any) -> Any:
         else:
             made.set_result(result)
 
-    threading.Thread(target=run, name=getattr(work, "__name__", "beside"), daemon=True).start()
+    try:
+        threading.Thread(target=run, name=getattr(work, "__name__", "beside"), daemon=True).start()
+    except RuntimeError:  # Python 3.12.0 and 3.12.1 start none once the program has come to its end
+        run()
     return await made
 
 
@@ -223,9 +226,12 @@ class _Actors:
         """With another controller in place of the one that has gone, or does not answer. Raises `EngineUnavailable`
         when none could be had for `give_up_after_s`."""
         started = time.monotonic()
-        logger.warning("the controller is gone; another one takes over")
+        if ray.is_initialized():
+            logger.warning("the controller is gone; another one takes over")
         losses = Losses(self._settings.give_up_after_s)
         while True:
+            if not ray.is_initialized():  # to use Ray now would join whatever cluster runs here
+                raise EngineUnavailable("this process has left Ray, and with it the engine; start another engine")
             await end_process(self.process)
             ray.kill(self.controller)
             try:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..kvcache.manager import CacheManager
+from .latencies import Latencies, Window
 from .request import Request
 
 QUICK_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -46,6 +47,8 @@ TOKENS = tuple(float(digit * 10**power) for power in range(7) for digit in (1, 2
 """Bounds for numbers of tokens."""
 
 ANSWERS = (1.0, 2.0, 5.0, 10.0, 20.0)
+
+PREEMPTIONS = (0.0, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 
 
 class Distribution:
@@ -127,7 +130,9 @@ class Meter:
         self.generated_tokens = Distribution(TOKENS)
         self.max_tokens = Distribution(TOKENS)
         self.answers = Distribution(ANSWERS)
+        self.preemptions = Distribution(PREEMPTIONS)
         self.step_tokens = Distribution(TOKENS)
+        self._late_first_token, self._late_next_token, self._late_queue = Window(), Window(), Window()
         self._finished: Counter[str] = Counter()
         self._lost: Counter[str] = Counter()
         self._last_tokens_s: float | None = None  # when a step last brought tokens
@@ -137,16 +142,19 @@ class Meter:
         self.max_tokens.observe(max_tokens)
 
     def stepped(self, tokens: int, decoded: int, now_s: float) -> None:
-        """A step computed so many tokens, and brought a further one to so many answers."""
+        """A step computed so many tokens of prompts and drew so many, and brought a further one to so many answers."""
         self.step_tokens.observe(tokens)
         if decoded and self._last_tokens_s is not None:
             self.between_tokens_s.observe(now_s - self._last_tokens_s, decoded)
+            self._late_next_token.add(now_s - self._last_tokens_s, now_s, decoded)
         self._last_tokens_s = now_s
 
     def began(self, request: Request, now_s: float) -> None:
         """Its first token has come."""
         request.first_token_s = now_s
         self.first_token_s.observe(now_s - request.arrival_s)
+        self._late_first_token.add(now_s - request.arrival_s, now_s)
+        self._late_queue.add(request.queue_s, now_s)
         self.prompt_tokens.observe(request.prompt_tokens)
         self.computed_prompt_tokens.observe(request.prompt_tokens - request.cached_tokens)
         for cause, tokens in request.lost_tokens.items():
@@ -157,10 +165,11 @@ class Meter:
         self.ended(reason)
         generated = len(request.tokens) - request.prompt_tokens
         self.generated_tokens.observe(generated)
+        self.preemptions.observe(request.preemptions)
         if not request.first_token_s:  # it came from another engine, which is gone
             return
         self.request_s.observe(now_s - request.arrival_s)
-        self.queue_s.observe(request.admitted_s - request.arrival_s)
+        self.queue_s.observe(request.queue_s)
         self.inference_s.observe(now_s - request.admitted_s)
         self.prefill_s.observe(request.first_token_s - request.admitted_s)
         self.decode_s.observe(now_s - request.first_token_s)
@@ -170,6 +179,11 @@ class Meter:
     def ended(self, reason: str) -> None:
         """One answer less, however that came."""
         self._finished[reason] += 1
+
+    def latencies(self, now_s: float) -> Latencies:
+        """Of late."""
+        windows = self._late_first_token, self._late_next_token, self._late_queue
+        return Latencies(*(window.spread(now_s) for window in windows))
 
     def read(self, manager: CacheManager) -> Metrics:
         pool, plan = manager.pool, manager.plan

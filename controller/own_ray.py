@@ -19,12 +19,15 @@ from typing import Any
 import grpc
 import ray
 from ray._private import ray_constants
+from ray._private.node import Node
 from ray.exceptions import AuthenticationError
 
 from ..errors import EngineUnavailable
 from ..workers.environment import OWNER, name_of_process
-from .before_ray import check_start
+from ..workers.fork_server import AHEAD, start_ahead
+from .before_ray import OBJECT_STORE_BYTES, check_start
 from .processes import end_processes, processes_of_ray
+from .ray_address import CHECK_ALIVE, check_address
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +41,6 @@ STUCK_S = 2.0
 """For Ray to notice that its processes are gone. It does not when the GCS went before."""
 
 ASK_TIMEOUT_S = 5.0
-
-OBJECT_STORE_BYTES = 256 << 20
-"""Engines put nothing there. Ray's own choice, a third of the memory, is address space of each of its processes."""
 
 
 class OwnRay:
@@ -107,10 +107,9 @@ QUIET = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logg
 
 def asks_for_token(gcs_address: str) -> bool:
     """Whether a cluster refuses who shows none: it is asked as a stranger would."""
-    ask = "/ray.rpc.NodeInfoGcsService/CheckAlive"
     with grpc.insecure_channel(gcs_address, options=(("grpc.enable_http_proxy", 0),)) as channel:
         try:
-            channel.unary_unary(ask)(b"", timeout=ASK_TIMEOUT_S)
+            channel.unary_unary(CHECK_ALIVE)(b"", timeout=ASK_TIMEOUT_S)
         except grpc.RpcError as error:
             status: grpc.Call = error  # type: ignore[assignment]
             if status.code() is grpc.StatusCode.UNAUTHENTICATED:
@@ -137,13 +136,14 @@ def _own_environment() -> Iterator[None]:
     # Ray's own metrics have no reader where it has no dashboard; to send them wakes all its processes again and again.
     os.environ.setdefault("RAY_enable_metrics_collection", "0")
     os.environ[OWNER] = name_of_process(os.getpid())
+    os.environ[AHEAD] = start_ahead()
     if os.environ.get("RAY_AUTH_MODE", "token").lower() == "token":
         os.environ.pop("RAY_AUTH_MODE", None)  # Ray sets it itself then, and reads it anew
         if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # Ray's own file would be open to all who reach it
     _forget_token()
     try:
-        with _on_loopback():
+        with _on_loopback(), _without_onlookers():
             yield
     finally:
         for name, value in before.items():
@@ -155,7 +155,15 @@ def _own_environment() -> Iterator[None]:
 
 _CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
-_OURS = ("RAY_worker_niceness", "RAY_enable_metrics_collection", OWNER, "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", _CLUSTERS)
+_OURS = (
+    "RAY_worker_niceness",
+    "RAY_enable_metrics_collection",
+    OWNER,
+    AHEAD,
+    "RAY_AUTH_MODE",
+    "RAY_AUTH_TOKEN",
+    _CLUSTERS,
+)
 
 
 @contextlib.contextmanager
@@ -172,6 +180,24 @@ def _on_loopback() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER, ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = before
 
 
+_ONLOOKERS = "start_monitor", "start_api_server", "start_log_monitor"
+"""Of Ray's `Node`: what scales a cluster of many machines, counts usage for Ray's makers, and copies logs to a driver
+that wants none. A Ray of one machine works without; to start them took 1.6 s of CPU time."""
+
+
+@contextlib.contextmanager
+def _without_onlookers() -> Iterator[None]:
+    """`ray.init` starts them always, and has no parameter for that."""
+    before = {name: getattr(Node, name) for name in _ONLOOKERS if hasattr(Node, name)}
+    for name in before:
+        setattr(Node, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(Node, name, method)
+
+
 def _forget_token() -> None:
     """Ray keeps the mode and the token that it has read first."""
     with contextlib.suppress(ImportError, AttributeError):
@@ -185,14 +211,15 @@ def _forget_token() -> None:
 def ensure_ray(workers: int, *, is_insecure_fine: bool = False) -> OwnRay | None:
     """Use the Ray this process is connected to, else the one RAY_ADDRESS names, else start one, which is returned.
 
-    Raises `InvalidSetting` where no token is asked for."""
+    Raises `InvalidSetting` where no token is asked for, `EngineUnavailable` where the one to join is not to be had."""
     if ray.is_initialized():
         return None
     logging.getLogger("ray").setLevel(logging.ERROR)
     if os.environ.get("RAY_ADDRESS"):
+        check_address()
         try:
             ray.init(namespace=NAMESPACE, **QUIET)
-        except (ConnectionError, AuthenticationError) as error:
+        except (ConnectionError, AuthenticationError, RuntimeError, ValueError) as error:
             why = str(error).strip().splitlines()[0]
             raise EngineUnavailable(f"the Ray cluster that RAY_ADDRESS names can not be joined: {why}") from error
         return None

@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import InvalidRequest
 from ..kvcache.manager import RequestId
 from ..kvcache.prefix import TokenChain
-from ..proto.step import Logprobs
+from ..proto.step import MAX_BAD_TOKENS, Logprobs
 from .images import Gallery
 from .swap import Swapped
 
@@ -30,7 +30,13 @@ MAX_TENANT_CHARS = 256
 MAX_STOPS, MAX_STOP_CHARS = 16, 256
 
 MAX_LOGPROBS = 20
-"""Most alternatives per token a caller may ask for, as OpenAI's API has it."""
+"""Most alternatives per token a caller may ask for, as OpenAI's API has it; or all of them, by -1."""
+
+MAX_ALL_LOGPROBS = 1_000_000
+"""Most log-probabilities of a request that asks for all: tokens of the vocabulary times tokens told of."""
+
+MAX_BAD = 256
+"""Most rows of tokens that are never to come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +60,10 @@ class SamplingParams:
     min_tokens      tokens before which neither the model's end nor a stop ends generation
     stop_token_ids  tokens that end generation; the one that did is the last token returned, as with the model's own
     ignore_eos      go on after the model's own end token
-    logprobs        None: none; n: log-probability of each chosen token and of the n most probable ones
+    logprobs        None: none; n: log-probability of each chosen token and of the n most probable ones; -1: of all
     n               answers to the same prompt, which is computed once; the seed of answer i is seed + i
     prompt_logprobs  as logprobs, for the tokens of the prompt, which is computed anew then, not taken from the cache
+    bad_token_ids   rows of tokens; none of them comes as a whole in the answer, unless its form leaves nothing else
     json_schema     the answer is JSON of this schema, as text or as a dict; {} is any JSON
     regex           the answer matches this regular expression as a whole
     choice          the answer is one of these texts
@@ -85,6 +92,7 @@ class SamplingParams:
     json_schema: str | Mapping[str, Any] | None = None
     regex: str | None = None
     choice: tuple[str, ...] = ()
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self):
         _check_number("temperature", self.temperature, low=0.0, high=math.inf, low_open=False, high_open=True)
@@ -96,7 +104,7 @@ class SamplingParams:
         _check_int("n", self.n, low=1, high=MAX_ANSWERS)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
+                _check_int(name, getattr(self, name), low=-1, high=MAX_LOGPROBS)
         if not isinstance(self.ignore_eos, bool):
             raise InvalidRequest(f"ignore_eos must be true or false, got {self.ignore_eos!r}", field="ignore_eos")
         if not isinstance(self.stop_token_ids, tuple | list):
@@ -122,6 +130,7 @@ class SamplingParams:
             )
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "bad_token_ids", _rows_of_tokens("bad_token_ids", self.bad_token_ids))
         if not isinstance(self.include_stop_str_in_output, bool):
             raise InvalidRequest(
                 f"include_stop_str_in_output must be true or false, got {self.include_stop_str_in_output!r}",
@@ -152,6 +161,19 @@ class SamplingParams:
         object.__setattr__(self, "choice", tuple(self.choice))
         if sum(map(len, self.choice)) > MAX_FORM_CHARS:
             raise InvalidRequest(f"choice may have {MAX_FORM_CHARS} characters in all", field="choice")
+
+    def check_all_logprobs(self, prompt_tokens: int, vocab_size: int) -> None:
+        """Raises `InvalidRequest` where the log-probabilities of all tokens are asked for, and are too many."""
+        for name, tokens in (("logprobs", self.n * self.max_tokens), ("prompt_logprobs", prompt_tokens)):
+            if getattr(self, name) == -1 and tokens * vocab_size > MAX_ALL_LOGPROBS:
+                raise InvalidRequest(
+                    f"{name} -1 asks for all {vocab_size} log-probabilities of {tokens} tokens; at most "
+                    f"{MAX_ALL_LOGPROBS} are told, which is {MAX_ALL_LOGPROBS // vocab_size} tokens. Ask for fewer "
+                    f"tokens, or for at most {MAX_LOGPROBS} of each",
+                    field=name,
+                    asked=tokens * vocab_size,
+                    limit=MAX_ALL_LOGPROBS,
+                )
 
     @property
     def form(self) -> tuple[str, str] | None:
@@ -194,6 +216,21 @@ def _bias_pairs(bias: Any) -> tuple[tuple[int, float], ...]:
         _check_int("logit_bias", token, low=0)
         _check_number("logit_bias", value, low=-100.0, high=100.0, low_open=False, high_open=False)
     return tuple(sorted((token, float(value)) for token, value in pairs.items()))
+
+
+def _rows_of_tokens(field: str, rows: Any) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(rows, tuple | list) or not all(isinstance(row, tuple | list) for row in rows):
+        raise InvalidRequest(f"{field} must be a list of lists of token ids, got {rows!r}"[:300], field=field)
+    if len(rows) > MAX_BAD or any(not 0 < len(row) <= MAX_BAD_TOKENS for row in rows):
+        raise InvalidRequest(
+            f"{field} may have up to {MAX_BAD} rows of 1 to {MAX_BAD_TOKENS} tokens; it has {len(rows)}, the longest "
+            f"of {max(map(len, rows))} and the shortest of {min(map(len, rows))}",
+            field=field,
+        )
+    for row in rows:
+        for token in row:
+            _check_int(field, token, low=0)
+    return tuple(map(tuple, rows))
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:
@@ -320,6 +357,11 @@ class Request:
     parent: "Request | None" = None  # whose prompt it waits for
     swapped: Swapped | None = None  # its blocks, in host memory
     prompt_logprobs: list[Logprobs] | None = None  # from the second token on; None: nobody asked
+
+    @property
+    def queue_s(self) -> float:
+        """That it waited for its turn; 0.0 while it waits."""
+        return max(0.0, self.admitted_s - self.arrival_s)
 
     @property
     def remaining_tokens(self) -> int:

@@ -26,7 +26,7 @@ from ..kvcache.manager import CacheManager, Hit, RequestId
 from ..kvcache.pool import BlockId
 from ..kvcache.prefix import TokenChain, shared_blocks
 from ..kvcache.tables import Copy, Encoder
-from ..proto.step import Admit, Advance, Logprobs, PromptLogprobs, Sampling, Step, StepResult
+from ..proto.step import ALL, Admit, Advance, Logprobs, PromptLogprobs, Sampling, Step, StepResult
 from .pace import Pace
 from .queue import DECODE_WEIGHT, WaitingQueue
 from .request import FinishReason, Request
@@ -821,7 +821,7 @@ def _sampling(request: Request) -> Sampling:
         max(params.top_k, 0),
         params.top_p,
         request.seed,
-        -1 if params.logprobs is None else params.logprobs,
+        _count(params.logprobs),
         params.min_p,
         request.prompt_tokens,
         params.presence_penalty,
@@ -830,6 +830,12 @@ def _sampling(request: Request) -> Sampling:
         params.biases,
         tuple(request.stop_token_ids) if params.min_tokens else (),
         params.min_tokens,
-        params.prompt_logprobs if wants_prompt and params.prompt_logprobs is not None else -1,
+        _count(params.prompt_logprobs) if wants_prompt else -1,
         params.form or (),
+        params.bad_token_ids,
     )
+
+
+def _count(logprobs: int | None) -> int:
+    """As `Sampling` has it."""
+    return -1 if logprobs is None else ALL if logprobs == -1 else logprobs

@@ -12,7 +12,7 @@ from ..kvcache.plan import MemoryPlan, PlanSettings
 from ..kvcache.strategies import plan_memory
 from ..proto.step import Step, StepResult
 from ..proto.tracing import tracer_of
-from ..workers.facts import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
+from ..workers.facts import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus, check_length
 from .engine import Engine
 from .gate import GateSettings
 from .info import EngineInfo, GroupInfo
@@ -107,14 +107,7 @@ async def build_engine(settings: EngineSettings, workers: Workers) -> Engine:
 def _max_model_len(settings: EngineSettings, facts: ModelFacts) -> int:
     if settings.max_model_len is None:
         return facts.max_positions
-    if settings.max_model_len > facts.max_positions:
-        raise InvalidSetting(
-            f"max_model_len of {settings.max_model_len} tokens exceeds the {facts.max_positions} positions that the "
-            "model's config.json allows (max_position_embeddings). Lower max_model_len.",
-            field="max_model_len",
-            asked=settings.max_model_len,
-            limit=facts.max_positions,
-        )
+    check_length(settings.max_model_len, facts.max_positions)
     return settings.max_model_len
 
 

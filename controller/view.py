@@ -13,6 +13,7 @@ from ..kvcache.manager import CacheManager
 from ..kvcache.pool_map import ArenaMap, GroupMap, PoolMap
 from ..workers.facts import WorkerStatus
 from .info import CacheState, EngineLoad
+from .latencies import Latencies
 from .request import Request
 
 KEPT_STEPS = 600
@@ -80,10 +81,11 @@ class EngineView(NamedTuple):
     pool: PoolMap | None
     recount: Recount | None  # None: not asked for
     faults: str = ""  # what the recount found to be wrong
+    latencies: Latencies = Latencies()
 
     @classmethod
     def from_wire(cls, wire: Sequence) -> "EngineView":
-        clock_s, load, cache, requests, ended, steps, workers, pool, count, faults = wire
+        clock_s, load, cache, requests, ended, steps, workers, pool, count, faults, latencies = wire
         return cls(
             clock_s,
             EngineLoad(*load),
@@ -95,6 +97,7 @@ class EngineView(NamedTuple):
             _pool_map(pool),
             Recount(*count) if count is not None else None,
             faults,
+            Latencies.from_wire(latencies),
         )
 
 

@@ -33,11 +33,13 @@ class Level(Enum):
 
 
 ROUTES: Mapping[str, Level] = {
+    "/": Level.OPEN,  # leads to the console
     "/health": Level.OPEN,
     "/console": Level.OPEN,
     "/console/view": Level.ADMIN,
     "/metrics": Level.FIGURES,
     "/openapi.json": Level.KEY,
+    "/version": Level.KEY,
     "/v1/models": Level.KEY,
     "/v1/models/{model:path}": Level.KEY,
     "/v1/completions": Level.KEY,
@@ -228,7 +230,7 @@ def _check(authorization: str | None, keys: Mapping[bytes, str], field: str) -> 
         raise Unauthenticated("a key is wanted: send the header 'Authorization: Bearer KEY'", field=field)
     found = _found(authorization, keys)
     if not found:
-        raise Unauthenticated("this key is not known here", field=field)
+        raise Unauthenticated("Incorrect API key provided: this key is not known here", field=field)
     return found[0]
 
 

@@ -61,6 +61,13 @@ def human_bytes(count: int) -> str:
     return f"{value:.4g} {unit}"
 
 
+def human_seconds(seconds: float) -> str:
+    """0.0123 -> "12 ms"."""
+    if seconds >= 1:
+        return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
+    return f"{seconds * 1000:.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.1f} ms"
+
+
 def _groups(info: EngineInfo) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name, justify in (

@@ -5,15 +5,22 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .config import ConfiguredCommand
+from .config import ConfiguredCommand, tokens
 from .limits import rows as limit_rows
+from .log_level import LogLevel, log_from
+from .usage import Commands
+
+if TYPE_CHECKING:
+    from ..controller.startup import EngineSettings
+    from .serve import ServerSettings
 
 app = typer.Typer(
     name="intarsia",
+    cls=Commands,
     help="Serve language models of mixed attention out of one paged KV block pool, on Ray.",
     no_args_is_help=True,
     add_completion=False,
@@ -22,6 +29,23 @@ app = typer.Typer(
 )
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+
+def _tell_version(is_asked: bool) -> None:
+    if is_asked:
+        from .. import __version__
+
+        typer.echo(f"intarsia {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+) -> None:
+    """Serve language models of mixed attention out of one paged KV block pool, on Ray."""
 
 
 @app.command()
@@ -68,8 +92,12 @@ def _with_limits(command: Callable[..., None]) -> Callable[..., None]:
 @_with_limits
 def serve(
     context: typer.Context,
-    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face checkpoint directory.")],
-    tensor_parallel_size: Annotated[int, typer.Option(help="Workers that share the model, one GPU each.")] = 1,
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face checkpoint directory, or its name on the Hub.")
+    ],
+    tensor_parallel_size: Annotated[
+        int, typer.Option("--tensor-parallel-size", "-tp", help="Workers that share the model, one GPU each.")
+    ] = 1,
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
     kv_cache_memory: Annotated[
         str | None,
@@ -79,13 +107,23 @@ def serve(
         float, typer.Option(help="Share of a GPU's memory for weights, steps, and keys and values together.")
     ] = 0.9,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the blocks of known prompt prefixes.")] = True,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens in one step.")] = 2048,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(parser=tokens("max_num_batched_tokens"), help="Most tokens in one step.")
+    ] = 2048,
     max_num_seqs: Annotated[int, typer.Option(help="Most requests in one step.")] = 64,
     max_model_len: Annotated[
-        int | None, typer.Option(help="Most tokens of one request, prompt included.  [default: the model's own]")
+        int | None,
+        typer.Option(
+            parser=tokens("max_model_len"),
+            help="Most tokens of one request, prompt included: 32k, say.  [default: the model's own]",
+        ),
     ] = None,
     max_prefill_chunk_tokens: Annotated[
-        int | None, typer.Option(help="Most prompt tokens of one request in one step.  [default: all that fit]")
+        int | None,
+        typer.Option(
+            parser=tokens("max_prefill_chunk_tokens"),
+            help="Most prompt tokens of one request in one step.  [default: all that fit]",
+        ),
     ] = None,
     strategy: Annotated[
         str, typer.Option(help="How memory is laid out: auto, layered, packed, partitioned or uniform.")
@@ -117,7 +155,9 @@ def serve(
     swap_space: Annotated[
         str, typer.Option(help="Host memory per worker for the blocks of preempted requests, e.g. 4GiB.")
     ] = "0",
-    max_waiting_tokens: Annotated[int, typer.Option(help="Most tokens of prompts that wait for their turn.")] = 2**25,
+    max_waiting_tokens: Annotated[
+        int, typer.Option(parser=tokens("max_waiting_tokens"), help="Most tokens of prompts that wait for their turn.")
+    ] = 2**25,
     max_requests_per_tenant: Annotated[
         int | None, typer.Option(help="Most requests of one tenant, waiting and running.  [default: any number]")
     ] = None,
@@ -142,6 +182,13 @@ def serve(
     generation_config: Annotated[
         str, typer.Option(help='"auto": sample as the checkpoint asks, unless a request does; "none": do not.')
     ] = "auto",
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="A folder with another tokenizer, or its name on the Hub.  [default: the model's]"),
+    ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="A file with another chat template, Jinja.  [default: the tokenizer's]")
+    ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the model.  [default: its folder's name]")
     ] = None,
@@ -159,6 +206,17 @@ def serve(
     port: Annotated[int, typer.Option(help="Port for HTTP; 0 takes a free one.", min=0, max=65535)] = 8000,
     grpc_port: Annotated[int, typer.Option(help="Port for gRPC; 0 takes a free one.", min=0, max=65535)] = 50051,
     root_path: Annotated[str, typer.Option(help="Where a proxy shows the HTTP server: /llm, say.")] = "",
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(help="Where pages may come from whose scripts ask, as https://app.example; * is anywhere."),
+    ] = None,
+    image_hosts: Annotated[
+        list[str] | None,
+        typer.Option(help="A host from which images are fetched by https, as images.example or *.example."),
+    ] = None,
+    open_objects: Annotated[
+        bool, typer.Option("--open-objects", help="Objects may have properties that their JSON schema does not name.")
+    ] = False,
     api_key: Annotated[
         list[str] | None, typer.Option(help="A key that clients must send; may be given several times.")
     ] = None,
@@ -170,6 +228,14 @@ def serve(
     console_prompts: Annotated[
         bool, typer.Option("--console-prompts", help="Show texts of prompts and answers in the console.")
     ] = False,
+    request_log: Annotated[
+        str | None,
+        typer.Option(help="Write a line of each request, as line or json: tokens, times, its end.  [default: none]"),
+    ] = None,
+    log_level: Annotated[
+        LogLevel | None,
+        typer.Option(help="What else is logged, at the least.  [default: warning; in Ray's logs info]"),
+    ] = None,
     ssl_certfile: Annotated[str | None, typer.Option(help="TLS: the server's certificate, PEM.")] = None,
     ssl_keyfile: Annotated[str | None, typer.Option(help="TLS: its key, PEM.")] = None,
     ssl_ca_certs: Annotated[
@@ -207,22 +273,20 @@ def serve(
 
             print(describe(context), end="")
             return
-        from ..controller.before_ray import check_start
-        from .ending import leave
+        settings = _settings_before_start(context)
+        server = _server_settings(context.params)
+        if log_level is not None:
+            log_from(log_level)
 
-        check_start(is_insecure_fine=context.params["insecure_ray"])
-        _check_host(context.params)
-        _check_early(context, model)
+        from ..controller.before_ray import begin_ahead
+
+        begin_ahead()
 
         import asyncio
 
+        from .ending import leave
         from .serve import serve as run
-        from .serve import server_settings
-        from .settings import engine_settings
 
-        settings = _engine_settings_of(context, engine_settings)
-        limits = {row.name: context.params[row.name] for row in limit_rows()}
-        server = server_settings(**_those_of(server_settings, context.params), **limits)
         print(f"loading {model} ...", flush=True)
 
         async def serve_and_leave() -> None:
@@ -236,7 +300,7 @@ def _batch(
     context: typer.Context,
     source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests, as OpenAI's batch lines.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the results go, one for each line, in their order.")],
-    model: Annotated[Path, typer.Option(help="A Hugging Face checkpoint directory.")],
+    model: Annotated[Path, typer.Option(help="A Hugging Face checkpoint directory, or its name on the Hub.")],
     num_engines: Annotated[int, typer.Option(help="Engines that share the lines, each with the whole model.")] = 1,
     restart: Annotated[bool, typer.Option("--restart", help="Begin anew, whatever earlier runs left.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 if any line was refused.")] = False,
@@ -253,16 +317,16 @@ def _batch(
     In a Ray cluster: ray job submit -- intarsia batch IN.jsonl -o OUT.jsonl --model MODEL_DIR
     """
     with _plain_errors():
-        from ..controller.before_ray import check_start
+        engine = _settings_before_start(context)
 
-        check_start(is_insecure_fine=context.params["insecure_ray"])
-        _check_early(context, model)
+        from ..controller.before_ray import begin_ahead
+
+        begin_ahead()
 
         from .batch.run import BatchSettings, main
-        from .settings import engine_settings
 
         settings = BatchSettings(source, out, num_engines, restart, strict)
-        raise typer.Exit(main(settings, _engine_settings_of(context, engine_settings)))
+        raise typer.Exit(main(settings, engine))
 
 
 def _with_engine_settings(command: Callable[..., None], after: str) -> Callable[..., None]:
@@ -313,6 +377,26 @@ def top(
             show_once(server, as_json=as_json)
         else:
             show(server)
+
+
+@app.command()
+def chat(
+    url: Annotated[
+        str | None, typer.Option(help="Of the server: http://HOST:PORT.  [default: the one you started last, here]")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="INTARSIA_API_KEY", help="A key of the server, if it wants one.")
+    ] = None,
+    ssl_ca_certs: Annotated[
+        str | None, typer.Option(help="TLS: who may have signed the server's certificate, PEM.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="What the model is to keep in mind: a system message.")] = None,
+) -> None:
+    """Talk with a model. Without a running server it starts one with SmolLM2, where that is installed."""
+    with _plain_errors():
+        from .chat_terminal import run
+
+        run(url, api_key, ssl_ca_certs, system)
 
 
 @app.command()
@@ -453,16 +537,22 @@ def plan(
             print(json.dumps(report.to_json(), indent=2))
         else:
             print_report(report)
+            if svg is not None:
+                print(f"drawn: {svg}")
 
 
 @app.command()
 def families(
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print all of it, as a Markdown table.")] = False,
     docs: Annotated[bool, typer.Option("--docs", help="Print the page of the documentation around it.")] = False,
 ) -> None:
     """Print the table of model families: what they keep, how it is laid out, which of them run."""
     with _plain_errors():
-        from .families import docs_page, family_rows, markdown
+        from .families import docs_page, family_rows, markdown, print_rows
 
+        if not docs and not as_markdown:
+            print_rows(family_rows())
+            return
         for line in docs_page() if docs else markdown(family_rows()):
             print(line)
 
@@ -538,12 +628,32 @@ def _those_of(function: Callable[..., Any], params: Mapping[str, Any]) -> dict[s
     return {name: params[name] for name in inspect.signature(function).parameters if name in params}
 
 
-def _engine_settings_of(context: typer.Context, make: Callable[..., Any]) -> Any:
-    """The settings of an engine among the parameters of a command. make: `engine_settings`, which is slow to import."""
+def _settings_before_start(context: typer.Context) -> "EngineSettings":
+    """The settings of an engine among the parameters of a command, once all is judged that can be before anything slow
+    is imported or started. Raises `ModelError` and `InvalidSetting`."""
+    from ..controller.before_ray import check_start
+
     params = {**context.params, "model": str(context.params["model"])}
+    check_start(is_insecure_fine=params["insecure_ray"])
+    if "host" in params:
+        _check_host(params)
     if params["disable_hybrid_kv_cache_manager"]:
         params["strategy"] = _uniform(params["strategy"])
-    return make(**_those_of(make, params))
+
+    from .before_start import check_ports, judged
+    from .settings import engine_settings
+
+    settings = judged(params["model"], engine_settings(**_those_of(engine_settings, params)))
+    if "host" in params:
+        check_ports(params["host"], {name: params[name] for name in ("port", "grpc_port")})
+    return settings
+
+
+def _server_settings(params: Mapping[str, Any]) -> "ServerSettings":
+    from .serve import server_settings
+
+    limits = {row.name: params[row.name] for row in limit_rows()}
+    return server_settings(**_those_of(server_settings, params), **limits)
 
 
 def _check_host(params: Mapping[str, Any]) -> None:
@@ -553,17 +663,6 @@ def _check_host(params: Mapping[str, Any]) -> None:
     given = _those_of(AccessSettings, params)
     given |= {name: tuple(given[name] or ()) for name in ("api_key", "admin_key")}
     Access(AccessSettings(**given)).check_host(params["host"])
-
-
-def _check_early(context: typer.Context, model: Path) -> None:
-    """What is wrong with the checkpoint's files, or with settings that exclude each other, is told before anything slow
-    is imported or started. Raises `ModelError` and `InvalidSetting`."""
-    if context.params["disable_hybrid_kv_cache_manager"]:
-        _uniform(context.params["strategy"])
-    from ..workers.checkpoint import Checkpoint
-    from .demo import DEMO_MODEL_DIR, is_demo
-
-    Checkpoint(DEMO_MODEL_DIR if is_demo(str(model)) else model)
 
 
 def _uniform(strategy: str) -> str:

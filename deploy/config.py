@@ -6,7 +6,7 @@ Flags come first, then variables, then the file that --config names. All three h
 """
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from ..errors import InvalidSetting
+from .sizes import parse_tokens
 
 PREFIX = "INTARSIA_"
 
@@ -34,6 +35,15 @@ class ConfiguredCommand(TyperCommand):
             old = [param.envvar] if isinstance(param.envvar, str) else list(param.envvar or ())
             param.envvar = [variable_of(param.name), *old]
             param.show_envvar = False  # type: ignore[attr-defined]  the command's text says it once
+
+
+def tokens(field: str) -> Callable[[Any], int]:
+    """What reads an option whose value is a number of tokens, with a unit or without."""
+
+    def tokens(value: Any) -> int:
+        return parse_tokens(value, field)
+
+    return tokens
 
 
 def variable_of(name: str) -> str:

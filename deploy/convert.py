@@ -10,9 +10,10 @@ from grpc import StatusCode
 
 from ..controller.engine import TokenDelta, TokenLogprobs
 from ..controller.info import CacheState, EngineInfo, EngineLoad, GroupInfo, GroupState
-from ..controller.request import MAX_BIASES, MAX_FORM_CHARS, MAX_STOPS, SamplingParams, Terms
+from ..controller.request import MAX_BAD, MAX_BIASES, MAX_FORM_CHARS, MAX_STOPS, SamplingParams, Terms
 from ..errors import (
     ERRORS,
+    ContextTooLong,
     DeadlineExceeded,
     EngineUnavailable,
     IntarsiaError,
@@ -22,11 +23,13 @@ from ..errors import (
     Overloaded,
     PoolExhausted,
     RequestAborted,
+    RequestTooLarge,
     Unauthenticated,
     UnknownModel,
 )
 from ..kvcache.events import Cleared, Event, Removed, Stored
 from ..proto import inference_pb2 as pb
+from ..proto.step import MAX_BAD_TOKENS
 from .limits import Limits, check_id
 from .wire import Most
 
@@ -69,9 +72,20 @@ _OPTIONAL = (
 )  # fmt: skip
 
 
+class MostOfPrompt(Most):
+    """Of the tokens of a prompt."""
+
+    def refusal(self, count: int) -> RequestTooLarge:
+        what = f"it has {count} or more {self.what}"
+        return ContextTooLong.of(what, self.limit + 1, field=self.field, asked=count, limit=self.limit)
+
+
+MOST_BAD = Most(MAX_BAD, "rows in bad_token_ids", "bad_token_ids")
+MOST_OF_ROW = Most(MAX_BAD_TOKENS, "tokens in a row of bad_token_ids", "bad_token_ids")
+
+
 def most_prompt_tokens(info: EngineInfo) -> Most:
-    words = f"the prompt has {{count}} {{what}}; max_model_len is {info.max_model_len}, which leaves room for {{limit}}"
-    return Most(info.max_model_len - 1, "tokens", "prompt", words)
+    return MostOfPrompt(info.max_model_len - 1, "tokens", "prompt")
 
 
 def most_stop_tokens(limits: Limits) -> Most:
@@ -96,6 +110,9 @@ def check_lists(request: pb.GenerateRequest, limits: Limits, info: EngineInfo) -
     Most(MAX_BIASES, "tokens in logit_bias", "logit_bias").check(len(sampling.logit_bias))
     Most(MAX_STOPS, "texts in stop", "stop").check(len(sampling.stop))
     Most(MAX_FORM_CHARS, "texts in choice", "choice").check(len(sampling.choice))
+    MOST_BAD.check(len(sampling.bad_token_ids))
+    for row in sampling.bad_token_ids:
+        MOST_OF_ROW.check(len(row.ids))
 
 
 def sampling_from_proto(message: pb.SamplingParams, info: EngineInfo) -> SamplingParams:
@@ -106,6 +123,7 @@ def sampling_from_proto(message: pb.SamplingParams, info: EngineInfo) -> Samplin
         logit_bias=dict(message.logit_bias),
         stop=tuple(message.stop),
         choice=tuple(message.choice),
+        bad_token_ids=tuple(tuple(row.ids) for row in message.bad_token_ids),
     )
 
 
@@ -121,6 +139,7 @@ def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
         logit_bias=dict(params.biases),
         stop=params.stops,
         choice=params.choice,
+        bad_token_ids=[pb.TokenRow(ids=row) for row in params.bad_token_ids],
     )
 
 
@@ -174,7 +193,7 @@ def finish_reason_from_proto(number: pb.FinishReason) -> str | None:
 
 def logprobs_from_proto(rows: Sequence[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
     return tuple(
-        TokenLogprobs(row.token_id, row.logprob, tuple((other.token_id, other.logprob) for other in row.top))
+        TokenLogprobs(row.token_id, row.logprob, tuple((other.token_id, other.logprob) for other in row.top), row.rank)
         for row in rows
     )
 
@@ -298,4 +317,4 @@ def _shorten(text: str, limit_chars: int) -> str:
 
 def _logprobs_to_proto(row: TokenLogprobs) -> pb.TokenLogprobs:
     top = [pb.TokenLogprobs.Alternative(token_id=token, logprob=logprob) for token, logprob in row.top]
-    return pb.TokenLogprobs(token_id=row.token_id, logprob=row.logprob, top=top)
+    return pb.TokenLogprobs(token_id=row.token_id, logprob=row.logprob, top=top, rank=row.rank)

@@ -4,11 +4,12 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import subprocess
+import socket
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ..controller.ray_address import Standing, advice_for, can_be_asked, standing_at
 from .config import PREFIX, SECRETS
 
 PACKAGES = (
@@ -50,8 +51,10 @@ def examine() -> list[Finding]:
 
 def _python() -> list[Finding]:
     version = platform.python_version()
-    is_fine = (3, 11) <= sys.version_info[:2] < (3, 13)
-    return [Finding("python", f"{version} at {sys.executable}", is_fine, "" if is_fine else "use Python 3.11 or 3.12")]
+    is_fine = (3, 11) <= sys.version_info[:2] < (3, 14)
+    return [
+        Finding("python", f"{version} at {sys.executable}", is_fine, "" if is_fine else "use Python 3.11, 3.12 or 3.13")
+    ]
 
 
 def _packages() -> list[Finding]:
@@ -72,6 +75,52 @@ def _machine() -> list[Finding]:
         sizes = {line.split(":")[0]: int(line.split()[1]) // 2**10 for line in lines}
     memory = f"{sizes['MemAvailable']:,} of {sizes['MemTotal']:,} MiB free"
     return [Finding("machine", f"{platform.machine()}, {cores} cores, {memory}")]
+
+
+def _home() -> list[Finding]:
+    from ..kernels.native import cache_folder
+
+    home, kept = os.path.expanduser("~"), str(cache_folder())
+    if os.access(home, os.W_OK):
+        return [Finding("home", home)]
+    advice = f"compiled kernels are kept in {kept}; INTARSIA_CACHE_DIR names a folder that lasts longer"
+    return [Finding("home", f"{home} can not be written", True, advice)]
+
+
+def _ports() -> list[Finding]:
+    """Those that `serve` listens on unless told otherwise. One in use is a remark: a server of ours may be running."""
+    found = []
+    for name, port in (("HTTP", 8000), ("gRPC", 50051)):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            is_free = _can_listen(probe, port)
+        flag = "--port" if name == "HTTP" else "--grpc-port"
+        fact = f"{port} is free" if is_free else f"{port} is in use"
+        found.append(Finding(f"port {name}", fact, True, "" if is_free else f"serve with another: {flag} 0 takes one"))
+    return found
+
+
+def _can_listen(probe: socket.socket, port: int) -> bool:
+    try:
+        probe.bind(("127.0.0.1", port))
+    except OSError:
+        return False
+    return True
+
+
+def _shared_memory() -> list[Finding]:
+    """Ray's object store lies there. Docker gives 64 MiB unless told otherwise; Ray then takes the slower /tmp."""
+    from ..controller.before_ray import OBJECT_STORE_BYTES
+
+    free_bytes = shutil.disk_usage("/dev/shm").free
+    is_fine = free_bytes >= OBJECT_STORE_BYTES
+    advice = "" if is_fine else f"in a container: docker run --shm-size={OBJECT_STORE_BYTES >> 20}m, or more"
+    return [Finding("/dev/shm", f"{free_bytes >> 20:,} MiB free", is_fine, advice)]
+
+
+def _browser() -> list[Finding]:
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    return [Finding("chromium", found or "not found (optional: only tests of the console use it)")]
 
 
 def _gpu() -> list[Finding]:
@@ -96,7 +145,9 @@ def _kernels() -> list[Finding]:
     for name in ("paged_decode", "tokenwise"):
         library = native.library(name)
         if isinstance(library, str):
-            found.append(Finding(f"kernel {name}", library, False, "apt-get install g++; a CPU is much slower without"))
+            has_compiler = shutil.which(os.environ.get("CXX", "g++")) is not None
+            advice = "" if has_compiler else "optional: apt-get install g++; a CPU is much slower without"
+            found.append(Finding(f"kernel {name}", library, not has_compiler, advice))
         else:
             found.append(Finding(f"kernel {name}", f"compiled, in {native.cache_folder()}"))
     return found
@@ -104,22 +155,14 @@ def _kernels() -> list[Finding]:
 
 def _ray() -> list[Finding]:
     address = os.environ.get("RAY_ADDRESS")
-    if address is None:
+    if not address:
         return [Finding("ray cluster", "RAY_ADDRESS is not set: a local cluster is started with each engine")]
-    command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except subprocess.TimeoutExpired:
-        return [Finding("ray cluster", f"{address} does not answer", False, "start it, or unset RAY_ADDRESS")]
-    is_fine = done.returncode == 0
-    return [
-        Finding(
-            "ray cluster",
-            f"{address} {'answers' if is_fine else 'does not answer'}",
-            is_fine,
-            "" if is_fine else "start it (ray start --head), or unset RAY_ADDRESS",
-        )
-    ]
+    if not can_be_asked(address):
+        return [Finding("ray cluster", f"{address}: only Ray itself can find out about this form of address")]
+    standing = standing_at(address)
+    is_fine = standing is Standing.WELCOME
+    advice = "" if is_fine else advice_for(standing)
+    return [Finding("ray cluster", f"{address} {standing.value}", is_fine, advice)]
 
 
 def _variables() -> list[Finding]:
@@ -135,9 +178,13 @@ CHECKS: dict[str, Callable[[], list[Finding]]] = {
     "python": _python,
     "packages": _packages,
     "machine": _machine,
+    "home": _home,
+    "ports": _ports,
+    "/dev/shm": _shared_memory,
     "gpu": _gpu,
     "kernels": _kernels,
     "ray cluster": _ray,
+    "chromium": _browser,
     "environment": _variables,
 }
 

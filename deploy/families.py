@@ -3,6 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from rich.console import Console
+from rich.table import Table
+
 from ..errors import InvalidSetting, UnsupportedModel
 from ..kvcache.plan import PlanSettings
 from ..kvcache.reach import Keeps
@@ -26,7 +29,7 @@ class FamilyRow(NamedTuple):
     """One family, by an example of it."""
 
     name: str
-    example: str  # a model of the family, or "transformers' defaults"
+    example: str  # a model of the family, by its id on the hub
     layer_kinds: str
     groups: int
     strategy: str  # that `auto` takes
@@ -41,12 +44,9 @@ HEADINGS = ("family", "example", "layer kinds", "groups", "strategy", "TP", "pre
 def family_rows() -> list[FamilyRow]:
     """All families that run, then those whose memory can be planned only."""
     examples = {MODEL_TYPE_OF.get(model.family, model.family): model for model in reversed(known_models())}
-    rows = [
-        _row(name, _Example.of(model_type, examples.get(model_type)), "runs")
-        for model_type, name in KNOWN_FAMILIES.items()
-    ]
+    rows = [_row(name, _Example.of(examples[model_type]), "runs") for model_type, name in KNOWN_FAMILIES.items()]
     others = sorted((known for type_, known in examples.items() if type_ not in KNOWN_FAMILIES), key=lambda k: k.family)
-    rows += [_row(known.family, _Example.of("", known), "plan and replay") for known in others]
+    rows += [_row(known.family, _Example.of(known), "plan and replay") for known in others]
     return rows
 
 
@@ -55,6 +55,21 @@ def markdown(rows: Sequence[FamilyRow]) -> Iterator[str]:
     yield f"|{'|'.join('---' for _ in HEADINGS)}|"
     for row in rows:
         yield f"| {' | '.join(str(value) for value in row)} |"
+
+
+def print_rows(rows: Sequence[FamilyRow], console: Console | None = None) -> None:
+    """A table for people: what fits a line of 80 columns. `markdown` has the rest."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("family", "an example keeps", "strategy", "TP"):
+        table.add_column(name, overflow="fold")
+    for status in dict.fromkeys(row.status for row in rows):
+        table.add_row(f"[dim]{status}:[/dim]")
+        for row in rows:
+            if row.status == status:
+                table.add_row(row.name, row.layer_kinds, row.strategy, row.tensor_parallel.replace(", ", " "))
+    console = console or Console(highlight=False)
+    console.print(table)
+    console.print("\nThe example of each, groups and prefix cache: intarsia families --markdown", highlight=False)
 
 
 INTRODUCTION = """\
@@ -81,20 +96,8 @@ class _Example(NamedTuple):
     encoder_tokens: int
 
     @classmethod
-    def of(cls, model_type: str, known: KnownModel | None) -> "_Example":
-        if known is not None:
-            return cls(known.id, known.layers, known.max_position, known.encoder_tokens)
-        from transformers import AutoConfig  # slow to import
-
-        from ..workers.layers import read_layers
-
-        config = AutoConfig.for_model(model_type).get_text_config()
-        return cls(
-            "transformers' defaults",
-            lambda ranks: read_layers(config, ranks, item_bytes=2),
-            config.max_position_embeddings,
-            0,
-        )
+    def of(cls, known: KnownModel) -> "_Example":
+        return cls(known.id, known.layers, known.max_position, known.encoder_tokens)
 
 
 def _row(name: str, example: _Example, status: str) -> FamilyRow:

@@ -29,9 +29,11 @@ from .access import TENANT, VIEWER
 from .beside import Beside
 from .counted import Counted
 from .fleet import Fleet
-from .images import ImageReader, read_images
+from .image_fetch import ImageFetcher, check_hosts, is_address
+from .images import ImageReader, check_images, read_images
 from .json_pieces import CHARS_OF_A_VALUE, size_of, texts_in
 from .limits import Limits
+from .request_log import RECORD, Record
 from .text import whole_answers, with_text
 from .text_bounds import TextBound, bytes_of
 from .tokenizer import Tokenizer, encode_prompt
@@ -73,6 +75,8 @@ class FrontEndSettings:
 
     stream_interval_s: float = 0.0  # from one piece of a streamed answer to its next; 0: each token by itself
     max_streams: int = 4096  # requests being answered, streamed or not
+    image_hosts: tuple[str, ...] = ()  # from which images are fetched; none: nothing is
+    open_objects: bool = False  # of JSON schemas: they may have properties that no schema names
     seeds_by_id: bool = False  # a request without a seed draws by its id, so that asked again it draws the same
 
     def __post_init__(self):
@@ -82,6 +86,7 @@ class FrontEndSettings:
                 f"got {self.stream_interval_s}",
                 field="stream_interval_s",
             )
+        check_hosts(self.image_hosts)
         if self.max_streams < 1:
             raise InvalidSetting(f"max_streams must be at least 1, got {self.max_streams}", field="max_streams")
 
@@ -111,6 +116,7 @@ class FrontEnd:
         self._engine = engine
         self._fleet = fleet
         self._images = ImageReader.of(engine.info)
+        self._fetcher = ImageFetcher(self.settings.image_hosts) if self.settings.image_hosts else None
         self._running: dict[tuple[str, str], Answers] = {}  # by tenant of a key, and request id
         self._is_leaving = False
         self._changed = asyncio.Event()  # somebody has been answered
@@ -320,12 +326,22 @@ class FrontEnd:
         return await lane.run(TENANT.get(), work, size)
 
     async def read_images(self, files: Sequence[bytes | str]) -> Sequence[Image]:
-        """Files or data URLs. Raises `InvalidRequest` for what is no image, or where the model takes none."""
+        """Files, data URLs, or addresses at hosts from which images are fetched. Raises `InvalidRequest` for what is no
+        image, or where the model takes none."""
         if not files:
             return ()
+        if self._fetcher is not None:
+            files = await self._fetched(self._fetcher, files)
         size_bytes = sum(map(len, files))
         work = partial(read_images, self._images, files, self.info.model)
         return await self.beside.run(TENANT.get(), work, size_bytes)
+
+    async def _fetched(self, fetcher: ImageFetcher, files: Sequence[bytes | str]) -> Sequence[bytes | str]:
+        check_images(self._images, files, self.info.model)  # before anything is fetched for it
+        for file in files:
+            if is_address(file):
+                fetcher.check(file)
+        return [await fetcher.fetch(file) if is_address(file) else file for file in files]
 
     async def aside(self, size: int, work: Callable[[], Result]) -> Result:
         """What `work` returns: done at once if it is short, else beside this loop. size: values, or hundreds of
@@ -373,7 +389,9 @@ class FrontEnd:
         )
         if self._looking is None:
             self._look_again()
-        return Answers(generation, self.tokenizer, asked, self._running, self._changed, is_streaming, span)
+        if (record := RECORD.get()) is not None:
+            record.asked(generation.request_id, asked.terms.tenant, self.info.model, len(asked.prompt))
+        return Answers(generation, self.tokenizer, asked, self._running, self._changed, is_streaming, span, record)
 
     def _look_again(self) -> None:
         loop = asyncio.get_running_loop()
@@ -408,8 +426,10 @@ class Answers:
         changed: asyncio.Event,
         is_streaming: bool,
         span: Span | None = None,
+        record: Record | None = None,
     ):
-        """running: where this is found while it goes on; `changed` is set when it ends, and `span` ends with it."""
+        """running: where this is found while it goes on; `changed` is set when it ends, and `span` ends with it.
+        record: is told what comes."""
         self._span = span
         self.asked = asked
         self.request_id = generation.request_id
@@ -420,9 +440,12 @@ class Answers:
         self._generation = generation
         self._tokenizer = tokenizer
         self._is_streaming = is_streaming
+        self._record = record
 
     def __aiter__(self) -> AsyncGenerator[tuple[TokenDelta, str], None]:
         pieces = with_text(self._generation, self._tokenizer, self.asked.sampling)
+        if self._record is not None:
+            pieces = self._record.watch(pieces)
         return pieces if self._is_streaming else whole_answers(pieces)
 
     @property

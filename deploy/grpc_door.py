@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextvars import copy_context
+from functools import partial
 from typing import Any, NamedTuple
 
 import grpc
@@ -26,6 +27,7 @@ from .beside import Beside
 from .convert import error_to_status
 from .counted import Counted
 from .limits import Limits
+from .request_log import LOGGED, RequestLog, logged
 from .wire import Bounds, check_wire, kind_of
 
 logger = logging.getLogger(__name__)
@@ -46,8 +48,16 @@ SWEEPS = 8
 class Door(grpc.aio.ServerInterceptor):
     """Stands before all methods of a server."""
 
-    def __init__(self, access: Access, limits: Limits, beside: Beside, bounds: Mapping[str, Bounds]):
+    def __init__(
+        self,
+        access: Access,
+        limits: Limits,
+        beside: Beside,
+        bounds: Mapping[str, Bounds],
+        request_log: RequestLog | None = None,
+    ):
         """bounds: of the messages of each method, by its path; others have their fields counted."""
+        self._log = request_log
         self._access = access
         self._limits = limits
         self._beside = beside
@@ -66,9 +76,12 @@ class Door(grpc.aio.ServerInterceptor):
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], handler_call_details: Any
     ) -> Any:
         level = RPCS.get(handler_call_details.method, Level.KEY)
+        log = self._log if handler_call_details.method in LOGGED else None
         try:
             self._access.check(level, dict(handler_call_details.invocation_metadata).get("authorization"))
         except Unauthenticated as error:
+            with contextlib.suppress(Unauthenticated), logged(log, handler_call_details.method):
+                raise error
             return _refusal(error)
         handler = await continuation(handler_call_details)
         if handler is None:
@@ -76,20 +89,25 @@ class Door(grpc.aio.ServerInterceptor):
         read = self._reader(handler, self._bounds.get(handler_call_details.method, self._usual))
         if handler.request_streaming:
             return self._talking(handler, read)
-        return self._streaming(handler, read) if handler.response_streaming else self._answering(handler, read)
+        if not handler.response_streaming:
+            return self._answering(handler, read)
+        return self._streaming(handler, read, partial(logged, log, handler_call_details.method))
 
     # -- kinds of methods --------------------------------------------------------------------------------------------
 
-    def _streaming(self, handler: Any, read: "Reader") -> Any:
+    def _streaming(
+        self, handler: Any, read: "Reader", logged: Callable[[], contextlib.AbstractContextManager[Any]]
+    ) -> Any:
         async def answers(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
-            self._unread.check()
-            request = _checked(await read(await self._one(messages)))
-            async with contextlib.aclosing(handler.unary_stream(request, context)) as responses:
-                with self._unread.of_this_call(context) as written:
-                    async for response in responses:
-                        written(False)
-                        yield response
-                        written(True)
+            with logged():
+                self._unread.check()
+                request = _checked(await read(await self._one(messages)))
+                async with contextlib.aclosing(handler.unary_stream(request, context)) as responses:
+                    with self._unread.of_this_call(context) as written:
+                        async for response in responses:
+                            written(False)
+                            yield response
+                            written(True)
 
         return grpc.stream_stream_rpc_method_handler(_relayed(answers), None, handler.response_serializer)
 

@@ -11,12 +11,14 @@ from grpc_health.v1 import health_pb2_grpc
 
 from ..controller.deltas import num_values
 from ..controller.info import EngineInfo
-from ..errors import IntarsiaError, InvalidRequest, InvalidSetting
+from ..errors import IntarsiaError, InvalidRequest
 from ..proto import inference_pb2 as pb
 from ..proto import inference_pb2_grpc as pb_grpc
 from ..proto.tracing import INCOMING
 from .access import TENANT, Access
 from .convert import (
+    MOST_BAD,
+    MOST_OF_ROW,
     cache_state_to_proto,
     check_lists,
     error_to_proto,
@@ -37,6 +39,8 @@ from .grpc_health import SERVICE_NAME as HEALTH
 from .grpc_health import HealthServicer
 from .grpc_reflection import add_reflection
 from .limits import Limits, check_id
+from .ports import listening, refusal
+from .request_log import RequestLog
 from .wire import Bounds
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -142,11 +146,11 @@ class InferenceServicer(pb_grpc.InferenceServicer):
 class GrpcServer:
     """The service with health and reflection."""
 
-    def __init__(self, front_end: FrontEnd, access: Access | None = None):
+    def __init__(self, front_end: FrontEnd, access: Access | None = None, request_log: RequestLog | None = None):
         limits = front_end.limits
         self._access = access or Access()
         self._front_end = front_end
-        door = Door(self._access, limits, front_end.beside, _bounds(limits, front_end.info))
+        door = Door(self._access, limits, front_end.beside, _bounds(limits, front_end.info), request_log)
         self._server = grpc.aio.server(interceptors=[door], options=_options(limits))
         self._health = HealthServicer(("", SERVICE), limits.max_keyless_connections)
         self._following: asyncio.Task[None] | None = None
@@ -158,19 +162,15 @@ class GrpcServer:
         """Listen; port 0 takes a free one. Returns the address. Raises `InvalidSetting` if that can not be."""
         self._access.check_host(host)
         target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        listening(host, port, "grpc_port").close()  # gRPC says why it can not in a line of its own
+        credentials = self._access.grpc_credentials()
         try:
-            credentials = self._access.grpc_credentials()
             if credentials is None:
                 port = self._server.add_insecure_port(target)
             else:
                 port = self._server.add_secure_port(target, credentials)
-        except RuntimeError as error:
-            raise InvalidSetting(
-                f"can not listen on {target}: the port is in use or not allowed. Choose another --grpc-port, or 0 "
-                "for a free one.",
-                field="grpc_port",
-                asked=port,
-            ) from error
+        except RuntimeError as error:  # somebody was quicker
+            raise refusal(host, port, "grpc_port", error) from error
         await self._server.start()
         self._health.set(is_serving=True)
         self._following = asyncio.ensure_future(self._follow_engine())
@@ -227,7 +227,12 @@ def _bounds(limits: Limits, info: EngineInfo) -> Mapping[str, Bounds]:
     fields = max(limits.max_json_items, info.max_model_len)
     lists = f"{pb.SamplingParams.DESCRIPTOR.full_name}.stop_token_ids", f"{pb.TokenIds.DESCRIPTOR.full_name}.ids"
     most = {
-        "Generate": {lists[0]: most_stop_tokens(limits), lists[1]: most_prompt_tokens(info)},
+        "Generate": {
+            lists[0]: most_stop_tokens(limits),
+            lists[1]: most_prompt_tokens(info),
+            f"{pb.SamplingParams.DESCRIPTOR.full_name}.bad_token_ids": MOST_BAD,
+            f"{pb.TokenRow.DESCRIPTOR.full_name}.ids": MOST_OF_ROW,
+        },
         "GenerateBatch": {f"{pb.GenerateBatchRequest.DESCRIPTOR.full_name}.requests": most_batch_requests(limits)},
         "Detokenize": {lists[1]: most_counted_tokens(limits, info)},
     }

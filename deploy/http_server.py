@@ -9,16 +9,15 @@ from typing import Any
 
 import uvicorn
 
-from ..errors import InvalidSetting
 from ..workers.environment import give_back_large_blocks
 from .access import Access
 from .connections import Connections, Held
 from .http_protocol import DoorProtocol
 from .limits import Limits
+from .ports import BACKLOG, listening
 from .tls import Handshake
 from .unread import Unreading
 
-BACKLOG = 2048
 SHUTDOWN_GRACE_S = 5
 
 
@@ -79,15 +78,15 @@ class HttpServer:
         """Listen; port 0 takes a free one. Returns the URL. Raises `InvalidSetting` if that can not be."""
         self._access.check_host(host)
         give_back_large_blocks()
-        listening = _listen(host, port)
-        self._serving = asyncio.ensure_future(self._server.serve(sockets=[listening]))
+        opened = listening(host, port)
+        self._serving = asyncio.ensure_future(self._server.serve(sockets=[opened]))
         self._watching = asyncio.ensure_future(self._unread.watch())
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.001)
         if self._serving.done():
             await self._serving
         name = f"[{host}]" if ":" in host else host
-        return f"{'https' if self._access.has_tls else 'http'}://{name}:{listening.getsockname()[1]}"
+        return f"{'https' if self._access.has_tls else 'http'}://{name}:{opened.getsockname()[1]}"
 
     async def stop(self) -> None:
         """Take nothing new, and give running answers a few seconds to end."""
@@ -96,20 +95,3 @@ class HttpServer:
             await self._serving
         if self._watching is not None:
             self._watching.cancel()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((host, port))
-    except OSError as error:
-        listening.close()
-        raise InvalidSetting(
-            f"can not listen on {host}:{port}: {error.strerror}. Choose another port, or 0 for a free one.",
-            field="port",
-            asked=port,
-        ) from error
-    listening.listen(BACKLOG)
-    return listening

@@ -1,4 +1,4 @@
-"""Images in requests: taken as bytes or data URLs, looked at and bounded before they go anywhere. None is fetched."""
+"""Images in requests: taken as bytes or data URLs, looked at and bounded before they go anywhere."""
 
 import base64
 import binascii
@@ -64,6 +64,12 @@ def read_images(reader: ImageReader | None, images: Sequence[bytes | str], model
     for image in images:
         if isinstance(image, str):
             _check_scheme(image)  # who sent an address is told that first, whatever the model takes
+    reader = check_images(reader, images, model)
+    return [reader.read(from_data_url(image) if isinstance(image, str) else image) for image in images]
+
+
+def check_images(reader: ImageReader | None, images: Sequence[bytes | str], model: str) -> ImageReader:
+    """Raises `InvalidRequest` for images that the model does not take, be they what they may."""
     if reader is None:
         raise InvalidRequest(f"{model} takes no images, and the request has {len(images)}", field="images")
     if len(images) > reader.max_images:  # before any is decoded
@@ -74,7 +80,7 @@ def read_images(reader: ImageReader | None, images: Sequence[bytes | str], model
             asked=len(images),
             limit=reader.max_images,
         )
-    return [reader.read(from_data_url(image) if isinstance(image, str) else image) for image in images]
+    return reader
 
 
 def _check_size(size: int) -> None:

@@ -5,6 +5,7 @@ The table holds facts only; here they become layer specs, one rank's share of th
 
 import difflib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +19,9 @@ from ..kvcache.spec import LayerSpec, StateTensor
 FLOAT32_BYTES = 4  # recurrent states are kept in float32, whatever the model's dtype
 
 KEEPS_NOTHING = {"mlp", "moe"}
+
+KIN = 0.75
+"""How alike the first words of two names must be for one to be meant by the other: "gema", "gemma"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +82,31 @@ def known_model(name: str) -> KnownModel:
                 "say which one.",
                 field="model",
             )
-    short = {id_.split("/")[-1]: model.id for id_, model in table.items()}
-    alike = [short[near] for near in difflib.get_close_matches(wanted.split("/")[-1], short, n=3, cutoff=0.4)]
+    alike = _alike(wanted)
     raise InvalidSetting(
         f"{name!r} is neither a directory, nor a config.json, nor a known model"
         + (f"; did you mean {' or '.join(alike)}?" if alike else "."),
         field="model",
     )
+
+
+def _alike(wanted: str) -> list[str]:
+    """Ids of models that may be meant: of the same maker, and called alike. wanted: in small letters."""
+    maker, _, name = wanted.rpartition("/")
+    word = _first_word(name)
+    short = {}
+    for id_, model in _table().items():
+        its_maker, _, its_name = id_.rpartition("/")
+        is_kin = difflib.SequenceMatcher(None, word, _first_word(its_name)).ratio() >= KIN
+        if is_kin and (not maker or its_maker == maker):
+            short[its_name] = model.id
+    return [short[near] for near in difflib.get_close_matches(name, short, n=3, cutoff=0.4)]
+
+
+def _first_word(name: str) -> str:
+    """Of a model's name: "gemma" of "gemma3-27b"."""
+    found = re.match(r"[^\W\d_]+", name)
+    return found[0] if found else name
 
 
 @cache

@@ -19,6 +19,8 @@ from ..controller.launch import RunningEngine, start_engine
 from ..controller.request import USUAL_TERMS, SamplingParams, Terms
 from ..errors import EngineUnavailable, InvalidRequest
 from ..kvcache.check import Recount
+from .at_exit import closed_at_exit, is_closed
+from .before_start import judged
 from .images import ImageReader, read_images
 from .loading_bar import loading_bar
 from .settings import engine_settings
@@ -93,7 +95,7 @@ class _Growing:
 class LLM:
     """A started engine. It starts Ray, or joins the one at hand; `shutdown` ends what was started.
 
-    model                     a local Hugging Face checkpoint directory
+    model                     a local Hugging Face checkpoint directory, or its name on the Hub if it was downloaded
     tensor_parallel_size      1: workers that share the model, one GPU (or share of the CPU cores) each
     block_size                16: tokens per KV block
     kv_cache_memory           for keys and values on each worker, as text with a unit or a number of bytes; None: what a
@@ -124,6 +126,8 @@ class LLM:
     trust_remote_code         False: run Python files that come with the checkpoint
     generation_config         "auto": what a request leaves out is sampled as the checkpoint's generation_config.json
                               asks; "none": as `SamplingParams` has it
+    tokenizer                 None: a folder with another tokenizer; None: the checkpoint's own
+    chat_template             None: a file with another chat template; None: the tokenizer's own
     served_model_name         None: what the model is called in answers; None: as its folder is
     otlp_traces_endpoint      None: URL that takes OpenTelemetry's traces (OTLP over HTTP)
     name                      None: of the engine in the Ray cluster; None: drawn
@@ -135,14 +139,14 @@ class LLM:
     """
 
     def __init__(self, model: str, **settings: Any):
-        wanted = engine_settings(model, **settings)
+        wanted = judged(model, engine_settings(model, **settings))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="intarsia", daemon=True)
         self._thread.start()
         self._engine: RunningEngine | None = None
         try:
             # What can be refused at once is refused before workers start.
-            self._tokenizer = Tokenizer.load(wanted.model.model_dir, trust_remote_code=wanted.model.trust_remote_code)
+            self._tokenizer = Tokenizer.of(wanted.model)
             with loading_bar() as watch:
                 self._engine = self._await(start_engine(wanted, watch))
             self._images = ImageReader.of(self.info)
@@ -150,6 +154,7 @@ class LLM:
             self._give_up()
             self.shutdown()
             raise
+        closed_at_exit(self)
 
     @property
     def info(self) -> EngineInfo:
@@ -206,7 +211,8 @@ class LLM:
         self._await(self._running().reset_prefix_cache())
 
     def shutdown(self) -> None:
-        """End the engine; may be called twice."""
+        """End the engine; may be called twice. What is open when the program ends is shut down then."""
+        is_closed(self)
         if self._engine is not None:
             engine, self._engine = self._engine, None
             self._await(engine.shutdown())

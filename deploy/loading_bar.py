@@ -1,23 +1,37 @@
-"""A bar that fills while a model is loaded, where somebody sits at a terminal to see it."""
+"""A sign of life while something slow is done, and a bar that fills, where somebody sits at a terminal to see it."""
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from ..controller.launch import Watch
+Watch = Callable[[int, int], None]
+"""Told how many of how many are done."""
+
+
+def loading_bar(console: Console | None = None) -> contextlib.AbstractContextManager[Watch | None]:
+    """While an engine starts, and then while its weights are read."""
+    return bar("loading weights", console, before="starting Ray and workers")
 
 
 @contextlib.contextmanager
-def loading_bar(console: Console | None = None) -> Iterator[Watch | None]:
-    """Gives what to tell the progress to; None when standard error is no terminal. The bar is gone at the end."""
+def bar(title: str, console: Console | None = None, *, before: str | None = None) -> Iterator[Watch | None]:
+    """Gives what to tell the progress to; None when standard error is no terminal. The bar is gone at the end.
+
+    before: what is done until the first progress is told
+    """
     console = console or Console(file=sys.stderr)
     if not console.is_terminal:
         yield None
         return
-    columns = TextColumn("loading weights"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total or None)
+        task = progress.add_task(before or title, total=None)
+
+        def watch(done: int, total: int) -> None:
+            if total:
+                progress.update(task, description=title, completed=done, total=total)
+
+        yield watch

@@ -7,13 +7,12 @@ hybrid cache has to say is called `intarsia:...`.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, exposition
+from prometheus_client import CollectorRegistry, ProcessCollector, exposition
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from ..controller.info import CacheState, EngineInfo, EngineLoad
 from ..controller.metrics import Distribution, Metrics
-
-METRICS_TYPE = exposition.CONTENT_TYPE_LATEST
 
 Read = Callable[[EngineLoad], float]
 
@@ -65,7 +64,8 @@ DISTRIBUTIONS: dict[str, tuple[str, str]] = {
     "vllm:request_generation_tokens": ("Tokens of an answer.", "generated_tokens"),
     "vllm:request_params_max_tokens": ("Tokens that a request allows for an answer.", "max_tokens"),
     "vllm:request_params_n": ("Answers that a request asks for.", "answers"),
-    "vllm:iteration_tokens_total": ("Tokens computed in a step.", "step_tokens"),
+    "vllm:request_num_preemptions": ("Times that an answer's blocks were taken away for a while.", "preemptions"),
+    "vllm:iteration_tokens_total": ("Tokens of prompts computed, and tokens drawn, in a step.", "step_tokens"),
 }
 
 REASONS = ("stop", "length", "abort", "deadline", "error")
@@ -74,11 +74,20 @@ REASONS = ("stop", "length", "abort", "deadline", "error")
 CAUSES = ("evicted", "no_snapshot", "alignment", "salt")
 
 
-def render(info: EngineInfo, load: EngineLoad, cache: CacheState | None, measured: Metrics | None) -> bytes:
-    """What an engine says of itself, as Prometheus reads it. To a tenant: only the counts of its own requests."""
+def render(
+    info: EngineInfo, load: EngineLoad, cache: CacheState | None, measured: Metrics | None, accept: str = ""
+) -> tuple[bytes, str]:
+    """What an engine says of itself, and its content type: OpenMetrics where the `Accept` header asks for it, else
+    Prometheus's own text. To a tenant: only the counts of its own requests, and nothing of the process, whose memory
+    and time tell of the others."""
     registry = CollectorRegistry()
     registry.register(_Families(info, load, cache, measured))
-    return exposition.generate_latest(registry)
+    if cache is not None:
+        ProcessCollector(registry=registry)
+    if "application/openmetrics-text" in accept:
+        # Our names need no escaping; prometheus_client's usual one makes underscores of their colons.
+        return openmetrics.generate_latest(registry, openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
+    return exposition.generate_latest(registry), exposition.CONTENT_TYPE_LATEST
 
 
 class _Families:
@@ -94,6 +103,7 @@ class _Families:
             yield self._family(GaugeMetricFamily, name, about, [({}, read(self._load))])
         for name, (about, read) in COUNTERS.items():
             yield self._family(CounterMetricFamily, name, about, [({}, read(self._load))])
+        yield from self._turns()
         yield self._config()
         if self._measured is not None:
             for name, (about, kind) in DISTRIBUTIONS.items():
@@ -102,6 +112,15 @@ class _Families:
             yield from self._groups(self._measured)
         if self._cache is not None:
             yield self._pool(self._cache)
+
+    def _turns(self) -> Iterator[Metric]:
+        """By reason, as vLLM has them. Here a request waits and is turned away for one alone."""
+        waiting = [({"reason": "capacity"}, self._load.waiting), ({"reason": "deferred"}, 0)]
+        about = "Requests that wait for their turn, by why: all for room."
+        yield self._family(GaugeMetricFamily, "vllm:num_requests_waiting_by_reason", about, waiting)
+        refused = [({"reason": "overloaded"}, self._load.refused_requests)]
+        about = "Requests turned away because more came than can be served."
+        yield self._family(CounterMetricFamily, "vllm:admission_rejections", about, refused)
 
     def _ends(self, measured: Metrics) -> Iterator[Metric]:
         finished = [({"finished_reason": reason}, measured.finished.get(reason, 0)) for reason in REASONS]
@@ -124,6 +143,8 @@ class _Families:
             "enable_prefix_caching": str(info.enable_prefix_caching),
             "cache_dtype": info.dtype,
             "strategy": info.strategy,
+            "kv_cache_size_tokens": str(int(info.max_len_concurrency * info.max_model_len)),
+            "kv_cache_max_concurrency": f"{info.max_len_concurrency:.2f}",
         }
         return self._family(GaugeMetricFamily, "vllm:cache_config_info", "How the cache is laid out.", [(config, 1)])
 

@@ -16,7 +16,17 @@ from ..kvcache.reach import Keeps
 from .banner import human_bytes
 from .plan import PlanReport
 
-COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#edc948", "#9c755f")
+COLOURS = ("#a8622a", "#3c7a76", "#8a5fa8", "#b5483a", "#5d7a34", "#3f6fa8", "#a3507c", "#7f7a70")
+"""The console's woods and its teal, dark enough to be read as headings."""
+
+DARK_COLOURS = ("#dd9a58", "#6fb3ae", "#b48fd0", "#ec7a6c", "#a3c585", "#8db4e2", "#dc95bb", "#b5aea2")
+
+PAPER, INK, SOFT, BLANK = "#faf7f2", "#2b2520", "#6b6055", "#ece4d6"
+
+DARK = dict(zip(COLOURS, DARK_COLOURS, strict=True)) | {
+    PAPER: "#1b1714", INK: "#ece4d8", SOFT: "#b3a79b", BLANK: "#332b25", "#bbb": "#5a5048"
+}  # fmt: skip
+"""What each colour becomes where the reader prefers the dark."""
 
 WIDTH = 960
 MARGIN = 32
@@ -41,11 +51,20 @@ def draw_plan(report: PlanReport) -> str:
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
             f'viewBox="0 0 {WIDTH} {height}" font-family="Helvetica, Arial, sans-serif">',
-            f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+            f'<rect width="{WIDTH}" height="{height}" fill="{PAPER}"/>',
+            _dark_style(),
             *parts,
             "</svg>\n",
         ]
     )
+
+
+def _dark_style() -> str:
+    """A style sheet goes before attributes, so programs that know none still draw the light one."""
+    rules = "".join(
+        f'[fill="{light}"]{{fill:{dark}}}[stroke="{light}"]{{stroke:{dark}}}' for light, dark in DARK.items()
+    )
+    return f"<style>@media (prefers-color-scheme: dark){{{rules}}}</style>"
 
 
 def _title(parts: list[str], report: PlanReport, y: int) -> int:
@@ -54,7 +73,7 @@ def _title(parts: list[str], report: PlanReport, y: int) -> int:
     what = f"{human_bytes(report.settings.memory_bytes)}{ranks}, strategy {report.plan.strategy}"
     buffers = f"{report.plan.num_buffers} buffer{'s' if report.plan.num_buffers > 1 else ''}"
     padding = f"{report.plan.padding_fraction:.2%} padding"
-    parts.append(_text(MARGIN, y + 32, f"{what}, {buffers}, {padding}", size=13, fill="#555"))
+    parts.append(_text(MARGIN, y + 32, f"{what}, {buffers}, {padding}", size=13, fill=SOFT))
     return y + 56
 
 
@@ -69,12 +88,12 @@ def _memory(parts: list[str], plan: MemoryPlan, number: int, pages: int, page_by
         x = MARGIN + cell * width
         fill = "#bbb" if cell == 0 else COLOURS[owners[cell % len(owners)] % len(COLOURS)]
         parts.append(_box(x, y + 22, width - 1.5, 26, fill, opacity=1 if cell == 0 else 0.75))
-    parts.append(_text(MARGIN + 2, y + 62, "null", size=10, fill="#666"))
+    parts.append(_text(MARGIN + 2, y + 62, "null", size=10, fill=SOFT))
     if cells < pages:
-        parts.append(_text(WIDTH - MARGIN, y + 62, f"and {pages - cells:,} more", size=10, fill="#666", anchor="end"))
+        parts.append(_text(WIDTH - MARGIN, y + 62, f"and {pages - cells:,} more", size=10, fill=SOFT, anchor="end"))
     if len(owners) > 1:
         said = "any group may own any of them"
-        parts.append(_text(WIDTH / 2, y + 62, said, size=10, fill="#666", anchor="middle"))
+        parts.append(_text(WIDTH / 2, y + 62, said, size=10, fill=SOFT, anchor="middle"))
     return y + 84
 
 
@@ -97,7 +116,7 @@ def _group(parts: list[str], plan: MemoryPlan, g: int, group: Group, large_bytes
         parts.append(_text(MARGIN + block * width + (width - 3) / 2, y + 41, label, size=11, anchor="middle"))
     if left_out:
         x = MARGIN + shown * width + width / 2
-        parts.append(_text(x, y + 41, f"... {group.pages_per_large}", size=11, anchor="middle", fill="#666"))
+        parts.append(_text(x, y + 41, f"... {group.pages_per_large}", size=11, anchor="middle", fill=SOFT))
     top = y + 66
     parts.append(_line(MARGIN, y + 54, MARGIN, top, colour))
     parts.append(_line(MARGIN + width - 3, y + 54, WIDTH - MARGIN, top, colour))
@@ -116,20 +135,20 @@ def _layers(parts: list[str], plan: MemoryPlan, group: Group, colour: str, y: in
         parts.append(_text(MARGIN + n * width + width / 2, y + 19, label, size=10, anchor="middle"))
     if extra:
         x = MARGIN + len(labels) * width
-        parts.append(_box(x, y, width - 1.5, 30, "#eee", stroke="#aaa"))
-        parts.append(_text(x + width / 2, y + 19, f"padding {padding:.1%}", size=9, anchor="middle", fill="#666"))
+        parts.append(_box(x, y, width - 1.5, 30, BLANK, stroke=SOFT))
+        parts.append(_text(x + width / 2, y + 19, f"padding {padding:.1%}", size=9, anchor="middle", fill=SOFT))
     where = "each layer in a buffer of its own" if several else "one after the other in one buffer"
-    parts.append(_text(MARGIN, y + 45, f"a block, magnified: its layers, {where}", size=10, fill="#666"))
+    parts.append(_text(MARGIN, y + 45, f"a block, magnified: its layers, {where}", size=10, fill=SOFT))
     return y + 66
 
 
 def _layer_labels(group: Group, several: bool) -> Iterator[str]:
     shown = group.layers if len(group.layers) <= MOST_LAYERS else group.layers[: MOST_LAYERS - 2]
     for n, layer in enumerate(shown):
-        yield f"L{layer} buf {group.places[n].buffer}" if several else f"layer {layer}"
+        yield f"layer {layer}, buf {group.places[n].buffer}" if several else f"layer {layer}"
     if len(shown) < len(group.layers):
         yield f"{len(group.layers) - len(shown) - 1} more"
-        yield f"L{group.layers[-1]}"
+        yield f"layer {group.layers[-1]}"
 
 
 def _legend(parts: list[str], plan: MemoryPlan, y: int) -> int:
@@ -145,7 +164,7 @@ def _legend(parts: list[str], plan: MemoryPlan, y: int) -> int:
     return y + 16
 
 
-def _text(x: float, y: float, text: str, *, size: int = 13, weight: str = "normal", fill: str = "#222",
+def _text(x: float, y: float, text: str, *, size: int = 13, weight: str = "normal", fill: str = INK,
           anchor: str = "start") -> str:  # fmt: skip
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" fill="{fill}" '

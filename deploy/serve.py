@@ -4,25 +4,28 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ..controller.launch import RunningEngine, start_engine
 from ..controller.startup import EngineSettings
-from ..errors import InvalidSetting
+from ..errors import IntarsiaError, InvalidSetting
 from ..proto.tracing import tracer_of
 from ..workers.environment import freeze_startup_objects
+from ..workers.facts import ModelSettings
 from .access import Access, AccessSettings
 from .banner import print_banner
 from .console import ConsoleSettings
 from .ending import SIGNALS, leave_at_the_latest, say
 from .front_end import FrontEnd, FrontEndSettings
-from .grpc_server import GrpcServer
 from .http_server import SHUTDOWN_GRACE_S, HttpServer
 from .limits import Limits
 from .loading_bar import loading_bar
-from .openai.app import make_app
+from .request_log import FORMS, RequestLog
 from .running import announced
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, text_notes
+
+if TYPE_CHECKING:
+    from ..controller.launch import RunningEngine
+    from .grpc_server import GrpcServer
 
 LAST_WORDS_S = 0.5
 """For the last answers to reach their clients."""
@@ -43,13 +46,19 @@ class ServerSettings:
     console: ConsoleSettings = field(default_factory=ConsoleSettings)
     drain_timeout_s: float = 60.0  # for requests that are being answered when the server is to stop
     limits: Limits = field(default_factory=Limits)
+    allowed_origins: tuple[str, ...] = ()  # of pages in browsers that may ask; "*": any
     root_path: str = ""  # where a proxy shows the HTTP server; requests may bring it or not
+    request_log: str | None = None  # a line of each request, in one of the log's forms
 
     def __post_init__(self):
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise InvalidSetting(
                 f"root_path must begin with a slash and not end with one, as /llm does, got {self.root_path!r}",
                 field="root_path",
+            )
+        if self.request_log is not None and self.request_log not in FORMS:
+            raise InvalidSetting(
+                f"request_log must be {' or '.join(FORMS)}, got {self.request_log!r}", field="request_log"
             )
         if self.drain_timeout_s < 0:
             raise InvalidSetting(
@@ -63,6 +72,7 @@ def server_settings(
     port: int = 8000,
     grpc_port: int = 50051,
     root_path: str = "",
+    allowed_origins: Sequence[str] | None = None,
     api_key: Sequence[str] | None = None,
     api_key_file: str | None = None,
     admin_key: Sequence[str] | None = None,
@@ -73,7 +83,10 @@ def server_settings(
     insecure: bool = False,
     stream_interval_s: float = 0.0,
     max_streams: int = 4096,
+    image_hosts: Sequence[str] | None = None,
+    open_objects: bool = False,
     console_prompts: bool = False,
+    request_log: str | None = None,
     drain_timeout_s: float = 60.0,
     **limits: float,
 ) -> ServerSettings:
@@ -92,20 +105,22 @@ def server_settings(
             ssl_ca_certs,
             insecure,
         ),
-        FrontEndSettings(stream_interval_s, max_streams),
+        FrontEndSettings(stream_interval_s, max_streams, tuple(image_hosts or ()), open_objects),
         ConsoleSettings(console_prompts),
         drain_timeout_s,
         Limits(**limits),  # type: ignore[arg-type]  a float only where the limit is one
+        tuple(allowed_origins or ()),
         root_path,
+        request_log,
     )
 
 
 class Served(NamedTuple):
     """A started engine and what stands in front of it."""
 
-    engine: RunningEngine
+    engine: "RunningEngine"
     front_end: FrontEnd
-    grpc: GrpcServer
+    grpc: "GrpcServer"
     at: "Listening"
 
     async def drain(self, within_s: float) -> None:
@@ -129,14 +144,18 @@ async def serving(settings: EngineSettings, server: ServerSettings) -> AsyncIter
     """A started engine with its servers; all of it ends with the context."""
     access = Access(server.access)
     access.check_host(server.host)  # what can be refused at once is refused before workers start
-    tokenizer = Tokenizer.load(settings.model.model_dir, trust_remote_code=settings.model.trust_remote_code)
-    with loading_bar() as watch:
-        engine = await start_engine(settings, watch)
+    engine, tokenizer = await _engine_and_tokenizer(settings)
+    from .grpc_server import GrpcServer  # the tokenizer's thread has imported them
+    from .openai.app import make_app
+
     try:
         tracer = tracer_of("front-end", settings.model.traces_endpoint)
         front_end = FrontEnd(engine.client, tokenizer, server.front_end, tracer=tracer, limits=server.limits)
-        app = make_app(lambda: front_end, access, server.console, server.limits, server.root_path)
-        http, grpc = HttpServer(app, access, server.limits), GrpcServer(front_end, access)
+        log = RequestLog(server.request_log) if server.request_log else None
+        app = make_app(
+            lambda: front_end, access, server.console, server.limits, server.root_path, server.allowed_origins, log
+        )
+        http, grpc = HttpServer(app, access, server.limits), GrpcServer(front_end, access, log)
         try:
             url, target = await http.start(server.host, server.port), await grpc.start(server.host, server.grpc_port)
             drawn = access.draw_admin_key()
@@ -146,10 +165,40 @@ async def serving(settings: EngineSettings, server: ServerSettings) -> AsyncIter
         finally:
             within_s = SHUTDOWN_GRACE_S if front_end.num_running else LAST_WORDS_S
             await asyncio.wait([asyncio.ensure_future(each.stop()) for each in (http, grpc)], timeout=within_s)
-            if tracer is not None:
-                await asyncio.to_thread(tracer.close)
+            for each in filter(None, (tracer, log)):
+                await asyncio.to_thread(each.close)
     finally:
         await engine.shutdown()
+
+
+async def _engine_and_tokenizer(settings: EngineSettings) -> "tuple[RunningEngine, Tokenizer | None]":
+    """Started and read side by side: each waits for other processes or imports for seconds. Raises what either does;
+    nothing is left then."""
+    from ..controller.launch import start_engine  # and with it Ray, before the other thread imports anything
+
+    with loading_bar() as watch:
+        starting = asyncio.ensure_future(start_engine(settings, watch))
+        try:
+            tokenizer = await asyncio.to_thread(_read_tokenizer, settings.model)
+        except BaseException:
+            await _given_up(starting)
+            raise
+        return await starting, tokenizer
+
+
+def _read_tokenizer(model: ModelSettings) -> Tokenizer | None:
+    tokenizer = Tokenizer.of(model)
+    from . import grpc_server  # noqa: F401  the servers are made next
+    from .openai import app  # noqa: F401
+
+    return tokenizer
+
+
+async def _given_up(starting: "asyncio.Future[RunningEngine]") -> None:
+    """End an engine that starts, or has just started."""
+    starting.cancel()
+    with contextlib.suppress(asyncio.CancelledError, IntarsiaError):
+        await (await starting).shutdown()
 
 
 async def serve(settings: EngineSettings, server: ServerSettings) -> None:
@@ -165,7 +214,8 @@ async def serve(settings: EngineSettings, server: ServerSettings) -> None:
         for number in SIGNALS:
             loop.add_signal_handler(number, stops.release)
         freeze_startup_objects()
-        print_banner(served.engine.client.info, *served.at)
+        info = served.engine.client.info
+        print_banner(info._replace(notes=(*info.notes, *text_notes(served.front_end.tokenizer))), *served.at)
         say("ready; stop with Ctrl-C")
         gone = asyncio.ensure_future(served.engine.client.wait_gone())
         await _first(stops.acquire(), gone)

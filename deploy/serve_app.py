@@ -13,7 +13,7 @@ import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pydantic
 from fastapi import FastAPI
@@ -32,10 +32,11 @@ from .console import ConsoleSettings
 from .fleet import Fleet
 from .front_end import FrontEnd, FrontEndSettings
 from .grpc_door import noting, status_of
-from .grpc_server import InferenceServicer
+from .grpc_server import SERVICE, InferenceServicer
 from .limits import Limits
 from .limits import rows as limit_rows
 from .openai.app import make_app
+from .request_log import LOGGED, RequestLog, logged
 from .settings import engine_settings
 from .tokenizer import Tokenizer
 
@@ -63,10 +64,13 @@ class DeploymentOptions(pydantic.BaseModel):
     downscale_delay_s: float = pydantic.Field(600.0, ge=0, description="How long less must be wanted before one goes.")
     drain_timeout_s: float = pydantic.Field(600.0, ge=0, description="What a replica that goes has for its streams.")
     max_ongoing_requests: int = pydantic.Field(MAX_ONGOING_REQUESTS, ge=1)
+    image_hosts: list[str] = pydantic.Field([], description="From which images are fetched by https.")
+    open_objects: bool = pydantic.Field(False, description="Objects may have properties that no schema names.")
     stream_interval_s: float = pydantic.Field(STREAM_INTERVAL_S, ge=0, description="Between pieces of a stream.")
     api_key_file: str | None = pydantic.Field(None, description="Keys that clients must send, on the replicas' nodes.")
     admin_key_file: str | None = pydantic.Field(None, description="Keys for the console; without it, it is closed.")
     console_prompts: bool = pydantic.Field(False, description="Show texts of prompts and answers in the console.")
+    request_log: Literal["line", "json"] | None = pydantic.Field(None, description="A line of each request, in a log.")
     limits: Limits = pydantic.Field(default_factory=Limits, description="Given each by its name, as to `serve`.")
 
 
@@ -86,25 +90,33 @@ class Replica:
         self._options = options
         name = engine_name(wanted.name, settings)
         wanted = replace(wanted, name=name)
-        tokenizer = Tokenizer.load(wanted.model.model_dir, trust_remote_code=wanted.model.trust_remote_code)
+        tokenizer = Tokenizer.of(wanted.model)
         self._engine: RunningEngine | None = await start_engine(wanted)
         alike = name.rpartition("-")[0]
         self._fleet = Fleet(self._engine.client, name, partial(find_engines, f"{alike}-"))
         self._front_end = FrontEnd(
             self._engine.client,
             tokenizer,
-            FrontEndSettings(options.stream_interval_s, options.max_ongoing_requests),
+            FrontEndSettings(
+                options.stream_interval_s,
+                options.max_ongoing_requests,
+                tuple(options.image_hosts),
+                options.open_objects,
+            ),
             self._fleet,
             tracer_of("front-end", wanted.model.traces_endpoint),
             options.limits,
         )
         self._servicer = InferenceServicer(self._front_end)
+        self._request_log = RequestLog(options.request_log) if options.request_log else None
         give_back_large_blocks()
         freeze_startup_objects()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         console = ConsoleSettings(self._options.console_prompts)
-        return make_app(lambda: self._front_end, self._access, console, self._options.limits)
+        return make_app(
+            lambda: self._front_end, self._access, console, self._options.limits, request_log=self._request_log
+        )
 
     async def check_health(self) -> None:
         """Called by Serve. An engine that is gone makes the replica start again; a busy one does not."""
@@ -184,7 +196,8 @@ class Replica:
         level: Level = Level.KEY,
     ) -> AsyncGenerator[Any, None]:
         """The same of a method with many answers."""
-        with noting() as refused:
+        path = f"/{SERVICE}/{method.__name__}"
+        with noting() as refused, logged(self._request_log if path in LOGGED else None, path):
             self._check(context, level)
             async with contextlib.aclosing(method(request, _Context(context))) as responses:  # type: ignore[type-var]
                 async for response in responses:

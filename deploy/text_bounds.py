@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..errors import RequestTooLarge
+from ..errors import ContextTooLong
 
 PIECE_CHARS = 1 << 17
 """A text is counted in pieces of that. Where it is cut, a few tokens more are counted than it has."""
@@ -91,18 +91,13 @@ class TextBound(NamedTuple):
     max_bytes: int | None  # None: any number of bytes may be few tokens
 
     def check(self, size_bytes: int, field: str) -> None:
-        """Raises `RequestTooLarge` for a text that is longer than any of so many tokens."""
+        """Raises `ContextTooLong` for a text that is longer than any of so many tokens."""
         if self.max_bytes is not None and size_bytes > self.max_bytes:
-            raise RequestTooLarge(
-                f"the text has {size_bytes} bytes; the model takes {self.max_tokens} tokens, which hold at most "
-                f"{self.max_bytes} bytes",
-                field=field,
-                asked=size_bytes,
-                limit=self.max_bytes,
-            )
+            what = f"the text has {size_bytes} bytes, and {self.max_tokens} tokens hold at most {self.max_bytes} bytes"
+            raise ContextTooLong.of(what, self.max_tokens, field=field, asked=size_bytes, limit=self.max_bytes)
 
     def check_tokens(self, text: str, count: Callable[[str], int], field: str) -> None:
-        """Raises `RequestTooLarge` where the first pieces of a text have far too many tokens already. count: of a
+        """Raises `ContextTooLong` where the first pieces of a text have far too many tokens already. count: of a
         piece, which takes some time."""
         if len(text) <= PIECE_CHARS or bytes_of(text) <= USUAL_BYTES_OF_A_TOKEN * self.max_tokens:
             return
@@ -110,13 +105,8 @@ class TextBound(NamedTuple):
         for start in range(0, len(text), PIECE_CHARS):
             tokens += count(text[start : start + PIECE_CHARS])
             if tokens > SLACK * self.max_tokens:
-                raise RequestTooLarge(
-                    f"the text has {len(text)} characters, of which the first {start + PIECE_CHARS} are about {tokens} "
-                    f"tokens; the model takes {self.max_tokens}",
-                    field=field,
-                    asked=tokens,
-                    limit=self.max_tokens,
-                )
+                what = f"the first {start + PIECE_CHARS} of {len(text)} characters are about {tokens} tokens"
+                raise ContextTooLong.of(what, self.max_tokens, field=field, asked=tokens, limit=self.max_tokens)
 
 
 def bytes_of(text: str) -> int:

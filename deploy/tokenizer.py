@@ -1,22 +1,26 @@
 """Text to tokens and back, and back again piece by piece while tokens stream in."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..errors import CorruptCheckpoint, InvalidRequest
+from ..errors import CorruptCheckpoint, InvalidRequest, InvalidSetting
+from ..workers.facts import ModelSettings
 from ..workers.json_file import clipped
 from ..workers.side_files import check_side_files
 from .limits import Limits
 from .templates import LONGEST_COMPLAINT_CHARS, Question, Templates
 from .text_bounds import TextBound, longest_token_bytes
+from .token_bytes import half_character
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 """A checkpoint with none of these has no tokenizer. Out of a tokenizer_config.json alone transformers may make one
 with an empty vocabulary, to which every text is no tokens at all."""
 
+
+MAX_TEMPLATE_CHARS = 2**20
 
 LONG_DECODING_TOKENS = 1024
 """For more, the tokenizer is called in a way that takes longer for few and lets other threads run meanwhile."""
@@ -28,6 +32,58 @@ OURS = {"self", "messages"}
 """Names that no template option may have beside those of parameters."""
 
 
+def check_tokenizer(settings: ModelSettings) -> None:
+    """What is wrong with its files, without torch or transformers. Raises `CorruptCheckpoint` and `InvalidSetting`."""
+    path = Path(settings.text_dir)
+    if settings.tokenizer_dir is not None and not any((path / name).is_file() for name in FILES):
+        raise InvalidSetting(
+            f"tokenizer: {path} holds none of {', '.join(FILES)}. Give a folder with a tokenizer, or a name on the "
+            "Hugging Face Hub whose files are here.",
+            field="tokenizer",
+        )
+    check_side_files(path)
+    if settings.chat_template is not None:
+        read_template(settings.chat_template)
+    if (path / "tokenizer.json").is_file() and not (path / "tekken.json").is_file():
+        from tokenizers import Tokenizer as Backend
+
+        try:
+            Backend.from_file(str(path / "tokenizer.json"))
+        except Exception as error:  # it raises nothing else
+            raise _unreadable(path, error) from error
+
+
+def read_template(file: str) -> str:
+    """A chat template in Jinja. Raises `InvalidSetting`."""
+    try:
+        with open(file, encoding="utf-8") as opened:
+            template = opened.read(MAX_TEMPLATE_CHARS + 1)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise InvalidSetting(f"chat_template: {file} can not be read: {why}", field="chat_template") from None
+    if not template.strip() or len(template) > MAX_TEMPLATE_CHARS:
+        raise InvalidSetting(
+            f"chat_template: {file} {'is too long' if template.strip() else 'is empty'}; a template has 1 to "
+            f"{MAX_TEMPLATE_CHARS} characters",
+            field="chat_template",
+        )
+    from jinja2 import TemplateSyntaxError
+
+    from .template_child import compiled
+
+    try:
+        compiled(template)
+    except TemplateSyntaxError as error:
+        raise InvalidSetting(
+            f"chat_template: {file} is no Jinja template: {error.message} (line {error.lineno})", field="chat_template"
+        ) from None
+    return template
+
+
+def _unreadable(path: Path, error: Exception) -> CorruptCheckpoint:
+    return CorruptCheckpoint(f"the tokenizer in {path} can not be read: {clipped(str(error), 400)}", field="model")
+
+
 class Tokenizer:
     """The tokenizer of a checkpoint directory. Any thread may ask."""
 
@@ -37,8 +93,19 @@ class Tokenizer:
         self._templates = Templates()
 
     @classmethod
-    def load(cls, model_dir: str | Path, *, trust_remote_code: bool = False) -> "Tokenizer | None":
-        """None if the directory has no tokenizer files. Raises `CorruptCheckpoint` if they can not be read."""
+    def of(cls, settings: ModelSettings) -> "Tokenizer | None":
+        """The one that a model is served with. Raises `CorruptCheckpoint` and `InvalidSetting`."""
+        return cls.load(
+            settings.text_dir, trust_remote_code=settings.trust_remote_code, chat_template=settings.chat_template
+        )
+
+    @classmethod
+    def load(
+        cls, model_dir: str | Path, *, trust_remote_code: bool = False, chat_template: str | None = None
+    ) -> "Tokenizer | None":
+        """None if the directory has no tokenizer files. Raises `CorruptCheckpoint` if they can not be read.
+
+        chat_template: a file, instead of the directory's own; raises `InvalidSetting` for one that is no template"""
         path = Path(model_dir)
         check_side_files(path)
         if not any((path / name).is_file() for name in FILES):
@@ -51,12 +118,23 @@ class Tokenizer:
             )
             fast.decode(fast.encode("a"))  # some values are looked at only then: better now than in each request
         except Exception as error:  # the tokenizers library raises bare Exception
-            raise CorruptCheckpoint(
-                f"the tokenizer in {path} can not be read: {clipped(str(error), 400)}", field="model"
-            ) from error
+            raise _unreadable(path, error) from error
+        if chat_template is not None:
+            fast.chat_template = read_template(chat_template)
         loaded = cls(fast)
+        if chat_template is not None and loaded._has_chat_of_its_own:
+            raise InvalidSetting(
+                f"chat_template: the tokenizer in {path} puts conversations together by its own code, and not by a "
+                "template; leave chat_template out",
+                field="chat_template",
+            )
         _ = loaded.longest_token_bytes  # goes through the vocabulary, which is not to be done for a request
         return loaded
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether conversations can become a prompt."""
+        return bool(self._fast.chat_template) or self._has_chat_of_its_own
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens the model wants in front unless said otherwise. Raises `InvalidRequest`
@@ -95,6 +173,12 @@ class Tokenizer:
             text = self._fast.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
             self._texts[token_id] = text
         return text
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Of one token, which may be a part of a character."""
+        text = self.text_of(token_id)
+        own = half_character(self._fast, token_id) if HALF in text else None
+        return own if own is not None else text.encode()
 
     def check_variables(self, variables: Mapping[str, Any]) -> None:
         """Raises `InvalidRequest` for names that would be taken for parameters of the tokenizer's own function."""
@@ -262,6 +346,14 @@ class TextStream:
             end -= 1
             text = decode(self._tokens[self._settled : end])
         return self._tell(end, before, text) if now.startswith(text) or not text.endswith(HALF) else ""
+
+
+def text_notes(tokenizer: Tokenizer | None) -> Iterator[str]:
+    """What a model can not do for want of files beside its weights, for people."""
+    if tokenizer is None:
+        yield "no tokenizer: prompts and answers are token ids (return_token_ids); --tokenizer FOLDER gives it one"
+    elif not tokenizer.has_chat:
+        yield "no chat template: completions only, no chat; --chat-template FILE gives it one"
 
 
 def encode_prompt(

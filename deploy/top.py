@@ -10,19 +10,25 @@ from typing import Any, NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.styled import Styled
 from rich.table import Table
 from rich.text import Text
 
 from ..errors import EngineUnavailable, InvalidSetting, Unauthenticated
-from .banner import human_bytes
+from .banner import human_bytes, human_seconds
 from .console import VIEW_PATH
 from .running import running
+
+LOOPBACK, ANY_HOST = {"127.0.0.1", "::1", "localhost"}, {"0.0.0.0", "::"}
 
 EVERY_S = 1.0
 
 ANSWER_WITHIN_S = 10.0
 
 MOST_REQUESTS = 15
+
+STEPS_DRAWN = 54
+"""A line has 80 columns, and words beside them."""
 
 BARS = " ▁▂▃▄▅▆▇█"
 
@@ -44,12 +50,32 @@ def find_server(url: str | None, admin_key: str | None, ca_certs: str | None) ->
     Raises `InvalidSetting` when there is none.
     """
     if url is not None:
-        drawn = next((each.admin_key for each in running() if each.url == url.rstrip("/")), None)
-        return Server(url.rstrip("/"), admin_key or drawn, ca_certs)
+        url = url.rstrip("/")
+        same = next((each for each in running() if _is_same(each.url, url)), None)
+        if same is None:
+            return Server(url, admin_key, ca_certs)
+        port = "" if _port_of(url) else f":{_port_of(same.url)}"
+        return Server(f"{url}{port}", admin_key or same.admin_key, ca_certs)
     latest = next(iter(running()), None)
     if latest is None:
         raise InvalidSetting("no server of yours runs on this machine; say where one is: --url URL", field="url")
     return Server(latest.url, admin_key or latest.admin_key, ca_certs)
+
+
+def _is_same(listens: str, url: str) -> bool:
+    """Whether a server of this machine that listens so is asked at `url`, which may leave the port out. A key of ours
+    goes to this machine only."""
+    there, asked = urllib.parse.urlsplit(listens), urllib.parse.urlsplit(url)
+    is_here = there.hostname in LOOPBACK | ANY_HOST and asked.hostname in LOOPBACK and not asked.path
+    is_port = _port_of(url) in (None, _port_of(listens))
+    return listens == url or (is_here and is_port and there.scheme == asked.scheme)
+
+
+def _port_of(url: str) -> int | None:
+    try:
+        return urllib.parse.urlsplit(url).port
+    except ValueError:
+        return 0  # of nobody
 
 
 def look(server: Server, since_step: int = 0) -> dict[str, Any]:
@@ -68,6 +94,12 @@ def look(server: Server, since_step: int = 0) -> dict[str, Any]:
             raise Unauthenticated(f"{server.url} wants its admin key: --admin-key KEY", field="admin_key") from None
         raise EngineUnavailable(f"{server.url} answers {error.code}: {said[:300]}") from None
     except (OSError, ValueError) as error:
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            raise InvalidSetting(
+                f"{server.url} has a certificate that nobody known here has signed for this name. Say who may have: "
+                "--ssl-ca-certs FILE",
+                field="ssl_ca_certs",
+            ) from None
         raise EngineUnavailable(f"{server.url} can not be asked: {error}") from None
 
 
@@ -79,23 +111,41 @@ def show_once(server: Server, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(facts(view, before), indent=2))
     else:
-        Console(highlight=False).print(screen(view, before))
+        Console(highlight=False).print(told(server), screen(view, before), sep="\n")
 
 
 def show(server: Server) -> None:
     """Until Ctrl-C. A server that is away for a while is waited for."""
     view = before = look(server)
     steps = view["steps"]
-    with Live(screen(view, before, steps), screen=True, auto_refresh=False) as live:
+    answered_s = time.time()
+    with Live(Group(told(server), screen(view, before, steps)), screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(EVERY_S)
             try:
                 before, view = view, look(server, steps[-1]["number"] if steps else 0)
             except EngineUnavailable as error:
-                live.update(Text(str(error), style="red"), refresh=True)
+                shown = Group(gone(error, answered_s), Text(), screen(view, before, steps))
+                live.update(Styled(shown, "dim"), refresh=True)
                 continue
+            answered_s = time.time()
             steps = [*steps, *view["steps"]][-600:]
-            live.update(screen(view, before, steps), refresh=True)
+            live.update(Group(told(server), screen(view, before, steps)), refresh=True)
+
+
+def gone(error: EngineUnavailable, answered_s: float) -> Text:
+    """answered_s: when it last did, of `time.time`."""
+    at, ago_s = time.strftime("%H:%M:%S", time.localtime(answered_s)), time.time() - answered_s
+    return Text(f"no answer since {at}, {ago_s:.0f} s ago; asking again each second. {error}", style="not dim red")
+
+
+def told(server: Server) -> Text:
+    """Which server this is, and how to watch another of this user's when several run."""
+    others = [each.url for each in running() if not _is_same(each.url, server.url)]
+    line = Text(server.url, style="dim")
+    if others:
+        line.append(f"\n{len(others)} more of yours here: top --url {others[0]}")
+    return line
 
 
 def facts(view: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
@@ -137,9 +187,22 @@ def _numbers(view: dict[str, Any], before: dict[str, Any]) -> RenderableType:
     line = Text()
     line.append(view["model"], style="bold")
     line.append(f"  {view['strategy']}\n", style="dim")
-    line.append(f"{load['running']} running, {load['waiting']} waiting; {rate['generated_tokens']:,.0f} tokens/s, ")
-    line.append(f"{share:.1%} of prompts cached, {load['preemptions']} preemptions; {held:.0%} of the pool held")
+    line.append(f"{load['running']} running, {load['waiting']} waiting; ")
+    line.append(f"tokens/s: {rate['prompt_tokens']:,.0f} in, {rate['generated_tokens']:,.0f} out\n")
+    line.append(f"{share:.1%} of prompts cached, {load['preemptions']} preemptions; {held:.0%} of the pool held\n")
+    line.append(_late(view["latencies"]))
     return line
+
+
+def _late(latencies: dict[str, dict[str, float | None]]) -> str:
+    """The middle and the slow end of each, of the last minute."""
+    names = {"first_token": "first token", "next_token": "next token", "queue": "queue"}
+    parts = []
+    for kind, name in names.items():
+        p50_s, p95_s = latencies[kind]["p50_s"], latencies[kind]["p95_s"]
+        if p50_s is not None and p95_s is not None:
+            parts.append(f"{name} {human_seconds(p50_s)}, p95 {human_seconds(p95_s)}")
+    return "; ".join(parts) or "no token in the last minute"
 
 
 def _groups(view: dict[str, Any]) -> RenderableType:
@@ -159,7 +222,7 @@ def _groups(view: dict[str, Any]) -> RenderableType:
 
 
 def _steps(steps: list[dict[str, Any]]) -> RenderableType:
-    latest = steps[-72:]
+    latest = steps[-STEPS_DRAWN:]
     if not latest:
         return Text("no step has run yet", style="dim")
     most = max(1, *(step["run_us"] for step in latest))

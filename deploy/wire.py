@@ -31,17 +31,15 @@ class Most(NamedTuple):
     limit: int
     what: str  # is in it, in words
     field: str  # as errors name it
-    words: str = "there are {count} or more {what}; at most {limit} are taken"
 
     def check(self, count: int) -> None:
         """Raises `RequestTooLarge`."""
         if count > self.limit:
-            raise RequestTooLarge(
-                self.words.format(count=count, what=self.what, limit=self.limit),
-                field=self.field,
-                asked=count,
-                limit=self.limit,
-            )
+            raise self.refusal(count)
+
+    def refusal(self, count: int) -> RequestTooLarge:
+        words = f"there are {count} or more {self.what}; at most {self.limit} are taken"
+        return RequestTooLarge(words, field=self.field, asked=count, limit=self.limit)
 
 
 class Bounds(NamedTuple):

@@ -10,6 +10,12 @@ from typing import NamedTuple
 
 from .packing import pack, unpack
 
+ALL = 2**31 - 1
+"""More than any vocabulary has."""
+
+MAX_BAD_TOKENS = 1024
+"""Of a row of tokens that must not come: a text of 256 characters has no more bytes."""
+
 
 class Sampling(NamedTuple):
     """How a worker draws tokens for one slot. Temperature 0: the most probable one."""
@@ -18,7 +24,7 @@ class Sampling(NamedTuple):
     top_k: int  # 0: all
     top_p: float
     seed: int
-    logprobs: int  # -1: none; n: of the chosen token and the n most probable ones
+    logprobs: int  # -1: none; n: of the chosen token and the n most probable ones, or of all if n is `ALL`
     min_p: float = 0.0  # as a share of the most probable token's
     prompt_tokens: int = 0  # what comes behind them was generated
     presence_penalty: float = 0.0
@@ -29,10 +35,13 @@ class Sampling(NamedTuple):
     min_tokens: int = 0
     prompt_logprobs: int = -1  # as `logprobs`, for the tokens of the prompt
     form: tuple[str, ...] = ()  # of the answer: its kind and its text
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()  # rows of tokens that are not drawn one after another
 
     @property
-    def has_penalties(self) -> bool:
-        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+    def needs_history(self) -> bool:
+        """Does it matter which tokens the request has?"""
+        has_penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        return bool(has_penalties or self.bad_token_ids)
 
 
 class View(NamedTuple):
@@ -127,6 +136,7 @@ class Logprobs(NamedTuple):
 
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token, logprob), best first
+    rank: int = 0  # 1: no token is more probable; 0: not known
 
 
 class PromptLogprobs(NamedTuple):

@@ -675,7 +675,7 @@ CHAT_TEMPLATE = r"""
 {%- if add_generation_prompt %}{{ voice | default('assistant') }}: {% endif %}"""
 
 
-def make_talker(folder: Path) -> Path:
+def make_talker(folder: Path, length_tokens: int = 512) -> Path:
     """A tiny random model whose tokens are the 256 bytes and an end, with its tokenizer. It would say anything."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -691,8 +691,8 @@ def make_talker(folder: Path) -> Path:
     torch.manual_seed(0)
     config = Gemma3TextConfig(
         vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, sliding_window=8, max_position_embeddings=512, initializer_range=0.5,
-        eos_token_id=tokenizer.token_to_id("<eos>"), bos_token_id=None, pad_token_id=None,
+        num_key_value_heads=1, head_dim=16, sliding_window=8, max_position_embeddings=length_tokens,
+        initializer_range=0.5, eos_token_id=tokenizer.token_to_id("<eos>"), bos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return folder

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "controller": {"kvcache", "proto", "workers"},
     "deploy": {"kvcache", "proto", "workers", "controller", "kernels"},
 }
-FROM_WORKERS = {"actor", "facts", "environment", "checkpoint"}
+FROM_WORKERS = {"actor", "facts", "environment", "checkpoint", "fork_server"}
 """What the controller may use of the workers: the actor, plain values and what is free of torch."""
 
 
@@ -26,10 +26,15 @@ def relative_imports(file: Path) -> list[tuple[str, str]]:
     depth = len(file.relative_to(ROOT).parts) - 1
     found = []
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level > depth:
+        if isinstance(node, ast.ImportFrom) and node.level > depth and not is_version(node):
             parts = (node.module or "").split(".")
             found.append((parts[0], ".".join(parts[1:])))
     return found
+
+
+def is_version(node: ast.ImportFrom) -> bool:
+    """Which version this is, anything may know."""
+    return node.module is None and [each.name for each in node.names] == ["__version__"]
 
 
 def python_files(folder: str) -> list[Path]:

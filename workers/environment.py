@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import logging
 import os
 import sys
 from pathlib import Path
@@ -15,6 +16,16 @@ PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 
 OWNER = "INTARSIA_RAY_OWNER"
 """Environment variable in all processes of a Ray that a process of ours started for itself: that process's name."""
+
+
+LOG_LEVEL = "INTARSIA_LOG_LEVEL"
+"""Environment variable: what our processes log at the least, as `info`, which is usual."""
+
+
+def log_as_asked() -> None:
+    """In a process of an engine's own."""
+    level = logging.getLevelNamesMapping().get(os.environ.get(LOG_LEVEL, "").upper(), logging.INFO)
+    logging.basicConfig(level=level)
 
 
 def prepare_process(local_workers: int = 1) -> None:

@@ -23,6 +23,13 @@ class ModelSettings:
     trust_remote_code: bool = False  # run Python files that come with the checkpoint
     cpu_threads: int | None = None  # that compute on a CPU; None: a share of the cores, fewer for short steps
     traces_endpoint: str | None = None  # where spans go, OTLP over HTTP; None: nobody traces
+    tokenizer_dir: str | None = None  # None: the checkpoint's own
+    chat_template: str | None = None  # a file; None: the tokenizer's own
+
+    @property
+    def text_dir(self) -> str:
+        """Where the tokenizer is."""
+        return self.tokenizer_dir or self.model_dir
 
     def __post_init__(self):
         if self.tensor_parallel_size < 1:
@@ -87,3 +94,15 @@ class Process(NamedTuple):
     host: str
     pid: int
     started: int
+
+
+def check_length(max_model_len: int, positions: int) -> None:
+    """Raises `InvalidSetting` for requests longer than a model has positions."""
+    if max_model_len > positions:
+        raise InvalidSetting(
+            f"max_model_len of {max_model_len} tokens exceeds the {positions} positions that the model's config.json "
+            "allows (max_position_embeddings). Lower max_model_len.",
+            field="max_model_len",
+            asked=max_model_len,
+            limit=positions,
+        )

@@ -6,39 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-KNOWN_FAMILIES: dict[str, str] = {
-    "llama": "Llama",
-    "qwen3": "Qwen3",
-    "smollm3": "SmolLM3",
-    "mistral": "Mistral",
-    "ministral": "Ministral 8B",
-    "ministral3": "Ministral 3",
-    "gemma2": "Gemma 2",
-    "gemma3_text": "Gemma 3",
-    "gemma3n_text": "Gemma 3n",
-    "gemma4_text": "Gemma 4",
-    "gpt_oss": "gpt-oss",
-    "cohere2": "Cohere2",
-    "olmo3": "Olmo 3",
-    "exaone4": "Exaone 4",
-    "llama4_text": "Llama 4",
-    "deepseek_v3": "DeepSeek-V3",
-    "bamba": "Bamba",
-    "granitemoehybrid": "Granite 4",
-    "nemotron_h": "Nemotron-H",
-    "falcon_h1": "Falcon-H1",
-    "zamba2": "Zamba2",
-    "jamba": "Jamba",
-    "minimax": "MiniMax",
-    "lfm2": "LFM2",
-    "lfm2_moe": "LFM2 (experts)",
-    "qwen3_next": "Qwen3-Next",
-    "qwen3_5_text": "Qwen3.5",
-    "qwen3_5_moe_text": "Qwen3.5 (experts)",
-    "mllama": "Llama 3.2 Vision",
-}
-"""model_type -> name, of the families that the tests put through the whole gate. Of multimodal models the text part,
-except where the name says vision."""
+from .known import KNOWN_FAMILIES as KNOWN_FAMILIES
 
 
 def _cut(path: str, styles: Mapping[str, str]) -> dict[str, str]:

@@ -9,8 +9,9 @@ process that computes is not the actor's own:
 
 A worker that dies is replaced at once, and the ranks of a node, or another engine on it, import nothing again. Whoever
 needs the server first starts it; it goes when it was not needed for a while, or, where its user started a
-Ray of their own, with the last of them. When an actor dies its worker goes by itself, or, should it be stopped, is
-killed by the server. When the server dies workers live on.
+Ray of their own, with the last of them. Such a user starts it before Ray, so that both start side by side. When an
+actor dies its worker goes by itself, or, should it be stopped, is killed by the server. When the server dies workers
+live on.
 
 What travels over the pipe stays between an actor and its worker: settings and facts, pickled as Ray pickles them.
 """
@@ -30,16 +31,29 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from ..errors import EngineUnavailable, IntarsiaError
-from .environment import OWNER, PACKAGE_ROOT, freeze_startup_objects, is_running, prepare_process, start_of_process
+from .environment import (
+    OWNER,
+    PACKAGE_ROOT,
+    freeze_startup_objects,
+    is_running,
+    log_as_asked,
+    name_of_process,
+    prepare_process,
+    start_of_process,
+)
 
 logger = logging.getLogger(__name__)
+
+AHEAD = "INTARSIA_FORK_SERVER"
+"""Environment variable in the processes of a Ray of our own: the name, without its first byte, of the server that was
+started before it."""
 
 LINGER_S = 30.0
 """After its last actor has gone, the server waits for another one for so long."""
@@ -65,7 +79,8 @@ class ForkServer:
     """An actor's connection to the fork server of its node."""
 
     def __init__(self):
-        self._name = _name()
+        ahead = os.environ.get(AHEAD)
+        self._name = f"\0{ahead}" if ahead else _name()
         self._connection: socket.socket | None = self._connect()  # so that it begins to import
 
     def fork(self, rank: int, size: int, local_workers: int) -> "WorkerProcess":
@@ -136,6 +151,27 @@ class WorkerProcess:
         return not self._connection.poll(0)
 
 
+_ahead: dict[int, str] = {}
+"""By process: a fork of one that has a server has none."""
+
+
+def start_ahead() -> str:
+    """Have a server begin to import before there is an actor that asks for it, unless there is one: for a Ray of this
+    process's own, with which it ends. Returns what those actors are to find in their environment as `AHEAD`."""
+    name = _ahead.setdefault(os.getpid(), _name())  # which `sys.path` may have changed since
+    if not _is_listening(name):
+        environment = {**os.environ, OWNER: name_of_process(os.getpid())}
+        # It may outlive this process, for another one of its owners: our output must come to its end all the same.
+        arguments = (name, environment, subprocess.DEVNULL)
+        threading.Thread(target=_start, args=arguments, name="fork server", daemon=True).start()
+    return name.removeprefix("\0")
+
+
+def _is_listening(name: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        return connection.connect_ex(name) == 0
+
+
 def _name() -> str:
     """Of the server that has imported what we would, under the same conditions; in Linux's abstract namespace."""
     files = [path for source in _SOURCES for path in _python_files(PACKAGE_ROOT / source)]
@@ -155,11 +191,14 @@ def _user_of(connection: socket.socket) -> int:
     return _CREDENTIALS.unpack(credentials)[1]
 
 
-def _start(name: str) -> None:
+def _start(name: str, environment: Mapping[str, str] = os.environ, output: int | None = None) -> None:
+    """output: of the server; None: ours."""
     subprocess.run(
         [sys.executable, "-c", f"from {__name__} import main; main({name!r})"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        env={**environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
         start_new_session=True,  # it is not only ours: nor is a Ctrl-C in our terminal
         check=True,
     )
@@ -176,7 +215,7 @@ def main(name: str) -> None:
         return  # another one was faster
     listener.listen()
     prepare_process()
-    logging.basicConfig(level=logging.INFO)
+    log_as_asked()
     owner = os.environ.get(OWNER)
     with _ending_with(owner):  # importing takes a while, in which its first user may go
         importlib.import_module(".worker", __package__)  # and torch, transformers, our kernels

@@ -15,14 +15,15 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ..errors import CorruptCheckpoint, IntarsiaError, UnsupportedModel
+from ..errors import CorruptCheckpoint, IntarsiaError, OutOfMemory, UnsupportedModel
 from ..kvcache.plan import MemoryPlan
 from .attention import IMPLEMENTATION, PagedAttention
 from .checkpoint import Checkpoint
 from .cross import CrossAttention
 from .facts import ModelFacts, ModelSettings
-from .families import KNOWN_FAMILIES, WITH_ENCODER, mend
+from .families import WITH_ENCODER, mend
 from .json_file import clipped
+from .known import check_family
 from .latent import READ_WEIGHTS
 from .layers import complete_layer_types, read_layers
 from .linear import pack_linears
@@ -35,6 +36,8 @@ from .states import PagedStates
 from .tiles import tile_tokens
 
 logger = logging.getLogger(__name__)
+
+GIB = 2**30
 
 SAMPLING = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
 """What generation_config.json may ask for, under the names of `SamplingParams`."""
@@ -79,7 +82,16 @@ class LoadedModel:
         self.states.forget_pages()
         if self.cross is not None:
             self.cross.forget_pages()
-        self._pages = Pages(plan, self.facts.layers, getattr(torch, self.facts.dtype), self.device)
+        try:
+            self._pages = Pages(plan, self.facts.layers, getattr(torch, self.facts.dtype), self.device)
+        except Exception as error:
+            if not is_lack_of_memory(error):
+                raise
+            raise OutOfMemory(  # which may pass: a process that was lost may still hold its own
+                f"{plan.memory_bytes / GIB:.2f} GiB for keys and values (kv_cache_memory) do not fit on {self.device} "
+                f"beside weights of {self.facts.weight_bytes / GIB:.2f} GiB. Lower kv_cache_memory.",
+                field="kv_cache_memory",
+            ) from None
         self.attention.use(self._pages, plan)
         self.states.use(self._pages, backend)
         if self.cross is not None:
@@ -150,7 +162,7 @@ def _load(
 ) -> LoadedModel:
     whole = _read_config(settings)
     config = whole.get_text_config()
-    family_note = _check_family(whole, config, settings)
+    family_note = check_family((whole.model_type, config.model_type), allow_generic=settings.allow_generic)
     notes = [complete_layer_types(config, checkpoint.config), family_note]
     for note in filter(None, notes):
         logger.warning(note)
@@ -183,19 +195,6 @@ def _load(
     if not settings.torch_compile:  # which sees no further than an operator it does not know
         pack_linears(module, device, leave=READ_WEIGHTS)
     return LoadedModel(module.eval(), attention, states, cross, facts, device, is_tested=family_note is None)
-
-
-def _check_family(whole: Any, config: Any, settings: ModelSettings) -> str | None:
-    """Raises `UnsupportedModel` for a family nobody has tested, unless that is wanted; a note for people then."""
-    if whole.model_type in KNOWN_FAMILIES or config.model_type in KNOWN_FAMILIES:
-        return None
-    if not settings.allow_generic:
-        raise UnsupportedModel(
-            f"{config.model_type} is not a family that is known to run right; known are "
-            f"{', '.join(KNOWN_FAMILIES.values())}. With --allow-generic it is tried as plain attention.",
-            field="model",
-        )
-    return f"{config.model_type} is no family that was tested; it is tried as plain attention, as its config has it"
 
 
 def _build(whole: Any, config: Any, dtype: torch.dtype, settings: ModelSettings) -> Any:

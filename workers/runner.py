@@ -75,8 +75,8 @@ class SlotTables:
         slot = entry.slot
         self.prompt[slot] = np.array(entry.tokens, dtype=np.int64)
         self.sampling[slot] = entry.sampling
-        has_penalties = entry.sampling.has_penalties
-        self.histories[slot] = History(entry.tokens, entry.sampling.prompt_tokens) if has_penalties else None
+        needs_history = entry.sampling.needs_history
+        self.histories[slot] = History(entry.tokens, entry.sampling.prompt_tokens) if needs_history else None
         if entry.sampling.form and self._grammars is not None:
             kind, text = entry.sampling.form
             said = entry.tokens[entry.sampling.prompt_tokens :]

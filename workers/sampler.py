@@ -1,12 +1,13 @@
 """From logits to tokens. Sampling is keyed by (seed, position), so a replayed request draws the same tokens."""
 
+from collections import deque
 from collections.abc import Sequence
 from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
-from ..proto.step import Logprobs, Sampling
+from ..proto.step import MAX_BAD_TOKENS, Logprobs, Sampling
 from .grammars import Matcher
 
 # What a request may ask for is wider than float32: outside of these a chance would be infinity divided by infinity.
@@ -15,16 +16,18 @@ TEMPERATURES = 1e-6, 1e30
 
 
 class History:
-    """Which tokens a request has and which of them it generated, for penalties."""
+    """Which tokens a request has and which of them it generated, for penalties and for rows that must not come."""
 
     def __init__(self, tokens: Sequence[int], prompt_tokens: int):
         self._prompt = set(tokens[:prompt_tokens])
         self._counts: dict[int, int] = {}
+        self._last: deque[int] = deque(maxlen=MAX_BAD_TOKENS)  # of the answer
         for token in tokens[prompt_tokens:]:
             self.add(token)
 
     def add(self, token: int) -> None:
         self._counts[token] = self._counts.get(token, 0) + 1
+        self._last.append(token)
 
     def penalize(self, logits_V: Tensor, sampling: Sampling) -> None:
         """In place. Repetition weighs on prompt and answer, presence and frequency on the answer alone."""
@@ -42,6 +45,14 @@ class History:
             counts = torch.tensor(list(self._counts.values()), dtype=torch.float32, device=logits_V.device)
             logits_V[said] -= sampling.presence_penalty + sampling.frequency_penalty * counts
 
+    def forbid(self, logits_V: Tensor, sampling: Sampling) -> None:
+        """What would make one of the rows whole. In place. It stays possible where nothing else is: where the form of
+        the answer demands it."""
+        last = list(self._last) if sampling.bad_token_ids else []
+        for *first, token in sampling.bad_token_ids:
+            if token < len(logits_V) and len(first) <= len(last) and last[len(last) - len(first) :] == first:
+                logits_V[token] = -HIGHEST_LOGIT
+
 
 def sample(
     logits_RV: Tensor,
@@ -54,7 +65,7 @@ def sample(
 
     Shapes  R rows, V vocabulary; logits [R, V] in any float dtype
     positions: of the token to be drawn, in its sequence
-    histories: of the rows whose sampling has penalties
+    histories: of the rows whose sampling needs one
     matchers: of the rows whose answer has a form
     """
     logits_RV = logits_RV.float()
@@ -73,12 +84,14 @@ def sample(
 def logprobs(logits_RV: Tensor, tokens_R: Tensor, count: int) -> list[Logprobs]:
     """Of one token per row, and of the `count` most probable ones."""
     logprobs_RV = torch.log_softmax(logits_RV.float(), dim=-1)
-    chosen = logprobs_RV.gather(1, tokens_R.unsqueeze(1)).squeeze(1).tolist()
+    chosen_R1 = logprobs_RV.gather(1, tokens_R.unsqueeze(1))
+    ranks = ((logprobs_RV > chosen_R1).sum(dim=-1) + 1).tolist()
+    chosen = chosen_R1.squeeze(1).tolist()
     if not count:
-        return [Logprobs(value, ()) for value in chosen]
+        return [Logprobs(value, (), rank) for value, rank in zip(chosen, ranks, strict=True)]
     top = logprobs_RV.topk(min(count, logprobs_RV.shape[1]), dim=-1)
-    pairs = zip(chosen, top.indices.tolist(), top.values.tolist(), strict=True)
-    return [Logprobs(value, tuple(zip(indices, values, strict=True))) for value, indices, values in pairs]
+    rows = zip(chosen, top.indices.tolist(), top.values.tolist(), ranks, strict=True)
+    return [Logprobs(value, tuple(zip(indices, values, strict=True)), rank) for value, indices, values, rank in rows]
 
 
 def _adjusted(
@@ -101,6 +114,7 @@ def _adjusted(
         logits_V = changed_RV[row]
         if history is not None:
             history.penalize(logits_V, sampling)
+            history.forbid(logits_V, sampling)
         for token, bias in sampling.logit_bias:
             logits_V[token] += bias
         if is_early and not (matcher is not None and matcher.is_complete):

@@ -81,7 +81,7 @@ class Worker:
         self._tracer = self._tracer or tracer_of("worker", settings.traces_endpoint, rank=self._parallel.rank)
         self._model = load_model(settings, self._parallel, self._device, self._note_loaded)
         facts = self._model.facts
-        self._grammars = Grammars(settings.model_dir, settings.trust_remote_code, facts.vocab_size, facts.eos_token_ids)
+        self._grammars = Grammars(settings.text_dir, settings.trust_remote_code, facts.vocab_size, facts.eos_token_ids)
         return facts
 
     def prepare_form(self, kind: str, text: str) -> None:

@@ -33,7 +33,7 @@ class BatchLines:
         threading.Thread(target=self._loop.run_forever, name="intarsia", daemon=True).start()
         wanted = engine_settings(model, **settings)
         self._engine: RunningEngine = self._await(start_engine(wanted))
-        tokenizer = Tokenizer.load(wanted.model.model_dir, trust_remote_code=wanted.model.trust_remote_code)
+        tokenizer = Tokenizer.of(wanted.model)
         streams = FrontEndSettings(max_streams=MOST_STREAMS, seeds_by_id=True)
         front_end = FrontEnd(self._engine.client, tokenizer, streams, limits=OFFLINE)
         self._app = make_app(lambda: front_end)

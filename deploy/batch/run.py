@@ -7,13 +7,13 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from starlette.types import ASGIApp
 
 from ...controller.info import EngineLoad
-from ...controller.launch import RunningEngine, start_engine
 from ...controller.startup import EngineSettings
 from ...errors import EngineUnavailable, IntarsiaError, InvalidSetting
 from ..ending import SIGNALS, leave_at_the_latest, say
@@ -24,6 +24,9 @@ from ..tokenizer import Tokenizer
 from .answering import OFFLINE, answer
 from .journal import Input, Journal, begin_anew, partial_of
 from .survey import Outcome, outcome, survey
+
+if TYPE_CHECKING:
+    from ...controller.launch import RunningEngine
 
 AHEAD = 2
 """Lines in flight for each request that an engine runs at once: so that somebody always waits."""
@@ -126,13 +129,13 @@ async def _answer_all(
     return True
 
 
-async def _share(source: Input, journal: Journal, engines: list[RunningEngine], settings: EngineSettings) -> None:
+async def _share(source: Input, journal: Journal, engines: "list[RunningEngine]", settings: EngineSettings) -> None:
     """Engines take lines from one list as they have room. One that is gone leaves its lines to the others."""
-    tokenizer = Tokenizer.load(settings.model.model_dir, trust_remote_code=settings.model.trust_remote_code)
+    tokenizer = Tokenizer.of(settings.model)
     todo = source.lines(journal)
     given_up: list[tuple[int, bytes]] = []  # by engines that have gone
 
-    async def work(engine: RunningEngine, app: ASGIApp) -> None:
+    async def work(engine: "RunningEngine", app: ASGIApp) -> None:
         while engine.client.failure is None:
             place, text = given_up.pop() if given_up else next(todo, (None, b""))
             if place is None:
@@ -156,8 +159,10 @@ async def _share(source: Input, journal: Journal, engines: list[RunningEngine], 
 
 
 @contextlib.asynccontextmanager
-async def _engines(count: int, settings: EngineSettings) -> AsyncIterator[list[RunningEngine]]:
+async def _engines(count: int, settings: EngineSettings) -> "AsyncIterator[list[RunningEngine]]":
     """One after another, since the first one may have to start Ray."""
+    from ...controller.launch import start_engine  # and with it Ray, which takes a while
+
     engines: list[RunningEngine] = []
     try:
         for number in range(count):
@@ -219,7 +224,7 @@ async def _tell(bar: Progress, task: TaskID, console: Console, journal: Journal,
             console.print(f"{journal.count:,} of {total:,} ({journal.count / total:.1%}), {rate:.1f}/s{left}")
 
 
-async def _report(console: Console, journal: Journal, engines: list[RunningEngine], took_s: float) -> None:
+async def _report(console: Console, journal: Journal, engines: "list[RunningEngine]", took_s: float) -> None:
     loads: list[EngineLoad] = [await engine.client.load() for engine in engines if engine.client.failure is None]
     prompts, cached, generated = (
         sum(getattr(load, name) for load in loads) for name in ("prompt_tokens", "cached_tokens", "generated_tokens")
@@ -236,8 +241,10 @@ def _fingerprint(engine: EngineSettings) -> str:
     model = engine.model
     folder = Path(model.model_dir)
     digest = hashlib.sha256(f"{model.dtype} {engine.max_model_len} {engine.served_model_name}".encode())
-    for path in sorted(folder.glob("*")):
-        if path.suffix in (".json", ".jinja"):
+    others = [Path(each) for each in (model.chat_template,) if each is not None]
+    others += sorted(Path(model.tokenizer_dir).glob("*")) if model.tokenizer_dir is not None else ()
+    for path in (*sorted(folder.glob("*")), *others):
+        if path.suffix in (".json", ".jinja") or path in others:
             digest.update(path.name.encode() + path.read_bytes())
         elif path.suffix == ".safetensors":
             digest.update(f"{path.name} {path.stat().st_size}".encode())

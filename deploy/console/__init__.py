@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, Response
+from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
 from ...controller.info import EngineInfo
 from ...controller.view import EngineView, Look, RequestView
@@ -43,6 +43,10 @@ class ConsoleSettings:
 def add_console(app: FastAPI, front_end: Callable[[], FrontEnd], settings: ConsoleSettings) -> None:
     """Its two routes. Who may see the second is the business of the application's doorkeeper."""
     headers = {"Content-Security-Policy": _policy(PAGE), "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}
+
+    @app.get("/", include_in_schema=False)
+    async def front(request: Request) -> Response:
+        return RedirectResponse(f"{request.scope.get('root_path', '')}/console")
 
     @app.get("/console", include_in_schema=False)
     async def page() -> Response:
@@ -81,6 +85,7 @@ def as_json(info: EngineInfo, seen: EngineView, front_end: FrontEnd) -> dict[str
         "pool": _pool(seen.pool) if seen.pool is not None else None,
         "recount": seen.recount._asdict() if seen.recount is not None else None,
         "faults": seen.faults,
+        "latencies": {name: spread._asdict() for name, spread in seen.latencies._asdict().items()},
     }
 
 

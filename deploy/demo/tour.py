@@ -1,12 +1,15 @@
-"""`intarsia demo`: the main job once, end to end, in under a minute.
+"""`intarsia demo`: the main job once, end to end.
 
-A tiny hybrid model that was trained on a dictionary of hackers' slang is served by a controller and two tensor-parallel
-workers on a local Ray. A gRPC client lets it go on with a sentence, and asks again; a report tells what happened in the
-pool.
+A hybrid model is served by a controller and two tensor-parallel workers on a local Ray: Gemma 3 270M where it is
+installed, else a tiny one that was trained on a dictionary of hackers' slang. A gRPC client lets it go on with a text,
+and asks again; a report tells what happened in the pool. MODEL=tiny in the environment asks for the tiny one.
 """
 
 import asyncio
+import os
 import time
+from importlib.util import find_spec
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -16,19 +19,72 @@ from ...controller.launch import RunningEngine
 from ...controller.request import SamplingParams
 from ..banner import counted, print_banner
 from ..client import Client, Usage
+from ..real_models import installed_files
 from ..serve import ServerSettings, serving
 from ..settings import engine_settings
 from . import DEMO
 
-PROMPT = (
+CAPITALS = (
+    "France Paris, Spain Madrid, Portugal Lisbon, Germany Berlin, Austria Vienna, Hungary Budapest, Poland Warsaw, "
+    "Greece Athens, Turkey Ankara, Egypt Cairo, Kenya Nairobi, Ghana Accra, Senegal Dakar, Morocco Rabat, "
+    "Ethiopia Addis Ababa, Uganda Kampala, Zambia Lusaka, Angola Luanda, Canada Ottawa, Cuba Havana, Peru Lima, "
+    "Chile Santiago, Ecuador Quito, Colombia Bogota, Uruguay Montevideo, Paraguay Asuncion, China Beijing, "
+    "Nepal Kathmandu, Thailand Bangkok, Vietnam Hanoi, Cambodia Phnom Penh, Indonesia Jakarta, Malaysia Kuala Lumpur, "
+    "Mongolia Ulaanbaatar, Iran Tehran, Iraq Baghdad, Jordan Amman, Lebanon Beirut, Finland Helsinki, "
+    "Norway Oslo, Denmark Copenhagen, Iceland Reykjavik, Ireland Dublin, Belgium Brussels, Romania Bucharest, "
+    "Bulgaria Sofia, Serbia Belgrade, Croatia Zagreb, Albania Tirana, Ukraine Kyiv, Latvia Riga, Estonia Tallinn, "
+    "Lithuania Vilnius, Georgia Tbilisi, Armenia Yerevan, Russia Moscow, Cyprus Nicosia, India New Delhi, "
+    "Sweden Stockholm, Tunisia Tunis, Switzerland Bern, Slovakia Bratislava, Slovenia Ljubljana, Bolivia Sucre, "
+    "Venezuela Caracas, Australia Canberra, Pakistan Islamabad, Somalia Mogadishu, Namibia Windhoek"
+)
+"""More than a window of Gemma 3 sees, once each is a line."""
+
+
+class Play(NamedTuple):
+    """What is shown with a model."""
+
+    model: str  # as `serve` takes it
+    about: str
+    memory: str
+    prompt: str
+    other_end: str  # instead of the prompt's last sentence, which begins at `end_at`
+    end_at: str
+    sampling: SamplingParams
+    note: str = ""  # of what the model says
+
+
+TINY = Play(
+    DEMO,
+    "the tiny model that comes along",
+    "2MiB",
     "Hackers, as a rule, love wordplay and are very conscious and inventive in their use of language. Some terms are "
     "older than the machines they were made for, and some were coined last week. In the beginning there was a computer "
-    "which"
+    "which",
+    "In the early days of computing, programmers",
+    "In the",
+    SamplingParams(temperature=0.3, seed=1, max_tokens=160),
+    "it is a toy of 2 MB: its words are words, and that is all",
 )
 
-OTHER_END = "In the early days of computing, programmers"
+GEMMA = Play(
+    "gemma-3-270m",
+    "Gemma 3 270M, which looks through windows of 512 tokens",
+    "64MiB",
+    "".join(
+        f"The capital of {country} is {capital}.\n"
+        for country, _, capital in (pair.partition(" ") for pair in CAPITALS.split(", "))
+    )
+    + "The capital of Italy is",
+    "The capital of Japan is",
+    "The capital of Italy",
+    SamplingParams(temperature=0, max_tokens=24),
+)
 
-SAMPLING = SamplingParams(temperature=0.3, seed=1, max_tokens=160)
+
+def choose() -> Play:
+    """Gemma 3, unless MODEL=tiny says otherwise or it is not installed."""
+    is_there = installed_files(GEMMA.model) is not None and find_spec("gguf") is not None
+    return GEMMA if is_there and os.environ.get("MODEL") != "tiny" else TINY
 
 
 def run() -> None:
@@ -38,28 +94,32 @@ def run() -> None:
 
 async def _run() -> None:
     console = Console(highlight=False)
-    _say(console, "starting Ray, the controller and 2 tensor-parallel workers for the tiny model that comes along")
-    settings = engine_settings(DEMO, tensor_parallel_size=2, kv_cache_memory="2MiB")
+    play = choose()
+    if play.note:
+        console.print(play.note, style="dim")
+    _say(console, f"starting Ray, the controller and 2 tensor-parallel workers for {play.about}")
+    settings = engine_settings(play.model, tensor_parallel_size=2, kv_cache_memory=play.memory)
     async with serving(settings, ServerSettings(port=0, grpc_port=0)) as served:
         print_banner(served.engine.client.info, *served.at)
-        _say(console, f"a gRPC client sends {len(PROMPT)} bytes, and the model goes on")
-        first = await asyncio.to_thread(_ask, served.at.grpc, PROMPT, console)
+        _say(console, f"a gRPC client sends {len(play.prompt):,} bytes, and the model goes on")
+        first = await asyncio.to_thread(_ask, served.at.grpc, play, play.prompt, console)
         _say(console, "the same prompt again: now it is in the cache, and the answer is the same")
-        second = await asyncio.to_thread(_ask, served.at.grpc, PROMPT, console)
+        second = await asyncio.to_thread(_ask, served.at.grpc, play, play.prompt, console)
         _say(console, "the same beginning and another end: all layers take up what they have of it")
-        third = await asyncio.to_thread(_ask, served.at.grpc, PROMPT[: PROMPT.index("In the")] + OTHER_END, console)
+        other = play.prompt[: play.prompt.index(play.end_at)] + play.other_end
+        third = await asyncio.to_thread(_ask, served.at.grpc, play, other, console)
         _say(console, "what happened")
         console.print(await _report(served.engine, first, second, third))
-    _say(console, "everything is shut down. Go on with: intarsia serve demo")
+    _say(console, f"everything is shut down. Go on with: intarsia serve {play.model}")
 
 
-def _ask(address: str, prompt: str, console: Console) -> tuple[Usage, float]:
+def _ask(address: str, play: Play, prompt: str, console: Console) -> tuple[Usage, float]:
     """Stream one answer to the screen. Returns its usage and the seconds it took."""
     started = time.perf_counter()
     usage = None
-    console.print("... " + prompt[prompt.rindex(". ") + 2 :], style="dim", end="")
+    console.print("... " + prompt[max(prompt.rfind(". ") + 2, prompt.rfind("\n") + 1) :], style="dim", end="")
     with Client(address) as client:
-        for chunk in client.generate(prompt, SAMPLING):
+        for chunk in client.generate(prompt, play.sampling):
             console.print(chunk.text, end="", soft_wrap=True, markup=False)
             usage = chunk.usage
     console.print()

@@ -93,7 +93,7 @@ def make_config(vocab_size: int, end: int) -> Gemma3TextConfig:
         query_pre_attn_scalar=32,
         layer_types=["sliding_attention"] * 5 + ["full_attention"],
         sliding_window=WINDOW_TOKENS,
-        max_position_embeddings=2048,
+        max_position_embeddings=32_768,  # far more than it was trained on: an agent's system prompt shall fit,
         bos_token_id=None,
         eos_token_id=end,
         pad_token_id=None,

@@ -4,24 +4,20 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Sequence
-from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import pydantic
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from ...controller.deltas import TokenDelta, TokenLogprobs, num_values
+from ...controller.deltas import TokenDelta, TokenLogprobs
 from ...errors import IntarsiaError
 from ..front_end import FEW_VALUES, Asked, FrontEnd, side_by_side
-from ..json_pieces import Series, json_pieces, size_of
-from ..tokenizer import Tokenizer
+from ..json_pieces import json_pieces, size_of
+from ..request_log import CLIENT_CLOSED as CLIENT_CLOSED
 from .protocol import PromptDetails, StreamOptions, Usage
 
 Result = TypeVar("Result")
-
-CLIENT_CLOSED = 499
-"""nginx's status for a client that has left; nobody reads it."""
 
 
 EXTENSIONS = {"token_ids", "prompt_token_ids", "prompt_logprobs", "tool_calls", "index", "token_strs"}
@@ -80,12 +76,12 @@ class StreamUsage:
 
     def __init__(self, options: StreamOptions | None, counter: Counter):
         self._at_end = bool(options and options.include_usage)
-        self._always = bool(options and options.continuous_usage_stats)
+        self._always = bool(self._at_end and options and options.continuous_usage_stats)
         self._counter = counter
 
     def put_into(self, event: dict[str, Any]) -> dict[str, Any]:
         """Any event but the last."""
-        if self._at_end or self._always:
+        if self._at_end:
             event["usage"] = self._counter.usage().model_dump() if self._always else None
         return event
 
@@ -193,23 +189,3 @@ def _line(event: dict[str, Any] | str) -> str:
 
 def now_s() -> int:
     return int(time.time())
-
-
-def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
-    return tokenizer.text_of(token_id) if tokenizer is not None else f"token_id:{token_id}"
-
-
-def prompt_logprobs_of(rows: Sequence[TokenLogprobs] | None, tokenizer: Tokenizer | None) -> Series | None:
-    """As the field has it: nothing of the first token, then {id: {logprob, rank, text}} of each."""
-    if rows is None:
-        return None
-
-    def entry(row: TokenLogprobs) -> dict[str, Any]:
-        found = {
-            str(token): {"logprob": logprob, "rank": n + 1, "decoded_token": token_text(tokenizer, token)}
-            for n, (token, logprob) in enumerate(row.top)
-        }
-        own = {"logprob": row.logprob, "rank": None, "decoded_token": token_text(tokenizer, row.token_id)}
-        return {str(row.token_id): own} | found
-
-    return Series(lambda: chain([None], map(entry, rows)), num_values=3 * num_values(rows))

@@ -1,24 +1,26 @@
 """The routes, and what else there is to ask."""
 
 import logging
-import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Annotated, Any, Protocol
 
 import pydantic
 from fastapi import FastAPI, Header, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import PlainTextResponse, Response
 
+from ... import __version__
 from ..access import Access
 from ..console import ConsoleSettings, add_console
 from ..front_end import FrontEnd
 from ..limits import Limits
-from ..metrics import METRICS_TYPE, render
+from ..metrics import render
+from ..request_log import RequestLog
 from .answers import CLIENT_CLOSED, event_stream, json_response, now_s, while_connected
 from .chat import ChatCall
 from .completions import CompletionCall
-from .door import Bodies, Keys, Place
+from .door import REQUEST_ID, Bodies, Keys, Logged, Named, Place
 from .errors import answer_errors, shape
 from .protocol import (
     TOKEN_FORMAT,
@@ -40,7 +42,7 @@ from .protocol import (
     Tokens,
 )
 from .reading import reading_route
-from .requests import check_model, turns_aside
+from .requests import as_template_has, check_begin, check_model, turns_aside
 from .responses import ResponsesCall
 
 logger = logging.getLogger(__name__)
@@ -84,34 +86,48 @@ def make_app(
     console: ConsoleSettings | None = None,
     limits: Limits | None = None,
     root_path: str = "",
+    allowed_origins: Sequence[str] = (),
+    request_log: RequestLog | None = None,
 ) -> FastAPI:
     """The application. front_end: called with each request, so that the engine may come later than the routes.
     limits: of what is read before that; what a request holds is judged by the front end's own. root_path: where a proxy
-    shows it; requests may come with this in front of their path, or without."""
+    shows it; requests may come with this in front of their path, or without. allowed_origins: of pages in browsers
+    whose scripts may ask. request_log: has a line of each request that asks for something."""
     app = FastAPI(title="Intarsia", version="1", docs_url=None, redoc_url=None)
     created = now_s()
     limits = limits or Limits()
     app.router.route_class = reading_route(front_end, limits)
     app.add_middleware(Bodies, limits=limits)
     app.add_middleware(Keys, access=access or Access())
+    if request_log is not None:
+        app.add_middleware(Logged, log=request_log)
     if root_path:
         app.add_middleware(Place, root_path=root_path)
+    app.add_middleware(Named, limits=limits)
+    if allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(allowed_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     answer_errors(app)
     _describe(app, front_end)
 
     @app.post("/v1/completions", response_model=Completion, responses=STREAMED, operation_id="complete")
     async def complete(body: CompletionRequest, request: Request, x_request_id: RequestId = None) -> Response:
-        call = CompletionCall(front_end(), body, _request_id(body, x_request_id))
+        call = CompletionCall(front_end(), body, _request_id(body, request))
         return await _answered(call, bool(body.stream), request)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMED, operation_id="chat")
     async def chat(body: ChatRequest, request: Request, x_request_id: RequestId = None) -> Response:
-        call = ChatCall(front_end(), body, _request_id(body, x_request_id))
+        call = ChatCall(front_end(), body, _request_id(body, request))
         return await _answered(call, bool(body.stream), request)
 
     @app.post("/v1/responses", response_model=ResponseBody, responses=STREAMED, operation_id="respond")
     async def respond(body: ResponsesRequest, request: Request, x_request_id: RequestId = None) -> Response:
-        call = ResponsesCall(front_end(), body, x_request_id or uuid.uuid4().hex)
+        call = ResponsesCall(front_end(), body, _request_id(body, request))
         return await _answered(call, bool(body.stream), request)
 
     @app.get("/v1/models", response_model=ModelList, responses={503: ERRORS[503]}, operation_id="list_models")
@@ -133,15 +149,20 @@ def make_app(
         check_model(body.model, here.info.model)
         return await json_response(here, PlainText(prompt=await here.detokenize(body.tokens)))
 
+    @app.get("/version", operation_id="version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
     @app.get("/health", responses={503: ERRORS[503]}, operation_id="health")
     async def health() -> dict[str, str]:
         await front_end().check_ready()
         return {"status": "ok"}
 
     @app.get("/metrics", response_class=PlainTextResponse, responses={503: ERRORS[503]}, operation_id="metrics")
-    async def prometheus() -> Response:
+    async def prometheus(request: Request) -> Response:
         here = front_end()
-        return Response(render(here.info, *await here.measured()), media_type=METRICS_TYPE)
+        text, content_type = render(here.info, *await here.measured(), request.headers.get("Accept", ""))
+        return Response(text, headers={"Content-Type": content_type})
 
     add_console(app, front_end, console or ConsoleSettings())
     return app
@@ -167,8 +188,10 @@ async def _answered(call: Call, is_streaming: bool, request: Request) -> Respons
     return await json_response(call.front_end, answer) if answer is not None else Response(status_code=CLIENT_CLOSED)
 
 
-def _request_id(body: Sampling, header: str | None) -> str:
-    return body.request_id or header or uuid.uuid4().hex
+def _request_id(body: Sampling | ResponsesRequest, request: Request) -> str:
+    called = request.scope[REQUEST_ID]
+    called.id = body.request_id or called.id
+    return called.id
 
 
 def _card(front_end: FrontEnd, created: int) -> ModelCard:
@@ -180,9 +203,15 @@ async def _tokens(front_end: FrontEnd, body: TokenizeText | TokenizeChat) -> Res
     check_model(body.model, front_end.info.model)
     if isinstance(body, TokenizeChat):
         turns, _ = await turns_aside(front_end, body.messages)
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-        begins = body.add_generation_prompt is not False
-        tokens = await front_end.encode_chat(turns, tools, body.chat_template_kwargs, add_generation_prompt=begins)
+        tools = as_template_has(body.tools or ())
+        begins, continues = body.add_generation_prompt, bool(body.continue_final_message)
+        tokens = await front_end.encode_chat(
+            turns,
+            tools,
+            body.chat_template_kwargs,
+            add_generation_prompt=check_begin(begins, continues),
+            continue_final_message=continues,
+        )
     else:
         add = body.add_special_tokens is not False
         tokens = await front_end.encode(body.prompt, add_special_tokens=add, only_counted=True)

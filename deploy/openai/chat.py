@@ -1,14 +1,16 @@
 """/v1/chat/completions: a conversation goes on."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any
 
-from ...controller.deltas import TokenLogprobs, num_values
+from ...controller.deltas import num_values
 from ..front_end import FrontEnd
-from ..tokenizer import Tokenizer
-from .answers import Counter, StreamUsage, now_s, prompt_logprobs_of, token_text
+from .answers import Counter, StreamUsage, now_s
 from .conversation import Conversation, Said
-from .protocol import AnswerMessage, ChatChoice, ChatCompletion, ChatLogprob, ChatLogprobs, ChatRequest, TopLogprob
+from .logprobs import Spelling, of_chat, of_prompt
+from .protocol import AnswerMessage, ChatChoice, ChatCompletion, ChatLogprobs, ChatRequest, TextPart
+from .requests import fingerprint_of
+from .tools import CallPiece, calls_of
 
 
 class ChatCall:
@@ -21,6 +23,9 @@ class ChatCall:
         self._body = body
         self._id = f"chatcmpl-{request_id}"
         self._created = now_s()
+        self._echo = _last_words(body) if body.echo else ""
+        self._fingerprint = fingerprint_of(front_end.info)
+        self._spelling = Spelling(front_end.tokenizer, bool(body.return_tokens_as_token_ids))
 
     async def prepare(self) -> None:
         await self._conversation.prepare()
@@ -40,23 +45,24 @@ class ChatCall:
                 id=self._id,
                 created=self._created,
                 model=self.front_end.info.model,
+                system_fingerprint=self._fingerprint,
                 choices=[self._choice(each) for each in said],
                 usage=counter.usage(),
                 prompt_token_ids=asked.prompt if self._body.return_token_ids else None,
             )
             # Afterwards, since pydantic would look at all of it in one step.
-            table = prompt_logprobs_of(about_prompt, self.front_end.tokenizer)
+            table = of_prompt(about_prompt, self._spelling)
             completion.prompt_logprobs = table  # type: ignore[assignment]
             return completion
 
         return await self.front_end.aside(size, made)
 
     def _choice(self, said: Said) -> ChatChoice:
+        calls = calls_of(said.calls)
+        text = self._echo + said.text
         return ChatChoice(
             index=said.delta.answer,
-            message=AnswerMessage(
-                content=said.text if said.text or not said.calls else None, tool_calls=said.calls or None
-            ),
+            message=AnswerMessage(content=text if text or not calls else None, tool_calls=calls or None),
             logprobs=self._logprobs(said),
             finish_reason=said.finish_reason,  # type: ignore[arg-type]
             token_ids=list(said.delta.token_ids) if self._body.return_token_ids else None,
@@ -68,12 +74,18 @@ class ChatCall:
         begun: set[int] = set()
         async for said in self._conversation.say(counter, is_streaming=True):
             index = said.delta.answer
-            delta: dict[str, Any] = {"role": "assistant", "content": ""} if index not in begun else {}
-            begun.add(index)
+            delta: dict[str, Any] = {}
+            if index not in begun and (said.text or said.calls or said.finish_reason):
+                begun.add(index)
+                role = {"role": "assistant", "content": "" if said.text or not said.calls else None}
+                alone = {"index": index, "delta": role, "logprobs": None, "finish_reason": None}
+                yield usage.put_into(self._event([alone]))
+                if self._echo:
+                    yield usage.put_into(self._event([alone | {"delta": {"content": self._echo}}]))
             if said.text:
                 delta["content"] = said.text
             if said.calls:
-                delta["tool_calls"] = [call.model_dump() | {"index": n} for n, call in enumerate(said.calls)]
+                delta["tool_calls"] = list(map(_call_piece, said.calls))
             logprobs = self._logprobs(said)
             choice: dict[str, Any] = {
                 "index": index,
@@ -95,23 +107,26 @@ class ChatCall:
             "object": "chat.completion.chunk",
             "created": self._created,
             "model": self.front_end.info.model,
+            "system_fingerprint": self._fingerprint,
             "choices": choices,
         }
 
     def _logprobs(self, said: Said) -> ChatLogprobs | None:
-        return _logprobs(said.delta.logprobs or (), self.front_end.tokenizer) if self._body.logprobs else None
+        return of_chat(said.delta.logprobs or (), self._spelling) if self._body.logprobs else None
 
 
-def _logprobs(rows: Sequence[TokenLogprobs], tokenizer: Tokenizer | None) -> ChatLogprobs:
-    def about(token: int, logprob: float) -> dict[str, Any]:
-        text = token_text(tokenizer, token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+def _last_words(body: ChatRequest) -> str:
+    """Of the assistant, where the last message is its own: the answer goes on from there."""
+    last = body.messages[-1]
+    if last.role != "assistant" or last.content is None:
+        return ""
+    if isinstance(last.content, str):
+        return last.content
+    return "\n".join(part.text for part in last.content if isinstance(part, TextPart))
 
-    return ChatLogprobs(
-        content=[
-            ChatLogprob(
-                **about(row.token_id, row.logprob), top_logprobs=[TopLogprob(**about(*other)) for other in row.top]
-            )
-            for row in rows
-        ]
-    )
+
+def _call_piece(piece: CallPiece) -> dict[str, Any]:
+    if piece.name is None:
+        return {"index": piece.place, "function": {"arguments": piece.arguments}}
+    function = {"name": piece.name, "arguments": piece.arguments}
+    return {"index": piece.place, "id": piece.id, "type": "function", "function": function}

@@ -1,14 +1,13 @@
 """/v1/completions: a prompt goes on."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any
 
-from ...controller.deltas import TokenLogprobs, num_values
+from ...controller.deltas import num_values
 from ...controller.request import SamplingParams
 from ...errors import InvalidRequest
 from ..front_end import FEW_VALUES, SHORT_TEXT_CHARS, Asked, FrontEnd
 from ..json_pieces import at_once
-from ..tokenizer import Tokenizer
 from .answers import (
     Collected,
     Counter,
@@ -18,11 +17,20 @@ from .answers import (
     now_s,
     pieces,
     plain,
-    prompt_logprobs_of,
-    token_text,
 )
-from .protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
-from .requests import check_model, sampling_of, terms_of
+from .logprobs import Spelling, of_completion, of_prompt
+from .protocol import Completion, CompletionChoice, CompletionRequest
+from .requests import (
+    bad_token_ids,
+    check_model,
+    check_streaming,
+    fingerprint_of,
+    in_own_words,
+    sampling_of,
+    shape_of,
+    terms_of,
+    truncated,
+)
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -33,6 +41,7 @@ class CompletionCall:
     def __init__(self, front_end: FrontEnd, body: CompletionRequest, request_id: str):
         """Raises `InvalidRequest`, naming the field."""
         check_model(body.model, front_end.info.model)
+        check_streaming(body)
         if body.best_of not in (None, body.n or 1):
             raise InvalidRequest("best_of is not supported beyond n: answers are not ranked here", field="best_of")
         if body.max_tokens == 0 and not body.echo:
@@ -42,16 +51,21 @@ class CompletionCall:
         self._id = f"cmpl-{request_id}"
         self._request_id = request_id
         self._created = now_s()
+        self._fingerprint = fingerprint_of(front_end.info)
         # Where nothing is to be said a token is drawn still, and not told.
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
-        self._sampling = sampling_of(body, front_end.info, max_tokens, body.logprobs)
+        shaped = shape_of(front_end)
+        self._sampling = sampling_of(body, front_end.info, max_tokens, body.logprobs, shaped=shaped)
         if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
             self._sampling = _with(self._sampling, prompt_logprobs=body.logprobs)
+        self._spelling = Spelling(front_end.tokenizer, bool(body.return_tokens_as_token_ids))
         self._asked: list[Asked] = []
 
     async def prepare(self) -> None:
         """Texts become tokens. Raises `InvalidRequest`, or `Overloaded` where that would be in vain."""
         given: Any = self._body.prompt
+        if bad := await bad_token_ids(self.front_end, self._body.bad_words):
+            self._sampling = _with(self._sampling, bad_token_ids=bad)
         terms = terms_of(self._body)
         self.front_end.check_room(terms.tenant)
         is_one = isinstance(given, str) or isinstance(given[0], int)
@@ -64,22 +78,23 @@ class CompletionCall:
                 limit=limit,
             )
         if isinstance(given, str):
-            prompts = [await self.front_end.encode(given)]
+            is_cut = self._body.truncate_prompt_tokens is not None
+            prompts = [await self.front_end.encode(given, only_counted=is_cut)]
         elif isinstance(given[0], int):
             prompts = [list(given)]
         elif isinstance(given[0], str):
             prompts = await self.front_end.encode_all(given)
         else:
             prompts = [list(tokens) for tokens in given]
+        longest = self.front_end.info.longest_request - self._sampling.max_tokens
+        prompts = [truncated(prompt, self._body, longest) for prompt in prompts]
         ids = [self._request_id if len(prompts) == 1 else f"{self._request_id}-{n}" for n in range(len(prompts))]
         self._asked = [Asked(prompt, self._sampling, (), terms, own) for prompt, own in zip(prompts, ids, strict=True)]
 
     async def answer(self) -> Completion:
         counter = Counter(self._asked)
         collected = [[Collected() for _ in range(self._sampling.n)] for _ in self._asked]
-        async for piece in pieces(self.front_end, self._asked, is_streaming=False):
-            piece = self._told(piece)
-            counter.add(piece)
+        async for piece in self._pieces(counter, is_streaming=False):
             collected[piece.prompt][piece.delta.answer].add(piece)
         answers = [(prompt, n, one) for prompt, own in enumerate(collected) for n, one in enumerate(own)]
 
@@ -88,6 +103,7 @@ class CompletionCall:
                 id=self._id,
                 created=self._created,
                 model=self.front_end.info.model,
+                system_fingerprint=self._fingerprint,
                 choices=[self._choice(*answer) for answer in answers],
                 usage=counter.usage(),
             )
@@ -102,9 +118,7 @@ class CompletionCall:
         is_plain = body.logprobs is None and not (
             body.echo or body.return_token_ids or body.prompt_logprobs is not None
         )
-        async for piece in pieces(self.front_end, self._asked, is_streaming=True):
-            piece = self._told(piece)
-            counter.add(piece)
+        async for piece in self._pieces(counter, is_streaming=True):
             if piece.text or piece.delta.token_ids or piece.delta.finish_reason:
                 if is_plain:
                     event = usage.put_into(self._event([self._entry(piece)]))
@@ -114,6 +128,14 @@ class CompletionCall:
         for event in usage.last(self._event([])):
             yield event
         yield "[DONE]"
+
+    async def _pieces(self, counter: Counter, *, is_streaming: bool) -> AsyncGenerator[Piece, None]:
+        """What comes of all answers, and is to be told. Counts it."""
+        with in_own_words(self._body):
+            async for piece in pieces(self.front_end, self._asked, is_streaming=is_streaming):
+                piece = self._told(piece)
+                counter.add(piece)
+                yield piece
 
     def _entry(self, piece: Piece) -> dict[str, Any]:
         """What most events hold, made in as little time as most of them deserve."""
@@ -150,6 +172,7 @@ class CompletionCall:
             "object": "text_completion",
             "created": self._created,
             "model": self.front_end.info.model,
+            "system_fingerprint": self._fingerprint,
             "choices": choices,
         }
 
@@ -168,7 +191,9 @@ class CompletionCall:
         echoes = bool(self._body.echo) and is_first
         logprobs = None
         if self._body.logprobs is not None:
-            logprobs = _logprobs(asked.prompt if echoes else None, one.prompt_logprobs or (), rows, tokenizer, offset)
+            logprobs = of_completion(
+                asked.prompt if echoes else None, one.prompt_logprobs or (), rows, self._spelling, offset
+            )
         if echoes:
             text = (tokenizer.decode(asked.prompt) if tokenizer is not None else "") + text
         wants_ids = bool(self._body.return_token_ids)
@@ -182,37 +207,9 @@ class CompletionCall:
             prompt_token_ids=asked.prompt if wants_ids and is_first else None,
         )
         # Afterwards, since pydantic would look at all of it in one step.
-        choice.prompt_logprobs = prompt_logprobs_of(about_prompt, tokenizer)  # type: ignore[assignment]
+        choice.prompt_logprobs = of_prompt(about_prompt, self._spelling)  # type: ignore[assignment]
         return choice
 
 
 def _with(sampling: SamplingParams, **changes: Any) -> SamplingParams:
     return SamplingParams(**(sampling.to_wire() | changes))
-
-
-def _logprobs(
-    prompt: Sequence[int] | None,
-    about_prompt: Sequence[TokenLogprobs],
-    rows: Sequence[TokenLogprobs],
-    tokenizer: Tokenizer | None,
-    offset: int,
-) -> CompletionLogprobs:
-    """Of an answer, and of the prompt before it if that is echoed; nothing is known of a prompt's first token."""
-    found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-
-    def add(token: int, logprob: float | None, top: Sequence[tuple[int, float]] | None) -> None:
-        nonlocal offset
-        text = token_text(tokenizer, token)
-        found.tokens.append(text)
-        found.token_logprobs.append(logprob)
-        found.top_logprobs.append(None if top is None else {token_text(tokenizer, other): at for other, at in top})
-        found.text_offset.append(offset)
-        offset += len(text)
-
-    if prompt:
-        add(prompt[0], None, None)
-        for row in about_prompt:
-            add(*row)
-    for row in rows:
-        add(*row)
-    return found

@@ -7,9 +7,21 @@ from ...controller.engine import TokenDelta
 from ...errors import InvalidRequest
 from ..front_end import Asked, FrontEnd
 from .answers import Counter, pieces
-from .protocol import ChatRequest, ToolCall
-from .requests import check_model, sampling_of, terms_of, turns_aside
-from .tools import CallReader, tool_use
+from .protocol import ChatRequest
+from .requests import (
+    as_template_has,
+    bad_token_ids,
+    check_begin,
+    check_model,
+    check_streaming,
+    in_own_words,
+    sampling_of,
+    shape_of,
+    terms_of,
+    truncated,
+    turns_aside,
+)
+from .tools import CallPiece, CallReader, tool_use
 
 
 class Said(NamedTuple):
@@ -17,12 +29,13 @@ class Said(NamedTuple):
 
     delta: TokenDelta
     text: str  # without what is a call
-    calls: list[ToolCall]  # with the last delta
+    calls: list[CallPiece]
+    has_called: bool = False  # with these pieces or earlier ones
 
     @property
     def finish_reason(self) -> str | None:
         reason = self.delta.finish_reason
-        return "tool_calls" if reason == "stop" and self.calls else reason
+        return "tool_calls" if reason == "stop" and self.has_called else reason
 
 
 class Conversation:
@@ -33,15 +46,12 @@ class Conversation:
         check_model(body.model, front_end.info.model)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", field="top_logprobs")
-        if body.add_generation_prompt and body.continue_final_message:
-            raise InvalidRequest(
-                "continue_final_message goes on with the last message, add_generation_prompt begins another; give one",
-                field="continue_final_message",
-            )
+        check_streaming(body)
+        self._begins = check_begin(body.add_generation_prompt, body.continue_final_message)
         self.front_end = front_end
         self._body = body
         self._request_id = request_id
-        self._use = tool_use(body)
+        self._use = tool_use(body, shape_of(front_end))
         self._asked: Asked | None = None
 
     async def prepare(self) -> None:
@@ -54,18 +64,20 @@ class Conversation:
         variables = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", body.reasoning_effort)
+        tools = as_template_has(self._use.tools) if self._use else []
         continues = bool(body.continue_final_message)
-        begins = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-        tools = [tool.model_dump(exclude_none=True) for tool in self._use.tools] if self._use else []
         prompt = await front_end.encode_chat(
-            turns, tools, variables, add_generation_prompt=begins, continue_final_message=continues
+            turns, tools, variables, add_generation_prompt=self._begins, continue_final_message=continues
         )
-        images = await front_end.read_images(urls)
-        left = max(1, front_end.info.longest_request - len(prompt))
-        max_tokens = body.max_completion_tokens or body.max_tokens or left
+        with in_own_words(body):
+            images = await front_end.read_images(urls)
+        longest, asked = front_end.info.longest_request, body.max_completion_tokens or body.max_tokens
+        prompt = truncated(prompt, body, longest - (asked or 1))
+        max_tokens = asked or max(1, longest - len(prompt))
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         form = self._use.form if self._use else None
-        sampling = sampling_of(body, front_end.info, max_tokens, logprobs, form)
+        bad = await bad_token_ids(front_end, body.bad_words)
+        sampling = sampling_of(body, front_end.info, max_tokens, logprobs, form, bad, shape_of(front_end))
         self._asked = Asked(prompt, sampling, images, terms, self._request_id)
 
     @property
@@ -76,13 +88,16 @@ class Conversation:
     async def say(self, counter: Counter, *, is_streaming: bool) -> AsyncGenerator[Said, None]:
         """What comes, of all answers in one stream. Counts it."""
         readers = [CallReader(self._use) for _ in range(self.asked.sampling.n)] if self._use else None
-        async for piece in pieces(self.front_end, [self.asked], is_streaming=is_streaming):
-            counter.add(piece)
-            text, calls = piece.text, []
-            if readers is not None:
+        form_field = "tools" if self._use and self._use.form else None
+        with in_own_words(self._body, form_field=form_field):
+            async for piece in pieces(self.front_end, [self.asked], is_streaming=is_streaming):
+                counter.add(piece)
+                if readers is None:
+                    yield Said(piece.delta, piece.text, [])
+                    continue
                 reader = readers[piece.delta.answer]
-                text = reader.push(text)
+                text, calls = reader.push(piece.text)
                 if piece.delta.finish_reason is not None:
-                    rest, calls = reader.finish()
-                    text += rest
-            yield Said(piece.delta, text, calls)
+                    rest, last = reader.finish()
+                    text, calls = text + rest, calls + last
+                yield Said(piece.delta, text, calls, reader.has_called)

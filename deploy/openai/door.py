@@ -6,26 +6,102 @@ Both judge the path below `root_path`, as the routes do: a proxy or Serve may sh
 import asyncio
 import contextlib
 import time
+import uuid
+from dataclasses import dataclass
 
 from fastapi.responses import JSONResponse
 from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...errors import IntarsiaError
+from ...errors import IntarsiaError, InvalidRequest
 from ...proto.tracing import INCOMING
 from ..access import ROUTES, Access, Level
 from ..connections import Held, Share
 from ..http_protocol import CONNECTION
-from ..limits import Limits
+from ..limits import Limits, check_id
+from ..request_log import RequestLog
 from .errors import body_of, refusal
 from .reading import RELEASE
+
+UNASKED = ("GET", "HEAD", "OPTIONS")
+"""What these ask for costs little, and is asked for again and again by what watches a server."""
 
 KEY = "intarsia.key"
 """Where a scope has what its key is known by."""
 
 WINDOW_S = 10.0
 """In each of which a body must come at its lowest rate or faster: who sent much before may not hold it for longer."""
+
+
+REQUEST_ID = "intarsia.request_id"
+"""Where a scope has the `Called` of its request."""
+
+
+@dataclass
+class Called:
+    """What a request is called: drawn, or as its header or its body says."""
+
+    id: str
+
+
+class Named:
+    """Gives each request an id, and tells it with the answer. HEAD is answered as GET is, without what follows the
+    head, which servers leave out."""
+
+    def __init__(self, app: ASGIApp, limits: Limits):
+        self._app = app
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        called = Called(self._id_of(scope) or uuid.uuid4().hex)
+        inner = {**scope, "method": method, REQUEST_ID: called}
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                header = (b"x-request-id", called.id.encode())
+                message = {**message, "headers": [*message.get("headers", ()), header]}
+            await send(message)
+
+        await self._app(inner, receive, send_named)
+
+    def _id_of(self, scope: Scope) -> str:
+        """As its header says; empty if it says none that can be one."""
+        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        try:
+            check_id(given, self._limits)
+        except InvalidRequest:
+            return ""  # who asks the model is told, and the rest has no use for it
+        return given
+
+
+class Logged:
+    """Has a line of each request written that asks for something."""
+
+    def __init__(self, app: ASGIApp, log: RequestLog):
+        self._app = app
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in UNASKED:
+            await self._app(scope, receive, send)
+            return
+        called = scope[REQUEST_ID]
+        with self._log.one(get_route_path(scope)) as record:
+
+            async def send_noted(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    record.status = message["status"]
+                await send(message)
+
+            try:
+                await self._app(scope, receive, send_noted)
+            finally:
+                record.request_id = called.id  # which its body may have said
 
 
 class Place:

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from ...errors import (
+    ContextTooLong,
     DeadlineExceeded,
     EngineUnavailable,
     IntarsiaError,
@@ -24,7 +25,7 @@ from ...errors import (
     Unauthenticated,
     UnknownModel,
 )
-from .answers import CLIENT_CLOSED
+from ..request_log import CLIENT_CLOSED, note_error
 from .protocol import (
     ChatRequest,
     CompletionRequest,
@@ -37,6 +38,7 @@ from .reading import shown
 
 STATUSES: tuple[tuple[type[IntarsiaError], int, str, str | None], ...] = (
     (UnknownModel, 404, "invalid_request_error", "model_not_found"),
+    (ContextTooLong, 400, "invalid_request_error", "context_length_exceeded"),
     (InvalidRequest, 400, "invalid_request_error", None),
     (RequestAborted, CLIENT_CLOSED, "request_aborted", "request_aborted"),
     (DeadlineExceeded, 504, "timeout_error", "deadline_exceeded"),
@@ -71,6 +73,7 @@ def shape(error: IntarsiaError) -> tuple[int, dict[str, Any]]:
 
 
 def refusal(error: IntarsiaError) -> JSONResponse:
+    note_error(error)
     status, body = shape(error)
     headers = {}
     if error.retry_after_s is not None:
@@ -93,12 +96,14 @@ def answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        message, param = _first_fault(error, get_route_path(request.scope))
-        return JSONResponse(body_of(message, "invalid_request_error", param), 400)
+        message, param, code = _first_fault(error, get_route_path(request.scope))
+        return JSONResponse(body_of(message, "invalid_request_error", param, code), 400)
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {_cut(get_route_path(request.scope))}: {error.detail}"
+        if error.status_code == 405 and "Allow" in (error.headers or {}):
+            message += f"; it takes {(error.headers or {})['Allow']}"
         return JSONResponse(body_of(message, "invalid_request_error"), error.status_code, headers=error.headers)
 
     @app.exception_handler(ClientDisconnect)
@@ -110,22 +115,28 @@ def answer_errors(app: FastAPI) -> None:
         return JSONResponse(body_of("internal error; the server's log has the details", "server_error"), 500)
 
 
-def _first_fault(error: RequestValidationError, path: str) -> tuple[str, str | None]:
-    """What is wrong with a body, in words, and where. Of a value that fits none of several kinds, the nearest miss."""
-    fault: Any = max(error.errors(), key=lambda each: len(each["loc"]))
+def _first_fault(error: RequestValidationError, path: str) -> tuple[str, str | None, str | None]:
+    """What is wrong with a body, in words, where, and in OpenAI's one word. Of a value that fits none of several kinds,
+    the nearest miss: one of the right type before others."""
+    fault: Any = max(error.errors(), key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")))
     parts = [*_place(fault["loc"][1:], error.body)]
     name, place = parts[-1] if parts else "", _cut(".".join(map(_cut, parts)))
     match fault["type"]:
         case "extra_forbidden":
-            return f"{place} is no parameter of {path}.{_meant(name, path)}", place
+            return f"{place} is no parameter of {path}.{_meant(name, path)}", place, "unknown_parameter"
+        case "missing" if not place:
+            return "the request has no body; send a JSON object", None, None
         case "missing":
-            return f"{place} is missing", place
+            return f"{place} is missing", place, "missing_required_parameter"
         case "none_required":
-            return f"{place} is not supported here; leave it out", place
+            return f"{place} is not supported here; leave it out", place, "unsupported_parameter"
+        case "too_short" if fault["input"] == []:
+            return f"{place} is an empty array; it needs at least 1 item", place, "empty_array"
         case "json_invalid":
-            return f"the body is no JSON: {fault.get('ctx', {}).get('error', fault['msg'])}", None
+            return f"the body is no JSON: {fault.get('ctx', {}).get('error', fault['msg'])}", None, None
     message = f"{fault['msg'][0].lower()}{_cut(fault['msg'][1:], 300)}"
-    return f"{place or 'the body'}: {message}, got {shown(fault.get('input'))}", place or None
+    code = "invalid_type" if fault["type"].endswith("_type") else "invalid_value"
+    return f"{place or 'the body'}: {message}, got {shown(fault.get('input'))}", place or None, code
 
 
 def _place(parts: Sequence[str | int], value: Any) -> Iterator[str]:

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from ...controller.request import MAX_ANSWERS, MAX_LOGPROBS, MAX_PRIORITY, MAX_STOP_CHARS, MAX_STOPS
+from ...controller.request import MAX_ANSWERS, MAX_BAD, MAX_LOGPROBS, MAX_PRIORITY, MAX_STOP_CHARS, MAX_STOPS
 
 TOKEN_FORMAT = "token"
 """Of token ids in the OpenAPI document, which says of the served model how many there are."""
@@ -31,6 +31,9 @@ TokenName = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Biases = Annotated[dict[TokenName, Bias], Field(json_schema_extra={"additionalProperties": False})]
 BIGGEST_INT = 2**31 - 1
+
+MAX_BAD_WORDS = MAX_BAD // 2
+"""Each may be two rows of tokens."""
 
 MEMBERS = 256
 """Most members of an object whose members have a meaning here: none has a tenth of them."""
@@ -57,6 +60,68 @@ def _whole(value: Any) -> Any:
     return value
 
 
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # OpenAI's, of what is not done here
+    "audio": (),
+    "conversation": (),
+    "context_management": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "max_tool_calls": (),
+    "moderation": (),
+    "prediction": (),
+    "web_search_options": (),
+    # Other servers'
+    "add_special_tokens": (False,),
+    "allowed_token_ids": (),
+    "best_of": (1,),
+    "cache_salt": (),
+    "chat_template": (),
+    "chat_template_content_format": ("auto",),
+    "documents": ([],),
+    "early_stopping": (False,),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+}
+"""Fields of OpenAI and of other servers that are not known here, and the values of theirs (null is always one) that ask
+for nothing but what is done here anyway: clients that send every field send these."""
+
+
+def is_neutral(name: str, value: Any) -> bool:
+    """Does it ask for nothing, though the field is not known here?"""
+    values = NEUTRAL.get(name)
+    return values is not None and (value is None or any(_is_same(value, each) for each in values))
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """As JSON has it: 1 is 1.0, and not true."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+class Tolerant(Strict):
+    """A request. Fields that ask for nothing are passed over."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: each for name, each in value.items() if name in cls.model_fields or not is_neutral(name, each)}
+
+
 class StreamOptions(Strict):
     include_usage: bool = Field(False, description="A last event with the usage, and null in all others.")
     include_obfuscation: bool | None = Field(None, description="Accepted, without effect.")
@@ -64,7 +129,7 @@ class StreamOptions(Strict):
 
 
 class JsonSchema(Strict):
-    name: FormName
+    name: FormName | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     description: str | None = None
     strict: bool | None = None
@@ -76,6 +141,7 @@ class TextFormat(Strict):
 
 class JsonFormat(Strict):
     type: Literal["json_object"]
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="Of the object; as json_schema has it.")
 
 
 class SchemaFormat(Strict):
@@ -94,7 +160,10 @@ class StructuredOutputs(Strict):
     choice: Annotated[list[Text], Field(fail_fast=True)] | None = None
 
 
-class Sampling(Strict):
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class Sampling(Tolerant):
     """What all ways to ask for text share."""
 
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
@@ -117,11 +186,19 @@ class Sampling(Strict):
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=-1, le=MAX_LOGPROBS)] | None = Field(None, description="-1: all.")
+    bad_words: Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = Field(
+        None, description="Texts whose usual tokens do not come in the answer."
+    )
+    truncate_prompt_tokens: Literal[-1] | Annotated[int, Field(ge=1, le=BIGGEST_INT)] | None = Field(
+        None, description="So many tokens of the prompt are kept; -1: as many as leave room for max_tokens."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(None, description="Where it is cut; left unless said.")
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     return_token_ids: bool | None = Field(None, description="The ids of prompt and answer too.")
+    return_tokens_as_token_ids: bool | None = Field(None, description="Log-probabilities name tokens `token_id:N`.")
     request_id: Name | None = None
 
 
@@ -143,27 +220,31 @@ class CompletionRequest(Sampling):
     )
     max_tokens: Annotated[int, Field(ge=0, le=BIGGEST_INT)] | None = 16
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=-1, le=MAX_LOGPROBS)] | None = Field(None, description="-1: all.")
     best_of: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = Field(None, description="n, or nothing.")
     suffix: Annotated[str, AfterValidator(_no_suffix), Field(json_schema_extra={"maxLength": 0})] | None = None
 
 
-class TextPart(Strict):
+class AnyPart(Strict):
+    cache_control: dict[str, Any] | None = Field(None, description="Accepted, without effect.")
+
+
+class TextPart(AnyPart):
     type: Literal["text"]
     text: str
 
 
 class ImageUrl(Strict):
-    url: str = Field(description="data:image/...;base64,... Nothing is fetched.")
+    url: str = Field(description="data:image/...;base64,..., or https://... at a host that the server fetches from.")
     detail: Literal["auto", "low", "high"] | None = Field(None, description="Accepted, without effect.")
 
 
-class ImagePart(Strict):
+class ImagePart(AnyPart):
     type: Literal["image_url"]
     image_url: ImageUrl
 
 
-class RefusalPart(Strict):
+class RefusalPart(AnyPart):
     type: Literal["refusal"]
     refusal: str
 
@@ -193,6 +274,8 @@ class Message(Strict):
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="Another name of `reasoning_content`.")
+    cache_control: dict[str, Any] | None = Field(None, description="Accepted, without effect.")
     audio: None = None
     function_call: None = None
     annotations: list[Any] | None = None
@@ -208,6 +291,7 @@ class Function(Strict):
 class Tool(Strict):
     type: Literal["function"]
     function: Function
+    cache_control: dict[str, Any] | None = Field(None, description="Accepted, without effect.")
 
 
 class FunctionName(Strict):
@@ -225,7 +309,8 @@ class ChatRequest(Sampling):
     max_tokens: Annotated[int, Field(ge=1, le=BIGGEST_INT)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=BIGGEST_INT)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=-1, le=MAX_LOGPROBS)] | None = Field(None, description="-1: all.")
+    echo: bool | None = Field(None, description="Answers begin with the last message, where that is the assistant's.")
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -240,7 +325,8 @@ class ChatRequest(Sampling):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    reasoning_effort: str | None = Field(None, description="Handed to the chat template.")
+    prompt_cache_options: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = Field(None, description="Handed to the chat template.")
     verbosity: str | None = None
     modalities: list[Literal["text"]] | None = None
 
@@ -259,6 +345,7 @@ class TokenizeChat(Tokenizing):
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=128)] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -313,6 +400,7 @@ class Completion(BaseModel):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
 
@@ -352,6 +440,7 @@ class ChatCompletion(BaseModel):
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
@@ -417,7 +506,7 @@ class InputText(Item):
 
 class InputImage(Item):
     type: Literal["input_image"]
-    image_url: str = Field(description="data:image/...;base64,... Nothing is fetched.")
+    image_url: str = Field(description="data:image/...;base64,..., or https://... as in chat.")
     detail: Literal["auto", "low", "high"] | None = None
 
 
@@ -430,6 +519,22 @@ class InputMessage(Item):
     phase: str | None = None
 
 
+class ReasoningText(Item):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class InputReasoning(Item):
+    """What an earlier answer thought."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[ReasoningText], Field(fail_fast=True)] = []
+    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
+    encrypted_content: str | None = Field(None, description="Accepted, without effect: no key is here.")
+    id: str | None = None
+    status: str | None = None
+
+
 class InputCall(Item):
     """A call that an earlier answer made."""
 
@@ -437,6 +542,7 @@ class InputCall(Item):
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
     id: str | None = None
     status: str | None = None
 
@@ -456,6 +562,7 @@ def _kind_of_item(value: Any) -> str:
 
 InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
+    | Annotated[InputReasoning, Tag("reasoning")]
     | Annotated[InputCall, Tag("function_call")]
     | Annotated[InputCallOutput, Tag("function_call_output")],
     Discriminator(_kind_of_item),
@@ -468,12 +575,32 @@ def _no(value: bool) -> bool:
     return value
 
 
+def _no_deferring(value: bool) -> bool:
+    if value:
+        raise ValueError("tools are known to the model from the beginning here")
+    return value
+
+
 class ResponseTool(Strict):
     type: Literal["function"]
     name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    allowed_callers: list[str] | None = Field(None, description="Accepted, without effect.")
+    defer_loading: Annotated[bool, AfterValidator(_no_deferring), Field(json_schema_extra={"const": False})] | None = (
+        None
+    )
+    output_schema: dict[str, Any] | None = Field(None, description="Accepted, without effect.")
+
+
+class NamespaceTool(Strict):
+    """Functions under a name of their own; the model knows them as `name.function`."""
+
+    type: Literal["namespace"]
+    name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    tools: Annotated[list[ResponseTool], Field(fail_fast=True, max_length=128)]
 
 
 class ResponseToolName(Strict):
@@ -495,12 +622,12 @@ class ResponseText(Strict):
 
 
 class Reasoning(Strict):
-    effort: str | None = Field(None, description="Handed to the chat template.")
+    effort: Effort | None = Field(None, description="Handed to the chat template.")
     summary: str | None = None
     generate_summary: str | None = None
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(Tolerant):
     model: str | None = None
     input: str | Annotated[list[InputItem], Field(fail_fast=True, min_length=1)]
     instructions: str | None = None
@@ -509,11 +636,33 @@ class ResponsesRequest(Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     stream: bool | None = None
     text: ResponseText | None = None
-    tools: Annotated[list[ResponseTool], Field(fail_fast=True, max_length=128)] | None = None
+    tools: (
+        Annotated[
+            list[Annotated[ResponseTool | NamespaceTool, Field(discriminator="type")]],
+            Field(fail_fast=True, max_length=128),
+        ]
+        | None
+    ) = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolName | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
+    top_logprobs: Annotated[int, Field(ge=-1, le=MAX_LOGPROBS)] | None = Field(
+        None, description='Told where `include` has "message.output_text.logprobs".'
+    )
     user: str | None = None
+
+    # The field's extensions
+    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    seed: int | None = None
+    top_k: Annotated[int, Field(ge=-1, le=BIGGEST_INT)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    ignore_eos: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the model's chat template.")
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    request_id: Name | None = None
 
     # Accepted without effect
     metadata: dict[str, str] | None = None
@@ -523,6 +672,9 @@ class ResponsesRequest(Strict):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
     previous_response_id: None = Field(None, description="Nothing is stored: send the whole conversation.")
     background: Annotated[bool, AfterValidator(_no), Field(json_schema_extra={"const": False})] | None = None
 
@@ -547,6 +699,7 @@ class OutputText(BaseModel):
     type: Literal["output_text"] = "output_text"
     text: str
     annotations: list[Any] = []
+    logprobs: list[dict[str, Any]] = []
 
 
 class OutputMessage(BaseModel):
@@ -562,6 +715,7 @@ class OutputCall(BaseModel):
     id: str
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
     status: Literal["in_progress", "completed", "incomplete"]
 
@@ -589,4 +743,9 @@ class ResponseBody(BaseModel):
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None
     user: str | None = None
+    top_logprobs: int | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    safety_identifier: str | None = None
     metadata: dict[str, str] = {}

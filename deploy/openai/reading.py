@@ -18,7 +18,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from ...controller.request import MAX_BIASES
-from ...errors import InvalidRequest
+from ...errors import ContextTooLong, InvalidRequest
 from ..access import TENANT
 from ..front_end import FrontEnd
 from ..json_scan import Extent, extent
@@ -45,7 +45,13 @@ def reading_route(front_end: Callable[[], FrontEnd], limits: Limits) -> type[API
 
             async def read_and_handle(request: Request) -> Response:
                 body = await request.body()
-                if body and _is_json(request):
+                if body and not _is_json(request):
+                    kind = request.headers.get("content-type", "")
+                    raise InvalidRequest(
+                        f"the body is said to be {shown(kind) if kind else 'of no kind'}; send the header "
+                        "Content-Type: application/json"
+                    )
+                if body:
                     here = front_end()
                     reader = BodyReader(limits, here.info.max_model_len)
                     if len(body) <= LONG_BODY_BYTES:
@@ -145,30 +151,27 @@ class BodyReader:
                 _check_members(message, place, place, MEMBERS)
                 _check_length(message.get("content"), f"{place}.content", limits.max_messages, "parts")
                 _check_length(message.get("tool_calls"), f"{place}.tool_calls", limits.max_messages, "calls")
-        self._check_prompt(body.get("prompt"))
+        is_cut = body.get("truncate_prompt_tokens") is not None
+        self._check_prompt(body.get("prompt"), self._limits.max_json_items if is_cut else self._max_model_len)
         request_id = body.get("request_id")
         if isinstance(request_id, str):
             check_id(request_id, limits)
 
-    def _check_prompt(self, prompt: Any) -> None:
+    def _check_prompt(self, prompt: Any, most_tokens: int) -> None:
         if not isinstance(prompt, list) or not prompt:
             return
         if isinstance(prompt[0], int):
-            self._check_tokens(prompt, "prompt")
+            self._check_tokens(prompt, "prompt", most_tokens)
             return
         _check_length(prompt, "prompt", self._limits.max_prompts, "prompts")
         for number, one in enumerate(prompt):
             if isinstance(one, list):
-                self._check_tokens(one, f"prompt.{number}")
+                self._check_tokens(one, f"prompt.{number}", most_tokens)
 
-    def _check_tokens(self, tokens: list[Any], field: str) -> None:
-        if len(tokens) > self._max_model_len:
-            raise InvalidRequest(
-                f"{field} has {len(tokens)} tokens; max_model_len is {self._max_model_len}",
-                field=field,
-                asked=len(tokens),
-                limit=self._max_model_len,
-            )
+    def _check_tokens(self, tokens: list[Any], field: str, most_tokens: int) -> None:
+        if len(tokens) > most_tokens:
+            what, limit = f"{field} has {len(tokens)} tokens", self._max_model_len - 1
+            raise ContextTooLong.of(what, self._max_model_len, field=field, asked=len(tokens), limit=limit)
 
 
 def check_characters(value: Any) -> None:

@@ -1,15 +1,29 @@
 """From what was sent to what the engine is asked."""
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
+from ... import __version__
 from ...controller.info import EngineInfo
 from ...controller.request import SamplingParams, Terms
 from ...errors import InvalidRequest, UnknownModel
 from ..front_end import FEW_VALUES, FrontEnd
 from ..json_pieces import size_of
-from .protocol import ImagePart, JsonFormat, Message, Sampling, SchemaFormat, StructuredOutputs, TextPart
+from .protocol import (
+    ImagePart,
+    JsonFormat,
+    Message,
+    ResponsesRequest,
+    Sampling,
+    SchemaFormat,
+    StructuredOutputs,
+    TextPart,
+    Tool,
+)
+from .schemas import Shape, as_given, closed
 
 PASSED_ON = (
     "temperature", "top_p", "top_k", "min_p", "n", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -17,14 +31,34 @@ PASSED_ON = (
 )  # fmt: skip
 """Fields that mean to the engine what they mean here."""
 
+NOT_FOR_TEMPLATES = {"content", "tool_calls", "annotations", "cache_control", "reasoning"}
+"""Fields of messages that say nothing to a template, or are put into its words."""
+
+FORMS = ("json_schema", "regex", "choice")
+"""What the engine calls the forms of answers."""
+
+THEIR_FIELDS = {"images": "messages", "bad_token_ids": "bad_words"}
+"""What the engine calls fields that have another name in requests."""
+
 ANY_OBJECT = json.dumps({"type": "object"})
 
 
+def shape_of(front_end: FrontEnd) -> Shape:
+    """What becomes of schemas, as the server's settings have it."""
+    return as_given if front_end.settings.open_objects else closed
+
+
 def sampling_of(
-    body: Sampling, info: EngineInfo, max_tokens: int, logprobs: int | None, form: Mapping[str, Any] | None = None
+    body: Sampling,
+    info: EngineInfo,
+    max_tokens: int,
+    logprobs: int | None,
+    form: Mapping[str, Any] | None = None,
+    bad: tuple[tuple[int, ...], ...] = (),
+    shaped: Shape = closed,
 ) -> SamplingParams:
     """info: of the engine that is asked. form: what the answer must look like, in place of what `body` says of it.
-    Raises `InvalidRequest`."""
+    bad: tokens of `bad_words`. shaped: what becomes of schemas. Raises `InvalidRequest`."""
     given = {name: value for name in PASSED_ON if (value := getattr(body, name)) is not None}
     if body.seed is not None:
         given["seed"] = body.seed % 2**63
@@ -34,19 +68,19 @@ def sampling_of(
         given["stop_token_ids"] = tuple(body.stop_token_ids)
     if body.logit_bias:
         given["logit_bias"] = {int(token): float(bias) for token, bias in body.logit_bias.items()}
-    given |= form_of(body) if form is None else form
-    return info.sampling(max_tokens=max_tokens, logprobs=logprobs, **given)
+    given |= form_of(body, shaped) if form is None else form
+    return info.sampling(max_tokens=max_tokens, logprobs=logprobs, bad_token_ids=bad, **given)
 
 
-def form_of(body: Sampling) -> dict[str, Any]:
+def form_of(body: Sampling, shaped: Shape) -> dict[str, Any]:
     """What `response_format` or `structured_outputs` say about the answer. Raises `InvalidRequest`."""
     found: dict[str, Any] = {}
     match body.response_format:
-        case JsonFormat():
-            found["json_schema"] = ANY_OBJECT
+        case JsonFormat(schema_=schema):
+            found["json_schema"] = _schema(schema, shaped)
         case SchemaFormat(json_schema=described):
-            found["json_schema"] = json.dumps(described.schema_) if described.schema_ is not None else ANY_OBJECT
-    wanted = _structured(body.structured_outputs) if body.structured_outputs is not None else {}
+            found["json_schema"] = _schema(described.schema_, shaped)
+    wanted = _structured(body.structured_outputs, shaped) if body.structured_outputs is not None else {}
     if found and wanted:
         raise InvalidRequest(
             "response_format and structured_outputs both say what the answer looks like; give one of them",
@@ -55,10 +89,24 @@ def form_of(body: Sampling) -> dict[str, Any]:
     return found | wanted
 
 
-def _structured(wanted: StructuredOutputs) -> dict[str, Any]:
+def _schema(schema: dict[str, Any] | None, shaped: Shape) -> str:
+    return ANY_OBJECT if schema is None else json.dumps(shaped(schema))
+
+
+def _read(schema: dict[str, Any] | str) -> Any:
+    """vLLM takes schemas as texts, too. Raises `InvalidRequest`."""
+    if not isinstance(schema, str):
+        return schema
+    try:
+        return json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"structured_outputs.json is no JSON: {error}", field="structured_outputs") from None
+
+
+def _structured(wanted: StructuredOutputs, shaped: Shape) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if wanted.json_ is not None:
-        found["json_schema"] = wanted.json_ if isinstance(wanted.json_, str) else json.dumps(wanted.json_)
+        found["json_schema"] = _schema(_read(wanted.json_), shaped)
     if wanted.regex is not None:
         found["regex"] = wanted.regex
     if wanted.choice:
@@ -66,16 +114,81 @@ def _structured(wanted: StructuredOutputs) -> dict[str, Any]:
     return found
 
 
+async def bad_token_ids(front_end: FrontEnd, words: Sequence[str] | None) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each word, at the beginning of a text and behind a blank. Raises `InvalidRequest`."""
+    if not words:
+        return ()
+    tokenizer = front_end.tokenizer
+    if tokenizer is None:
+        raise InvalidRequest(f"{front_end.info.model} has no tokenizer, so no words are known to it", field="bad_words")
+
+    def made() -> tuple[tuple[int, ...], ...]:
+        texts = [text for word in words for text in (word, f" {word.lstrip()}")]
+        rows = {tuple(tokenizer.encode(text, add_special_tokens=False)): None for text in texts}
+        return tuple(row for row in rows if row)
+
+    return await front_end.aside(len(words) * 20, made)
+
+
+def truncated(prompt: list[int], body: Sampling, longest: int) -> list[int]:
+    """longest: of prompts for which there is room."""
+    kept = body.truncate_prompt_tokens
+    if kept is None:
+        return prompt
+    kept = max(1, longest) if kept == -1 else kept
+    if len(prompt) <= kept:
+        return prompt
+    return prompt[:kept] if body.truncation_side == "right" else prompt[len(prompt) - kept :]
+
+
+def fingerprint_of(info: EngineInfo) -> str:
+    """Answers of the same seed may differ where this differs."""
+    facts = __version__, info.model, info.architecture, info.dtype, info.device, info.tensor_parallel_size
+    return f"fp_{blake2b(repr(facts).encode(), digest_size=5).hexdigest()}"
+
+
 def terms_of(body: Sampling) -> Terms:
     """Raises `InvalidRequest`."""
     return Terms(priority=body.priority or 0, tenant=body.user or "")
+
+
+@contextlib.contextmanager
+def in_own_words(body: Sampling, *, form_field: str | None = None) -> Iterator[None]:
+    """What the engine refuses names the field of the request that it is about. form_field: where the form of the answer
+    comes from, if it is neither of the two usual fields."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.field in FORMS:
+            usual = "response_format" if body.response_format is not None else "structured_outputs"
+            error.field = form_field or usual
+        elif error.field in THEIR_FIELDS:
+            error.field = THEIR_FIELDS[error.field]
+        raise
+
+
+def check_streaming(body: Sampling | ResponsesRequest) -> None:
+    """Raises `InvalidRequest` for what is said of a stream that is not asked for."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream: true", field="stream_options")
+
+
+def check_begin(begins: bool | None, continues: bool | None) -> bool:
+    """Is there to be a new turn after the messages? Raises `InvalidRequest`."""
+    if begins and continues:
+        raise InvalidRequest(
+            "continue_final_message goes on with the last message, add_generation_prompt begins another; give one",
+            field="continue_final_message",
+        )
+    return not continues if begins is None else begins
 
 
 def check_model(asked: str | None, served: str) -> None:
     """Raises `UnknownModel`."""
     if asked is not None and asked != served:
         raise UnknownModel(
-            f"the model {asked[:100]!r} is not served here; {served!r} is. GET /v1/models lists what is.", field="model"
+            f"The model `{asked[:100]}` does not exist here; `{served}` does. GET /v1/models lists what is served.",
+            field="model",
         )
 
 
@@ -88,7 +201,11 @@ def turns_of(messages: list[Message]) -> tuple[list[dict[str, Any]], list[str]]:
     """Messages as chat templates want them, and the URLs of the images among them, in their order."""
     turns, urls = [], []
     for message in messages:
-        turn = message.model_dump(exclude_none=True, exclude={"content", "tool_calls", "annotations"})
+        turn = message.model_dump(
+            exclude_none=True, exclude={"content", "tool_calls", "annotations", "cache_control", "reasoning"}
+        )
+        if message.reasoning_content is None and message.reasoning is not None:
+            turn["reasoning_content"] = message.reasoning
         turn["role"] = "system" if message.role == "developer" else message.role
         if isinstance(message.content, list):
             parts = []
@@ -116,6 +233,10 @@ def turns_of(messages: list[Message]) -> tuple[list[dict[str, Any]], list[str]]:
             ]
         turns.append(turn)
     return turns, urls
+
+
+def as_template_has(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    return [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in tools]
 
 
 def _arguments(text: str) -> Any:

@@ -1,6 +1,6 @@
 """JSON schemas within each other: what is put into another schema goes on referring to itself."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -11,6 +11,15 @@ DATA = frozenset({"const", "enum", "default", "examples"})
 
 NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Keywords whose values are schemas by name: a name may be "$ref"."""
+
+OPENS = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties", "$ref"})
+"""Keywords that say which properties an object may have beside those it names."""
+
+Shape = Callable[[Any], Any]
+"""What becomes of a client's schema before an answer is held to it."""
+
+TOGETHER = frozenset({"allOf", "not", "if", "then", "else", "dependentSchemas"})
+"""Keywords whose schemas hold for the same object as their own one."""
 
 
 def moved(schema: Any, place: str) -> Any:
@@ -31,6 +40,59 @@ def _moved_value(name: str, value: Any, place: str) -> Any:
     if name in NAMED and isinstance(value, dict):
         return {each: moved(inner, place) for each, inner in value.items()}
     return moved(value, place)
+
+
+def as_given(schema: Any) -> Any:
+    """Objects may have properties that the schema does not name, as JSON Schema has it."""
+    return schema
+
+
+def closed(schema: Any) -> Any:
+    """The schema with objects that have the properties they name and no others, where it does not say what else they
+    may have. Models would invent names for as long as they may, and few authors of schemas want that. Parts of an
+    `allOf`, which describe one object together, stay open."""
+    return _closed(schema, "#", set(_parts_of_others(schema)))
+
+
+def _closed(schema: Any, place: str, parts: Collection[str]) -> Any:
+    """place: where it stands, as a pointer. parts: places of schemas that are parts of others."""
+    if isinstance(schema, list):
+        return [_closed(each, f"{place}/{n}", parts) for n, each in enumerate(schema)]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for name, value in schema.items():
+        inner = f"{place}/{name}"
+        if name in DATA or (name in TOGETHER and _has_parts(schema)):
+            found[name] = value
+        elif name in NAMED and isinstance(value, dict):
+            found[name] = {each: _closed(one, f"{inner}/{each}", parts) for each, one in value.items()}
+        else:
+            found[name] = _closed(value, inner, parts)
+    if "properties" in schema and place not in parts and not (OPENS & schema.keys() or _has_parts(schema)):
+        found["additionalProperties"] = False
+    return found
+
+
+def _has_parts(schema: Mapping[str, Any]) -> bool:
+    """Is an object described by several schemas together? An `allOf` of one, beside words about it, is that one."""
+    together = TOGETHER & schema.keys()
+    return bool(together) and (together != {"allOf"} or len(schema["allOf"]) != 1 or "properties" in schema)
+
+
+def _parts_of_others(schema: Any) -> Iterator[str]:
+    """Places of the definitions that are parts of others."""
+    if isinstance(schema, list):
+        for each in schema:
+            yield from _parts_of_others(each)
+    elif isinstance(schema, dict):
+        for name, value in schema.items():
+            if name in TOGETHER and _has_parts(schema):
+                yield from _references(value)
+            if name not in DATA:
+                yield from _parts_of_others(
+                    list(value.values()) if name in NAMED and isinstance(value, dict) else value
+                )
 
 
 def check_references(schema: Any, field: str, whose: str) -> None:

@@ -12,18 +12,36 @@ Where a call is required, the answer's form is a JSON schema, and nothing needs 
 import json
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ...errors import InvalidRequest
 from ..text import could_begin
 from .protocol import CalledFunction, ChatRequest, NamedTool, Tool, ToolCall
-from .schemas import check_references, moved
+from .schemas import Shape, check_references, closed, moved
 
 MARKERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 
-BEGUN_CALL = re.compile(r'\{"name":"(?P<name>[^"]*)"(?:,"arguments":(?P<arguments>\{.*))?', re.DOTALL)
+HEAD = re.compile(r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+"""How most calls begin, up to their arguments."""
+
+BEGUN_CALL = re.compile(r'\{"name":"(?P<name>[^"]*)"(?:,"arguments":(?P<arguments>.*))?', re.DOTALL)
 """A call within the array that `_calls_schema` asks for, from its beginning to where the answer was cut."""
+
+
+LONGEST_HEAD_CHARS = 512
+
+MOST_FALSE_BEGINNINGS = 16
+"""Of an object in a text that is none: from each the text may be read to its end."""
+
+
+class CallPiece(NamedTuple):
+    """What came of a call: its name with the first piece, and its arguments as they are made."""
+
+    place: int  # among the calls of the answer
+    id: str
+    name: str | None  # with the first piece
+    arguments: str
 
 
 class ToolUse(NamedTuple):
@@ -34,37 +52,43 @@ class ToolUse(NamedTuple):
     called: str | None  # the one that must be called, if it is said which
 
 
-def tool_use(body: ChatRequest) -> ToolUse | None:
+def tool_use(body: ChatRequest, shaped: Shape = closed) -> ToolUse | None:
     """None where no call is wanted. Raises `InvalidRequest`, naming the field."""
     tools = body.tools or []
     choice = body.tool_choice
     if not tools:
-        if choice not in (None, "none", "auto"):
-            raise InvalidRequest("tool_choice wants a call, and there are no tools", field="tool_choice")
+        if choice not in (None, "none"):
+            raise InvalidRequest("tool_choice speaks of tools, and there are none; give tools", field="tool_choice")
         return None
     if choice == "none":
         return None
+    if choice not in (None, "auto") and body.structured_outputs is not None:
+        raise InvalidRequest(
+            "tool_choice and structured_outputs both say what the answer looks like; give one of them",
+            field="structured_outputs",
+        )
     if isinstance(choice, NamedTool):
         name = choice.function.name
         at = next((n for n, tool in enumerate(tools) if tool.function.name == name), None)
         if at is None:
             known = ", ".join(tool.function.name for tool in tools)
             raise InvalidRequest(f"tool_choice names {name!r}; the tools are {known}", field="tool_choice")
-        return ToolUse(tools, {"json_schema": json.dumps(_parameters(at, tools[at]))}, name)
+        return ToolUse(tools, {"json_schema": json.dumps(_parameters(at, tools[at], shaped))}, name)
     if choice == "required":
-        return ToolUse(tools, {"json_schema": json.dumps(_calls_schema(tools, body.parallel_tool_calls))}, None)
+        return ToolUse(tools, {"json_schema": json.dumps(_calls_schema(tools, body.parallel_tool_calls, shaped))}, None)
     return ToolUse(tools, None, None)
 
 
-def _parameters(at: int, tool: Tool) -> dict[str, Any]:
+def _parameters(at: int, tool: Tool, shaped: Shape) -> dict[str, Any]:
     """A function has the parameters that it has: no others, unless its schema says so. at: its place among the tools.
     Raises `InvalidRequest`, naming the field."""
-    schema = {"additionalProperties": False} | (tool.function.parameters or {"type": "object", "properties": {}})
+    given = tool.function.parameters or {"type": "object", "properties": {}}
+    schema = {"additionalProperties": False} | shaped(given)
     check_references(schema, f"tools.{at}.function.parameters", f"the tool {tool.function.name!r}")
     return schema
 
 
-def _calls_schema(tools: Sequence[Tool], is_parallel: bool | None) -> dict[str, Any]:
+def _calls_schema(tools: Sequence[Tool], is_parallel: bool | None, shaped: Shape) -> dict[str, Any]:
     """One call or more. Each tool's schema is a definition of its own, since what it refers to is within itself."""
     places = [f"#/$defs/{at}" for at in range(len(tools))]
     calls = [
@@ -77,7 +101,7 @@ def _calls_schema(tools: Sequence[Tool], is_parallel: bool | None) -> dict[str, 
         for tool, place in zip(tools, places, strict=True)
     ]
     schema: dict[str, Any] = {
-        "$defs": {str(at): moved(_parameters(at, tool), places[at]) for at, tool in enumerate(tools)},
+        "$defs": {str(at): moved(_parameters(at, tool, shaped), places[at]) for at, tool in enumerate(tools)},
         "type": "array",
         "items": {"anyOf": calls},
         "minItems": 1,
@@ -94,89 +118,217 @@ class CallReader:
         self._use = use
         self._has_said = False
         self._waiting = ""  # may begin a marker
-        self._held = ""  # calls, or what looks like them
+        self._held: list[str] = []  # of a call, or what looks like one; nothing once a call has begun
         self._holds = use.form is not None
+        self._calls = _NamedCall(use.called) if use.called is not None else _Calls({t.function.name for t in use.tools})
 
-    def push(self, text: str) -> str:
-        """What is said by now, beyond doubt."""
+    @property
+    def has_called(self) -> bool:
+        return self._calls.count > 0
+
+    def push(self, text: str) -> tuple[str, list[CallPiece]]:
+        """What is said and what is called by now, beyond doubt."""
         if self._holds:
-            self._held += text
-            return ""
+            return "", self._hold(text)
         text = self._waiting + text
         self._waiting = ""
         if not self._has_said:
             begun = text.lstrip()
             if begun in ("", "["):
                 self._waiting = text
-                return ""
+                return "", []
             if begun.startswith(("{", "[{")):
-                return self._hold(text, 0)
+                return "", self._hold(text)
         found = [place for marker in MARKERS if (place := text.find(marker)) >= 0]
         if found:
-            return self._hold(text, min(found))
+            return self._say(text[: min(found)]), self._hold(text[min(found) :])
         keep = could_begin(text, MARKERS)
         self._waiting = text[len(text) - keep :]
-        return self._say(text[: len(text) - keep])
+        return self._say(text[: len(text) - keep]), []
 
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        """The rest that is said, and the calls. An answer that was cut may end in a call whose arguments are cut."""
+    def finish(self) -> tuple[str, list[CallPiece]]:
+        """The rest. An answer that was cut may end in a call whose arguments are cut."""
         if not self._holds:
             return self._waiting, []
-        if self._use.called is not None:
-            return "", [_call(self._use.called, self._held.strip())]
-        if self._use.form is not None:
-            return "", _required_calls(self._held)
-        known = {tool.function.name for tool in self._use.tools}
-        calls = [call for value in _json_values(self._held) for call in _calls(value, known)]
-        return ("", calls) if calls else (self._held, [])
+        pieces = self._calls.finish(is_required=self._use.form is not None)
+        return ("" if self.has_called or self._use.form is not None else "".join(self._held)), pieces
 
-    def _hold(self, text: str, start: int) -> str:
-        self._holds, self._held = True, text[start:]
-        return self._say(text[:start])
+    def _hold(self, text: str) -> list[CallPiece]:
+        self._holds = True
+        pieces = self._calls.push(text)
+        if self.has_called:
+            self._held = []
+        else:
+            self._held.append(text)
+        return pieces
 
     def _say(self, text: str) -> str:
         self._has_said = self._has_said or bool(text.strip())
         return text
 
 
-def _required_calls(text: str) -> list[ToolCall]:
-    """The calls of an answer that must be an array of them. Of one that is cut before its name is whole, nothing."""
-    decoder, calls = json.JSONDecoder(), []
-    at = text.find("{")
-    while at >= 0:
-        try:
-            entry, at = decoder.raw_decode(text, at)
-            calls.append(_call(entry["name"], json.dumps(entry["arguments"])))
-        except ValueError:
-            begun = BEGUN_CALL.match(text, at)
-            return [*calls, _call(begun["name"], begun["arguments"] or "")] if begun is not None else calls
-        at = text.find("{", at)
-    return calls
+def calls_of(pieces: Iterable[CallPiece]) -> list[ToolCall]:
+    """Whole calls out of all their pieces."""
+    calls: dict[int, ToolCall] = {}
+    for piece in pieces:
+        if piece.name is not None:
+            calls[piece.place] = ToolCall(id=piece.id, function=CalledFunction(name=piece.name, arguments=""))
+        calls[piece.place].function.arguments += piece.arguments
+    return [*calls.values()]
+
+
+class _NamedCall:
+    """One call, whose arguments are all that comes."""
+
+    def __init__(self, name: str):
+        self.count = 0
+        self._name = name
+        self._id = _new_id()
+        self._space = ""  # may be the end of the answer, and is no part of the arguments then
+
+    def push(self, text: str) -> list[CallPiece]:
+        text = self._space + text if self.count else text.lstrip()
+        told = text.rstrip()
+        self._space = text[len(told) :]
+        return [self._piece(told)] if told else []
+
+    def finish(self, *, is_required: bool) -> list[CallPiece]:
+        return [] if self.count else [self._piece("")]
+
+    def _piece(self, arguments: str) -> CallPiece:
+        is_first, self.count = not self.count, 1
+        return CallPiece(0, self._id, self._name if is_first else None, arguments)
+
+
+class _Calls:
+    """Finds the calls in a text as it grows: JSON objects that have the name of a tool. What is between them is passed
+    over."""
+
+    def __init__(self, known: Collection[str]):
+        self.count = 0
+        self._known = known
+        self._text = ""  # that has not been looked at
+        self._object: _Object | None = None  # that may be a call
+        self._seen: list[str] = []  # of it
+        self._seen_chars = 0
+        self._id = ""
+        self._arguments: _Object | None = None  # that are being told
+
+    def push(self, text: str) -> list[CallPiece]:
+        self._text += text
+        pieces: list[CallPiece] = []
+        while self._go_on(pieces) if self._arguments is not None else self._begin(pieces):
+            pass
+        return pieces
+
+    def finish(self, *, is_required: bool) -> list[CallPiece]:
+        """is_required: the text is what `_calls_schema` asks for, and a call that is cut is a call all the same."""
+        if self._arguments is not None:
+            return []
+        text = "".join(self._seen) if self._object is not None else ""
+        if not is_required:
+            whole = [call for value in _json_values(text[1:]) for call in _calls(value, self._known)]
+            return [self._first(name, arguments) for name, arguments in whole]
+        begun = BEGUN_CALL.match(text)
+        return [self._first(begun["name"], begun["arguments"] or "")] if begun is not None else []
+
+    def _begin(self, pieces: list[CallPiece]) -> bool:
+        """Is there more to be read?"""
+        if self._object is None:
+            at = self._text.find("{")
+            self._text = self._text[at:] if at >= 0 else ""
+            if not self._text:
+                return False
+            self._object, self._seen, self._seen_chars = _Object(), [], 0
+        if self._seen_chars < LONGEST_HEAD_CHARS:
+            text = "".join(self._seen) + self._text
+            head = HEAD.match(text)
+            if head is not None and head["name"] in self._known:
+                pieces.append(self._first(head["name"], ""))
+                self._text, self._arguments, self._object = text[head.end() :], _Object(), None
+                return True
+        end = self._object.end_in(self._text)
+        self._seen.append(self._text[:end])
+        self._seen_chars += end
+        self._text = self._text[end:]
+        if not self._object.is_whole:
+            return False
+        self._object = None
+        found = _json_values("".join(self._seen))
+        pieces += [self._first(name, arguments) for value in found for name, arguments in _calls(value, self._known)]
+        return True
+
+    def _go_on(self, pieces: list[CallPiece]) -> bool:
+        assert self._arguments is not None
+        end = self._arguments.end_in(self._text)
+        told, self._text = self._text[:end], self._text[end:]
+        if self._arguments.is_whole:
+            self._arguments = None
+        if told:
+            if pieces and pieces[-1].id == self._id:
+                pieces[-1] = pieces[-1]._replace(arguments=pieces[-1].arguments + told)
+            else:
+                pieces.append(CallPiece(self.count - 1, self._id, None, told))
+        return self._arguments is None
+
+    def _first(self, name: str, arguments: str) -> CallPiece:
+        self.count += 1
+        self._id = _new_id()
+        return CallPiece(self.count - 1, self._id, name, arguments)
+
+
+class _Object:
+    """Where a JSON object ends that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_text = self._is_escaped = False
+
+    @property
+    def is_whole(self) -> bool:
+        return self._depth < 0
+
+    def end_in(self, text: str) -> int:
+        """The place behind it; the text's end, if it goes on."""
+        for place, char in enumerate(text):
+            if self._in_text:
+                self._in_text = self._is_escaped or char != '"'
+                self._is_escaped = char == "\\" and not self._is_escaped
+            elif char == '"':
+                self._in_text = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "]}":
+                self._depth -= 1
+                if not self._depth:
+                    self._depth = -1
+                    return place + 1
+        return len(text)
 
 
 def _json_values(text: str) -> list[Any]:
-    """The JSON values in a text, one after the other; what is between them is passed over."""
-    decoder, found, at = json.JSONDecoder(), [], 0
-    while starts := [n for n in (text.find("{", at), text.find("[{", at)) if n >= 0]:
+    """The JSON objects in a text, one after the other; what is between them is passed over."""
+    decoder, found, at, failed = json.JSONDecoder(), [], 0, 0
+    while (start := text.find("{", at)) >= 0 and failed < MOST_FALSE_BEGINNINGS:
         try:
-            value, at = decoder.raw_decode(text, min(starts))
-        except ValueError:
-            at = min(starts) + 1
-            continue
-        found.append(value)
+            value, at = decoder.raw_decode(text, start)
+            found.append(value)
+        except (ValueError, RecursionError):
+            at, failed = start + 1, failed + 1
     return found
 
 
-def _calls(value: Any, known: set[str]) -> list[ToolCall]:
+def _calls(value: Any, known: Collection[str]) -> list[tuple[str, str]]:
+    """Names and arguments, where the value is a call or some."""
     entries = value if isinstance(value, list) else [value]
     calls = []
     for entry in entries:
         if not isinstance(entry, dict) or entry.get("name") not in known:
             return []
         arguments = entry.get("arguments", entry.get("parameters", {}))
-        calls.append(_call(entry["name"], arguments if isinstance(arguments, str) else json.dumps(arguments)))
+        calls.append((entry["name"], arguments if isinstance(arguments, str) else json.dumps(arguments)))
     return calls
 
 
-def _call(name: str, arguments: str) -> ToolCall:
-    return ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", function=CalledFunction(name=name, arguments=arguments))
+def _new_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"

@@ -11,6 +11,7 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from hashlib import sha256
@@ -51,10 +52,30 @@ def _warn_once(reason: str) -> None:
 
 
 def cache_folder() -> Path:
-    """Where compiled files are kept: INTARSIA_CACHE_DIR, or a folder of ours in the user's cache."""
-    if folder := os.environ.get("INTARSIA_CACHE_DIR"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "intarsia"
+    """Where compiled files are kept: INTARSIA_CACHE_DIR, or a folder of ours in the user's cache; where there is none
+    that can be written, one in the folder for temporary files, which nobody else may open."""
+    wanted = os.environ.get("INTARSIA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(wanted) if os.environ.get("INTARSIA_CACHE_DIR") else Path(wanted, "intarsia")
+    try:
+        if wanted.startswith("~"):
+            raise FileNotFoundError("this user has no home")
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        return _temporary_folder() or folder
+
+
+def _temporary_folder() -> Path | None:
+    """None where another user has put something in its place: what is loaded from there runs."""
+    folder = Path(tempfile.gettempdir(), f"intarsia-kernels-{os.getuid()}")
+    try:
+        folder.mkdir(exist_ok=True, mode=0o700)
+        facts = folder.lstat()
+    except OSError:
+        return None
+    is_own = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o077
+    return folder if is_own else None
 
 
 def _built(source: Path) -> Path:

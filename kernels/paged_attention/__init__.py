@@ -14,7 +14,8 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from ...errors import InvalidSetting, UnsupportedModel
+from ...errors import UnsupportedModel
+from ..names import no_such_backend
 from .flash import FlashBackend, LegacyFlashBackend
 from .native import NativeBackend
 from .protocol import Backend, Capabilities, GroupBatch, GroupMeta, LayerParams, Needs
@@ -60,10 +61,7 @@ def select_backend(
         backend for backend in backends if name == backend.name or (name is None and not backend.by_name_only)
     ]
     if not candidates:
-        known = ", ".join(backend.name for backend in backends)
-        raise InvalidSetting(
-            f"there is no attention backend '{name}'; choose one of: {known}.", field="attention_backend"
-        )
+        raise no_such_backend(str(name), [backend.name for backend in backends])
     refusals: list[str] = []
     unable: set[Needs] = set()
     for backend in candidates:

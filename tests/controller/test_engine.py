@@ -120,7 +120,7 @@ def submit(engine: Engine, tokens: list[int], sampling: SamplingParams = SAMPLIN
     ("tokens", "sampling", "error", "message"),
     [
         ([], SAMPLING, InvalidRequest, "the prompt is empty; it needs at least 1 token"),
-        ([1] * 100, SAMPLING, InvalidRequest, "the prompt has 100 tokens; max_model_len is 100"),
+        ([1] * 100, SAMPLING, InvalidRequest, "too long: it has 100 tokens; .* maximum context length is 100"),
         ([1, 2, VOCAB], SAMPLING, InvalidRequest, f"prompt token {VOCAB} at position 2 is not in the vocabulary of 50"),
         ([1, -1], SAMPLING, InvalidRequest, "prompt token -1 at position 1"),
         ([1, "2"], SAMPLING, InvalidRequest, "prompt token '2' at position 1 is no whole number"),

@@ -68,6 +68,22 @@ def test_too_little_address_space_is_told_before_anything_starts():
 
 
 @pytest.mark.slow
+def test_the_server_starts_where_no_home_can_be_written():
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "XDG_"))}
+    server = subprocess.Popen(
+        [str(Path(sys.executable).with_name("intarsia")), "serve", "demo", "--port", "0", "--grpc-port", "0"],
+        env=environment | {"HOME": "/proc/none"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert server.stdout is not None
+    told = []
+    for line in server.stdout:
+        told.append(line)
+        if line.startswith("ready"):
+            server.terminate()
+    assert server.wait(60) == 0 and "Traceback" not in "".join(told) and any("ready" in line for line in told), told
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("own_mode", ["disabled", "token"])
 def test_a_cluster_without_a_token_is_refused_when_it_is_joined_whatever_we_would_show(own_mode: str):
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:

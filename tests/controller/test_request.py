@@ -23,7 +23,7 @@ from intarsia.errors import InvalidRequest
         ("max_tokens", -5, "max_tokens must lie in .* got -5"),
         ("seed", -1, "seed must lie in .* got -1"),
         ("seed", 2**63, "seed must lie in"),
-        ("logprobs", 21, r"logprobs must lie in \[0, 20\], got 21"),
+        ("logprobs", 21, r"logprobs must lie in \[-1, 20\], got 21"),
         ("stop_token_ids", 5, "stop_token_ids must be a list"),
         ("stop_token_ids", [1, -1], "stop_token_ids must lie in"),
         ("ignore_eos", 1, "ignore_eos must be true or false"),

@@ -70,6 +70,7 @@ class Files(NamedTuple):
     ca: str
     server: tuple[str, str]
     client: tuple[str, str]
+    other_ca: str  # who signed neither
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +85,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
         issued.private_key_pem.write_to_path(str(folder / f"{name}.key"))
         return str(folder / f"{name}.pem"), str(folder / f"{name}.key")
 
+    trustme.CA().cert_pem.write_to_path(str(folder / "other.pem"))
     return Files(
-        str(folder / "ca.pem"), pair("server", "127.0.0.1", "localhost"), pair("client", "someone@example.org")
+        str(folder / "ca.pem"),
+        pair("server", "127.0.0.1", "localhost"),
+        pair("client", "someone@example.org"),
+        str(folder / "other.pem"),
     )
 
 
@@ -208,6 +213,30 @@ def test_tls_is_spoken_by_both_servers(start: Start, files: Files):
     with Client(here.grpc, tls=Tls(ca_certs=files.ca)) as client:
         assert client.complete([1, 2]).token_ids == (5, 6)
     with Client(here.grpc, timeout_s=5) as client, pytest.raises(EngineUnavailable):
+        client.model_info()
+
+
+def test_a_client_without_tls_is_told_that_the_server_speaks_it(start: Start, files: Files):
+    here = start(AccessSettings(ssl_certfile=files.server[0], ssl_keyfile=files.server[1]))
+    unmet = pytest.raises(EngineUnavailable, match=r"speaks TLS.*--ssl-ca-certs FILE")
+    with Client(here.grpc, timeout_s=20) as client, unmet:
+        client.model_info()
+    unmet = pytest.raises(EngineUnavailable, match=r"nobody known here has signed.*--ssl-ca-certs FILE")
+    with Client(here.grpc, timeout_s=20, tls=Tls(ca_certs=files.other_ca)) as client, unmet:
+        client.model_info()
+
+
+def test_a_client_with_tls_is_told_that_the_server_speaks_none(start: Start, files: Files):
+    here = start(AccessSettings())
+    unmet = pytest.raises(EngineUnavailable, match=r"speaks no TLS; leave --ssl-ca-certs out")
+    with Client(here.grpc, timeout_s=20, tls=Tls(ca_certs=files.ca)) as client, unmet:
+        client.model_info()
+
+
+@pytest.mark.parametrize("key", [None, "wrong"])
+def test_a_client_without_the_key_is_told_how_to_give_one(start: Start, key: str | None):
+    here = start(AccessSettings(api_key=("right",)))
+    with Client(here.grpc, timeout_s=20, api_key=key) as client, pytest.raises(Unauthenticated, match="--api-key KEY"):
         client.model_info()
 
 

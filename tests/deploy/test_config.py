@@ -1,6 +1,8 @@
 """Settings from flags, variables and files, and what the doctor finds."""
 
+import contextlib
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -111,3 +113,40 @@ def test_the_doctor_goes_on_when_a_check_breaks(monkeypatch: pytest.MonkeyPatch)
     assert result.exit_code == 1
     assert "can not be told: OSError: no such file" in " ".join(result.stdout.split())
     assert "python" in result.stdout
+
+
+def test_the_doctor_tells_of_a_home_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert doctor.CHECKS["home"]() == [doctor.Finding("home", str(tmp_path))]
+    monkeypatch.setenv("HOME", "/proc/none")
+    [found] = doctor.CHECKS["home"]()
+    assert (found.topic, found.fact) == ("home", "/proc/none can not be written")
+    assert "INTARSIA_CACHE_DIR" in found.advice
+
+
+def findings_of(*topics: str) -> dict[str, doctor.Finding]:
+    return {finding.topic: finding for topic in topics for finding in doctor.CHECKS[topic]()}
+
+
+def test_the_doctor_names_a_port_in_use_without_calling_it_a_fault():
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):  # somebody else has it: as good
+            taken.bind(("127.0.0.1", 8000))
+            taken.listen()
+        port = findings_of("ports")["port HTTP"]
+    assert port.is_fine and port.fact == "8000 is in use" and "--port" in port.advice
+
+
+def test_the_doctor_tells_how_much_shared_memory_ray_has_and_where_the_tests_browser_is():
+    found = findings_of("/dev/shm", "chromium")
+    assert found["/dev/shm"].fact.endswith("MiB free")
+    assert found["chromium"].is_fine
+
+
+def test_a_missing_optional_compiler_is_no_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("intarsia.kernels.native.library", lambda name: "no-such-compiler was not found")
+    kernel = findings_of("kernels")["kernel tokenwise"]
+    assert kernel.is_fine and "optional" in kernel.advice

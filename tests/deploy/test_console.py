@@ -10,9 +10,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
 from rich.console import Console as Terminal
 
@@ -23,10 +24,11 @@ from intarsia.deploy.console import ConsoleSettings
 from intarsia.deploy.front_end import FrontEnd
 from intarsia.deploy.http_server import HttpServer
 from intarsia.deploy.openai.app import make_app
+from intarsia.deploy.running import announced
 from intarsia.deploy.settings import engine_settings
 from intarsia.deploy.tokenizer import Tokenizer
-from intarsia.deploy.top import Server, facts, look, screen
-from intarsia.errors import InvalidSetting, Unauthenticated
+from intarsia.deploy.top import Server, facts, gone, look, screen, told
+from intarsia.errors import EngineUnavailable, InvalidSetting, Unauthenticated
 from intarsia.tests.conftest import Loop
 
 BLOCKS = 100_000
@@ -263,6 +265,142 @@ def test_text_is_shown_only_where_that_was_switched_on_and_never_as_markup(
     assert page.locator("#ended img").count() == 0
 
 
+@needs_browser
+def test_a_server_that_is_gone_is_told_with_the_time_and_dims_the_figures_until_it_is_back(
+    console: Console, page: Page
+):
+    shown(page, console.url)
+    page.route("**/console/view*", lambda route: route.abort())
+    page.wait_for_selector("#status:has-text('no answer since')")
+    assert re.match(r"no answer since \d\d:\d\d:\d\d, \d+ s ago", page.inner_text("#status"))
+    assert "Failed to fetch" not in page.inner_text("body") and page.locator("#all.gone").count() == 1
+    page.unroute("**/console/view*")
+    page.wait_for_selector("#all:not(.gone)", state="attached")
+    assert page.inner_text("#status") == ""
+
+
+@needs_browser
+def test_tokens_in_and_out_are_told_apart(console: Console, page: Page):
+    shown(page, console.url)
+    assert "tokens in/s" in page.inner_text("#numbers") and "tokens out/s" in page.inner_text("#numbers")
+
+
+@needs_browser
+def test_how_long_requests_wait_is_told_with_the_slow_end(console: Console, page: Page, streams: list):
+    shown(page, console.url)
+    page.wait_for_function("/first token, p95 [\\d.]+ m?s/.test(document.querySelector('#numbers').innerText)")
+    text = page.inner_text("#numbers")
+    assert re.search(r"next token, p95 [\d.]+ m?s", text) and re.search(r"queue, p95 [\d.]+ m?s", text)
+
+
+@needs_browser
+def test_a_words_question_mark_leads_to_its_explanation(console: Console, page: Page):
+    shown(page, console.url)
+    marks = page.locator("button.what")
+    assert marks.count() >= 7
+    for n in range(marks.count()):
+        marks.nth(n).click()
+        word = re.findall("“(.*)”", marks.nth(n).get_attribute("aria-label") or "")[0]
+        assert page.evaluate("document.activeElement.textContent") == word
+        assert page.evaluate("document.activeElement.nextElementSibling.textContent.length") > 20
+
+
+@needs_browser
+def test_paused_page_stands_still_and_says_since_when(console: Console, page: Page, streams: list):
+    shown(page, console.url)
+    page.click("#pause")
+    assert re.match(r"as it was at \d\d:\d\d:\d\d", page.inner_text("#status"))
+    page.wait_for_timeout(1500)  # what was asked before it comes still
+    before = page.evaluate("document.documentElement.dataset.shown")
+    page.wait_for_timeout(2500)
+    assert page.evaluate("document.documentElement.dataset.shown") == before
+    page.click("#pause")
+    page.wait_for_selector(f"html:not([data-shown='{before}'])")
+    assert page.inner_text("#status") == ""
+
+
+@needs_browser
+def test_a_square_and_its_requests_row_are_chosen_together_by_keyboard(console: Console, page: Page, streams: list):
+    shown(page, console.url)
+    page.wait_for_selector("#requests tr[data-id]")
+    page.click("#pause")
+    page.focus("#pool")
+    for key in ("ArrowRight", "ArrowRight", "ArrowDown", "ArrowUp", "End", "Home"):
+        page.keyboard.press(key)
+    assert page.inner_text("#said").startswith("large page 1")
+    page.evaluate("cursor = places.pages.findIndex(([a, n]) => holdersOf(a, n).size) / places.together | 0")
+    page.keyboard.press("Enter")
+    chosen = page.get_attribute("#requests tr.chosen", "data-id")
+    assert chosen and page.evaluate("chosen") == int(chosen)
+    page.keyboard.press("Escape")
+    assert page.locator("#requests tr.chosen").count() == 0
+    row = page.locator("#requests tr[data-id]").nth(1)
+    row.focus()
+    before = page.evaluate("document.querySelector('#pool').toDataURL()")
+    page.keyboard.press("Enter")
+    assert page.get_attribute("#requests tr.chosen", "data-id") == row.get_attribute("data-id")
+    assert page.evaluate("document.querySelector('#pool').toDataURL()") != before
+
+
+@needs_browser
+def test_rows_stand_in_the_order_of_arrival(console: Console, page: Page, streams: list):
+    shown(page, console.url)
+    page.wait_for_function("document.querySelectorAll('#requests tr[data-id]').length > 4")
+    ages = page.evaluate(
+        "[...document.querySelectorAll('#requests tr[data-id]')]"
+        ".map(row => seen.requests.find(each => each.id == row.dataset.id).age_s)"
+    )
+    assert ages == sorted(ages, reverse=True)
+
+
+@needs_browser
+def test_every_part_is_reached_by_the_tab_key(console: Console, page: Page, streams: list):
+    shown(page, console.url)
+    page.wait_for_selector("#requests tr[data-id]")
+    page.click("#pause")
+    page.wait_for_timeout(1500)  # what was asked before it comes still
+    wanted = page.evaluate("""() => {
+      const found = [...document.querySelectorAll("button, select, input, summary, [tabindex='0']")];
+      found.filter(each => each.checkVisibility()).forEach((each, n) => { each.dataset.stop = n; });
+      return found.filter(each => each.dataset.stop).length;
+    }""")
+    page.evaluate("document.activeElement.blur()")
+    reached = set()
+    for _ in range(2 * wanted):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.dataset.stop"))
+    assert len(reached - {None}) == wanted > 15
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1440, 390])
+def test_axe_finds_nothing(console: Console, browser: Browser, streams: list, scheme: Any, width: int):
+    look = {"viewport": {"width": width, "height": 900}, "color_scheme": scheme, "bypass_csp": True}
+    door, page = browser.new_page(**look), browser.new_page(**look)
+    door.goto(f"{console.url}/console")
+    shut = Axe().run(door)
+    door.close()
+    shown(page, console.url)
+    page.wait_for_selector("#requests tr[data-id]")
+    page.click("#words summary")
+    page.click("#pause")
+    found = Axe().run(page)
+    page.close()
+    assert not shut.violations_count, shut.generate_report()
+    assert not found.violations_count, found.generate_report()
+
+
+@needs_browser
+def test_private_words_are_explained_by_keyboard(console: Console, page: Page):
+    shown(page, console.url)
+    page.focus("#words summary")
+    page.keyboard.press("Enter")
+    said = page.inner_text("#words dl")
+    for word in ("large page", "kept", "tier", "packed", "all that was known", "blocks by group"):
+        assert word in said
+
+
 # -- the same in a terminal ------------------------------------------------------------------------------------------
 
 
@@ -282,6 +420,20 @@ def test_top_shows_what_the_console_shows(console: Console, streams: list):
     assert json.dumps(told) and "pool" not in told and told["rates"]["steps"] >= 0
 
 
+def test_top_fits_80_columns_and_says_since_when_a_server_is_gone(console: Console, streams: list):
+    before = look(Server(console.url, KEY))
+    time.sleep(0.5)
+    view = look(Server(console.url, KEY))
+    terminal = Terminal(width=80, record=True, file=io.StringIO())
+    terminal.print(screen(view, before))
+    lines = terminal.export_text().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line for line in lines if re.match(r"first token .*, p95 .*; next token .*; queue .*", line)]
+    assert [line for line in lines if line.startswith("steps") and line.rstrip().endswith("ms")]
+    told_gone = gone(EngineUnavailable("nobody answers"), time.time() - 7).plain
+    assert re.match(r"no answer since \d\d:\d\d:\d\d, 7 s ago; asking again each second", told_gone)
+
+
 def test_top_says_that_a_key_is_wanted(console: Console):
     with pytest.raises(Unauthenticated, match="admin key"):
         look(Server(console.url, "oak"))
@@ -290,3 +442,10 @@ def test_top_says_that_a_key_is_wanted(console: Console):
 def test_top_refuses_what_is_no_server():
     with pytest.raises(InvalidSetting, match="no URL"):
         look(Server("file:///etc"))
+
+
+def test_top_says_which_server_it_watches_and_how_to_choose_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with announced("http://127.0.0.1:8001", None):
+        assert told(Server("http://127.0.0.1:8001")).plain == "http://127.0.0.1:8001"
+        assert "top --url http://127.0.0.1:8001" in told(Server("http://127.0.0.1:8002")).plain

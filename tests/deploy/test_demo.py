@@ -36,6 +36,7 @@ def test_it_is_small_and_shaped_like_gemma_3():
     config = json.loads((DEMO_MODEL_DIR / "config.json").read_text())
     assert config["architectures"] == ["Gemma3ForCausalLM"]
     assert config["layer_types"] == ["sliding_attention"] * 5 + ["full_attention"]
+    assert config["max_position_embeddings"] == 32_768  # an agent's system prompt fits
     assert sum(path.stat().st_size for path in DEMO_MODEL_DIR.iterdir()) <= 3e6
 
 

@@ -1,6 +1,9 @@
+import io
 from pathlib import Path
 
-from intarsia.deploy.families import docs_page, family_rows, markdown
+from rich.console import Console
+
+from intarsia.deploy.families import docs_page, family_rows, markdown, print_rows
 from intarsia.tests.models import FAMILIES
 from intarsia.workers.families import KNOWN_FAMILIES
 
@@ -29,3 +32,15 @@ def test_markdown_has_a_line_for_each_row():
     rows = family_rows()
     lines = list(markdown(rows))
     assert len(lines) == len(rows) + 2 and all(line.count("|") == 9 for line in lines)
+
+
+def test_people_see_a_table_of_80_columns_with_all_families():
+    screen = io.StringIO()
+    print_rows(family_rows(), Console(file=screen, width=80))
+    printed = screen.getvalue()
+    assert max(map(len, printed.splitlines())) <= 80 and "|" not in printed
+    assert all(f"\n{row.name} " in printed for row in family_rows())
+
+
+def test_every_example_is_a_model_that_exists():
+    assert all("/" in row.example for row in family_rows())

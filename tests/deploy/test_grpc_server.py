@@ -185,7 +185,7 @@ def test_host_beyond_this_machine_is_refused(loop, host):
     assert refusal.value.field == "host"
 
 
-def test_port_in_use_is_refused_with_a_way_out(serve_script, loop):
+def test_port_in_use_is_refused_with_a_way_out(serve_script, loop, capfd):
     _, address = serve_script()
 
     async def start():
@@ -194,3 +194,4 @@ def test_port_in_use_is_refused_with_a_way_out(serve_script, loop):
     with pytest.raises(InvalidSetting, match="in use") as refusal:
         loop.run(start())
     assert refusal.value.field == "grpc_port"
+    assert capfd.readouterr().err == ""  # gRPC itself has nothing to add

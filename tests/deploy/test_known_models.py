@@ -80,3 +80,21 @@ def test_plan_of_every_known_model_holds_98_percent_of_what_no_plan_can_beat(mod
         if context <= model.max_position:
             bound = 40 * GIB / exact_bytes(layers, context, 16, model.encoder_tokens)
             assert plan.concurrency(context) >= 0.98 * bound
+
+
+@pytest.mark.parametrize(
+    ("name", "makers"),
+    [
+        ("Llama-3.3-70B", {"meta-llama"}),
+        ("meta-llama/Llama-3.3-70B-Instruct", {"meta-llama"}),
+        ("gema-3-27b", {"google"}),
+        ("Mixtral-8x7B", {"mistralai"}),
+        ("Phi-4", set()),
+        ("somebody/gemma-3-99b", set()),
+    ],
+)
+def test_no_model_of_another_maker_is_offered(name: str, makers: set[str]):
+    with pytest.raises(InvalidSetting) as refusal:
+        known_model(name)
+    offered = str(refusal.value).partition("did you mean ")[2].rstrip("?")
+    assert {model.split("/")[0] for model in offered.split(" or ") if model} == makers

@@ -20,3 +20,12 @@ def test_a_file_is_spared_the_bar():
     with loading_bar(Console(file=file)) as watch:
         assert watch is None
     assert file.getvalue() == ""
+
+
+def test_a_terminal_sees_that_something_happens_before_weights_are_loaded_and_no_line_wraps():
+    screen = io.StringIO()
+    with loading_bar(Console(file=screen, force_terminal=True, width=80)) as watch:
+        assert watch is not None
+        watch(0, 0)
+    assert "starting Ray and workers" in screen.getvalue() and "0:00:00" in screen.getvalue()
+    assert "loading weights" not in screen.getvalue()

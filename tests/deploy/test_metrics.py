@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from intarsia.controller.metrics import Distribution
@@ -32,7 +33,8 @@ VLLM = {
     "vllm:request_queue_time_seconds", "vllm:request_inference_time_seconds", "vllm:request_prefill_time_seconds",
     "vllm:request_decode_time_seconds", "vllm:request_prompt_tokens", "vllm:request_generation_tokens",
     "vllm:request_params_n", "vllm:request_params_max_tokens", "vllm:request_prefill_kv_computed_tokens",
-    "vllm:iteration_tokens_total", "vllm:cache_config_info",
+    "vllm:iteration_tokens_total", "vllm:cache_config_info", "vllm:num_requests_waiting_by_reason",
+    "vllm:admission_rejections", "vllm:request_num_preemptions",
 }  # fmt: skip
 """What dashboards made for vLLM ask for."""
 
@@ -94,6 +96,31 @@ def test_groups_and_pages_are_counted(api: Api):  # noqa: F811
     assert kinds == [group.kind for group in info.groups]
     reasons = {sample.labels["finished_reason"] for sample in found["vllm:request_success"]}
     assert reasons == set(REASONS)
+
+
+def test_the_cache_tells_how_much_it_holds(api: Api):  # noqa: F811
+    [config] = scrape(api)["vllm:cache_config_info"]
+    info = api.engine.client.info
+    assert float(config.labels["kv_cache_max_concurrency"]) == pytest.approx(info.max_len_concurrency, abs=0.01)
+    assert int(config.labels["kv_cache_size_tokens"]) == int(info.max_len_concurrency * info.max_model_len)
+
+
+def test_process_is_told_with_help_in_every_family(api: Api):  # noqa: F811
+    text = urllib.request.urlopen(f"{api.url}/metrics", timeout=10).read().decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert {"process_resident_memory_bytes", "process_cpu_seconds", "process_open_fds"} <= set(families)
+    assert [name for name, family in families.items() if not family.documentation] == []
+
+
+def test_openmetrics_comes_to_who_asks_for_it(api: Api):  # noqa: F811
+    accept = "application/openmetrics-text; version=1.0.0, text/plain; q=0.5"
+    request = urllib.request.Request(f"{api.url}/metrics", headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
+        families = list(openmetrics.text_string_to_metric_families(answer.read().decode()))
+    assert {family.name for family in families} >= VLLM | {"process_resident_memory_bytes"}
+    asked_of = {sample.name for family in families for sample in family.samples}
+    assert asked_of >= {sample.name for family in scrape(api).values() for sample in family}
 
 
 def queries() -> Iterator[str]:

@@ -1,10 +1,11 @@
+import re
 from xml.etree import ElementTree
 
 import pytest
 
 from intarsia.deploy.model_layers import model_layers
 from intarsia.deploy.plan import make_report
-from intarsia.deploy.plan_svg import draw_plan
+from intarsia.deploy.plan_svg import COLOURS, DARK, draw_plan
 from intarsia.kvcache.plan import PlanSettings
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -32,3 +33,12 @@ def test_drawing_is_valid_names_every_group_and_stays_inside(model: str, strateg
         x, y, w, h = (float(box.get(name, 0)) for name in ("x", "y", "width", "height"))
         assert 0 <= x <= x + w <= width
         assert 0 <= y <= y + h <= height
+
+
+def test_drawing_names_all_layers_alike_and_has_a_dark_shade_for_each_colour():
+    drawn = draw_plan(make_report(model_layers("gemma-3-27b"), PlanSettings(40 << 30)))
+    root = ElementTree.fromstring(drawn)
+    assert not [element.text for element in root.iter(f"{SVG}text") if re.match(r"L\d", element.text or "")]
+    assert "prefers-color-scheme: dark" in drawn and set(COLOURS) <= set(DARK)
+    fills = {element.get("fill") for element in root.iter() if element.get("fill")}
+    assert fills <= set(DARK)

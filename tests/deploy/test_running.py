@@ -45,3 +45,18 @@ def test_a_folder_that_others_can_open_is_not_used(tmp_path: Path):
         running()
     with announced("http://127.0.0.1:1", "walnut"):  # the server itself goes on without
         assert list((tmp_path / "intarsia").iterdir()) == []
+
+
+@pytest.mark.parametrize("url", ["https://127.0.0.1:8000", "https://localhost:8000/", "https://127.0.0.1"])
+def test_a_server_of_any_host_is_found_at_loopback_with_its_key(url: str):
+    with announced("https://0.0.0.0:8000", "walnut"):
+        found = find_server(url, None, None)
+        assert (found.admin_key, found.url.rpartition(":")[2]) == ("walnut", "8000")
+
+
+@pytest.mark.parametrize(
+    "url", ["https://10.0.0.1:8000", "http://127.0.0.1:8000", "https://127.0.0.1:8001", "https://a.b"]
+)
+def test_a_key_goes_to_no_other_server(url: str):
+    with announced("https://0.0.0.0:8000", "walnut"):
+        assert find_server(url, None, None) == Server(url)

@@ -152,3 +152,25 @@ def test_a_batch_runs_as_a_job_of_the_cluster(cluster: Cluster, talker: Path, tm
     told = done.stdout + done.stderr
     assert "18 answered, 2 refused" in " ".join(told.split()), told
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 20
+
+
+def test_without_the_variable_ray_and_ours_are_refused_and_with_it_all_answer(cluster: Cluster):
+    """`export RAY_AUTH_MODE=token`, as deploy/cluster/README.md says: for `ray`, `serve` and `intarsia`."""
+    without = {name: value for name, value in cluster.environment.items() if name != "RAY_AUTH_MODE"}
+
+    def told(environment: dict[str, str], *command: str) -> subprocess.CompletedProcess[str]:
+        words = [program(command[0]), *command[1:]]
+        return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+
+    began = time.monotonic()
+    refused = told(without, "intarsia", "serve", "demo", "--port", "0", "--grpc-port", "0")
+    assert refused.returncode == 2 and "export RAY_AUTH_MODE=token" in refused.stderr
+    assert refused.stderr.count("\n") == 1 and time.monotonic() - began < 60
+    assert "refuses this process" in " ".join(told(without, "intarsia", "doctor").stdout.split())
+    assert told(without, "serve", "status", "-a", cluster.url).returncode != 0
+
+    assert "answers" in told(cluster.environment, "intarsia", "doctor").stdout
+    assert told(cluster.environment, "ray", "status").returncode == 0
+    assert told(cluster.environment, "serve", "status", "-a", cluster.url).returncode == 0
+    job = told(cluster.environment, "ray", "job", "submit", "--address", cluster.url, "--", "echo", "oak")
+    assert job.returncode == 0 and "oak" in job.stdout + job.stderr

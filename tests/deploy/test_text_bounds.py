@@ -73,7 +73,7 @@ def test_no_text_whose_tokens_fit_is_refused():
 
 
 def test_a_text_of_more_bytes_than_all_tokens_hold_is_refused_with_the_numbers():
-    with pytest.raises(RequestTooLarge, match="has 4001 bytes; the model takes 1000 tokens, which hold at most 4000"):
+    with pytest.raises(RequestTooLarge, match="has 4001 bytes, and 1000 tokens hold at most 4000"):
         TextBound(1000, 4000).check(4001, "prompt")
     TextBound(1000, None).check(10**9, "prompt")
 
@@ -86,7 +86,7 @@ def test_far_too_many_tokens_are_seen_in_the_first_pieces_of_a_text():
         return len(piece.strip())
 
     bound = TextBound(PIECE_CHARS // 4, None)
-    with pytest.raises(RequestTooLarge, match=f"the model takes {PIECE_CHARS // 4}"):
+    with pytest.raises(RequestTooLarge, match=f"maximum context length is {PIECE_CHARS // 4}"):
         bound.check_tokens("x" * 100 * PIECE_CHARS, count, "prompt")
     assert counted == [PIECE_CHARS]
     bound.check_tokens(" " * 100 * PIECE_CHARS, count, "prompt")  # white space, of which much is a token

@@ -2,6 +2,7 @@ import json
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Regex, decoders, models, pre_tokenizers
@@ -9,8 +10,9 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from intarsia.deploy.demo import DEMO_MODEL_DIR
-from intarsia.deploy.tokenizer import TextStream, Tokenizer, encode_prompt
-from intarsia.errors import CorruptCheckpoint, InvalidRequest
+from intarsia.deploy.settings import engine_settings
+from intarsia.deploy.tokenizer import TextStream, Tokenizer, encode_prompt, text_notes
+from intarsia.errors import CorruptCheckpoint, InvalidRequest, InvalidSetting
 
 HALF = "\N{REPLACEMENT CHARACTER}"
 
@@ -126,6 +128,23 @@ def test_many_tokens_decode_as_few_do(byte_tokenizer: Tokenizer):
     assert byte_tokenizer.decode(ids) == whole and "<eos>" not in whole
 
 
+def test_bytes_of_tokens_joined_are_those_of_the_text(byte_tokenizer: Tokenizer):
+    text = "é🎉 wood 木 \ufffd"
+    ids = byte_tokenizer.encode(text)
+    assert b"".join(map(byte_tokenizer.bytes_of, ids)).decode() == text
+    halves = [byte_tokenizer.bytes_of(token) for token in ids if "\ufffd" in byte_tokenizer.text_of(token)]
+    assert any(half != "\ufffd".encode() for half in halves)
+
+
+def test_bytes_of_a_byte_token_of_a_vocabulary_of_characters_are_that_byte():
+    vocab = {"<unk>": 0, "a": 1, **{f"<0x{byte:02X}>": byte + 2 for byte in range(256)}}
+    backend = Backend(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.ByteFallback()
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    ids = tokenizer.encode("a木")
+    assert len(ids) == 4 and b"".join(map(tokenizer.bytes_of, ids)) == "a木".encode()
+
+
 def test_the_text_of_a_token_is_looked_up_once(byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
     eos = byte_tokenizer.encode("<eos>")[0]
     assert byte_tokenizer.text_of(eos) == "<eos>"
@@ -214,3 +233,43 @@ def test_a_hostile_tokenizer_is_one_typed_error(file: str, fields: dict | str, t
     with pytest.raises(CorruptCheckpoint, match="the tokenizer in") as refusal:
         Tokenizer.load(path)
     assert len(str(refusal.value)) < 500 + len(str(path))
+
+
+def settings_of(model: Path, **given: Any) -> Any:
+    return engine_settings(str(model), **given).model
+
+
+def test_another_folder_gives_the_tokenizer_and_another_file_the_template(tmp_path: Path):
+    bare = Path(shutil.copytree(DEMO_MODEL_DIR, tmp_path / "bare"))
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (bare / file).unlink()
+    assert Tokenizer.of(settings_of(bare)) is None
+    found = Tokenizer.of(settings_of(bare, tokenizer=str(DEMO_MODEL_DIR)))
+    assert found is not None and found.encode("inlay")
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    own = Tokenizer.of(settings_of(DEMO_MODEL_DIR, chat_template=str(tmp_path / "own.jinja")))
+    assert own is not None
+    assert own.decode(own.chat([{"role": "user", "content": "walnut"}])) == "<walnut>"
+
+
+@pytest.mark.parametrize("template", ["", " \n", "{% for x in %}", "{{ a", b"\xff", "x" * (2**20 + 1)])
+def test_a_file_that_is_no_template_is_refused_by_name(template: str | bytes, tmp_path: Path):
+    file = tmp_path / "own.jinja"
+    file.write_bytes(template if isinstance(template, bytes) else template.encode())
+    with pytest.raises(InvalidSetting, match="chat_template") as refusal:
+        Tokenizer.of(settings_of(DEMO_MODEL_DIR, chat_template=str(file)))
+    assert refusal.value.field == "chat_template" and "\n" not in str(refusal.value)
+
+
+def test_notes_tell_what_is_missing_for_text_and_for_chat(tmp_path: Path, byte_tokenizer: Tokenizer):
+    assert ["no tokenizer" in note and "--tokenizer" in note for note in text_notes(None)] == [True]
+    notes = list(text_notes(byte_tokenizer))
+    assert ["no chat template" in note and "--chat-template" in note for note in notes] == [True]
+    assert not list(text_notes(Tokenizer.load(DEMO_MODEL_DIR)))
+
+
+def test_a_template_is_refused_where_the_tokenizer_would_not_use_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "own.jinja").write_text("{{ messages }}")
+    monkeypatch.setattr(PreTrainedTokenizerFast, "get_chat_template", lambda self, *_: "", raising=False)
+    with pytest.raises(InvalidSetting, match="leave chat_template out"):
+        Tokenizer.of(settings_of(DEMO_MODEL_DIR, chat_template=str(tmp_path / "own.jinja")))

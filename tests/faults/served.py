@@ -81,21 +81,21 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(python: str = sys.executable, within: Sequence[str] = (), **options: Any) -> Iterator[Served]:
-    """The demo model behind `intarsia serve`, of the checkout whose interpreter that is. within: a command that takes
-    the server's as its arguments and becomes it. options: flags of `serve`."""
+def served(
+    python: str = sys.executable, within: Sequence[str] = (), model: str = "demo", **options: Any
+) -> Iterator[Served]:
+    """A model behind `intarsia serve`, of the checkout whose interpreter that is. within: a command that takes the
+    server's as its arguments and becomes it. options: flags of `serve`."""
     with tempfile.TemporaryDirectory(prefix="intarsia-door-", dir="/var/tmp") as folder:
         log = Path(folder) / "log"
-        process = _started(python, Path(folder), log, within, options)
+        process = _started([*within, str(Path(python).parent / "intarsia"), "serve", model], Path(folder), log, options)
         try:
             yield Served(process, log, _target(process, log))
         finally:
             _stop(process)
 
 
-def _started(
-    python: str, folder: Path, log: Path, within: Sequence[str], options: Mapping[str, Any]
-) -> subprocess.Popen[bytes]:
+def _started(command: Sequence[str], folder: Path, log: Path, options: Mapping[str, Any]) -> subprocess.Popen[bytes]:
     keys, admin = folder / "keys", folder / "admin"
     keys.write_text("".join(f"{key} {tenant}\n" for tenant, key in KEYS.items()))
     admin.write_text(ADMIN_KEY)
@@ -106,7 +106,7 @@ def _started(
     words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     with log.open("wb") as out:
         return subprocess.Popen(
-            [*within, str(Path(python).parent / "intarsia"), "serve", "demo", *words],
+            [*command, *words],
             cwd="/",
             stdin=subprocess.DEVNULL,
             stdout=out,

@@ -16,7 +16,13 @@ from intarsia.tests.faults.processes import parent_of
 from intarsia.workers import fork_server
 from intarsia.workers.environment import OWNER, is_running, name_of_process
 from intarsia.workers.facts import ModelSettings
-from intarsia.workers.fork_server import ForkServer, WorkerProcess
+from intarsia.workers.fork_server import AHEAD, ForkServer, WorkerProcess
+
+
+@pytest.fixture(autouse=True)
+def _no_server_of_a_ray_of_ours(monkeypatch: pytest.MonkeyPatch):
+    """Another module's Ray may still run in this process."""
+    monkeypatch.delenv(AHEAD, raising=False)
 
 
 @pytest.fixture
@@ -131,6 +137,23 @@ def test_server_ends_with_whoever_started_a_ray_of_their_own_for_it(
     while not ended(pid) and time.monotonic() < deadline:
         pass
     assert ended(pid)
+
+
+def test_server_that_is_started_ahead_does_not_keep_our_output_open(monkeypatch: pytest.MonkeyPatch):
+    name = f"\0intarsia-test-{os.getpid()}-{time.monotonic_ns()}"
+    monkeypatch.setattr(fork_server, "_name", lambda: name)
+    monkeypatch.setattr(fork_server, "_ahead", {})
+    assert fork_server.start_ahead() == name[1:]
+    while not fork_server._is_listening(name):
+        time.sleep(0.01)
+    server = ForkServer()
+    pid = process_of(server)
+    try:
+        outputs = {os.readlink(f"/proc/{pid}/fd/{number}") for number in (1, 2)}
+        assert outputs == {"/dev/null"}
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        leave(server)
 
 
 def process_of(server: ForkServer) -> int:

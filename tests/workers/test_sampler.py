@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from intarsia.proto.step import Sampling
-from intarsia.workers.sampler import History, sample
+from intarsia.workers.sampler import History, logprobs, sample
 
 GREEDY = Sampling(0.0, 0, 1.0, 0, -1)
 
@@ -73,7 +73,7 @@ def test_draw_does_not_depend_on_what_others_beside_it_want():
     usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "logprobs": -1}
     samplings = [Sampling(**(usual | {"seed": n} | kinds[n % len(kinds)])) for n in range(200)]
     logits = torch.randn(len(samplings), 50, generator=generator)
-    histories = [History([1, 2, 3], 1) if sampling.has_penalties else None for sampling in samplings]
+    histories = [History([1, 2, 3], 1) if sampling.needs_history else None for sampling in samplings]
     together = sample(logits, samplings, [9] * len(samplings), histories)[0].tolist()
     alone = [sample(logits[n : n + 1], [s], [9], [histories[n]])[0].item() for n, s in enumerate(samplings)]
     assert together == alone
@@ -138,6 +138,24 @@ def test_repetition_penalty_pushes_negative_logits_down():
     logits = torch.tensor([-2.0, 1.0])
     History([0, 0, 99], prompt_tokens=3).penalize(logits, Sampling(0.0, 0, 1.0, 0, -1, repetition_penalty=2.0))
     assert logits.tolist() == [-4.0, 1.0]  # and token 99, which stands for an image, has no logit
+
+
+def test_a_row_of_tokens_that_must_not_come_lacks_its_last():
+    wanted = Sampling(0.0, 0, 1.0, 0, -1, bad_token_ids=((3,), (1, 2), (4, 1), (9, 99)))
+    logits = torch.zeros(1, 5)
+    history = History([1, 1], prompt_tokens=1)  # a 1 was said
+    history.forbid(logits[0], wanted)
+    assert (logits[0] < -1e29).tolist() == [False, False, True, True, False]
+    history = History([1], prompt_tokens=1)  # a 1 was asked
+    logits = torch.zeros(1, 5)
+    history.forbid(logits[0], wanted)
+    assert (logits[0] < -1e29).tolist() == [False, False, False, True, False]
+
+
+def test_ranks_count_the_more_probable_tokens():
+    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0], [5.0, 4.9, 0.0, -1.0]])
+    for count in (0, 2):
+        assert [row.rank for row in logprobs(logits, torch.tensor([2, 0]), count)] == [3, 1]
 
 
 def test_a_history_of_parts_is_that_of_the_whole():

@@ -35,6 +35,8 @@ def keep_rules(body: dict[str, Any]) -> dict[str, Any]:
         body["max_completion_tokens"] = 8
     if "input" in body and not body.get("max_output_tokens"):
         body["max_output_tokens"] = 8
+    if isinstance(body.get("input"), list):
+        body["input"].append({"role": "user", "content": "oak"})  # thoughts alone are no question
     if body.get("min_tokens"):
         body["min_tokens"] = 0
     if body.get("n"):
@@ -49,6 +51,8 @@ def keep_rules(body: dict[str, Any]) -> dict[str, Any]:
         }
     if body.get("top_logprobs") is not None:
         body["logprobs"] = True
+    if body.get("stream_options") is not None and not body.get("stream"):
+        body["stream_options"] = None
     if body.get("continue_final_message"):
         body["add_generation_prompt"] = False
     body.pop("chat_template_kwargs", None)  # variables of a template, which may be of any kind
@@ -69,22 +73,25 @@ def _keep_rules_of_forms(body: dict[str, Any]) -> None:
         elif wanted.get("choice") is not None:
             body["structured_outputs"] = {"choice": ["oak", "ash"]}
     said = body.get("response_format")
+    if said and said.get("type") == "json_object" and said.get("schema") is not None:
+        said["schema"] = A_SCHEMA
     if said and said.get("type") == "json_schema" and said["json_schema"].get("schema") is not None:
         said["json_schema"]["schema"] = A_SCHEMA
     said = (body.get("text") or {}).get("format")
-    if said and said.get("type") == "json_schema":
+    if said and said.get("schema") is not None:
         said["schema"] = A_SCHEMA
 
 
 def _keep_rules_of_tools(body: dict[str, Any]) -> None:
     """A tool that must be called is there, and its parameters can be compiled. Its answer has no other form."""
     tools = body.get("tools") or []
-    for tool in tools:
+    within = [tool for space in tools for tool in space.get("tools") or ()]
+    for tool in (*tools, *within):
         place = tool.get("function", tool)
         if place.get("parameters") is not None:
             place["parameters"] = A_SCHEMA
-    if "tool_choice" in body and not tools and body["tool_choice"] != "none":
-        body["tool_choice"] = "auto"
+    if "tool_choice" in body and not tools:
+        body["tool_choice"] = "none"
     chosen = body.get("tool_choice")
     if isinstance(chosen, dict):
         chosen.get("function", chosen)["name"] = tools[0].get("function", tools[0])["name"]

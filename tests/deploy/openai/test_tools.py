@@ -6,7 +6,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from intarsia.deploy.openai.protocol import ChatRequest
-from intarsia.deploy.openai.tools import CallReader, tool_use
+from intarsia.deploy.openai.tools import CallReader, calls_of, tool_use
 from intarsia.errors import InvalidRequest
 from intarsia.workers.form_trial import source_of
 
@@ -25,9 +25,11 @@ def read(text: str, size: int, **fields) -> tuple[str, list[tuple[str, object]]]
     use = tool_use(request(**fields))
     assert use is not None
     reader = CallReader(use)
-    said = "".join(reader.push(text[n : n + size]) for n in range(0, len(text), size))
-    rest, calls = reader.finish()
-    return said + rest, [(call.function.name, json.loads(call.function.arguments)) for call in calls]
+    came = [*(reader.push(text[n : n + size]) for n in range(0, len(text), size)), reader.finish()]
+    calls = calls_of(piece for _, pieces in came for piece in pieces)
+    assert reader.has_called is bool(calls)
+    said = "".join(said for said, _ in came)
+    return said, [(call.function.name, json.loads(call.function.arguments)) for call in calls]
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
@@ -52,10 +54,17 @@ def read(text: str, size: int, **fields) -> tuple[str, list[tuple[str, object]]]
         ("<tool_call>broken", "<tool_call>broken", []),
         ("", "", []),
         ("ends with <tool", "ends with <tool", []),
+        ('<tool_call>{ so: {"name": "glue", "arguments": {"cm": "}"}}', "", [("glue", {"cm": "}"})]),
+        ('{"arguments": {"cm": "{\\""}, "name": "saw"}', "", [("saw", {"cm": '{"'})]),
     ],
 )
 def test_words_and_calls_are_told_apart_however_they_come(text: str, said: str, called: list, size: int):
     assert read(text, size) == (said, called)
+
+
+@pytest.mark.parametrize("text", ["{" * 100_000, '{"a": {}, ' * 50_000, '{"a": ' * 3_000 + "1" + "}" * 3_000])
+def test_objects_that_are_no_calls_are_words_however_many_and_deep(text: str):
+    assert read(text, 7) == (text, [])
 
 
 def test_a_required_call_is_an_array_of_calls_by_schema():
@@ -87,10 +96,30 @@ def test_a_required_call_that_is_cut_is_a_call_with_cut_arguments(text: str, cal
     use = tool_use(request(tool_choice="required"))
     assert use is not None
     reader = CallReader(use)
-    assert reader.push(text) == ""
-    said, called = reader.finish()
-    assert said == ""
+    came = [*map(reader.push, text), reader.finish()]
+    assert not any(said for said, _ in came)
+    called = calls_of(piece for _, pieces in came for piece in pieces)
     assert [(call.function.name, call.function.arguments) for call in called] == calls
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "at_least"),
+    [
+        ('[{"name":"saw","arguments":{"cm":"a long text, \\"}{["}}]', {"tool_choice": "required"}, 20),
+        ('<tool_call>{"name": "saw", "arguments": {"cm": [1, 2, {"a": 3}]}}</tool_call>', {}, 15),
+        ('{"cm": "a long text"}', {"tool_choice": {"type": "function", "function": {"name": "saw"}}}, 15),
+    ],
+)
+def test_arguments_are_told_as_they_come(text: str, fields: dict, at_least: int):
+    use = tool_use(request(**fields))
+    assert use is not None
+    reader = CallReader(use)
+    pieces = [piece for char in text for piece in reader.push(char)[1]]
+    assert len(pieces) >= at_least
+    assert [piece.name for piece in pieces] == ["saw"] + [None] * (len(pieces) - 1)
+    assert len({piece.id for piece in pieces}) == 1
+    assert reader.finish() == ("", [])
+    assert json.loads(calls_of(pieces)[0].function.arguments)["cm"]
 
 
 def accepts(form: dict, text: str) -> bool:
@@ -161,7 +190,8 @@ def test_no_call_is_wanted_without_tools_or_by_choice():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tools": None, "tool_choice": "required"}, "there are no tools"),
+        ({"tools": None, "tool_choice": "required"}, "there are none; give tools"),
+        ({"tools": [], "tool_choice": "auto"}, "there are none; give tools"),
         (
             {"tool_choice": {"type": "function", "function": {"name": "drill"}}},
             "names 'drill'; the tools are saw, glue",

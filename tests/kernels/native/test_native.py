@@ -66,3 +66,17 @@ def test_loading_it_leaves_the_rounding_of_tiny_numbers_alone(fresh: Path):
     """Linked with -ffast-math, a library would flush denormal numbers to zero in the whole process."""
     native.library("paged_decode")
     assert float(torch.tensor(1e-30, dtype=torch.float32) * torch.tensor(1e-12)) > 0
+
+
+def test_where_no_home_can_be_written_the_folder_for_temporary_files_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("INTARSIA_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for home in ("/proc/none", "~"):
+        monkeypatch.setenv("HOME", home)
+        folder = native.cache_folder()
+        assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)  # others could put a library there
+    assert folder != native.cache_folder()

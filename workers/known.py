@@ -1,0 +1,55 @@
+"""Which families of models are known to run, for who must know without torch."""
+
+from collections.abc import Iterable
+
+from ..errors import UnsupportedModel
+
+KNOWN_FAMILIES: dict[str, str] = {
+    "llama": "Llama",
+    "qwen3": "Qwen3",
+    "smollm3": "SmolLM3",
+    "mistral": "Mistral",
+    "ministral": "Ministral 8B",
+    "ministral3": "Ministral 3",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3",
+    "gemma3n_text": "Gemma 3n",
+    "gemma4_text": "Gemma 4",
+    "gpt_oss": "gpt-oss",
+    "cohere2": "Cohere2",
+    "olmo3": "Olmo 3",
+    "exaone4": "Exaone 4",
+    "llama4_text": "Llama 4",
+    "deepseek_v3": "DeepSeek-V3",
+    "bamba": "Bamba",
+    "granitemoehybrid": "Granite 4",
+    "nemotron_h": "Nemotron-H",
+    "falcon_h1": "Falcon-H1",
+    "zamba2": "Zamba2",
+    "jamba": "Jamba",
+    "minimax": "MiniMax",
+    "lfm2": "LFM2",
+    "lfm2_moe": "LFM2 (experts)",
+    "qwen3_next": "Qwen3-Next",
+    "qwen3_5_text": "Qwen3.5",
+    "qwen3_5_moe_text": "Qwen3.5 (experts)",
+    "mllama": "Llama 3.2 Vision",
+}
+"""model_type -> name, of the families that the tests put through the whole gate. Of multimodal models the text part,
+except where the name says vision."""
+
+
+def check_family(model_types: Iterable[str | None], *, allow_generic: bool) -> str | None:
+    """model_types: of the whole model and of its text part. A note for people where it is tried all the same.
+
+    Raises `UnsupportedModel` for a family nobody has tested, unless that is wanted."""
+    kinds = list(model_types)
+    if KNOWN_FAMILIES.keys() & set(kinds):
+        return None
+    if not allow_generic:
+        raise UnsupportedModel(
+            f"{kinds[-1]} is not a family that is known to run right; known are "
+            f"{', '.join(KNOWN_FAMILIES.values())}. With --allow-generic it is tried as plain attention.",
+            field="model",
+        )
+    return f"{kinds[-1]} is no family that was tested; it is tried as plain attention, as its config has it"
