@@ -98,27 +98,23 @@ def granite(path: Path) -> Path:
     return path
 
 
-def test_layers_that_never_call_our_attention_are_refused_by_number(tmp_path: Path):
-    """CodeGen computes its attention by itself; a generic attempt must not pretend to have paged it."""
-    from transformers import CodeGenConfig, CodeGenForCausalLM
-
-    config = CodeGenConfig(vocab_size=128, n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=128)
-    CodeGenForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match="layers 0, 1 compute their attention in a way of their own"):
-        asyncio.run(tokens(tmp_path, allow_generic=True))
+HOMEMADE = """
+from transformers import GraniteConfig, GraniteForCausalLM
+from transformers.models.granite.modeling_granite import GraniteAttention
 
 
-def test_a_model_that_takes_no_attention_but_its_own_is_refused(tmp_path: Path):
-    from transformers import GPTJConfig, GPTJForCausalLM
-
-    config = GPTJConfig(vocab_size=128, n_embd=32, n_layer=2, n_head=2, rotary_dim=8, n_positions=128)
-    GPTJForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match="gptj can not be built with an attention of ours: KeyError"):
-        asyncio.run(tokens(tmp_path, allow_generic=True))
+class HomemadeConfig(GraniteConfig):
+    model_type = "homemade"
 
 
-def test_code_that_comes_with_a_checkpoint_runs_only_when_that_is_wanted(tmp_path: Path):
-    path = granite(tmp_path)
+class HomemadeForCausalLM(GraniteForCausalLM):
+    config_class = HomemadeConfig
+"""
+
+
+def homemade(path: Path, more: str = "") -> Path:
+    """Granite whose code comes with the checkpoint. more: of the model's class, and what follows it."""
+    granite(path)
     fields = json.loads((path / "config.json").read_text())
     fields |= {
         "model_type": "homemade",
@@ -129,11 +125,45 @@ def test_code_that_comes_with_a_checkpoint_runs_only_when_that_is_wanted(tmp_pat
         },
     }
     (path / "config.json").write_text(json.dumps(fields))
-    (path / "homemade.py").write_text(
-        "from transformers import GraniteConfig, GraniteForCausalLM\n\n\n"
-        'class HomemadeConfig(GraniteConfig):\n    model_type = "homemade"\n\n\n'
-        "class HomemadeForCausalLM(GraniteForCausalLM):\n    config_class = HomemadeConfig\n"
+    (path / "homemade.py").write_text(HOMEMADE + more)
+    return path
+
+
+def test_layers_that_never_call_our_attention_are_refused_by_number(tmp_path: Path):
+    """A generic attempt must not pretend to have paged what layers compute by themselves."""
+    path = homemade(
+        tmp_path,
+        """
+    def __init__(self, config):
+        super().__init__(config)
+        for index in (0, 2):
+            self.model.layers[index].self_attn = OwnAttention(config, index)
+
+
+class OwnAttention(GraniteAttention):
+    def forward(self, hidden_states, **kwargs):
+        return self.o_proj(self.q_proj(hidden_states)), None
+""",
     )
+    with pytest.raises(UnsupportedModel, match="layers 0, 2 compute their attention in a way of their own"):
+        asyncio.run(tokens(path, allow_generic=True, trust_remote_code=True))
+
+
+def test_a_model_that_takes_no_attention_but_its_own_is_refused(tmp_path: Path):
+    path = homemade(
+        tmp_path,
+        """
+    def __init__(self, config):
+        self.attention = {"eager": 1, "sdpa": 2}[config._attn_implementation]
+        super().__init__(config)
+""",
+    )
+    with pytest.raises(UnsupportedModel, match="homemade can not be built with an attention of ours: KeyError"):
+        asyncio.run(tokens(path, allow_generic=True, trust_remote_code=True))
+
+
+def test_code_that_comes_with_a_checkpoint_runs_only_when_that_is_wanted(tmp_path: Path):
+    path = homemade(tmp_path)
     with pytest.raises(UnsupportedModel, match=r"can not read .*config\.json"):
         asyncio.run(tokens(path, allow_generic=True))
     outputs = asyncio.run(tokens(path, allow_generic=True, trust_remote_code=True))
