@@ -240,7 +240,7 @@ async def _null_model(count: int, rounds: int, is_full: bool = False) -> dict[st
     from intarsia.controller.engine import Delivery, Engine
     from intarsia.controller.info import EngineInfo
     from intarsia.controller.request import SamplingParams
-    from intarsia.controller.scheduler import Scheduler, SchedulerSettings
+    from intarsia.controller.scheduling.scheduler import Scheduler, SchedulerSettings
     from intarsia.kvcache.manager import CacheManager
     from intarsia.kvcache.plan import PlanSettings
     from intarsia.kvcache.reach import Full, Sliding
@@ -456,8 +456,8 @@ def latency(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         model = _gemma(Path(folder) / "gemma")
         runs = []
-        from intarsia.controller.launch import start_engine
-        from intarsia.deploy.settings import engine_settings
+        from intarsia.deploy.settings.options import engine_settings
+        from intarsia.deploy.start.launch import start_engine
 
         async def measure() -> None:
             engine = await start_engine(engine_settings(model, kv_cache_memory="256MiB", enable_prefix_caching=False))

@@ -85,16 +85,16 @@ async def _serve_rounds(checkout: Path, args: argparse.Namespace) -> None:
     """By that checkout's own code, its benchmark's streams included."""
     import ray
 
-    from intarsia.controller.launch import start_engine
-    from intarsia.deploy.front_end import FrontEnd, FrontEndSettings
-    from intarsia.deploy.http_server import HttpServer
+    from intarsia.deploy.front_end.front_end import FrontEnd, FrontEndSettings
+    from intarsia.deploy.http.server import HttpServer
     from intarsia.deploy.openai.app import make_app
-    from intarsia.deploy.settings import engine_settings
+    from intarsia.deploy.settings.options import engine_settings
+    from intarsia.deploy.start.launch import start_engine
 
     try:
-        from intarsia.controller.own_ray import ensure_ray
+        from intarsia.deploy.start.own_ray import ensure_ray
     except ImportError:  # where it was before
-        from intarsia.controller.launch import ensure_ray
+        from intarsia.deploy.start.launch import ensure_ray
 
     os.environ["HF_HUB_OFFLINE"] = "1"
     serving = _module(checkout / "bench/serving.py")

@@ -60,13 +60,13 @@ async def _measure(model: str, args: argparse.Namespace) -> dict[str, list[float
     import ray
     from ray import serve
 
-    from intarsia.controller.launch import start_engine
-    from intarsia.controller.own_ray import ensure_ray
-    from intarsia.deploy.front_end import FrontEnd, FrontEndSettings
-    from intarsia.deploy.http_server import HttpServer
+    from intarsia.deploy.front_end.front_end import FrontEnd, FrontEndSettings
+    from intarsia.deploy.http.server import HttpServer
     from intarsia.deploy.openai.app import make_app
     from intarsia.deploy.serve_app import app
-    from intarsia.deploy.settings import engine_settings
+    from intarsia.deploy.settings.options import engine_settings
+    from intarsia.deploy.start.launch import start_engine
+    from intarsia.deploy.start.own_ray import ensure_ray
 
     settings: dict[str, Any] = {"kv_cache_memory": "256MiB", "enable_prefix_caching": False, "max_num_seqs": 64}
     ensure_ray(4)

@@ -59,7 +59,7 @@ Speeds = dict[int, dict[str, list[float]]]
 async def _measure(args: argparse.Namespace) -> Speeds:
     import ray
 
-    from intarsia.controller.own_ray import ensure_ray
+    from intarsia.deploy.start.own_ray import ensure_ray
     from intarsia.tests.faults.service import service
 
     choices = {CHOSEN: None, "1": 1, str(_cores()): _cores()}

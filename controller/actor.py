@@ -6,14 +6,14 @@ from typing import Any
 
 import ray
 
+from ..environment import freeze_startup_objects, log_as_asked, prepare_process
 from ..kvcache.check import Recount
 from ..proto.channel import Address
-from ..workers.actor import own_process
-from ..workers.environment import freeze_startup_objects, log_as_asked, prepare_process
-from ..workers.facts import Process
-from .crew import Crew
+from ..proto.worker import Process
+from ..workers.process.actor import own_process
 from .engine import Engine
-from .front_door import FrontDoor
+from .placement import Crew
+from .server import FrontDoor
 from .startup import EngineSettings, build_engine
 from .worker_group import WorkerGroup
 

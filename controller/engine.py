@@ -30,17 +30,17 @@ from ..kvcache.manager import CacheManager, RequestId
 from ..kvcache.tables import SALT
 from ..proto.step import Step, StepResult
 from ..proto.tracing import Tracer
-from ..workers.facts import WorkerStatus
+from ..proto.worker import WorkerStatus
 from .accounts import Accounts
+from .admission.overload import Gate, GateSettings
 from .deltas import Rows, TokenDelta, TokenLogprobs
-from .gate import Gate, GateSettings
 from .images import Gallery, Image, lay_out
 from .info import CacheState, EngineInfo, EngineLoad, GroupState, Probe
 from .losses import GIVE_UP_AFTER_S, Losses, NoRoom
 from .metrics import Meter, Metrics
 from .request import SUSPICIOUS_LOSSES, USUAL_TERMS, Request, SamplingParams, Terms
-from .scheduler import Outcome, Progress, Scheduler
-from .view import EngineView, Journal, Look, StepView, counted, request_views
+from .scheduling.scheduler import Outcome, Progress, Scheduler
+from .snapshot import EngineView, Journal, Look, StepView, counted, request_views
 
 logger = logging.getLogger(__name__)
 

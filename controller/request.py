@@ -13,7 +13,6 @@ from ..kvcache.manager import RequestId
 from ..kvcache.prefix import TokenChain
 from ..proto.step import MAX_BAD_TOKENS, Logprobs
 from .images import Gallery
-from .swap import Swapped
 
 MAX_BIASES = 1024
 
@@ -274,7 +273,7 @@ class FinishReason(StrEnum):
 class Terms:
     """How urgent a request is, and on whose behalf it comes.
 
-    priority   smaller comes first; waiting makes up for it (see `queue.py`)
+    priority   smaller comes first; waiting makes up for it (see `scheduling/fair_queue.py`)
     tenant     who shares the machine fairly with others; all requests without one are one tenant's
     timeout_s  seconds from now after which the answer is worth nothing; None: it may take as long as it takes
     trace      the `traceparent` of whoever traces the request; empty: nobody does
@@ -306,6 +305,16 @@ class Terms:
 
 
 USUAL_TERMS = Terms()
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """What a preempted request has in host memory."""
+
+    tokens: int  # that it had computed
+    places: tuple[tuple[int, int], ...]  # (group, place in its table) of each block
+    tickets: tuple[int, ...]  # of each block
+    bytes: int  # on each worker
 
 
 SUSPICIOUS_LOSSES = 2

@@ -12,13 +12,13 @@ from ..kvcache.plan import MemoryPlan, PlanSettings
 from ..kvcache.strategies import plan_memory
 from ..proto.step import Step, StepResult
 from ..proto.tracing import tracer_of
-from ..workers.facts import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus, check_length
+from ..proto.worker import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus, check_length
+from .admission.overload import GateSettings
 from .engine import Engine
-from .gate import GateSettings
 from .info import EngineInfo, GroupInfo
 from .losses import GIVE_UP_AFTER_S, Losses
 from .request import SamplingParams
-from .scheduler import Scheduler, SchedulerSettings
+from .scheduling.scheduler import Scheduler, SchedulerSettings
 
 SMALLEST_TRIAL_BYTES, LARGEST_TRIAL_BYTES = 2**20, 2**36
 """Of a plan that only has to be one."""

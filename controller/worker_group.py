@@ -19,10 +19,10 @@ from ..errors import EngineUnavailable, IntarsiaError, OutOfMemory
 from ..kvcache.plan import MemoryPlan
 from ..proto.channel import ChannelClosed, CorruptFrame, Stream, reading
 from ..proto.step import Fault, Step, StepResult
-from ..workers.facts import ModelFacts, ModelSettings, Process, RunnerLimits, WorkerStatus
-from .crew import Crew, dismiss, end_process, hire
+from ..proto.worker import ModelFacts, ModelSettings, Process, RunnerLimits, WorkerStatus
 from .losses import NoRoom
-from .remote import LOOPBACK, answer
+from .placement import Crew, dismiss, end_process, hire
+from .ray_calls import LOOPBACK, answer
 
 logger = logging.getLogger(__name__)
 

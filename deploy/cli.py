@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .config import ConfiguredCommand, tokens
-from .limits import rows as limit_rows
-from .log_level import LogLevel, log_from
-from .usage import Commands
+from .settings.config_file import ConfiguredCommand, tokens
+from .settings.limits import rows as limit_rows
+from .start.log_level import LogLevel, log_from
+from .tools.usage import Commands
 
 if TYPE_CHECKING:
     from ..controller.startup import EngineSettings
-    from .serve import ServerSettings
+    from .start.serve import ServerSettings
 
 app = typer.Typer(
     name="intarsia",
@@ -52,13 +52,13 @@ def options(
 def demo() -> None:
     """Show the whole way once: a tiny hybrid model answers through gRPC from two tensor-parallel workers."""
     with _plain_errors():
-        from .demo.tour import run
+        from .tools.demo_tour import run
 
         run()
 
 
 def _use_file(context: typer.Context, path: Path | None) -> Path | None:
-    from .config import use_file
+    from .settings.config_file import use_file
 
     with _plain_errors():
         return use_file(context, path)
@@ -269,7 +269,7 @@ def serve(
     """
     with _plain_errors():
         if print_config:
-            from .config import describe
+            from .settings.config_file import describe
 
             print(describe(context), end="")
             return
@@ -278,14 +278,14 @@ def serve(
         if log_level is not None:
             log_from(log_level)
 
-        from ..controller.before_ray import begin_ahead
+        from .start.before_ray import begin_ahead
 
         begin_ahead()
 
         import asyncio
 
-        from .ending import leave
-        from .serve import serve as run
+        from .start.ending import leave
+        from .start.serve import serve as run
 
         print(f"loading {model} ...", flush=True)
 
@@ -319,7 +319,7 @@ def _batch(
     with _plain_errors():
         engine = _settings_before_start(context)
 
-        from ..controller.before_ray import begin_ahead
+        from .start.before_ray import begin_ahead
 
         begin_ahead()
 
@@ -368,7 +368,7 @@ def top(
     """Watch a running server: the pool, who runs, who waits and why, steps and workers."""
     with _plain_errors():
         from ..errors import InvalidSetting
-        from .top import find_server, show, show_once
+        from .tools.top import find_server, show, show_once
 
         if as_json and not once:
             raise InvalidSetting("--json is for --once", field="json")
@@ -394,7 +394,7 @@ def chat(
 ) -> None:
     """Talk with a model. Without a running server it starts one with SmolLM2, where that is installed."""
     with _plain_errors():
-        from .chat_terminal import run
+        from .tools.chat import run
 
         run(url, api_key, ssl_ca_certs, system)
 
@@ -404,7 +404,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say what is installed and what is missing: versions, GPUs, compiled kernels, the Ray cluster, the environment."""
-    from .doctor import examine, print_findings, to_json
+    from .tools.doctor import examine, print_findings, to_json
 
     findings = examine()
     if as_json:
@@ -521,16 +521,16 @@ def plan(
     with _plain_errors():
         import json
 
-        from .model_layers import model_layers
-        from .plan import make_report, print_report
-        from .settings import parse_lengths, plan_settings
+        from .settings.options import parse_lengths, plan_settings
+        from .tools.model_layers import model_layers
+        from .tools.plan import make_report, print_report
 
         settings = plan_settings(kv_memory, block_size, strategy, expected_average_seq_len, encoder_tokens, "kv_memory")
         report = make_report(
             model_layers(model, tensor_parallel_size, dtype), settings, parse_lengths(context), tensor_parallel_size
         )
         if svg is not None:
-            from .plan_svg import draw_plan
+            from .tools.plan_svg import draw_plan
 
             _write(svg, draw_plan(report))
         if as_json:
@@ -548,7 +548,7 @@ def families(
 ) -> None:
     """Print the table of model families: what they keep, how it is laid out, which of them run."""
     with _plain_errors():
-        from .families import docs_page, family_rows, markdown, print_rows
+        from .tools.families import docs_page, family_rows, markdown, print_rows
 
         if not docs and not as_markdown:
             print_rows(family_rows())
@@ -560,7 +560,7 @@ def families(
 @app.command()
 def limits() -> None:
     """Print the limits of what clients may send and hold: each is a setting of `serve`."""
-    from .limits import markdown
+    from .settings.limits import markdown
 
     for line in markdown():
         print(line)
@@ -614,7 +614,7 @@ def replay(
 
 def main() -> None:
     """Entry point of the `intarsia` command."""
-    from .ending import ended_by_signals
+    from .start.ending import ended_by_signals
 
     starts_engines = sys.argv[1:2] in (["serve"], ["batch"])
     with ended_by_signals() if starts_engines else contextlib.nullcontext():
@@ -631,7 +631,7 @@ def _those_of(function: Callable[..., Any], params: Mapping[str, Any]) -> dict[s
 def _settings_before_start(context: typer.Context) -> "EngineSettings":
     """The settings of an engine among the parameters of a command, once all is judged that can be before anything slow
     is imported or started. Raises `ModelError` and `InvalidSetting`."""
-    from ..controller.before_ray import check_start
+    from .start.before_ray import check_start
 
     params = {**context.params, "model": str(context.params["model"])}
     check_start(is_insecure_fine=params["insecure_ray"])
@@ -640,8 +640,8 @@ def _settings_before_start(context: typer.Context) -> "EngineSettings":
     if params["disable_hybrid_kv_cache_manager"]:
         params["strategy"] = _uniform(params["strategy"])
 
-    from .before_start import check_ports, judged
-    from .settings import engine_settings
+    from .settings.options import engine_settings
+    from .start.before_start import check_ports, judged
 
     settings = judged(params["model"], engine_settings(**_those_of(engine_settings, params)))
     if "host" in params:
@@ -650,7 +650,7 @@ def _settings_before_start(context: typer.Context) -> "EngineSettings":
 
 
 def _server_settings(params: Mapping[str, Any]) -> "ServerSettings":
-    from .serve import server_settings
+    from .start.serve import server_settings
 
     limits = {row.name: params[row.name] for row in limit_rows()}
     return server_settings(**_those_of(server_settings, params), **limits)
@@ -658,7 +658,7 @@ def _server_settings(params: Mapping[str, Any]) -> "ServerSettings":
 
 def _check_host(params: Mapping[str, Any]) -> None:
     """Raises `InvalidSetting` for an address that strangers could reach."""
-    from .access import Access, AccessSettings
+    from .front_end.access import Access, AccessSettings
 
     given = _those_of(AccessSettings, params)
     given |= {name: tuple(given[name] or ()) for name in ("api_key", "admin_key")}

@@ -30,7 +30,7 @@ from ..errors import (
 from ..kvcache.events import Event
 from ..proto import inference_pb2 as pb
 from ..proto import inference_pb2_grpc as pb_grpc
-from .convert import (
+from .grpc.convert import (
     MAX_MESSAGE_BYTES,
     cache_state_from_proto,
     error_from_proto,

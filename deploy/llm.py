@@ -12,20 +12,20 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..controller.client import EngineClient, TokenDelta, TokenLogprobs
 from ..controller.images import Image
 from ..controller.info import EngineInfo
-from ..controller.launch import RunningEngine, start_engine
 from ..controller.request import USUAL_TERMS, SamplingParams, Terms
 from ..errors import EngineUnavailable, InvalidRequest
 from ..kvcache.check import Recount
-from .at_exit import closed_at_exit, is_closed
-from .before_start import judged
-from .images import ImageReader, read_images
-from .loading_bar import loading_bar
-from .settings import engine_settings
-from .text import with_text
-from .tokenizer import Tokenizer, encode_prompt
+from .front_end.detokenize import with_text
+from .front_end.engine_client import EngineClient, TokenDelta, TokenLogprobs
+from .front_end.images import ImageReader, read_images
+from .front_end.tokenizer import Tokenizer, encode_prompt
+from .settings.options import engine_settings
+from .start.at_exit import closed_at_exit, is_closed
+from .start.before_start import judged
+from .start.launch import RunningEngine, start_engine
+from .terminal.loading_bar import loading_bar
 
 Prompt = str | Sequence[int]
 

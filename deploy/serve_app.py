@@ -21,24 +21,24 @@ from ray import serve
 from ray.serve.config import AutoscalingPolicy
 from ray.serve.grpc_util import RayServegRPCContext
 
-from ..controller.launch import RunningEngine, find_engines, start_engine
+from ..environment import freeze_startup_objects, give_back_large_blocks
 from ..errors import EngineUnavailable, IntarsiaError, InvalidSetting
 from ..proto import inference_pb2 as pb
 from ..proto.tracing import tracer_of
-from ..workers.environment import freeze_startup_objects, give_back_large_blocks
-from .access import Access, AccessSettings, Level
-from .autoscaling import POOL_USE, wanted_replicas
 from .console import ConsoleSettings
-from .fleet import Fleet
-from .front_end import FrontEnd, FrontEndSettings
-from .grpc_door import noting, status_of
-from .grpc_server import SERVICE, InferenceServicer
-from .limits import Limits
-from .limits import rows as limit_rows
+from .front_end.access import Access, AccessSettings, Level
+from .front_end.front_end import FrontEnd, FrontEndSettings
+from .front_end.request_log import LOGGED, RequestLog, logged
+from .front_end.router import Fleet
+from .front_end.tokenizer import Tokenizer
+from .grpc.door import noting, status_of
+from .grpc.server import SERVICE, InferenceServicer
 from .openai.app import make_app
-from .request_log import LOGGED, RequestLog, logged
-from .settings import engine_settings
-from .tokenizer import Tokenizer
+from .settings.limits import Limits
+from .settings.limits import rows as limit_rows
+from .settings.options import engine_settings
+from .start.autoscaling import POOL_USE, wanted_replicas
+from .start.launch import RunningEngine, find_engines, start_engine
 
 MAX_ONGOING_REQUESTS = 1024
 """Of a replica. The engine queues by itself, in its own order; Serve should not do so before it."""

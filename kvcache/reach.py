@@ -8,9 +8,9 @@ A reach answers for the query at position `length`, with the tokens 0 .. length-
     chunks of 4:   0 1 2 3|4 5 6 7 | 8        <- the first query of a chunk sees itself alone: oldest_needed(8) == 8
 
 Allocation, early release and the prefix-hit rule all follow from this answer, so a new kind of layer is one small
-class here, its mask in `tests/kvcache/test_reach.py`, and a line in `workers/layers.py`. No other file asks which kind
-a layer is. What a layer keeps is one of three `Keeps`: an entry per token, one state for the whole sequence, or an
-entry per token of an encoder.
+class here, its mask in `tests/kvcache/test_reach.py`, and a line in `workers/checkpoint/layer_specs.py`. No other file
+asks which kind a layer is. What a layer keeps is one of three `Keeps`: an entry per token, one state for the whole
+sequence, or an entry per token of an encoder.
 """
 
 import enum

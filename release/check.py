@@ -53,7 +53,7 @@ def wanted_in_wheel(tracked: Iterable[str]) -> set[str]:
     def is_wanted(name: str) -> bool:
         path = PurePosixPath(name)
         if len(path.parts) == 1:
-            return name in ("__init__.py", "errors.py", "py.typed")
+            return name in ("__init__.py", "environment.py", "errors.py", "py.typed")
         return path.parts[0] in PACKAGES and any(fnmatch(name, pattern) for pattern in IN_WHEEL)
 
     return {f"intarsia/{name}" for name in tracked if is_wanted(name)}

@@ -2,7 +2,7 @@
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: see workers/environment.py
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: see environment.py
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: GPU kernels run in Python here
@@ -97,7 +97,7 @@ def loop() -> Loop:
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """A local Ray cluster with room for a group of four workers beside one of two and an engine's own two."""
-    from intarsia.controller.own_ray import ensure_ray
+    from intarsia.deploy.start.own_ray import ensure_ray
 
     own = ensure_ray(workers=8)
     yield

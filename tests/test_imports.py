@@ -12,13 +12,14 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
     "kvcache": set(),
     "kernels": set(),
-    "proto": set(),
+    "proto": {"kvcache"},
     "workers": {"kernels", "proto", "kvcache"},
     "controller": {"kvcache", "proto", "workers"},
     "deploy": {"kvcache", "proto", "workers", "controller", "kernels"},
 }
-FROM_WORKERS = {"actor", "facts", "environment", "checkpoint", "fork_server"}
-"""What the controller may use of the workers: the actor, plain values and what is free of torch."""
+FOR_ALL = {"errors", "environment"}
+FROM_WORKERS = "process"
+"""All that the controller may import of the workers: the actors that Ray starts."""
 
 
 def relative_imports(file: Path) -> list[tuple[str, str]]:
@@ -45,10 +46,10 @@ def python_files(folder: str) -> list[Path]:
 def test_folders_import_only_what_lies_below_them(folder: str):
     for file in python_files(folder):
         for target, module in relative_imports(file):
-            allowed = MAY_IMPORT[folder] | {"errors", folder}
+            allowed = MAY_IMPORT[folder] | FOR_ALL | {folder}
             assert target in allowed, f"{file.relative_to(ROOT)} imports {target}.{module}"
             if folder == "controller" and target == "workers":
-                assert module in FROM_WORKERS, f"{file.relative_to(ROOT)} imports workers.{module}"
+                assert module.split(".")[0] == FROM_WORKERS, f"{file.relative_to(ROOT)} imports workers.{module}"
 
 
 @pytest.mark.parametrize("folder", MAY_IMPORT)
@@ -60,6 +61,74 @@ def test_folders_never_import_each_other_by_bare_names(folder: str):
                 names = [node.module or ""]
             for name in names:
                 assert name.split(".")[0] not in {*MAY_IMPORT, "intarsia"}, f"{file.relative_to(ROOT)}: {name}"
+
+
+Arrows = dict[str, set[str]]
+"""Of one folder: which of the files and folders in it uses which others."""
+
+
+def arrows_by_folder() -> dict[str, Arrows]:
+    """Every import of ours, drawn between the two places in the deepest folder that holds both its ends.
+
+    An import of a name that is written out late, in a function or for type checkers alone, counts like any other.
+    """
+    files = {module_of(file): file for folder in MAY_IMPORT for file in python_files(folder)}
+    found: dict[str, Arrows] = {}
+    for module, file in files.items():
+        package = file.relative_to(ROOT).parts[:-1]
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not node.level:
+                continue
+            base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
+            for name in node.names:
+                target = ".".join(filter(None, [*base, name.name]))
+                target = target if target in files else ".".join(filter(None, base))
+                if target in files and target != module:
+                    draw(found, module.split("."), target.split("."))
+    return found
+
+
+def module_of(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def draw(found: dict[str, Arrows], source: list[str], target: list[str]) -> None:
+    depth = 0
+    while depth < min(len(source), len(target)) and source[depth] == target[depth]:
+        depth += 1
+    if depth == min(len(source), len(target)):
+        return  # a folder and what lies in it
+    found.setdefault("/".join(source[:depth]), {}).setdefault(source[depth], set()).add(target[depth])
+
+
+def circle_in(arrows: Arrows) -> list[str]:
+    """A way along the arrows that comes back to where it began; empty if there is none."""
+    done: set[str] = set()
+
+    def follow(place: str, way: list[str]) -> list[str]:
+        if place in way:
+            return [*way[way.index(place) :], place]
+        if place in done:
+            return []
+        for target in arrows.get(place, ()):
+            if circle := follow(target, [*way, place]):
+                return circle
+        done.add(place)
+        return []
+
+    return next(filter(None, (follow(place, []) for place in arrows)), [])
+
+
+def test_no_files_and_no_folders_import_each_other_in_a_circle():
+    for folder, arrows in arrows_by_folder().items():
+        circle = circle_in(arrows)
+        assert not circle, f"in {folder or 'the root'}: {' -> '.join(circle)}"
+
+
+def test_a_circle_of_imports_is_found():
+    assert circle_in({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
+    assert circle_in({"a": {"b", "c"}, "b": {"c"}}) == []
 
 
 def run_python(code: str, cwd: Path, **environment: str) -> str:
@@ -75,7 +144,7 @@ def run_python(code: str, cwd: Path, **environment: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "module", ["kvcache.manager", "kvcache.check", "controller.scheduler", "proto.channel", "workers.facts"]
+    "module", ["kvcache.manager", "kvcache.check", "controller.scheduling.scheduler", "proto.channel", "proto.worker"]
 )
 def test_core_loads_neither_torch_nor_ray(module: str, tmp_path: Path):
     code = f"import sys, intarsia.{module}; print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
@@ -94,7 +163,7 @@ def test_workers_started_from_the_root_find_other_libraries_named_as_our_folders
         (tmp_path / name / "__init__.py").write_text("STAND_IN = True\n")
     code = (
         "import sys; sys.path.insert(0, sys.argv[0] or '.'); sys.path.insert(0, '.')\n"
-        "from intarsia.workers.environment import prepare_process; prepare_process()\n"
+        "from intarsia.environment import prepare_process; prepare_process()\n"
         "import kernels, proto; print(kernels.STAND_IN, proto.STAND_IN)"
     )
     assert run_python(code, ROOT, PYTHONPATH=str(tmp_path)) == "True True"
@@ -107,11 +176,11 @@ def test_ray_worker_of_a_driver_in_the_root_finds_the_stand_ins(tmp_path: Path):
         (tmp_path / name / "__init__.py").write_text("STAND_IN = True\n")
     code = """
 import ray
-from intarsia.controller.own_ray import ensure_ray
+from intarsia.deploy.start.own_ray import ensure_ray
 ensure_ray(1)
 @ray.remote
 def look():
-    from intarsia.workers.environment import prepare_process
+    from intarsia.environment import prepare_process
     prepare_process()
     import kernels, proto
     return hasattr(kernels, "STAND_IN"), hasattr(proto, "STAND_IN")

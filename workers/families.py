@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .known import KNOWN_FAMILIES as KNOWN_FAMILIES
+from .known_families import KNOWN_FAMILIES as KNOWN_FAMILIES
 
 
 def _cut(path: str, styles: Mapping[str, str]) -> dict[str, str]:
@@ -62,7 +62,7 @@ TENSOR_PARALLEL_PLANS: dict[str, dict[str, str]] = {
     | _cut("shared_transformer.feed_forward", {"gate_up_proj_adapter_list.*.1": "packed"}),
 }
 """model_type -> module path -> style, where transformers states no plan, or one that is not ours. Styles are explained
-in `parallel.py`; state mixers say themselves how they are cut (`mixers.py`)."""
+in `tensor_parallel.py`; state mixers say themselves how they are cut (`layers/mixers.py`)."""
 
 TENSOR_PARALLEL_PLANS["lfm2_moe"] = TENSOR_PARALLEL_PLANS["lfm2"] | _cut("feed_forward", EXPERTS)
 

@@ -13,16 +13,16 @@ from ..kernels.state import SaveAt, StateBatch
 from ..kvcache.plan import Group, MemoryPlan
 from ..kvcache.reach import Keeps, Reach
 from ..proto.step import Admit, Advance, Logprobs, PromptLogprobs, Sampling, Step, View
-from .attention import step_masks
-from .facts import ModelSettings, RunnerLimits
-from .fused import Watch, fuse
-from .grammars import Grammars, Matcher
+from ..proto.worker import ModelSettings, RunnerLimits
+from .cpu.fused import Watch, fuse
+from .cpu.linear import compile_products
+from .cpu.threads import Threads
+from .grammar.matcher import Grammars, Matcher
 from .graphs import DecodeGraphs, DecodeStep, recorder
-from .linear import compile_products
-from .model import LoadedModel
-from .parallel import TensorParallel
+from .layers.attention import step_masks
+from .models.load import LoadedModel
 from .sampler import History, logprobs, sample
-from .threads import Threads
+from .tensor_parallel import TensorParallel
 
 WARM_UP_TOKENS = 4
 

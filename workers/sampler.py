@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..proto.step import MAX_BAD_TOKENS, Logprobs, Sampling
-from .grammars import Matcher
+from .grammar.matcher import Matcher
 
 # What a request may ask for is wider than float32: outside of these a chance would be infinity divided by infinity.
 HIGHEST_LOGIT = 1e30

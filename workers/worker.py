@@ -12,21 +12,21 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ..environment import give_back_freed_memory, resident_bytes, threads_per_worker
 from ..errors import IntarsiaError
 from ..kvcache.plan import MemoryPlan
 from ..proto.channel import Address, BlockingServer, CorruptFrame, reading
 from ..proto.packing import pack, unpack
 from ..proto.step import Fault, Step, StepResult
 from ..proto.tracing import Tracer, tracer_of
+from ..proto.worker import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
 from .collectives import make_collectives
-from .environment import give_back_freed_memory, resident_bytes, threads_per_worker
-from .facts import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
-from .grammars import Grammars
+from .cpu.threads import Threads
+from .grammar.matcher import Grammars
 from .memory import device_memory, is_lack_of_memory, spare_bytes
-from .model import LoadedModel, blaming_config, load_model
-from .parallel import TensorParallel
+from .models.load import LoadedModel, blaming_config, load_model
 from .runner import Drawn, ModelRunner
-from .threads import Threads
+from .tensor_parallel import TensorParallel
 
 logger = logging.getLogger(__name__)
 

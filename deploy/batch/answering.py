@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
 
-from ..limits import Limits
+from ..settings.limits import Limits
 from .lines import Line, Refused, read_line, refusal, result
 
 logger = logging.getLogger(__name__)

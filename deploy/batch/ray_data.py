@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from ...controller.launch import RunningEngine, start_engine
 from ...errors import EngineUnavailable
-from ..front_end import FrontEnd, FrontEndSettings
+from ..front_end.front_end import FrontEnd, FrontEndSettings
+from ..front_end.tokenizer import Tokenizer
 from ..openai.app import make_app
-from ..settings import engine_settings
-from ..tokenizer import Tokenizer
+from ..settings.options import engine_settings
+from ..start.launch import RunningEngine, start_engine
 from .answering import OFFLINE, answer
 
 MOST_STREAMS = 1 << 20

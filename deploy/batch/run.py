@@ -16,17 +16,17 @@ from starlette.types import ASGIApp
 from ...controller.info import EngineLoad
 from ...controller.startup import EngineSettings
 from ...errors import EngineUnavailable, IntarsiaError, InvalidSetting
-from ..ending import SIGNALS, leave_at_the_latest, say
-from ..front_end import FrontEnd, FrontEndSettings
-from ..loading_bar import loading_bar
+from ..front_end.front_end import FrontEnd, FrontEndSettings
+from ..front_end.tokenizer import Tokenizer
 from ..openai.app import make_app
-from ..tokenizer import Tokenizer
+from ..start.ending import SIGNALS, leave_at_the_latest, say
+from ..terminal.loading_bar import loading_bar
 from .answering import OFFLINE, answer
 from .journal import Input, Journal, begin_anew, partial_of
 from .survey import Outcome, outcome, survey
 
 if TYPE_CHECKING:
-    from ...controller.launch import RunningEngine
+    from ..start.launch import RunningEngine
 
 AHEAD = 2
 """Lines in flight for each request that an engine runs at once: so that somebody always waits."""
@@ -161,7 +161,7 @@ async def _share(source: Input, journal: Journal, engines: "list[RunningEngine]"
 @contextlib.asynccontextmanager
 async def _engines(count: int, settings: EngineSettings) -> "AsyncIterator[list[RunningEngine]]":
     """One after another, since the first one may have to start Ray."""
-    from ...controller.launch import start_engine  # and with it Ray, which takes a while
+    from ..start.launch import start_engine  # and with it Ray, which takes a while
 
     engines: list[RunningEngine] = []
     try:

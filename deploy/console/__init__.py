@@ -23,10 +23,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
 from ...controller.info import EngineInfo
-from ...controller.view import EngineView, Look, RequestView
+from ...controller.snapshot import EngineView, Look, RequestView
 from ...errors import InvalidRequest
 from ...kvcache.pool_map import PoolMap
-from ..front_end import FrontEnd
+from ..front_end.front_end import FrontEnd
 
 PAGE = (Path(__file__).parent / "page.html").read_text()
 

@@ -2,7 +2,7 @@
 
     model/      the checkpoint: Gemma 3 in miniature, five layers with a window and one that sees everything, on bytes
     train.py    how it was made, from a text in the public domain
-    tour.py     `intarsia demo`
+    (the tour, `intarsia demo`, is tools/demo_tour.py)
 
 `intarsia serve demo` serves it, and so does `LLM("demo")`.
 """

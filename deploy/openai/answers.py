@@ -12,9 +12,9 @@ from starlette.responses import Response, StreamingResponse
 
 from ...controller.deltas import TokenDelta, TokenLogprobs
 from ...errors import IntarsiaError
-from ..front_end import FEW_VALUES, Asked, FrontEnd, side_by_side
-from ..json_pieces import json_pieces, size_of
-from ..request_log import CLIENT_CLOSED as CLIENT_CLOSED
+from ..front_end.front_end import FEW_VALUES, Asked, FrontEnd, side_by_side
+from ..front_end.json_pieces import json_pieces, size_of
+from ..front_end.request_log import CLIENT_CLOSED as CLIENT_CLOSED
 from .protocol import PromptDetails, StreamOptions, Usage
 
 Result = TypeVar("Result")

@@ -11,12 +11,12 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import PlainTextResponse, Response
 
 from ... import __version__
-from ..access import Access
 from ..console import ConsoleSettings, add_console
-from ..front_end import FrontEnd
-from ..limits import Limits
-from ..metrics import render
-from ..request_log import RequestLog
+from ..front_end.access import Access
+from ..front_end.front_end import FrontEnd
+from ..front_end.request_log import RequestLog
+from ..http.prometheus import render
+from ..settings.limits import Limits
 from .answers import CLIENT_CLOSED, event_stream, json_response, now_s, while_connected
 from .chat import ChatCall
 from .completions import CompletionCall

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from ...controller.engine import TokenDelta
 from ...errors import InvalidRequest
-from ..front_end import Asked, FrontEnd
+from ..front_end.front_end import Asked, FrontEnd
 from .answers import Counter, pieces
 from .protocol import ChatRequest
 from .requests import (

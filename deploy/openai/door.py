@@ -16,11 +16,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...errors import IntarsiaError, InvalidRequest
 from ...proto.tracing import INCOMING
-from ..access import ROUTES, Access, Level
-from ..connections import Held, Share
-from ..http_protocol import CONNECTION
-from ..limits import Limits, check_id
-from ..request_log import RequestLog
+from ..front_end.access import ROUTES, Access, Level
+from ..front_end.request_log import RequestLog
+from ..http.connections import Held, Share
+from ..http.protocol import CONNECTION
+from ..settings.limits import Limits, check_id
 from .errors import body_of, refusal
 from .reading import RELEASE
 

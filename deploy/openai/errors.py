@@ -25,7 +25,7 @@ from ...errors import (
     Unauthenticated,
     UnknownModel,
 )
-from ..request_log import CLIENT_CLOSED, note_error
+from ..front_end.request_log import CLIENT_CLOSED, note_error
 from .protocol import (
     ChatRequest,
     CompletionRequest,

@@ -5,8 +5,8 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from ...controller.deltas import TokenLogprobs, num_values
-from ..json_pieces import Series
-from ..tokenizer import Tokenizer
+from ..front_end.json_pieces import Series
+from ..front_end.tokenizer import Tokenizer
 from .protocol import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
 
 

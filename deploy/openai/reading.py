@@ -19,10 +19,10 @@ from starlette.responses import Response
 
 from ...controller.request import MAX_BIASES
 from ...errors import ContextTooLong, InvalidRequest
-from ..access import TENANT
-from ..front_end import FrontEnd
-from ..json_scan import Extent, extent
-from ..limits import Limits, check_id
+from ..front_end.access import TENANT
+from ..front_end.front_end import FrontEnd
+from ..http.json_scan import Extent, extent
+from ..settings.limits import Limits, check_id
 from .protocol import MEMBERS
 
 LONG_BODY_BYTES = 16 * 1024

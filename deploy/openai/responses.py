@@ -8,7 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from ...errors import InvalidRequest
-from ..front_end import FrontEnd
+from ..front_end.front_end import FrontEnd
 from .answers import Counter, now_s
 from .conversation import Conversation, Said
 from .logprobs import Spelling, of_chat

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ...errors import InvalidRequest
-from ..text import could_begin
+from ..front_end.detokenize import could_begin
 from .protocol import CalledFunction, ChatRequest, NamedTool, Tool, ToolCall
 from .schemas import Shape, check_references, closed, moved
 

@@ -11,9 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ...errors import InvalidSetting
-from ..banner import human_bytes
-from ..model_layers import model_layers
-from ..settings import parse_bytes
+from ..settings.options import parse_bytes
+from ..terminal.banner import human_bytes
+from ..tools.model_layers import model_layers
 from .lru import replay_lru
 from .operations import OperationRunner, read_operations
 from .requests import TraceResult, replay_requests

@@ -12,7 +12,7 @@ from ...kvcache.reach import Chunked, Cross, Full, Reach, Sliding, State
 from ...kvcache.retention import policy_named
 from ...kvcache.spec import LayerSpec, StateTensor
 from ...kvcache.strategies import plan_layered, plan_memory
-from ..model_layers import model_layers
+from ..tools.model_layers import model_layers
 
 DTYPE_BYTES = {
     "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "fp32": 4, "float32": 4, "fp8": 1, "float8_e4m3fn": 1, "int8": 1,

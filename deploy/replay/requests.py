@@ -16,7 +16,7 @@ from ...kvcache.plan import PlanSettings
 from ...kvcache.prefix import GivenChain
 from ...kvcache.retention import policy_named
 from ...kvcache.strategies import plan_memory
-from ..model_layers import ModelLayers
+from ..tools.model_layers import ModelLayers
 from .traces import TraceRequest
 
 CHUNK_TOKENS = 8192

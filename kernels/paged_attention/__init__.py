@@ -6,8 +6,8 @@
     backend.attend(q, kv_view, params, meta, out)     # ... and every new token looks back
 
 `protocol.py` says what these words mean, and `reference.py` shows the arithmetic one query at a time. It runs in plain
-torch (`torch_sdpa.py`), with single queries in C++ on a CPU (`native.py`), in kernels of our own on a GPU
-(`triton_paged.py`), or in FlashAttention's (`flash.py`).
+torch (`torch_sdpa.py`), with single queries in C++ on a CPU (`cpu.py`), in kernels of our own on a GPU
+(`triton.py`), or in FlashAttention's (`flash.py`).
 """
 
 from collections.abc import Collection, Sequence
@@ -16,12 +16,12 @@ import torch
 
 from ...errors import UnsupportedModel
 from ..names import no_such_backend
+from .cpu import NativeBackend
 from .flash import FlashBackend, LegacyFlashBackend
-from .native import NativeBackend
 from .protocol import Backend, Capabilities, GroupBatch, GroupMeta, LayerParams, Needs
 from .reference import ReferenceBackend
 from .torch_sdpa import TorchBackend
-from .triton_paged import TritonBackend
+from .triton import TritonBackend
 
 __all__ = [
     "BACKENDS",

@@ -4,17 +4,17 @@
     y = backend.scan(CONVOLUTION, pages, (weight, bias), (x,), meta)  # once per layer and recurrence
 
 `reference.py` says what each recurrence is, one token at a time; `chunked.py` is how it runs in plain torch,
-`native.py` on a CPU with a C++ compiler, `triton_states.py` on a GPU.
+`cpu.py` on a CPU with a C++ compiler, `triton.py` on a GPU.
 """
 
 import torch
 
 from ...errors import InvalidSetting
 from .chunked import ChunkedStates
-from .native import NativeStates
+from .cpu import NativeStates
 from .protocol import Piece, Recurrence, SaveAt, StateBackend, StateBatch
 from .reference import CONVOLUTION, GATED_DELTA, LINEAR_ATTENTION, SELECTIVE_SCAN, ReferenceStates
-from .triton_states import TritonStates
+from .triton import TritonStates
 
 __all__ = [
     "CONVOLUTION",

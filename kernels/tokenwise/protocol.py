@@ -26,7 +26,7 @@ class Turn(enum.IntEnum):
 
 
 class Activation(enum.IntEnum):
-    """Of the gates of a gated MLP. Numbered as in `tokenwise.cpp`."""
+    """Of the gates of a gated MLP. Numbered as in `cpu_tokenwise.cpp`."""
 
     SILU = 0
     GELU_TANH = 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from intarsia.kernels import gpu
+from intarsia.kernels.toolchain import triton as gpu
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "gpu_battery.py"
 

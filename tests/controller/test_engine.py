@@ -10,13 +10,13 @@ import pytest
 
 from intarsia.controller import engine as engine_module
 from intarsia.controller import losses as losses_module
-from intarsia.controller import scheduler as scheduler_module
+from intarsia.controller.admission.overload import GateSettings
 from intarsia.controller.engine import MOST_LOSSES, Delivery, Engine, TokenDelta
-from intarsia.controller.gate import GateSettings
 from intarsia.controller.info import EngineInfo, GroupInfo
 from intarsia.controller.losses import Losses, NoRoom
 from intarsia.controller.request import SamplingParams, Terms
-from intarsia.controller.scheduler import Scheduler, SchedulerSettings
+from intarsia.controller.scheduling import scheduler as scheduler_module
+from intarsia.controller.scheduling.scheduler import Scheduler, SchedulerSettings
 from intarsia.errors import (
     DeadlineExceeded,
     EngineUnavailable,
@@ -30,10 +30,10 @@ from intarsia.kvcache.manager import CacheManager
 from intarsia.kvcache.plan import MemoryPlan
 from intarsia.kvcache.reach import Full, Sliding
 from intarsia.proto.step import Step, StepResult
+from intarsia.proto.worker import WorkerStatus
 from intarsia.tests.kvcache.plans import plan_of
 from intarsia.tests.local import Completion
 from intarsia.tests.simulated import VOCAB, SimulatedWorker, continuation
-from intarsia.workers.facts import WorkerStatus
 
 PROMPT = [1, 2, 3, 4, 5]
 SAMPLING = SamplingParams(max_tokens=8)

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from intarsia.controller.scheduler import Scheduler
-from intarsia.controller.swap import SwapSpace
+from intarsia.controller.scheduling.scheduler import Scheduler
+from intarsia.controller.scheduling.swap import SwapSpace
 from intarsia.kvcache.manager import CacheManager
 from intarsia.tests.simulation import Outcome, Scenario, Violation
 

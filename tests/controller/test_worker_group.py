@@ -13,9 +13,9 @@ from intarsia.controller.request import SamplingParams
 from intarsia.controller.worker_group import WorkerGroup
 from intarsia.errors import CorruptCheckpoint, EngineUnavailable, InvalidSetting, ModelNotFound
 from intarsia.proto.step import Advance, Step, StepResult
+from intarsia.proto.worker import ModelSettings
 from intarsia.tests.conftest import Loop
 from intarsia.tests.local import Completion, make_engine
-from intarsia.workers.facts import ModelSettings
 
 
 async def finished(group: WorkerGroup, step: Step) -> StepResult:

@@ -7,9 +7,9 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from intarsia.deploy.front_end import FrontEnd
-from intarsia.deploy.grpc_server import GrpcServer
-from intarsia.deploy.tokenizer import Tokenizer
+from intarsia.deploy.front_end.front_end import FrontEnd
+from intarsia.deploy.front_end.tokenizer import Tokenizer
+from intarsia.deploy.grpc.server import GrpcServer
 from intarsia.tests.deploy.scripted import ScriptedEngine
 
 

@@ -19,11 +19,11 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from intarsia.controller.client import EngineClient
-from intarsia.controller.launch import RunningEngine, start_engine
-from intarsia.controller.own_ray import NAMESPACE
 from intarsia.controller.request import SamplingParams
-from intarsia.deploy.settings import engine_settings
+from intarsia.deploy.front_end.engine_client import EngineClient
+from intarsia.deploy.settings.options import engine_settings
+from intarsia.deploy.start.launch import RunningEngine, start_engine
+from intarsia.deploy.start.own_ray import NAMESPACE
 from intarsia.errors import IntarsiaError
 
 CLUSTERS: list[Cluster] = []

@@ -17,17 +17,17 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
 from rich.console import Console as Terminal
 
-from intarsia.controller.launch import RunningEngine, start_engine
 from intarsia.controller.request import SamplingParams
-from intarsia.deploy.access import Access, AccessSettings, Level
 from intarsia.deploy.console import ConsoleSettings
-from intarsia.deploy.front_end import FrontEnd
-from intarsia.deploy.http_server import HttpServer
+from intarsia.deploy.front_end.access import Access, AccessSettings, Level
+from intarsia.deploy.front_end.front_end import FrontEnd
+from intarsia.deploy.front_end.tokenizer import Tokenizer
+from intarsia.deploy.http.server import HttpServer
 from intarsia.deploy.openai.app import make_app
-from intarsia.deploy.running import announced
-from intarsia.deploy.settings import engine_settings
-from intarsia.deploy.tokenizer import Tokenizer
-from intarsia.deploy.top import Server, facts, gone, look, screen, told
+from intarsia.deploy.settings.options import engine_settings
+from intarsia.deploy.start.launch import RunningEngine, start_engine
+from intarsia.deploy.start.local_servers import announced
+from intarsia.deploy.tools.top import Server, facts, gone, look, screen, told
 from intarsia.errors import EngineUnavailable, InvalidSetting, Unauthenticated
 from intarsia.tests.conftest import Loop
 

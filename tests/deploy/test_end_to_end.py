@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import pytest
 
 from intarsia import SamplingParams
-from intarsia.controller import client as client_module
-from intarsia.controller.launch import RunningEngine, start_engine
 from intarsia.controller.request import Terms
 from intarsia.deploy.client import Asked, AsyncClient, Client
-from intarsia.deploy.front_end import FrontEnd
-from intarsia.deploy.grpc_server import GrpcServer
-from intarsia.deploy.settings import engine_settings
-from intarsia.deploy.tokenizer import Tokenizer
+from intarsia.deploy.front_end import engine_client as client_module
+from intarsia.deploy.front_end.front_end import FrontEnd
+from intarsia.deploy.front_end.tokenizer import Tokenizer
+from intarsia.deploy.grpc.server import GrpcServer
+from intarsia.deploy.settings.options import engine_settings
+from intarsia.deploy.start.launch import RunningEngine, start_engine
 from intarsia.errors import (
     DeadlineExceeded,
     InvalidRequest,

@@ -10,14 +10,14 @@ import httpx
 import pytest
 
 from intarsia import LLM, SamplingParams
-from intarsia.controller.launch import RunningEngine, start_engine
 from intarsia.deploy.client import AsyncClient, Client
-from intarsia.deploy.front_end import FrontEnd
-from intarsia.deploy.grpc_server import GrpcServer
-from intarsia.deploy.http_server import HttpServer
+from intarsia.deploy.front_end.front_end import FrontEnd
+from intarsia.deploy.front_end.tokenizer import Tokenizer
+from intarsia.deploy.grpc.server import GrpcServer
+from intarsia.deploy.http.server import HttpServer
 from intarsia.deploy.openai.app import make_app
-from intarsia.deploy.settings import engine_settings
-from intarsia.deploy.tokenizer import Tokenizer
+from intarsia.deploy.settings.options import engine_settings
+from intarsia.deploy.start.launch import RunningEngine, start_engine
 from intarsia.tests.conftest import Loop
 from intarsia.tests.local import make_engine
 

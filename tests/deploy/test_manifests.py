@@ -17,7 +17,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from intarsia.deploy.cli import app as commands
 from intarsia.deploy.serve_app import DeploymentOptions
-from intarsia.deploy.settings import engine_settings
+from intarsia.deploy.settings.options import engine_settings
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "cluster"
 

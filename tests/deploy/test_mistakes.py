@@ -21,12 +21,12 @@ import httpx
 import pytest
 
 from intarsia.controller.engine import TokenDelta
-from intarsia.deploy.access import Access, AccessSettings
 from intarsia.deploy.demo import DEMO_MODEL_DIR
-from intarsia.deploy.front_end import FrontEnd
-from intarsia.deploy.http_server import HttpServer
+from intarsia.deploy.front_end.access import Access, AccessSettings
+from intarsia.deploy.front_end.front_end import FrontEnd
+from intarsia.deploy.http.server import HttpServer
 from intarsia.deploy.openai.app import make_app
-from intarsia.deploy.other_flags import OTHER_FLAGS
+from intarsia.deploy.settings.other_flags import OTHER_FLAGS
 from intarsia.tests.deploy.scripted import ScriptedEngine
 
 SAFETY_S = 120

@@ -12,20 +12,20 @@ import httpx
 import pytest
 
 from intarsia import SamplingParams
-from intarsia.controller.launch import RunningEngine, start_engine
-from intarsia.deploy.access import Access, AccessSettings
 from intarsia.deploy.client import Client
-from intarsia.deploy.front_end import FrontEnd
-from intarsia.deploy.grpc_server import GrpcServer
-from intarsia.deploy.http_server import HttpServer
+from intarsia.deploy.front_end.access import Access, AccessSettings
+from intarsia.deploy.front_end.front_end import FrontEnd
+from intarsia.deploy.front_end.tokenizer import Tokenizer
+from intarsia.deploy.grpc.server import GrpcServer
+from intarsia.deploy.http.server import HttpServer
 from intarsia.deploy.openai.app import make_app
-from intarsia.deploy.settings import engine_settings
-from intarsia.deploy.tokenizer import Tokenizer
+from intarsia.deploy.settings.options import engine_settings
+from intarsia.deploy.start.launch import RunningEngine, start_engine
 from intarsia.errors import IntarsiaError
 from intarsia.proto.tracing import tracer_of
 from intarsia.tests.conftest import Loop
 from intarsia.tests.deploy.test_tracing import TRACE, Collector
-from intarsia.tests.workers.test_grammars import ENDLESS
+from intarsia.tests.workers.grammar.test_matcher import ENDLESS
 
 SECRET = "xylophone"
 """In every prompt, form, and field of a request that is refused."""

@@ -20,7 +20,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from intarsia import SamplingParams
 from intarsia.deploy.client import Asked, Chunk, Client
-from intarsia.deploy.fleet import LOOK_AROUND_EVERY_S
+from intarsia.deploy.front_end.router import LOOK_AROUND_EVERY_S
 from intarsia.deploy.serve_app import app
 from intarsia.errors import InvalidRequest, InvalidSetting, Unauthenticated
 from intarsia.tests.conftest import free_port

@@ -12,16 +12,16 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from intarsia import SamplingParams
-from intarsia.controller.client import EngineClient
 from intarsia.controller.engine import Engine
-from intarsia.controller.front_door import FrontDoor
-from intarsia.deploy.access import Access, AccessSettings
+from intarsia.controller.server import FrontDoor
 from intarsia.deploy.client import Client
-from intarsia.deploy.front_end import FrontEnd
-from intarsia.deploy.grpc_server import GrpcServer
-from intarsia.deploy.http_server import HttpServer
-from intarsia.deploy.limits import Limits
+from intarsia.deploy.front_end.access import Access, AccessSettings
+from intarsia.deploy.front_end.engine_client import EngineClient
+from intarsia.deploy.front_end.front_end import FrontEnd
+from intarsia.deploy.grpc.server import GrpcServer
+from intarsia.deploy.http.server import HttpServer
 from intarsia.deploy.openai.app import make_app
+from intarsia.deploy.settings.limits import Limits
 from intarsia.errors import IntarsiaError, InvalidRequest, Overloaded
 from intarsia.kvcache.events import Cleared, Event
 from intarsia.tests.controller.test_engine import make_engine

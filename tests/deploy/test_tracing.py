@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from intarsia.controller.launch import start_engine
 from intarsia.controller.request import SamplingParams
 from intarsia.deploy.client import Client
-from intarsia.deploy.front_end import FrontEnd
-from intarsia.deploy.grpc_server import GrpcServer
-from intarsia.deploy.http_server import HttpServer
+from intarsia.deploy.front_end.front_end import FrontEnd
+from intarsia.deploy.front_end.tokenizer import Tokenizer
+from intarsia.deploy.grpc.server import GrpcServer
+from intarsia.deploy.http.server import HttpServer
 from intarsia.deploy.openai.app import make_app
-from intarsia.deploy.settings import engine_settings
-from intarsia.deploy.tokenizer import Tokenizer
+from intarsia.deploy.settings.options import engine_settings
+from intarsia.deploy.start.launch import start_engine
 from intarsia.errors import InvalidSetting
 from intarsia.proto.tracing import tracer_of
 from intarsia.tests.conftest import Loop

@@ -20,8 +20,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from intarsia.controller.launch import find_engines
 from intarsia.deploy.client import AsyncClient
+from intarsia.deploy.start.launch import find_engines
 from intarsia.errors import IntarsiaError
 
 from .processes import parent_of

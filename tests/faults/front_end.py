@@ -4,11 +4,11 @@ import asyncio
 import json
 import sys
 
-from intarsia.controller.client import EngineClient
 from intarsia.deploy.demo import DEMO_MODEL_DIR
-from intarsia.deploy.front_end import FrontEnd
-from intarsia.deploy.grpc_server import GrpcServer
-from intarsia.deploy.tokenizer import Tokenizer
+from intarsia.deploy.front_end.engine_client import EngineClient
+from intarsia.deploy.front_end.front_end import FrontEnd
+from intarsia.deploy.front_end.tokenizer import Tokenizer
+from intarsia.deploy.grpc.server import GrpcServer
 from intarsia.proto.channel import Address
 
 

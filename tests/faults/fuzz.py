@@ -24,10 +24,10 @@ from typing import Any
 import grpc
 import httpx
 
-from intarsia.controller.launch import find_engines
 from intarsia.deploy.client import AsyncClient
-from intarsia.deploy.http_server import HttpServer
+from intarsia.deploy.http.server import HttpServer
 from intarsia.deploy.openai.app import make_app
+from intarsia.deploy.start.launch import find_engines
 from intarsia.proto import inference_pb2 as pb
 from intarsia.proto.channel import Address, ChannelClosed, Stream
 from intarsia.proto.packing import pack

@@ -21,8 +21,8 @@ from typing import Any
 
 import grpc
 
-from intarsia.deploy.access import RPCS
 from intarsia.deploy.client import AsyncClient
+from intarsia.deploy.front_end.access import RPCS
 
 from .attack_tools import LEAKS
 from .fuzz import Canary

@@ -6,7 +6,7 @@ import string
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from intarsia.deploy.access import ROUTES, Level
+from intarsia.deploy.front_end.access import ROUTES, Level
 
 from .fuzz import GOOD_BODIES, NASTY_BYTES, NASTY_HTTP, garbled, mutated
 

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from intarsia.deploy.access import RPCS, Level
+from intarsia.deploy.front_end.access import RPCS, Level
 from intarsia.proto import inference_pb2 as pb
 
 from .fuzz import garbled

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from intarsia import SamplingParams
 from intarsia.deploy.client import AsyncClient
+from intarsia.environment import freeze_startup_objects
 from intarsia.errors import IntarsiaError
-from intarsia.workers.environment import freeze_startup_objects
 
 from .served import Target
 from .service import Known, answered, draw

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from intarsia.deploy.client import AsyncClient
+from intarsia.environment import resident_bytes
 from intarsia.errors import IntarsiaError, Overloaded
-from intarsia.workers.environment import resident_bytes
 
 from .processes import clients_apart, watch, watched
 from .program import program

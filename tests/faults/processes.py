@@ -9,7 +9,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from intarsia.workers.environment import freeze_startup_objects
+from intarsia.environment import freeze_startup_objects
 
 from .service import Service
 

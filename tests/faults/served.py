@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from intarsia.controller.processes import descendants
+from intarsia.deploy.start.processes import descendants
 
 KEYS = {"alice": "key-of-alice", "bob": "key-of-bob", "carol": "key-of-carol", "": "key-of-nobody"}
 """By tenant."""

@@ -9,15 +9,15 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from intarsia import SamplingParams
-from intarsia.controller.launch import RunningEngine, start_engine
 from intarsia.deploy.client import AsyncClient
 from intarsia.deploy.demo import DEMO_MODEL_DIR
-from intarsia.deploy.front_end import FrontEnd
-from intarsia.deploy.grpc_server import GrpcServer
-from intarsia.deploy.settings import engine_settings
-from intarsia.deploy.tokenizer import Tokenizer
+from intarsia.deploy.front_end.front_end import FrontEnd
+from intarsia.deploy.front_end.tokenizer import Tokenizer
+from intarsia.deploy.grpc.server import GrpcServer
+from intarsia.deploy.settings.options import engine_settings
+from intarsia.deploy.start.launch import RunningEngine, start_engine
+from intarsia.environment import freeze_startup_objects
 from intarsia.errors import IntarsiaError
-from intarsia.workers.environment import freeze_startup_objects
 
 PROMPTS = (
     "The hacker said that the",

@@ -26,10 +26,10 @@ import httpx
 
 from intarsia import SamplingParams
 from intarsia.deploy.client import AsyncClient
-from intarsia.deploy.http_server import HttpServer
+from intarsia.deploy.http.server import HttpServer
 from intarsia.deploy.openai.app import make_app
+from intarsia.environment import resident_bytes
 from intarsia.errors import IntarsiaError
-from intarsia.workers.environment import resident_bytes
 
 from .processes import clients_apart, open_files, threads_by_name, watch, watched
 from .program import program

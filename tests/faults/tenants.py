@@ -23,10 +23,10 @@ from typing import Any
 import httpx
 
 from intarsia import SamplingParams
-from intarsia.deploy.access import Access, AccessSettings
 from intarsia.deploy.client import AsyncClient
-from intarsia.deploy.grpc_server import GrpcServer
-from intarsia.deploy.http_server import HttpServer
+from intarsia.deploy.front_end.access import Access, AccessSettings
+from intarsia.deploy.grpc.server import GrpcServer
+from intarsia.deploy.http.server import HttpServer
 from intarsia.deploy.openai.app import make_app
 from intarsia.kvcache.events import Event, Removed
 

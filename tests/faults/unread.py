@@ -28,7 +28,7 @@ from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from intarsia.controller.processes import descendants
+from intarsia.deploy.start.processes import descendants
 
 from .program import program
 

@@ -15,14 +15,14 @@ import openai
 import pytest
 import torch
 
-from intarsia.controller.launch import start_engine
 from intarsia.controller.request import SamplingParams
-from intarsia.deploy.front_end import FrontEnd
-from intarsia.deploy.http_server import HttpServer
+from intarsia.deploy.checkpoints.real_models import REAL_MODELS, installed_files, real_checkpoint
+from intarsia.deploy.front_end.front_end import FrontEnd
+from intarsia.deploy.front_end.tokenizer import Tokenizer
+from intarsia.deploy.http.server import HttpServer
 from intarsia.deploy.openai.app import make_app
-from intarsia.deploy.real_models import REAL_MODELS, installed_files, real_checkpoint
-from intarsia.deploy.settings import engine_settings
-from intarsia.deploy.tokenizer import Tokenizer
+from intarsia.deploy.settings.options import engine_settings
+from intarsia.deploy.start.launch import start_engine
 from intarsia.tests.conftest import Loop
 from intarsia.tests.local import Completion, complete, make_engine
 from intarsia.tests.models import load_oracle

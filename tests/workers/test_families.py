@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from intarsia.controller.engine import Engine
 from intarsia.controller.request import SamplingParams
-from intarsia.deploy.images import ImageReader, read_images
+from intarsia.deploy.front_end.images import ImageReader, read_images
 from intarsia.errors import InvalidSetting
 from intarsia.kvcache.plan import MemoryPlan, PlanSettings
 from intarsia.kvcache.strategies import plan_memory
@@ -32,7 +32,7 @@ from intarsia.tests.models import (
     log_probabilities,
     prompts,
 )
-from intarsia.workers.layers import read_layers
+from intarsia.workers.checkpoint.layer_specs import read_layers
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 BLOCK_SIZES = [1, 16, 5]  # 16 exceeds the window of 12, 5 does not divide it
@@ -250,7 +250,7 @@ def test_an_engine_that_ignores_the_window_fails_the_gate(
 ):
     """The gate discriminates: take the window from our own layer specs, and the tokens are the blind oracle's."""
     from intarsia.kvcache.reach import Full
-    from intarsia.workers import layers
+    from intarsia.workers.checkpoint import layer_specs as layers
 
     for kind in ("sliding_attention", "chunked_attention"):
         monkeypatch.setitem(layers.REACH_OF, kind, lambda config: Full())
@@ -310,7 +310,7 @@ def test_states_saved_many_times_in_one_step_are_each_right(
 def test_an_engine_that_drops_states_between_chunks_fails_the_gate(
     family: str, tiny: Callable, monkeypatch: pytest.MonkeyPatch
 ):
-    from intarsia.workers.states import PagedStates
+    from intarsia.workers.layers.states import PagedStates
 
     begin = PagedStates.begin_step
 
@@ -332,7 +332,7 @@ def test_an_engine_that_shares_with_another_layer_fails_the_gate(
     family: str, tiny: Callable, monkeypatch: pytest.MonkeyPatch
 ):
     """The sharing layers read the first layer of their kind instead of the last."""
-    from intarsia.workers import layers
+    from intarsia.workers.checkpoint import layer_specs as layers
 
     monkeypatch.setattr(layers, "_sources", lambda config, kinds: {4: kinds.index(kinds[4]), 5: kinds.index(kinds[5])})
     model: TinyModel = tiny(family)

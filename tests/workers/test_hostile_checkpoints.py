@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from intarsia.errors import CorruptCheckpoint, IntarsiaError, ModelError, ModelNotFound
-from intarsia.workers.checkpoint import INDEX, SINGLE, Checkpoint
-from intarsia.workers.config_schema import check_config
+from intarsia.workers.checkpoint.config_schema import check_config
+from intarsia.workers.checkpoint.files import INDEX, SINGLE, Checkpoint
 
 DEEP = 100_000
 SAID_CHARS = 700
@@ -414,7 +414,7 @@ def test_config_in_bounds_that_no_model_can_be_made_of_is_a_typed_error(
     """transformers and torch raise anything, some of it in the first step only."""
     from intarsia.kvcache.plan import PlanSettings
     from intarsia.kvcache.strategies import plan_memory
-    from intarsia.workers.facts import ModelSettings, RunnerLimits
+    from intarsia.proto.worker import ModelSettings, RunnerLimits
     from intarsia.workers.worker import Worker
 
     path = Path(shutil.copytree(family_dir(family), tmp_path / "model"))

@@ -7,13 +7,13 @@ import pytest
 
 from intarsia.controller.request import SamplingParams
 from intarsia.controller.startup import build_engine
-from intarsia.deploy.settings import engine_settings
+from intarsia.deploy.settings.options import engine_settings
 from intarsia.errors import InvalidSetting
 from intarsia.kvcache.plan import MemoryPlan
+from intarsia.proto.worker import RunnerLimits
 from intarsia.tests.conftest import TinyModel
 from intarsia.tests.local import LocalWorkers, complete, make_engine
 from intarsia.workers import worker as worker_module
-from intarsia.workers.facts import RunnerLimits
 from intarsia.workers.memory import spare_bytes
 
 MIB = 2**20

@@ -8,7 +8,7 @@ import pytest
 from intarsia.deploy.batch.journal import Input
 from intarsia.deploy.batch.run import BatchSettings, main
 from intarsia.deploy.batch.survey import outcome, survey
-from intarsia.deploy.settings import engine_settings
+from intarsia.deploy.settings.options import engine_settings
 from intarsia.errors import InvalidSetting
 
 

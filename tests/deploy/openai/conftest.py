@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from intarsia.controller.launch import RunningEngine, start_engine
-from intarsia.deploy.front_end import FrontEnd
-from intarsia.deploy.http_server import HttpServer
+from intarsia.deploy.front_end.front_end import FrontEnd
+from intarsia.deploy.front_end.tokenizer import Tokenizer
+from intarsia.deploy.http.server import HttpServer
 from intarsia.deploy.openai.app import make_app
-from intarsia.deploy.settings import engine_settings
-from intarsia.deploy.tokenizer import Tokenizer
+from intarsia.deploy.settings.options import engine_settings
+from intarsia.deploy.start.launch import RunningEngine, start_engine
 from intarsia.tests import models
 from intarsia.tests.conftest import Loop
 

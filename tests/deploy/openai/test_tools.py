@@ -8,7 +8,7 @@ from llguidance import LLMatcher, LLTokenizer
 from intarsia.deploy.openai.protocol import ChatRequest
 from intarsia.deploy.openai.tools import CallReader, calls_of, tool_use
 from intarsia.errors import InvalidRequest
-from intarsia.workers.form_trial import source_of
+from intarsia.workers.grammar.sandbox import source_of
 
 TOOLS = [
     {"type": "function", "function": {"name": "saw", "parameters": {"type": "object", "properties": {"cm": {}}}}},

@@ -90,7 +90,7 @@ def test_a_block_is_never_found_more_often_than_it_was_there_before():
 
 
 def _one_layer():
-    from intarsia.deploy.model_layers import ModelLayers
+    from intarsia.deploy.tools.model_layers import ModelLayers
     from intarsia.kvcache.spec import LayerSpec
 
     return ModelLayers("one layer", (LayerSpec(0, Full(), 1, 8, 8, 2),), None, 0)

@@ -19,9 +19,9 @@ from intarsia.kernels.paged_attention import (
     TorchBackend,
     TritonBackend,
 )
-from intarsia.kernels.paged_attention import native as native_module
+from intarsia.kernels.paged_attention import cpu as native_module
 from intarsia.kernels.paged_attention import torch_sdpa as torch_sdpa_module
-from intarsia.kernels.paged_attention import triton_paged as triton_module
+from intarsia.kernels.paged_attention import triton as triton_module
 from intarsia.tests.kernels.scenes import CPU, Scene, World, assert_exact, check
 
 

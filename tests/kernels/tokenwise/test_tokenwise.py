@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from intarsia.kernels.tokenwise import Activation, Norm, Turn, native, reference
+from intarsia.kernels.tokenwise import Activation, Norm, Turn, reference
+from intarsia.kernels.tokenwise import cpu as native
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="there is no C++ compiler")
 

@@ -1,0 +1,236 @@
+"""Compiles the kernels for a GPU that need not be there, and says what each takes of it.
+
+    python bench/ahead.py [--capability 90] [--dtypes bf16,fp32]
+
+Prints one JSON object per kernel and shape: registers and shared memory, what is spilled to slow memory (there should
+be nothing), and which instructions multiply matrices (HGMMA is Hopper's own, HMMA the older one). What is compiled is
+what `TritonBackend` and `TritonStates` launch. Exits with 1 if a kernel asks for more memory than there is, or spills;
+attention in float32 may, which is there to judge others.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from intarsia.kernels.paged_attention.triton import Shape, Size, TritonBackend, precision_of, shape_for
+from intarsia.kernels.state.triton import CHUNKS, CONVOLUTION_TOKENS, PRECISION, TritonStates, heads_block
+from intarsia.kernels.toolchain.triton import LEAST_DOT, power_of_two
+
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+"""What a program may use at most, by compute capability."""
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Variant(NamedTuple):
+    """One way in which a kernel is launched."""
+
+    name: str
+    kernel: Any
+    types: dict[str, str]  # of its arguments
+    constants: dict[str, Any]
+    warps: int
+    stages: int
+
+
+def variants(dtypes: Sequence[str]) -> Iterator[Variant]:
+    """What real models launch: heads of 64 to 256 numbers, latents, windows, chunks, softcap and sinks; and states."""
+    for dtype in dtypes:
+        yield from _attention(dtype)
+    yield from _states()
+
+
+ATTENTION = [  # name, heads per kv head, key size, value size, tokens of a page, rule, softcap, sinks
+    ("llama", 4, 128, 128, 16, 0, False, False),
+    ("gemma3 window", 2, 256, 256, 16, 1, False, False),
+    ("gemma2 softcap", 2, 256, 256, 16, 1, True, False),
+    ("gpt-oss sinks", 8, 64, 64, 16, 1, False, True),
+    ("llama4 chunk", 5, 128, 128, 32, 2, False, False),
+    ("head of 80, odd page", 8, 80, 80, 24, 0, False, False),
+    ("head of 192", 4, 192, 128, 16, 0, False, False),
+    ("latent", 16, 576, 512, 64, 0, False, False),
+    ("encoder", 4, 128, 128, 16, 3, False, False),
+]
+
+
+def _attention(dtype: str) -> Iterator[Variant]:
+    kernels = TritonBackend()._kernels
+    for name, group, key_dim, value_dim, page, rule, softcap, sinks in ATTENTION:
+        key, value = Size.of(key_dim), Size.of(value_dim)
+        for one_query in (True, False):
+            shape: Shape = shape_for(key_dim, value_dim, group, DTYPES[dtype].itemsize, one_query)
+            for splits in (1, 8) if one_query else (1,):
+                kind = f"single{', 8 splits' if splits > 1 else ''}" if one_query else "prompt"
+                yield Variant(
+                    f"attend {dtype} {name} ({kind})",
+                    kernels.attend,
+                    _types(kernels.attend, {"q_ptr", "pages_ptr", "out_ptr", "sinks_ptr"}, dtype, {"partial_ptr"}),
+                    {
+                        "GROUP": group, "ROWS": shape.rows, "KEYS": shape.keys, "PAGE": page, "SPLITS": splits,
+                        "KEY_DIM": key.dim, "KEY_MAIN": key.main, "KEY_REST": key.rest,
+                        "VALUE_DIM": value.dim, "VALUE_MAIN": value.main, "VALUE_REST": value.rest,
+                        "VALUE_AT": 0 if name == "latent" else key_dim, "RULE": rule, "ONE_QUERY": one_query,
+                        "HAS_SOFTCAP": softcap, "HAS_SINKS": sinks,
+                        "PRECISION": precision_of(DTYPES[dtype]),
+                    },
+                    shape.warps,
+                    shape.stages,
+                )  # fmt: skip
+    yield Variant(
+        f"write {dtype}",
+        kernels.write,
+        _types(kernels.write, {"key_ptr", "value_ptr", "pages_ptr"}, dtype, set(), {"page_ptr", "offset_ptr"}),
+        {"HEADS": 8, "HEADS_PADDED": 8, "KEY_DIM": 128, "KEY_PADDED": 128, "VALUE_DIM": 128, "VALUE_PADDED": 128},
+        4,
+        3,
+    )
+    yield Variant(
+        f"merge {dtype}",
+        kernels.merge,
+        _types(kernels.merge, {"out_ptr", "sinks_ptr"}, dtype, {"partial_ptr"}),
+        {
+            "GROUP": 4, "ROWS": 16, "SPLITS": 8, "SPLITS_PADDED": 8, "VALUE_DIM": 128, "VALUE_PADDED": 128,
+            "HAS_SINKS": False,
+        },
+        4,
+        3,
+    )  # fmt: skip
+
+
+def _states() -> Iterator[Variant]:
+    kernels = TritonStates()._kernels
+    columns = {"start_ptr", "length_ptr", "page_ptr", "new_ptr", "saved_ptr"}
+    for name, keys, values, delta in (
+        ("mamba-2", 128, 64, False), ("lightning", 96, 96, False), ("gated delta", 128, 128, True)
+    ):  # fmt: skip
+        for one_token in (True, False):
+            kernel = kernels.heads_step if one_token else kernels.heads
+            warps = 4
+            constants = {
+                "KEYS": keys, "KEYS_PADDED": max(LEAST_DOT, power_of_two(keys)), "VALUES": values,
+                "VALUES_BLOCK": heads_block(keys, values, one_token), "DELTA": delta,
+            }  # fmt: skip
+            if not one_token:
+                chunk, warps = CHUNKS["gated_delta" if delta else "linear_attention"]
+                constants |= {"CHUNK": chunk, "PRECISION": PRECISION}
+            types = _types(kernel, set(), "fp32", None, columns)
+            yield Variant(f"{name} ({'step' if one_token else 'prompt'})", kernel, types, constants, warps, 1)
+    yield Variant(
+        "selective scan",
+        kernels.channels,
+        _types(kernels.channels, set(), "fp32", None, columns),
+        {"STATES": 16, "STATES_PADDED": 16, "BLOCK": 32},
+        4,
+        1,
+    )
+    yield Variant(
+        "convolution",
+        kernels.convolve,
+        _types(kernels.convolve, set(), "bf16", None, columns),
+        {"WINDOW": 3, "TOKENS": CONVOLUTION_TOKENS, "BLOCK": 128},
+        4,
+        1,
+    )
+    yield Variant(
+        "convolution's state",
+        kernels.shift,
+        _types(kernels.shift, set(), "bf16", None, columns),
+        {"WINDOW": 3, "BLOCK": 128},
+        4,
+        1,
+    )
+
+
+def _types(
+    kernel: Any, numbers: Collection[str], dtype: str, float32: Collection[str] | None, int64: Collection[str] = ()
+) -> dict[str, str]:  # fmt: skip
+    """Of each argument by its name. Pointers are to `dtype` if named in `numbers`, else int32; with float32 None all
+    pointers but those to int64 are to `dtype`."""
+    types = {}
+    for name in kernel.arg_names:
+        if name.isupper() and name not in ("A", "B", "C"):
+            types[name] = "constexpr"
+        elif not name.endswith("_ptr"):
+            types[name] = "fp32" if name in ("scale", "softcap") else "i32"
+        elif name in int64:
+            types[name] = "*i64"
+        elif float32 is None or name in numbers:
+            types[name] = f"*{dtype}"
+        else:
+            types[name] = "*fp32" if name in float32 else "*i32"
+    return types
+
+
+def compiled(variant: Variant, capability: int) -> dict[str, Any]:
+    """What the compiler made of it."""
+    import triton  # pyright: ignore[reportMissingImports]
+    from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
+    from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
+
+    # At run time Triton sees that addresses and most strides are multiples of 16, and reads wider for it.
+    aligned = {
+        (n,): [["tt.divisibility", 16]]
+        for n, (name, kind) in enumerate(variant.types.items())
+        if kind.startswith("*") or name.endswith(("stride", "_token", "_head"))
+    }
+    source = ASTSource(variant.kernel, variant.types, variant.constants, aligned)
+    options = {"num_warps": variant.warps, "num_stages": variant.stages}
+    result = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    usage, code = _dump(result.asm["cubin"])
+    return {
+        "kernel": variant.name,
+        "registers": usage.get("REG"),
+        "spilled_bytes": usage.get("STACK", 0) + usage.get("LOCAL", 0),
+        "local_accesses": len(re.findall(r"\b(?:LDL|STL)\b", code)),
+        "shared_bytes": result.metadata.shared,
+        "products": sorted(set(re.findall(r"\b(HGMMA|HMMA|IMMA|DMMA)\b", code))),
+        "wide_loads": len(re.findall(r"LDG\.E\.128|LDGSTS\.E\S*\.128", code)),
+        "warps": variant.warps,
+    }
+
+
+def _dump(cubin: bytes) -> tuple[dict[str, int], str]:
+    """Resources by name, and the machine code as text, by the tools that come with Triton."""
+    import triton  # pyright: ignore[reportMissingImports]
+
+    tools = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _output([str(tools / "cuobjdump"), "--dump-resource-usage", file.name])
+        code = _output([str(tools / "nvdisasm"), "-c", file.name])
+    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", usage)}, code
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capability", type=int, default=90)
+    parser.add_argument("--dtypes", default="bf16,fp32")
+    parser.add_argument("--only", default="", help="kernels whose name contains this")
+    args = parser.parse_args()
+    failed = False
+    for variant in variants(args.dtypes.split(",")):
+        if args.only not in variant.name:
+            continue
+        row = compiled(variant, args.capability)
+        may_spill = variant.name.startswith("attend fp32")
+        failed |= row["spilled_bytes"] > 0 and not may_spill
+        failed |= row["shared_bytes"] > SHARED_BYTES[args.capability]
+        print(json.dumps(row), flush=True)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

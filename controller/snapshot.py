@@ -1,0 +1,206 @@
+"""What a running engine shows of itself to a person who watches: the console, and `intarsia top`.
+
+A view is of one moment between two steps: requests, pool and recount agree. Taking one costs a few milliseconds at
+most (`bench/console.py`), and nothing is collected for it while nobody looks, but for one short tuple a step.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from ..kvcache.check import Recount, recount
+from ..kvcache.manager import CacheManager
+from ..kvcache.pool_map import ArenaMap, GroupMap, PoolMap
+from ..proto.worker import WorkerStatus
+from .info import CacheState, EngineLoad
+from .latencies import Latencies
+from .request import Request
+
+KEPT_STEPS = 600
+"""Latest steps that are remembered: some seconds of a small model, a minute of a large one."""
+
+KEPT_ENDED = 100
+"""Latest requests that have ended."""
+
+MOST_REQUESTS = 500
+"""Running and waiting ones in a view. All are counted; more could not be read anyway."""
+
+MOST_TEXT_TOKENS = 256
+"""Of a prompt and of its answer, where they are asked for."""
+
+
+class RequestView(NamedTuple):
+    """One answer."""
+
+    id: int
+    state: str  # as `_state` has it, or why it ended
+    prompt_tokens: int
+    cached_tokens: int | None  # of the prompt, found in the cache; None: nobody has looked yet
+    lost_tokens: Mapping[str, int]  # cached once and computed again, by cause
+    computed_tokens: int
+    generated_tokens: int
+    max_tokens: int  # that can be generated
+    age_s: float
+    waited_s: float  # for its first admission
+    slot: int | None
+    priority: int
+    tenant: str
+    preemptions: int
+    blocks: tuple[bytes, ...] = ()  # [group], int32 each: what it holds
+    tokens: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # the end of its prompt, and of its answer
+
+
+class StepView(NamedTuple):
+    """One step. Times are in microseconds, of the controller but for `run_us`."""
+
+    number: int
+    ended_s: float  # on the engine's clock
+    plan_us: int
+    wait_us: int
+    commit_us: int
+    run_us: int  # on rank 0
+    decoding: int  # requests that got a further token
+    prompt_tokens: int  # of prompts, computed
+    began: int  # requests that got their first token
+    ended: int
+    running: int
+    waiting: int
+    preempted: int  # requests, since the step before
+
+
+class EngineView(NamedTuple):
+    """All of it, of one moment."""
+
+    clock_s: float  # the engine's, which all ages and times are of
+    load: EngineLoad
+    cache: CacheState
+    requests: tuple[RequestView, ...]  # running ones first
+    ended: tuple[RequestView, ...]  # latest last
+    steps: tuple[StepView, ...]  # since the number asked for
+    workers: tuple[WorkerStatus, ...]  # in the order of ranks; empty when they are lost
+    pool: PoolMap | None
+    recount: Recount | None  # None: not asked for
+    faults: str = ""  # what the recount found to be wrong
+    latencies: Latencies = Latencies()
+
+    @classmethod
+    def from_wire(cls, wire: Sequence) -> "EngineView":
+        clock_s, load, cache, requests, ended, steps, workers, pool, count, faults, latencies = wire
+        return cls(
+            clock_s,
+            EngineLoad(*load),
+            CacheState.from_wire(cache),
+            tuple(RequestView(*each) for each in requests),
+            tuple(RequestView(*each) for each in ended),
+            tuple(StepView(*each) for each in steps),
+            tuple(WorkerStatus(*each) for each in workers),
+            _pool_map(pool),
+            Recount(*count) if count is not None else None,
+            faults,
+            Latencies.from_wire(latencies),
+        )
+
+
+def _pool_map(wire: Sequence | None) -> PoolMap | None:
+    if wire is None:
+        return None
+    arenas, groups = wire
+    return PoolMap(tuple(ArenaMap(*each) for each in arenas), tuple(GroupMap(*each) for each in groups))
+
+
+class Look(NamedTuple):
+    """What somebody who looks wants to see."""
+
+    since_step: int = 0  # steps after this one
+    with_pool: bool = True
+    with_tokens: bool = False  # of prompts and answers
+    with_recount: bool = False  # every block counted anew from the tables, which takes a while
+
+
+class Journal:
+    """The latest steps and the latest requests that ended."""
+
+    def __init__(self) -> None:
+        self._steps: deque[StepView] = deque(maxlen=KEPT_STEPS)
+        self._ended: deque[RequestView] = deque(maxlen=KEPT_ENDED)
+
+    def stepped(self, step: StepView) -> None:
+        self._steps.append(step)
+
+    def ended(self, request: Request, how: str, now_s: float) -> None:
+        self._ended.append(_view(request, how, now_s, (), with_tokens=True))
+
+    def steps(self, since: int) -> tuple[StepView, ...]:
+        return tuple(step for step in self._steps if step.number > since)
+
+    def all_ended(self, with_tokens: bool) -> tuple[RequestView, ...]:
+        return tuple(self._ended) if with_tokens else tuple(each._replace(tokens=None) for each in self._ended)
+
+
+def request_views(
+    requests: Iterable[Request], manager: CacheManager, now_s: float, *, with_blocks: bool, with_tokens: bool
+) -> tuple[RequestView, ...]:
+    """Of those that go on: the running ones by their slots, then the waiting ones by their arrival."""
+    ordered = sorted(requests, key=lambda r: (r.slot is None, r.slot if r.slot is not None else r.arrival_s))
+    return tuple(
+        _view(
+            request,
+            _state(request),
+            now_s,
+            manager.held_blocks(request.id) if with_blocks and request.slot is not None else (),
+            with_tokens=with_tokens,
+        )
+        for request in ordered[:MOST_REQUESTS]
+    )
+
+
+def counted(manager: CacheManager) -> tuple[Recount | None, str]:
+    """The recount, or what it found to be wrong."""
+    try:
+        return recount(manager), ""
+    except AssertionError as error:
+        return None, str(error)
+
+
+def _state(request: Request) -> str:
+    if request.slot is not None:
+        return "running"
+    if request.parent is not None:
+        return "forked"
+    if request.swapped is not None:
+        return "swapped"
+    return "preempted" if request.preemptions else "waiting"
+
+
+def _view(request: Request, state: str, now_s: float, blocks: tuple[bytes, ...], *, with_tokens: bool) -> RequestView:
+    was_admitted = request.seniority is not None
+    cached, lost = request.cached_tokens, request.lost_tokens
+    if not was_admitted:  # what it would find, if somebody has looked already
+        memo = getattr(request.chain, "memo", None)
+        cached, lost = (memo[2].tokens, memo[2].lost) if memo is not None else (None, {})
+    prompt = request.prompt_tokens
+    return RequestView(
+        request.id,
+        state,
+        prompt,
+        cached,
+        dict(lost),
+        request.computed_tokens,
+        len(request.tokens) - prompt,
+        request.max_total_tokens - prompt,
+        now_s - request.arrival_s,
+        (request.admitted_s if was_admitted else now_s) - request.arrival_s,
+        request.slot,
+        request.terms.priority,
+        request.terms.tenant,
+        request.preemptions,
+        blocks,
+        (_end_of(request.tokens, 0, prompt), _end_of(request.tokens, prompt, len(request.tokens)))
+        if with_tokens
+        else None,
+    )
+
+
+def _end_of(tokens: Sequence[int], start: int, stop: int) -> tuple[int, ...]:
+    """Of what lies between, the end; a long prompt is not copied for it."""
+    return tuple(tokens[max(start, stop - MOST_TEXT_TOKENS) : stop])

@@ -1,0 +1,159 @@
+"""What text the tokens of a request bring, and where it ends: at a stop string, which no worker knows."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from typing import Protocol
+
+from ...controller.request import SamplingParams
+from ...errors import InvalidRequest
+from .engine_client import TokenDelta
+from .tokenizer import Tokenizer
+
+AT_ONCE_VALUES = 512
+"""Tokens and log-probabilities that are told before others have their turn: it takes about a millisecond."""
+
+
+class Deltas(Protocol):
+    """What a `Generation` is to us."""
+
+    def __aiter__(self) -> AsyncIterator[TokenDelta]: ...
+
+    def end(self, index: int) -> None: ...
+
+
+async def with_text(
+    generation: Deltas, tokenizer: Tokenizer | None, sampling: SamplingParams
+) -> AsyncGenerator[tuple[TokenDelta, str], None]:
+    """Each delta with the text that may be told by now; the last one of each answer has a finish reason. Text is empty
+    without a tokenizer. An answer that comes to a stop string is ended; the caller closes `generation`.
+
+    Raises `InvalidRequest` for stop strings without a tokenizer.
+    """
+    if tokenizer is None:
+        if sampling.stops:
+            raise InvalidRequest("this model has no tokenizer, so it can not stop at a text", field="stop")
+        async for delta in generation:
+            for part in _parts(delta):
+                yield part, ""
+                if part is not delta:
+                    await asyncio.sleep(0)
+        return
+    answers = [_Answer(tokenizer, sampling) for _ in range(sampling.n)]
+    ended: set[int] = set()
+    async for delta in generation:
+        for part in _parts(delta):
+            if part.answer in ended:
+                break  # what came with the stop string and behind it
+            text, stopped = answers[part.answer].push(part)
+            if stopped:
+                generation.end(part.answer)
+                ended.add(part.answer)
+            yield part._replace(finish_reason="stop") if stopped else part, text
+            if part is not delta:
+                await asyncio.sleep(0)
+
+
+def _parts(delta: TokenDelta) -> Iterable[TokenDelta]:
+    """A long delta in parts, between which others have their turn; a short one as it is."""
+    tokens = AT_ONCE_VALUES
+    if delta.logprobs:
+        tokens //= 1 + len(delta.logprobs[-1].top)
+    return (delta,) if len(delta.token_ids) <= tokens else parts_of(delta, tokens)
+
+
+def parts_of(delta: TokenDelta, tokens: int) -> Iterator[TokenDelta]:
+    """Of so many tokens each. What is said of the prompt comes with the first, how it ends with the last."""
+    for start in range(0, len(delta.token_ids), tokens):
+        end = start + tokens
+        yield delta._replace(
+            token_ids=delta.token_ids[start:end],
+            logprobs=None if delta.logprobs is None else delta.logprobs[start:end],
+            prompt_logprobs=delta.prompt_logprobs if start == 0 else None,
+            finish_reason=delta.finish_reason if end >= len(delta.token_ids) else None,
+        )
+
+
+async def whole_answers(
+    pieces: AsyncIterator[tuple[TokenDelta, str]],
+) -> AsyncGenerator[tuple[TokenDelta, str], None]:
+    """The same with each answer in one."""
+    begun: dict[int, list[tuple[TokenDelta, str]]] = {}  # by answer
+    async for delta, text in pieces:
+        begun.setdefault(delta.answer, []).append((delta, text))
+        if delta.finish_reason is not None:
+            yield _joined(begun.pop(delta.answer))
+
+
+def _joined(pieces: Sequence[tuple[TokenDelta, str]]) -> tuple[TokenDelta, str]:
+    last, _ = pieces[-1]
+    deltas = [delta for delta, _ in pieces]
+    has_logprobs = last.logprobs is not None
+    whole = last._replace(
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        logprobs=tuple(row for delta in deltas for row in delta.logprobs or ()) if has_logprobs else None,
+        prompt_logprobs=deltas[0].prompt_logprobs,
+    )
+    return whole, "".join(text for _, text in pieces)
+
+
+class _Answer:
+    """The text of one answer as it grows."""
+
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams):
+        self._stream = tokenizer.stream()
+        self._gate = StopGate(sampling.stops, sampling.include_stop_str_in_output)
+        self._min_tokens = sampling.min_tokens
+        self._tokens = 0
+
+    def push(self, delta: TokenDelta) -> tuple[str, bool]:
+        """The text that may be told now, and whether a stop string has come."""
+        self._tokens += len(delta.token_ids)
+        piece = self._stream.push(delta.token_ids)
+        if delta.finish_reason is not None:
+            piece += self._stream.finish()
+        told, stopped = self._gate.push(piece, may_stop=self._tokens >= self._min_tokens)
+        if stopped or delta.finish_reason is None:
+            return told, stopped
+        return told + self._gate.rest(), False
+
+
+class StopGate:
+    """Lets text pass up to the first stop string, and keeps back what may become one.
+
+    stops "</s>":   "a < b"  ->  "a < b"      "end </"  ->  "end ", and "</" waits      "s> more"  ->  stop
+    """
+
+    def __init__(self, stops: Sequence[str], include: bool):
+        self._stops = stops
+        self._include = include
+        self._waiting = ""
+
+    def push(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
+        """The text that may be told now, and whether a stop string has come. may_stop: else it is text like any."""
+        if not self._stops:
+            return text, False
+        text = self._waiting + text
+        self._waiting = ""
+        if not may_stop:
+            return text, False
+        found = [(text.find(stop), len(stop)) for stop in self._stops if stop in text]
+        if found:
+            start, length = min(found)
+            return text[: start + length * self._include], True
+        keep = could_begin(text, self._stops)
+        text, self._waiting = text[: len(text) - keep], text[len(text) - keep :]
+        return text, False
+
+    def rest(self) -> str:
+        """What was kept back and became nothing."""
+        waiting, self._waiting = self._waiting, ""
+        return waiting
+
+
+def could_begin(text: str, marks: Sequence[str]) -> int:
+    """Characters at the end of `text` with which one of `marks` could begin."""
+
+    def beginning(mark: str) -> int:
+        return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)
+
+    return max(map(beginning, marks))

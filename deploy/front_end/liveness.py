@@ -1,0 +1,68 @@
+"""The connections of a front end to an engine, and how long the engine may keep it waiting."""
+
+import asyncio
+import secrets
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from ...controller.info import EngineInfo
+from ...errors import EngineUnavailable
+from ...proto.channel import TAKEN_WITHIN_S, Address, ChannelClosed, Stream
+
+LOOKS = 10
+"""For its answer, in that time. However long one takes because this process stands still, it is one of them."""
+
+Result = TypeVar("Result")
+
+
+async def while_we_run(work: Awaitable[Result], within_s: float) -> Result:
+    """As `asyncio.wait_for`, by the time in which this process runs: where it stood still, be it stopped or busy, what
+    came meanwhile is read before anybody is blamed. Raises `TimeoutError`."""
+    task = asyncio.ensure_future(work)
+    try:
+        for _ in range(LOOKS):
+            if (await asyncio.wait({task}, timeout=within_s / LOOKS))[0]:
+                return task.result()
+        raise TimeoutError
+    finally:
+        task.cancel()
+
+
+class Line:
+    """The two connections to an engine: one for all there is to say, and one that tells whether its machine is there
+    while much is under way on the other. They end together."""
+
+    def __init__(self, stream: Stream, idle: Stream):
+        self.stream = stream
+        self._idle = idle
+        self._watch = asyncio.create_task(self._watch_idle())
+
+    def drop(self) -> None:
+        self._watch.cancel()
+        for each in (self.stream, self._idle):
+            each.drop()
+
+    async def close(self) -> None:
+        self._watch.cancel()
+        await asyncio.gather(self.stream.close(), self._idle.close())
+
+    async def _watch_idle(self) -> None:
+        await self._idle.wait_gone()
+        self.drop()
+
+
+async def meet(address: Address) -> tuple[Line, EngineInfo]:
+    """Connect to an engine; who it is. Raises `EngineUnavailable`."""
+    streams: list[Stream] = []
+    try:
+        for taken_within_s in (TAKEN_WITHIN_S, None):
+            streams.append(await Stream.connect(address, taken_within_s))
+        name = secrets.token_bytes(16)
+        for verb, stream in zip(("pair", "idle"), streams, strict=True):
+            stream.send_message([verb, name])
+        info, _ = [await stream.receive_message() for stream in streams]
+        return Line(*streams), EngineInfo.from_wire(info)
+    except (ChannelClosed, OSError) as error:
+        for stream in streams:
+            stream.drop()
+        raise EngineUnavailable(f"the engine at {address.host}:{address.port} can not be reached: {error}") from error

@@ -1,0 +1,239 @@
+"""The gRPC server: how a request enters, how a bad one is refused, how tokens leave."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+
+from ...controller.deltas import num_values
+from ...controller.info import EngineInfo
+from ...errors import IntarsiaError, InvalidRequest
+from ...proto import inference_pb2 as pb
+from ...proto import inference_pb2_grpc as pb_grpc
+from ...proto.tracing import INCOMING
+from ..front_end.access import TENANT, Access
+from ..front_end.front_end import Asked, FrontEnd, side_by_side
+from ..front_end.request_log import RequestLog
+from ..settings.limits import Limits, check_id
+from ..settings.ports import listening, refusal
+from .convert import (
+    MOST_BAD,
+    MOST_OF_ROW,
+    cache_state_to_proto,
+    check_lists,
+    error_to_proto,
+    events_to_proto,
+    info_to_proto,
+    load_to_proto,
+    most_batch_requests,
+    most_counted_tokens,
+    most_prompt_tokens,
+    most_stop_tokens,
+    response_to_proto,
+    sampling_from_proto,
+    terms_from_proto,
+)
+from .door import Door
+from .health import SERVICE_NAME as HEALTH
+from .health import HealthServicer
+from .reflection import add_reflection
+from .wire import Bounds
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+
+SHUTDOWN_GRACE_S = 5.0
+
+Result = TypeVar("Result")
+
+MANY_TOKENS = 10_000
+"""To make a list or a text of them takes a millisecond or more; it is done beside the loop."""
+
+
+class InferenceServicer(pb_grpc.InferenceServicer):
+    """Answers `intarsia.v1.Inference` out of one engine. Raises `IntarsiaError`, of which its caller makes a status."""
+
+    def __init__(self, front_end: FrontEnd):
+        self._front_end = front_end
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        # Closing them is what frees the blocks of a client that has gone.
+        _note_trace(context)
+        async with contextlib.aclosing(self._answered(request, context.time_remaining())) as responses:
+            async for response in responses:
+                yield response
+
+    async def GenerateBatch(
+        self, request: pb.GenerateBatchRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateBatchResponse]:
+        time_remaining_s = context.time_remaining()
+        _note_trace(context)
+        most_batch_requests(self._front_end.limits).check(len(request.requests))
+        streams = [self._answered(one, time_remaining_s) for one in request.requests]
+        async with contextlib.aclosing(side_by_side(streams)) as together:
+            async for number, item in together:
+                if isinstance(item, IntarsiaError):
+                    yield pb.GenerateBatchResponse(request=number, error=error_to_proto(item))
+                else:
+                    yield pb.GenerateBatchResponse(request=number, response=item)
+
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
+        check_id(request.request_id, self._front_end.limits)
+        return pb.AbortResponse(found=self._front_end.abort(request.request_id))
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenIds:
+        add = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        return pb.TokenIds(ids=await self._front_end.encode(request.text, add_special_tokens=add, only_counted=True))
+
+    async def Detokenize(self, request: pb.TokenIds, context: Any) -> pb.DetokenizeResponse:
+        return pb.DetokenizeResponse(text=await self._front_end.detokenize(request.ids))
+
+    async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.Load:
+        return load_to_proto(await self._front_end.load())
+
+    async def GetCacheState(self, request: pb.GetCacheStateRequest, context: Any) -> pb.CacheState:
+        return cache_state_to_proto(await self._front_end.cache_state())
+
+    async def WatchCacheEvents(
+        self, request: pb.WatchCacheEventsRequest, context: Any
+    ) -> AsyncIterator[pb.CacheEvents]:
+        async with contextlib.aclosing(self._front_end.watch_cache()) as watch:
+            async for events in watch:
+                if events.message is None:  # else another watcher was told the same
+                    events.message = events_to_proto(events)
+                yield events.message
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.ModelInfo:
+        return info_to_proto(self._front_end.info)
+
+    async def _answered(
+        self, request: pb.GenerateRequest, time_remaining_s: float | None
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        asked = await self._asked(request, time_remaining_s)
+        completion_tokens = 0
+        async with contextlib.aclosing(await self._front_end.generate(asked)) as answers:
+            async for delta, text in answers:
+                completion_tokens += len(delta.token_ids)
+                made = partial(response_to_proto, answers.request_id, delta, text, len(asked.prompt), completion_tokens)
+                size = num_values(delta.logprobs) + num_values(delta.prompt_logprobs)
+                yield await self._front_end.aside(size, made)
+
+    async def _asked(self, request: pb.GenerateRequest, time_remaining_s: float | None) -> Asked:
+        check_lists(request, self._front_end.limits, self._front_end.info)
+        sampling = sampling_from_proto(request.sampling, self._front_end.info)
+        terms = terms_from_proto(request, time_remaining_s)
+        self._front_end.check_room(terms.tenant)
+        prompt = await self._prompt(request)
+        images = await self._front_end.read_images(request.images)
+        return Asked(prompt, sampling, images, terms, request.request_id)
+
+    async def _prompt(self, request: pb.GenerateRequest) -> list[int]:
+        kind = request.WhichOneof("prompt")
+        if kind is None:
+            raise InvalidRequest("the request has no prompt; give text or token_ids", field="prompt")
+        if kind == "token_ids":
+            return await self._beside(len(request.token_ids.ids), lambda: list(request.token_ids.ids))
+        return await self._front_end.encode(request.text)
+
+    async def _beside(self, tokens: int, work: Callable[[], Result]) -> Result:
+        """What it returns; beside the loop, if it goes through many tokens."""
+        return work() if tokens < MANY_TOKENS else await self._front_end.beside.run(TENANT.get(), work, 8 * tokens)
+
+
+class GrpcServer:
+    """The service with health and reflection."""
+
+    def __init__(self, front_end: FrontEnd, access: Access | None = None, request_log: RequestLog | None = None):
+        limits = front_end.limits
+        self._access = access or Access()
+        self._front_end = front_end
+        door = Door(self._access, limits, front_end.beside, _bounds(limits, front_end.info), request_log)
+        self._server = grpc.aio.server(interceptors=[door], options=_options(limits))
+        self._health = HealthServicer(("", SERVICE), limits.max_keyless_connections)
+        self._following: asyncio.Task[None] | None = None
+        pb_grpc.add_InferenceServicer_to_server(InferenceServicer(front_end), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        add_reflection((SERVICE, HEALTH), self._server)
+
+    async def start(self, host: str = "127.0.0.1", port: int = 50051) -> str:
+        """Listen; port 0 takes a free one. Returns the address. Raises `InvalidSetting` if that can not be."""
+        self._access.check_host(host)
+        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        listening(host, port, "grpc_port").close()  # gRPC says why it can not in a line of its own
+        credentials = self._access.grpc_credentials()
+        try:
+            if credentials is None:
+                port = self._server.add_insecure_port(target)
+            else:
+                port = self._server.add_secure_port(target, credentials)
+        except RuntimeError as error:  # somebody was quicker
+            raise refusal(host, port, "grpc_port", error) from error
+        await self._server.start()
+        self._health.set(is_serving=True)
+        self._following = asyncio.ensure_future(self._follow_engine())
+        return f"{target.rpartition(':')[0]}:{port}"
+
+    async def _follow_engine(self) -> None:
+        """Tell health watchers that it is gone, and that it is back."""
+        while True:
+            await self._front_end.engine_gone()
+            self._health.set(is_serving=False)
+            if not await self._front_end.engine_back():
+                return
+            self._health.set(is_serving=True)
+
+    async def leave(self) -> None:
+        """Say to health watchers that requests are to go elsewhere."""
+        self._health.leave()
+
+    async def stop(self, grace_s: float = SHUTDOWN_GRACE_S) -> None:
+        """Say so to health watchers, take nothing new, give running calls `grace_s` to end."""
+        await self.leave()
+        if self._following is not None:
+            self._following.cancel()
+        await self._server.stop(grace_s)
+
+
+def _note_trace(context: Any) -> None:
+    """In which trace a call comes, if in any."""
+    INCOMING.set(str(dict(context.invocation_metadata() or ()).get("traceparent", "")))
+
+
+def _options(limits: Limits) -> tuple[tuple[str, int], ...]:
+    """What gRPC itself limits. Each was tried with real sockets (tests/deploy/test_grpc_limits.py)."""
+    return (
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.max_send_message_length", limits.max_message_bytes),
+        ("grpc.max_metadata_size", limits.max_head_bytes),
+        ("grpc.absolute_max_metadata_size", limits.max_head_bytes),
+        ("grpc.max_allowed_incoming_connections", limits.max_connections),
+        ("grpc.server_handshake_timeout_ms", _ms(limits.head_timeout_s)),  # until HTTP/2 is spoken, TLS included
+        ("grpc.max_connection_idle_ms", _ms(limits.idle_timeout_s)),  # without a call
+        ("grpc.keepalive_time_ms", _ms(limits.idle_timeout_s)),  # is a client still there that has one?
+        ("grpc.keepalive_timeout_ms", _ms(limits.head_timeout_s)),
+        ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server behind it
+    )
+
+
+def _ms(seconds: float) -> int:
+    return min(max(1, round(seconds * 1000)), 2**31 - 1)
+
+
+def _bounds(limits: Limits, info: EngineInfo) -> Mapping[str, Bounds]:
+    """Of messages, by method. The requests of a batch are judged one by one, when it is parsed."""
+    fields = max(limits.max_json_items, info.max_model_len)
+    lists = f"{pb.SamplingParams.DESCRIPTOR.full_name}.stop_token_ids", f"{pb.TokenIds.DESCRIPTOR.full_name}.ids"
+    most = {
+        "Generate": {
+            lists[0]: most_stop_tokens(limits),
+            lists[1]: most_prompt_tokens(info),
+            f"{pb.SamplingParams.DESCRIPTOR.full_name}.bad_token_ids": MOST_BAD,
+            f"{pb.TokenRow.DESCRIPTOR.full_name}.ids": MOST_OF_ROW,
+        },
+        "GenerateBatch": {f"{pb.GenerateBatchRequest.DESCRIPTOR.full_name}.requests": most_batch_requests(limits)},
+        "Detokenize": {lists[1]: most_counted_tokens(limits, info)},
+    }
+    return {f"/{SERVICE}/{method}": Bounds(fields, lists) for method, lists in most.items()}

@@ -1,0 +1,104 @@
+"""Where a setting of `intarsia serve` comes from: a flag, an environment variable, a file, or nobody said.
+
+    --kv-cache-memory 4GiB        INTARSIA_KV_CACHE_MEMORY=4GiB        kv_cache_memory: 4GiB
+
+Flags come first, then variables, then the file that --config names. All three have the same names.
+"""
+
+import difflib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+from ...errors import InvalidSetting
+from .sizes import parse_tokens
+
+PREFIX = "INTARSIA_"
+
+NOT_SETTINGS = frozenset({"config", "print_config", "help"})
+
+SECRETS = ("key", "token", "secret", "password")
+"""What is called so, or so at its end, is never printed."""
+
+
+class ConfiguredCommand(TyperCommand):
+    """A command all of whose options are environment variables too."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        for param in self.params:
+            if param.name in NOT_SETTINGS or param.name is None:
+                continue
+            old = [param.envvar] if isinstance(param.envvar, str) else list(param.envvar or ())
+            param.envvar = [variable_of(param.name), *old]
+            param.show_envvar = False  # type: ignore[attr-defined]  the command's text says it once
+
+
+def tokens(field: str) -> Callable[[Any], int]:
+    """What reads an option whose value is a number of tokens, with a unit or without."""
+
+    def tokens(value: Any) -> int:
+        return parse_tokens(value, field)
+
+    return tokens
+
+
+def variable_of(name: str) -> str:
+    return PREFIX + name.upper()
+
+
+def use_file(context: typer.Context, path: Path | None) -> Path | None:
+    """The callback of --config. Raises `InvalidSetting` for a file that can not be read, or says what nobody knows."""
+    if path is not None:
+        known = {param.name for param in context.command.params if param.name} - NOT_SETTINGS
+        context.default_map = {**(context.default_map or {}), **_read(path, known)}
+    return path
+
+
+def _read(path: Path, known: set[str]) -> dict[str, Any]:
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidSetting(f"the configuration {path} can not be read: {error}", field="config") from None
+    except yaml.YAMLError as error:
+        raise InvalidSetting(f"the configuration {path} is no YAML: {error}", field="config") from None
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise InvalidSetting(f"the configuration {path} must map settings to values", field="config")
+    settings = {str(name).replace("-", "_"): value for name, value in found.items()}
+    for name in settings:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise InvalidSetting(f"{path} sets {name}, which is no setting.{hint}", field=name)
+    return settings
+
+
+def describe(context: typer.Context) -> str:
+    """Every setting with where it comes from, as a file for --config."""
+    return "".join(f"{line}\n" for line in _lines(context))
+
+
+def _lines(context: typer.Context) -> Iterator[str]:
+    import yaml
+    from typer._click.core import ParameterSource
+
+    sources = {
+        ParameterSource.COMMANDLINE: "flag",
+        ParameterSource.ENVIRONMENT: "environment",
+        ParameterSource.DEFAULT_MAP: "file",
+    }
+    for name, value in context.params.items():
+        if name in NOT_SETTINGS:
+            continue
+        value = None if value == () else value  # an option that may be given several times, and was not
+        shown = "..." if name.rpartition("_")[2] in SECRETS and value is not None else value
+        text = yaml.safe_dump({name: str(shown) if isinstance(shown, Path) else shown}).strip()
+        source = sources.get(context.get_parameter_source(name))  # type: ignore[arg-type]
+        yield f"{text}  # {source}" if source else text

@@ -1,0 +1,168 @@
+"""What a start can be refused for by the files, the settings and the machine alone: within two seconds, before torch is
+imported and Ray is started. Whether the cluster that RAY_ADDRESS names answers, `controller.ray_address` finds out.
+
+    ports -> files of the checkpoint -> family -> length, ranks, layout of the cache -> backend -> memory
+
+What only the loaded model knows is judged later, by the parts that know it; what both can tell, both tell in the same
+words, for it is the same function.
+"""
+
+import math
+import os
+import sys
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from ...controller.admission.overload import free_host_bytes
+from ...controller.startup import EngineSettings
+from ...errors import InvalidSetting, ModelNotFound, UnsupportedModel
+from ...kernels.names import ATTENTION_BACKENDS, no_such_backend
+from ...kvcache.spec import LayerSpec
+from ...kvcache.strategies import plan_memory
+from ...proto.worker import check_length
+from ...workers.checkpoint.config_schema import text_config
+from ...workers.checkpoint.files import Checkpoint
+from ...workers.checkpoint.layer_specs import local_kv_heads, read_layers
+from ...workers.known_families import check_family
+from ..checkpoints.model_dir import find_model
+from ..front_end.tokenizer import check_tokenizer
+from ..settings.ports import check_ports as check_ports
+
+DEVICES = "/dev/nvidia0", "/dev/kfd"
+"""Without one of these, no GPU is here that torch could use."""
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "float": 4}
+"""Of one number, by dtype; of others: 2."""
+
+NOT_TEXT = "vision", "visual", "audio", "multi_modal", "multimodal", "mtp."
+"""Parts of tensors' names that are not loaded, mostly: to take them for loaded would refuse what fits."""
+
+SAYS_ALL = "layer_types", "head_dim", "num_key_value_heads", "num_kv_shared_layers", "max_position_embeddings"
+"""Fields of a config out of which its layers are known without transformers, which knows what a family leaves out."""
+
+SHARES_NOTHING = {"gemma2", "gemma3_text", "llama", "mistral", "ministral", "ministral3", "qwen3", "olmo3", "smollm3"}
+"""Families of plain attention layers, all with keys and values of their own."""
+
+
+def judged(model: str, settings: EngineSettings) -> EngineSettings:
+    """The same settings, if an engine can be made of them here. model: as it was named. Raises as `check_engine`."""
+    try:
+        check_engine(settings)
+    except ModelNotFound as error:
+        if find_model(model).is_of_hub:
+            raise ModelNotFound(f"{error} To complete the download: hf download {model}", field="model") from None
+        raise
+    return settings
+
+
+def check_engine(settings: EngineSettings) -> None:
+    """Raises `InvalidSetting` and `ModelError` for what can not become an engine here."""
+    checkpoint = Checkpoint(settings.model.model_dir)
+    check_tokenizer(settings.model)
+    text = text_config(checkpoint.config)
+    _check_family(checkpoint.config, text, settings)
+    _check_shape(text, settings)
+    is_known = (
+        not os.environ.get("RAY_ADDRESS") and not _has_gpu() and not _has_ray()
+    )  # other machines, and GPUs, have their own memory
+    _check_backend(settings.model.attention_backend, has_gpu=not is_known)
+    if is_known:
+        check_memory(weight_bytes(checkpoint, settings.model.dtype), settings, free_host_bytes())
+
+
+def _check_family(config: Mapping[str, Any], text: Mapping[str, Any], settings: EngineSettings) -> None:
+    kinds = [each.get("model_type") for each in (config, text)]
+    if settings.model.trust_remote_code:
+        return  # its own code says what it is
+    if kinds[0] is None:
+        raise UnsupportedModel(
+            f"{settings.model.model_dir}/config.json says no model_type, so its family is not known",
+            field="model",
+        )
+    if kinds[1] is not None:
+        check_family(kinds, allow_generic=settings.model.allow_generic)
+
+
+def _check_shape(text: Mapping[str, Any], settings: EngineSettings) -> None:
+    """What a config says of positions and heads; what it leaves to its family is judged when that is known."""
+    positions, ranks = text.get("max_position_embeddings"), settings.model.tensor_parallel_size
+    if settings.max_model_len is not None and isinstance(positions, int):
+        check_length(settings.max_model_len, positions)
+    fields = SimpleNamespace(**text)
+    if isinstance(text.get("num_attention_heads"), int) and ranks > 1:
+        local_kv_heads(fields, ranks)
+    layers = _layers(fields, settings)
+    if layers is not None:
+        plan_memory(layers, settings.plan, settings.max_model_len or positions)
+
+
+def _layers(fields: SimpleNamespace, settings: EngineSettings) -> tuple[LayerSpec, ...] | None:
+    """None where config.json leaves something to its family, or its layers are no plain attention."""
+    is_plain = getattr(fields, "model_type", None) in SHARES_NOTHING
+    said = [name for name in SAYS_ALL if getattr(fields, name, None) is not None or (is_plain and "shared" in name)]
+    if not is_plain or len(said) < len(SAYS_ALL) or (settings.gpu_memory_utilization is not None and _has_gpu()):
+        return None
+    return read_layers(fields, settings.model.tensor_parallel_size, _item_bytes(vars(fields), settings.model.dtype))
+
+
+def _check_backend(name: str | None, *, has_gpu: bool) -> None:
+    if name is None:
+        return
+    if name not in ATTENTION_BACKENDS:
+        raise no_such_backend(name)
+    if not has_gpu and "cpu" not in ATTENTION_BACKENDS[name]:
+        here = [each for each, devices in ATTENTION_BACKENDS.items() if "cpu" in devices]
+        raise UnsupportedModel(
+            f"attention_backend {name} runs on a GPU, and this machine has none that torch could use; here run: "
+            f"{', '.join(here)}.",
+            field="attention_backend",
+        )
+
+
+def weight_bytes(checkpoint: Checkpoint, dtype: str) -> int:
+    """What the weights take on all ranks together, at the least."""
+    numbers = sum(
+        math.prod(checkpoint.shape(name)) for name in checkpoint.names() if not any(part in name for part in NOT_TEXT)
+    )
+    return numbers * _item_bytes(text_config(checkpoint.config), dtype, checkpoint.config)
+
+
+def check_memory(weights: int, settings: EngineSettings, free: int) -> None:
+    """Of a machine without GPUs, where all workers share it. All in bytes. Raises `InvalidSetting`."""
+    ranks = settings.model.tensor_parallel_size
+    cache = settings.plan.memory_bytes * ranks
+    if weights + cache <= free:
+        return
+    each = f" ({_human(settings.plan.memory_bytes)} on each of {ranks} workers)" if ranks > 1 else ""
+    advice = "Lower kv_cache_memory" if weights < free else "Take a smaller model"
+    raise InvalidSetting(
+        f"weights of {_human(weights)} and kv_cache_memory of {_human(cache)}{each} are asked for, and this machine "
+        f"has {_human(free)} of memory free. {advice}, or a machine with more.",
+        field="kv_cache_memory" if weights < free else "model",
+        asked=weights + cache,
+        limit=free,
+    )
+
+
+def _item_bytes(text: Mapping[str, Any], dtype: str, whole: Mapping[str, Any] | None = None) -> int:
+    """Of one number."""
+    said = [each.get(name) for each in (text, whole or {}) for name in ("dtype", "torch_dtype")]
+    name = dtype if dtype != "auto" else next((one for one in said if isinstance(one, str)), "float32")
+    return ITEM_BYTES.get(name.removeprefix("torch."), 2)
+
+
+def _human(count: int) -> str:
+    from ..terminal.banner import human_bytes
+
+    return human_bytes(count)
+
+
+def _has_ray() -> bool:
+    """Whether this program uses a Ray already, which may be anywhere."""
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
+
+
+def _has_gpu() -> bool:
+    return any(map(os.path.exists, DEVICES))

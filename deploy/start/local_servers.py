@@ -1,0 +1,66 @@
+"""Servers of this user on this machine, so that `intarsia top` finds them without being told.
+
+A server leaves a file that only its user can read: where it listens, and the admin key that was drawn for it. A key
+that was given to the server is not written anywhere.
+"""
+
+import contextlib
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ...errors import InvalidSetting
+
+
+class Running(NamedTuple):
+    """One server."""
+
+    process_id: int
+    url: str
+    admin_key: str | None
+
+
+@contextlib.contextmanager
+def announced(url: str, admin_key: str | None) -> Iterator[None]:
+    """Others of this user find the server while this lasts. A place where that can not be is no reason not to serve."""
+    path = None
+    with contextlib.suppress(OSError, InvalidSetting):
+        path = folder() / f"{os.getpid()}.json"
+        path.unlink(missing_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump({"url": url, "admin_key": admin_key}, file)
+    try:
+        yield
+    finally:
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
+def running() -> list[Running]:
+    """Servers that are there, the latest first. What a dead one left is cleared away."""
+    found = []
+    for path in sorted(folder().glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True):
+        try:
+            process_id, facts = int(path.stem), json.loads(path.read_text())
+            os.kill(process_id, 0)
+            found.append(Running(process_id, facts["url"], facts["admin_key"]))
+        except ProcessLookupError:
+            path.unlink(missing_ok=True)
+        except (OSError, ValueError, KeyError):
+            continue
+    return found
+
+
+def folder() -> Path:
+    """Where the files are. Raises `InvalidSetting` for a folder that others could have put there."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    path = Path(runtime) / "intarsia" if runtime else Path(tempfile.gettempdir()) / f"intarsia-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    facts = path.lstat()
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
+        raise InvalidSetting(f"{path} must be a folder that nobody else can open", field="XDG_RUNTIME_DIR")
+    return path

@@ -1,0 +1,23 @@
+"""How much is logged: by this process to standard error, by an engine's own processes to Ray's logs."""
+
+import logging
+import os
+from enum import StrEnum
+
+from ...environment import LOG_LEVEL
+
+
+class LogLevel(StrEnum):
+    """What is logged at the least."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def log_from(level: LogLevel) -> None:
+    """For this process, and for those that it starts from now on. Other libraries log from warnings on."""
+    os.environ[LOG_LEVEL] = level
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger(__name__.partition(".")[0]).setLevel(level.upper())

@@ -1,0 +1,239 @@
+"""`intarsia serve`: an engine, an HTTP and a gRPC server in front of it, and an orderly end."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...controller.startup import EngineSettings
+from ...environment import freeze_startup_objects
+from ...errors import IntarsiaError, InvalidSetting
+from ...proto.tracing import tracer_of
+from ...proto.worker import ModelSettings
+from ..console import ConsoleSettings
+from ..front_end.access import Access, AccessSettings
+from ..front_end.front_end import FrontEnd, FrontEndSettings
+from ..front_end.request_log import FORMS, RequestLog
+from ..front_end.tokenizer import Tokenizer, text_notes
+from ..http.server import SHUTDOWN_GRACE_S, HttpServer
+from ..settings.limits import Limits
+from ..terminal.banner import print_banner
+from ..terminal.loading_bar import loading_bar
+from .ending import SIGNALS, leave_at_the_latest, say
+from .local_servers import announced
+
+if TYPE_CHECKING:
+    from ..grpc.server import GrpcServer
+    from .launch import RunningEngine
+
+LAST_WORDS_S = 0.5
+"""For the last answers to reach their clients."""
+
+END_WITHIN_S = 1.5
+"""Of the process, from then on."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """Where an engine is reached, and by whom. Port 0 takes a free one."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    grpc_port: int = 50051
+    access: AccessSettings = field(default_factory=AccessSettings)
+    front_end: FrontEndSettings = field(default_factory=FrontEndSettings)
+    console: ConsoleSettings = field(default_factory=ConsoleSettings)
+    drain_timeout_s: float = 60.0  # for requests that are being answered when the server is to stop
+    limits: Limits = field(default_factory=Limits)
+    allowed_origins: tuple[str, ...] = ()  # of pages in browsers that may ask; "*": any
+    root_path: str = ""  # where a proxy shows the HTTP server; requests may bring it or not
+    request_log: str | None = None  # a line of each request, in one of the log's forms
+
+    def __post_init__(self):
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise InvalidSetting(
+                f"root_path must begin with a slash and not end with one, as /llm does, got {self.root_path!r}",
+                field="root_path",
+            )
+        if self.request_log is not None and self.request_log not in FORMS:
+            raise InvalidSetting(
+                f"request_log must be {' or '.join(FORMS)}, got {self.request_log!r}", field="request_log"
+            )
+        if self.drain_timeout_s < 0:
+            raise InvalidSetting(
+                f"drain_timeout_s must be at least 0 seconds, got {self.drain_timeout_s}", field="drain_timeout_s"
+            )
+
+
+def server_settings(
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    grpc_port: int = 50051,
+    root_path: str = "",
+    allowed_origins: Sequence[str] | None = None,
+    api_key: Sequence[str] | None = None,
+    api_key_file: str | None = None,
+    admin_key: Sequence[str] | None = None,
+    admin_key_file: str | None = None,
+    ssl_certfile: str | None = None,
+    ssl_keyfile: str | None = None,
+    ssl_ca_certs: str | None = None,
+    insecure: bool = False,
+    stream_interval_s: float = 0.0,
+    max_streams: int = 4096,
+    image_hosts: Sequence[str] | None = None,
+    open_objects: bool = False,
+    console_prompts: bool = False,
+    request_log: str | None = None,
+    drain_timeout_s: float = 60.0,
+    **limits: float,
+) -> ServerSettings:
+    """Flags and arguments as settings; limits by their names. Raises `InvalidSetting`, naming the field."""
+    return ServerSettings(
+        host,
+        port,
+        grpc_port,
+        AccessSettings(
+            tuple(api_key or ()),
+            api_key_file,
+            tuple(admin_key or ()),
+            admin_key_file,
+            ssl_certfile,
+            ssl_keyfile,
+            ssl_ca_certs,
+            insecure,
+        ),
+        FrontEndSettings(stream_interval_s, max_streams, tuple(image_hosts or ()), open_objects),
+        ConsoleSettings(console_prompts),
+        drain_timeout_s,
+        Limits(**limits),  # type: ignore[arg-type]  a float only where the limit is one
+        tuple(allowed_origins or ()),
+        root_path,
+        request_log,
+    )
+
+
+class Served(NamedTuple):
+    """A started engine and what stands in front of it."""
+
+    engine: "RunningEngine"
+    front_end: FrontEnd
+    grpc: "GrpcServer"
+    at: "Listening"
+
+    async def drain(self, within_s: float) -> None:
+        """Take no new requests, say so to whoever asks for our health, and wait for those that are being answered."""
+        self.front_end.leave()
+        await self.grpc.leave()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.front_end.idle(), within_s)
+
+
+class Listening(NamedTuple):
+    """Where clients reach an engine."""
+
+    http: str  # a URL
+    grpc: str  # host:port
+    console: str  # a URL, with the admin key if it was drawn
+
+
+@contextlib.asynccontextmanager
+async def serving(settings: EngineSettings, server: ServerSettings) -> AsyncIterator[Served]:
+    """A started engine with its servers; all of it ends with the context."""
+    access = Access(server.access)
+    access.check_host(server.host)  # what can be refused at once is refused before workers start
+    engine, tokenizer = await _engine_and_tokenizer(settings)
+    from ..grpc.server import GrpcServer  # the tokenizer's thread has imported them
+    from ..openai.app import make_app
+
+    try:
+        tracer = tracer_of("front-end", settings.model.traces_endpoint)
+        front_end = FrontEnd(engine.client, tokenizer, server.front_end, tracer=tracer, limits=server.limits)
+        log = RequestLog(server.request_log) if server.request_log else None
+        app = make_app(
+            lambda: front_end, access, server.console, server.limits, server.root_path, server.allowed_origins, log
+        )
+        http, grpc = HttpServer(app, access, server.limits), GrpcServer(front_end, access, log)
+        try:
+            url, target = await http.start(server.host, server.port), await grpc.start(server.host, server.grpc_port)
+            drawn = access.draw_admin_key()
+            with announced(url, drawn):
+                at = Listening(url, target, f"{url}/console" + (f"#key={drawn}" if drawn else ""))
+                yield Served(engine, front_end, grpc, at)
+        finally:
+            within_s = SHUTDOWN_GRACE_S if front_end.num_running else LAST_WORDS_S
+            await asyncio.wait([asyncio.ensure_future(each.stop()) for each in (http, grpc)], timeout=within_s)
+            for each in filter(None, (tracer, log)):
+                await asyncio.to_thread(each.close)
+    finally:
+        await engine.shutdown()
+
+
+async def _engine_and_tokenizer(settings: EngineSettings) -> "tuple[RunningEngine, Tokenizer | None]":
+    """Started and read side by side: each waits for other processes or imports for seconds. Raises what either does;
+    nothing is left then."""
+    from .launch import start_engine  # and with it Ray, before the other thread imports anything
+
+    with loading_bar() as watch:
+        starting = asyncio.ensure_future(start_engine(settings, watch))
+        try:
+            tokenizer = await asyncio.to_thread(_read_tokenizer, settings.model)
+        except BaseException:
+            await _given_up(starting)
+            raise
+        return await starting, tokenizer
+
+
+def _read_tokenizer(model: ModelSettings) -> Tokenizer | None:
+    tokenizer = Tokenizer.of(model)
+    from ..grpc import server as grpc_server  # noqa: F401  the servers are made next
+    from ..openai import app  # noqa: F401
+
+    return tokenizer
+
+
+async def _given_up(starting: "asyncio.Future[RunningEngine]") -> None:
+    """End an engine that starts, or has just started."""
+    starting.cancel()
+    with contextlib.suppress(asyncio.CancelledError, IntarsiaError):
+        await (await starting).shutdown()
+
+
+async def serve(settings: EngineSettings, server: ServerSettings) -> None:
+    """Serve until SIGINT or SIGTERM. Requests that are being answered then have `drain_timeout_s` to end, or until the
+    second signal.
+
+    Raises `EngineUnavailable` when the engine goes by itself and does not come back, so that whoever watches the
+    process can start it again.
+    """
+    stops = asyncio.Semaphore(0)
+    loop = asyncio.get_running_loop()
+    async with serving(settings, server) as served:
+        for number in SIGNALS:
+            loop.add_signal_handler(number, stops.release)
+        freeze_startup_objects()
+        info = served.engine.client.info
+        print_banner(info._replace(notes=(*info.notes, *text_notes(served.front_end.tokenizer))), *served.at)
+        say("ready; stop with Ctrl-C")
+        gone = asyncio.ensure_future(served.engine.client.wait_gone())
+        await _first(stops.acquire(), gone)
+        if not gone.done() and (running := served.front_end.num_running):
+            say(f"stopping when {running} requests have their answers; Ctrl-C stops at once")
+            await _first(served.drain(server.drain_timeout_s), stops.acquire(), gone)
+        if gone.done():
+            raise gone.result()
+        gone.cancel()
+        say("stopping ...")
+        running = served.front_end.num_running
+        leave_at_the_latest(END_WITHIN_S + (SHUTDOWN_GRACE_S if running else 0.0), 0)
+
+
+async def _first(*works: Awaitable[object]) -> None:
+    """Wait until one of them is done; those that began here are given up."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task, work in zip(tasks, works, strict=True):
+        if task is not work:
+            task.cancel()

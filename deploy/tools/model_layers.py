@@ -1,0 +1,62 @@
+"""The layers of a model that need not be loaded: from its directory, its config.json, or its name."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import IntarsiaError, InvalidSetting
+from ...kvcache.spec import LayerSpec
+from ...workers.checkpoint.files import read_config
+from ...workers.checkpoint.json_file import clipped
+from ..checkpoints.known_models import known_model
+
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
+"""Of one cached number."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLayers:
+    """What a plan is made for."""
+
+    model: str
+    layers: tuple[LayerSpec, ...]  # one rank's share
+    max_tokens: int | None  # of one request
+    encoder_tokens: int  # of one image
+
+
+def model_layers(model: str, tensor_parallel_size: int = 1, dtype: str = "bfloat16") -> ModelLayers:
+    """Raises `InvalidSetting` for a model nobody knows, `ModelError` for a config that can not be read."""
+    if tensor_parallel_size < 1:
+        raise InvalidSetting(
+            f"tensor_parallel_size must be at least 1, got {tensor_parallel_size}", field="tensor_parallel_size"
+        )
+    if dtype not in ITEM_BYTES:
+        raise InvalidSetting(f"dtype must be one of {', '.join(ITEM_BYTES)}; got {dtype!r}", field="dtype")
+    path = Path(model)
+    if path.exists():
+        return _from_config(path, tensor_parallel_size, dtype)
+    known = known_model(model)
+    layers = known.layers(tensor_parallel_size, ITEM_BYTES[dtype])
+    return ModelLayers(known.id, layers, known.max_position, known.encoder_tokens)
+
+
+def _from_config(path: Path, tensor_parallel_size: int, dtype: str) -> ModelLayers:
+    directory = path if path.is_dir() else path.parent
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise InvalidSetting(f"{path} holds no config.json", field="model")
+    fields = read_config(file)
+    from transformers import AutoConfig  # slow to import, and not needed for known models
+
+    from ...workers.checkpoint.layer_specs import complete_layer_types, read_layers
+
+    try:
+        config = AutoConfig.for_model(**fields).get_text_config()
+        complete_layer_types(config, fields)
+        layers = read_layers(config, tensor_parallel_size, ITEM_BYTES[dtype])
+    except IntarsiaError:
+        raise
+    except Exception as error:  # noqa: BLE001  it raises whatever it meets
+        raise InvalidSetting(
+            f"{file} is not a config that transformers knows: {clipped(str(error), 400)}", field="model"
+        ) from None
+    return ModelLayers(directory.resolve().name, layers, getattr(config, "max_position_embeddings", None), 0)

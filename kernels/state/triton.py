@@ -1,0 +1,157 @@
+"""Recurrences on a GPU by our own kernels: `kernels/state/triton_kernels.py`, and what they are launched with."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..tensors import upload
+from ..toolchain import triton as gpu
+from ..toolchain.triton import LEAST_DOT, power_of_two
+from .protocol import Columns, Piece, Recurrence, StateBatch, waves
+from .reference import CONVOLUTION, GATED_DELTA, LINEAR_ATTENTION, SELECTIVE_SCAN
+
+CHUNKS = {LINEAR_ATTENTION.name: (32, 8), GATED_DELTA.name: (16, 4)}
+"""Tokens of a chunk, and warps: the most that spills no registers (`bench/ahead.py`). Of a delta net every token
+of a chunk waits for the one before it, so its chunks are short anyway."""
+CONVOLUTION_TOKENS = 16
+
+
+class Launch(NamedTuple):
+    """Pieces that run together: all of one token, or none."""
+
+    columns: Columns  # of tensors
+    pieces: int
+    longest: int
+
+
+class TritonStates:
+    """Every recurrence, in place."""
+
+    name: ClassVar[str] = "triton"
+    devices: ClassVar[frozenset[str]] = frozenset({"cuda"})
+
+    @classmethod
+    def lacks(cls) -> str | None:
+        return gpu.missing()
+
+    def __init__(self) -> None:
+        from . import triton_kernels as states  # here and not above: triton may be missing
+
+        self._kernels: Any = states
+        self._run = {
+            CONVOLUTION.name: self._convolve,
+            LINEAR_ATTENTION.name: self._heads,
+            GATED_DELTA.name: self._heads,
+            SELECTIVE_SCAN.name: self._channels,
+        }
+
+    def prepare(self, batch: StateBatch, device: torch.device) -> list[Launch]:
+        launches = []
+        for wave in waves(batch):
+            for is_single in (True, False):
+                pieces = [piece for piece in wave if piece.is_single == is_single]
+                if pieces:
+                    launches.append(_launch(pieces, device))
+        return launches
+
+    def frame(self, rows: int, device: torch.device) -> list[Launch]:
+        nobody = np.zeros(rows, dtype=np.int32)
+        return self.prepare(StateBatch(nobody, nobody + 1, nobody != 0), device)
+
+    def refill(self, frame: list[Launch], pages: np.ndarray) -> None:
+        frame[0].columns.page.copy_(torch.from_numpy(pages), non_blocking=True)
+
+    def scan(
+        self, recurrence: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor],
+        meta: list[Launch],
+    ) -> Tensor:  # fmt: skip
+        run = self._run[recurrence.name]
+        inputs = [values if values.stride(-1) == 1 else values.contiguous() for values in inputs]
+        out = torch.empty_like(inputs[_OUT_LIKE[recurrence.name]], memory_format=torch.contiguous_format)
+        for launch in meta:
+            run(recurrence, pages, constants, inputs, launch, out)
+        return out
+
+    def _heads(
+        self, recurrence: Recurrence, pages: Tensor, _: Sequence[Tensor], inputs: Sequence[Tensor], launch: Launch,
+        out: Tensor,
+    ) -> None:  # fmt: skip
+        q, k, v, g, *beta = inputs
+        b = beta[0] if beta else g
+        columns = launch.columns
+        slots, heads, keys, values = pages.shape
+        block = heads_block(keys, values, launch.longest == 1)
+        grid = (launch.pieces, heads, -(-values // block))
+        strides = [stride for x in (q, k, v, g, b, out) for stride in x.stride()[:2]]
+        common = {
+            "KEYS": keys,
+            "KEYS_PADDED": max(LEAST_DOT, power_of_two(keys)),
+            "VALUES": values,
+            "VALUES_BLOCK": block,
+            "DELTA": bool(beta),
+        }
+        if launch.longest == 1:
+            self._kernels.heads_step[grid](
+                q, k, v, g, b, out, pages, columns.start, columns.page, columns.is_new, columns.saved_to,
+                *strides, pages.stride(0), pages.stride(1), slots, **common,
+            )  # fmt: skip
+        else:
+            chunk, warps = CHUNKS[recurrence.name]
+            self._kernels.heads[grid](
+                q, k, v, g, b, out, pages, *columns,
+                *strides, pages.stride(0), pages.stride(1), slots, **common,
+                CHUNK=chunk, PRECISION=PRECISION, num_warps=warps, num_stages=1,
+            )  # fmt: skip
+
+    def _channels(
+        self, _: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor], launch: Launch,
+        out: Tensor,
+    ) -> None:  # fmt: skip
+        (A,) = constants
+        slots, count, states = pages.shape
+        block = 32
+        self._kernels.channels[launch.pieces, -(-count // block)](
+            A.contiguous(), *inputs, out, pages, *launch.columns,
+            *(x.stride(0) for x in (*inputs, out)), pages.stride(0), slots, count,
+            STATES=states, STATES_PADDED=power_of_two(states), BLOCK=block,
+        )  # fmt: skip
+
+    def _convolve(
+        self, _: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor], launch: Launch,
+        out: Tensor,
+    ) -> None:  # fmt: skip
+        weight, bias = constants
+        (x,) = inputs
+        columns = launch.columns
+        slots, count, window = pages.shape
+        block = 128
+        tokens = min(CONVOLUTION_TOKENS, power_of_two(launch.longest))
+        self._kernels.convolve[launch.pieces, -(-count // block), -(-launch.longest // tokens)](
+            weight.contiguous(), bias, x, out, pages, columns.start, columns.length, columns.page, columns.is_new,
+            x.stride(0), out.stride(0), pages.stride(0), slots, count, WINDOW=window, TOKENS=tokens, BLOCK=block,
+        )  # fmt: skip
+        self._kernels.shift[launch.pieces, -(-count // block)](
+            x, pages, *columns, x.stride(0), pages.stride(0), slots, count, WINDOW=window, BLOCK=block
+        )
+
+
+_OUT_LIKE = {CONVOLUTION.name: 0, LINEAR_ATTENTION.name: 2, GATED_DELTA.name: 2, SELECTIVE_SCAN.name: 0}
+"""The input that has the output's shape."""
+
+PRECISION = "tf32"
+"""Of the matrix products of a prompt: 11 bits of each number, which are all that there are where a model computes in
+bfloat16. What is summed, and what is kept, is float32."""
+
+
+def heads_block(keys: int, values: int, one_token: bool) -> int:
+    """Values of a head that one program keeps: few, so that there are many programs and no registers are spilled."""
+    most = 16 if keys > 128 else 32 if one_token or keys > 64 else 64
+    return min(max(LEAST_DOT, power_of_two(values)), most)
+
+
+def _launch(pieces: list[Piece], device: torch.device) -> Launch:
+    columns = Columns.of(pieces)
+    return Launch(Columns(*upload(np.stack(columns), device)), len(pieces), int(columns.length.max()))

@@ -1,0 +1,102 @@
+"""What an engine shows of itself, taken while it works."""
+
+import asyncio
+from array import array
+from typing import Any
+
+from intarsia.controller.engine import Engine
+from intarsia.controller.request import SamplingParams, Terms
+from intarsia.controller.snapshot import Look
+from intarsia.tests.controller.test_engine import PROMPT, make_engine, running, submit
+from intarsia.tests.local import Completion
+
+ALL = Look(with_tokens=True, with_recount=True)
+
+
+def slow(engine: Engine) -> Engine:
+    group: Any = engine._workers
+    group.step_s = 0.002
+    return engine
+
+
+def test_idle_engine_shows_an_empty_pool_that_was_counted():
+    engine = make_engine(blocks=32)
+
+    async def scenario() -> None:
+        seen = await engine.view(ALL)
+        assert seen.requests == seen.ended == seen.steps == ()
+        assert seen.recount is not None and seen.recount.blank == 31 and seen.faults == ""
+        assert len(seen.workers) == 1 and seen.pool is not None
+
+    running(engine, scenario())
+
+
+def test_running_and_waiting_requests_are_shown_with_the_blocks_they_hold():
+    engine = slow(make_engine())
+
+    async def scenario() -> None:
+        completions = [submit(engine, [n + 1] * (6 + n), SamplingParams(max_tokens=30)) for n in range(7)]
+        while engine.stats.steps < 8:
+            await asyncio.sleep(0.001)
+        seen = await engine.view(ALL)
+        assert [each.state for each in seen.requests] == ["running"] * 4 + ["waiting"] * 3  # four seats
+        assert [each.slot for each in seen.requests[:4]] == [0, 1, 2, 3]
+        assert seen.recount is not None
+        for g, held in enumerate(seen.recount.held_blocks):  # nothing is shared: each block has one holder
+            shown = [block for each in seen.requests[:4] for block in array("i", each.blocks[g])]
+            assert len(shown) == len(set(shown)) == held
+        for each in seen.requests[:4]:
+            assert each.tokens is not None and each.tokens[0] == (each.tokens[0][0],) * each.prompt_tokens
+            assert each.generated_tokens == len(each.tokens[1])
+            assert each.max_tokens == 30 and 0 <= each.waited_s <= each.age_s
+        await asyncio.gather(*(c.done.wait() for c in completions))
+
+    running(engine, scenario())
+
+
+def test_only_new_steps_and_no_text_are_shown_unless_asked_for():
+    engine = make_engine()
+
+    async def scenario() -> None:
+        await submit(engine, PROMPT).done.wait()
+        every = (await engine.view(Look())).steps
+        assert [step.number for step in every] == list(range(1, len(every) + 1))
+        assert (every[0].prompt_tokens, every[0].began) == (len(PROMPT), 1)
+        assert sum(step.decoding for step in every) == 7 and every[-1].ended + every[-2].ended == 1
+        later = await engine.view(Look(since_step=3, with_pool=False))
+        assert later.steps == every[3:] and later.pool is None and later.recount is None
+        assert all(each.tokens is None and each.blocks == () for each in later.ended)
+        [ended] = (await engine.view(ALL)).ended
+        assert ended.tokens is not None and ended.tokens[0] == tuple(PROMPT)
+
+    running(engine, scenario())
+
+
+def test_ended_requests_say_why():
+    engine = slow(make_engine())
+
+    async def scenario() -> None:
+        whole = submit(engine, PROMPT)
+        late = Completion()
+        engine.submit([7] * 5, SamplingParams(max_tokens=90), 0, late.outlet, terms=Terms(timeout_s=0.02))
+        [left] = engine.submit([8] * 5, SamplingParams(max_tokens=90), 0, Completion().outlet)
+        await whole.done.wait()
+        engine.abort(left)
+        await late.done.wait()
+        assert {each.state for each in (await engine.view(Look())).ended} == {"length", "deadline", "abort"}
+        assert engine.metrics().finished == {"length": 1, "deadline": 1, "abort": 1}
+
+    running(engine, scenario())
+
+
+def test_tokens_that_were_evicted_are_shown_as_lost():
+    engine = make_engine(blocks=20)
+
+    async def scenario() -> None:
+        for prompt in ([1] * 40, [2] * 40, [3] * 40, [1] * 40):
+            await submit(engine, prompt, SamplingParams(max_tokens=2)).done.wait()
+        first, *_, again = (await engine.view(Look())).ended
+        assert first.lost_tokens == {} and again.lost_tokens.get("evicted", 0) > 0
+        assert engine.metrics().lost_tokens["evicted"] == again.lost_tokens["evicted"]
+
+    running(engine, scenario())

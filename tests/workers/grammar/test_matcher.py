@@ -1,0 +1,195 @@
+"""Answers of a given form, from a model that would say anything."""
+
+import asyncio
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from intarsia.controller.request import SamplingParams
+from intarsia.errors import InvalidRequest
+from intarsia.tests.local import Completion, complete, make_engine
+from intarsia.workers.grammar import matcher as grammars
+from intarsia.workers.grammar.matcher import Grammars
+from intarsia.workers.grammar.sandbox import FormTrial
+
+EOS, VOCAB = 256, 320  # of the talker
+
+
+def answers(talker: Path, *asked: SamplingParams, **settings) -> list[Completion]:
+    async def scenario() -> list[Completion]:
+        engine = await make_engine(talker, **settings)
+        return await complete(engine, [[1, 2, 3 + n] for n in range(len(asked))], asked)
+
+    return asyncio.run(scenario())
+
+
+def text_of(talker: Path, completion: Completion) -> str:
+    from transformers import AutoTokenizer
+
+    assert completion.error is None, completion.error
+    return AutoTokenizer.from_pretrained(talker).decode(completion.token_ids, skip_special_tokens=True)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["oak", "ash"]}, "age": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_have_their_form_and_end_by_themselves(talker: Path, temperature: float):
+    common = {"temperature": temperature, "max_tokens": 60, "seed": 3}
+    schema, regex, choice, free = answers(
+        talker,
+        SamplingParams(**common, json_schema=SCHEMA),
+        SamplingParams(**common, regex="[a-c]{3}-[0-9]{2}"),
+        SamplingParams(**common, choice=("walnut", 'ma"ple', "äsche")),
+        SamplingParams(**common),
+    )
+    found = json.loads(text_of(talker, schema))
+    assert found["name"] in ("oak", "ash") and 1 <= found["age"] <= 99
+    assert re.fullmatch("[a-c]{3}-[0-9]{2}", text_of(talker, regex))
+    assert text_of(talker, choice) in ("walnut", 'ma"ple', "äsche")
+    assert [each.finish_reason for each in (schema, regex, choice)] == ["stop"] * 3
+    assert not re.fullmatch("[a-c]{3}-[0-9]{2}", text_of(talker, free))
+
+
+def test_a_preempted_answer_keeps_its_form(talker: Path):
+    """A pool for less than both: one of them is computed anew in the middle of its answer."""
+    asked = [SamplingParams(temperature=1.0, seed=n, max_tokens=70, regex="(ab|c){60}") for n in range(3)]
+    found = answers(talker, *asked, kv_cache_memory="24KiB", block_size=4, max_model_len=160)
+    for completion in found:
+        assert re.fullmatch("(ab|c)+", text_of(talker, completion))
+
+
+def test_the_end_may_not_come_early_and_must_come_at_last(talker: Path):
+    """min_tokens beyond what the form can say: the form decides."""
+    [completion] = answers(talker, SamplingParams(temperature=0, max_tokens=20, min_tokens=15, regex="abc"))
+    assert text_of(talker, completion) == "abc"
+    assert completion.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"regex": "(ab"}, "regex can not be used"),
+        ({"json_schema": "{"}, "json_schema can not be read"),
+        ({"json_schema": {"type": "elephant"}}, "json_schema can not be used"),
+    ],
+)
+def test_a_form_that_is_none_is_refused_with_its_reason(talker: Path, form: dict, message: str):
+    [completion] = answers(talker, SamplingParams(max_tokens=5, **form))
+    assert isinstance(completion.error, InvalidRequest)
+    assert message in completion.error.message
+    assert completion.error.field == next(iter(form))
+
+
+def test_a_checkpoint_without_a_tokenizer_says_so(tmp_path: Path):
+    with pytest.raises(InvalidRequest, match="need the model's tokenizer"):
+        Grammars(str(tmp_path), False, VOCAB, [EOS]).prepare("regex", "a+")
+
+
+# Twenty patterns whose intersection llguidance would compute for hours.
+ENDLESS = json.dumps({"allOf": [{"type": "string", "pattern": f".*a.{{{n}}}"} for n in range(20)]})
+
+
+def test_a_form_that_takes_too_long_is_refused_and_the_next_is_compiled(talker: Path):
+    grammars = Grammars(str(talker), False, VOCAB, [EOS])
+    with pytest.raises(
+        InvalidRequest, match=r"json_schema can not be compiled within 1 s and 2048 MiB; make it simpler"
+    ):
+        grammars.prepare("json_schema", ENDLESS)
+    grammars.prepare("json_schema", "{}")
+
+
+def test_a_trial_whose_process_was_killed_goes_on_with_another():
+    trial = FormTrial()
+    trial.run("regex", "a+")
+    child = trial._child
+    assert child is not None
+    child.kill()
+    child.wait()
+    trial.run("regex", "b+")
+    with pytest.raises(InvalidRequest, match="regex can not be used"):
+        trial.run("regex", "(")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        ("regex", "(", "regex can not be used: unclosed group"),
+        ("regex", "(?=a)b", "regex can not be used: look-around, including look-ahead"),
+        ("json_schema", '{"type": "string", "pattern": "(?!a)b"}', "json_schema can not be used: look-around"),
+        ("json_schema", '{"$ref": "#/a"}', "json_schema can not be used: Pointer '/a' does not exist"),
+    ],
+)
+def test_a_form_that_can_not_be_used_is_refused_with_the_whole_reason(kind: str, text: str, reason: str):
+    with pytest.raises(InvalidRequest) as refused:
+        FormTrial().run(kind, text)
+    assert str(refused.value).startswith(reason)
+
+
+def test_a_form_is_compiled_once(talker: Path, monkeypatch: pytest.MonkeyPatch):
+    grammars = Grammars(str(talker), False, VOCAB, [EOS])
+    grammars.prepare("regex", "ab+")
+    monkeypatch.setattr(grammars, "_compile", lambda *_: pytest.fail("it was compiled again"))
+    matcher, other = (grammars.matcher("regex", "ab+", []) for _ in range(2))
+    matcher.take(alphabet_token(talker, "a"))
+    logits = [torch.zeros(VOCAB) for _ in range(2)]
+    matcher.restrict(logits[0])
+    other.restrict(logits[1])
+    assert torch.isfinite(logits[0]).nonzero().flatten().tolist() == [alphabet_token(talker, "b")]
+    assert torch.isfinite(logits[1]).nonzero().flatten().tolist() == [alphabet_token(talker, "a")]
+
+
+def alphabet_token(talker: Path, byte: str) -> int:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(talker).convert_tokens_to_ids(byte)
+
+
+def test_a_form_of_ever_more_states_ends_before_it_fills_the_memory(talker: Path):
+    """Its 2**20 states are found as answers go on, and kept for the next; a long text with a bound has few."""
+    from transformers import AutoTokenizer
+
+    forms = Grammars(str(talker), False, VOCAB, [EOS])
+    letters = AutoTokenizer.from_pretrained(talker).encode("ab")
+    draw = random.Random(5)
+    endless, taken = forms.matcher("regex", "(a|b)*a(a|b){20}", []), 0
+    while not endless.is_complete and taken < 40_000:
+        endless.take(draw.choice(letters))
+        taken += 1
+    assert 1_000 < taken < 40_000
+    assert (
+        endless.failure is not None
+        and endless.failure.startswith("lexer error: too many")
+        and len(endless.failure) < 80
+    )
+    anew = forms.matcher("regex", "(a|b)*a(a|b){20}", letters)
+    assert not anew.is_complete and anew.failure is None
+    long = forms.matcher("regex", ".{0,6000}", letters[:1] * 5999)
+    assert not long.is_complete
+
+
+def test_an_answer_whose_form_turns_out_too_complex_fails_typed_and_others_go_on(
+    talker: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(grammars, "MAX_STATES", 50)
+    common = {"temperature": 1.0, "max_tokens": 150, "ignore_eos": True}
+    complex_one, simple, free = answers(
+        talker,
+        SamplingParams(**common, seed=1, regex=".{0,5000}"),
+        SamplingParams(**common, seed=2, regex="[a-c]+"),
+        SamplingParams(**common, seed=3),
+        max_model_len=200,
+    )
+    assert isinstance(complex_one.error, InvalidRequest) and complex_one.error.field == "regex"
+    assert "the answer's form became too complex after " in complex_one.error.message
+    assert simple.error is None and len(simple.token_ids) == 150
+    assert free.error is None and len(free.token_ids) == 150

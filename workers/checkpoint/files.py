@@ -1,0 +1,163 @@
+"""A checkpoint directory: is it one, and where in its files does a tensor lie? Free of torch until a tensor is read."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ModelNotFound, UnsupportedModel
+from .config_schema import check_config, check_tensors
+from .json_file import MIB, clipped, corrupt, parse_object, quote, read_bytes, read_object, size_of
+from .safetensors_header import StoredTensor, read_headers
+from .side_files import check_side_files
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+MAX_INDEX_BYTES = 24 * MIB
+MAX_FILES = 4096
+MAX_FILE_NAME_CHARS = 255
+
+UNPACKED_METHODS = ("mxfp4",)
+"""Quantised weights that are unpacked on loading."""
+
+
+class Checkpoint:
+    """The safetensors files of one directory. Reading a slice reads only that slice."""
+
+    def __init__(self, model_dir: str | Path):
+        """Whatever is wrong with config, index or headers is found here, within bounds of time and memory.
+
+        Raises `ModelNotFound`, `CorruptCheckpoint` or `UnsupportedModel`; touches headers only, no weights.
+        """
+        self.path = Path(model_dir)
+        _check_folder(self.path)
+        self.config = read_config(self.path / CONFIG)
+        _refuse_quantised(self.path, self.config)
+        check_side_files(self.path)
+        self._tensors = _find_tensors(self.path)
+        check_tensors(self.config, {name: tensor.shape for name, tensor in self._tensors.items()}, self.path)
+        self._open_files: dict[str, Any] = {}
+
+    def names(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> "Tensor":
+        """Elements [start, stop) of the tensor along `dim`; the whole of it by default."""
+        index = (slice(None),) * dim + (slice(start, stop),)
+        part = self._slice(name)
+        return part[index] if self.shape(name) else part[...]
+
+    def _slice(self, name: str) -> Any:
+        file = self._tensors[name].file
+        if file not in self._open_files:  # opening reads the whole header
+            self._open_files[file] = _open(self.path / file)
+        return self._open_files[file].get_slice(name)
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """A config.json within its bounds (`config_schema.py`). Raises `CorruptCheckpoint` or `ModelNotFound`."""
+    config = read_object(file)
+    check_config(config, str(file))
+    return config
+
+
+def _check_folder(path: Path) -> None:
+    try:
+        is_folder, holds_config = path.is_dir(), os.path.lexists(path / CONFIG)
+    except (OSError, ValueError) as error:  # a name that is too long, or a folder that nobody may look into
+        raise ModelNotFound(f"{clipped(str(path))} can not be read: {clipped(str(error))}", field="model") from None
+    if not is_folder:
+        raise ModelNotFound(
+            f"there is no model directory at {path}. Give the path of a local Hugging Face checkpoint: a folder with "
+            "config.json and safetensors files.",
+            field="model",
+        )
+    if not holds_config:
+        raise ModelNotFound(f"{path} has no config.json, so it is no Hugging Face checkpoint", field="model")
+
+
+def _refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method", "unknown") if quantization is not None else None
+    if quantization is not None and method not in UNPACKED_METHODS:
+        raise UnsupportedModel(
+            f"{path} holds quantised weights ({clipped(str(method))}); only {', '.join(UNPACKED_METHODS)} can be read. "
+            "Use a float32, bfloat16 or float16 checkpoint of the model.",
+            field="model",
+        )
+
+
+def _find_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Name -> where it lies. Of a name that two files hold, the index says which is meant."""
+    file_of = _read_index(path / INDEX) if size_of(path / INDEX) is not None else {}
+    files = sorted(set(file_of.values())) or [SINGLE]
+    _check_present(path, files)
+    tensors: dict[str, StoredTensor] = {}
+    for tensor in read_headers(path, files):
+        if tensor.name not in tensors or file_of.get(tensor.name) == tensor.file:
+            tensors[tensor.name] = tensor
+    lacking = [name for name, file in file_of.items() if name not in tensors or tensors[name].file != file]
+    if lacking:
+        raise corrupt(
+            f"{path / INDEX} names {len(lacking)} tensors that its files do not hold, the first of them "
+            f"{quote(lacking[0])}. The files are incomplete, or of another model."
+        )
+    return tensors
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """Tensor -> its file, by a name within the folder. Where a link of that name leads is the owner's business:
+    download caches are made of them."""
+    weight_map = parse_object(read_bytes(index, MAX_INDEX_BYTES), str(index)).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise corrupt(f"{index}: weight_map must be an object of tensors and their files, not {quote(weight_map)}")
+    files = weight_map.values()
+    if odd := [file for file in files if not isinstance(file, str)]:
+        raise corrupt(f"{index}: weight_map must name files, not {quote(odd[0])}")
+    names = set(files)
+    if len(names) > MAX_FILES:
+        raise corrupt(f"{index}: weight_map names {len(names)} files; the limit is {MAX_FILES}")
+    for name in names:
+        _check_file_name(index, name)
+    return weight_map
+
+
+def _check_file_name(index: Path, name: str) -> None:
+    if not name or len(name) > MAX_FILE_NAME_CHARS or not name.isprintable():
+        raise corrupt(f"{index}: weight_map must name files, not {quote(name)}")
+    if Path(name).is_absolute() or ".." in Path(name).parts or "\\" in name:
+        raise corrupt(f"{index}: weight_map names a file outside of the folder, {quote(name)}")
+
+
+def _check_present(path: Path, files: Sequence[str]) -> None:
+    missing = [file for file in files if size_of(path / file) is None]
+    if not missing:
+        return
+    present = sorted(p.name for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".gguf"))
+    raise ModelNotFound(
+        f"{path} lacks the weights {_some(missing)}; it holds {_some(present) or 'no weight files'}. Only "
+        "safetensors are read.",
+        field="model",
+    )
+
+
+def _some(names: Sequence[str], most: int = 4) -> str:
+    shown = ", ".join(clipped(name) for name in names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def _open(file: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise corrupt(f"{file} is not a readable safetensors file: {error}. Copy or download it again.") from error

@@ -1,0 +1,240 @@
+"""From a model's config to the kinds of its layers: what each keeps, and how far back it looks.
+
+This is where the conventions of different models end. Everything behind it counts windows in visible tokens, the
+query itself included, as transformers does for the families below. A family is named here only where its config says
+things in words of its own: the sizes of its states, mostly.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import InvalidSetting, UnsupportedModel
+from ...kvcache.reach import Chunked, Cross, Full, Reach, Sliding, State
+from ...kvcache.spec import LayerSpec, StateTensor
+
+FLOAT32_BYTES = 4  # recurrent states are kept in float32, whatever the model's dtype
+
+REACH_OF: dict[str, Callable[[Any], Reach]] = {
+    "full_attention": lambda config: Full(),
+    "sliding_attention": lambda config: Sliding(config.sliding_window),
+    "chunked_attention": lambda config: Chunked(config.attention_chunk_size),
+    "cross_attention": lambda config: Cross(),
+    "hybrid": lambda config: Full(),
+    "attention": lambda config: Full(),
+}
+"""Kinds of `config.layer_types` that attend, and how far back."""
+
+HAS_STATE = {"linear_attention", "mamba", "conv", "hybrid"}
+
+KEEPS_NOTHING = {"mlp", "moe"}
+
+
+def read_layers(config: Any, tensor_parallel_size: int, item_bytes: int) -> tuple[LayerSpec, ...]:
+    """The layers of a transformers text config, with one rank's share of heads and states.
+
+    Raises `UnsupportedModel` for a kind of layer that is not known, `InvalidSetting` when heads do not divide.
+    """
+    kinds = _layer_types(config)
+    sources = _sources(config, kinds)
+    specs: list[LayerSpec] = []
+    for index, kind in enumerate(kinds):
+        if kind in KEEPS_NOTHING:
+            continue
+        if kind not in REACH_OF and kind not in HAS_STATE:
+            known = ", ".join([*REACH_OF, *sorted(HAS_STATE - set(REACH_OF))])
+            raise UnsupportedModel(f"{config.model_type} has layers of kind {kind!r}; known are {known}", field="model")
+        if kind in REACH_OF:
+            layer = layer_config(config, index)
+            specs.append(_attention(layer, index, REACH_OF[kind](layer), tensor_parallel_size, item_bytes, sources))
+        if kind in HAS_STATE:
+            specs.append(LayerSpec(index, State(), state=_state(config, tensor_parallel_size, item_bytes)))
+    return tuple(specs)
+
+
+def complete_layer_types(config: Any, fields: Mapping[str, Any]) -> str | None:
+    """Fill in layer types that a model's config.json (`fields`) should have and has not. Returns what was done.
+
+    Ministral-8B-Instruct-2410 is "Ragged (128k,32k,32k,32k)" by its model card, and its config.json has a window only,
+    out of which transformers makes a model that slides in every layer.
+    """
+    if "layer_types" in fields or any(fields.get(name) != value for name, value in MINISTRAL_8B.items()):
+        return None
+    config.layer_types = [
+        "sliding_attention" if index % 4 else "full_attention" for index in range(config.num_hidden_layers)
+    ]
+    return (
+        "config.json has no layer_types; by the model card of Ministral-8B-Instruct-2410 every fourth layer, from the "
+        f"first on, sees everything, the others the last {config.sliding_window} tokens"
+    )
+
+
+MINISTRAL_8B = {"num_hidden_layers": 36, "hidden_size": 4096, "vocab_size": 131072, "sliding_window": 32768}
+"""By which its config.json is known: it has no name of its own."""
+
+
+def local_kv_heads(config: Any, tensor_parallel_size: int) -> int:
+    """Key and value heads on one rank. With more ranks than heads, each head lives on several ranks."""
+    heads, kv_heads = config.num_attention_heads, kv_heads_of(config)
+    divides = kv_heads % tensor_parallel_size == 0 or tensor_parallel_size % kv_heads == 0
+    if heads % tensor_parallel_size or not divides:
+        raise InvalidSetting(
+            f"tensor_parallel_size {tensor_parallel_size} does not divide the model's {heads} query heads and "
+            f"{kv_heads} key-value heads. Choose a size that divides the query heads, and divides the key-value "
+            "heads or is a multiple of them.",
+            field="tensor_parallel_size",
+            asked=tensor_parallel_size,
+            query_heads=heads,
+            kv_heads=kv_heads,
+        )
+    return max(1, kv_heads // tensor_parallel_size)
+
+
+def kv_heads_of(config: Any) -> int:
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def _layer_types(config: Any) -> list[str]:
+    """As the config lists them; configs without a list have one kind throughout, or name the layers that differ."""
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None:
+        return list(layer_types[: config.num_hidden_layers])
+    cross = getattr(config, "cross_attention_layers", None) or ()
+    kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    return ["cross_attention" if n in cross else kind for n in range(config.num_hidden_layers)]
+
+
+def layer_config(config: Any, index: int) -> Any:
+    """The config as one layer sees it: some models have layers of unequal head sizes."""
+    layers = getattr(config, "per_layer_config", None)
+    return layers[index] if layers is not None else config
+
+
+def _sources(config: Any, kinds: list[str]) -> dict[int, int]:
+    """Layers that own no keys and values, and the one they read: the last before them of their kind that does."""
+    shared = getattr(config, "num_kv_shared_layers", 0) or 0
+    first = len(kinds) - shared
+    last_of = {kind: index for index, kind in enumerate(kinds[:first])}
+    return {index: last_of[kinds[index]] for index in range(first, len(kinds))}
+
+
+def _attention(
+    config: Any, index: int, reach: Reach, ranks: int, item_bytes: int, sources: Mapping[int, int]
+) -> LayerSpec:
+    shares = sources.get(index)
+    if getattr(config, "kv_lora_rank", None):  # one latent for all heads, on every rank
+        _Split(ranks, item_bytes).part(config.num_attention_heads, "query heads")
+        width = config.kv_lora_rank + config.qk_rope_head_dim
+        return LayerSpec(index, reach, 1, width, 0, item_bytes, shares=shares)
+    head = (
+        getattr(config, "attention_head_dim", None)
+        or getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads
+    )
+    value = getattr(config, "v_head_dim", None) or head
+    return LayerSpec(index, reach, local_kv_heads(config, ranks), head, value, item_bytes, shares=shares)
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """Divides sizes among ranks."""
+
+    ranks: int
+    item_bytes: int
+
+    def part(self, size: int, what: str) -> int:
+        if size % self.ranks:
+            raise InvalidSetting(
+                f"tensor_parallel_size {self.ranks} does not divide the model's {size} {what}",
+                field="tensor_parallel_size",
+                asked=self.ranks,
+            )
+        return size // self.ranks
+
+    def conv(self, channels: int, kernel: int) -> StateTensor:
+        """The last inputs of a causal convolution, one fewer than its kernel is long."""
+        return StateTensor((channels, kernel - 1), self.item_bytes)
+
+    def mamba2(self, heads: int, head_dim: int, groups: int, state: int, kernel: int) -> tuple[StateTensor, ...]:
+        """Heads are split; the two projections that they share in groups stay whole where groups are too few."""
+        own = self.part(heads, "state heads")
+        shared = 2 * (groups // self.ranks if groups % self.ranks == 0 else groups) * state
+        return (
+            self.conv(own * head_dim + shared, kernel),
+            StateTensor((own, state, head_dim), FLOAT32_BYTES),
+        )
+
+    def delta(self, key_heads: int, key: int, value_heads: int, value: int, kernel: int) -> tuple[StateTensor, ...]:
+        keys, values = self.part(key_heads, "key heads of states"), self.part(value_heads, "value heads of states")
+        return (
+            self.conv(2 * keys * key + values * value, kernel),
+            StateTensor((values, key, value), FLOAT32_BYTES),
+        )
+
+
+def _usual_mamba2(c: Any, split: _Split) -> tuple[StateTensor, ...]:
+    return split.mamba2(c.mamba_n_heads, c.mamba_d_head, c.mamba_n_groups, c.mamba_d_state, c.mamba_d_conv)
+
+
+def _nemotron_h(c: Any, split: _Split) -> tuple[StateTensor, ...]:
+    return split.mamba2(c.mamba_num_heads, c.mamba_head_dim, c.n_groups, c.ssm_state_size, c.conv_kernel)
+
+
+def _zamba2(c: Any, split: _Split) -> tuple[StateTensor, ...]:
+    return split.mamba2(c.n_mamba_heads, c.mamba_headdim, c.mamba_ngroups, c.mamba_d_state, c.mamba_d_conv)
+
+
+def _mamba1(c: Any, split: _Split) -> tuple[StateTensor, ...]:
+    channels = split.part(c.mamba_expand * c.hidden_size, "channels of states")
+    return split.conv(channels, c.mamba_d_conv), StateTensor((channels, c.mamba_d_state), FLOAT32_BYTES)
+
+
+def _lightning(c: Any, split: _Split) -> tuple[StateTensor, ...]:
+    head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    return (StateTensor((split.part(c.num_attention_heads, "state heads"), head, head), FLOAT32_BYTES),)
+
+
+def _gated_delta_net(c: Any, split: _Split) -> tuple[StateTensor, ...]:
+    return split.delta(
+        c.linear_num_key_heads, c.linear_key_head_dim, c.linear_num_value_heads, c.linear_value_head_dim,
+        c.linear_conv_kernel_dim,
+    )  # fmt: skip
+
+
+def _kimi_delta(c: Any, split: _Split) -> tuple[StateTensor, ...]:
+    heads, head = c.linear_num_heads, c.linear_head_dim
+    return split.delta(heads, head, heads, head, c.linear_conv_kernel_dim)
+
+
+def _short_conv(c: Any, split: _Split) -> tuple[StateTensor, ...]:
+    return (split.conv(split.part(c.hidden_size, "channels of convolutions"), c.conv_L_cache),)
+
+
+STATE_OF: dict[str, Callable[[Any, _Split], tuple[StateTensor, ...]]] = {
+    "bamba": _usual_mamba2,
+    "falcon_h1": _usual_mamba2,
+    "granitemoehybrid": _usual_mamba2,
+    "jamba": _mamba1,
+    "kimi_linear": _kimi_delta,
+    "lfm2": _short_conv,
+    "lfm2_moe": _short_conv,
+    "minimax": _lightning,
+    "nemotron_h": _nemotron_h,
+    "qwen3_5_moe_text": _gated_delta_net,
+    "qwen3_5_text": _gated_delta_net,
+    "qwen3_next": _gated_delta_net,
+    "zamba2": _zamba2,
+}
+"""model_type -> the tensors of one layer's state."""
+
+
+def _state(config: Any, ranks: int, item_bytes: int) -> tuple[StateTensor, ...]:
+    if config.model_type not in STATE_OF:
+        raise UnsupportedModel(
+            f"the states of {config.model_type} are not known; known are those of {', '.join(STATE_OF)}",
+            field="model",
+        )
+    return STATE_OF[config.model_type](config, _Split(ranks, item_bytes))

@@ -1,0 +1,142 @@
+"""Answers of a given form: which tokens may come next.
+
+llguidance (https://github.com/guidance-ai/llguidance) parses what was said so far and tells the tokens that can follow;
+nothing is computed over the vocabulary beforehand. A form is compiled before its request is queued, in a thread of its
+own and without Python's lock, so that no step waits for it, and only when that is known to end (`sandbox.py`).
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import InvalidRequest
+from .sandbox import FormTrial, complaint_about, one_line, source_of
+
+REMEMBERED, REMEMBERED_CHARS = 128, 1 << 19
+"""Compiled forms that are kept, and characters of them all: one can take 500 bytes for each."""
+
+MAX_STATES = 2**15
+"""Of one form, 400 bytes each; they come with the answers and stay with the form. `.{0,5000}` has one for each
+character, `(a|b)*a(a|b){20}` a new one for almost every token: with llguidance's own limit of 250,000, each such form
+took 100 MB of a worker within 500 tokens."""
+
+
+@dataclass(slots=True)
+class _Form:
+    """One that is compiled. Its states are shared by all its answers, so when one has taken too many, all have."""
+
+    matcher: Any
+    is_spent: bool = False
+
+
+class Grammars:
+    """The forms of one model's answers. `prepare` may run beside everything else."""
+
+    def __init__(self, model_dir: str, trust_remote_code: bool, vocab_size: int, eos_token_ids: Sequence[int]):
+        self._model_dir = Path(model_dir)
+        self._trust_remote_code = trust_remote_code
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._tokenizer: Any = None
+        self._compiled: OrderedDict[tuple[str, str], _Form] = OrderedDict()
+        self._lock = threading.Lock()
+        self._trial = FormTrial()
+
+    def prepare(self, kind: str, text: str) -> None:
+        """Compile a form, or find it compiled. Raises `InvalidRequest`, naming the field, when it is none."""
+        self._find(kind, text)
+
+    def matcher(self, kind: str, text: str, said: Sequence[int]) -> "Matcher":
+        """What may follow, for one answer of which `said` is there already."""
+        matcher = Matcher(self._find(kind, text), self._eos_token_ids)
+        for token in said:
+            matcher.take(token)
+        return matcher
+
+    def _find(self, kind: str, text: str) -> _Form:
+        key = kind, text
+        with self._lock:
+            known = self._compiled.get(key)
+            if known is not None and not known.is_spent:
+                self._compiled.move_to_end(key)
+                return known
+        compiled = _Form(self._compile(kind, text))
+        with self._lock:
+            self._compiled[key] = compiled
+            while len(self._compiled) > REMEMBERED or sum(len(text) for _, text in self._compiled) > REMEMBERED_CHARS:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def _compile(self, kind: str, text: str) -> Any:
+        from llguidance import LLMatcher, LLParserLimits
+
+        tokens = self._tokens(kind)
+        self._trial.run(kind, text)
+        limits = LLParserLimits(max_lexer_states=MAX_STATES)
+        matcher = LLMatcher(tokens, source_of(kind, text), log_level=0, limits=limits)
+        matcher.compute_bitmask()  # what it computes when it is needed first would be computed within a step
+        if complaint := complaint_about(matcher, kind):
+            raise InvalidRequest(complaint, field=kind)
+        return matcher
+
+    def _tokens(self, kind: str) -> Any:
+        if self._tokenizer is None:
+            from llguidance.hf import from_tokenizer
+            from transformers import AutoTokenizer
+
+            try:
+                fast = AutoTokenizer.from_pretrained(
+                    self._model_dir, local_files_only=True, trust_remote_code=self._trust_remote_code
+                )
+                self._tokenizer = from_tokenizer(fast, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
+            except Exception as error:  # of whatever kind: the model has no tokenizer that can be used
+                raise InvalidRequest(
+                    f"answers of a given form need the model's tokenizer, which can not be used for it: "
+                    f"{one_line(str(error))}",
+                    field=kind,
+                ) from error
+        return self._tokenizer
+
+
+class Matcher:
+    """The form of one answer, as far as it has come."""
+
+    def __init__(self, form: _Form, eos_token_ids: Sequence[int]):
+        self._form = form
+        self._matcher = form.matcher.deep_copy()
+        self._eos_token_ids = eos_token_ids
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing can follow but the end, or nothing is known any more."""
+        return self._matcher.is_stopped()
+
+    @property
+    def failure(self) -> str | None:
+        """Why it is not known what may follow: answers of this form have taken more states than it may have."""
+        if not self._matcher.is_error():
+            return None
+        self._form.is_spent = True
+        return one_line(self._matcher.get_error().partition("<state>")[0])
+
+    def restrict(self, logits_V: Tensor) -> None:
+        """Leave only tokens that may follow. In place."""
+        allowed = torch.zeros(len(logits_V), dtype=torch.bool)
+        if self.is_complete:
+            allowed[[token for token in self._eos_token_ids if token < len(allowed)]] = True
+        else:
+            bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+            found = (bits.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8) & 1).bool().flatten()[: len(allowed)]
+            allowed[: len(found)] = found
+        logits_V.masked_fill_(~allowed.to(logits_V.device), float("-inf"))
+
+    def take(self, token: int) -> None:
+        """It was said. One too many, after the end, changes nothing."""
+        if not self.is_complete:
+            self._matcher.consume_token(token)

@@ -1,0 +1,229 @@
+"""Where our attention enters a transformers module.
+
+transformers lets a model call an attention function by name. Ours finds, through the calling module's `layer_idx`, the
+layer's pages and the metadata its group shares in this step; it writes the new keys and values and attends over the
+pages. No mask is built and no cache object exists.
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from ...errors import UnsupportedModel
+from ...kernels.paged_attention import Backend, GroupBatch, GroupMeta, LayerParams, Needs, select_backend
+from ...kvcache.plan import MemoryPlan
+from ...kvcache.reach import Keeps, Reach
+from ...kvcache.spec import LayerSpec
+from ..families import take_layer_from_call, take_query_scale
+from ..pages import Pages
+
+IMPLEMENTATION = "intarsia"
+"""The name under which transformers models find our attention function."""
+
+_OWNER = "intarsia_attention"
+
+_QUERY_SCALE = "intarsia_query_scale"
+
+
+def step_masks(plan: MemoryPlan) -> list[tuple[int, Reach]]:
+    """What metadata a step needs: one for each group, and for each way its layers look back."""
+    return list(
+        dict.fromkeys(
+            (g, group.mask_of(n))
+            for g, group in enumerate(plan.groups)
+            for n in range(len(group.layers))
+            if group.reach.keeps is Keeps.TOKENS
+        )
+    )
+
+
+class Seen(NamedTuple):
+    """One call of the function transformers calls, while we learn."""
+
+    q_THD: Tensor
+    k_TKD: Tensor
+    v_TKD: Tensor
+    out_THD: Tensor
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]  # the way to call again, with other q, k and v
+
+
+class PagedAttention:
+    """Attention of all layers of one model over their pages, and the step it is used in.
+
+    Life: `bind` to the model, `use` pages, `learn` from one forward pass what the layers need; then, for each step,
+    `begin_step` builds one metadata per group, which all layers of the group share.
+    """
+
+    def __init__(self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device):
+        self._layers = {layer.index: layer for layer in layers if layer.reach.keeps is Keeps.TOKENS}
+        self._dtype = dtype
+        self._device = device
+        self._backend: Backend | None = None  # None: learning, and each token sees itself alone
+        self.seen: dict[nn.Module, Seen] = {}  # while learning, by calling module
+        self._views: dict[int, Tensor] = {}
+        self._mask_of: dict[int, int] = {}  # layer -> place in `step_masks`
+        self._needs: dict[int, Needs] = {}
+        self._block_tokens: dict[int, int] = {}
+        self._any_bytes = False
+        self._params: dict[int, LayerParams] = {}  # as learnt, for compiled code
+        self._number = next(_numbers)
+        _by_number[self._number] = self
+        self._metas: list[GroupMeta] = []
+        self.positions_T = torch.empty(0, dtype=torch.int64)
+
+    def bind(self, model: nn.Module) -> None:
+        """Make every attention module of `model` find this object."""
+        for module in model.modules():
+            if hasattr(module, "layer_idx"):
+                setattr(module, _OWNER, self)
+                setattr(module, _QUERY_SCALE, take_query_scale(module))
+                take_layer_from_call(module)
+
+    def forget_pages(self) -> None:
+        self._views = {}
+
+    def use(self, pages: Pages, plan: MemoryPlan) -> None:
+        """Attend over these pages from now on."""
+        self._backend = None
+        self._views = pages.tokens
+        masks = step_masks(plan)
+        for index, layer in self._layers.items():
+            g, n = pages.group_of[index, layer.reach.keeps]
+            self._mask_of[index] = masks.index((g, plan.groups[g].mask_of(n)))
+            self._block_tokens[index] = plan.groups[g].block_tokens
+        kinds = {group.reach.keeps for group in plan.groups}
+        self._any_bytes = len(kinds) > 1  # states and tokens take turns in the same memory
+
+    def learn(self, forward: Callable[[], object], backend: str | None) -> None:
+        """Run `forward` once to learn each layer's constants, then choose the backend that covers them all.
+
+        Raises `UnsupportedModel`, naming each backend and why it refused, when none does.
+        """
+        self._backend = None
+        forward()
+        silent = sorted(set(self._layers) - set(self._needs))
+        if silent:
+            raise UnsupportedModel(
+                f"layers {', '.join(map(str, silent))} compute their attention in a way of their own, which can not be "
+                "paged",
+                field="model",
+            )
+        self._backend = select_backend(list(dict.fromkeys(self._needs.values())), self._device, backend)
+
+    @property
+    def is_learning(self) -> bool:
+        return self._backend is None
+
+    @property
+    def backend(self) -> Backend:
+        assert self._backend is not None, "learn first"
+        return self._backend
+
+    def begin_step(self, batches: Sequence[GroupBatch], positions_T: Tensor) -> None:
+        """The block tables and lengths of the next forward pass, one batch for each of `step_masks`.
+
+        positions_T: of the packed tokens in their sequences, on the device.
+        """
+        self.positions_T = positions_T
+        if self._backend is not None:
+            self._metas = [self._backend.prepare(batch, self._device) for batch in batches]
+
+    def resume(self, metas: list[GroupMeta], positions_T: Tensor) -> None:
+        """Run the next forward pass over metadata that was prepared elsewhere."""
+        self._metas, self.positions_T = metas, positions_T
+
+    def attend(self, layer: int, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, params: LayerParams) -> Tensor:
+        """Write this step's keys and values of one layer, then attend. Shapes as transformers has them, B == 1.
+
+        Returns [1, T, H, D].
+        """
+        q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (q_BHTD, k_BKTD, v_BKTD))
+        return self.attend_packed(q_THD, k_TKD, v_TKD, layer, params).unsqueeze(0)
+
+    def attend_packed(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, params: LayerParams) -> Tensor:
+        """The same with packed tokens. Returns [T,H,D]."""
+        if torch.compiler.is_compiling():
+            return torch.ops.intarsia.attend(q_THD, k_TKD, v_TKD, layer, self._number)
+        value_dim = params.latent_values or v_TKD.shape[-1]
+        if self._backend is None:
+            self._params[layer] = params
+            self._note(layer, q_THD.shape[1], params)
+            values_TKD = k_TKD[..., :value_dim] if params.latent_values else v_TKD
+            return values_TKD.repeat_interleave(q_THD.shape[1] // values_TKD.shape[1], dim=1)
+        out_THD = torch.empty((*q_THD.shape[:2], value_dim), dtype=q_THD.dtype, device=q_THD.device)
+        meta, view = self._metas[self._mask_of[layer]], self._views[layer]
+        if self._layers[layer].shares is None:  # else its source has written them, in this very step
+            self._backend.write(view, k_TKD, v_TKD, meta)
+        self._backend.attend(q_THD, view, params, meta, out_THD)
+        return out_THD
+
+    def _note(self, layer: int, heads: int, params: LayerParams) -> None:
+        spec = self._layers[layer]
+        self._needs[layer] = Needs(
+            dtype=self._dtype,
+            heads=heads,
+            kv_heads=spec.kv_heads,
+            key_dim=spec.key_dim,
+            value_dim=params.latent_values or spec.value_dim,
+            latent=params.latent_values is not None,
+            window=spec.reach.window_tokens is not None,
+            chunk=spec.reach.chunk_tokens is not None,
+            softcap=params.softcap is not None,
+            sinks=params.sinks is not None,
+            block_tokens=self._block_tokens[layer],
+            any_bytes=self._any_bytes,
+        )
+
+
+_numbers = itertools.count()
+_by_number: weakref.WeakValueDictionary[int, PagedAttention] = weakref.WeakValueDictionary()
+
+
+@torch.library.custom_op("intarsia::attend", mutates_args=())
+def _attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, number: int) -> Tensor:
+    """How code that torch has compiled calls `PagedAttention.attend_packed`. Pages change unseen by the compiler, which
+    is right as long as nothing but this operator touches them."""
+    paged = _by_number[number]
+    return paged.attend_packed(q_THD, k_TKD, v_TKD, layer, paged._params[layer])
+
+
+@_attend.register_fake
+def _(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, number: int) -> Tensor:
+    latent_values = _by_number[number]._params[layer].latent_values
+    return q_THD.new_empty((*q_THD.shape[:2], latent_values or v_TKD.shape[-1]))
+
+
+def _intarsia_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The function transformers calls. Windows are known from the layer's reach, so `sliding_window` is not read."""
+    paged: PagedAttention = getattr(module, _OWNER)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    layer: Any = module.layer_idx
+    query_scale = getattr(module, _QUERY_SCALE)
+    if query_scale is not None:
+        query = (query * query_scale(paged.positions_T)[:, None]).to(query.dtype)
+    params = LayerParams(scale, softcap, s_aux)
+    output = paged.attend(layer, query, key, value, params)
+    if paged.is_learning and query_scale is None:
+        q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+        attend = partial(paged.attend_packed, layer=layer, params=params)
+        paged.seen[module] = Seen(q_THD, k_TKD, v_TKD, output[0], attend)
+    return output, None
+
+
+AttentionInterface.register(IMPLEMENTATION, _intarsia_attention)

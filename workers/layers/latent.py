@@ -1,0 +1,70 @@
+"""Multi-head latent attention (arXiv 2405.04434): one latent per token serves all heads.
+
+transformers expands each latent into keys and values of every head. Here pages hold the latent itself and its rotary
+key, as the paper means it: queries are taken into the latent's space, attention runs over latents as over one head of
+keys that are also its values, and what comes out is taken to the heads' values. On every rank the pages hold the whole
+latent; heads are cut.
+
+Suffixes: T tokens    H heads of this rank    N size of a head without its rotary part    R rank of the latent
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.paged_attention import LayerParams
+from .attention import PagedAttention
+
+LATENT_ATTENTION = {"DeepseekV3Attention"}
+"""Classes of transformers modules that this runs."""
+
+
+READ_WEIGHTS = frozenset({"kv_b_proj"})
+"""Linear modules that are not called: their weight is."""
+
+
+class LatentAttention:
+    """The forward pass of such a module, from hidden states [1,T,D] to [1,T,D]."""
+
+    def __init__(self, module: Any, paged: PagedAttention):
+        self._module = module
+        self._paged = paged
+        self._modeling = sys.modules[type(module).__module__]
+
+    def __call__(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: Any, **__: Any
+    ) -> tuple[Tensor, None]:
+        module = self._module
+        rank = module.kv_lora_rank
+        q_THD = self._queries(hidden_states).unflatten(-1, (-1, module.qk_head_dim))
+        q_THN, q_rot = q_THD.split([module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
+        latent, k_rot = module.kv_a_proj_with_mqa(hidden_states).split([rank, module.qk_rope_head_dim], dim=-1)
+        q_rot, k_rot = self._rotate(q_rot.transpose(1, 2), k_rot.unsqueeze(1), *position_embeddings)
+        to_keys_HNR, to_values_HVR = (
+            module.kv_b_proj.weight.unflatten(0, (q_THN.shape[2], -1))
+            .split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
+        )  # fmt: skip
+        q_latent = torch.einsum("bthn,hnr->bhtr", q_THN, to_keys_HNR)
+        keys = torch.cat((module.kv_a_layernorm(latent).unsqueeze(1), k_rot), dim=-1)
+        out_THR = self._paged.attend(
+            module.layer_idx,
+            torch.cat((q_latent, q_rot), dim=-1),
+            keys,
+            keys[..., :0],
+            LayerParams(module.scaling, latent_values=rank),
+        )
+        out = torch.einsum("bthr,hvr->bthv", out_THR, to_values_HVR)
+        return module.o_proj(out.flatten(2)), None
+
+    def _queries(self, hidden_states: Tensor) -> Tensor:
+        module = self._module
+        if module.q_lora_rank is None:
+            return module.q_proj(hidden_states)
+        return module.q_b_proj(module.q_a_layernorm(module.q_a_proj(hidden_states)))
+
+    def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        if self._module.config.rope_interleave:
+            return self._modeling.apply_rotary_pos_emb_interleave(q, k, cos, sin)
+        return self._modeling.apply_rotary_pos_emb(q, k, cos, sin)

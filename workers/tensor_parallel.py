@@ -1,0 +1,294 @@
+"""Tensor parallelism: each rank holds a slice of the weights, in plain modules with plain local tensors.
+
+The plan says which module is cut how: transformers' own where it has one, ours (`families.py`) where not. For every
+parameter the plan yields the slice this rank reads from the checkpoint; for some modules it yields what happens around
+their forward pass. With one rank nothing is cut and nothing is hooked.
+
+    q, k, v, gate, up     colwise    each rank computes its own heads and columns       y_r = x W_r
+    gate and up in one    packed     each of the two halves is cut
+    o, down               rowwise    partial sums, added up over the ranks              y = sum_r x_r W_r
+    norm over all heads   norm       each rank its own heads, by the mean square of all
+    embedding             vocab      rows of other ranks count as zero, then summed
+    lm_head               gathered   rank 0 puts the vocabulary slices side by side; it alone samples
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InvalidSetting, UnsupportedModel
+from .checkpoint.layer_specs import kv_heads_of, layer_config
+from .collectives import Collectives
+from .families import TENSOR_PARALLEL_PLANS, VOCABULARIES
+
+
+class Section(NamedTuple):
+    """Rows or columns of a parameter that belong together: cut among the ranks, or whole on each."""
+
+    size: int
+    is_cut: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one parameter is cut: along `dim`, each of its sections by itself."""
+
+    dim: int
+    sections: tuple[Section, ...] = ()  # empty: `halves` of equal size
+    halves: int = 1
+
+    def of(self, shape: tuple[int, ...]) -> tuple[Section, ...]:
+        return self.sections or (Section(shape[self.dim] // self.halves),) * self.halves
+
+
+FIRST_RANK = Cut(0)
+"""Rank 0 holds the parameter, on other ranks it is zero: a bias that is summed up."""
+
+
+class Slice(NamedTuple):
+    """Which part of a parameter this rank holds: ranges along `dim`, of which the file may hold fewer."""
+
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How a module is cut: each of its parameters, and what happens around its forward pass."""
+
+    cuts: Mapping[str, Cut]
+    around: str | None = None  # a method of `TensorParallel`
+
+
+STYLES: dict[str, Style] = {
+    "colwise": Style({"weight": Cut(0), "bias": Cut(0)}),
+    "rowwise": Style({"weight": Cut(1), "bias": FIRST_RANK}, "sum_outputs"),
+    "packed": Style({"weight": Cut(0, halves=2), "bias": Cut(0, halves=2)}),
+    "vocab": Style({"weight": Cut(0)}, "embed_own_rows"),
+    "colwise_gather_output": Style({"weight": Cut(0), "bias": Cut(0)}, "gather_outputs"),
+    "sinks": Style({"sinks": Cut(0)}),
+    "norm_over_ranks": Style({"weight": Cut(0)}, "normalize_over_ranks"),
+    "sparse_over_ranks": Style({}, "sparsify_over_ranks"),
+    "expert_columns": Style(
+        {"gate_up_proj": Cut(2), "gate_up_proj_bias": Cut(1), "down_proj": Cut(1), "down_proj_bias": FIRST_RANK},
+        "sum_outputs",
+    ),
+    "moe_tp_experts": Style({}, "sum_outputs"),
+}
+
+EXPERT_CUTS: dict[str, Cut] = {
+    "colwise": Cut(-2),
+    "rowwise": Cut(-1),
+    "packed_colwise": Cut(-2, halves=2),
+    "packed_rowwise": Cut(-1, halves=2),
+}
+"""Style of a parameter [experts, .., ..] in transformers' plans -> its cut."""
+
+KV_HEADS = {"k_proj", "v_proj", "k_norm"}
+"""Modules with one part per key-value head. With more ranks than heads, a head lives on several ranks."""
+
+WHOLE = {"replicated_with_grad_allreduce", "replicate"}
+"""Styles of transformers' plans that mean: every rank holds all of it."""
+
+
+class TensorParallel:
+    """This process's place among the ranks."""
+
+    def __init__(self, rank: int = 0, size: int = 1, collectives: Collectives | None = None):
+        """collectives: what the ranks do together; not needed by one rank alone."""
+        self.rank = rank
+        self.size = size
+        self._collectives = collectives
+
+    @property
+    def collectives(self) -> Collectives:
+        assert self._collectives is not None, "one rank has nobody to talk to"
+        return self._collectives
+
+    def share_from_first(self, tensor: Tensor) -> None:
+        """Fill `tensor` with rank 0's values, on all ranks."""
+        if self.size > 1:
+            self.collectives.share_from_first(tensor)
+
+    # -- which part of a parameter -----------------------------------------------------------------------------------
+
+    def plan(self, model: nn.Module, config: Any) -> dict[str, Style]:
+        """Module path -> style, for this model. Empty with one rank."""
+        if self.size == 1:
+            return {}
+        patterns = _patterns(model, config)
+        styles = {}
+        for path, module in model.named_modules():
+            style = "vocab" if _is_vocabulary(model, path, module) else _match(patterns, path)
+            if style is None or style in WHOLE:
+                continue
+            if style not in STYLES:
+                raise UnsupportedModel(
+                    f"the tensor-parallel plan of {config.model_type} cuts {path} in the style {style!r}; known are "
+                    f"{', '.join(STYLES)}. Run it with tensor_parallel_size 1.",
+                    field="tensor_parallel_size",
+                )
+            styles[path] = STYLES[style]
+            if style == "moe_tp_experts":
+                names = [name for name, _ in module.named_parameters(recurse=False)]
+                hows = {name: how for name in names if (how := _match(patterns, f"{path}.{name}"))}
+                styles[path] = replace(styles[path], cuts={name: EXPERT_CUTS[how] for name, how in hows.items()})
+        return styles
+
+    def own_parts(self, tensor: Tensor, sections: Sequence[Section], dim: int = -1) -> list[Tensor]:
+        """Of each section of a tensor, what this rank has."""
+        ranges = self._ranges("tensor", sections)
+        return [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
+
+    def slice_of(self, path: str, name: str, shape: tuple[int, ...], style: Style, config: Any) -> Slice | None:
+        """This rank's part of parameter `name` of the module at `path`; None: the whole of it."""
+        cut = style.cuts.get(name)
+        if cut is None:
+            return None
+        if cut is FIRST_RANK:
+            return Slice(0, ((0, shape[0] if self.rank == 0 else 0),))
+        dim = cut.dim % len(shape)
+        if style.around in ("embed_own_rows", "gather_outputs"):
+            part = self._vocab_part(shape[dim])
+            return Slice(dim, ((self.rank * part, self.rank * part + part),))
+        parts = min(_kv_heads(config, path), self.size) if path.rsplit(".", 1)[-1] in KV_HEADS else self.size
+        return Slice(dim, self._ranges(f"{path}.{name}", cut.of(shape), parts))
+
+    def _ranges(self, what: str, sections: Sequence[Section], parts: int | None = None) -> tuple[tuple[int, int], ...]:
+        """parts: into how many each section is cut; when fewer than ranks, several ranks have the same one."""
+        parts = parts or self.size
+        index = self.rank * parts // self.size
+        ranges, start = [], 0
+        for size, is_cut in sections:
+            if is_cut and size % parts:
+                raise InvalidSetting(
+                    f"tensor_parallel_size {self.size} does not divide {what}, which has {size} rows or columns",
+                    field="tensor_parallel_size",
+                    asked=self.size,
+                    length=size,
+                )
+            part = size // parts if is_cut else size
+            first = start + (index * part if is_cut else 0)
+            ranges.append((first, first + part))
+            start += size
+        return tuple(ranges)
+
+    def _vocab_part(self, vocab: int) -> int:
+        """Rows of the vocabulary on each rank; the last rank's are filled up with zeros."""
+        return -(-vocab // self.size)
+
+    # -- around the forward pass of a module -------------------------------------------------------------------------
+
+    def install(self, module: nn.Module, style: Style, whole_shape: tuple[int, ...]) -> None:
+        """Hook the module's forward. whole_shape: of its weight, before it was cut."""
+        if style.around is not None:
+            getattr(self, style.around)(module, whole_shape)
+
+    def sum_outputs(self, module: nn.Module, whole_shape: tuple[int, ...]) -> None:
+        def after(_module, _inputs, output: Tensor) -> Tensor:
+            self.collectives.all_reduce(output)
+            return output
+
+        module.register_forward_hook(after)
+
+    def normalize_over_ranks(self, module: nn.Module, whole_shape: tuple[int, ...]) -> None:
+        """An RMS norm whose input is cut. Heads that live on several ranks all do: the mean stands."""
+        norm: Any = module
+
+        def forward(hidden: Tensor) -> Tensor:
+            wide = hidden.float()
+            squares = wide.pow(2).sum(-1, keepdim=True)
+            self.collectives.all_reduce(squares)
+            mean = squares / (wide.shape[-1] * self.size)
+            return (norm.weight * (wide * torch.rsqrt(mean + norm.variance_epsilon))).to(hidden.dtype)
+
+        module.forward = forward
+
+    def sparsify_over_ranks(self, module: nn.Module, whole_shape: tuple[int, ...]) -> None:
+        """Gemma 3n: a cutoff by mean and deviation (arXiv 2506.06644), of activations that are cut."""
+        mlp: Any = module
+
+        def cut_off(gate: Tensor) -> Tensor:
+            columns = gate.shape[-1] * self.size
+            mean = gate.float().sum(-1, keepdim=True)
+            self.collectives.all_reduce(mean)
+            mean /= columns
+            variance = (gate.float() - mean).pow(2).sum(-1, keepdim=True)
+            self.collectives.all_reduce(variance)
+            quantile = NormalDist().inv_cdf(mlp.activation_sparsity)
+            return torch.relu(gate - (mean + (variance / columns).sqrt() * quantile).to(gate.dtype))
+
+        mlp._gaussian_topk = cut_off
+
+    def embed_own_rows(self, module: nn.Module, whole_shape: tuple[int, ...]) -> None:
+        part = self._vocab_part(whole_shape[0])
+        start = self.rank * part
+
+        strangers = torch.empty(0)
+
+        def before(_module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            nonlocal strangers
+            tokens = inputs[0] - start
+            strangers = (tokens < 0) | (tokens >= part)
+            return ((tokens.clamp(0, part - 1)), *inputs[1:])
+
+        def after(_module, _inputs, output: Tensor) -> Tensor:
+            self.collectives.all_reduce(output.masked_fill_(strangers.unsqueeze(-1), 0))
+            return output
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+
+    def gather_outputs(self, module: nn.Module, whole_shape: tuple[int, ...]) -> None:
+        """On rank 0 the output has its whole width; on other ranks it stays a slice, which nobody reads."""
+
+        def after(_module, _inputs, output: Tensor) -> Tensor:
+            if output.numel() == 0:
+                return output
+            parts = self.collectives.gather_to_first(output)
+            return output if parts is None else torch.cat(parts, dim=-1)[..., : whole_shape[0]]
+
+        module.register_forward_hook(after)
+
+
+def count_own_heads(module: nn.Module) -> None:
+    """Some attention modules shape heads by counts of their own, not by what is there: let these be this rank's."""
+    for attention in module.modules():
+        here: Any = attention
+        for count, projection in (("num_heads", "q_proj"), ("num_key_value_heads", "k_proj")):
+            if hasattr(here, count) and hasattr(here, projection) and hasattr(here, "head_dim"):
+                setattr(here, count, getattr(here, projection).weight.shape[0] // here.head_dim)
+
+
+def _kv_heads(config: Any, path: str) -> int:
+    """Of the layer that a module belongs to."""
+    layer = re.search(r"\.layers\.(\d+)\.", f".{path}")
+    return kv_heads_of(layer_config(config, int(layer[1])) if layer else config)
+
+
+def _patterns(model: nn.Module, config: Any) -> list[tuple[re.Pattern, str]]:
+    """The plan as regular expressions over module paths. `*` stands for one number."""
+    ours = TENSOR_PARALLEL_PLANS.get(config.model_type)
+    theirs = getattr(config, "base_model_tp_plan", None)
+    if ours is None and theirs is None:
+        raise UnsupportedModel(
+            f"there is no tensor-parallel plan for {config.model_type}; run it with tensor_parallel_size 1",
+            field="tensor_parallel_size",
+        )
+    prefix = f"{getattr(model, 'base_model_prefix', 'model')}."
+    plan = ours if ours is not None else {prefix + path: style for path, style in (theirs or {}).items()}
+    plan = {**plan, "lm_head": "colwise_gather_output"}
+    return [(re.compile(re.escape(path).replace(r"\*", r"\d+")), style) for path, style in plan.items()]
+
+
+def _match(patterns: list[tuple[re.Pattern, str]], path: str) -> str | None:
+    return next((style for pattern, style in patterns if pattern.fullmatch(path)), None)
+
+
+def _is_vocabulary(model: Any, path: str, module: nn.Module) -> bool:
+    return module is model.get_input_embeddings() or path.rsplit(".", 1)[-1] in VOCABULARIES
