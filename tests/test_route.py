@@ -1,0 +1,265 @@
+"""The way of a token: which files a step enters, and how many lines of them one must open to follow it.
+
+A client asks over real gRPC; front end, engine, scheduler, cache manager and worker run in this process and in one
+thread, so that one profiler sees all of them. Every file of ours that is entered is spine or a named leaf. A feature
+that adds a file to this way fails here.
+"""
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import grpc.aio
+import pytest
+
+from intarsia.controller.engine import Engine
+from intarsia.controller.server import FrontDoor
+from intarsia.deploy.front_end.engine_client import EngineClient
+from intarsia.deploy.front_end.front_end import FrontEnd
+from intarsia.deploy.grpc.server import GrpcServer
+from intarsia.proto import inference_pb2 as pb
+from intarsia.proto import inference_pb2_grpc as pb_grpc
+from intarsia.proto.step import Step, StepResult
+from intarsia.tests.local import LocalWorkers, make_engine
+
+ROOT = Path(__file__).parents[1]
+
+SPINE = (
+    "deploy/grpc/server.py",
+    "deploy/front_end/engine_client.py",
+    "controller/engine.py",
+    "controller/scheduling/scheduler.py",
+    "kvcache/manager.py",
+    "kvcache/tables.py",
+    "proto/step.py",
+    "workers/runner.py",
+    "workers/layers/attention.py",
+    "kernels/paged_attention/protocol.py",
+)
+"""Read in this order, they tell what an ordinary decode step does."""
+
+OF_A_QUIET_STEP = {
+    "controller/deltas.py",
+    "controller/latencies.py",
+    "controller/losses.py",
+    "controller/metrics.py",
+    "controller/scheduling/fair_queue.py",
+    "controller/scheduling/prefill_budget.py",
+    "controller/scheduling/swap.py",
+    "controller/server.py",
+    "controller/snapshot.py",
+    "deploy/front_end/detokenize.py",
+    "deploy/front_end/front_end.py",
+    "deploy/grpc/convert.py",
+    "deploy/grpc/door.py",
+    "kernels/paged_attention/torch_sdpa.py",
+    "kernels/tensors.py",
+    "kvcache/reach.py",
+    "proto/channel.py",
+    "proto/packing.py",
+    "workers/cpu/linear.py",
+    "workers/cpu/threads.py",
+    "workers/layers/states.py",
+    "workers/models/load.py",
+    "workers/pages.py",
+    "workers/sampler.py",
+    "workers/tensor_parallel.py",
+    "workers/worker.py",
+}
+
+WHEN_BLOCKS_MOVE = {
+    "controller/request.py",
+    "kvcache/pool.py",
+    "kvcache/prefix.py",
+    "kvcache/retention.py",
+}
+
+OF_A_FIRST_PREFILL = {
+    "controller/accounts.py",
+    "controller/admission/overload.py",
+    "controller/info.py",
+    "deploy/front_end/access.py",
+    "deploy/front_end/counted.py",
+    "deploy/front_end/request_log.py",
+    "deploy/grpc/wire.py",
+    "deploy/settings/limits.py",
+    "kvcache/plan.py",
+}
+
+LEAVES = {
+    "quiet": OF_A_QUIET_STEP,
+    "blocks move": OF_A_QUIET_STEP | WHEN_BLOCKS_MOVE,
+    "prefill with a hit": OF_A_QUIET_STEP | WHEN_BLOCKS_MOVE | OF_A_FIRST_PREFILL,
+}
+"""Beside the spine, what each kind of step may enter."""
+
+MOST_SPINE_LINES = 4839
+MOST_FILES = {"quiet": 34, "blocks move": 40, "prefill with a hit": 49}
+"""Ceilings that only fall."""
+
+PROMPT = list(range(2, 42))
+"""Longer than the window of the model; blocks have 16 tokens."""
+
+
+class Route(NamedTuple):
+    """What of our code ran between two moments."""
+
+    functions: frozenset[CodeType]
+
+    @property
+    def files(self) -> set[str]:
+        return {Path(each.co_filename).relative_to(ROOT).as_posix() for each in self.functions}
+
+    @property
+    def lines(self) -> int:
+        """Of the functions that were entered."""
+        return sum(len({line for *_, line in each.co_lines() if line is not None}) for each in self.functions)
+
+
+class Watched:
+    """Notes the functions of ours that this thread enters."""
+
+    def __init__(self) -> None:
+        self._seen: set[CodeType] = set()
+
+    def _enter(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            self._seen.add(frame.f_code)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        sys.setprofile(self._enter)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    @property
+    def route(self) -> Route:
+        return Route(frozenset(each for each in self._seen if is_product(each)))
+
+
+def is_product(code: CodeType) -> bool:
+    file = Path(code.co_filename)
+    return file.is_relative_to(ROOT) and file.relative_to(ROOT).parts[0] not in ("tests", ".venv")
+
+
+class PacedWorkers(LocalWorkers):
+    """Runs no more steps than it is told, so that nothing happens unseen before or after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = asyncio.Semaphore(0)
+
+    async def start_step(self, step: Step) -> StepResult:
+        await self.steps.acquire()
+        return await super().start_step(step)
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.steps.release()
+
+
+class Served(NamedTuple):
+    """All there is between a client and its tokens."""
+
+    engine: Engine
+    workers: PacedWorkers
+    stub: Any
+
+    def ask(self) -> Any:
+        sampling = pb.SamplingParams(max_tokens=64)
+        return self.stub.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), sampling=sampling))
+
+    async def read(self, answer: Any, tokens: int) -> None:
+        """Run as many steps as bring so many tokens of one answer, one after another."""
+        for _ in range(tokens):
+            self.workers.run(1)
+            await answer.read()
+
+    async def run_until(self, event: Awaitable[Any]) -> None:
+        """Run one step after another until something has happened."""
+        happened = asyncio.ensure_future(event)
+        while not happened.done():
+            self.workers.run(1)
+            await asyncio.wait((happened,), timeout=0.05)
+
+
+async def served(model: Path, scenario: Callable[[Served], Awaitable[Route]]) -> Route:
+    workers = PacedWorkers()
+    engine = await make_engine(model, workers, attention_backend="torch", enforce_eager=True)
+    loop = asyncio.create_task(engine.run())
+    door = FrontDoor(engine)
+    client = await EngineClient.connect(await door.start("127.0.0.1"))
+    server = GrpcServer(FrontEnd(client, None))
+    try:
+        async with grpc.aio.insecure_channel(await server.start(port=0)) as channel:
+            return await asyncio.wait_for(scenario(Served(engine, workers, pb_grpc.InferenceStub(channel))), 60)
+    finally:
+        workers.run(1000)
+        await server.stop(0)
+        await client.close()
+        await door.close()
+        loop.cancel()
+        await asyncio.gather(loop, return_exceptions=True)
+
+
+async def decode(at: Served, first: int, last: int) -> Route:
+    """Of the steps that bring tokens `first` to `last` of an answer."""
+    watched, answer = Watched(), at.ask()
+    await at.read(answer, first)
+    with watched.watching():
+        await at.read(answer, last - first)
+    answer.cancel()
+    return watched.route
+
+
+async def quiet(at: Served) -> Route:
+    """Tokens 43 and 44 of a sequence: two blocks of 16 are behind, the third has room."""
+    return await decode(at, 2, 4)
+
+
+async def blocks_move(at: Served) -> Route:
+    """Tokens 46 to 64 of a sequence: blocks are taken, named and, behind the window, given back."""
+    return await decode(at, 5, 24)
+
+
+async def prefill_with_a_hit(at: Served) -> Route:
+    earlier = at.ask()
+    await at.read(earlier, 12)
+    watched, answer = Watched(), at.ask()
+    with watched.watching():
+        await at.run_until(answer.read())
+    assert at.engine.stats.cached_tokens > 0
+    answer.cancel()
+    earlier.cancel()
+    return watched.route
+
+
+SCENARIOS = {"quiet": quiet, "blocks move": blocks_move, "prefill with a hit": prefill_with_a_hit}
+
+
+@pytest.fixture(scope="module")
+def routes(tiny: Any) -> dict[str, Route]:
+    model = tiny("gemma3").path
+    return {name: asyncio.run(served(model, scenario)) for name, scenario in SCENARIOS.items()}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_step_enters_only_the_spine_and_named_leaves(routes: dict[str, Route], name: str):
+    strange = routes[name].files - {*SPINE, *LEAVES[name]}
+    assert not strange, f"{name}: {sorted(strange)}"
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_step_enters_no_more_files_than_before(routes: dict[str, Route], name: str):
+    assert len(routes[name].files) <= MOST_FILES[name], sorted(routes[name].files)
+
+
+def test_the_spine_is_short_enough_to_be_read():
+    lines = {file: len((ROOT / file).read_text().splitlines()) for file in SPINE}
+    assert sum(lines.values()) <= MOST_SPINE_LINES, lines
