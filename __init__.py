@@ -15,11 +15,11 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "IntarsiaError", "SamplingParams"]
 
 if TYPE_CHECKING:
-    from .controller.request import SamplingParams
     from .deploy.llm import LLM
     from .errors import IntarsiaError
+    from .proto.request import SamplingParams
 
-_HOMES = {"LLM": ".deploy.llm", "SamplingParams": ".controller.request", "IntarsiaError": ".errors"}
+_HOMES = {"LLM": ".deploy.llm", "SamplingParams": ".proto.request", "IntarsiaError": ".errors"}
 
 
 def __getattr__(name: str):

@@ -51,7 +51,6 @@ def main() -> None:
 
 
 async def _measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
-    from intarsia.controller.request import SamplingParams
     from intarsia.deploy.front_end.access import Access, AccessSettings
     from intarsia.deploy.front_end.front_end import FrontEnd
     from intarsia.deploy.http.server import HttpServer
@@ -59,6 +58,7 @@ async def _measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
     from intarsia.deploy.settings.options import engine_settings
     from intarsia.deploy.start.launch import start_engine
     from intarsia.deploy.start.own_ray import ensure_ray
+    from intarsia.proto.request import SamplingParams
 
     ensure_ray(1)
     trial = await start_engine(engine_settings(model, kv_cache_memory="64MiB"))

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
-from ..proto.packing import pack, unpack
+from ..proto.codec import pack, unpack
 
 PIECE_TOKENS = 64
 """At most, in one piece of what has waited: their texts are looked up in one go, and others wait so long."""

@@ -28,17 +28,18 @@ from ..kvcache.check import Recount, recount
 from ..kvcache.events import Cleared, Event, EventLog, of_owner
 from ..kvcache.manager import CacheManager, RequestId
 from ..kvcache.tables import SALT
+from ..proto.request import USUAL_TERMS, Image, SamplingParams, Terms
 from ..proto.step import Step, StepResult
 from ..proto.tracing import Tracer
 from ..proto.worker import WorkerStatus
 from .accounts import Accounts
 from .admission.overload import Gate, GateSettings
 from .deltas import Rows, TokenDelta, TokenLogprobs
-from .images import Gallery, Image, lay_out
+from .images import Gallery, lay_out
 from .info import CacheState, EngineInfo, EngineLoad, GroupState, Probe
 from .losses import GIVE_UP_AFTER_S, Losses, NoRoom
 from .metrics import Meter, Metrics
-from .request import SUSPICIOUS_LOSSES, USUAL_TERMS, Request, SamplingParams, Terms
+from .request import SUSPICIOUS_LOSSES, Request
 from .scheduling.scheduler import Outcome, Progress, Scheduler
 from .snapshot import EngineView, Journal, Look, StepView, counted, request_views
 

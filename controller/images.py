@@ -13,14 +13,8 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from ..kvcache.tables import Encoder
+from ..proto.request import Image
 from ..proto.step import EncoderInput, View
-
-
-class Image(NamedTuple):
-    """An image as it came, and the tokens it becomes for layers that attend to it."""
-
-    data: bytes
-    tokens: int
 
 
 class Gallery(NamedTuple):

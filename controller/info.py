@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .request import SamplingParams
+from ..proto.request import SamplingParams
 
 
 class GroupInfo(NamedTuple):

@@ -34,10 +34,9 @@ from ..errors import IntarsiaError
 from ..kvcache.events import Cleared, Event, Events, Removed, Stored, parts
 from ..kvcache.manager import RequestId
 from ..proto.channel import Address, ChannelClosed, Stream, StreamServer, reading
+from ..proto.request import Image, SamplingParams, Terms
 from .deltas import Backlog, TokenDelta
 from .engine import Delivery, Engine, Watcher
-from .images import Image
-from .request import SamplingParams, Terms
 from .snapshot import Look
 
 DELTA, ERROR, ANSWER, EVENTS = range(4)

@@ -10,6 +10,7 @@ from ..errors import IntarsiaError, InvalidRequest, InvalidSetting
 from ..kvcache.manager import CacheManager, CacheSettings
 from ..kvcache.plan import MemoryPlan, PlanSettings
 from ..kvcache.strategies import plan_memory
+from ..proto.request import SamplingParams
 from ..proto.step import Step, StepResult
 from ..proto.tracing import tracer_of
 from ..proto.worker import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus, check_length
@@ -17,7 +18,6 @@ from .admission.overload import GateSettings
 from .engine import Engine
 from .info import EngineInfo, GroupInfo
 from .losses import GIVE_UP_AFTER_S, Losses
-from .request import SamplingParams
 from .scheduling.scheduler import Scheduler, SchedulerSettings
 
 SMALLEST_TRIAL_BYTES, LARGEST_TRIAL_BYTES = 2**20, 2**36

@@ -454,7 +454,7 @@ def generate(
 ) -> None:
     """Ask a running server, and print the answer as it comes. Sampling is as the checkpoint asks unless options say."""
     with _plain_errors():
-        from ..controller.request import SamplingParams, Terms
+        from ..proto.request import SamplingParams, Terms
         from .client import Client, Tls
 
         wanted = dict[str, Any](

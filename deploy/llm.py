@@ -12,11 +12,10 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..controller.images import Image
 from ..controller.info import EngineInfo
-from ..controller.request import USUAL_TERMS, SamplingParams, Terms
 from ..errors import EngineUnavailable, InvalidRequest
 from ..kvcache.check import Recount
+from ..proto.request import USUAL_TERMS, Image, SamplingParams, Terms
 from .front_end.detokenize import with_text
 from .front_end.engine_client import EngineClient, TokenDelta, TokenLogprobs
 from .front_end.images import ImageReader, read_images

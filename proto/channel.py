@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .packing import pack, unpack
+from .codec import pack, unpack
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ known to worker and controller alike, so a plain decode step names only its slot
 from enum import IntEnum
 from typing import NamedTuple
 
-from .packing import pack, unpack
+from .codec import decode, pack
 
 ALL = 2**31 - 1
 """More than any vocabulary has."""
@@ -101,34 +101,7 @@ class Step(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> "Step":
-        epoch, number, retire, swap_out, swap_in, forget, copies, saves, admit, advance, decode, traces = unpack(data)
-        return cls(
-            epoch,
-            number,
-            retire,
-            swap_out,
-            swap_in,
-            forget,
-            copies,
-            saves,
-            tuple(_admit(*fields) for fields in admit),
-            tuple(Advance(*fields) for fields in advance),
-            decode,
-            traces,
-        )
-
-
-def _admit(slot, tokens, computed, blocks, max_tokens, sampling, views, images) -> Admit:
-    return Admit(
-        slot,
-        tokens,
-        computed,
-        blocks,
-        max_tokens,
-        Sampling(*sampling),
-        tuple(View(*view) for view in views),
-        tuple(EncoderInput(*image) for image in images),
-    )
+        return decode(data, cls)
 
 
 class Logprobs(NamedTuple):
@@ -173,17 +146,4 @@ class StepResult(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> "StepResult":
-        epoch, number, tokens, logprobs, prompt_logprobs, failures, run_us, error, fault = unpack(data)
-        return cls(
-            epoch,
-            number,
-            tokens,
-            tuple((place, Logprobs(*row)) for place, row in logprobs),
-            tuple(
-                PromptLogprobs(slot, start, tuple(Logprobs(*r) for r in rows)) for slot, start, rows in prompt_logprobs
-            ),
-            failures,
-            run_us,
-            error,
-            None if fault is None else Fault(fault),
-        )
+        return decode(data, cls)

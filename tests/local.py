@@ -7,12 +7,12 @@ from typing import Any
 
 from intarsia.controller.engine import Delivery, Engine
 from intarsia.controller.losses import NoRoom
-from intarsia.controller.request import SamplingParams
 from intarsia.controller.startup import build_engine
 from intarsia.deploy.front_end.images import ImageReader, read_images
 from intarsia.deploy.settings.options import engine_settings
 from intarsia.errors import IntarsiaError
 from intarsia.kvcache.plan import MemoryPlan
+from intarsia.proto.request import SamplingParams
 from intarsia.proto.step import Step, StepResult
 from intarsia.proto.worker import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
 from intarsia.workers.worker import Worker

@@ -15,12 +15,13 @@ import random
 from collections import deque
 from dataclasses import dataclass
 
-from intarsia.controller.request import FinishReason, Request, SamplingParams, Terms
+from intarsia.controller.request import Request
 from intarsia.controller.scheduling.scheduler import Scheduler, SchedulerSettings
 from intarsia.kvcache.check import recount
 from intarsia.kvcache.manager import CacheManager, CacheSettings, RequestId
 from intarsia.kvcache.plan import Group
 from intarsia.kvcache.reach import Chunked, Full, Sliding, State
+from intarsia.proto.request import FinishReason, SamplingParams, Terms
 from intarsia.proto.step import StepResult
 from intarsia.tests.kvcache.plans import plan_of
 from intarsia.tests.simulated import VOCAB, SimulatedWorker, continuation

@@ -16,7 +16,7 @@ from ..environment import give_back_freed_memory, resident_bytes, threads_per_wo
 from ..errors import IntarsiaError
 from ..kvcache.plan import MemoryPlan
 from ..proto.channel import Address, BlockingServer, CorruptFrame, reading
-from ..proto.packing import pack, unpack
+from ..proto.codec import pack, unpack
 from ..proto.step import Fault, Step, StepResult
 from ..proto.tracing import Tracer, tracer_of
 from ..proto.worker import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus

@@ -26,8 +26,9 @@ from ...kvcache.manager import CacheManager, Hit, RequestId
 from ...kvcache.pool import BlockId
 from ...kvcache.prefix import TokenChain, shared_blocks
 from ...kvcache.tables import Copy, Encoder
+from ...proto.request import FinishReason
 from ...proto.step import ALL, Admit, Advance, Logprobs, PromptLogprobs, Sampling, Step, StepResult
-from ..request import FinishReason, Request
+from ..request import Request
 from .fair_queue import DECODE_WEIGHT, WaitingQueue
 from .prefill_budget import Pace
 from .swap import SwapSpace

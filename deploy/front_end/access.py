@@ -16,8 +16,8 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...controller.request import MAX_TENANT_CHARS
 from ...errors import InvalidSetting, Unauthenticated
+from ...proto.request import MAX_TENANT_CHARS
 
 if TYPE_CHECKING:
     from grpc import ServerCredentials

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from typing import Protocol
 
-from ...controller.request import SamplingParams
 from ...errors import InvalidRequest
+from ...proto.request import SamplingParams
 from .engine_client import TokenDelta
 from .tokenizer import Tokenizer
 

@@ -12,16 +12,15 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ...controller.deltas import Backlog, TokenDelta, TokenLogprobs
-from ...controller.images import Image
 from ...controller.info import CacheState, EngineInfo, EngineLoad, Probe
 from ...controller.losses import GIVE_UP_AFTER_S, Losses
 from ...controller.metrics import Metrics
-from ...controller.request import USUAL_TERMS, SamplingParams, Terms
 from ...controller.server import ANSWER, BROKEN_ENGINE, ENGINE, EVENTS, decode, decode_events
 from ...controller.snapshot import EngineView, Look
 from ...errors import EngineUnavailable, IntarsiaError, InvalidRequest, Overloaded
 from ...kvcache.events import Events
 from ...proto.channel import Address, ChannelClosed
+from ...proto.request import USUAL_TERMS, Image, SamplingParams, Terms
 from .cache_watch import MOST_UNREAD_NAMES, Subscription, Watch
 from .liveness import Line, meet, while_we_run
 

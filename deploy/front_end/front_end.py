@@ -9,10 +9,8 @@ from functools import partial
 from hashlib import sha256
 from typing import Any, NamedTuple, TypeVar
 
-from ...controller.images import Image
 from ...controller.info import CacheState, EngineInfo, EngineLoad
 from ...controller.metrics import Metrics
-from ...controller.request import USUAL_TERMS, SamplingParams, Terms
 from ...errors import (
     EngineUnavailable,
     IntarsiaError,
@@ -23,6 +21,7 @@ from ...errors import (
     RequestTooLarge,
 )
 from ...kvcache.events import Events
+from ...proto.request import USUAL_TERMS, Image, SamplingParams, Terms
 from ...proto.tracing import INCOMING, Span, Tracer
 from ..settings.limits import Limits
 from .access import TENANT, VIEWER

@@ -17,9 +17,9 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from ...controller.info import Probe
-from ...controller.request import USUAL_TERMS, Terms
 from ...errors import IntarsiaError
 from ...proto.channel import Address
+from ...proto.request import USUAL_TERMS, Terms
 from .engine_client import EngineClient
 
 logger = logging.getLogger(__name__)

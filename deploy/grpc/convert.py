@@ -10,7 +10,6 @@ from grpc import StatusCode
 
 from ...controller.engine import TokenDelta, TokenLogprobs
 from ...controller.info import CacheState, EngineInfo, EngineLoad, GroupInfo, GroupState
-from ...controller.request import MAX_BAD, MAX_BIASES, MAX_FORM_CHARS, MAX_STOPS, SamplingParams, Terms
 from ...errors import (
     ERRORS,
     ContextTooLong,
@@ -29,6 +28,7 @@ from ...errors import (
 )
 from ...kvcache.events import Cleared, Event, Removed, Stored
 from ...proto import inference_pb2 as pb
+from ...proto.request import MAX_BAD, MAX_BIASES, MAX_FORM_CHARS, MAX_STOPS, SamplingParams, Terms
 from ...proto.step import MAX_BAD_TOKENS
 from ..settings.limits import Limits, check_id
 from .wire import Most

@@ -4,8 +4,8 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from ...controller.deltas import num_values
-from ...controller.request import SamplingParams
 from ...errors import InvalidRequest
+from ...proto.request import SamplingParams
 from ..front_end.front_end import FEW_VALUES, SHORT_TEXT_CHARS, Asked, FrontEnd
 from ..front_end.json_pieces import at_once
 from .answers import (

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from ...controller.request import MAX_ANSWERS, MAX_BAD, MAX_LOGPROBS, MAX_PRIORITY, MAX_STOP_CHARS, MAX_STOPS
+from ...proto.request import MAX_ANSWERS, MAX_BAD, MAX_LOGPROBS, MAX_PRIORITY, MAX_STOP_CHARS, MAX_STOPS
 
 TOKEN_FORMAT = "token"
 """Of token ids in the OpenAPI document, which says of the served model how many there are."""

@@ -17,8 +17,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
-from ...controller.request import MAX_BIASES
 from ...errors import ContextTooLong, InvalidRequest
+from ...proto.request import MAX_BIASES
 from ..front_end.access import TENANT
 from ..front_end.front_end import FrontEnd
 from ..http.json_scan import Extent, extent

@@ -8,8 +8,8 @@ from typing import Any
 
 from ... import __version__
 from ...controller.info import EngineInfo
-from ...controller.request import SamplingParams, Terms
 from ...errors import InvalidRequest, UnknownModel
+from ...proto.request import SamplingParams, Terms
 from ..front_end.front_end import FEW_VALUES, FrontEnd
 from ..front_end.json_pieces import size_of
 from .protocol import (

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...controller.info import CacheState
-from ...controller.request import SamplingParams
+from ...proto.request import SamplingParams
 from ..checkpoints.real_models import installed_files
 from ..client import Client, Usage
 from ..demo import DEMO

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from intarsia.controller.deltas import PIECE_ROW_BYTES, PIECE_TOKENS, Backlog, Rows, TokenDelta, TokenLogprobs
-from intarsia.proto.packing import pack, unpack
+from intarsia.proto.codec import pack, unpack
 
 
 def row(token: int, alternatives: int = 20) -> TokenLogprobs:

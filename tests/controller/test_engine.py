@@ -14,7 +14,6 @@ from intarsia.controller.admission.overload import GateSettings
 from intarsia.controller.engine import MOST_LOSSES, Delivery, Engine, TokenDelta
 from intarsia.controller.info import EngineInfo, GroupInfo
 from intarsia.controller.losses import Losses, NoRoom
-from intarsia.controller.request import SamplingParams, Terms
 from intarsia.controller.scheduling import scheduler as scheduler_module
 from intarsia.controller.scheduling.scheduler import Scheduler, SchedulerSettings
 from intarsia.errors import (
@@ -29,6 +28,7 @@ from intarsia.errors import (
 from intarsia.kvcache.manager import CacheManager
 from intarsia.kvcache.plan import MemoryPlan
 from intarsia.kvcache.reach import Full, Sliding
+from intarsia.proto.request import SamplingParams, Terms
 from intarsia.proto.step import Step, StepResult
 from intarsia.proto.worker import WorkerStatus
 from intarsia.tests.kvcache.plans import plan_of

@@ -1,6 +1,7 @@
 import pytest
 
-from intarsia.controller.images import Image, lay_out
+from intarsia.controller.images import lay_out
+from intarsia.proto.request import Image
 from intarsia.proto.step import EncoderInput, View
 
 IMG = 99

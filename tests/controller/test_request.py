@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from intarsia.controller.request import SamplingParams
 from intarsia.errors import InvalidRequest
+from intarsia.proto.request import SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ import pytest
 from intarsia.controller.admission.overload import Gate
 from intarsia.controller.deltas import TOKEN_BYTES, Rows, TokenDelta, TokenLogprobs
 from intarsia.controller.engine import Delivery, Engine
-from intarsia.controller.request import SamplingParams, Terms
 from intarsia.controller.server import ERROR, MESSAGE_BYTES, MOST_UNSENT_BYTES, FrontDoor, Outbox
 from intarsia.deploy.front_end import engine_client as client_module
 from intarsia.deploy.front_end.engine_client import EngineClient
@@ -26,7 +25,8 @@ from intarsia.deploy.front_end.liveness import while_we_run
 from intarsia.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, Overloaded
 from intarsia.kvcache.events import Cleared, Event, Removed, Stored
 from intarsia.proto.channel import Address, ChannelClosed, Stream, StreamServer
-from intarsia.proto.packing import pack
+from intarsia.proto.codec import pack
+from intarsia.proto.request import SamplingParams, Terms
 from intarsia.tests.controller.test_engine import PROMPT, make_engine
 from intarsia.tests.proto.test_channel import far  # noqa: F401 - a fixture
 from intarsia.tests.simulated import continuation

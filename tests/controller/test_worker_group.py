@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from intarsia.controller import worker_group
-from intarsia.controller.request import SamplingParams
 from intarsia.controller.worker_group import WorkerGroup
 from intarsia.errors import CorruptCheckpoint, EngineUnavailable, InvalidSetting, ModelNotFound
+from intarsia.proto.request import SamplingParams
 from intarsia.proto.step import Advance, Step, StepResult
 from intarsia.proto.worker import ModelSettings
 from intarsia.tests.conftest import Loop

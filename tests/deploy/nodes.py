@@ -19,12 +19,12 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from intarsia.controller.request import SamplingParams
 from intarsia.deploy.front_end.engine_client import EngineClient
 from intarsia.deploy.settings.options import engine_settings
 from intarsia.deploy.start.launch import RunningEngine, start_engine
 from intarsia.deploy.start.own_ray import NAMESPACE
 from intarsia.errors import IntarsiaError
+from intarsia.proto.request import SamplingParams
 
 CLUSTERS: list[Cluster] = []
 

@@ -7,10 +7,9 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from intarsia.controller.engine import TokenDelta
-from intarsia.controller.images import Image
 from intarsia.controller.info import EngineInfo, EngineLoad, GroupInfo
-from intarsia.controller.request import USUAL_TERMS, SamplingParams, Terms
 from intarsia.errors import Overloaded
+from intarsia.proto.request import USUAL_TERMS, Image, SamplingParams, Terms
 
 HANG: Any = "hang"
 """In a script: nothing more comes until the caller gives up."""

@@ -5,7 +5,6 @@ import socket
 import pytest
 
 from intarsia.controller.engine import TokenDelta, TokenLogprobs
-from intarsia.controller.request import SamplingParams
 from intarsia.deploy.client import Client, Usage
 from intarsia.errors import (
     CorruptCheckpoint,
@@ -15,6 +14,7 @@ from intarsia.errors import (
     PoolExhausted,
     RequestTooLarge,
 )
+from intarsia.proto.request import SamplingParams
 from intarsia.tests.deploy.scripted import HANG, INFO
 
 ROW = TokenLogprobs(7, -0.5, ((7, -0.5), (9, -1.5)))

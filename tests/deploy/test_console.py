@@ -17,7 +17,6 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
 from rich.console import Console as Terminal
 
-from intarsia.controller.request import SamplingParams
 from intarsia.deploy.console import ConsoleSettings
 from intarsia.deploy.front_end.access import Access, AccessSettings, Level
 from intarsia.deploy.front_end.front_end import FrontEnd
@@ -29,6 +28,7 @@ from intarsia.deploy.start.launch import RunningEngine, start_engine
 from intarsia.deploy.start.local_servers import announced
 from intarsia.deploy.tools.top import Server, facts, gone, look, screen, told
 from intarsia.errors import EngineUnavailable, InvalidSetting, Unauthenticated
+from intarsia.proto.request import SamplingParams
 from intarsia.tests.conftest import Loop
 
 BLOCKS = 100_000

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from intarsia import SamplingParams
-from intarsia.controller.request import Terms
 from intarsia.deploy.client import Asked, AsyncClient, Client
 from intarsia.deploy.front_end import engine_client as client_module
 from intarsia.deploy.front_end.front_end import FrontEnd
@@ -33,6 +32,7 @@ from intarsia.errors import (
     RequestTooLarge,
 )
 from intarsia.kvcache.events import Cleared, Stored
+from intarsia.proto.request import Terms
 from intarsia.tests import models
 from intarsia.tests.conftest import Loop, TinyModel
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from intarsia.controller.request import SamplingParams
 from intarsia.deploy.client import Client
 from intarsia.deploy.front_end.front_end import FrontEnd
 from intarsia.deploy.front_end.tokenizer import Tokenizer
@@ -23,6 +22,7 @@ from intarsia.deploy.openai.app import make_app
 from intarsia.deploy.settings.options import engine_settings
 from intarsia.deploy.start.launch import start_engine
 from intarsia.errors import InvalidSetting
+from intarsia.proto.request import SamplingParams
 from intarsia.proto.tracing import tracer_of
 from intarsia.tests.conftest import Loop
 

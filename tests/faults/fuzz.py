@@ -30,7 +30,7 @@ from intarsia.deploy.openai.app import make_app
 from intarsia.deploy.start.launch import find_engines
 from intarsia.proto import inference_pb2 as pb
 from intarsia.proto.channel import Address, ChannelClosed, Stream
-from intarsia.proto.packing import pack
+from intarsia.proto.codec import pack
 
 from .forms import hostile_forms
 from .program import program

@@ -13,8 +13,8 @@ import time
 from typing import Any, NamedTuple
 
 from intarsia import SamplingParams
-from intarsia.controller.request import Terms
 from intarsia.deploy.front_end.engine_client import EngineClient
+from intarsia.proto.request import Terms
 
 from .program import program
 from .service import PROMPTS, service

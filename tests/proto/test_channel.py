@@ -24,7 +24,7 @@ from intarsia.proto.channel import (
     connect_blocking,
     reading,
 )
-from intarsia.proto.packing import unpack
+from intarsia.proto.codec import unpack
 
 
 async def echo(stream: Stream) -> None:

@@ -15,7 +15,6 @@ import openai
 import pytest
 import torch
 
-from intarsia.controller.request import SamplingParams
 from intarsia.deploy.checkpoints.real_models import REAL_MODELS, installed_files, real_checkpoint
 from intarsia.deploy.front_end.front_end import FrontEnd
 from intarsia.deploy.front_end.tokenizer import Tokenizer
@@ -23,6 +22,7 @@ from intarsia.deploy.http.server import HttpServer
 from intarsia.deploy.openai.app import make_app
 from intarsia.deploy.settings.options import engine_settings
 from intarsia.deploy.start.launch import start_engine
+from intarsia.proto.request import SamplingParams
 from intarsia.tests.conftest import Loop
 from intarsia.tests.local import Completion, complete, make_engine
 from intarsia.tests.models import load_oracle

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from intarsia.controller.request import SamplingParams
 from intarsia.errors import InvalidSetting
+from intarsia.proto.request import SamplingParams
 from intarsia.tests.local import complete, make_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from intarsia.controller.request import SamplingParams
 from intarsia.kernels.paged_attention import TritonBackend
 from intarsia.kernels.state import TritonStates
 from intarsia.kernels.toolchain import triton as gpu
+from intarsia.proto.request import SamplingParams
 from intarsia.tests.local import complete, make_engine
 
 pytestmark = pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing()))

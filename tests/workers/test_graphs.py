@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from intarsia.controller.request import SamplingParams
+from intarsia.proto.request import SamplingParams
 from intarsia.tests.local import LocalWorkers, complete, make_engine
 from intarsia.workers import graphs, runner
 from intarsia.workers.graphs import Replay, padded_pages, padded_rows

@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 
-from intarsia.controller.request import SamplingParams
 from intarsia.controller.startup import build_engine
 from intarsia.deploy.settings.options import engine_settings
 from intarsia.errors import InvalidSetting
 from intarsia.kvcache.plan import MemoryPlan
+from intarsia.proto.request import SamplingParams
 from intarsia.proto.worker import RunnerLimits
 from intarsia.tests.conftest import TinyModel
 from intarsia.tests.local import LocalWorkers, complete, make_engine

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from intarsia.controller.engine import Delivery, Engine, TokenDelta
-from intarsia.controller.request import SamplingParams
+from intarsia.proto.request import SamplingParams
 from intarsia.tests import models
 from intarsia.tests.conftest import Loop, TinyModel
 from intarsia.tests.local import Completion, complete, make_engine

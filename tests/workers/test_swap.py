@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from intarsia.controller.engine import Engine
-from intarsia.controller.request import SamplingParams
 from intarsia.controller.scheduling.prefill_budget import Pace
+from intarsia.proto.request import SamplingParams
 from intarsia.tests.conftest import Loop, TinyModel
 from intarsia.tests.local import complete, make_engine
 from intarsia.tests.workers.test_families import least_memory

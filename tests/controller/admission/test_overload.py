@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from intarsia.controller.admission.overload import FEWEST, LONGEST_FULL_S, MIB, Gate, GateSettings
-from intarsia.controller.request import Request, SamplingParams, Terms
+from intarsia.controller.request import Request
 from intarsia.errors import InvalidSetting, Overloaded
 from intarsia.kvcache.manager import RequestId
+from intarsia.proto.request import SamplingParams, Terms
 
 NUMBERS = count()
 

@@ -1,8 +1,9 @@
 import random
 
-from intarsia.controller.request import Request, SamplingParams, Terms
+from intarsia.controller.request import Request
 from intarsia.controller.scheduling.fair_queue import WaitingQueue
 from intarsia.kvcache.manager import RequestId
+from intarsia.proto.request import SamplingParams, Terms
 
 
 def request(number: int, arrival_s: float = 0.0, *, priority: int = 0, tenant: str = "") -> Request:

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
-from intarsia.controller.request import USUAL_TERMS, FinishReason, Request, SamplingParams, Terms
+from intarsia.controller.request import Request
 from intarsia.controller.scheduling.scheduler import Outcome, Scheduler, SchedulerSettings
 from intarsia.errors import InvalidSetting
 from intarsia.kvcache.check import recount
 from intarsia.kvcache.manager import CacheManager, CacheSettings, RequestId
 from intarsia.kvcache.plan import Group
 from intarsia.kvcache.reach import Chunked, Full, Reach, Sliding, State
+from intarsia.proto.request import USUAL_TERMS, FinishReason, SamplingParams, Terms
 from intarsia.proto.step import StepResult
 from intarsia.tests.kvcache.plans import plan_of
 from intarsia.tests.simulated import VOCAB, SimulatedWorker, continuation

@@ -17,7 +17,6 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from starlette.routing import Route
 
 from intarsia.controller.engine import TokenDelta
-from intarsia.controller.request import Terms
 from intarsia.deploy.client import Client, Tls
 from intarsia.deploy.front_end.access import ROUTES, RPCS, Access, AccessSettings, Level
 from intarsia.deploy.front_end.front_end import Asked, FrontEnd, FrontEndSettings
@@ -28,6 +27,7 @@ from intarsia.deploy.openai.app import make_app
 from intarsia.errors import EngineUnavailable, InvalidSetting, Overloaded, Unauthenticated
 from intarsia.proto import inference_pb2 as pb
 from intarsia.proto import inference_pb2_grpc as pb_grpc
+from intarsia.proto.request import Terms
 from intarsia.tests.deploy.scripted import HANG, ScriptedEngine
 
 SCRIPT = (TokenDelta((5,)), TokenDelta((6,), finish_reason="length"))

@@ -4,10 +4,10 @@ import random
 import pytest
 
 from intarsia.controller.engine import TokenDelta, TokenLogprobs
-from intarsia.controller.request import SamplingParams
 from intarsia.deploy.front_end.detokenize import AT_ONCE_VALUES, StopGate, whole_answers, with_text
 from intarsia.deploy.front_end.tokenizer import Tokenizer
 from intarsia.errors import InvalidRequest
+from intarsia.proto.request import SamplingParams
 
 
 def through(gate: StopGate, pieces: list[str]) -> tuple[str, bool]:

@@ -13,7 +13,6 @@ import httpx
 import pytest
 
 from intarsia.controller.engine import TokenDelta
-from intarsia.controller.request import SamplingParams
 from intarsia.deploy.client import Client
 from intarsia.deploy.front_end import request_log
 from intarsia.deploy.front_end.access import Access, AccessSettings
@@ -26,6 +25,7 @@ from intarsia.deploy.start.log_level import LogLevel, log_from
 from intarsia.deploy.start.serve import server_settings
 from intarsia.environment import LOG_LEVEL
 from intarsia.errors import InvalidSetting, Overloaded, Unauthenticated
+from intarsia.proto.request import SamplingParams
 from intarsia.tests.deploy.scripted import HANG, ScriptedEngine
 
 SCRIPT = (

@@ -11,13 +11,13 @@ import pytest
 from intarsia.controller.admission.overload import Gate, GateSettings
 from intarsia.controller.engine import Engine
 from intarsia.controller.info import Probe
-from intarsia.controller.request import USUAL_TERMS, SamplingParams, Terms
 from intarsia.controller.server import FrontDoor
 from intarsia.deploy.front_end import router as fleet_module
 from intarsia.deploy.front_end.engine_client import EngineClient
 from intarsia.deploy.front_end.router import DECODING_TOKENS, MOVE_TOKENS, Fleet, choose
 from intarsia.errors import Overloaded
 from intarsia.proto.channel import Address
+from intarsia.proto.request import USUAL_TERMS, SamplingParams, Terms
 from intarsia.tests.controller.test_engine import make_engine
 
 IDLE = Probe(cached_tokens=0, queued_tokens=0, running=0, is_leaving=False)

@@ -6,10 +6,10 @@ import pytest
 
 from intarsia.controller.engine import TokenDelta, TokenLogprobs
 from intarsia.controller.info import EngineInfo, GroupInfo
-from intarsia.controller.request import FinishReason, SamplingParams
 from intarsia.deploy.grpc import convert
 from intarsia.errors import ERRORS, EngineUnavailable, IntarsiaError, InvalidRequest, ModelError, PoolExhausted
 from intarsia.proto import inference_pb2 as pb
+from intarsia.proto.request import FinishReason, SamplingParams
 from intarsia.tests.deploy.scripted import INFO
 
 

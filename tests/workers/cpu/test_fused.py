@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from intarsia.controller.request import SamplingParams
 from intarsia.kernels.tokenwise import cpu as native
+from intarsia.proto.request import SamplingParams
 from intarsia.tests.conftest import TinyModel
 from intarsia.tests.local import LocalWorkers, complete, make_engine
 from intarsia.tests.models import make_checkpoint

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from intarsia.controller.request import SamplingParams
 from intarsia.errors import InvalidRequest
+from intarsia.proto.request import SamplingParams
 from intarsia.tests.local import Completion, complete, make_engine
 from intarsia.workers.grammar import matcher as grammars
 from intarsia.workers.grammar.matcher import Grammars

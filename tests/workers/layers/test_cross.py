@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from intarsia.controller.engine import Engine
-from intarsia.controller.request import SamplingParams
 from intarsia.errors import InvalidRequest
+from intarsia.proto.request import SamplingParams
 from intarsia.proto.step import Step, StepResult
 from intarsia.tests.conftest import TinyModel
 from intarsia.tests.local import Completion, LocalWorkers, complete, make_engine
@@ -129,7 +129,7 @@ def test_images_that_do_not_match_the_prompt_are_refused_with_the_numbers(
 def test_a_model_without_images_refuses_them(tiny: Callable):
     async def work(engine: Engine) -> list[Completion]:
         completion = Completion()
-        from intarsia.controller.images import Image
+        from intarsia.proto.request import Image
 
         with pytest.raises(InvalidRequest, match="llama takes no images, and the request has 1"):
             engine.submit([1, 2], GREEDY, 0, completion.outlet, [Image(b"", 5)])

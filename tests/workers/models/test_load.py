@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from intarsia.controller.request import SamplingParams
 from intarsia.errors import UnsupportedModel
+from intarsia.proto.request import SamplingParams
 from intarsia.proto.worker import ModelSettings
 from intarsia.tests import models
 from intarsia.tests.conftest import Loop

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from intarsia.controller.request import SamplingParams
 from intarsia.errors import CorruptCheckpoint, UnsupportedModel
+from intarsia.proto.request import SamplingParams
 from intarsia.proto.worker import ModelSettings
 from intarsia.tests.local import complete, make_engine
 from intarsia.workers.checkpoint.files import Checkpoint
