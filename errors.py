@@ -55,6 +55,10 @@ class IntarsiaError(Exception):
         self.__traceback__ = self.__context__ = self.__cause__ = None
         return self
 
+    def again(self) -> "IntarsiaError":
+        """The same, to be raised anew."""
+        return self.from_wire(self.to_wire())
+
     def to_wire(self) -> list[object]:
         """As plain values, for MessagePack."""
         return [type(self).__name__, self.message, self.field, self.details]

@@ -238,7 +238,6 @@ def controller(args: argparse.Namespace) -> dict[str, Any]:
 
 async def _null_model(count: int, rounds: int, is_full: bool = False) -> dict[str, float]:
     from intarsia.controller.engine import Delivery, Engine
-    from intarsia.controller.info import EngineInfo
     from intarsia.controller.scheduling.scheduler import Scheduler, SchedulerSettings
     from intarsia.kvcache.manager import CacheManager
     from intarsia.kvcache.plan import PlanSettings
@@ -247,6 +246,7 @@ async def _null_model(count: int, rounds: int, is_full: bool = False) -> dict[st
     from intarsia.kvcache.strategies import plan_memory
     from intarsia.proto.codec import pack
     from intarsia.proto.request import SamplingParams
+    from intarsia.proto.status import EngineInfo
     from intarsia.proto.step import Step, StepResult
 
     class Null:

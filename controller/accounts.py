@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from ..kvcache.manager import CacheManager
-from .info import CacheState, EngineInfo, EngineLoad, GroupState
+from ..proto.status import CacheState, EngineInfo, EngineLoad, GroupState
 from .request import Request
 
 MOST_TENANTS = 4096

@@ -13,7 +13,7 @@ from ..proto.worker import Process
 from ..workers.process.actor import own_process
 from .engine import Engine
 from .placement import Crew
-from .server import FrontDoor
+from .server import EngineServer
 from .startup import EngineSettings, build_engine
 from .worker_group import WorkerGroup
 
@@ -40,7 +40,7 @@ class ControllerActor:
         self._workers = WorkerGroup(crew)
         await (self._workers.assemble() if is_new else self._workers.take_over())
         self._engine = await build_engine(settings, self._workers)
-        door = FrontDoor(self._engine)
+        door = EngineServer(self._engine)
         self._address = await door.start(host or ray.util.get_node_ip_address())
         freeze_startup_objects()
         self._loop_task = asyncio.create_task(self._serve(self._engine, door))
@@ -59,7 +59,7 @@ class ControllerActor:
         """How far `start` has come: parameters that are there, and all of them."""
         return await self._workers.loaded() if self._workers is not None else (0, 0)
 
-    async def _serve(self, engine: Engine, door: FrontDoor) -> None:
+    async def _serve(self, engine: Engine, door: EngineServer) -> None:
         """Run the engine until it fails or is stopped; closed connections tell every front end."""
         try:
             await engine.run()

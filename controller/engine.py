@@ -28,20 +28,21 @@ from ..kvcache.check import Recount, recount
 from ..kvcache.events import Cleared, Event, EventLog, of_owner
 from ..kvcache.manager import CacheManager, RequestId
 from ..kvcache.tables import SALT
+from ..proto.messages import Delivery
+from ..proto.reply import Delta, Rows, TokenLogprobs
 from ..proto.request import USUAL_TERMS, Image, SamplingParams, Terms
+from ..proto.status import CacheState, EngineInfo, EngineLoad, GroupState, Look, Probe
 from ..proto.step import Step, StepResult
 from ..proto.tracing import Tracer
 from ..proto.worker import WorkerStatus
 from .accounts import Accounts
 from .admission.overload import Gate, GateSettings
-from .deltas import Rows, TokenDelta, TokenLogprobs
 from .images import Gallery, lay_out
-from .info import CacheState, EngineInfo, EngineLoad, GroupState, Probe
 from .losses import GIVE_UP_AFTER_S, Losses, NoRoom
 from .metrics import Meter, Metrics
 from .request import SUSPICIOUS_LOSSES, Request
 from .scheduling.scheduler import Outcome, Progress, Scheduler
-from .snapshot import EngineView, Journal, Look, StepView, counted, request_views
+from .snapshot import EngineView, Journal, StepView, counted, request_views
 
 logger = logging.getLogger(__name__)
 
@@ -87,14 +88,6 @@ class StepRunner(Protocol):
         ...
 
 
-class Delivery(NamedTuple):
-    """What one step brought to one front end. Most of it is a token each, so those are columns."""
-
-    handles: list[int]
-    tokens: list[int]
-    others: list[tuple[int, TokenDelta | IntarsiaError]]  # first and last tokens, log-probabilities, errors
-
-
 Outlet = Callable[[Delivery], None]
 """Takes what one step brought to the requests of one front end, by the handles that it gave them."""
 
@@ -125,6 +118,14 @@ class EngineStats:
     rebuilds: int = 0  # times that the workers were lost and came back
 
 
+class _Collected(NamedTuple):
+    """Of one step, for one front end, while it is handed out."""
+
+    handles: list[int]
+    tokens: list[int]
+    deltas: list[tuple[int, Delta]]
+
+
 class _UnderWay(NamedTuple):
     """A step that was sent."""
 
@@ -144,14 +145,14 @@ class _Caller:
         self.interval_s = interval_s
         self.told = told  # tokens of the sequence, the prompt among them
         self.next_s = 0.0 if interval_s != math.inf else math.inf  # when to tell what is untold
-        self.kept: list[TokenDelta] = []  # of the untold, those with more to say than a token
+        self.kept: list[Delta] = []  # of the untold, those with more to say than a token
 
-    def tell(self, request: Request, now_s: float) -> TokenDelta:
+    def tell(self, request: Request, now_s: float) -> Delta:
         """All that is untold, in one."""
         tokens, kept = tuple(request.tokens[self.told :]), self.kept
         self.told, self.kept, self.next_s = len(request.tokens), [], now_s + self.interval_s
         if not kept:
-            return TokenDelta(tokens, num_cached_tokens=request.cached_tokens, queue_s=request.queue_s)
+            return Delta(tokens, num_cached_tokens=request.cached_tokens, queue_s=request.queue_s)
         logprobs = None
         if kept[-1].logprobs is not None:
             logprobs = Rows(packed for delta in kept for packed in Rows.of(delta.logprobs or ()).packed)
@@ -584,19 +585,19 @@ class Engine:
 
     def _deliver(self, outcome: Outcome) -> None:
         """One call per front end and step, whatever the number of its requests."""
-        deliveries: dict[Outlet, Delivery] = {}
+        deliveries: dict[Outlet, _Collected] = {}
         outlet, handles, tokens = None, [], []
         now_s = time.monotonic()
         for request, token in zip(outcome.requests, outcome.tokens, strict=True):
             caller = request.caller
             if caller.interval_s:  # the request knows its tokens
                 if now_s >= caller.next_s:
-                    others = deliveries.setdefault(caller.outlet, Delivery([], [], [])).others
-                    others.append((caller.handle, caller.tell(request, now_s)))
+                    deltas = deliveries.setdefault(caller.outlet, _Collected([], [], [])).deltas
+                    deltas.append((caller.handle, caller.tell(request, now_s)))
                 continue
             if caller.outlet is not outlet:
                 outlet = caller.outlet
-                handles, tokens, _ = deliveries.setdefault(outlet, Delivery([], [], []))
+                handles, tokens, _ = deliveries.setdefault(outlet, _Collected([], [], []))
             handles.append(caller.handle)
             tokens.append(token)
         for entry in outcome.notable:
@@ -611,13 +612,13 @@ class Engine:
                 )
                 self._meter.began(entry.request, now_s)
                 self._gate.began(entry.request)
-            delta: TokenDelta | None = _delta(entry)
+            delta: Delta | None = _delta(entry)
             if caller.interval_s:
                 caller.kept.append(delta)
                 is_due = entry.finish_reason is not None or now_s >= caller.next_s
                 delta = caller.tell(entry.request, now_s) if is_due else None
             if delta is not None:
-                deliveries.setdefault(caller.outlet, Delivery([], [], [])).others.append((caller.handle, delta))
+                deliveries.setdefault(caller.outlet, _Collected([], [], [])).deltas.append((caller.handle, delta))
             if entry.finish_reason is not None:
                 self._forget(entry.request)
                 self.stats.finished_requests += 1
@@ -627,7 +628,7 @@ class Engine:
                 if self.tracer is not None and entry.request.terms.trace:
                     self._trace(self.tracer, entry.request, now_s)
         for outlet, delivery in deliveries.items():
-            outlet(delivery)
+            outlet(Delivery(*delivery))
 
     def _trace(self, tracer: Tracer, request: Request, ended_s: float) -> None:
         """Where the time of a request went that has come to its end."""
@@ -680,7 +681,7 @@ class Engine:
             self._end_early(request, "error")
 
     def _tell(self, request: Request, error: IntarsiaError) -> None:
-        request.caller.outlet(Delivery([], [], [(request.caller.handle, error)]))
+        request.caller.outlet(Delivery((), (), errors=[(request.caller.handle, error)]))
 
     def _fail(self, error: IntarsiaError) -> None:
         self._failure = error
@@ -806,14 +807,14 @@ class Engine:
         return lay_out(tokens, info.image_token_id, images, self._manager.plan.block_tokens)
 
 
-def _delta(entry: Progress) -> TokenDelta:
+def _delta(entry: Progress) -> Delta:
     request, token, reason, logprobs = entry
     about_prompt = None
     if request.prompt_logprobs is not None and len(request.tokens) == request.prompt_tokens + 1:
         prompt = request.tokens[1 : request.prompt_tokens]
         rows = zip(prompt, request.prompt_logprobs, strict=True)
         about_prompt = Rows.of(TokenLogprobs(token, *row) for token, row in rows)
-    return TokenDelta(
+    return Delta(
         (token,),
         Rows.of((TokenLogprobs(token, *logprobs),)) if logprobs is not None else None,
         reason.value if reason else None,

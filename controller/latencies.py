@@ -27,10 +27,6 @@ class Latencies(NamedTuple):
     next_token: Spread = Spread()  # from a token of an answer to its next
     queue: Spread = Spread()  # from arrival to the first admission
 
-    @classmethod
-    def from_wire(cls, wire: Sequence) -> "Latencies":
-        return cls(*(Spread(*each) for each in wire))
-
 
 class Window:
     """Values of the last minute, at most so many. Each may count several times."""

@@ -61,6 +61,13 @@ class Distribution:
         self.counts = list(counts) or [0] * (len(self.bounds) + 1)
         self.sum = total
 
+    def to_wire(self) -> tuple[Sequence[float], Sequence[int], float]:
+        return self.bounds, self.counts, self.sum
+
+    @classmethod
+    def from_wire(cls, wire: tuple[Sequence[float], Sequence[int], float]) -> "Distribution":
+        return cls(*wire)
+
     def observe(self, value: float, times: int = 1) -> None:
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
@@ -96,21 +103,6 @@ class Metrics(NamedTuple):
     finished: dict[str, int]  # answers by why they ended
     lost_tokens: dict[str, int]  # of prompts: cached once and computed again, by cause
     groups: tuple[GroupMetrics, ...]
-
-    def to_wire(self) -> "Metrics":
-        """With plain values where MessagePack can not tell what they are."""
-        plain: dict = {name: (each.bounds, each.counts, each.sum) for name, each in self.distributions.items()}
-        return self._replace(distributions=plain)
-
-    @classmethod
-    def from_wire(cls, wire: Sequence) -> "Metrics":
-        distributions, finished, lost, groups = wire
-        return cls(
-            {name: Distribution(*each) for name, each in distributions.items()},
-            finished,
-            lost,
-            tuple(GroupMetrics(*group) for group in groups),
-        )
 
 
 class Meter:

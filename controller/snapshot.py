@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from ..kvcache.check import Recount, recount
 from ..kvcache.manager import CacheManager
-from ..kvcache.pool_map import ArenaMap, GroupMap, PoolMap
+from ..kvcache.pool_map import PoolMap
+from ..proto.status import CacheState, EngineLoad
 from ..proto.worker import WorkerStatus
-from .info import CacheState, EngineLoad
 from .latencies import Latencies
 from .request import Request
 
@@ -82,39 +82,6 @@ class EngineView(NamedTuple):
     recount: Recount | None  # None: not asked for
     faults: str = ""  # what the recount found to be wrong
     latencies: Latencies = Latencies()
-
-    @classmethod
-    def from_wire(cls, wire: Sequence) -> "EngineView":
-        clock_s, load, cache, requests, ended, steps, workers, pool, count, faults, latencies = wire
-        return cls(
-            clock_s,
-            EngineLoad(*load),
-            CacheState.from_wire(cache),
-            tuple(RequestView(*each) for each in requests),
-            tuple(RequestView(*each) for each in ended),
-            tuple(StepView(*each) for each in steps),
-            tuple(WorkerStatus(*each) for each in workers),
-            _pool_map(pool),
-            Recount(*count) if count is not None else None,
-            faults,
-            Latencies.from_wire(latencies),
-        )
-
-
-def _pool_map(wire: Sequence | None) -> PoolMap | None:
-    if wire is None:
-        return None
-    arenas, groups = wire
-    return PoolMap(tuple(ArenaMap(*each) for each in arenas), tuple(GroupMap(*each) for each in groups))
-
-
-class Look(NamedTuple):
-    """What somebody who looks wants to see."""
-
-    since_step: int = 0  # steps after this one
-    with_pool: bool = True
-    with_tokens: bool = False  # of prompts and answers
-    with_recount: bool = False  # every block counted anew from the tables, which takes a while
 
 
 class Journal:

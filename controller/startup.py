@@ -11,12 +11,12 @@ from ..kvcache.manager import CacheManager, CacheSettings
 from ..kvcache.plan import MemoryPlan, PlanSettings
 from ..kvcache.strategies import plan_memory
 from ..proto.request import SamplingParams
+from ..proto.status import EngineInfo, GroupInfo
 from ..proto.step import Step, StepResult
 from ..proto.tracing import tracer_of
 from ..proto.worker import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus, check_length
 from .admission.overload import GateSettings
 from .engine import Engine
-from .info import EngineInfo, GroupInfo
 from .losses import GIVE_UP_AFTER_S, Losses
 from .scheduling.scheduler import Scheduler, SchedulerSettings
 

@@ -16,7 +16,6 @@ import grpc
 from grpc_status import rpc_status
 
 from ..controller.engine import TokenLogprobs
-from ..controller.info import CacheState, EngineInfo, EngineLoad
 from ..errors import (
     DeadlineExceeded,
     EngineUnavailable,
@@ -30,6 +29,7 @@ from ..kvcache.events import Event
 from ..proto import inference_pb2 as pb
 from ..proto import inference_pb2_grpc as pb_grpc
 from ..proto.request import USUAL_TERMS, SamplingParams, Terms
+from ..proto.status import CacheState, EngineInfo, EngineLoad
 from .grpc.convert import (
     MAX_MESSAGE_BYTES,
     cache_state_from_proto,

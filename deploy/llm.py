@@ -12,12 +12,12 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..controller.info import EngineInfo
 from ..errors import EngineUnavailable, InvalidRequest
 from ..kvcache.check import Recount
 from ..proto.request import USUAL_TERMS, Image, SamplingParams, Terms
+from ..proto.status import EngineInfo
 from .front_end.detokenize import with_text
-from .front_end.engine_client import EngineClient, TokenDelta, TokenLogprobs
+from .front_end.engine_client import Delta, EngineClient, TokenLogprobs
 from .front_end.images import ImageReader, read_images
 from .front_end.tokenizer import Tokenizer, encode_prompt
 from .settings.options import engine_settings
@@ -79,7 +79,7 @@ class _Growing:
         self._text = ""
         self._finish_reason: str | None = None
 
-    def add(self, delta: TokenDelta, text: str) -> None:
+    def add(self, delta: Delta, text: str) -> None:
         self._token_ids += delta.token_ids
         self._logprobs += delta.logprobs or ()
         self._text += text

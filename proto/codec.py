@@ -9,7 +9,8 @@ Nothing is ever executed, and no class is named on the wire: which type to expec
 several may come, a tag before the fields tells (`Tagged`).
 
 A value may be: int, float, str, bytes, bool, None, an enum, a tuple or sequence of one kind or of given kinds, a
-mapping of texts to values, a message, or one of several of these that MessagePack can tell apart.
+mapping of texts to values, a message, a class that says itself how it travels (`to_wire`, `from_wire`), or one of
+several of these that MessagePack can tell apart.
 """
 
 import dataclasses
@@ -30,10 +31,19 @@ PLAIN = (int, float, str, bytes, bool, type(None))
 
 
 def pack(message: Any) -> bytes:
-    """Plain values, named tuples of them among those."""
-    packed = msgpack.packb(message)
+    """Any value that may travel."""
+    packed = msgpack.packb(message, default=_plain_value)
     assert packed is not None  # it is, unless a packer without autoreset is used
     return packed
+
+
+def _plain_value(value: Any) -> Any:
+    """Of what MessagePack does not know by itself."""
+    if hasattr(value, "to_wire"):
+        return value.to_wire()
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    raise TypeError(f"a {type(value).__name__} can not travel")
 
 
 def unpack(data: bytes) -> Any:
@@ -60,21 +70,31 @@ def read(value: Any, kind: type[T], *, checked: bool = False) -> T:
 
 
 class Tagged:
-    """Messages of several kinds on one connection: an array of a kind's number and its fields. Checked when read."""
+    """Messages of several kinds on one connection: an array of a kind's number and its fields. Fields at the end that
+    have their default values stay behind."""
 
-    def __init__(self, *kinds: type):
+    def __init__(self, *kinds: Any, checked: bool):
+        """checked: every value is looked at when a message is read."""
         self._kinds = kinds
+        self._checked = checked
         self._tags = {kind: tag for tag, kind in enumerate(kinds)}
+        self._defaults = [tuple(kind._field_defaults.values()) for kind in kinds]
 
-    def plain(self, message: Any) -> tuple[Any, ...]:
+    def plain(self, message: Any) -> list[Any]:
         """As `pack` takes it."""
-        return (self._tags[type(message)], *message)
+        tag = self._tags[type(message)]
+        fields = [tag, *message]
+        for default in reversed(self._defaults[tag]):
+            if fields[-1] != default:
+                break
+            fields.pop()
+        return fields
 
     def read(self, value: Any) -> Any:
         """Raises `ValueError` for what is no message of these kinds."""
         if type(value) is not tuple or not value or type(value[0]) is not int or not 0 <= value[0] < len(self._kinds):
             raise ValueError(f"{value!r:.80} is no message of {', '.join(kind.__name__ for kind in self._kinds)}")
-        return read(value[1:], self._kinds[value[0]], checked=True)
+        return read(value[1:], self._kinds[value[0]], checked=self._checked)
 
 
 @cache
@@ -92,10 +112,12 @@ def _reader(kind: Any, checked: bool) -> Reader:
         return _row(arguments, checked)
     if origin in (tuple, Sequence):
         return _many(arguments[0], checked)
-    if origin is Mapping:
+    if origin in (Mapping, dict):
         return _map(arguments[1], checked)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return kind
+    if hasattr(kind, "from_wire"):
+        return kind.from_wire
     if isinstance(kind, type) and issubclass(kind, tuple):
         return _named_tuple(kind, checked)
     if dataclasses.is_dataclass(kind):
@@ -139,7 +161,9 @@ def _many(kind: Any, checked: bool) -> Reader:
 
         return read_plain
     one = _reader(kind, checked)
-    return None if one is None else lambda value: tuple([one(each) for each in value])
+    if one is not None:
+        return lambda value: tuple([one(each) for each in value])
+    return _plain({tuple}) if checked else None
 
 
 def _row(kinds: Sequence[Any], checked: bool) -> Reader:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -189,10 +189,6 @@ class SamplingParams:
         """`stop` as texts."""
         return self.stop  # type: ignore[return-value]  a tuple since __post_init__
 
-    def to_wire(self) -> dict[str, Any]:
-        """As plain values, for MessagePack."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
 
 def _bias_pairs(bias: Any) -> tuple[tuple[int, float], ...]:
     """{token: bias}, or pairs of them, as pairs in the order of tokens."""
@@ -295,10 +291,6 @@ class Terms:
         if self.timeout_s is not None:
             _check_number("timeout_s", self.timeout_s, low=0.0, high=math.inf, low_open=True, high_open=True)
 
-    def to_wire(self) -> dict[str, Any]:
-        """As plain values, for MessagePack."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
 
 USUAL_TERMS = Terms()
 
@@ -313,10 +305,12 @@ class Image(NamedTuple):
 class GenerateRequest(NamedTuple):
     """One prompt and what is wanted of it, as it travels from a front end to an engine."""
 
-    tokens: Sequence[int]  # the prompt and, of an answer that began elsewhere, what is known of it
+    tokens: Sequence[
+        Any
+    ]  # the prompt and, of an answer that began elsewhere, what is known of it; the engine judges them
     sampling: SamplingParams
-    images: Sequence[Image] = ()
-    terms: Terms = USUAL_TERMS
-    stream_interval_s: float = 0.0  # from one delta of an answer to its next; 0: each token at once; infinite: one
-    prompt_tokens: int | None = None  # of `tokens`, where an answer goes on that began elsewhere; None: all of them
-    is_known: bool = False  # it was taken before, by an engine that is lost
+    images: Sequence[Image]
+    terms: Terms
+    stream_interval_s: float  # from one delta of an answer to its next; 0: each token at once; infinite: one for all
+    prompt_tokens: int  # of `tokens`
+    is_known: bool  # it was taken before, by an engine that is lost

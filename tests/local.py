@@ -67,17 +67,16 @@ class Completion:
 
     def outlet(self, delivery: Delivery) -> None:
         self.token_ids += delivery.tokens
-        for _, item in delivery.others:
-            if isinstance(item, IntarsiaError):
-                self.error = item
-            else:
-                self.token_ids += item.token_ids
-                self.logprobs += item.logprobs or ()
-                self.prompt_logprobs = tuple(item.prompt_logprobs or ()) or self.prompt_logprobs
-                self.num_cached_tokens = item.num_cached_tokens
-                self.finish_reason = item.finish_reason
-            if self.error or self.finish_reason:
-                self.done.set()
+        for _, delta in delivery.deltas:
+            self.token_ids += delta.token_ids
+            self.logprobs += delta.logprobs or ()
+            self.prompt_logprobs = tuple(delta.prompt_logprobs or ()) or self.prompt_logprobs
+            self.num_cached_tokens = delta.num_cached_tokens
+            self.finish_reason = delta.finish_reason
+        for _, self.error in delivery.errors:
+            pass
+        if self.error or self.finish_reason:
+            self.done.set()
 
 
 async def make_engine(model: Path, workers: Any | None = None, **settings: Any) -> Engine:

@@ -17,7 +17,7 @@ import grpc.aio
 import pytest
 
 from intarsia.controller.engine import Engine
-from intarsia.controller.server import FrontDoor
+from intarsia.controller.server import EngineServer
 from intarsia.deploy.front_end.engine_client import EngineClient
 from intarsia.deploy.front_end.front_end import FrontEnd
 from intarsia.deploy.grpc.server import GrpcServer
@@ -193,7 +193,7 @@ async def served(model: Path, scenario: Callable[[Served], Awaitable[Route]]) ->
     workers = PacedWorkers()
     engine = await make_engine(model, workers, attention_backend="torch", enforce_eager=True)
     loop = asyncio.create_task(engine.run())
-    door = FrontDoor(engine)
+    door = EngineServer(engine)
     client = await EngineClient.connect(await door.start("127.0.0.1"))
     server = GrpcServer(FrontEnd(client, None))
     try:

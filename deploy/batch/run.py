@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from starlette.types import ASGIApp
 
-from ...controller.info import EngineLoad
 from ...controller.startup import EngineSettings
 from ...errors import EngineUnavailable, IntarsiaError, InvalidSetting
+from ...proto.status import EngineLoad
 from ..front_end.front_end import FrontEnd, FrontEndSettings
 from ..front_end.tokenizer import Tokenizer
 from ..openai.app import make_app

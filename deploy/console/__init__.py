@@ -22,10 +22,10 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
-from ...controller.info import EngineInfo
-from ...controller.snapshot import EngineView, Look, RequestView
+from ...controller.snapshot import EngineView, RequestView
 from ...errors import InvalidRequest
 from ...kvcache.pool_map import PoolMap
+from ...proto.status import EngineInfo, Look
 from ..front_end.front_end import FrontEnd
 
 PAGE = (Path(__file__).parent / "page.html").read_text()

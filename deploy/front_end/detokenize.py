@@ -6,7 +6,7 @@ from typing import Protocol
 
 from ...errors import InvalidRequest
 from ...proto.request import SamplingParams
-from .engine_client import TokenDelta
+from .engine_client import Delta
 from .tokenizer import Tokenizer
 
 AT_ONCE_VALUES = 512
@@ -16,14 +16,14 @@ AT_ONCE_VALUES = 512
 class Deltas(Protocol):
     """What a `Generation` is to us."""
 
-    def __aiter__(self) -> AsyncIterator[TokenDelta]: ...
+    def __aiter__(self) -> AsyncIterator[Delta]: ...
 
     def end(self, index: int) -> None: ...
 
 
 async def with_text(
     generation: Deltas, tokenizer: Tokenizer | None, sampling: SamplingParams
-) -> AsyncGenerator[tuple[TokenDelta, str], None]:
+) -> AsyncGenerator[tuple[Delta, str], None]:
     """Each delta with the text that may be told by now; the last one of each answer has a finish reason. Text is empty
     without a tokenizer. An answer that comes to a stop string is ended; the caller closes `generation`.
 
@@ -53,7 +53,7 @@ async def with_text(
                 await asyncio.sleep(0)
 
 
-def _parts(delta: TokenDelta) -> Iterable[TokenDelta]:
+def _parts(delta: Delta) -> Iterable[Delta]:
     """A long delta in parts, between which others have their turn; a short one as it is."""
     tokens = AT_ONCE_VALUES
     if delta.logprobs:
@@ -61,7 +61,7 @@ def _parts(delta: TokenDelta) -> Iterable[TokenDelta]:
     return (delta,) if len(delta.token_ids) <= tokens else parts_of(delta, tokens)
 
 
-def parts_of(delta: TokenDelta, tokens: int) -> Iterator[TokenDelta]:
+def parts_of(delta: Delta, tokens: int) -> Iterator[Delta]:
     """Of so many tokens each. What is said of the prompt comes with the first, how it ends with the last."""
     for start in range(0, len(delta.token_ids), tokens):
         end = start + tokens
@@ -74,17 +74,17 @@ def parts_of(delta: TokenDelta, tokens: int) -> Iterator[TokenDelta]:
 
 
 async def whole_answers(
-    pieces: AsyncIterator[tuple[TokenDelta, str]],
-) -> AsyncGenerator[tuple[TokenDelta, str], None]:
+    pieces: AsyncIterator[tuple[Delta, str]],
+) -> AsyncGenerator[tuple[Delta, str], None]:
     """The same with each answer in one."""
-    begun: dict[int, list[tuple[TokenDelta, str]]] = {}  # by answer
+    begun: dict[int, list[tuple[Delta, str]]] = {}  # by answer
     async for delta, text in pieces:
         begun.setdefault(delta.answer, []).append((delta, text))
         if delta.finish_reason is not None:
             yield _joined(begun.pop(delta.answer))
 
 
-def _joined(pieces: Sequence[tuple[TokenDelta, str]]) -> tuple[TokenDelta, str]:
+def _joined(pieces: Sequence[tuple[Delta, str]]) -> tuple[Delta, str]:
     last, _ = pieces[-1]
     deltas = [delta for delta, _ in pieces]
     has_logprobs = last.logprobs is not None
@@ -105,7 +105,7 @@ class _Answer:
         self._min_tokens = sampling.min_tokens
         self._tokens = 0
 
-    def push(self, delta: TokenDelta) -> tuple[str, bool]:
+    def push(self, delta: Delta) -> tuple[str, bool]:
         """The text that may be told now, and whether a stop string has come."""
         self._tokens += len(delta.token_ids)
         piece = self._stream.push(delta.token_ids)

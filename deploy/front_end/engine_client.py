@@ -9,22 +9,43 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from ...controller.deltas import Backlog, TokenDelta, TokenLogprobs
-from ...controller.info import CacheState, EngineInfo, EngineLoad, Probe
 from ...controller.losses import GIVE_UP_AFTER_S, Losses
 from ...controller.metrics import Metrics
-from ...controller.server import ANSWER, BROKEN_ENGINE, ENGINE, EVENTS, decode, decode_events
-from ...controller.snapshot import EngineView, Look
+from ...controller.snapshot import EngineView
 from ...errors import EngineUnavailable, IntarsiaError, InvalidRequest, Overloaded
 from ...kvcache.events import Events
 from ...proto.channel import Address, ChannelClosed
-from ...proto.request import USUAL_TERMS, Image, SamplingParams, Terms
+from ...proto.codec import read
+from ...proto.messages import (
+    CACHE_EVENTS,
+    FROM_ENGINE,
+    FROM_FRONT_END,
+    Abort,
+    Answer,
+    AskCacheState,
+    AskLoad,
+    AskMetrics,
+    AskProbe,
+    AskSnapshot,
+    CacheEvents,
+    Delivery,
+    EngineLost,
+    Refused,
+    Submit,
+    UnwatchCache,
+    WatchCache,
+)
+from ...proto.reply import Backlog, Delta, TokenLogprobs
+from ...proto.request import USUAL_TERMS, GenerateRequest, Image, SamplingParams, Terms
+from ...proto.status import CacheState, EngineInfo, EngineLoad, Look, Probe
 from .cache_watch import MOST_UNREAD_NAMES, Subscription, Watch
 from .liveness import Line, meet, while_we_run
 
 logger = logging.getLogger(__name__)
+
+Known = TypeVar("Known")
 
 UNWATCH_AFTER_S = 1.0
 """Without a watcher of the cache here: to begin anew costs the engine more than to go on."""
@@ -48,7 +69,7 @@ TURN_PAUSE_S = 1.0
 MOST_TRIES = 10
 """Of reaching an engine in one move: it may be gone again at once."""
 
-__all__ = ["EngineClient", "Generation", "TokenDelta", "TokenLogprobs"]
+__all__ = ["Delta", "EngineClient", "Generation", "TokenLogprobs"]
 
 
 class EngineClient:
@@ -114,29 +135,30 @@ class EngineClient:
         instead: where answers go on when this engine is gone; None: only here, if it comes back
         with_room: where it is asked when this engine refuses it for lack of room; None: nowhere
         """
-        asked = _Asked(list(prompt_token_ids), sampling, images, terms, stream_interval_s)
+        prompt = list(prompt_token_ids)
+        asked = GenerateRequest(prompt, sampling, images, terms, stream_interval_s, len(prompt), is_known=False)
         return Generation(self, asked, request_id or uuid.uuid4().hex, instead, with_room)
 
     async def load(self, viewer: str | None = None) -> EngineLoad:
         """How busy the engine is. viewer: with the requests of this salt; None: of all. Raises `EngineUnavailable` when
         it is gone."""
-        return EngineLoad(*await self._ask("load", viewer))
+        return await self._ask(AskLoad, viewer, kind=EngineLoad)
 
     async def cache_state(self, viewer: str | None = None) -> CacheState:
         """Where the pool's blocks are. viewer: as for `load`. Raises `EngineUnavailable` when the engine is gone."""
-        return CacheState.from_wire(await self._ask("cache", viewer))
+        return await self._ask(AskCacheState, viewer, kind=CacheState)
 
     async def probe(self, tokens: Sequence[int], salt: str = "") -> Probe:
         """What a request with this prompt would meet here. Raises `EngineUnavailable` when the engine is gone."""
-        return Probe(*await self._ask("probe", list(tokens), salt))
+        return await self._ask(AskProbe, list(tokens), salt, kind=Probe)
 
     async def metrics(self) -> Metrics:
         """What was measured since the start. Raises `EngineUnavailable` when the engine is gone."""
-        return Metrics.from_wire(await self._ask("metrics"))
+        return await self._ask(AskMetrics, kind=Metrics)
 
     async def view(self, look: Look) -> EngineView:
         """All there is to see at one moment. Raises `EngineUnavailable` when the engine is gone."""
-        return EngineView.from_wire(await self._ask("view", look))
+        return await self._ask(AskSnapshot, look, kind=EngineView)
 
     async def watch_cache(
         self, viewer: str | None = None, most_unread_names: int = MOST_UNREAD_NAMES
@@ -152,7 +174,7 @@ class EngineClient:
         if viewer not in self._watched:
             self._watched[viewer] = handle = self._draw_handle()
             self._watches[handle] = Subscription()
-            self._line.stream.send_message(["watch", handle, viewer])
+            self._send(WatchCache(handle, viewer))
         subscription = self._watches[self._watched[viewer]]
         watch: Watch | None = None
         try:
@@ -170,16 +192,19 @@ class EngineClient:
         if handle is None or self._watches.get(handle) is not subscription or subscription.watches:
             return
         del self._watched[viewer], self._watches[handle]
-        self._line.stream.send_message(["unwatch", handle])
+        self._send(UnwatchCache(handle))
 
-    async def _ask(self, verb: str, *about: Any) -> Any:
+    def _send(self, message: Any) -> None:
+        self._line.stream.send_message(FROM_FRONT_END.plain(message))
+
+    async def _ask(self, question: type, *about: Any, kind: type[Known]) -> Known:
         self._check_there()
         self._tell_refusals()
         handle = self._draw_handle()
         self._questions[handle] = asyncio.get_running_loop().create_future()
-        self._line.stream.send_message([verb, handle, *about])
+        self._send(question(handle, *about))
         try:
-            return await self._questions[handle]
+            return read(await self._questions[handle], kind)
         finally:
             self._questions.pop(handle, None)
 
@@ -226,7 +251,9 @@ class EngineClient:
 
     # -- for `Generation` --------------------------------------------------------------------------------------------
 
-    def _submit(self, generation: "Generation", bodies: Mapping[int, list], answers: int) -> dict[int, int]:
+    def _submit(
+        self, generation: "Generation", requests: Mapping[int, GenerateRequest], answers: int
+    ) -> dict[int, int]:
         """Send what each answer is to come from; `answers` of them from each. Returns their handles, by answer."""
         self._check_there()
         if generation.name in self._request_ids:
@@ -234,11 +261,11 @@ class EngineClient:
         self._request_ids.add(generation.name)
         self._tell_refusals()
         handles = {}
-        for first, body in bodies.items():
+        for first, request in requests.items():
             for index in range(first, first + answers):
                 handles[index] = self._draw_handle()
                 self._answers[handles[index]] = _Answer(generation.inbox, index)
-            self._line.stream.send_message(["submit", handles[first], *body])
+            self._send(Submit(handles[first], request))
         return handles
 
     def is_full(self, tenant: str) -> bool:
@@ -251,23 +278,23 @@ class EngineClient:
         the steps of all hears of a fraction of it."""
         if self.is_full(tenant):
             self._untold_refusals += 1
-            raise IntarsiaError.from_wire(self._full[tenant].refusal)
+            raise self._full[tenant].refusal.again()
 
     def _note_refusal(self, tenant: str, refusal: IntarsiaError) -> None:
         full_for_s = float(refusal.details.get("full_for_s", 0.0))
         if full_for_s:
             now_s = time.monotonic()
             self._full = {name: full for name, full in self._full.items() if now_s < full.until_s}
-            self._full[tenant] = _Full(now_s + full_for_s, refusal.to_wire())
+            self._full[tenant] = _Full(now_s + full_for_s, refusal.bare())
 
     def _tell_refusals(self) -> None:
         if self._untold_refusals:
-            self._line.stream.send_message(["refused", self._untold_refusals])
+            self._send(Refused(self._untold_refusals))
             self._untold_refusals = 0
 
     def _abort(self, handle: int) -> None:
         if self.is_there:
-            self._line.stream.send_message(["abort", handle])
+            self._send(Abort(handle))
 
     def _forget(self, handle: int) -> None:
         self._answers.pop(handle, None)
@@ -333,36 +360,46 @@ class EngineClient:
         reason = EngineUnavailable("the engine has gone; start it again, or wait until it is back")
         try:
             while True:
-                handles, tokens, others = await self._line.stream.receive_message()
-                is_alive = handles or any(handle >= 0 for handle, _, _ in others)
-                if is_alive:
-                    self._losses.progress()
-                for handle, tag, value in others:
-                    if handle == ENGINE:
-                        self._fail(IntarsiaError.from_wire(value))
-                    elif handle == BROKEN_ENGINE:
-                        reason = IntarsiaError.from_wire(value)
-                    elif tag == ANSWER:
-                        question = self._questions.get(handle)
-                        if question is None and handle in self._watches:
-                            question = self._watches[handle].begun
-                        if question is not None and not question.done():
-                            question.set_result(value)
-                    elif tag == EVENTS:
+                message = FROM_ENGINE.read(await self._line.stream.receive_message())
+                match message:
+                    case Delivery():
+                        self._losses.progress()
+                        self._hand_out(message)
+                    case Answer(handle, value):
+                        self._losses.progress()
+                        self._answer(handle, value)
+                    case CacheEvents(handle, events):
                         if (watching := self._watches.get(handle)) is not None:
-                            watching.hear(decode_events(value))
-                    elif (
-                        answer := self._answers.get(handle)
-                    ) is not None:  # else: aborted, and the engine had not heard
-                        answer.put(decode(tag, value))
-                for handle, token in zip(handles, tokens, strict=True):
-                    if (answer := self._answers.get(handle)) is not None:
-                        answer.put_token(token)
+                            watching.hear(Events(list(map(CACHE_EVENTS.read, events))))
+                    case EngineLost(error, may_come_back=True):
+                        reason = error
+                    case EngineLost(error):
+                        self._fail(error)
         except ChannelClosed:
             return reason
         except Exception as error:  # a bug of ours must still reach every waiting caller
             logger.exception("what the engine says can not be read")
             return EngineUnavailable(f"what the engine says can not be read: {error!r}. See the log.")
+
+    def _hand_out(self, delivery: Delivery) -> None:
+        """What a step brought. Handles without an answer were aborted, and the engine had not heard of it yet."""
+        answers = self._answers
+        for handle, delta in delivery.deltas:
+            if (answer := answers.get(handle)) is not None:
+                answer.put(delta)
+        for handle, token in zip(delivery.handles, delivery.tokens, strict=True):
+            if (answer := answers.get(handle)) is not None:
+                answer.put_token(token)
+        for handle, error in delivery.errors:
+            if (answer := answers.get(handle)) is not None:
+                answer.put(error)
+
+    def _answer(self, handle: int, value: Any) -> None:
+        question = self._questions.get(handle)
+        if question is None and handle in self._watches:
+            question = self._watches[handle].begun
+        if question is not None and not question.done():
+            question.set_result(value)
 
     def _fail(self, error: IntarsiaError) -> None:
         """It never comes back."""
@@ -390,7 +427,7 @@ class _Full(NamedTuple):
     """What the engine said to somebody, and would say to others of the tenant."""
 
     until_s: float
-    refusal: list
+    refusal: IntarsiaError
 
 
 class _Lost(NamedTuple):
@@ -414,7 +451,7 @@ class Inbox:
     def unread_bytes(self) -> int:
         return self._backlog.num_bytes
 
-    def put(self, delta: TokenDelta) -> None:
+    def put(self, delta: Delta) -> None:
         self._backlog.put(delta)
         self._wake()
 
@@ -422,7 +459,7 @@ class Inbox:
         self._end = self._end or why
         self._wake()
 
-    async def take(self) -> "TokenDelta | IntarsiaError | _Lost":
+    async def take(self) -> "Delta | IntarsiaError | _Lost":
         """For one who waits at a time. Others get their turn between two pieces of what has waited."""
         if self._is_behind:
             await asyncio.sleep(0)
@@ -452,39 +489,18 @@ class _Answer:
         self._index = index
         self._cached_tokens = 0
 
-    def put(self, item: TokenDelta | IntarsiaError | _Lost) -> None:
-        if isinstance(item, TokenDelta):
+    def put(self, item: Delta | IntarsiaError | _Lost) -> None:
+        if isinstance(item, Delta):
             self._cached_tokens = max(self._cached_tokens, item.num_cached_tokens)
             self._inbox.put(item._replace(answer=self._index, num_cached_tokens=self._cached_tokens))
         else:
             self._inbox.end_with(item)
 
     def put_token(self, token: int) -> None:
-        self._inbox.put(TokenDelta((token,), None, None, self._cached_tokens, None, self._index))
+        self._inbox.put(Delta((token,), None, None, self._cached_tokens, None, self._index))
 
 
-class _Asked(NamedTuple):
-    """A request, as it may have to be asked again elsewhere."""
-
-    prompt: list[int]
-    sampling: SamplingParams
-    images: Sequence[Image]
-    terms: Terms
-    stream_interval_s: float
-
-    def body(self) -> list:
-        return self._wire(self.prompt, self.sampling, self.terms, is_known=False)
-
-    def going_on(self, sampling: SamplingParams, tokens: list[int], terms: Terms) -> list:
-        """tokens: the prompt, and what is known of the answer."""
-        return self._wire(tokens, sampling, terms, is_known=True)
-
-    def _wire(self, tokens: list[int], sampling: SamplingParams, terms: Terms, *, is_known: bool) -> list:
-        wire = sampling.to_wire(), self.images, terms.to_wire(), self.stream_interval_s
-        return [tokens, *wire, len(self.prompt), is_known]
-
-
-class Generation(AsyncIterator[TokenDelta]):
+class Generation(AsyncIterator[Delta]):
     """The deltas of one request as they come, of all its answers in one stream; each says which answer it is of.
 
     A reader slower than the engine finds what has come meanwhile in pieces of `PIECE_TOKENS` (see
@@ -505,7 +521,7 @@ class Generation(AsyncIterator[TokenDelta]):
     def __init__(
         self,
         client: EngineClient,
-        asked: _Asked,
+        asked: GenerateRequest,
         request_id: str,
         instead: "Instead | None" = None,
         with_room: "WithRoom | None" = None,
@@ -530,7 +546,7 @@ class Generation(AsyncIterator[TokenDelta]):
         self._deadline_s = math.inf
         self._aborted: IntarsiaError | None = None
 
-    async def __anext__(self) -> TokenDelta:
+    async def __anext__(self) -> Delta:
         if self._aborted is not None:
             raise self._aborted
         try:
@@ -572,7 +588,7 @@ class Generation(AsyncIterator[TokenDelta]):
         while True:
             try:
                 self._client.check_room(self._asked.terms.tenant)
-                self._handles = self._client._submit(self, {0: self._asked.body()}, self._asked.sampling.n)
+                self._handles = self._client._submit(self, {0: self._asked}, self._asked.sampling.n)
             except Overloaded:
                 if await self._turn_to_another():
                     continue
@@ -645,14 +661,14 @@ class Generation(AsyncIterator[TokenDelta]):
             self._turn.release()
             self._turn = None
 
-    def _rest(self) -> dict[int, list]:
+    def _rest(self) -> dict[int, GenerateRequest]:
         """What each open answer is to go on from."""
         asked = self._asked
         terms = asked.terms
         if terms.timeout_s is not None:
             terms = replace(terms, timeout_s=max(1e-3, self._deadline_s - time.monotonic()))
         assert asked.sampling.seed is not None
-        bodies = {}
+        requests = {}
         for answer in self._open:
             told = bool(self._said[answer]) or answer > 0  # of the prompt's log-probabilities
             sampling = replace(
@@ -661,8 +677,9 @@ class Generation(AsyncIterator[TokenDelta]):
                 seed=(asked.sampling.seed + answer) % 2**63,
                 prompt_logprobs=None if told else asked.sampling.prompt_logprobs,
             )
-            bodies[answer] = asked.going_on(sampling, [*asked.prompt, *self._said[answer]], terms)
-        return bodies
+            tokens = [*asked.tokens, *self._said[answer]]
+            requests[answer] = asked._replace(tokens=tokens, sampling=sampling, terms=terms, is_known=True)
+        return requests
 
     def end(self, index: int) -> None:
         """One answer has said enough; the others go on."""

@@ -9,7 +9,6 @@ from functools import partial
 from hashlib import sha256
 from typing import Any, NamedTuple, TypeVar
 
-from ...controller.info import CacheState, EngineInfo, EngineLoad
 from ...controller.metrics import Metrics
 from ...errors import (
     EngineUnavailable,
@@ -22,13 +21,14 @@ from ...errors import (
 )
 from ...kvcache.events import Events
 from ...proto.request import USUAL_TERMS, Image, SamplingParams, Terms
+from ...proto.status import CacheState, EngineInfo, EngineLoad
 from ...proto.tracing import INCOMING, Span, Tracer
 from ..settings.limits import Limits
 from .access import TENANT, VIEWER
 from .beside import Beside
 from .counted import Counted
 from .detokenize import whole_answers, with_text
-from .engine_client import EngineClient, Generation, TokenDelta
+from .engine_client import Delta, EngineClient, Generation
 from .image_fetch import ImageFetcher, check_hosts, is_address
 from .images import ImageReader, check_images, read_images
 from .json_pieces import CHARS_OF_A_VALUE, size_of, texts_in
@@ -441,7 +441,7 @@ class Answers:
         self._is_streaming = is_streaming
         self._record = record
 
-    def __aiter__(self) -> AsyncGenerator[tuple[TokenDelta, str], None]:
+    def __aiter__(self) -> AsyncGenerator[tuple[Delta, str], None]:
         pieces = with_text(self._generation, self._tokenizer, self.asked.sampling)
         if self._record is not None:
             pieces = self._record.watch(pieces)

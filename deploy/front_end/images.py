@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from PIL import UnidentifiedImageError
 
-from ...controller.info import EngineInfo
 from ...errors import InvalidRequest
 from ...proto.request import Image
+from ...proto.status import EngineInfo
 from ...workers.checkpoint.json_file import clipped
 from ...workers.pictures.decoding import FORMATS, BadPicture, decode
 from ...workers.pictures.tiling import count_tiles, tile_processor, tile_tokens

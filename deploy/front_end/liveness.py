@@ -5,9 +5,11 @@ import secrets
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from ...controller.info import EngineInfo
 from ...errors import EngineUnavailable
 from ...proto.channel import TAKEN_WITHIN_S, Address, ChannelClosed, Stream
+from ...proto.codec import read
+from ...proto.messages import FROM_FRONT_END, Idle, Pair
+from ...proto.status import EngineInfo
 
 LOOKS = 10
 """For its answer, in that time. However long one takes because this process stands still, it is one of them."""
@@ -58,10 +60,10 @@ async def meet(address: Address) -> tuple[Line, EngineInfo]:
         for taken_within_s in (TAKEN_WITHIN_S, None):
             streams.append(await Stream.connect(address, taken_within_s))
         name = secrets.token_bytes(16)
-        for verb, stream in zip(("pair", "idle"), streams, strict=True):
-            stream.send_message([verb, name])
+        for kind, stream in zip((Pair, Idle), streams, strict=True):
+            stream.send_message(FROM_FRONT_END.plain(kind(name)))
         info, _ = [await stream.receive_message() for stream in streams]
-        return Line(*streams), EngineInfo.from_wire(info)
+        return Line(*streams), read(info, EngineInfo)
     except (ChannelClosed, OSError) as error:
         for stream in streams:
             stream.drop()

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-from ...controller.deltas import TokenDelta
 from ...errors import IntarsiaError
+from ...proto.reply import Delta
 from .access import TENANT
 
 FORMS = ("line", "json")
@@ -69,9 +69,7 @@ class Record:
         self.request_id, self.tenant, self.model = self.request_id or request_id, tenant, model
         self.prompt_tokens += prompt_tokens
 
-    async def watch(
-        self, pieces: AsyncGenerator[tuple[TokenDelta, str], None]
-    ) -> AsyncGenerator[tuple[TokenDelta, str], None]:
+    async def watch(self, pieces: AsyncGenerator[tuple[Delta, str], None]) -> AsyncGenerator[tuple[Delta, str], None]:
         """The same, for one prompt's answers."""
         cached_tokens = 0
         try:

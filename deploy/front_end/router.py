@@ -16,10 +16,10 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
-from ...controller.info import Probe
 from ...errors import IntarsiaError
 from ...proto.channel import Address
 from ...proto.request import USUAL_TERMS, Terms
+from ...proto.status import Probe
 from .engine_client import EngineClient
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import StatusCode
 
-from ...controller.engine import TokenDelta, TokenLogprobs
-from ...controller.info import CacheState, EngineInfo, EngineLoad, GroupInfo, GroupState
+from ...controller.engine import Delta, TokenLogprobs
 from ...errors import (
     ERRORS,
     ContextTooLong,
@@ -29,6 +28,7 @@ from ...errors import (
 from ...kvcache.events import Cleared, Event, Removed, Stored
 from ...proto import inference_pb2 as pb
 from ...proto.request import MAX_BAD, MAX_BIASES, MAX_FORM_CHARS, MAX_STOPS, SamplingParams, Terms
+from ...proto.status import CacheState, EngineInfo, EngineLoad, GroupInfo, GroupState
 from ...proto.step import MAX_BAD_TOKENS
 from ..settings.limits import Limits, check_id
 from .wire import Most
@@ -165,7 +165,7 @@ def prompt_to_proto(request: pb.GenerateRequest, prompt: str | Sequence[int]) ->
 
 
 def response_to_proto(
-    request_id: str, delta: TokenDelta, text: str, prompt_tokens: int, completion_tokens: int
+    request_id: str, delta: Delta, text: str, prompt_tokens: int, completion_tokens: int
 ) -> pb.GenerateResponse:
     response = pb.GenerateResponse(
         request_id=request_id,

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
-from ...controller.deltas import num_values
-from ...controller.info import EngineInfo
 from ...errors import IntarsiaError, InvalidRequest
 from ...proto import inference_pb2 as pb
 from ...proto import inference_pb2_grpc as pb_grpc
+from ...proto.reply import num_values
+from ...proto.status import EngineInfo
 from ...proto.tracing import INCOMING
 from ..front_end.access import TENANT, Access
 from ..front_end.front_end import Asked, FrontEnd, side_by_side

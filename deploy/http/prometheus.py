@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, ProcessCollector, exposition
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.openmetrics import exposition as openmetrics
 
-from ...controller.info import CacheState, EngineInfo, EngineLoad
 from ...controller.metrics import Distribution, Metrics
+from ...proto.status import CacheState, EngineInfo, EngineLoad
 
 Read = Callable[[EngineLoad], float]
 

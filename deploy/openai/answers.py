@@ -10,8 +10,8 @@ import pydantic
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from ...controller.deltas import TokenDelta, TokenLogprobs
 from ...errors import IntarsiaError
+from ...proto.reply import Delta, TokenLogprobs
 from ..front_end.front_end import FEW_VALUES, Asked, FrontEnd, side_by_side
 from ..front_end.json_pieces import json_pieces, size_of
 from ..front_end.request_log import CLIENT_CLOSED as CLIENT_CLOSED
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
     """What came for one answer of one prompt."""
 
     prompt: int  # which one, when a request has several
-    delta: TokenDelta
+    delta: Delta
     text: str
 
 

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from ...controller.deltas import num_values
+from ...proto.reply import num_values
 from ..front_end.front_end import FrontEnd
 from .answers import Counter, StreamUsage, now_s
 from .conversation import Conversation, Said

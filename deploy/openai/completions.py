@@ -1,11 +1,11 @@
 """/v1/completions: a prompt goes on."""
 
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
-from ...controller.deltas import num_values
 from ...errors import InvalidRequest
-from ...proto.request import SamplingParams
+from ...proto.reply import num_values
 from ..front_end.front_end import FEW_VALUES, SHORT_TEXT_CHARS, Asked, FrontEnd
 from ..front_end.json_pieces import at_once
 from .answers import (
@@ -57,7 +57,7 @@ class CompletionCall:
         shaped = shape_of(front_end)
         self._sampling = sampling_of(body, front_end.info, max_tokens, body.logprobs, shaped=shaped)
         if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
-            self._sampling = _with(self._sampling, prompt_logprobs=body.logprobs)
+            self._sampling = replace(self._sampling, prompt_logprobs=body.logprobs)
         self._spelling = Spelling(front_end.tokenizer, bool(body.return_tokens_as_token_ids))
         self._asked: list[Asked] = []
 
@@ -65,7 +65,7 @@ class CompletionCall:
         """Texts become tokens. Raises `InvalidRequest`, or `Overloaded` where that would be in vain."""
         given: Any = self._body.prompt
         if bad := await bad_token_ids(self.front_end, self._body.bad_words):
-            self._sampling = _with(self._sampling, bad_token_ids=bad)
+            self._sampling = replace(self._sampling, bad_token_ids=bad)
         terms = terms_of(self._body)
         self.front_end.check_room(terms.tenant)
         is_one = isinstance(given, str) or isinstance(given[0], int)
@@ -209,7 +209,3 @@ class CompletionCall:
         # Afterwards, since pydantic would look at all of it in one step.
         choice.prompt_logprobs = of_prompt(about_prompt, self._spelling)  # type: ignore[assignment]
         return choice
-
-
-def _with(sampling: SamplingParams, **changes: Any) -> SamplingParams:
-    return SamplingParams(**(sampling.to_wire() | changes))

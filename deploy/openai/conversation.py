@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator
 from typing import NamedTuple
 
-from ...controller.engine import TokenDelta
+from ...controller.engine import Delta
 from ...errors import InvalidRequest
 from ..front_end.front_end import Asked, FrontEnd
 from .answers import Counter, pieces
@@ -27,7 +27,7 @@ from .tools import CallPiece, CallReader, tool_use
 class Said(NamedTuple):
     """What came for one answer."""
 
-    delta: TokenDelta
+    delta: Delta
     text: str  # without what is a call
     calls: list[CallPiece]
     has_called: bool = False  # with these pieces or earlier ones

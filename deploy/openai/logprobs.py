@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from ...controller.deltas import TokenLogprobs, num_values
+from ...proto.reply import TokenLogprobs, num_values
 from ..front_end.json_pieces import Series
 from ..front_end.tokenizer import Tokenizer
 from .protocol import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob

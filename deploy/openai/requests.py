@@ -7,9 +7,9 @@ from hashlib import blake2b
 from typing import Any
 
 from ... import __version__
-from ...controller.info import EngineInfo
 from ...errors import InvalidRequest, UnknownModel
 from ...proto.request import SamplingParams, Terms
+from ...proto.status import EngineInfo
 from ..front_end.front_end import FEW_VALUES, FrontEnd
 from ..front_end.json_pieces import size_of
 from .protocol import (

@@ -3,7 +3,7 @@
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from ...controller.info import EngineInfo
+from ...proto.status import EngineInfo
 
 
 def banner(

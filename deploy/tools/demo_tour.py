@@ -14,8 +14,8 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from ...controller.info import CacheState
 from ...proto.request import SamplingParams
+from ...proto.status import CacheState
 from ..checkpoints.real_models import installed_files
 from ..client import Client, Usage
 from ..demo import DEMO

@@ -11,8 +11,7 @@ import pytest
 from intarsia.controller import engine as engine_module
 from intarsia.controller import losses as losses_module
 from intarsia.controller.admission.overload import GateSettings
-from intarsia.controller.engine import MOST_LOSSES, Delivery, Engine, TokenDelta
-from intarsia.controller.info import EngineInfo, GroupInfo
+from intarsia.controller.engine import MOST_LOSSES, Delivery, Engine
 from intarsia.controller.losses import Losses, NoRoom
 from intarsia.controller.scheduling import scheduler as scheduler_module
 from intarsia.controller.scheduling.scheduler import Scheduler, SchedulerSettings
@@ -29,6 +28,7 @@ from intarsia.kvcache.manager import CacheManager
 from intarsia.kvcache.plan import MemoryPlan
 from intarsia.kvcache.reach import Full, Sliding
 from intarsia.proto.request import SamplingParams, Terms
+from intarsia.proto.status import EngineInfo, GroupInfo
 from intarsia.proto.step import Step, StepResult
 from intarsia.proto.worker import WorkerStatus
 from intarsia.tests.kvcache.plans import plan_of
@@ -155,10 +155,7 @@ def test_answers_come_in_pieces_while_requests_are_refused():
         second = Completion()
 
         def outlet(delivery: Delivery) -> None:
-            deliveries.append(
-                len(delivery.tokens)
-                + sum(len(item.token_ids) for _, item in delivery.others if isinstance(item, TokenDelta))
-            )
+            deliveries.append(len(delivery.tokens) + sum(len(item.token_ids) for _, item in delivery.deltas))
             second.outlet(delivery)
 
         engine.submit(PROMPT, SamplingParams(max_tokens=30), 0, outlet)
@@ -181,7 +178,7 @@ def test_an_answer_under_way_goes_on_in_pieces_when_more_come_than_can_be_served
 
         def outlet(delivery: Delivery) -> None:
             nonlocal deliveries
-            deltas = [item.token_ids for _, item in delivery.others if isinstance(item, TokenDelta)]
+            deltas = [item.token_ids for _, item in delivery.deltas]
             deliveries.append(len(delivery.tokens) + sum(map(len, deltas)))
             completion.outlet(delivery)
             if len(before) == 2 and deliveries is before and why == "crowded":
@@ -467,8 +464,8 @@ def test_one_message_per_front_end_and_step():
 
         def outlet(delivery: Delivery) -> None:
             nonlocal finished
-            messages.append(len(delivery.handles) + len(delivery.others))
-            finished += sum(getattr(item, "finish_reason", None) is not None for _, item in delivery.others)
+            messages.append(len(delivery.handles) + len(delivery.deltas))
+            finished += sum(item.finish_reason is not None for _, item in delivery.deltas)
             if finished == 4:
                 done.set()
 
@@ -670,8 +667,7 @@ def test_answers_to_one_prompt_have_handles_in_a_row():
         def outlet(delivery: Delivery) -> None:
             for handle, token in zip(delivery.handles, delivery.tokens, strict=True):
                 heard[handle].append(token)
-            for handle, item in delivery.others:
-                assert isinstance(item, TokenDelta)
+            for handle, item in delivery.deltas:
                 heard[handle] += item.token_ids
             if all(len(tokens) == 8 for tokens in heard.values()):
                 done.set()

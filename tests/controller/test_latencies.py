@@ -1,6 +1,7 @@
 """The middle and the slow end of what lately took how long."""
 
 from intarsia.controller.latencies import KEPT_S, KEPT_VALUES, Latencies, Spread, Window
+from intarsia.proto.codec import decode, pack
 
 
 def test_nothing_of_late_has_no_spread():
@@ -28,4 +29,4 @@ def test_no_more_values_are_kept_than_are_sorted_at_a_look():
 
 def test_travelling_changes_nothing():
     latencies = Latencies(Spread(1.0, 2.0), Spread(), Spread(0.0, 0.5))
-    assert Latencies.from_wire([list(each) for each in latencies]) == latencies
+    assert decode(pack(latencies), Latencies) == latencies

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from intarsia.controller.admission.overload import Gate
-from intarsia.controller.deltas import TOKEN_BYTES, Rows, TokenDelta, TokenLogprobs
 from intarsia.controller.engine import Delivery, Engine
-from intarsia.controller.server import ERROR, MESSAGE_BYTES, MOST_UNSENT_BYTES, FrontDoor, Outbox
+from intarsia.controller.server import MESSAGE_BYTES, MOST_UNSENT_BYTES, EngineServer, Outbox
 from intarsia.deploy.front_end import engine_client as client_module
 from intarsia.deploy.front_end.engine_client import EngineClient
 from intarsia.deploy.front_end.liveness import while_we_run
@@ -26,6 +25,8 @@ from intarsia.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest,
 from intarsia.kvcache.events import Cleared, Event, Removed, Stored
 from intarsia.proto.channel import Address, ChannelClosed, Stream, StreamServer
 from intarsia.proto.codec import pack
+from intarsia.proto.messages import FROM_ENGINE, FROM_FRONT_END, Abort, AskLoad, AskProbe, AskSnapshot, Pair, Submit
+from intarsia.proto.reply import TOKEN_BYTES, Delta, Rows, TokenLogprobs
 from intarsia.proto.request import SamplingParams, Terms
 from intarsia.tests.controller.test_engine import PROMPT, make_engine
 from intarsia.tests.proto.test_channel import far  # noqa: F401 - a fixture
@@ -40,7 +41,7 @@ def served(scenario: Scenario, host: str = "127.0.0.1", **engine_options: Any) -
     async def run() -> Any:
         engine = make_engine(**engine_options)
         loop = asyncio.create_task(engine.run())
-        door = FrontDoor(engine)
+        door = EngineServer(engine)
         try:
             return await asyncio.wait_for(scenario(engine, await door.start(host)), 30)
         finally:
@@ -133,7 +134,7 @@ def test_what_the_engine_refuses_a_tenant_is_refused_before_it_hears_of_it(monke
     async def scenario(engine: Engine, address: Address):
         client = await EngineClient.connect(address)
 
-        async def ask(tenant: str) -> TokenDelta:
+        async def ask(tenant: str) -> Delta:
             return await anext(client.generate(PROMPT, SamplingParams(max_tokens=1), terms=Terms(tenant=tenant)))
 
         for _ in range(10):
@@ -171,7 +172,7 @@ def test_answers_go_on_with_another_engine_when_theirs_is_gone(taken: int, answe
         engines = [make_engine(), make_engine()]
         slow: Any = engines[0]._workers
         slow.step_s = 0.001
-        doors = [FrontDoor(engine) for engine in engines]
+        doors = [EngineServer(engine) for engine in engines]
         clients = [await EngineClient.connect(await door.start("127.0.0.1")) for door in doors]
         loops = [asyncio.create_task(engine.run()) for engine in engines]
         left: list[EngineClient] = []
@@ -211,7 +212,7 @@ def test_a_bug_that_one_request_meets_ends_that_request_alone(monkeypatch: pytes
     monkeypatch.setattr(client_module, "TURN_PAUSE_S", 0.01)
     monkeypatch.setattr(client_module, "SUSPECT_FOR_S", 0.0)
     poison = [7, *PROMPT]
-    running: list[tuple[FrontDoor, asyncio.Task[None]]] = []
+    running: list[tuple[EngineServer, asyncio.Task[None]]] = []
 
     async def start() -> Address:
         engine = make_engine()
@@ -223,7 +224,7 @@ def test_a_bug_that_one_request_meets_ends_that_request_alone(monkeypatch: pytes
             return commit(result)
 
         monkeypatch.setattr(engine._scheduler, "commit", stumble)
-        door = FrontDoor(engine)
+        door = EngineServer(engine)
 
         async def serve() -> None:
             await engine.run()
@@ -254,7 +255,7 @@ def test_a_bug_that_one_request_meets_ends_that_request_alone(monkeypatch: pytes
 def test_answers_end_with_their_engine_where_there_is_no_other():
     async def scenario() -> None:
         engine = make_engine()
-        door = FrontDoor(engine)
+        door = EngineServer(engine)
         client = await EngineClient.connect(await door.start("127.0.0.1"))
 
         async def nobody(gone: EngineClient) -> None:
@@ -273,7 +274,7 @@ def test_answers_end_with_their_engine_where_there_is_no_other():
 def test_engine_that_goes_is_told_to_waiting_and_later_callers():
     async def scenario() -> None:
         engine = make_engine()
-        door = FrontDoor(engine)
+        door = EngineServer(engine)
         client = await EngineClient.connect(await door.start("127.0.0.1"))
         waiting = asyncio.create_task(collect(client, PROMPT, SamplingParams()))
         await asyncio.sleep(0.05)
@@ -312,12 +313,18 @@ def test_engine_that_says_nothing_is_given_up_and_so_is_the_next_one(monkeypatch
     served(scenario)
 
 
-USUAL = [(1, 2, 3), SamplingParams().to_wire(), [], Terms().to_wire(), 0.0, 3, False]
-"""What comes after the verb and the handle of a request."""
+USUAL = [(1, 2, 3), SamplingParams(), [], Terms(), 0.0, 3, False]
+"""A request, field by field."""
+
+
+def said(kind: type, *fields: Any) -> bytes:
+    """A message with whatever fields."""
+    tag, *_ = FROM_FRONT_END.plain(kind(*[None] * len(kind._fields)))  # type: ignore[attr-defined]
+    return pack([tag, *fields])
 
 
 def submitted(place: int, value: Any) -> bytes:
-    return pack(["submit", 0, *USUAL[:place], value, *USUAL[place + 1 :]])
+    return said(Submit, 0, [*USUAL[:place], value, *USUAL[place + 1 :]])
 
 
 @pytest.mark.parametrize(
@@ -326,22 +333,23 @@ def submitted(place: int, value: Any) -> bytes:
         b"",
         b"\xc1",
         b"\x93\x01\x02",
-        b"\x92\xa6submit\xa1a",
-        b"\x91\xa6submit",
+        b"\x92\x00\xa1a",
+        b"\x91\x00",
         pack(7),
+        pack([99, 1]),
         pack(["fly", 1]),
-        pack([["abort"], 1]),
-        pack(["abort", "1"]),
-        pack(["abort", 1, 2]),
-        pack(["load", None]),
-        pack(["pair", 5]),
-        pack(["probe", 0, [1, "a"], ""]),
-        pack(["probe", 0, [2**40], ""]),
-        pack(["probe", 0, 7, b""]),
-        pack(["view", 0, ["a", 1, 2, 3]]),
-        pack(["view", 0, [0] * 9]),
-        pack(["submit", -1, *USUAL]),
-        pack(["submit", 0, *USUAL[:-1]]),
+        pack([[1], 1]),
+        said(Abort, "1"),
+        said(Abort, 1, 2),
+        said(AskLoad, None, None),
+        said(Pair, 5),
+        said(AskProbe, 0, [1, "a"], ""),
+        said(AskProbe, 0, [2**40], ""),
+        said(AskProbe, 0, 7, b""),
+        said(AskSnapshot, 0, ["a", 1, 2, 3]),
+        said(AskSnapshot, 0, [0] * 9),
+        said(Submit, -1, USUAL),
+        said(Submit, 0, USUAL[:-1]),
         submitted(0, "abc"),
         submitted(1, [1]),
         submitted(1, {"temperature": 0.0, "wings": 2}),
@@ -385,12 +393,12 @@ def test_values_that_a_user_may_have_given_are_refused_and_the_stream_goes_on():
         refused = []
         for place, value in ((1, {"temperature": "hot"}), (3, {"priority": "a"}), (0, [1.5]), (0, [10**6]), (5, 99)):
             stream.send(submitted(place, value))
-            _, _, [[_, tag, [name, *_]]] = await asyncio.wait_for(stream.receive_message(), 10)
-            refused.append((tag, name))
+            delivery = FROM_ENGINE.read(await asyncio.wait_for(stream.receive_message(), 10))
+            refused += [(handle, type(error)) for handle, error in delivery.errors]
         await stream.close()
         return refused
 
-    assert served(scenario) == [(ERROR, "InvalidRequest")] * 5
+    assert served(scenario) == [(0, InvalidRequest)] * 5
 
 
 def test_the_two_connections_of_a_front_end_end_together_and_its_requests_with_them():
@@ -398,7 +406,7 @@ def test_the_two_connections_of_a_front_end_end_together_and_its_requests_with_t
         for which in range(2):
             streams = [await Stream.connect(address) for _ in range(2)]
             for stream in streams:
-                stream.send_message(["pair", b"me"])
+                stream.send_message(FROM_FRONT_END.plain(Pair(b"me")))
                 await stream.receive_message()
             streams[0].send(submitted(1, {"max_tokens": 90, "ignore_eos": True}))
             await streams[0].receive_message()
@@ -425,11 +433,13 @@ def test_a_front_end_that_stands_still_finds_all_that_came_and_little_was_kept_f
             outbox = Outbox(stream)
             for step in range(steps):
                 last = step == steps - 1
-                others: list[Any] = [(9, TokenDelta((step,), rows))]
-                if last:
-                    others += [(handle, TokenDelta((step,), None, "length")) for handle in handles]
-                    others += [(9, DeadlineExceeded("it is over"))]
-                outbox.deliver(Delivery([] if last else handles, [] if last else [step] * 3, others))
+                deltas = [(9, Delta((step,), rows))]
+                if not last:
+                    outbox.deliver(Delivery(handles, [step] * 3, deltas))
+                    await asyncio.sleep(0)
+                    continue
+                deltas += [(handle, Delta((step,), None, "length")) for handle in handles]
+                outbox.deliver(Delivery([], [], deltas, [(9, DeadlineExceeded("it is over"))]))
                 await asyncio.sleep(0)
             most_held = stream.unsent_bytes + outbox.held_bytes
             standing.set()
@@ -438,26 +448,23 @@ def test_a_front_end_that_stands_still_finds_all_that_came_and_little_was_kept_f
         server = StreamServer(serve)
         stream = await Stream.connect(await server.start("127.0.0.1"))
         await standing.wait()
-        said: dict[int, list[int]] = {handle: [] for handle in (*handles, 9)}
+        heard: dict[int, list[int]] = {handle: [] for handle in (*handles, 9)}
         sizes, errors = [], 0
         while not errors:
-            columns, tokens, others = await asyncio.wait_for(stream.receive_message(), 10)
-            for handle, token in zip(columns, tokens, strict=True):
-                said[handle].append(token)
-            for handle, tag, value in others:
-                if tag == ERROR:
-                    errors += 1
-                else:
-                    delta = TokenDelta.from_wire(value)
-                    assert delta.logprobs is None or len(delta.logprobs) == len(delta.token_ids)
-                    said[handle] += delta.token_ids
-            sizes.append(len(pack([columns, tokens, others])))
+            delivery = FROM_ENGINE.read(await asyncio.wait_for(stream.receive_message(), 10))
+            for handle, token in zip(delivery.handles, delivery.tokens, strict=True):
+                heard[handle].append(token)
+            for handle, delta in delivery.deltas:
+                assert delta.logprobs is None or len(delta.logprobs) == len(delta.token_ids)
+                heard[handle] += delta.token_ids
+            errors += len(delivery.errors)
+            sizes.append(len(pack(FROM_ENGINE.plain(delivery))))
         await stream.close()
         await server.close()
-        return most_held, said, sizes
+        return most_held, heard, sizes
 
-    most_held, said, sizes = asyncio.run(asyncio.wait_for(scenario(), 60))
-    assert said == {handle: list(range(steps)) for handle in (*handles, 9)}
+    most_held, heard, sizes = asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert heard == {handle: list(range(steps)) for handle in (*handles, 9)}
     assert max(sizes) < 2 * MESSAGE_BYTES
     assert most_held < 2 * MOST_UNSENT_BYTES + 4 * steps * TOKEN_BYTES + steps * 32
 
@@ -681,7 +688,7 @@ def test_a_watcher_who_does_not_read_is_told_to_begin_anew(monkeypatch: pytest.M
 
 FOUR_STREAMS = """
 import asyncio, json, sys
-from intarsia.controller.client import EngineClient
+from intarsia.deploy.front_end.engine_client import EngineClient
 from intarsia.controller.request import SamplingParams
 from intarsia.proto.channel import Address
 

@@ -5,8 +5,8 @@ from array import array
 from typing import Any
 
 from intarsia.controller.engine import Engine
-from intarsia.controller.snapshot import Look
 from intarsia.proto.request import SamplingParams, Terms
+from intarsia.proto.status import Look
 from intarsia.tests.controller.test_engine import PROMPT, make_engine, running, submit
 from intarsia.tests.local import Completion
 

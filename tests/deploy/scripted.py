@@ -6,10 +6,10 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from intarsia.controller.engine import TokenDelta
-from intarsia.controller.info import EngineInfo, EngineLoad, GroupInfo
+from intarsia.controller.engine import Delta
 from intarsia.errors import Overloaded
 from intarsia.proto.request import USUAL_TERMS, Image, SamplingParams, Terms
+from intarsia.proto.status import EngineInfo, EngineLoad, GroupInfo
 
 HANG: Any = "hang"
 """In a script: nothing more comes until the caller gives up."""
@@ -104,7 +104,7 @@ class ScriptedGeneration:
         self._closed = closed
         self._deltas = self._play(script)
 
-    async def _play(self, script: Sequence[Any]) -> AsyncGenerator[TokenDelta, None]:
+    async def _play(self, script: Sequence[Any]) -> AsyncGenerator[Delta, None]:
         try:
             for entry in script:
                 if entry is HANG:
@@ -115,7 +115,7 @@ class ScriptedGeneration:
         finally:
             self._closed.set()
 
-    def __aiter__(self) -> AsyncGenerator[TokenDelta, None]:
+    def __aiter__(self) -> AsyncGenerator[Delta, None]:
         return self._deltas
 
     def end(self, index: int) -> None:

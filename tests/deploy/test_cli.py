@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from intarsia.controller.engine import TokenDelta
+from intarsia.controller.engine import Delta
 from intarsia.deploy.cli import app
 from intarsia.tests.deploy.scripted import HANG
 
-DELTAS = (TokenDelta((7, 8), None, None, 2), TokenDelta((9,), None, "length", 2))
+DELTAS = (Delta((7, 8), None, None, 2), Delta((9,), None, "length", 2))
 
 
 def intarsia(*arguments: str):
@@ -39,7 +39,7 @@ def test_token_ids_go_in_and_come_out(serve_script):
 
 def test_text_goes_in_and_comes_out(serve_script, byte_tokenizer):
     ids = tuple(byte_tokenizer.encode("¡olé!"))
-    _, address = serve_script(TokenDelta(ids, None, "length", 0), tokenizer=byte_tokenizer)
+    _, address = serve_script(Delta(ids, None, "length", 0), tokenizer=byte_tokenizer)
     assert intarsia("generate", "hi", "--address", address).stdout == "¡olé!\n"
 
 

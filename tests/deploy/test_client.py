@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from intarsia.controller.engine import TokenDelta, TokenLogprobs
+from intarsia.controller.engine import Delta, TokenLogprobs
 from intarsia.deploy.client import Client, Usage
 from intarsia.errors import (
     CorruptCheckpoint,
@@ -14,11 +14,12 @@ from intarsia.errors import (
     PoolExhausted,
     RequestTooLarge,
 )
+from intarsia.proto.reply import Rows
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.deploy.scripted import HANG, INFO
 
 ROW = TokenLogprobs(7, -0.5, ((7, -0.5), (9, -1.5)))
-FIRST, LAST = TokenDelta((7,), (ROW,), None, 2), TokenDelta((8, 9), (ROW, ROW), "stop", 2)
+FIRST, LAST = Delta((7,), Rows.of([ROW]), None, 2), Delta((8, 9), Rows.of([ROW, ROW]), "stop", 2)
 
 
 def test_complete_joins_what_generate_streams(serve_script):

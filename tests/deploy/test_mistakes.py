@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from intarsia.controller.engine import TokenDelta
+from intarsia.controller.engine import Delta
 from intarsia.deploy.demo import DEMO_MODEL_DIR
 from intarsia.deploy.front_end.access import Access, AccessSettings
 from intarsia.deploy.front_end.front_end import FrontEnd
@@ -340,7 +340,7 @@ def site() -> Iterator[str]:
     thread.start()
 
     async def start() -> HttpServer:
-        engine: Any = ScriptedEngine([TokenDelta((7,), None, "length", 0)])
+        engine: Any = ScriptedEngine([Delta((7,), None, "length", 0)])
         front_end, access = FrontEnd(engine, None), Access(AccessSettings(api_key=(KEY,)))
         server = HttpServer(make_app(lambda: front_end, access), access)
         urls.append(await server.start(port=0))

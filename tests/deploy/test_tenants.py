@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from intarsia import SamplingParams
 from intarsia.controller.engine import Engine
-from intarsia.controller.server import FrontDoor
+from intarsia.controller.server import EngineServer
 from intarsia.deploy.client import Client
 from intarsia.deploy.front_end.access import Access, AccessSettings
 from intarsia.deploy.front_end.engine_client import EngineClient
@@ -93,7 +93,7 @@ def place(loop: Any, tmp_path: Path) -> Iterator[Place]:
     async def start() -> Place:
         engine = make_engine()
         running = asyncio.ensure_future(engine.run())
-        door = FrontDoor(engine)
+        door = EngineServer(engine)
         client = await EngineClient.connect(await door.start("127.0.0.1"))
         front_end = FrontEnd(client, None, limits=Limits(max_watchers=4, max_key_watchers=2))
         http, rpc = HttpServer(make_app(lambda: front_end, access), access), GrpcServer(front_end, access)
@@ -259,7 +259,7 @@ def test_without_tenants_every_key_sees_all(loop: Any):
     async def read() -> None:
         engine = make_engine()
         running = asyncio.ensure_future(engine.run())
-        door = FrontDoor(engine)
+        door = EngineServer(engine)
         client = await EngineClient.connect(await door.start("127.0.0.1"))
         front_end = FrontEnd(client, None)
         access = Access(AccessSettings(api_key=("oak", "ash")))

@@ -263,12 +263,12 @@ class Fuzz:
         stream = await Stream.connect(self._door)
         message = rng.choice(
             [
-                ["submit", 0, PROMPT, {"max_tokens": "many"}, [], {}, 0.0, 5, False],
-                ["submit", 0, "Hello", {}, [], {}, 0.0, 5, False],
-                ["submit", 0, PROMPT],
-                ["submit", {}, [[]], 3, None, "x", "y", -1, 0],
-                ["submit", 0, PROMPT, {"max_tokens": 4}, [["x", "y"]], {}, 0.0, 99, True],
-                ["abort", [1, 2]], ["probe", 0, {"a": 1}, 5], ["view", 0, []], ["unwatch", 77], ["what", 0],
+                [0, 0, [PROMPT, {"max_tokens": "many"}, [], {}, 0.0, 5, False]],
+                [0, 0, ["Hello", {}, [], {}, 0.0, 5, False]],
+                [0, 0, [PROMPT]],
+                [0, {}, [[[]], 3, None, "x", "y", -1, 0]],
+                [0, 0, [PROMPT, {"max_tokens": 4}, [["x", "y"]], {}, 0.0, 99, True]],
+                [1, [1, 2]], [5, 0, {"a": 1}, 5], [7, 0, []], [9, 77], [99, 0],
                 "submit", 5, None, [], [[]], {"a": 1},
             ]
         )  # fmt: skip

@@ -16,9 +16,9 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
-from intarsia.controller.info import EngineLoad
 from intarsia.deploy.client import AsyncClient
 from intarsia.errors import IntarsiaError
+from intarsia.proto.status import EngineLoad
 
 from .program import program
 from .service import Known, Service, answered, draw, read, service

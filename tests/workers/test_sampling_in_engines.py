@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from intarsia.controller.engine import Delivery, Engine, TokenDelta
+from intarsia.controller.engine import Delivery, Engine
 from intarsia.proto.request import SamplingParams
 from intarsia.tests import models
 from intarsia.tests.conftest import Loop, TinyModel
@@ -157,8 +157,8 @@ class Family:
     def outlet(self, delivery: Delivery) -> None:
         for handle, token in zip(delivery.handles, delivery.tokens, strict=True):
             self.token_ids[handle].append(token)
-        for handle, item in delivery.others:
-            assert isinstance(item, TokenDelta), item
+        assert not delivery.errors
+        for handle, item in delivery.deltas:
             self.token_ids[handle] += item.token_ids
             self._left -= item.finish_reason is not None
         if self._left == 0:

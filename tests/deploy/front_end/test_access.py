@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from starlette.routing import Route
 
-from intarsia.controller.engine import TokenDelta
+from intarsia.controller.engine import Delta
 from intarsia.deploy.client import Client, Tls
 from intarsia.deploy.front_end.access import ROUTES, RPCS, Access, AccessSettings, Level
 from intarsia.deploy.front_end.front_end import Asked, FrontEnd, FrontEndSettings
@@ -30,7 +30,7 @@ from intarsia.proto import inference_pb2_grpc as pb_grpc
 from intarsia.proto.request import Terms
 from intarsia.tests.deploy.scripted import HANG, ScriptedEngine
 
-SCRIPT = (TokenDelta((5,)), TokenDelta((6,), finish_reason="length"))
+SCRIPT = (Delta((5,)), Delta((6,), finish_reason="length"))
 
 
 class Addresses(NamedTuple):
@@ -185,7 +185,7 @@ def test_the_tenant_of_a_key_is_whose_the_request_is_whatever_it_says(start: Sta
 
 def test_a_tenant_can_not_stop_another_s_request(start: Start, tmp_path: Path):
     (tmp_path / "keys").write_text("oak carpenters\nash smiths\n")
-    here = start(AccessSettings(api_key_file=str(tmp_path / "keys")), script=(TokenDelta((5,)), HANG))
+    here = start(AccessSettings(api_key_file=str(tmp_path / "keys")), script=(Delta((5,)), HANG))
     with Client(here.grpc, api_key="oak") as mine, Client(here.grpc, api_key="ash") as theirs:
         answer: Any = mine.generate([1, 2], request_id="desk")
         next(answer)

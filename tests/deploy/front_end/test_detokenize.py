@@ -3,10 +3,11 @@ import random
 
 import pytest
 
-from intarsia.controller.engine import TokenDelta, TokenLogprobs
+from intarsia.controller.engine import Delta, TokenLogprobs
 from intarsia.deploy.front_end.detokenize import AT_ONCE_VALUES, StopGate, whole_answers, with_text
 from intarsia.deploy.front_end.tokenizer import Tokenizer
 from intarsia.errors import InvalidRequest
+from intarsia.proto.reply import Rows
 from intarsia.proto.request import SamplingParams
 
 
@@ -72,7 +73,7 @@ class Scripted:
             for index, ids in enumerate(self._answers):
                 if n < len(ids) and index not in self.ended:
                     reason = "length" if n == len(ids) - 1 else None
-                    yield TokenDelta((ids[n],), None, reason, answer=index)
+                    yield Delta((ids[n],), None, reason, answer=index)
 
     def end(self, index: int) -> None:
         self.ended.append(index)
@@ -128,7 +129,7 @@ def test_stop_strings_without_a_tokenizer_are_refused():
 class AtOnce:
     """A generation whose answer comes in one delta."""
 
-    def __init__(self, delta: TokenDelta):
+    def __init__(self, delta: Delta):
         self._delta = delta
         self.ended: list[int] = []
 
@@ -139,9 +140,9 @@ class AtOnce:
         self.ended.append(index)
 
 
-def many(ids: list[int], top: int = 0) -> TokenDelta:
+def many(ids: list[int], top: int = 0) -> Delta:
     rows = tuple(TokenLogprobs(token, -1.0, ((token, -1.0),) * top) for token in ids)
-    return TokenDelta(tuple(ids), rows if top else None, "length", 7, (TokenLogprobs(1, -2.0, ()),))
+    return Delta(tuple(ids), Rows.of(rows) if top else None, "length", 7, Rows.of([TokenLogprobs(1, -2.0, ())]))
 
 
 @pytest.mark.parametrize("top", [0, 20])
@@ -156,7 +157,7 @@ def test_a_long_delta_is_told_in_parts_between_which_others_have_their_turn(byte
             await asyncio.sleep(0)
             turns += 1
 
-    async def collect() -> list[tuple[TokenDelta, str]]:
+    async def collect() -> list[tuple[Delta, str]]:
         beside = asyncio.ensure_future(others())
         found = [each async for each in with_text(AtOnce(whole), byte_tokenizer, SamplingParams(max_tokens=10**4))]
         beside.cancel()
@@ -169,7 +170,7 @@ def test_a_long_delta_is_told_in_parts_between_which_others_have_their_turn(byte
     assert [delta.finish_reason for delta, _ in found] == [None] * (len(found) - 1) + ["length"]
     assert [delta.prompt_logprobs is None for delta, _ in found] == [False] + [True] * (len(found) - 1)
 
-    async def joined() -> list[tuple[TokenDelta, str]]:
+    async def joined() -> list[tuple[Delta, str]]:
         pieces = with_text(AtOnce(whole), byte_tokenizer, SamplingParams(max_tokens=10**4))
         return [each async for each in whole_answers(pieces)]
 
@@ -179,7 +180,7 @@ def test_a_long_delta_is_told_in_parts_between_which_others_have_their_turn(byte
 def test_nothing_is_told_of_what_came_behind_a_stop_in_the_same_delta(byte_tokenizer: Tokenizer):
     generation = AtOnce(many(byte_tokenizer.encode("ab" * 300 + "." + "cd" * 2000)))
 
-    async def collect() -> list[tuple[TokenDelta, str]]:
+    async def collect() -> list[tuple[Delta, str]]:
         return [each async for each in with_text(generation, byte_tokenizer, SamplingParams(stop="."))]
 
     found = asyncio.run(collect())

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from intarsia.controller.engine import TokenDelta, TokenLogprobs
+from intarsia.controller.engine import Delta, TokenLogprobs
 from intarsia.deploy.front_end.front_end import FrontEnd
 from intarsia.deploy.front_end.tokenizer import Tokenizer
 from intarsia.deploy.http.server import HttpServer
 from intarsia.deploy.openai.app import make_app
 from intarsia.deploy.settings.limits import Limits
 from intarsia.errors import InvalidRequest, RequestTooLarge
+from intarsia.proto.reply import Rows
 from intarsia.tests.conftest import Loop
 from intarsia.tests.deploy.scripted import ScriptedEngine
 
@@ -30,11 +31,11 @@ def row(n: int, top: int = 20) -> TokenLogprobs:
     return TokenLogprobs(n % 200, -1.5, tuple(((n + other) % 200, -2.0 - other) for other in range(top)))
 
 
-ANSWER = TokenDelta(
+ANSWER = Delta(
     token_ids=tuple(n % 200 for n in range(TOKENS)),
-    logprobs=tuple(row(n) for n in range(TOKENS)),
+    logprobs=Rows.of(row(n) for n in range(TOKENS)),
     finish_reason="length",
-    prompt_logprobs=tuple(row(n) for n in range(500)),
+    prompt_logprobs=Rows.of(row(n) for n in range(500)),
 )
 
 

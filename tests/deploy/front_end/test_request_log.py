@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from intarsia.controller.engine import TokenDelta
+from intarsia.controller.engine import Delta
 from intarsia.deploy.client import Client
 from intarsia.deploy.front_end import request_log
 from intarsia.deploy.front_end.access import Access, AccessSettings
@@ -29,9 +29,9 @@ from intarsia.proto.request import SamplingParams
 from intarsia.tests.deploy.scripted import HANG, ScriptedEngine
 
 SCRIPT = (
-    TokenDelta((5,), num_cached_tokens=2, queue_s=0.25),
-    TokenDelta((6,), num_cached_tokens=2),
-    TokenDelta((7,), finish_reason="length", num_cached_tokens=2),
+    Delta((5,), num_cached_tokens=2, queue_s=0.25),
+    Delta((6,), num_cached_tokens=2),
+    Delta((7,), finish_reason="length", num_cached_tokens=2),
 )
 KEY = "a-key-that-nobody-may-read"
 

@@ -10,14 +10,14 @@ import pytest
 
 from intarsia.controller.admission.overload import Gate, GateSettings
 from intarsia.controller.engine import Engine
-from intarsia.controller.info import Probe
-from intarsia.controller.server import FrontDoor
+from intarsia.controller.server import EngineServer
 from intarsia.deploy.front_end import router as fleet_module
 from intarsia.deploy.front_end.engine_client import EngineClient
 from intarsia.deploy.front_end.router import DECODING_TOKENS, MOVE_TOKENS, Fleet, choose
 from intarsia.errors import Overloaded
 from intarsia.proto.channel import Address
 from intarsia.proto.request import USUAL_TERMS, SamplingParams, Terms
+from intarsia.proto.status import Probe
 from intarsia.tests.controller.test_engine import make_engine
 
 IDLE = Probe(cached_tokens=0, queued_tokens=0, running=0, is_leaving=False)
@@ -67,7 +67,7 @@ class Two:
 @contextlib.asynccontextmanager
 async def two_engines() -> AsyncIterator[Two]:
     engines = {"own": make_engine(), "other": make_engine()}
-    doors = {name: FrontDoor(engine) for name, engine in engines.items()}
+    doors = {name: EngineServer(engine) for name, engine in engines.items()}
     loops = [asyncio.ensure_future(engine.run()) for engine in engines.values()]
     addresses: dict[str, Address] = {name: await door.start("127.0.0.1") for name, door in doors.items()}
 

@@ -11,7 +11,6 @@ import grpc
 import httpx
 import pytest
 
-from intarsia.controller.deltas import TokenDelta, TokenLogprobs
 from intarsia.deploy.front_end.front_end import FrontEnd, side_by_side
 from intarsia.deploy.front_end.unread import Overdue
 from intarsia.deploy.grpc.server import GrpcServer
@@ -21,13 +20,14 @@ from intarsia.deploy.settings.limits import Limits
 from intarsia.errors import DeadlineExceeded
 from intarsia.proto import inference_pb2 as pb
 from intarsia.proto import inference_pb2_grpc as pb_grpc
+from intarsia.proto.reply import Delta, Rows, TokenLogprobs
 from intarsia.tests.deploy.scripted import HANG, ScriptedEngine
 
 LIMITS = Limits(unread_timeout_s=1.0)
 
-ROWS = (TokenLogprobs(7, -1.0, tuple((n, -float(n)) for n in range(20))),)
+ROWS = Rows.of([TokenLogprobs(7, -1.0, tuple((n, -float(n)) for n in range(20)))])
 
-LONG = [TokenDelta((7,), ROWS)] * 20_000
+LONG = [Delta((7,), ROWS)] * 20_000
 """Megabytes of an answer: more than the kernel takes for a client."""
 
 SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16 * 1024)]
@@ -73,7 +73,7 @@ async def no_connection_is_left(server: HttpServer) -> None:
 def test_http_connection_of_which_nothing_is_read_is_closed_and_others_go_on(
     is_streaming: bool, caplog: pytest.LogCaptureFixture
 ):
-    script = LONG if is_streaming else [*LONG[:3000], TokenDelta((7,), ROWS, "length")]
+    script = LONG if is_streaming else [*LONG[:3000], Delta((7,), ROWS, "length")]
 
     async def scenario(server: HttpServer, url: str, engine: ScriptedEngine) -> float:
         clients = [deaf(url, BODY | {"stream": is_streaming}) for _ in range(3)]
@@ -110,7 +110,7 @@ async def no_connection_is_left_but_one(server: HttpServer) -> None:
 
 
 def test_http_client_that_reads_slowly_gets_all_of_its_answer():
-    answer = [*LONG[:2500], TokenDelta((7,), ROWS, "length")]
+    answer = [*LONG[:2500], Delta((7,), ROWS, "length")]
 
     async def scenario(server: HttpServer, url: str, engine: ScriptedEngine) -> bytes:
         client = deaf(url, BODY | {"stream": True})
@@ -146,7 +146,7 @@ def test_rest_of_a_short_answer_that_nobody_reads_is_not_kept():
             connection.transport.close()
             await no_connection_is_left(server)
 
-    served([TokenDelta((7,), ROWS, "length")], scenario)
+    served([Delta((7,), ROWS, "length")], scenario)
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_grpc_call_of_which_nothing_is_read_is_ended_and_told_why(serve: Any, is
 
 
 def test_grpc_client_that_waits_for_the_engine_is_not_said_to_read_nothing(serve: Any):
-    engine, address = serve([TokenDelta((7,)), HANG])
+    engine, address = serve([Delta((7,)), HANG])
     with grpc.insecure_channel(address) as channel:
         call = pb_grpc.InferenceStub(channel).Generate(
             pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2, 3])), timeout=60

@@ -4,12 +4,13 @@ from dataclasses import fields
 
 import pytest
 
-from intarsia.controller.engine import TokenDelta, TokenLogprobs
-from intarsia.controller.info import EngineInfo, GroupInfo
+from intarsia.controller.engine import Delta, TokenLogprobs
 from intarsia.deploy.grpc import convert
 from intarsia.errors import ERRORS, EngineUnavailable, IntarsiaError, InvalidRequest, ModelError, PoolExhausted
 from intarsia.proto import inference_pb2 as pb
+from intarsia.proto.reply import Rows
 from intarsia.proto.request import FinishReason, SamplingParams
+from intarsia.proto.status import EngineInfo, GroupInfo
 from intarsia.tests.deploy.scripted import INFO
 
 
@@ -69,13 +70,13 @@ def test_model_info_survives_the_trip_but_for_the_servers_folder():
 
 def test_logprobs_survive_the_trip():
     rows = (TokenLogprobs(5, -0.5, ((5, -0.5), (9, -1.25))), TokenLogprobs(6, float("-inf"), ()))
-    response = convert.response_to_proto("r", TokenDelta((5, 6), rows, None, 0), "", 3, 2)
+    response = convert.response_to_proto("r", Delta((5, 6), Rows.of(rows), None, 0), "", 3, 2)
     assert convert.logprobs_from_proto(response.logprobs) == rows
 
 
 def test_usage_comes_with_the_last_message_only():
-    running = convert.response_to_proto("r", TokenDelta((5,), None, None, 2), "a", 3, 1)
-    last = convert.response_to_proto("r", TokenDelta((6,), None, "stop", 2), "b", 3, 2)
+    running = convert.response_to_proto("r", Delta((5,), None, None, 2), "a", 3, 1)
+    last = convert.response_to_proto("r", Delta((6,), None, "stop", 2), "b", 3, 2)
     assert not running.HasField("usage")
     assert (last.usage.prompt_tokens, last.usage.cached_tokens, last.usage.completion_tokens) == (3, 2, 2)
 

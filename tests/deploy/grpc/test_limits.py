@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import grpc
 import pytest
 
-from intarsia.controller.engine import TokenDelta
+from intarsia.controller.engine import Delta
 from intarsia.deploy.client import Asked, AsyncClient, Client, _typed
 from intarsia.deploy.front_end.access import Access, AccessSettings
 from intarsia.deploy.front_end.front_end import FrontEnd
@@ -34,7 +34,7 @@ from intarsia.tests.deploy import http2
 from intarsia.tests.deploy.scripted import HANG, ScriptedEngine
 
 GENERATE = "/intarsia.v1.Inference/Generate"
-DONE = TokenDelta((7,), None, "length", 0)
+DONE = Delta((7,), None, "length", 0)
 
 
 class Served(NamedTuple):
@@ -305,7 +305,7 @@ SILENCES = (
 
 
 def test_connections_without_a_call_are_closed_and_a_quiet_stream_is_not(serve: Serve):
-    here = serve(TokenDelta((7,), None, None, 0), HANG, head_timeout_s=1.0, idle_timeout_s=1.0)
+    here = serve(Delta((7,), None, None, 0), HANG, head_timeout_s=1.0, idle_timeout_s=1.0)
     with Client(here.address) as client:
         quiet: Any = client.generate([1])
         next(quiet)
@@ -342,7 +342,7 @@ def test_no_more_connections_than_may_be(serve: Serve):
 
 
 def test_a_call_whose_client_does_not_read_is_ended(serve: Serve):
-    here = serve(*[TokenDelta(tuple(range(10_000)), None, None, 0)] * 500, HANG, unread_timeout_s=1.0)
+    here = serve(*[Delta(tuple(range(10_000)), None, None, 0)] * 500, HANG, unread_timeout_s=1.0)
     with grpc.insecure_channel(here.address) as channel:
         call: Any = pb_grpc.InferenceStub(channel).Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1])))
         next(call)
@@ -354,7 +354,7 @@ def test_a_call_whose_client_does_not_read_is_ended(serve: Serve):
 
 
 def test_a_client_that_reads_slowly_and_steadily_is_not_ended(serve: Serve):
-    here = serve(*[TokenDelta(tuple(range(10_000)), None, None, 0)] * 100, DONE, unread_timeout_s=1.0)
+    here = serve(*[Delta(tuple(range(10_000)), None, None, 0)] * 100, DONE, unread_timeout_s=1.0)
     with grpc.insecure_channel(here.address) as channel:
         call: Any = pb_grpc.InferenceStub(channel).Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1])))
         count = 0

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from intarsia.controller.engine import TokenDelta
+from intarsia.controller.engine import Delta
 
 BUF = Path(__file__).parents[3] / ".venv" / "npm" / "node_modules" / ".bin" / "buf"
-SCRIPT = (TokenDelta((5,)), TokenDelta((6,), finish_reason="length"))
+SCRIPT = (Delta((5,)), Delta((6,), finish_reason="length"))
 METHOD = "intarsia.v1.Inference/Generate"
 ASKED = '{"token_ids": {"ids": [1, 2, 3]}}'
 

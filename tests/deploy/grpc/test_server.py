@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
-from intarsia.controller.engine import TokenDelta
+from intarsia.controller.engine import Delta
 from intarsia.deploy.front_end.front_end import FrontEnd
 from intarsia.deploy.grpc.server import GrpcServer
 from intarsia.errors import InvalidSetting, Overloaded, RequestTooLarge
@@ -20,7 +20,7 @@ from intarsia.proto.request import SamplingParams
 from intarsia.tests.deploy.scripted import HANG, ScriptedEngine
 
 TOKENS = pb.TokenIds(ids=[1, 2, 3])
-DONE = TokenDelta((7,), None, "length", 0)
+DONE = Delta((7,), None, "length", 0)
 
 
 def generate(address: str, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
@@ -42,9 +42,9 @@ def details(error: grpc.RpcError) -> list:
 def test_deltas_stream_one_message_each_with_text_and_usage(serve_script, byte_tokenizer):
     ids = byte_tokenizer.encode("a🎉")  # 4 tokens; the emoji is the last 3
     engine, address = serve_script(
-        TokenDelta((ids[0],), None, None, 2),
-        TokenDelta((ids[1], ids[2]), None, None, 2),
-        TokenDelta((ids[3],), None, "length", 2),
+        Delta((ids[0],), None, None, 2),
+        Delta((ids[1], ids[2]), None, None, 2),
+        Delta((ids[3],), None, "length", 2),
         tokenizer=byte_tokenizer,
     )
     got = generate(address, pb.GenerateRequest(text="hi", sampling=pb.SamplingParams(max_tokens=4)))
@@ -119,7 +119,7 @@ def test_overlong_error_message_still_reaches_the_caller(serve_script):
 
 
 def test_cancelled_call_closes_the_generator(serve_script):
-    engine, address = serve_script(TokenDelta((7,), None, None, 0), HANG)
+    engine, address = serve_script(Delta((7,), None, None, 0), HANG)
     with grpc.insecure_channel(address) as channel:
         call = pb_grpc.InferenceStub(channel).Generate(pb.GenerateRequest(token_ids=TOKENS))
         next(call)
@@ -129,7 +129,7 @@ def test_cancelled_call_closes_the_generator(serve_script):
 
 
 def test_vanished_client_closes_the_generator(serve_script):
-    engine, address = serve_script(TokenDelta((7,), None, None, 0), HANG)
+    engine, address = serve_script(Delta((7,), None, None, 0), HANG)
     channel = grpc.insecure_channel(address)
     call = pb_grpc.InferenceStub(channel).Generate(pb.GenerateRequest(token_ids=TOKENS))
     next(call)
@@ -139,7 +139,7 @@ def test_vanished_client_closes_the_generator(serve_script):
 
 def test_client_that_stops_reading_and_leaves_closes_the_generator(serve_script):
     """The server then waits for the window of the connection to open, not for the engine."""
-    engine, address = serve_script(*[TokenDelta(tuple(range(10_000)), None, None, 0)] * 500, HANG)
+    engine, address = serve_script(*[Delta(tuple(range(10_000)), None, None, 0)] * 500, HANG)
     channel = grpc.insecure_channel(address)
     call = pb_grpc.InferenceStub(channel).Generate(pb.GenerateRequest(token_ids=TOKENS))
     next(call)

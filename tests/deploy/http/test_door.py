@@ -15,7 +15,7 @@ import httpx
 import pytest
 import trustme
 
-from intarsia.controller.engine import TokenDelta
+from intarsia.controller.engine import Delta
 from intarsia.deploy.front_end.access import Access, AccessSettings
 from intarsia.deploy.front_end.front_end import FrontEnd
 from intarsia.deploy.http.server import HttpServer
@@ -23,7 +23,7 @@ from intarsia.deploy.openai.app import make_app
 from intarsia.deploy.settings.limits import Limits
 from intarsia.tests.deploy.scripted import ScriptedEngine
 
-SCRIPT = (TokenDelta((5,)), TokenDelta((6,), finish_reason="length"))
+SCRIPT = (Delta((5,)), Delta((6,), finish_reason="length"))
 
 KIB, MIB = 2**10, 2**20
 

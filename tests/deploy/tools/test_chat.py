@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from intarsia.controller.engine import TokenDelta
+from intarsia.controller.engine import Delta
 from intarsia.deploy.front_end.access import Access, AccessSettings
 from intarsia.deploy.front_end.front_end import FrontEnd
 from intarsia.deploy.front_end.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ def at(loop: Loop, talker: Any) -> Iterator[Callable[..., tuple[ScriptedEngine, 
         tokenizer = Tokenizer.load(talker)
         assert tokenizer is not None
         ids = [tuple(tokenizer.encode(text)) for text in texts]
-        script = [TokenDelta(each, None, "stop" if n == len(ids) else None, 2) for n, each in enumerate(ids, start=1)]
+        script = [Delta(each, None, "stop" if n == len(ids) else None, 2) for n, each in enumerate(ids, start=1)]
         engine: Any = ScriptedEngine(script)
         access = Access(AccessSettings(api_key=(key,) if key else ()))
 

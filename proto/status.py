@@ -1,6 +1,5 @@
 """What a running engine says about itself: the banner, `GetModelInfo` and the reports are all made of it."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..proto.request import SamplingParams
@@ -67,10 +66,14 @@ class CacheState(NamedTuple):
     requests: int  # that hold blocks
     groups: tuple[GroupState, ...]
 
-    @classmethod
-    def from_wire(cls, wire: Sequence) -> "CacheState":
-        held, kept, blank, requests, groups = wire
-        return cls(held, kept, blank, requests, tuple(GroupState(*group) for group in groups))
+
+class Look(NamedTuple):
+    """What somebody who looks wants to see."""
+
+    since_step: int = 0  # steps after this one
+    with_pool: bool = True
+    with_tokens: bool = False  # of prompts and answers
+    with_recount: bool = False  # every block counted anew from the tables, which takes a while
 
 
 class EngineInfo(NamedTuple):
@@ -114,14 +117,3 @@ class EngineInfo(NamedTuple):
     def capacity_tokens(self) -> int:
         """Tokens held when the pool is full of requests of `max_model_len`."""
         return int(self.max_len_concurrency * self.max_model_len)
-
-    @classmethod
-    def from_wire(cls, wire: list) -> "EngineInfo":
-        info = cls(*wire)
-        groups = tuple(GroupInfo(kind, tuple(layers), *rest) for kind, layers, *rest in info.groups)
-        return info._replace(
-            groups=groups,
-            eos_token_ids=tuple(info.eos_token_ids),
-            notes=tuple(info.notes),
-            sampling_defaults=tuple((name, value) for name, value in info.sampling_defaults),
-        )

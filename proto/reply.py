@@ -1,9 +1,9 @@
 """What comes for an answer, and how it waits for a slow reader: in little memory, and taken in pieces."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple, overload
 
-from ..proto.codec import pack, unpack
+from .codec import pack, unpack
 
 PIECE_TOKENS = 64
 """At most, in one piece of what has waited: their texts are looked up in one go, and others wait so long."""
@@ -37,6 +37,13 @@ class Rows(Sequence[TokenLogprobs]):
     @classmethod
     def of(cls, rows: Iterable[TokenLogprobs]) -> "Rows":
         return rows if isinstance(rows, Rows) else cls(map(pack, rows))
+
+    def to_wire(self) -> tuple[bytes, ...]:
+        return self.packed
+
+    @classmethod
+    def from_wire(cls, wire: Iterable[bytes]) -> "Rows":
+        return cls(wire)
 
     def __len__(self) -> int:
         return len(self.packed)
@@ -75,14 +82,14 @@ def num_values(rows: Sequence[TokenLogprobs] | None) -> int:
     return len(rows) * (1 + len(rows[-1].top)) if rows else 0
 
 
-class TokenDelta(NamedTuple):
+class Delta(NamedTuple):
     """What has come for one answer since the last one."""
 
     token_ids: tuple[int, ...]
-    logprobs: Sequence[TokenLogprobs] | None = None  # one per token, when asked for
+    logprobs: Rows | None = None  # one per token, when asked for
     finish_reason: str | None = None  # None while running, else "stop" or "length"
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
-    prompt_logprobs: Sequence[TokenLogprobs] | None = None  # of the prompt's second token and on; with the first delta
+    prompt_logprobs: Rows | None = None  # of the prompt's second token and on; with the first delta
     answer: int = 0  # which one, when there are several
     queue_s: float = 0.0  # until its request's turn came; with the first delta
 
@@ -92,25 +99,6 @@ class TokenDelta(NamedTuple):
         rows = (*Rows.of(self.logprobs or ()).packed, *Rows.of(self.prompt_logprobs or ()).packed)
         return len(self.token_ids) * TOKEN_BYTES + sum(map(len, rows))
 
-    def to_wire(self) -> "TokenDelta":
-        """The same with plain values, for MessagePack."""
-        return self._replace(logprobs=_packed(self.logprobs), prompt_logprobs=_packed(self.prompt_logprobs))
-
-    @staticmethod
-    def from_wire(wire: Sequence[Any]) -> "TokenDelta":
-        delta = TokenDelta(*wire)
-        if delta.logprobs is None and delta.prompt_logprobs is None:
-            return delta
-        return delta._replace(logprobs=_rows(delta.logprobs), prompt_logprobs=_rows(delta.prompt_logprobs))
-
-
-def _packed(rows: Sequence[TokenLogprobs] | None) -> Any:
-    return None if rows is None else Rows.of(rows).packed
-
-
-def _rows(packed: Any) -> Rows | None:
-    return None if packed is None else Rows(packed)
-
 
 class Backlog:
     """What has not been taken yet, by answer. The tokens of an answer are one piece, however many they have become.
@@ -119,7 +107,7 @@ class Backlog:
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[int, TokenDelta | _Piece] = {}  # who is at the front is next
+        self._waiting: dict[int, Delta | _Piece] = {}  # who is at the front is next
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -129,22 +117,22 @@ class Backlog:
         """About what it takes."""
         return sum(each.num_bytes for each in self._waiting.values())
 
-    def put(self, delta: TokenDelta) -> None:
+    def put(self, delta: Delta) -> None:
         earlier = self._waiting.get(delta.answer)
         if earlier is None:
             self._waiting[delta.answer] = delta
             return
-        if isinstance(earlier, TokenDelta):
+        if isinstance(earlier, Delta):
             earlier = self._waiting[delta.answer] = _Piece(earlier)
         earlier.add(delta)
 
-    def take(self, *, in_pieces: bool = True) -> TokenDelta:
+    def take(self, *, in_pieces: bool = True) -> Delta:
         """Of the answer whose turn it is, at most a piece; in_pieces: else all of it. Something must wait."""
         answer = next(iter(self._waiting))
         waiting = self._waiting.pop(answer)
-        if isinstance(waiting, TokenDelta) and len(waiting.token_ids) > 1 and in_pieces:
+        if isinstance(waiting, Delta) and len(waiting.token_ids) > 1 and in_pieces:
             waiting = _Piece(waiting)
-        if isinstance(waiting, TokenDelta):
+        if isinstance(waiting, Delta):
             return waiting
         taken = waiting.take(waiting.count() if in_pieces else len(waiting.tokens))
         if waiting.tokens:
@@ -157,7 +145,7 @@ class _Piece:
 
     __slots__ = ("about", "row_bytes", "rows", "tokens")
 
-    def __init__(self, first: TokenDelta):
+    def __init__(self, first: Delta):
         self.about = first._replace(token_ids=(), logprobs=None)
         self.tokens = list(first.token_ids)
         self.rows: list[bytes] | None = None if first.logprobs is None else list(Rows.of(first.logprobs).packed)
@@ -167,7 +155,7 @@ class _Piece:
     def num_bytes(self) -> int:
         return len(self.tokens) * TOKEN_BYTES + self.row_bytes + self.about.num_bytes
 
-    def add(self, delta: TokenDelta) -> None:
+    def add(self, delta: Delta) -> None:
         about = self.about
         self.tokens += delta.token_ids
         if delta.logprobs is not None and self.rows is not None:
@@ -192,7 +180,7 @@ class _Piece:
                 return max(1, place)
         return count
 
-    def take(self, count: int) -> TokenDelta:
+    def take(self, count: int) -> Delta:
         """The first of them; the last piece says how the answer ended, the first one what is known of the prompt."""
         about, rows = self.about, self.rows
         taken = about._replace(

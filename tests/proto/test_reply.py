@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from intarsia.controller.deltas import PIECE_ROW_BYTES, PIECE_TOKENS, Backlog, Rows, TokenDelta, TokenLogprobs
-from intarsia.proto.codec import pack, unpack
+from intarsia.proto.codec import decode, pack
+from intarsia.proto.reply import PIECE_ROW_BYTES, PIECE_TOKENS, Backlog, Delta, Rows, TokenLogprobs
 
 
 def row(token: int, alternatives: int = 20) -> TokenLogprobs:
@@ -23,18 +23,18 @@ def test_rows_are_a_sequence_of_what_they_were_made_of():
 
 def test_delta_is_the_same_on_the_other_side_of_the_wire():
     for delta in (
-        TokenDelta((5,)),
-        TokenDelta((5, 6), (row(5), row(6)), "stop", 7, (row(1),), 3),
-        TokenDelta((5,), (row(5, 0),), None, 7, None, 0),
+        Delta((5,)),
+        Delta((5, 6), Rows.of([row(5), row(6)]), "stop", 7, Rows.of([row(1)]), 3),
+        Delta((5,), Rows.of([row(5, 0)]), None, 7, None, 0),
     ):
-        assert TokenDelta.from_wire(unpack(pack(delta.to_wire()))) == delta
+        assert decode(pack(delta), Delta) == delta
 
 
 def test_what_waited_is_taken_in_pieces_of_bounded_size_answer_by_answer():
     backlog = Backlog()
     for n in range(150):
-        backlog.put(TokenDelta((n,), None, "length" if n == 149 else None, 3, answer=0))
-    backlog.put(TokenDelta((1000,), answer=1))
+        backlog.put(Delta((n,), None, "length" if n == 149 else None, 3, answer=0))
+    backlog.put(Delta((1000,), answer=1))
     taken = []
     while backlog:
         taken.append(backlog.take())
@@ -54,8 +54,8 @@ def test_pieces_with_log_probabilities_hold_few_of_them(alternatives: int):
     backlog = Backlog()
     rows = [row(n, alternatives) for n in range(100)]
     for n in range(0, 100, 2):
-        about_prompt = (row(1), row(2)) if n == 0 else None
-        backlog.put(TokenDelta((n, n + 1), tuple(rows[n : n + 2]), None, 0, about_prompt))
+        about_prompt = Rows.of([row(1), row(2)]) if n == 0 else None
+        backlog.put(Delta((n, n + 1), Rows.of(rows[n : n + 2]), None, 0, about_prompt))
     taken = []
     while backlog:
         taken.append(backlog.take())
@@ -71,7 +71,7 @@ def test_pieces_with_log_probabilities_hold_few_of_them(alternatives: int):
 def test_answer_that_is_wanted_whole_is_taken_whole():
     backlog = Backlog()
     for n in range(3 * PIECE_TOKENS):
-        backlog.put(TokenDelta((n,), (row(n),)))
+        backlog.put(Delta((n,), Rows.of([row(n)])))
     delta = backlog.take(in_pieces=False)
     assert delta.token_ids == tuple(range(3 * PIECE_TOKENS)) and len(delta.logprobs or ()) == 3 * PIECE_TOKENS
     assert not backlog
@@ -89,7 +89,7 @@ def test_backlog_loses_nothing_in_random_use_and_counts_what_it_holds():
             answer = rng.randrange(4)
             tokens = tuple(rng.randrange(1000) for _ in range(rng.choice((1, 1, 1, 3, 200))))
             put[answer] += tokens
-            backlog.put(TokenDelta(tokens, Rows.of(row(token, 2) for token in tokens), answer=answer))
+            backlog.put(Delta(tokens, Rows.of(row(token, 2) for token in tokens), answer=answer))
         elif backlog:
             delta = backlog.take(in_pieces=rng.random() < 0.9)
             got[delta.answer] += delta.token_ids

@@ -1,0 +1,135 @@
+"""What an engine and its front ends say to each other.
+
+A connection is also the front end's lease: when it closes, its requests are aborted and their blocks are free. A front
+end has two connections, which end together: one for all of the messages below, and one on which nothing is under way. A
+machine that is lost without a word is heard of there within three seconds; on the first it looks for a minute like a
+front end that stands still. `Pair`, and `Idle` on the second, tell which two belong together.
+
+The engine first says what it is (`EngineInfo`), then sends one `Delivery` per step, and the answers to questions.
+
+Handles are numbers that the front end draws; a request for n answers takes n of them in a row. A viewer is the salt
+whose figures and events are meant; None: all.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..errors import IntarsiaError
+from ..kvcache.events import Cleared, Removed, Stored
+from .codec import Tagged
+from .reply import Delta
+from .status import Look
+
+# -- from a front end ------------------------------------------------------------------------------------------------
+
+
+class Submit(NamedTuple):
+    """A request. What is wrong with it is answered under its handle."""
+
+    handle: int
+    request: Sequence[Any]  # the plain values of a `GenerateRequest`
+
+
+class Abort(NamedTuple):
+    """One answer has said enough."""
+
+    handle: int
+
+
+class Refused(NamedTuple):
+    """So many requests the front end refused by itself, since the engine had just said that it is full."""
+
+    requests: int
+
+
+class AskLoad(NamedTuple):
+    handle: int
+    viewer: str | None
+
+
+class AskCacheState(NamedTuple):
+    handle: int
+    viewer: str | None
+
+
+class AskProbe(NamedTuple):
+    """What a request with this prompt would meet."""
+
+    handle: int
+    tokens: Sequence[int]
+    salt: str
+
+
+class AskMetrics(NamedTuple):
+    handle: int
+
+
+class AskSnapshot(NamedTuple):
+    handle: int
+    look: Look
+
+
+class WatchCache(NamedTuple):
+    """Answered when all that is known has been told."""
+
+    handle: int
+    viewer: str | None
+
+
+class UnwatchCache(NamedTuple):
+    handle: int
+
+
+class Pair(NamedTuple):
+    """This connection is one of the two of this name."""
+
+    name: bytes
+
+
+class Idle(NamedTuple):
+    """As `Pair`; nothing more will be under way here."""
+
+    name: bytes
+
+
+# -- from an engine --------------------------------------------------------------------------------------------------
+
+
+class Delivery(NamedTuple):
+    """What one step brought to one front end. Most of it is a token each, so those are columns."""
+
+    handles: Sequence[int]
+    tokens: Sequence[int]
+    deltas: Sequence[tuple[int, Delta]] = ()  # by handle: first and last tokens, and those with log-probabilities
+    errors: Sequence[tuple[int, IntarsiaError]] = ()  # by handle; what came for it is among the deltas
+
+
+class Answer(NamedTuple):
+    """To a question."""
+
+    handle: int
+    value: Any  # the plain values of what was asked for
+
+
+class CacheEvents(NamedTuple):
+    """To one who watches."""
+
+    handle: int
+    events: Sequence[Sequence[Any]]  # as `CACHE_EVENTS` has them
+
+
+class EngineLost(NamedTuple):
+    """The engine ends."""
+
+    error: IntarsiaError
+    may_come_back: bool  # another one may take over from it
+
+
+FROM_FRONT_END = Tagged(
+    Submit, Abort, Refused, AskLoad, AskCacheState, AskProbe, AskMetrics, AskSnapshot, WatchCache, UnwatchCache, Pair,
+    Idle, checked=True,
+)  # fmt: skip
+
+FROM_ENGINE = Tagged(Delivery, Answer, CacheEvents, EngineLost, checked=False)
+
+CACHE_EVENTS = Tagged(Stored, Removed, Cleared, checked=False)
