@@ -395,11 +395,6 @@ class Request:
         self.tokens_at_loss = known
 
     @property
-    def is_ending(self) -> bool:
-        """The token under way is its last, whatever it is."""
-        return len(self.tokens) + self.pending >= self.max_total_tokens
-
-    @property
     def is_at_fork(self) -> bool:
         """All of its prompt is computed but the last token, and others go on from there."""
         return bool(self.forks) and self.computed_tokens == self.prompt_tokens - 1

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-START_SERVERS = ("deploy/", "workers/test_fork_server.py", "test_imports.py", "test_snippets.py")
+START_SERVERS = ("deploy/", "workers/process/test_fork_server.py", "test_imports.py", "test_snippets.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

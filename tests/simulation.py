@@ -200,7 +200,7 @@ class Scenario:
 
     def _plan(self) -> StepResult | None:
         running = {each.id: each for each in self._requests.values() if each.slot is not None}
-        decoding = [each for each in running.values() if each.is_live and each.is_decoding and not each.is_ending]
+        decoding = [each for each in running.values() if each.is_live and each.is_decoding and _may_grow(each)]
         preempted = {each.id: each.preemptions for each in running.values()}
         step = self._scheduler.plan_step()
         self._check_expired()
@@ -222,6 +222,8 @@ class Scenario:
             for each in decoding:
                 waits = each.is_live and each.slot is not None and each.slot not in slots
                 _check(not waits or len(self._seated()) > 1, f"request {each.id} decodes, and got no token")
+        for each in self._seated():
+            _check(len(each.tokens) + each.pending <= each.max_total_tokens, f"request {each.id} goes on after its end")
         self._outcome.swapped += bool(step.swap_in)
         result = self._worker.run(step)
         seconds = self._step_s + computed * self._token_s
@@ -258,6 +260,11 @@ class Scenario:
         _check(len(self._worker.swapped) <= len(self._scheduler._swap._forgotten), "workers keep what nobody asks for")
         _check(self._scheduler.num_running == self._scheduler.num_waiting == 0, "somebody is left")
         self._outcome.virtual_s = self._now_s
+
+
+def _may_grow(request: Request) -> bool:
+    """The token under way, if there is one, is not its last."""
+    return len(request.tokens) + request.pending < request.max_total_tokens
 
 
 def _check(holds: bool, otherwise: str) -> None:

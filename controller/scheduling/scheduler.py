@@ -548,18 +548,18 @@ class Scheduler:
         swap_in, self._swap_in = self._swap_in, []
         forked, self._forked = self._forked, []
         return Step(
-            self._epoch,
-            self._steps,
-            tuple(retired),
-            tuple(swap_out),
-            tuple(swap_in),
-            self._swap.take_forgotten(),
-            tuple(copies),
-            tuple(saves),
-            (*forked, *(admit for admit, _, _ in admitted)),
-            tuple(advance for _, advance in planned),
-            tuple(slots),
-            tuple([trace for request, _ in prompts if (trace := request.terms.trace)]),
+            epoch=self._epoch,
+            number=self._steps,
+            retire=tuple(retired),
+            swap_out=tuple(swap_out),
+            swap_in=tuple(swap_in),
+            forget=self._swap.take_forgotten(),
+            copies=tuple(copies),
+            saves=tuple(saves),
+            admit=(*forked, *(admit for admit, _, _ in admitted)),
+            advance=tuple(advance for _, advance in planned),
+            decode=tuple(slots),
+            traces=tuple([trace for request, _ in prompts if (trace := request.terms.trace)]),
         )
 
     def _count_served(self, decode: Sequence[Request], planned: Sequence[tuple[Request, Advance]]) -> None:
@@ -720,14 +720,13 @@ class Scheduler:
         assert request.slot is not None
         gallery = request.gallery
         return Admit(
-            request.slot,
-            tuple(request.tokens),
-            request.computed_tokens,
-            tuple(map(tuple, self._manager.table(request.id))),
-            request.max_total_tokens,
-            _sampling(request),
-            gallery.views if gallery is not None else (),
-            gallery.inputs if gallery is not None and not has_encoded else (),
+            slot=request.slot,
+            tokens=tuple(request.tokens),
+            computed_tokens=request.computed_tokens,
+            blocks=tuple(map(tuple, self._manager.table(request.id))),
+            sampling=_sampling(request),
+            views=gallery.views if gallery is not None else (),
+            images=gallery.inputs if gallery is not None and not has_encoded else (),
         )
 
     def _preempt(self, request: Request) -> None:
@@ -817,22 +816,22 @@ def _sampling(request: Request) -> Sampling:
     params = request.sampling
     wants_prompt = params.prompt_logprobs is not None and request.lacks_prompt_logprobs
     return Sampling(
-        params.temperature,
-        max(params.top_k, 0),
-        params.top_p,
-        request.seed,
-        _count(params.logprobs),
-        params.min_p,
-        request.prompt_tokens,
-        params.presence_penalty,
-        params.frequency_penalty,
-        params.repetition_penalty,
-        params.biases,
-        tuple(request.stop_token_ids) if params.min_tokens else (),
-        params.min_tokens,
-        _count(params.prompt_logprobs) if wants_prompt else -1,
-        params.form or (),
-        params.bad_token_ids,
+        temperature=params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        seed=request.seed,
+        logprobs=_count(params.logprobs),
+        min_p=params.min_p,
+        prompt_tokens=request.prompt_tokens,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=params.biases,
+        ends=tuple(request.stop_token_ids) if params.min_tokens else (),
+        min_tokens=params.min_tokens,
+        prompt_logprobs=_count(params.prompt_logprobs) if wants_prompt else -1,
+        form=params.form or (),
+        bad_token_ids=params.bad_token_ids,
     )
 
 

@@ -72,7 +72,7 @@ MOST_REQUEST_BYTES = 128 * 1024
 
 _PID = struct.Struct("<i")
 _CREDENTIALS = struct.Struct("<3i")  # pid, uid, gid: see SO_PEERCRED in unix(7)
-_SOURCES = ("errors.py", "kernels", "kvcache", "proto", "workers")
+_SOURCES = ("environment.py", "errors.py", "kernels", "kvcache", "proto", "workers")
 
 
 class ForkServer:
@@ -218,7 +218,7 @@ def main(name: str) -> None:
     log_as_asked()
     owner = os.environ.get(OWNER)
     with _ending_with(owner):  # importing takes a while, in which its first user may go
-        importlib.import_module(".worker", __package__)  # and torch, transformers, our kernels
+        importlib.import_module("..worker", __package__)  # and torch, transformers, our kernels
     freeze_startup_objects()  # the collector writes to what it looks at, and pages that nobody writes to are shared
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers that die
     _Server(listener, owner).run()
