@@ -19,17 +19,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...errors import InvalidSetting, PoolExhausted
 from ...kvcache.manager import CacheManager, Hit, RequestId
 from ...kvcache.pool import BlockId
 from ...kvcache.prefix import TokenChain, shared_blocks
-from ...kvcache.tables import Copy, Encoder
-from ...proto.step import ALL, Admit, Advance, Logprobs, PromptLogprobs, Sampling, Step, StepResult
+from ...kvcache.tables import Encoder
+from ...proto.step import Advance, Logprobs, PromptLogprobs, Step, StepResult
 from ..request import FinishReason, Request
 from .fair_queue import DECODE_WEIGHT, WaitingQueue
 from .prefill_budget import Pace
+from .step_draft import StepDraft, StepUnderWay
 from .swap import SwapSpace
 
 HOST_BYTES_PER_US = 8_000
@@ -114,15 +115,6 @@ class Outcome(NamedTuple):
         yield from self.notable
 
 
-class _Flight(NamedTuple):
-    """A step under way."""
-
-    drawing: Sequence[Request]  # who gets a token by it, in the order of the result
-    prompts: Sequence[tuple[Request, int]]  # those of more than one token, and the slot they had
-    decoding: int
-    prompt_tokens: int
-
-
 class Scheduler:
     """Queues, slots and the plan of each step. Single-threaded; knows neither Ray nor torch.
 
@@ -141,10 +133,8 @@ class Scheduler:
         self._parents: list[Request] = []  # of forks that wait for a prompt
         self._requests: dict[RequestId, Request] = {}
         self._free_slots = list(range(settings.max_num_seqs - 1, -1, -1))
-        self._copies: list[Copy] = []  # of blocks, for the step being planned
-        self._saves: list[tuple[int, int, int, int]] = []  # of states: (slot, group, tokens, block)
-        self._forked: list[Admit] = []  # who takes a slot in the step being planned, beside those admitted
-        self._retired_slots: list[int] = []  # the workers have not heard of these yet
+        self._draft = StepDraft()  # of the next step
+        self._under_way: deque[StepUnderWay] = deque()  # steps, oldest first
         self._aborted: list[Request] = []
         self._deadlines: list[tuple[float, RequestId]] = []  # a heap
         self._expired: list[Request] = []
@@ -153,9 +143,6 @@ class Scheduler:
         self.is_full = False  # the last step had no room for somebody
         self._lacks_blocks = False  # and would not have had any if it had held more
         self._swap = SwapSpace(settings.swap_bytes)
-        self._swap_out: list[tuple[int, int, int]] = []  # for the step being planned: (group, block, ticket)
-        self._swap_in: list[tuple[int, int, int]] = []  # (group, ticket, block)
-        self._in_flight: deque[_Flight] = deque()  # oldest first
         self._max_tokens = settings.max_num_batched_tokens  # less, after a step that did not fit in memory
         self._grow_at = 0  # the step from which more is tried again
         self._epoch = 1
@@ -238,38 +225,38 @@ class Scheduler:
         self._clear_suspects()
         self._make_room(now_s)
         self._fork()
-        decode, planned, budget, is_short = self._advance_running()
-        admitted = [] if is_short and self._running else self._admit_waiting(budget, now_s)
-        if self._queue and self._manager.is_full and (admitted or any(not each.is_decoding for each, _ in planned)):
+        budget, is_short = self._advance_running()
+        admitted = 0 if is_short and self._running else self._admit_waiting(budget, now_s)
+        if self._queue and self._manager.is_full and (admitted or self._draft.has_prompts):
             self._touch_waiting()
         self.is_full = bool(self._queue)
         is_held_up = self._held_up is not None and bool(self._free_slots)
         self._lacks_blocks = self.is_full and (is_short or is_held_up or bool(self._suspects))
-        return self._seal(decode, planned, admitted)
+        return self._seal()
 
     def commit(self, result: StepResult) -> Outcome:
         """The oldest step under way has run: enter its tokens, give back blocks nobody needs, finish what is finished.
 
         A request that ends with a token of its stops may have one more step under way: what that draws is dropped.
         """
-        flight = self._in_flight.popleft()
-        self._pace.learn(flight.decoding, flight.prompt_tokens, result.run_us)
+        step = self._under_way.popleft()
+        self._pace.learn(step.decoding, step.prompt_tokens, result.run_us)
         by_slot: dict[int, Request] = {}
-        for request, slot in flight.prompts:
+        for request, slot in step.prompts:
             by_slot[slot] = request
             if request.slot == slot:
                 self._manager.commit(request.id)
                 request.quiet_until = self._manager.quiet_until(request.id)
         for entry in result.prompt_logprobs:
             _enter_prompt_logprobs(by_slot[entry.slot], entry)
-        assert len(result.tokens) == len(flight.drawing), "a step must bring one token to each who draws"
-        logprobs = {flight.drawing[place].id: row for place, row in result.logprobs}
+        assert len(result.tokens) == len(step.drawing), "a step must bring one token to each request that draws"
+        logprobs = {step.drawing[place].id: row for place, row in result.logprobs}
         requests, plain, notable = [], [], []
-        failed = [(request, why) for place, why in result.failures if (request := flight.drawing[place]).is_live]
+        failed = [(request, why) for place, why in result.failures if (request := step.drawing[place]).is_live]
         for request, _ in failed:
             self._forget(request)
             self._drop(request)
-        for request, token in zip(flight.drawing, result.tokens, strict=True):
+        for request, token in zip(step.drawing, result.tokens, strict=True):
             if not request.is_live:
                 continue  # aborted or finished while the step ran
             tokens = request.tokens
@@ -304,10 +291,8 @@ class Scheduler:
             request.computed_tokens = request.pending = 0
             self._forget_swapped(request)
         self._manager.reset_prefix_cache()
-        self._swap.take_forgotten()  # nobody is there who would keep them
-        for told in (self._copies, self._saves, self._swap_out, self._swap_in, self._forked, self._retired_slots):
-            told.clear()
-        self._in_flight.clear()
+        self._draft = StepDraft()  # the new workers know of no slot and no ticket
+        self._under_way.clear()
         self._held_up = None
         self._epoch += 1
         return ran
@@ -380,13 +365,14 @@ class Scheduler:
                 pass
             self._release_forks(request)
 
-    def _advance_running(self) -> tuple[list[Request], list[tuple[Request, Advance]], int, bool]:
-        """One token for those who decode, chunks for those in prefill; most senior first.
+    def _advance_running(self) -> tuple[int, bool]:
+        """One token for requests that decode, chunks for those in prefill; most senior first.
 
-        Returns who decodes without needing a block, everybody else, the tokens left for prompts, and whether the pool
-        ran short.
+        Returns the tokens left for prompts, and whether the pool ran short.
         """
-        decode: list[Request] = []
+        draft = self._draft
+        decode = draft.decode
+        assert not decode and not draft.work, "a draft that computes something was not sealed"
         others: list[Request] = []
         prompts = 0
         for request in self._running:
@@ -402,7 +388,6 @@ class Scheduler:
                 others.append(request)
         budget = self._prompt_budget(len(decode) + len(others) - prompts, prompts)
         first_tenant, its_budget = self._share_of_first(budget, others)
-        planned: list[tuple[Request, Advance]] = []
         preempted = self.preemptions
         short = False
         for request in others:
@@ -425,12 +410,12 @@ class Scheduler:
                         self._start_over(request)
                     break  # wait for a more senior one to end
             if advance is not None:
-                planned.append((request, advance))
+                draft.work.append((request, advance))
                 budget -= 0 if is_decoding else tokens
                 its_budget -= tokens if is_first and not is_decoding else 0
         if self.preemptions > preempted:
-            decode = [request for request in decode if request.slot is not None]
-        return decode, planned, budget, short
+            draft.decode = [request for request in decode if request.slot is not None]
+        return budget, short
 
     def _share_of_first(self, budget: int, running: Sequence[Request]) -> tuple[str, int]:
         """The tenant of the most senior prompt under way, and what it may take of the step: half is left to prompts of
@@ -453,12 +438,12 @@ class Scheduler:
         fair = max(self._pace.prompt_tokens(decoding, prompts), self._manager.plan.block_tokens)
         return int(min(left, fair))
 
-    def _admit_waiting(self, budget: int, now_s: float) -> list[tuple[Admit, Request, Advance]]:
-        admitted = []
+    def _admit_waiting(self, budget: int, now_s: float) -> int:
+        """Admit requests while there are tokens, slots and blocks for them. Returns how many."""
+        admitted = 0
         self._held_up = None
         if self._suspects:
-            entry = self._try_admit(self._suspects[0], budget, now_s) if not self._running else None
-            return [entry] if entry is not None else []
+            return int(not self._running and self._try_admit(self._suspects[0], budget, now_s) is not None)
         patient: list[Request] = []  # whose turn it is, and who had better wait
         while budget > 0 and len(patient) <= MOST_PATIENT:
             request = self._queue.after(patient) if patient else self._next_waiting(now_s)
@@ -467,12 +452,12 @@ class Scheduler:
             if self._free_slots and self._is_being_computed(request):
                 patient.append(request)
                 continue
-            entry = self._try_admit(request, budget, now_s) if self._free_slots else None
-            if entry is None:
+            advance = self._try_admit(request, budget, now_s) if self._free_slots else None
+            if advance is None:
                 self._held_up = request
                 break
-            admitted.append(entry)
-            budget -= entry[2].tokens
+            admitted += 1
+            budget -= advance.tokens
         return admitted
 
     def _clear_suspects(self) -> None:
@@ -512,60 +497,23 @@ class Scheduler:
             return self._queue.best_head(lambda request: self._lookup(request).tokens, now_s)
         return self._queue.head()
 
-    def _seal(
-        self,
-        decode: list[Request],
-        planned: list[tuple[Request, Advance]],
-        admitted: list[tuple[Admit, Request, Advance]],
-    ) -> Step | None:
-        planned += [(request, advance) for _, request, advance in admitted]
-        if not decode and not planned:
+    def _seal(self) -> Step | None:
+        """The step as it was drafted; None, and the draft waits for more, if it computes nothing."""
+        draft = self._draft
+        if not draft.decode and not draft.work:
             return None
-        for request in decode:
-            request.pending += 1
-            request.computed_tokens += 1
-        slots: Any = [request.slot for request in decode]
-        drawing, prompts = [*decode], []
-        decoding, prompt_tokens = len(decode), 0
         if self._queue.num_tenants > 1:
-            self._count_served(decode, planned)
-        for request, advance in planned:
-            if request.is_decoding:
-                decoding += 1
-            else:
-                prompt_tokens += advance.tokens
-                prompts.append((request, advance.slot))
-            if advance.tokens == request.remaining_tokens:
-                request.pending += 1
-                drawing.append(request)
-            request.computed_tokens += advance.tokens
-        self._in_flight.append(_Flight(drawing, prompts, decoding, prompt_tokens))
+            self._count_served(draft)
         self._steps += 1
-        retired, self._retired_slots = self._retired_slots, []
-        copies, self._copies = self._copies, []
-        saves, self._saves = self._saves, []
-        swap_out, self._swap_out = self._swap_out, []
-        swap_in, self._swap_in = self._swap_in, []
-        forked, self._forked = self._forked, []
-        return Step(
-            epoch=self._epoch,
-            number=self._steps,
-            retire=tuple(retired),
-            swap_out=tuple(swap_out),
-            swap_in=tuple(swap_in),
-            forget=self._swap.take_forgotten(),
-            copies=tuple(copies),
-            saves=tuple(saves),
-            admit=(*forked, *(admit for admit, _, _ in admitted)),
-            advance=tuple(advance for _, advance in planned),
-            decode=tuple(slots),
-            traces=tuple([trace for request, _ in prompts if (trace := request.terms.trace)]),
-        )
+        step, under_way = draft.seal(self._epoch, self._steps)
+        self._under_way.append(under_way)
+        self._draft = StepDraft()
+        return step
 
-    def _count_served(self, decode: Sequence[Request], planned: Sequence[tuple[Request, Advance]]) -> None:
-        for request in decode:
+    def _count_served(self, draft: StepDraft) -> None:
+        for request in draft.decode:
             self._queue.served(request.terms.tenant, DECODE_WEIGHT)
-        for request, advance in planned:
+        for request, advance in draft.work:
             self._queue.served(request.terms.tenant, DECODE_WEIGHT if request.is_decoding else advance.tokens)
 
     # -- one request -------------------------------------------------------------------------------------------------
@@ -588,15 +536,12 @@ class Scheduler:
 
     def _try_advance(self, request: Request, tokens: int) -> Advance | None:
         """None, with nothing taken, when the pool has too few blocks."""
-        assert request.slot is not None
         try:
             growth = self._manager.extend(request.id, request.computed_tokens + tokens, written=request.computed_tokens)
         except PoolExhausted:
             return None
         request.quiet_until = self._manager.quiet_until(request.id)
-        self._copies += growth.copies
-        self._saves += [(request.slot, save.group, save.length, save.block) for save in growth.saves]
-        return Advance(request.slot, tokens, tuple(map(tuple, growth.blocks)) if growth else ())
+        return self._draft.advance(request, tokens, growth)
 
     def _named(self, request: Request) -> tuple[TokenChain, Encoder | None]:
         """The names of its prefixes, and what it is read beside."""
@@ -613,13 +558,13 @@ class Scheduler:
         hit = self._manager.lookup(chain, encoder=encoder)
         return hit._replace(tokens=0) if request.lacks_prompt_logprobs else hit
 
-    def _try_admit(self, request: Request, budget: int, now_s: float) -> tuple[Admit, Request, Advance] | None:
-        """A slot and the first chunk's blocks for a waiting request. None, with nothing taken, if that can not be."""
+    def _try_admit(self, request: Request, budget: int, now_s: float) -> Advance | None:
+        """A slot and the first chunk's blocks for a waiting request. None, with nothing taken, if that cannot be."""
         alone = not self._running
         if request.swapped is not None:
-            entry = self._try_swap_in(request, budget)
-            if entry is not None or not alone:
-                return entry
+            advance = self._try_swap_in(request, budget)
+            if advance is not None or not alone:
+                return advance
             self._forget_swapped(request)  # a block at a time, computed anew, it fits
         hit = self._lookup(request)
         self._manager.open(request.id, hit)
@@ -648,10 +593,11 @@ class Scheduler:
             self._release_forks(request)
         if not request.preemptions:
             request.cached_tokens, request.lost_tokens = hit.tokens, hit.lost
-        admit = self._admit(request, has_encoded=bool(hit.encoder_tokens))
-        return admit, request, advance._replace(blocks=())  # its blocks came with the table
+        self._admit(request, has_encoded=bool(hit.encoder_tokens))
+        self._draft.work.append((request, advance._replace(blocks=())))  # its blocks came with the table
+        return advance
 
-    def _try_swap_in(self, request: Request, budget: int) -> tuple[Admit, Request, Advance] | None:
+    def _try_swap_in(self, request: Request, budget: int) -> Advance | None:
         """As `_try_admit`, for a request whose blocks wait in host memory."""
         swapped = request.swapped
         assert swapped is not None
@@ -673,10 +619,12 @@ class Scheduler:
         self._queue.remove(request)
         self._start(request)
         for (group, _), ticket, block in zip(swapped.places, swapped.tickets, blocks, strict=True):
-            self._swap_in.append((group, ticket, block))
+            self._draft.swap_in.append((group, ticket, block))
         self._swap.give_back(swapped)
         request.swapped = None
-        return self._admit(request, has_encoded=True), request, advance._replace(blocks=())
+        self._admit(request, has_encoded=True)
+        self._draft.work.append((request, advance._replace(blocks=())))
+        return advance
 
     def _try_fork(self, parent: Request, fork: Request) -> bool:
         """Let `fork` go on from where `parent` is. False, with nothing taken, for lack of a slot or of blocks."""
@@ -688,7 +636,7 @@ class Scheduler:
             return False
         parent.forks.remove(fork)
         fork.parent = None
-        self._copies += growth.copies
+        self._draft.copies += growth.copies
         fork.slot = self._free_slots.pop()
         fork.computed_tokens = parent.computed_tokens
         fork.cached_tokens, fork.lost_tokens = parent.cached_tokens, parent.lost_tokens
@@ -696,7 +644,7 @@ class Scheduler:
         fork.seniority = parent.seniority[0], fork.id
         fork.admitted_s = parent.admitted_s
         self._start(fork)
-        self._forked.append(self._admit(fork, has_encoded=True))
+        self._admit(fork, has_encoded=True)
         return True
 
     def _release_forks(self, request: Request) -> None:
@@ -715,19 +663,9 @@ class Scheduler:
         """What it was given at its first admission, or what it would be given now."""
         return request.seniority or (now_s + request.terms.priority * self._settings.ageing_s, request.id)
 
-    def _admit(self, request: Request, *, has_encoded: bool) -> Admit:
-        """What the workers must know of a request that has its slot and its blocks."""
-        assert request.slot is not None
-        gallery = request.gallery
-        return Admit(
-            slot=request.slot,
-            tokens=tuple(request.tokens),
-            computed_tokens=request.computed_tokens,
-            blocks=tuple(map(tuple, self._manager.table(request.id))),
-            sampling=_sampling(request),
-            views=gallery.views if gallery is not None else (),
-            images=gallery.inputs if gallery is not None and not has_encoded else (),
-        )
+    def _admit(self, request: Request, *, has_encoded: bool) -> None:
+        """Tell the workers of a request that has its slot and its blocks."""
+        self._draft.admit(request, self._manager.table(request.id), has_encoded=has_encoded)
 
     def _preempt(self, request: Request) -> None:
         """Back to its place in the queue, with its tokens; its blocks are given back, or wait in host memory."""
@@ -751,18 +689,19 @@ class Scheduler:
     def _put_aside(self, request: Request) -> None:
         """`_retire`, with a copy of its blocks in host memory."""
         tokens = request.computed_tokens
-        admit_is_known = all(admit.slot != request.slot for admit in self._forked)
-        moved = self._retire(request, keep=admit_is_known)
+        assert request.slot is not None
+        moved = self._retire(request, keep=not self._draft.is_admitting(request.slot))
         if moved is not None:
             sizes = [group.block_bytes for group in self._manager.plan.groups]
             self.swaps += 1
             request.swapped = self._swap.put(tokens, [(g, n) for g, n, _ in moved], sizes)
             for (group, _, block), ticket in zip(moved, request.swapped.tickets, strict=True):
-                self._swap_out.append((group, block, ticket))
+                self._draft.swap_out.append((group, block, ticket))
 
     def _forget_swapped(self, request: Request) -> None:
         if request.swapped is not None:
-            self._swap.forget(request.swapped)
+            self._draft.forget += request.swapped.tickets
+            self._swap.give_back(request.swapped)
             request.swapped = None
 
     def _start_over(self, request: Request) -> None:
@@ -792,11 +731,7 @@ class Scheduler:
         self._running.remove(request)
         self._free_slots.append(slot)
         request.slot = None
-        for admit in self._forked:
-            if admit.slot == slot:  # the workers were not to hear of it before the step that is being planned
-                self._forked.remove(admit)
-                return moved
-        self._retired_slots.append(slot)
+        self._draft.retire(slot)
         return moved
 
 
@@ -810,31 +745,3 @@ def _enter_prompt_logprobs(request: Request, entry: PromptLogprobs) -> None:
     known = request.prompt_logprobs
     if known is not None and entry.start <= len(known) + 1:
         known += entry.rows[len(known) + 1 - entry.start :]
-
-
-def _sampling(request: Request) -> Sampling:
-    params = request.sampling
-    wants_prompt = params.prompt_logprobs is not None and request.lacks_prompt_logprobs
-    return Sampling(
-        temperature=params.temperature,
-        top_k=max(params.top_k, 0),
-        top_p=params.top_p,
-        seed=request.seed,
-        logprobs=_count(params.logprobs),
-        min_p=params.min_p,
-        prompt_tokens=request.prompt_tokens,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        logit_bias=params.biases,
-        ends=tuple(request.stop_token_ids) if params.min_tokens else (),
-        min_tokens=params.min_tokens,
-        prompt_logprobs=_count(params.prompt_logprobs) if wants_prompt else -1,
-        form=params.form or (),
-        bad_token_ids=params.bad_token_ids,
-    )
-
-
-def _count(logprobs: int | None) -> int:
-    """As `Sampling` has it."""
-    return -1 if logprobs is None else ALL if logprobs == -1 else logprobs
