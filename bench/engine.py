@@ -240,7 +240,8 @@ async def _null_model(count: int, rounds: int, is_full: bool = False) -> dict[st
     from intarsia.controller.engine import Delivery, Engine
     from intarsia.controller.info import EngineInfo
     from intarsia.controller.request import SamplingParams
-    from intarsia.controller.scheduling.scheduler import Scheduler, SchedulerSettings
+    from intarsia.controller.scheduling.scheduler import Scheduler
+    from intarsia.controller.scheduling.settings import SchedulerSettings
     from intarsia.kvcache.manager import CacheManager
     from intarsia.kvcache.plan import PlanSettings
     from intarsia.kvcache.reach import Full, Sliding

@@ -16,7 +16,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from intarsia.controller.request import FinishReason, Request, SamplingParams, Terms
-from intarsia.controller.scheduling.scheduler import Scheduler, SchedulerSettings
+from intarsia.controller.scheduling.scheduler import Scheduler
+from intarsia.controller.scheduling.settings import SchedulerSettings
 from intarsia.kvcache.check import recount
 from intarsia.kvcache.manager import CacheManager, CacheSettings, RequestId
 from intarsia.kvcache.plan import Group

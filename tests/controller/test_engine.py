@@ -16,7 +16,8 @@ from intarsia.controller.info import EngineInfo, GroupInfo
 from intarsia.controller.losses import Losses, NoRoom
 from intarsia.controller.request import SamplingParams, Terms
 from intarsia.controller.scheduling import scheduler as scheduler_module
-from intarsia.controller.scheduling.scheduler import Scheduler, SchedulerSettings
+from intarsia.controller.scheduling.scheduler import Scheduler
+from intarsia.controller.scheduling.settings import SchedulerSettings
 from intarsia.errors import (
     DeadlineExceeded,
     EngineUnavailable,
