@@ -12,7 +12,6 @@ every request ends.
 """
 
 import heapq
-import logging
 import time
 from bisect import insort
 from collections import deque
@@ -28,9 +27,10 @@ from ...kvcache.tables import Encoder
 from ...proto.step import Advance, Logprobs, PromptLogprobs, Step, StepResult
 from ..request import FinishReason, Request
 from .fair_queue import DECODE_WEIGHT, WaitingQueue
-from .prefill_budget import Pace
+from .prefill_budget import PrefillBudget, StepBudget
 from .settings import SchedulerSettings
 from .step_draft import StepDraft, StepUnderWay
+from .step_times import StepTimes
 from .swap import SwapSpace
 
 HOST_BYTES_PER_US = 8_000
@@ -44,15 +44,6 @@ OTHERS = 16
 
 TOUCHED = 4
 """Waiting requests whose cached prefixes are kept for them while prompts are computed."""
-
-
-logger = logging.getLogger(__name__)
-
-SHRINK = 4
-"""By how much steps get smaller after one that did not fit in memory."""
-
-GROW_AFTER_STEPS = 1000
-"""Steps without such a fault before twice as much is tried."""
 
 
 class Progress(NamedTuple):
@@ -90,7 +81,8 @@ class Scheduler:
         self._settings = settings
         self._manager = manager
         self._clock = clock
-        self._pace = Pace(settings.prefill_share)
+        self._times = StepTimes()
+        self._budget = PrefillBudget(settings, manager.plan.block_tokens, self._times)
         self._queue = WaitingQueue(settings.ageing_s)
         self._running: list[Request] = []  # most senior first
         self._parents: list[Request] = []  # of forks that wait for a prompt
@@ -106,8 +98,6 @@ class Scheduler:
         self.is_full = False  # the last step had no room for somebody
         self._lacks_blocks = False  # and would not have had any if it had held more
         self._swap = SwapSpace(settings.swap_bytes)
-        self._max_tokens = settings.max_num_batched_tokens  # less, after a step that did not fit in memory
-        self._grow_at = 0  # the step from which more is tried again
         self._epoch = 1
         self._steps = 0
         self.preemptions = 0
@@ -182,13 +172,14 @@ class Scheduler:
         away blocks that those still read.
         """
         now_s = self._clock()
-        self._grow()
         self._drop_aborted()
         self._expire(now_s)
         self._clear_suspects()
         self._make_room(now_s)
         self._fork()
-        budget, is_short = self._advance_running()
+        others = self._sort_running()
+        budget = self._open_budget(others)
+        is_short = self._advance(others, budget)
         admitted = 0 if is_short and self._running else self._admit_waiting(budget, now_s)
         if self._queue and self._manager.is_full and (admitted or self._draft.has_prompts):
             self._touch_waiting()
@@ -203,7 +194,7 @@ class Scheduler:
         A request that ends with a token of its stops may have one more step under way: what that draws is dropped.
         """
         step = self._under_way.popleft()
-        self._pace.learn(step.decoding, step.prompt_tokens, result.run_us)
+        self._times.learn(step.decoding, step.prompt_tokens, result.run_us)
         by_slot: dict[int, Request] = {}
         for request, slot in step.prompts:
             by_slot[slot] = request
@@ -262,14 +253,7 @@ class Scheduler:
 
     def shrink(self) -> None:
         """A step did not fit in memory: the next ones hold fewer tokens of prompts, and more again after a while."""
-        self._max_tokens = max(self._manager.plan.block_tokens, self._max_tokens // SHRINK)
-        self._grow_at = self._steps + GROW_AFTER_STEPS
-        logger.warning("steps hold at most %d tokens of prompts for a while", self._max_tokens)
-
-    def _grow(self) -> None:
-        if self._max_tokens < self._settings.max_num_batched_tokens and self._steps >= self._grow_at:
-            self._max_tokens = min(self._settings.max_num_batched_tokens, 2 * self._max_tokens)
-            self._grow_at = self._steps + GROW_AFTER_STEPS
+        self._budget.shrink(self._steps)
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
@@ -328,20 +312,14 @@ class Scheduler:
                 pass
             self._release_forks(request)
 
-    def _advance_running(self) -> tuple[int, bool]:
-        """One token for requests that decode, chunks for those in prefill; most senior first.
-
-        Returns the tokens left for prompts, and whether the pool ran short.
-        """
-        draft = self._draft
-        decode = draft.decode
-        assert not decode and not draft.work, "a draft that computes something was not sealed"
+    def _sort_running(self) -> list[Request]:
+        """Plan one token for each request that decodes and needs no block. Returns the others, most senior first."""
+        decode = self._draft.decode
+        assert not decode and not self._draft.work, "a draft that computes something was not sealed"
         others: list[Request] = []
-        prompts = 0
         for request in self._running:
             known = len(request.tokens) + request.pending
             if request.computed_tokens + 1 != known or known <= request.prompt_tokens:
-                prompts += 1
                 others.append(request)
             elif known >= request.max_total_tokens:
                 continue  # its last token is under way, and we have not heard of it yet
@@ -349,78 +327,80 @@ class Scheduler:
                 decode.append(request)
             else:
                 others.append(request)
-        budget = self._prompt_budget(len(decode) + len(others) - prompts, prompts)
-        first_tenant, its_budget = self._share_of_first(budget, others)
-        preempted = self.preemptions
-        short = False
+        return others
+
+    def _advance(self, others: Sequence[Request], budget: StepBudget) -> bool:
+        """A token for each of `others` that decodes, a chunk for each in prefill. True if the pool ran short."""
+        is_short = False
         for request in others:
             if request.slot is None:
                 continue  # preempted by a more senior one just now
             is_decoding = request.is_decoding
-            is_first = request.terms.tenant == first_tenant
-            tokens = 1 if is_decoding else self._chunk(request, min(budget, its_budget) if is_first else budget)
+            tokens = 1 if is_decoding else self._chunk(request, budget.left_for(request.terms.tenant))
             if tokens == 0:
                 continue
-            while (advance := self._try_advance(request, tokens)) is None:
-                short = True
-                most_junior = self._running[-1]
-                if most_junior is not request:
-                    self._preempt(most_junior)
-                elif shorter := self._fitting_chunk(request, tokens - 1):
-                    tokens = shorter
-                else:
-                    if len(self._running) == 1:
-                        self._start_over(request)
-                    break  # wait for a more senior one to end
+            advance = self._try_advance(request, tokens)
+            if advance is None:
+                is_short = True
+                advance = self._advance_under_pressure(request, tokens)
             if advance is not None:
-                draft.work.append((request, advance))
-                budget -= 0 if is_decoding else tokens
-                its_budget -= tokens if is_first and not is_decoding else 0
-        if self.preemptions > preempted:
-            draft.decode = [request for request in decode if request.slot is not None]
-        return budget, short
+                self._draft.work.append((request, advance))
+                if not is_decoding:
+                    budget.spend(request.terms.tenant, advance.tokens)
+        if is_short:
+            self._draft.decode = [each for each in self._draft.decode if each.slot is not None]
+        return is_short
 
-    def _share_of_first(self, budget: int, running: Sequence[Request]) -> tuple[str, int]:
-        """The tenant of the most senior prompt under way, and what it may take of the step: half is left to prompts of
-        other tenants, if they need so much, since short ones would else wait until all its long ones are computed."""
-        prompts = [each for each in running if not each.is_decoding]
-        if not prompts or self._queue.num_tenants == 1:
-            return "", budget
-        first = prompts[0].terms.tenant
-        needed = sum(each.remaining_tokens for each in prompts if each.terms.tenant != first)
-        if self._free_slots and self._held_up is None and not self._suspects:
-            needed += sum(len(each.tokens) for each in self._queue.next_few(OTHERS) if each.terms.tenant != first)
-        return first, budget - min(budget // 2, needed)
+    def _advance_under_pressure(self, request: Request, tokens: int) -> Advance | None:
+        """The pool has too few blocks for `tokens` of a request: junior ones give way. None if it has to wait."""
+        while True:
+            # 1. A more junior request gives its blocks back.
+            most_junior = self._running[-1]
+            if most_junior is not request:
+                self._preempt(most_junior)
+            # 2. It is the most junior one itself, and computes what there is room for.
+            elif shorter := self._fitting_chunk(request, tokens - 1):
+                tokens = shorter
+            # 3. It waits for a more senior one to end. If there is none, it begins again, on an empty pool.
+            else:
+                if len(self._running) == 1:
+                    self._start_over(request)
+                return None
+            advance = self._try_advance(request, tokens)
+            if advance is not None:
+                return advance
 
-    def _prompt_budget(self, decoding: int, prompts: int) -> int:
-        """Tokens of prompts that the step may hold: what is left of it, and what is fair to those who decode."""
-        left = max(0, self._max_tokens - decoding)
-        prompts += min(len(self._queue), len(self._free_slots))
-        if not decoding or not prompts:
-            return left
-        fair = max(self._pace.prompt_tokens(decoding, prompts), self._manager.plan.block_tokens)
-        return int(min(left, fair))
+    def _open_budget(self, others: Sequence[Request]) -> StepBudget:
+        """Tokens of prompts that the step may hold. others: those that run and do not just decode."""
+        prompts = [each for each in others if not each.is_decoding]
+        decoding = len(self._draft.decode) + len(others) - len(prompts)
+        beginning = min(len(self._queue), len(self._free_slots))
+        budget = self._budget.open(self._steps, decoding, len(prompts) + beginning)
+        if prompts and self._queue.num_tenants > 1:
+            may_begin = self._free_slots and self._held_up is None and not self._suspects
+            budget.share(prompts, self._queue.next_few(OTHERS) if may_begin else ())
+        return budget
 
-    def _admit_waiting(self, budget: int, now_s: float) -> int:
+    def _admit_waiting(self, budget: StepBudget, now_s: float) -> int:
         """Admit requests while there are tokens, slots and blocks for them. Returns how many."""
         admitted = 0
         self._held_up = None
         if self._suspects:
-            return int(not self._running and self._try_admit(self._suspects[0], budget, now_s) is not None)
+            return int(not self._running and self._try_admit(self._suspects[0], budget.left, now_s) is not None)
         patient: list[Request] = []  # whose turn it is, and who had better wait
-        while budget > 0 and len(patient) <= MOST_PATIENT:
+        while budget.left > 0 and len(patient) <= MOST_PATIENT:
             request = self._queue.after(patient) if patient else self._next_waiting(now_s)
             if request is None or request.pending:
                 break  # preempted just now, and a token of it is under way
             if self._free_slots and self._is_being_computed(request):
                 patient.append(request)
                 continue
-            advance = self._try_admit(request, budget, now_s) if self._free_slots else None
+            advance = self._try_admit(request, budget.left, now_s) if self._free_slots else None
             if advance is None:
                 self._held_up = request
                 break
             admitted += 1
-            budget -= advance.tokens
+            budget.spend(request.terms.tenant, advance.tokens)
         return admitted
 
     def _clear_suspects(self) -> None:
@@ -647,7 +627,7 @@ class Scheduler:
             return False
         copied = self._manager.swap_bytes(request.id)
         copy_us = 2 * copied / HOST_BYTES_PER_US
-        return copied <= self._swap.free_bytes and copy_us < self._pace.prefill_us(request.computed_tokens)
+        return copied <= self._swap.free_bytes and copy_us < self._times.prefill_us(request.computed_tokens)
 
     def _put_aside(self, request: Request) -> None:
         """`_retire`, with a copy of its blocks in host memory."""
