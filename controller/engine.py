@@ -38,7 +38,8 @@ from .images import Gallery, Image, lay_out
 from .info import CacheState, EngineInfo, EngineLoad, GroupState, Probe
 from .losses import GIVE_UP_AFTER_S, Losses, NoRoom
 from .metrics import Meter, Metrics
-from .request import SUSPICIOUS_LOSSES, USUAL_TERMS, Request, SamplingParams, Terms
+from .request import USUAL_TERMS, Request, SamplingParams, Terms
+from .scheduling.quarantine import SUSPICIOUS_LOSSES
 from .scheduling.scheduler import Outcome, Progress, Scheduler
 from .snapshot import EngineView, Journal, Look, StepView, counted, request_views
 

@@ -28,6 +28,7 @@ from ...proto.step import Advance, Logprobs, PromptLogprobs, Step, StepResult
 from ..request import FinishReason, Request
 from .fair_queue import DECODE_WEIGHT, WaitingQueue
 from .prefill_budget import PrefillBudget, StepBudget
+from .quarantine import Quarantine
 from .settings import SchedulerSettings
 from .step_draft import StepDraft, StepUnderWay
 from .step_times import StepTimes
@@ -93,7 +94,7 @@ class Scheduler:
         self._aborted: list[Request] = []
         self._deadlines: list[tuple[float, RequestId]] = []  # a heap
         self._expired: list[Request] = []
-        self._suspects: deque[Request] = deque()  # to run alone, until each has got a token
+        self._quarantine = Quarantine()
         self._held_up: Request | None = None  # it was its turn, and there was no room
         self.is_full = False  # the last step had no room for somebody
         self._lacks_blocks = False  # and would not have had any if it had held more
@@ -174,7 +175,8 @@ class Scheduler:
         now_s = self._clock()
         self._drop_aborted()
         self._expire(now_s)
-        self._clear_suspects()
+        for cleared in self._quarantine.clear():
+            self._put_back(cleared)
         self._make_room(now_s)
         self._fork()
         others = self._sort_running()
@@ -185,7 +187,7 @@ class Scheduler:
             self._touch_waiting()
         self.is_full = bool(self._queue)
         is_held_up = self._held_up is not None and bool(self._free_slots)
-        self._lacks_blocks = self.is_full and (is_short or is_held_up or bool(self._suspects))
+        self._lacks_blocks = self.is_full and (is_short or is_held_up or bool(self._quarantine.suspects))
         return self._seal()
 
     def commit(self, result: StepResult) -> Outcome:
@@ -238,9 +240,7 @@ class Scheduler:
         ran = list(self._running)
         for request in ran:
             self._put_back(request)
-            request.note_loss()
-            if request.is_suspect:
-                self._suspects.append(request)
+        self._quarantine.note_loss(ran)
         for request in self._requests.values():
             request.computed_tokens = request.pending = 0
             self._forget_swapped(request)
@@ -377,7 +377,7 @@ class Scheduler:
         beginning = min(len(self._queue), len(self._free_slots))
         budget = self._budget.open(self._steps, decoding, len(prompts) + beginning)
         if prompts and self._queue.num_tenants > 1:
-            may_begin = self._free_slots and self._held_up is None and not self._suspects
+            may_begin = self._free_slots and self._held_up is None and not self._quarantine.suspects
             budget.share(prompts, self._queue.next_few(OTHERS) if may_begin else ())
         return budget
 
@@ -385,8 +385,8 @@ class Scheduler:
         """Admit requests while there are tokens, slots and blocks for them. Returns how many."""
         admitted = 0
         self._held_up = None
-        if self._suspects:
-            return int(not self._running and self._try_admit(self._suspects[0], budget.left, now_s) is not None)
+        if suspects := self._quarantine.suspects:
+            return int(not self._running and self._try_admit(suspects[0], budget.left, now_s) is not None)
         patient: list[Request] = []  # whose turn it is, and who had better wait
         while budget.left > 0 and len(patient) <= MOST_PATIENT:
             request = self._queue.after(patient) if patient else self._next_waiting(now_s)
@@ -402,14 +402,6 @@ class Scheduler:
             admitted += 1
             budget.spend(request.terms.tenant, advance.tokens)
         return admitted
-
-    def _clear_suspects(self) -> None:
-        """Who has got a token meanwhile is none any more, and makes room for the next who is to run alone."""
-        suspects = self._suspects
-        while suspects and not (suspects[0].is_live and suspects[0].is_suspect):
-            cleared = suspects.popleft()
-            if cleared.slot is not None and suspects:
-                self._put_back(cleared)
 
     def _touch_waiting(self) -> None:
         """What those next in turn will take up is not evicted for the prompts of others."""
