@@ -15,7 +15,10 @@ SUSPICIOUS_LOSSES = 2
 
 
 class Quarantine:
-    """The suspects, in the order in which they are tried. The scheduler admits no other request while there are any."""
+    """The suspects, in the order in which they are tried. The scheduler admits no other request while there are any.
+
+    Invariant: each suspect stands in the order once.
+    """
 
     def __init__(self) -> None:
         self.suspects: deque[Request] = deque()
@@ -28,7 +31,7 @@ class Quarantine:
             request.tokens_at_loss = len(request.tokens)
             if request.losses == 1:
                 request.first_loss_s = time.monotonic()
-            if is_suspect(request):
+            if is_suspect(request) and request not in self.suspects:
                 self.suspects.append(request)
 
     def clear(self) -> list[Request]:
@@ -36,7 +39,7 @@ class Quarantine:
         in_the_way: list[Request] = []
         while self.suspects and not (self.suspects[0].is_live and is_suspect(self.suspects[0])):
             cleared = self.suspects.popleft()
-            if cleared.slot is not None and self.suspects and cleared not in in_the_way:
+            if cleared.slot is not None and self.suspects:
                 in_the_way.append(cleared)
         return in_the_way
 

@@ -51,9 +51,12 @@ def test_a_suspect_that_has_a_token_is_cleared_and_makes_room_for_the_next():
     assert list(quarantine.suspects) == [second]
 
 
-def test_the_last_suspect_that_is_cleared_goes_on():
+@pytest.mark.parametrize("further_losses", [0, 2])
+def test_the_last_suspect_that_is_cleared_goes_on(further_losses: int):
     first = request()
     quarantine = suspected(first)
+    for _ in range(further_losses):
+        quarantine.note_loss([first])
     first.slot = 0
     first.tokens.append(7)
     assert quarantine.clear() == []
