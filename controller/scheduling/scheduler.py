@@ -16,20 +16,19 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from hashlib import sha256
 from typing import NamedTuple
 
 from ...errors import PoolExhausted
-from ...kvcache.manager import CacheManager, Hit, RequestId
+from ...kvcache.manager import CacheManager, RequestId
 from ...kvcache.pool import BlockId
-from ...kvcache.prefix import TokenChain, shared_blocks
-from ...kvcache.tables import Encoder
 from ...proto.step import Advance, Logprobs, PromptLogprobs, Step, StepResult
 from ..request import FinishReason, Request
 from .fair_queue import DECODE_WEIGHT, WaitingQueue
 from .prefill_budget import PrefillBudget, StepBudget
+from .prefixes import lookup, named
 from .quarantine import Quarantine
 from .settings import SchedulerSettings
+from .sharing import Sharing
 from .step_draft import StepDraft, StepUnderWay
 from .step_times import StepTimes
 from .swap import SwapSpace
@@ -86,7 +85,7 @@ class Scheduler:
         self._budget = PrefillBudget(settings, manager.plan.block_tokens, self._times)
         self._queue = WaitingQueue(settings.ageing_s)
         self._running: list[Request] = []  # most senior first
-        self._parents: list[Request] = []  # of forks that wait for a prompt
+        self._sharing = Sharing(manager)
         self._requests: dict[RequestId, Request] = {}
         self._free_slots = list(range(settings.max_num_seqs - 1, -1, -1))
         self._draft = StepDraft()  # of the next step
@@ -116,11 +115,8 @@ class Scheduler:
             if request.terms.timeout_s is not None:
                 each.deadline_s = each.arrival_s + request.terms.timeout_s
                 heapq.heappush(self._deadlines, (each.deadline_s, each.id))
-        for fork in forks:
-            fork.parent = request
         if forks:
-            request.forks = list(forks)
-            self._parents.append(request)
+            self._sharing.add(request, forks)
         self._queue.add(request)
 
     def abort(self, request_id: RequestId) -> bool:
@@ -178,13 +174,14 @@ class Scheduler:
         for cleared in self._quarantine.clear():
             self._put_back(cleared)
         self._make_room(now_s)
-        self._fork()
+        if self._sharing.parents:
+            self._fork()
         others = self._sort_running()
         budget = self._open_budget(others)
         is_short = self._advance(others, budget)
         admitted = 0 if is_short and self._running else self._admit_waiting(budget, now_s)
         if self._queue and self._manager.is_full and (admitted or self._draft.has_prompts):
-            self._touch_waiting()
+            self._sharing.keep_for(self._queue.next_few(TOUCHED))
         self.is_full = bool(self._queue)
         is_held_up = self._held_up is not None and bool(self._free_slots)
         self._lacks_blocks = self.is_full and (is_short or is_held_up or bool(self._quarantine.suspects))
@@ -267,7 +264,7 @@ class Scheduler:
         if request.slot is not None:
             self._retire(request)
         elif request.parent is not None:
-            request.parent.forks.remove(request)
+            self._sharing.leave(request)
         else:
             self._queue.remove(request)
         self._release_forks(request)
@@ -306,11 +303,14 @@ class Scheduler:
             self._preempt(victim)
 
     def _fork(self) -> None:
-        """Those whose prompt is computed but for its last token share it with their forks."""
-        for request in [each for each in self._parents if each.slot is not None and each.is_at_fork]:
-            while request.forks and self._try_fork(request, request.forks[0]):
-                pass
-            self._release_forks(request)
+        """Requests whose prompt is computed but for its last token share it with their forks."""
+        for parent in self._sharing.ready():
+            while self._free_slots and (fork := self._sharing.fork(parent, self._draft)) is not None:
+                fork.slot = self._free_slots.pop()
+                fork.computed_tokens = parent.computed_tokens
+                self._start(fork)
+                self._admit(fork, has_encoded=True)
+            self._release_forks(parent)
 
     def _sort_running(self) -> list[Request]:
         """Plan one token for each request that decodes and needs no block. Returns the others, most senior first."""
@@ -392,7 +392,7 @@ class Scheduler:
             request = self._queue.after(patient) if patient else self._next_waiting(now_s)
             if request is None or request.pending:
                 break  # preempted just now, and a token of it is under way
-            if self._free_slots and self._is_being_computed(request):
+            if self._free_slots and self._sharing.defer(request, self._running):
                 patient.append(request)
                 continue
             advance = self._try_admit(request, budget.left, now_s) if self._free_slots else None
@@ -403,33 +403,9 @@ class Scheduler:
             budget.spend(request.terms.tenant, advance.tokens)
         return admitted
 
-    def _touch_waiting(self) -> None:
-        """What those next in turn will take up is not evicted for the prompts of others."""
-        for request in self._queue.next_few(TOUCHED):
-            if not request.lacks_prompt_logprobs:
-                self._manager.touch(self._lookup(request))
-
-    def _is_being_computed(self, request: Request) -> bool:
-        """Does a running request compute what is most of this prompt? Then it is cheaper to wait for it than to compute
-        it twice."""
-        if not self._manager.is_caching or request.lacks_prompt_logprobs or request.preemptions:
-            return False
-        hit = self._lookup(request)
-        assert request.chain is not None
-        size = self._manager.plan.block_tokens
-        lacking = len(request.tokens) - hit.tokens
-        for other in self._running:
-            if other.chain is None or other.computed_tokens >= other.prompt_tokens:
-                continue
-            common = min(shared_blocks(request.chain, other.chain) * size, other.prompt_tokens)
-            if other.computed_tokens < common and common - hit.tokens >= max(lacking / 2, size):
-                self._manager.expect(other.id, common)
-                return True
-        return False
-
     def _next_waiting(self, now_s: float) -> Request | None:
         if self._settings.longest_prefix_first and self._free_slots:
-            return self._queue.best_head(lambda request: self._lookup(request).tokens, now_s)
+            return self._queue.best_head(lambda request: lookup(request, self._manager).tokens, now_s)
         return self._queue.head()
 
     def _seal(self) -> Step | None:
@@ -478,21 +454,6 @@ class Scheduler:
         request.quiet_until = self._manager.quiet_until(request.id)
         return self._draft.advance(request, tokens, growth)
 
-    def _named(self, request: Request) -> tuple[TokenChain, Encoder | None]:
-        """The names of its prefixes, and what it is read beside."""
-        encoder = request.gallery.encoder if request.gallery is not None else None
-        salt = request.terms.salt.encode()
-        if encoder is not None and salt:
-            encoder = encoder._replace(content=sha256(salt).digest() + encoder.content)
-        if request.chain is None:
-            request.chain = self._manager.chain(request.tokens, salt, encoder)
-        return request.chain, encoder
-
-    def _lookup(self, request: Request) -> Hit:
-        chain, encoder = self._named(request)
-        hit = self._manager.lookup(chain, encoder=encoder)
-        return hit._replace(tokens=0) if request.lacks_prompt_logprobs else hit
-
     def _try_admit(self, request: Request, budget: int, now_s: float) -> Advance | None:
         """A slot and the first chunk's blocks for a waiting request. None, with nothing taken, if that cannot be."""
         alone = not self._running
@@ -501,7 +462,7 @@ class Scheduler:
             if advance is not None or not alone:
                 return advance
             self._forget_swapped(request)  # a block at a time, computed anew, it fits
-        hit = self._lookup(request)
+        hit = lookup(request, self._manager)
         self._manager.open(request.id, hit)
         request.computed_tokens = hit.tokens
         request.slot = self._free_slots[-1]
@@ -536,7 +497,7 @@ class Scheduler:
         """As `_try_admit`, for a request whose blocks wait in host memory."""
         swapped = request.swapped
         assert swapped is not None
-        chain, encoder = self._named(request)
+        chain, encoder = named(request, self._manager)
         try:
             blocks = self._manager.swap_in(request.id, chain, swapped.tokens, swapped.places, encoder)
         except PoolExhausted:
@@ -561,35 +522,11 @@ class Scheduler:
         self._draft.work.append((request, advance._replace(blocks=())))
         return advance
 
-    def _try_fork(self, parent: Request, fork: Request) -> bool:
-        """Let `fork` go on from where `parent` is. False, with nothing taken, for lack of a slot or of blocks."""
-        if not self._free_slots:
-            return False
-        try:
-            growth = self._manager.fork(parent.id, fork.id, fork.tokens)
-        except PoolExhausted:
-            return False
-        parent.forks.remove(fork)
-        fork.parent = None
-        self._draft.copies += growth.copies
-        fork.slot = self._free_slots.pop()
-        fork.computed_tokens = parent.computed_tokens
-        fork.cached_tokens, fork.lost_tokens = parent.cached_tokens, parent.lost_tokens
-        assert parent.seniority is not None
-        fork.seniority = parent.seniority[0], fork.id
-        fork.admitted_s = parent.admitted_s
-        self._start(fork)
-        self._admit(fork, has_encoded=True)
-        return True
-
     def _release_forks(self, request: Request) -> None:
-        """Those that wait for the prompt of `request` wait like everybody else."""
-        for fork in request.forks:
-            fork.parent = None
-            self._queue.add(fork)
-        request.forks = []
-        if request in self._parents:
-            self._parents.remove(request)
+        """Forks that wait for the prompt of `request` wait for their turn instead."""
+        if request.forks:
+            for fork in self._sharing.release(request):
+                self._queue.add(fork)
 
     def _start(self, request: Request) -> None:
         insort(self._running, request, key=_by_seniority)
