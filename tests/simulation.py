@@ -257,7 +257,9 @@ class Scenario:
             _check(generated == expected[:stop], f"request {request_id} got {generated}, not {expected[:stop]}")
             self._outcome.tokens += len(generated)
         _check(recount(self._manager).all_free, "blocks are held at the end")
-        _check(self._scheduler._swap.free_bytes == self._settings.swap_bytes, "host memory is held at the end")
+        _check(
+            self._scheduler._preemption._swap.free_bytes == self._settings.swap_bytes, "host memory is held at the end"
+        )
         _check(len(self._worker.swapped) <= len(self._scheduler._draft.forget), "workers keep what nobody asks for")
         _check(self._scheduler.num_running == self._scheduler.num_waiting == 0, "somebody is left")
         self._outcome.virtual_s = self._now_s

@@ -4,11 +4,7 @@ A step holds at most `max_num_batched_tokens` tokens: one for each request that 
 for as much of the step's time as is fair to those who decode (`prefill_budget.py`). `fair_queue.py` says whose turn it
 is among those who wait.
 
-When the pool runs out of blocks the most junior running request is preempted: it gives back its blocks, waits with the
-tokens it has, and is computed again later (often out of the prefix cache). Seniority is given at the first admission
-and kept for good: by time, where one level of priority is worth `ageing_s` seconds. A request is only ever preempted
-for a more senior one. So the most senior one can always go on, and since no request is taken that would not fit alone,
-every request ends.
+When the pool runs out of blocks, the most junior running request is preempted (`preemption.py`).
 """
 
 import heapq
@@ -20,21 +16,17 @@ from typing import NamedTuple
 
 from ...errors import PoolExhausted
 from ...kvcache.manager import CacheManager, RequestId
-from ...kvcache.pool import BlockId
 from ...proto.step import Advance, Logprobs, PromptLogprobs, Step, StepResult
 from ..request import FinishReason, Request
 from .fair_queue import DECODE_WEIGHT, WaitingQueue
+from .preemption import Preemption
 from .prefill_budget import PrefillBudget, StepBudget
-from .prefixes import lookup, named
+from .prefixes import lookup
 from .quarantine import Quarantine
 from .settings import SchedulerSettings
 from .sharing import Sharing
 from .step_draft import StepDraft, StepUnderWay
 from .step_times import StepTimes
-from .swap import SwapSpace
-
-HOST_BYTES_PER_US = 8_000
-"""8 GB/s between a worker's memory and the host's, each way: what PCIe 4 brings at least, and a CPU's own memory."""
 
 MOST_PATIENT = 8
 """Requests that may be passed by in one step because somebody else computes their prompt."""
@@ -86,6 +78,7 @@ class Scheduler:
         self._queue = WaitingQueue(settings.ageing_s)
         self._running: list[Request] = []  # most senior first
         self._sharing = Sharing(manager)
+        self._preemption = Preemption(settings, manager)
         self._requests: dict[RequestId, Request] = {}
         self._free_slots = list(range(settings.max_num_seqs - 1, -1, -1))
         self._draft = StepDraft()  # of the next step
@@ -97,11 +90,8 @@ class Scheduler:
         self._held_up: Request | None = None  # it was its turn, and there was no room
         self.is_full = False  # the last step had no room for somebody
         self._lacks_blocks = False  # and would not have had any if it had held more
-        self._swap = SwapSpace(settings.swap_bytes)
         self._epoch = 1
         self._steps = 0
-        self.preemptions = 0
-        self.swaps = 0  # of them, those whose blocks went to host memory
 
     # -- requests come and go ----------------------------------------------------------------------------------------
 
@@ -156,6 +146,15 @@ class Scheduler:
         return len(self._requests) - self.num_running
 
     @property
+    def preemptions(self) -> int:
+        return self._preemption.preemptions
+
+    @property
+    def swaps(self) -> int:
+        """Of the preemptions, those whose blocks went to host memory."""
+        return self._preemption.swaps
+
+    @property
     def queued_tokens(self) -> int:
         """Of those that wait, all that they bring."""
         return sum(len(request.tokens) for request in self._queue)
@@ -173,7 +172,8 @@ class Scheduler:
         self._expire(now_s)
         for cleared in self._quarantine.clear():
             self._put_back(cleared)
-        self._make_room(now_s)
+        if self._held_up is not None:
+            self._make_room(self._held_up, now_s)
         if self._sharing.parents:
             self._fork()
         others = self._sort_running()
@@ -240,7 +240,7 @@ class Scheduler:
         self._quarantine.note_loss(ran)
         for request in self._requests.values():
             request.computed_tokens = request.pending = 0
-            self._forget_swapped(request)
+            self._preemption.forget(request, self._draft)
         self._manager.reset_prefix_cache()
         self._draft = StepDraft()  # the new workers know of no slot and no ticket
         self._under_way.clear()
@@ -262,13 +262,14 @@ class Scheduler:
     def _drop(self, request: Request) -> None:
         """Take a request off wherever it is. Forks that wait for its prompt go on by themselves."""
         if request.slot is not None:
-            self._retire(request)
+            self._manager.release(request.id, request.computed_tokens)
+            self._unseat(request)
         elif request.parent is not None:
             self._sharing.leave(request)
         else:
             self._queue.remove(request)
         self._release_forks(request)
-        self._forget_swapped(request)
+        self._preemption.forget(request, self._draft)
         self._queue.leave(request)
 
     def _drop_aborted(self) -> None:
@@ -288,19 +289,14 @@ class Scheduler:
 
     # -- the parts of a plan -----------------------------------------------------------------------------------------
 
-    def _make_room(self, now_s: float) -> None:
-        """Somebody could not be admitted in the last step: a running request of lower priority makes room for it."""
-        waiting = self._held_up
-        if waiting is None or not waiting.is_live or not self._running:
+    def _make_room(self, waiting: Request, now_s: float) -> None:
+        """A request that could not be admitted may take the place of a running one of lower priority."""
+        if not waiting.is_live or not self._running:
             return
-        victim = self._running[-1]
-        assert victim.seniority is not None
-        is_lower = victim.terms.priority > waiting.terms.priority
-        # Behind it in the queue, too, or the victim's place would be taken by the victim.
-        is_behind = self._queue.due_s(victim) > self._queue.due_s(waiting)
-        is_behind |= victim.terms.tenant != waiting.terms.tenant
-        if is_lower and is_behind and victim.seniority > self._seniority(waiting, now_s):
-            self._preempt(victim)
+        most_junior = self._running[-1]
+        # The one that gives way comes behind in the queue, or it would take its own place again.
+        if self._queue.is_behind(most_junior, waiting) and self._preemption.gives_way(most_junior, waiting, now_s):
+            self._preempt(most_junior)
 
     def _fork(self) -> None:
         """Requests whose prompt is computed but for its last token share it with their forks."""
@@ -461,7 +457,7 @@ class Scheduler:
             advance = self._try_swap_in(request, budget)
             if advance is not None or not alone:
                 return advance
-            self._forget_swapped(request)  # a block at a time, computed anew, it fits
+            self._preemption.forget(request, self._draft)  # a block at a time, computed anew, it fits
         hit = lookup(request, self._manager)
         self._manager.open(request.id, hit)
         request.computed_tokens = hit.tokens
@@ -482,7 +478,7 @@ class Scheduler:
         self._free_slots.pop()
         self._queue.remove(request)
         if request.seniority is None:
-            request.seniority = self._seniority(request, now_s)
+            request.seniority = self._preemption.seniority(request, now_s)
             request.admitted_s = now_s
         self._start(request)
         if request.is_at_fork:  # they find in the cache what they would share
@@ -495,14 +491,11 @@ class Scheduler:
 
     def _try_swap_in(self, request: Request, budget: int) -> Advance | None:
         """As `_try_admit`, for a request whose blocks wait in host memory."""
-        swapped = request.swapped
-        assert swapped is not None
-        chain, encoder = named(request, self._manager)
-        try:
-            blocks = self._manager.swap_in(request.id, chain, swapped.tokens, swapped.places, encoder)
-        except PoolExhausted:
+        assert request.swapped is not None
+        blocks = self._preemption.reopen(request)
+        if blocks is None:
             return None
-        request.computed_tokens = swapped.tokens
+        request.computed_tokens = request.swapped.tokens
         request.slot = self._free_slots[-1]
         advance = self._try_advance(request, self._chunk(request, budget))
         if advance is None:
@@ -514,10 +507,7 @@ class Scheduler:
         self._free_slots.pop()
         self._queue.remove(request)
         self._start(request)
-        for (group, _), ticket, block in zip(swapped.places, swapped.tickets, blocks, strict=True):
-            self._draft.swap_in.append((group, ticket, block))
-        self._swap.give_back(swapped)
-        request.swapped = None
+        self._preemption.swap_in(request, blocks, self._draft)
         self._admit(request, has_encoded=True)
         self._draft.work.append((request, advance._replace(blocks=())))
         return advance
@@ -531,50 +521,14 @@ class Scheduler:
     def _start(self, request: Request) -> None:
         insort(self._running, request, key=_by_seniority)
 
-    def _seniority(self, request: Request, now_s: float) -> tuple[float, int]:
-        """What it was given at its first admission, or what it would be given now."""
-        return request.seniority or (now_s + request.terms.priority * self._settings.ageing_s, request.id)
-
     def _admit(self, request: Request, *, has_encoded: bool) -> None:
         """Tell the workers of a request that has its slot and its blocks."""
         self._draft.admit(request, self._manager.table(request.id), has_encoded=has_encoded)
 
     def _preempt(self, request: Request) -> None:
-        """Back to its place in the queue, with its tokens; its blocks are given back, or wait in host memory."""
-        if self._is_worth_swapping(request):
-            self._put_aside(request)
-        else:
-            self._retire(request)
-        request.computed_tokens = 0
-        request.preemptions += 1
-        self.preemptions += 1
-        self._queue.add(request)
-
-    def _is_worth_swapping(self, request: Request) -> bool:
-        """Is it cheaper to copy its blocks to host memory and back than to compute them again?"""
-        if not self._settings.swap_bytes or not request.computed_tokens:
-            return False
-        copied = self._manager.swap_bytes(request.id)
-        copy_us = 2 * copied / HOST_BYTES_PER_US
-        return copied <= self._swap.free_bytes and copy_us < self._times.prefill_us(request.computed_tokens)
-
-    def _put_aside(self, request: Request) -> None:
-        """`_retire`, with a copy of its blocks in host memory."""
-        tokens = request.computed_tokens
-        assert request.slot is not None
-        moved = self._retire(request, keep=not self._draft.is_admitting(request.slot))
-        if moved is not None:
-            sizes = [group.block_bytes for group in self._manager.plan.groups]
-            self.swaps += 1
-            request.swapped = self._swap.put(tokens, [(g, n) for g, n, _ in moved], sizes)
-            for (group, _, block), ticket in zip(moved, request.swapped.tickets, strict=True):
-                self._draft.swap_out.append((group, block, ticket))
-
-    def _forget_swapped(self, request: Request) -> None:
-        if request.swapped is not None:
-            self._draft.forget += request.swapped.tickets
-            self._swap.give_back(request.swapped)
-            request.swapped = None
+        """Take the slot and the blocks of a request; it waits again, with its tokens."""
+        self._preemption.take_blocks(request, self._draft, self._times.prefill_us(request.computed_tokens))
+        self._requeue(request)
 
     def _start_over(self, request: Request) -> None:
         """A request that has the pool to itself, and still not one block more, sits on large pages it uses in part.
@@ -584,27 +538,28 @@ class Scheduler:
         assert not request.is_cautious, f"request {request.id} does not fit alone, and was taken"
         request.is_cautious = True
         self._preempt(request)
-        self._forget_swapped(request)
+        self._preemption.forget(request, self._draft)
         self._manager.reset_prefix_cache()
 
     def _put_back(self, request: Request) -> None:
-        """Off its slot, and back to its place in the queue."""
-        self._retire(request)
+        """Have a running request wait again, through no lack of blocks."""
+        self._manager.release(request.id, request.computed_tokens)
+        self._requeue(request)
+
+    def _requeue(self, request: Request) -> None:
+        """Back to its place in the queue, when its blocks are gone."""
+        self._unseat(request)
         request.computed_tokens = 0
         self._queue.add(request)
 
-    def _retire(self, request: Request, *, keep: bool = False) -> list[tuple[int, int, BlockId]] | None:
-        """Take a running request off its slot and give back its blocks; with `keep`, say what to copy if it can be."""
+    def _unseat(self, request: Request) -> None:
+        """Take a request off its slot. Its blocks are gone already."""
         slot = request.slot
-        assert slot is not None
-        moved = self._manager.swap_out(request.id, request.computed_tokens) if keep else None
-        if moved is None:
-            self._manager.release(request.id, request.computed_tokens)
+        assert slot is not None, f"request {request.id} has no slot"
         self._running.remove(request)
         self._free_slots.append(slot)
         request.slot = None
         self._draft.retire(slot)
-        return moved
 
 
 def _by_seniority(request: Request) -> tuple[float, int]:
