@@ -39,8 +39,9 @@ from .info import CacheState, EngineInfo, EngineLoad, GroupState, Probe
 from .losses import GIVE_UP_AFTER_S, Losses, NoRoom
 from .metrics import Meter, Metrics
 from .request import USUAL_TERMS, Request, SamplingParams, Terms
+from .scheduling.outcome import Outcome, Progress
 from .scheduling.quarantine import SUSPICIOUS_LOSSES
-from .scheduling.scheduler import Outcome, Progress, Scheduler
+from .scheduling.scheduler import Scheduler
 from .snapshot import EngineView, Journal, Look, StepView, counted, request_views
 
 logger = logging.getLogger(__name__)

@@ -7,18 +7,18 @@ is among those who wait.
 When the pool runs out of blocks, the most junior running request is preempted (`preemption.py`).
 """
 
-import heapq
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 from ...errors import PoolExhausted
 from ...kvcache.manager import CacheManager, RequestId
-from ...proto.step import Advance, Logprobs, PromptLogprobs, Step, StepResult
-from ..request import FinishReason, Request
+from ...proto.step import Advance, PromptLogprobs, Step, StepResult
+from ..request import Request
+from .deadlines import Deadlines
 from .fair_queue import DECODE_WEIGHT, WaitingQueue
+from .outcome import Outcome, Progress
 from .preemption import Preemption
 from .prefill_budget import PrefillBudget, StepBudget
 from .prefixes import lookup
@@ -36,29 +36,6 @@ OTHERS = 16
 
 TOUCHED = 4
 """Waiting requests whose cached prefixes are kept for them while prompts are computed."""
-
-
-class Progress(NamedTuple):
-    """What a step brought to one request."""
-
-    request: Request
-    token: int
-    finish_reason: FinishReason | None
-    logprobs: Logprobs | None = None
-
-
-class Outcome(NamedTuple):
-    """What a step brought. Mostly that is a token for each of many, with nothing more to say: those are columns."""
-
-    requests: list[Request]
-    tokens: list[int]
-    notable: list[Progress]  # first and last tokens, and those with log-probabilities
-    failed: Sequence[tuple[Request, str]] = ()  # and why; what the step drew for them is dropped
-
-    def each(self) -> Iterator[Progress]:
-        for request, token in zip(self.requests, self.tokens, strict=True):
-            yield Progress(request, token, None)
-        yield from self.notable
 
 
 class Scheduler:
@@ -84,7 +61,7 @@ class Scheduler:
         self._draft = StepDraft()  # of the next step
         self._under_way: deque[StepUnderWay] = deque()  # steps, oldest first
         self._aborted: list[Request] = []
-        self._deadlines: list[tuple[float, RequestId]] = []  # a heap
+        self._deadlines = Deadlines()
         self._expired: list[Request] = []
         self._quarantine = Quarantine()
         self._held_up: Request | None = None  # it was its turn, and there was no room
@@ -102,9 +79,7 @@ class Scheduler:
             each.arrival_s = request.arrival_s
             self._requests[each.id] = each
             self._queue.enter(each)
-            if request.terms.timeout_s is not None:
-                each.deadline_s = each.arrival_s + request.terms.timeout_s
-                heapq.heappush(self._deadlines, (each.deadline_s, each.id))
+            self._deadlines.add(each)
         if forks:
             self._sharing.add(request, forks)
         self._queue.add(request)
@@ -169,7 +144,8 @@ class Scheduler:
         """
         now_s = self._clock()
         self._drop_aborted()
-        self._expire(now_s)
+        if self._deadlines.next_s <= now_s:
+            self._expire(now_s)
         for cleared in self._quarantine.clear():
             self._put_back(cleared)
         if self._held_up is not None:
@@ -278,9 +254,8 @@ class Scheduler:
         self._aborted.clear()
 
     def _expire(self, now_s: float) -> None:
-        """Give up what has become worthless."""
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            _, request_id = heapq.heappop(self._deadlines)
+        """Give up requests whose answers have become worthless."""
+        for request_id in self._deadlines.pass_by(now_s):
             request = self._requests.get(request_id)
             if request is not None:
                 self._forget(request)

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from intarsia.controller.request import USUAL_TERMS, FinishReason, Request, SamplingParams, Terms
-from intarsia.controller.scheduling.scheduler import Outcome, Scheduler
+from intarsia.controller.scheduling.outcome import Outcome
+from intarsia.controller.scheduling.scheduler import Scheduler
 from intarsia.controller.scheduling.settings import SchedulerSettings
 from intarsia.errors import InvalidSetting
 from intarsia.kvcache.check import recount
