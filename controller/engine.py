@@ -40,8 +40,10 @@ from .admission.overload import Gate, GateSettings
 from .images import Gallery, lay_out
 from .losses import GIVE_UP_AFTER_S, Losses, NoRoom
 from .metrics import Meter, Metrics
-from .request import SUSPICIOUS_LOSSES, Request
-from .scheduling.scheduler import Outcome, Progress, Scheduler
+from .request import Request
+from .scheduling.outcome import Outcome, Progress
+from .scheduling.quarantine import SUSPICIOUS_LOSSES
+from .scheduling.scheduler import Scheduler
 from .snapshot import EngineView, Journal, StepView, counted, request_views
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,6 @@
 """What the scheduler knows of a running request."""
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +20,6 @@ class Swapped:
     places: tuple[tuple[int, int], ...]  # (group, place in its table) of each block
     tickets: tuple[int, ...]  # of each block
     bytes: int  # on each worker
-
-
-SUSPICIOUS_LOSSES = 2
-"""Of workers in the presence of a request, in a row and without a token of it: from then on it is tried alone."""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,24 +81,6 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         return self.remaining_tokens == 1 and len(self.tokens) + self.pending > self.prompt_tokens
-
-    @property
-    def is_suspect(self) -> bool:
-        """The workers may have died of it."""
-        return self.losses >= SUSPICIOUS_LOSSES and len(self.tokens) == self.tokens_at_loss
-
-    def note_loss(self) -> None:
-        """The workers were lost while it ran."""
-        known = len(self.tokens)
-        self.losses = self.losses + 1 if known == self.tokens_at_loss else 1
-        if self.losses == 1:
-            self.first_loss_s = time.monotonic()
-        self.tokens_at_loss = known
-
-    @property
-    def is_ending(self) -> bool:
-        """The token under way is its last, whatever it is."""
-        return len(self.tokens) + self.pending >= self.max_total_tokens
 
     @property
     def is_at_fork(self) -> bool:

@@ -18,7 +18,8 @@ from ..proto.worker import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
 from .admission.overload import GateSettings
 from .engine import Engine
 from .losses import GIVE_UP_AFTER_S, Losses
-from .scheduling.scheduler import Scheduler, SchedulerSettings
+from .scheduling.scheduler import Scheduler
+from .scheduling.settings import SchedulerSettings
 
 SMALLEST_TRIAL_BYTES, LARGEST_TRIAL_BYTES = 2**20, 2**36
 """Of a plan that only has to be one."""

@@ -66,7 +66,6 @@ class Admit(NamedTuple):
     tokens: tuple[int, ...]
     computed_tokens: int  # in the prefix cache already
     blocks: tuple[tuple[int, ...], ...]  # [group][block of the sequence]: its whole tables, null blocks included
-    max_tokens: int  # most the sequence can grow to, prompt included
     sampling: Sampling
     views: tuple[View, ...] = ()  # by position; tokens before the first see nothing of the encoder's
     images: tuple[EncoderInput, ...] = ()  # to encode; none when the cache has them

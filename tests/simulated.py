@@ -65,7 +65,6 @@ class SimulatedWorker:
                 "tokens": list(entry.tokens),
                 "computed": entry.computed_tokens,
                 "tables": [list(row) for row in entry.blocks],
-                "max": entry.max_tokens,
             }
         self._saves = {}
         for slot, g, length, block in step.saves:
@@ -106,7 +105,6 @@ class SimulatedWorker:
         state["computed"] = stop
         if stop < len(tokens):
             return None
-        assert len(tokens) < state["max"]
         tokens.append(next_token(tokens))
         return tokens[-1]
 

@@ -16,7 +16,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from intarsia.controller.request import Request
-from intarsia.controller.scheduling.scheduler import Scheduler, SchedulerSettings
+from intarsia.controller.scheduling.scheduler import Scheduler
+from intarsia.controller.scheduling.settings import SchedulerSettings
 from intarsia.kvcache.check import recount
 from intarsia.kvcache.manager import CacheManager, CacheSettings, RequestId
 from intarsia.kvcache.plan import Group
@@ -201,7 +202,7 @@ class Scenario:
 
     def _plan(self) -> StepResult | None:
         running = {each.id: each for each in self._requests.values() if each.slot is not None}
-        decoding = [each for each in running.values() if each.is_live and each.is_decoding and not each.is_ending]
+        decoding = [each for each in running.values() if each.is_live and each.is_decoding and _may_grow(each)]
         preempted = {each.id: each.preemptions for each in running.values()}
         step = self._scheduler.plan_step()
         self._check_expired()
@@ -223,6 +224,8 @@ class Scenario:
             for each in decoding:
                 waits = each.is_live and each.slot is not None and each.slot not in slots
                 _check(not waits or len(self._seated()) > 1, f"request {each.id} decodes, and got no token")
+        for each in self._seated():
+            _check(len(each.tokens) + each.pending <= each.max_total_tokens, f"request {each.id} goes on after its end")
         self._outcome.swapped += bool(step.swap_in)
         result = self._worker.run(step)
         seconds = self._step_s + computed * self._token_s
@@ -255,10 +258,17 @@ class Scenario:
             _check(generated == expected[:stop], f"request {request_id} got {generated}, not {expected[:stop]}")
             self._outcome.tokens += len(generated)
         _check(recount(self._manager).all_free, "blocks are held at the end")
-        _check(self._scheduler._swap.free_bytes == self._settings.swap_bytes, "host memory is held at the end")
-        _check(len(self._worker.swapped) <= len(self._scheduler._swap._forgotten), "workers keep what nobody asks for")
+        _check(
+            self._scheduler._preemption._swap.free_bytes == self._settings.swap_bytes, "host memory is held at the end"
+        )
+        _check(len(self._worker.swapped) <= len(self._scheduler._draft.forget), "workers keep what nobody asks for")
         _check(self._scheduler.num_running == self._scheduler.num_waiting == 0, "somebody is left")
         self._outcome.virtual_s = self._now_s
+
+
+def _may_grow(request: Request) -> bool:
+    """The token under way, if there is one, is not its last."""
+    return len(request.tokens) + request.pending < request.max_total_tokens
 
 
 def _check(holds: bool, otherwise: str) -> None:

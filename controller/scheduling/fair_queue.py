@@ -86,6 +86,10 @@ class WaitingQueue:
         """The smaller, the earlier it is its turn, among those of its tenant."""
         return request.arrival_s + request.terms.priority * self._ageing_s
 
+    def is_behind(self, one: Request, other: Request) -> bool:
+        """Would `one` not be chosen before `other`, if both waited?"""
+        return one.terms.tenant != other.terms.tenant or self.due_s(one) > self.due_s(other)
+
     # -- whose turn it is --------------------------------------------------------------------------------------------
 
     def head(self) -> Request | None:

@@ -1,102 +1,103 @@
-"""How much of a step prompts may take while others decode.
+"""How many tokens of prompts a step may hold.
 
-Everybody who decodes waits for the whole step, prompts included. So a step's time is shared: prompts get as much of it
-as they are many, and never less than `least_share`. What a step of so many decoding requests takes, and what prompts
-add to it, is learnt from the steps themselves; nothing is limited before both are known.
+A request that decodes waits for the whole step, the prompts in it included. So a step's time is shared. Prompts get the
+share that they have by number among all requests of the step, and never less than `prefill_share`. Nothing is limited
+before it is known what steps take (`step_times.py`).
 
-Prompts add something for being there at all (their rows go other ways through the model), and something per token.
-Taken for one, chunks would shrink: a small one seems dear by the token, so the next one is smaller still.
+Prompts of one tenant leave up to half of what a step holds to those of other tenants. After a step that did not fit in
+memory, steps hold fewer tokens of prompts, and more again after a while.
 """
 
-LEARNING_RATE = 0.2
-"""Weight of the newest step among those of so many decoding requests."""
+import logging
+from collections.abc import Sequence
 
-FORGETTING = 0.05
-"""How much less each step with prompts counts than the one after it."""
+from ..request import Request
+from .settings import SchedulerSettings
+from .step_times import StepTimes
 
-SURPRISE = 4.0
-"""A step that takes so many times longer than expected counts only so much: it was a hiccup, or it comes again."""
+logger = logging.getLogger(__name__)
 
-LEAST_SPREAD = 0.3
-"""Of chunk lengths, relative to their mean: with less, nothing can be said about what they cost at all."""
+SHRINK = 4
+"""By how much steps get smaller after one that did not fit in memory."""
+
+GROW_AFTER_STEPS = 1000
+"""Steps without such a fault before twice as much is tried."""
 
 
-class Pace:
-    """Times in microseconds, as the workers report them."""
+class StepBudget:
+    """Tokens of prompts that one step may still take. Made anew for each plan."""
 
-    def __init__(self, least_share: float):
-        self._least_share = least_share
-        self._decode_us: dict[int, float] = {}  # of steps without prompts, by the binary logarithm of their requests
-        self._prompts = Line()
+    __slots__ = ("_first_tenant", "_left_for_first", "left")
 
-    def learn(self, decoding: int, prompt_tokens: int, run_us: int) -> None:
-        """A step of so many decoding requests and prompt tokens took `run_us`."""
-        if run_us <= 0:
-            return
-        if prompt_tokens:
-            alone_us = self._decode_step_us(decoding) or 0.0
-            self._prompts.add(prompt_tokens, max(run_us - alone_us, run_us / 20))
-            return
-        level = decoding.bit_length()
-        old = self._decode_us.get(level, run_us)
-        self._decode_us[level] = old + LEARNING_RATE * (_unsurprising(run_us, old) - old)
+    def __init__(self, tokens: int):
+        self.left = tokens
+        self._first_tenant: str | None = None  # the tenant that leaves something to others
+        self._left_for_first = tokens
 
-    def prompt_tokens(self, decoding: int, prompts: int) -> float:
-        """Tokens of prompts that a step may take beside so many who decode, when so many prompts are to be computed.
+    def share(self, running: Sequence[Request], waiting: Sequence[Request]) -> None:
+        """Leave up to half to prompts of other tenants than the most senior one's, if they need so much. Short ones
+        would else wait until all long prompts of that tenant are computed.
 
-        At least as many as take as long as prompts' being there does.
+        running: those whose prompts are under way, most senior first; waiting: those that may begin in this step
         """
-        step_us = self._decode_step_us(decoding)
-        if not decoding or step_us is None or not self._prompts.is_known or self._least_share >= 1:
+        first = running[0].terms.tenant
+        needed = sum(each.remaining_tokens for each in running if each.terms.tenant != first)
+        needed += sum(len(each.tokens) for each in waiting if each.terms.tenant != first)
+        self._first_tenant, self._left_for_first = first, self.left - min(self.left // 2, needed)
+
+    def left_for(self, tenant: str) -> int:
+        return min(self.left, self._left_for_first) if tenant == self._first_tenant else self.left
+
+    def spend(self, tenant: str, tokens: int) -> None:
+        assert 0 <= tokens <= self.left, f"{tokens} tokens of a prompt are planned, and the step has {self.left} left"
+        self.left -= tokens
+        if tenant == self._first_tenant:
+            self._left_for_first -= tokens
+
+
+class PrefillBudget:
+    """What steps may hold of prompts, beside requests that decode."""
+
+    def __init__(self, settings: SchedulerSettings, block_tokens: int, times: StepTimes):
+        """block_tokens: that many are always worth computing, however long the step takes."""
+        self._most_tokens = settings.max_num_batched_tokens
+        self._least_share = settings.prefill_share
+        self._block_tokens = block_tokens
+        self._times = times
+        self._max_tokens = self._most_tokens  # less, after a step that did not fit in memory
+        self._grow_at = 0  # the step from which more is tried again
+
+    def open(self, step: int, decoding: int, prompts: int) -> StepBudget:
+        """The budget of a step in which so many requests decode, and so many prompts can be computed.
+
+        step: how many were planned before it
+        """
+        self._grow(step)
+        left = max(0, self._max_tokens - decoding)
+        if not decoding or not prompts:
+            return StepBudget(left)
+        return StepBudget(int(min(left, max(self.fair_tokens(decoding, prompts), self._block_tokens))))
+
+    def fair_tokens(self, decoding: int, prompts: int) -> float:
+        """Tokens of prompts that take no more of a step's time than is fair to so many requests that decode.
+
+        At least so many that they take as long as prompts take for being there. Infinite while times are not known.
+        """
+        step_us, added_us = self._times.decode_us(decoding), self._times.prompts_us()
+        if step_us is None or added_us is None or self._least_share >= 1:
             return float("inf")
+        fixed_us, token_us = added_us
         share = max(self._least_share, prompts / (prompts + decoding))
-        fixed_us, token_us = self._prompts.fixed_and_slope()
         return max(step_us * share / (1 - share) - fixed_us, fixed_us) / token_us
 
-    def prefill_us(self, tokens: int) -> float:
-        """What it takes to compute so many tokens of a prompt; 0 while that is not known."""
-        return self._prompts.fixed_and_slope()[1] * tokens if self._prompts.is_known else 0.0
+    def shrink(self, step: int) -> None:
+        """A step did not fit in memory: the next ones hold less, and more again after a while."""
+        least = min(self._block_tokens, self._most_tokens)
+        self._max_tokens = max(least, self._max_tokens // SHRINK)
+        self._grow_at = step + GROW_AFTER_STEPS
+        logger.warning("steps hold at most %d tokens of prompts for a while", self._max_tokens)
 
-    def _decode_step_us(self, decoding: int) -> float | None:
-        """Of the nearest number of requests that was seen."""
-        if not self._decode_us or not decoding:
-            return None
-        level = decoding.bit_length()
-        return self._decode_us[min(self._decode_us, key=lambda known: abs(known - level))]
-
-
-class Line:
-    """y = fixed + slope * x by least squares, newer points counting more. x and y are positive, and so is the slope."""
-
-    def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0  # sums
-
-    @property
-    def is_known(self) -> bool:
-        return self._weight > 0
-
-    def add(self, x: float, y: float) -> None:
-        if self.is_known:
-            fixed, slope = self.fixed_and_slope()
-            y = _unsurprising(y, fixed + slope * x)
-        keep = 1 - FORGETTING
-        self._weight = self._weight * keep + 1
-        self._x = self._x * keep + x
-        self._y = self._y * keep + y
-        self._xx = self._xx * keep + x * x
-        self._xy = self._xy * keep + x * y
-
-    def fixed_and_slope(self) -> tuple[float, float]:
-        """`fixed` is 0 while all x are much the same."""
-        through_origin = self._y / self._x
-        mean = self._x / self._weight
-        variance = self._xx / self._weight - mean * mean
-        if variance < (LEAST_SPREAD * mean) ** 2:
-            return 0.0, through_origin
-        slope = (self._xy / self._weight - mean * self._y / self._weight) / variance
-        slope = min(max(slope, through_origin / 20), through_origin)
-        return (self._y - slope * self._x) / self._weight, slope
-
-
-def _unsurprising(value: float, expected: float) -> float:
-    return min(max(value, expected / SURPRISE), expected * SURPRISE)
+    def _grow(self, step: int) -> None:
+        while self._max_tokens < self._most_tokens and step >= self._grow_at:
+            self._max_tokens = min(self._most_tokens, 2 * self._max_tokens)
+            self._grow_at += GROW_AFTER_STEPS

@@ -16,7 +16,6 @@ class SwapSpace:
     def __init__(self, capacity_bytes: int):
         self.free_bytes = capacity_bytes
         self._tickets = count(1)
-        self._forgotten: list[int] = []
 
     def put(self, tokens: int, places: Sequence[tuple[int, int]], block_bytes: Sequence[int]) -> Swapped:
         """Take a ticket for each block. block_bytes: of a block of each group."""
@@ -25,15 +24,5 @@ class SwapSpace:
         return Swapped(tokens, tuple(places), tuple(next(self._tickets) for _ in places), size)
 
     def give_back(self, swapped: Swapped) -> None:
-        """It has been put back."""
+        """It has been put back, or will never be."""
         self.free_bytes += swapped.bytes
-
-    def forget(self, swapped: Swapped) -> None:
-        """Nobody will ask for it any more: the workers are told with the next step."""
-        self._forgotten += swapped.tickets
-        self.free_bytes += swapped.bytes
-
-    def take_forgotten(self) -> tuple[int, ...]:
-        """Tickets that were forgotten since the last call."""
-        forgotten, self._forgotten = self._forgotten, []
-        return tuple(forgotten)

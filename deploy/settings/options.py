@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from urllib.parse import urlsplit
 
 from ...controller.admission.overload import GateSettings
-from ...controller.scheduling.scheduler import SchedulerSettings
+from ...controller.scheduling.settings import SchedulerSettings
 from ...controller.startup import EngineSettings
 from ...errors import InvalidSetting
 from ...kvcache.plan import PlanSettings

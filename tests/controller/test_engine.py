@@ -13,8 +13,9 @@ from intarsia.controller import losses as losses_module
 from intarsia.controller.admission.overload import GateSettings
 from intarsia.controller.engine import MOST_LOSSES, Delivery, Engine
 from intarsia.controller.losses import Losses, NoRoom
-from intarsia.controller.scheduling import scheduler as scheduler_module
-from intarsia.controller.scheduling.scheduler import Scheduler, SchedulerSettings
+from intarsia.controller.scheduling import prefill_budget as prefill_budget_module
+from intarsia.controller.scheduling.scheduler import Scheduler
+from intarsia.controller.scheduling.settings import SchedulerSettings
 from intarsia.errors import (
     DeadlineExceeded,
     EngineUnavailable,
@@ -333,7 +334,7 @@ class Small(SimulatedGroup):
 
 
 def test_steps_that_do_not_fit_in_memory_get_smaller_and_nobody_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(scheduler_module, "GROW_AFTER_STEPS", 10)
+    monkeypatch.setattr(prefill_budget_module, "GROW_AFTER_STEPS", 10)
     usual = make_engine(blocks=128)
     workers = Small(usual._manager.plan, most=5)
     engine = Engine(usual.info, usual._scheduler, usual._manager, workers)

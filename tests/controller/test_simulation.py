@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from intarsia.controller.scheduling.scheduler import Scheduler
+from intarsia.controller.scheduling.step_draft import StepDraft
 from intarsia.controller.scheduling.swap import SwapSpace
 from intarsia.kvcache.manager import CacheManager
 from intarsia.tests.simulation import Outcome, Scenario, Violation
@@ -57,13 +58,15 @@ def swapped_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forks_from_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._admit
+    original = StepDraft.admit
 
-    def admit(self: Scheduler, request, *, has_encoded: bool):
-        entry = original(self, request, has_encoded=has_encoded)
-        return entry._replace(computed_tokens=entry.computed_tokens + (request.parent is None and has_encoded))
+    def admit(self: StepDraft, request, blocks, *, has_encoded: bool) -> None:
+        original(self, request, blocks, has_encoded=has_encoded)
+        entry = self.admits[-1]
+        computed_tokens = entry.computed_tokens + (request.parent is None and has_encoded)
+        self.admits[-1] = entry._replace(computed_tokens=computed_tokens)
 
-    monkeypatch.setattr(Scheduler, "_admit", admit)
+    monkeypatch.setattr(StepDraft, "admit", admit)
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,20 @@ from intarsia.proto.step import Admit, Advance, Logprobs, PromptLogprobs, Sampli
 
 def test_step_survives_the_wire():
     sampling = Sampling(0.7, 40, 0.9, 2**63 - 1, -1)
-    admit = Admit(4, (1, 2, 3), 0, ((1, 0), (2, 9)), 90, sampling)
+    admit = Admit(4, (1, 2, 3), 0, ((1, 0), (2, 9)), sampling)
     step = Step(
-        3,
-        17,
-        (4, 5),
-        ((0, 3, 9),),
-        ((1, 8, 2),),
-        (7,),
-        ((0, 7, 8),),
-        ((4, 1, 2, 6),),
-        (admit,),
-        (Advance(4, 3, ()),),
-        (1, 2),
+        epoch=3,
+        number=17,
+        retire=(4, 5),
+        swap_out=((0, 3, 9),),
+        swap_in=((1, 8, 2),),
+        forget=(7,),
+        copies=((0, 7, 8),),
+        saves=((4, 1, 2, 6),),
+        admit=(admit,),
+        advance=(Advance(4, 3, ()),),
+        decode=(1, 2),
+        traces=("00-1-2-01",),
     )
     assert Step.unpack(step.pack()) == step
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from intarsia.controller.engine import Engine
-from intarsia.controller.scheduling.prefill_budget import Pace
+from intarsia.controller.scheduling.step_times import StepTimes
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.conftest import Loop, TinyModel
 from intarsia.tests.local import complete, make_engine
@@ -32,7 +32,7 @@ def short_pool(model: TinyModel, ranks: int = 1) -> dict[str, Any]:
 def test_tokens_are_the_oracles_and_nothing_is_computed_twice(
     tiny: Callable, family: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(Pace, "prefill_us", lambda self, tokens: 1e9)  # computing anew is always dearer
+    monkeypatch.setattr(StepTimes, "prefill_us", lambda self, tokens: 1e9)  # computing anew is always dearer
     model: TinyModel = tiny(family)
 
     async def run() -> tuple[Engine, list[list[int]]]:
@@ -50,7 +50,7 @@ def test_tokens_are_the_oracles_and_nothing_is_computed_twice(
 def test_tokens_are_the_oracles_on_two_workers(
     tiny: Callable, two_workers: Any, loop: Loop, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(Pace, "prefill_us", lambda self, tokens: 1e9)
+    monkeypatch.setattr(StepTimes, "prefill_us", lambda self, tokens: 1e9)
     model: TinyModel = tiny("gemma3")
 
     async def run() -> tuple[int, list[list[int]]]:
@@ -64,7 +64,7 @@ def test_tokens_are_the_oracles_on_two_workers(
 
 
 def test_what_is_cheaper_to_compute_than_to_copy_is_computed(tiny: Callable, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Pace, "prefill_us", lambda self, tokens: 0.0)
+    monkeypatch.setattr(StepTimes, "prefill_us", lambda self, tokens: 0.0)
     model: TinyModel = tiny("gemma3")
 
     async def run() -> Engine:

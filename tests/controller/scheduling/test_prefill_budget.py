@@ -1,64 +1,151 @@
-from intarsia.controller.scheduling.prefill_budget import Pace
+import pytest
+
+from intarsia.controller.request import Request
+from intarsia.controller.scheduling import prefill_budget as module
+from intarsia.controller.scheduling.prefill_budget import PrefillBudget, StepBudget
+from intarsia.controller.scheduling.settings import SchedulerSettings
+from intarsia.controller.scheduling.step_times import StepTimes
+from intarsia.kvcache.manager import RequestId
+from intarsia.proto.request import SamplingParams, Terms
 
 
-def paced(least_share: float = 0.5) -> Pace:
+def budget_of(times: StepTimes, share: float = 0.5, most_tokens: int = 1 << 20, block_tokens: int = 4) -> PrefillBudget:
+    settings = SchedulerSettings(max_num_batched_tokens=most_tokens, prefill_share=share)
+    return PrefillBudget(settings, block_tokens, times)
+
+
+def known_times() -> StepTimes:
     """Ten requests decode in 10 ms; a token of a prompt takes 0.1 ms more."""
-    pace = Pace(least_share)
+    times = StepTimes()
     for _ in range(50):
-        pace.learn(10, 0, 10_000)
-        pace.learn(10, 100, 20_000)
-    return pace
+        times.learn(10, 0, 10_000)
+        times.learn(10, 100, 20_000)
+    return times
 
 
 def test_nothing_is_limited_before_both_costs_are_known():
-    pace = Pace(0.5)
-    assert pace.prompt_tokens(10, 1) == float("inf")
-    pace.learn(10, 0, 10_000)
-    assert pace.prompt_tokens(10, 1) == float("inf")
-    pace.learn(10, 100, 20_000)
-    assert pace.prompt_tokens(10, 1) < 200
+    times = StepTimes()
+    budget = budget_of(times)
+    assert budget.fair_tokens(10, 1) == float("inf")
+    times.learn(10, 0, 10_000)
+    assert budget.fair_tokens(10, 1) == float("inf")
+    times.learn(10, 100, 20_000)
+    assert budget.fair_tokens(10, 1) < 200
 
 
-def test_one_prompt_beside_many_who_decode_gets_half_of_the_step():
-    assert round(paced().prompt_tokens(10, 1)) == 100
+def test_one_prompt_beside_many_requests_that_decode_gets_half_of_the_step():
+    assert round(budget_of(known_times()).fair_tokens(10, 1)) == 100
 
 
 def test_many_prompts_get_as_much_as_they_are_many():
-    assert round(paced().prompt_tokens(10, 90)) == 900
+    assert round(budget_of(known_times()).fair_tokens(10, 90)) == 900
 
 
-def test_nobody_decoding_limits_nothing():
-    assert paced().prompt_tokens(0, 5) == float("inf")
+def test_without_requests_that_decode_nothing_but_the_step_limits_prompts():
+    assert budget_of(known_times(), most_tokens=2048).open(0, 0, 5).left == 2048
 
 
 def test_a_share_of_one_limits_nothing():
-    assert paced(1.0).prompt_tokens(10, 1) == float("inf")
+    assert budget_of(known_times(), share=1.0).fair_tokens(10, 1) == float("inf")
+
+
+def test_a_block_is_always_worth_computing():
+    assert budget_of(known_times(), block_tokens=256).open(0, 10, 1).left == 256
 
 
 def test_one_hiccup_does_not_starve_prompts():
-    pace = paced()
-    pace.learn(10, 100, 10_000_000)
-    assert pace.prompt_tokens(10, 1) > 50
+    times = known_times()
+    times.learn(10, 100, 10_000_000)
+    assert budget_of(times).fair_tokens(10, 1) > 50
 
 
-def test_what_prompts_cost_at_all_is_told_from_what_they_cost_by_the_token():
+def test_prompts_take_no_less_time_than_they_cost_for_being_there():
     """Ten requests decode in 10 ms; prompts add 6 ms and 0.1 ms for each token. Half of a step is then 40 tokens, but
     to begin is worth no less than 60."""
-    pace = Pace(0.5)
+    times = StepTimes()
     for tokens in (2000, 60, 60, 60, 200, 60, 60):
-        pace.learn(10, 0, 10_000)
-        pace.learn(10, tokens, 16_000 + 100 * tokens)
-    assert round(pace.prompt_tokens(10, 1)) == 60
-    assert round(pace.prompt_tokens(10, 90)) == 840
-    assert round(pace.prefill_us(1000)) == 100_000
+        times.learn(10, 0, 10_000)
+        times.learn(10, tokens, 16_000 + 100 * tokens)
+    budget = budget_of(times)
+    assert round(budget.fair_tokens(10, 1)) == 60
+    assert round(budget.fair_tokens(10, 90)) == 840
 
 
 def test_small_chunks_do_not_make_the_next_ones_smaller_still():
-    """Chunks as the pace itself wants them, for a long time."""
-    pace = Pace(0.5)
-    pace.learn(0, 2000, 206_000)
+    """Chunks as the budget itself wants them, for a long time."""
+    times = StepTimes()
+    budget = budget_of(times)
+    times.learn(0, 2000, 206_000)
     for _ in range(200):
-        pace.learn(10, 0, 10_000)
-        tokens = max(1, round(min(pace.prompt_tokens(10, 1), 2000)))
-        pace.learn(10, tokens, 16_000 + 100 * tokens)
-    assert pace.prompt_tokens(10, 1) > 30
+        times.learn(10, 0, 10_000)
+        tokens = max(1, round(min(budget.fair_tokens(10, 1), 2000)))
+        times.learn(10, tokens, 16_000 + 100 * tokens)
+    assert budget.fair_tokens(10, 1) > 30
+
+
+# Steps that did not fit in memory
+
+
+def test_steps_shrink_after_one_that_did_not_fit_and_grow_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "GROW_AFTER_STEPS", 10)
+    budget = budget_of(StepTimes(), most_tokens=1024)
+    budget.shrink(5)
+    lefts = [budget.open(step, 0, 1).left for step in (5, 14, 15, 24, 25, 35)]
+    assert lefts == [256, 256, 512, 512, 1024, 1024]
+
+
+def test_steps_grow_as_often_as_is_due_when_prompts_come_late(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "GROW_AFTER_STEPS", 10)
+    budget = budget_of(StepTimes(), most_tokens=1024)
+    budget.shrink(0)
+    assert budget.open(20, 0, 1).left == 1024
+
+
+@pytest.mark.parametrize(("most_tokens", "least"), [(1024, 16), (128, 16), (64, 16), (3, 3)])
+def test_steps_shrink_to_a_block_at_most_and_never_grow_by_it(most_tokens: int, least: int):
+    settings = SchedulerSettings(max_num_seqs=1, max_num_batched_tokens=most_tokens)
+    budget = PrefillBudget(settings, 16, StepTimes())
+    for _ in range(6):
+        budget.shrink(0)
+    assert budget.open(0, 0, 1).left == least
+
+
+# Two tenants
+
+
+def prompt(tenant: str, tokens: int) -> Request:
+    return Request(
+        id=RequestId(1),
+        tokens=[1] * tokens,
+        prompt_tokens=tokens,
+        sampling=SamplingParams(),
+        seed=0,
+        stop_token_ids=frozenset(),
+        max_total_tokens=tokens + 1,
+        terms=Terms(tenant=tenant),
+    )
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "left"),  # the step holds 100; running: most senior first
+    [
+        ([("a", 500)], [], 100),
+        ([("a", 500)], [("a", 500)], 100),
+        ([("a", 500)], [("b", 500)], 50),
+        ([("a", 500)], [("b", 30)], 70),
+        ([("a", 500), ("b", 10)], [("c", 20)], 70),
+    ],
+)
+def test_the_most_senior_tenant_leaves_up_to_half_to_others_that_need_it(running: list, waiting: list, left: int):
+    budget = StepBudget(100)
+    budget.share([prompt(*each) for each in running], [prompt(*each) for each in waiting])
+    assert (budget.left_for("a"), budget.left_for("b")) == (left, 100)
+
+
+def test_what_one_tenant_spends_is_lacking_to_all():
+    budget = StepBudget(100)
+    budget.share([prompt("a", 500)], [prompt("b", 500)])
+    budget.spend("b", 60)
+    assert (budget.left_for("a"), budget.left_for("b")) == (40, 40)
+    budget.spend("a", 40)
+    assert budget.left == 0

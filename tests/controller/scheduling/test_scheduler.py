@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from intarsia.controller.request import Request
-from intarsia.controller.scheduling.scheduler import Outcome, Scheduler, SchedulerSettings
+from intarsia.controller.scheduling.outcome import Outcome
+from intarsia.controller.scheduling.scheduler import Scheduler
+from intarsia.controller.scheduling.settings import SchedulerSettings
 from intarsia.errors import InvalidSetting
 from intarsia.kvcache.check import recount
 from intarsia.kvcache.manager import CacheManager, CacheSettings, RequestId

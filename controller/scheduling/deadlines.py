@@ -1,0 +1,30 @@
+"""Requests whose answer is worth nothing after some time."""
+
+import heapq
+import math
+
+from ...kvcache.manager import RequestId
+from ..request import Request
+
+
+class Deadlines:
+    """The deadlines of requests, in order. Those of requests that have ended pass unnoticed."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, RequestId]] = []
+        self.next_s = math.inf  # the earliest of them
+
+    def add(self, request: Request) -> None:
+        """Note when the time of a request that has just arrived is over, if it has a time."""
+        if request.terms.timeout_s is not None:
+            request.deadline_s = request.arrival_s + request.terms.timeout_s
+            heapq.heappush(self._heap, (request.deadline_s, request.id))
+            self.next_s = self._heap[0][0]
+
+    def pass_by(self, now_s: float) -> list[RequestId]:
+        """The requests whose deadlines have passed, each told once."""
+        passed: list[RequestId] = []
+        while self._heap and self._heap[0][0] <= now_s:
+            passed.append(heapq.heappop(self._heap)[1])
+        self.next_s = self._heap[0][0] if self._heap else math.inf
+        return passed

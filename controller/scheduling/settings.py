@@ -1,0 +1,42 @@
+"""How the scheduler is set up."""
+
+from dataclasses import dataclass
+
+from ...errors import InvalidSetting
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """How large a step may be, and who is served first."""
+
+    max_num_seqs: int = 64  # requests that run at once; slots on the workers
+    max_num_batched_tokens: int = 2048  # tokens of one step, over all requests
+    max_prefill_chunk_tokens: int | None = None  # prompt tokens of one request in one step; None: what the step holds
+    prefill_share: float = 0.5  # of a step's time, which prompts get at least while others decode; 1: all they need
+    ageing_s: float = 30.0  # seconds of waiting that make up for one level of priority
+    longest_prefix_first: bool = False  # among those whose turn it is, the one with most in the cache
+    swap_bytes: int = 0  # of host memory per worker, for preempted requests that are dear to compute anew
+
+    def __post_init__(self):
+        for field in ("max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, field) < 1:
+                raise InvalidSetting(f"{field} must be at least 1, got {getattr(self, field)}", field=field)
+        if self.max_prefill_chunk_tokens is not None and self.max_prefill_chunk_tokens < 1:
+            raise InvalidSetting(
+                f"max_prefill_chunk_tokens must be at least 1, got {self.max_prefill_chunk_tokens}",
+                field="max_prefill_chunk_tokens",
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise InvalidSetting(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}), so that every running request can decode one token in a step",
+                field="max_num_batched_tokens",
+            )
+        if not 0 < self.prefill_share <= 1:
+            raise InvalidSetting(f"prefill_share must lie in (0, 1], got {self.prefill_share}", field="prefill_share")
+        if self.swap_bytes < 0:
+            raise InvalidSetting(f"swap_space must be at least 0 bytes, got {self.swap_bytes}", field="swap_space")
+        if not self.ageing_s > 0:
+            raise InvalidSetting(
+                f"priority_ageing_s must be more than 0 seconds, got {self.ageing_s}", field="priority_ageing_s"
+            )

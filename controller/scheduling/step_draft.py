@@ -1,0 +1,153 @@
+"""The next step, while it is being planned.
+
+A draft begins when the step before it is sealed, not when the next plan begins. So slots that are retired and tickets
+that are forgotten between two plans are in it already. A plan that computes nothing leaves its draft to the next plan.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ...kvcache.manager import Growth
+from ...kvcache.tables import Copy
+from ...proto.step import ALL, Admit, Advance, Sampling, Step
+from ..request import Request
+
+
+class StepUnderWay(NamedTuple):
+    """What the scheduler remembers of a step until its result comes."""
+
+    drawing: Sequence[Request]  # those that get a token by it, in the order of the result
+    prompts: Sequence[tuple[Request, int]]  # those of which it computes a prompt, and the slot they had
+    decoding: int  # requests that decode
+    prompt_tokens: int
+
+
+class StepDraft:
+    """What the workers will be told with the next step. Made anew for each step.
+
+    Invariant: a slot is admitted at most once, and each request in `decode` and `work` has a slot when it is sealed.
+    """
+
+    __slots__ = ("admits", "copies", "decode", "forget", "retired", "saves", "swap_in", "swap_out", "work")
+
+    def __init__(self) -> None:
+        self.retired: list[int] = []  # slots
+        self.forget: list[int] = []  # tickets of blocks in host memory
+        self.swap_out: list[tuple[int, int, int]] = []  # (group, block, ticket)
+        self.swap_in: list[tuple[int, int, int]] = []  # (group, ticket, block)
+        self.copies: list[Copy] = []  # of blocks
+        self.saves: list[tuple[int, int, int, int]] = []  # of states: (slot, group, tokens, block)
+        self.admits: list[Admit] = []
+        self.decode: list[Request] = []  # compute one token each, and need no block
+        self.work: list[tuple[Request, Advance]] = []  # all others that compute something
+
+    def admit(self, request: Request, blocks: Sequence[Sequence[int]], *, has_encoded: bool) -> None:
+        """Tell the workers of a request that has taken a slot.
+
+        blocks: its whole tables, [group][block of the sequence]
+        has_encoded: the output of the encoder for its images is in the cache
+        """
+        assert request.slot is not None, f"request {request.id} is admitted without a slot"
+        gallery = request.gallery
+        self.admits.append(
+            Admit(
+                slot=request.slot,
+                tokens=tuple(request.tokens),
+                computed_tokens=request.computed_tokens,
+                blocks=tuple(map(tuple, blocks)),
+                sampling=_sampling(request),
+                views=gallery.views if gallery is not None else (),
+                images=gallery.inputs if gallery is not None and not has_encoded else (),
+            )
+        )
+
+    def is_admitting(self, slot: int) -> bool:
+        """Will the workers hear of the request in this slot with this step only?"""
+        return any(admit.slot == slot for admit in self.admits)
+
+    @property
+    def has_prompts(self) -> bool:
+        """Does a request compute more than the token it decodes?"""
+        return any(not request.is_decoding for request, _ in self.work)
+
+    def retire(self, slot: int) -> None:
+        """The request in `slot` leaves it. If the workers were to hear of it with this step, they never do."""
+        for admit in self.admits:
+            if admit.slot == slot:
+                self.admits.remove(admit)
+                return
+        self.retired.append(slot)
+
+    def advance(self, request: Request, tokens: int, growth: Growth) -> Advance:
+        """Note what `growth` asks of the workers before they compute `tokens` of a request."""
+        assert request.slot is not None, f"request {request.id} is to compute without a slot"
+        self.copies += growth.copies
+        self.saves += [(request.slot, save.group, save.length, save.block) for save in growth.saves]
+        return Advance(request.slot, tokens, tuple(map(tuple, growth.blocks)) if growth else ())
+
+    def seal(self, epoch: int, number: int) -> tuple[Step, StepUnderWay]:
+        """The step as it is sent. Each request in it counts what the step computes, and the token that it draws."""
+        slots: Any = [request.slot for request in self.decode]
+        assert len({admit.slot for admit in self.admits}) == len(self.admits), "a slot is admitted twice"
+        # 1. Requests that decode compute one token and draw the next.
+        for request in self.decode:
+            request.pending += 1
+            request.computed_tokens += 1
+        # 2. All others draw a token if they compute up to their last known one.
+        drawing, prompts = [*self.decode], []
+        decoding, prompt_tokens = len(self.decode), 0
+        for request, advance in self.work:
+            assert request.slot == advance.slot, f"request {request.id} lost its slot within the plan"
+            if request.is_decoding:
+                decoding += 1
+            else:
+                prompt_tokens += advance.tokens
+                prompts.append((request, advance.slot))
+            if advance.tokens == request.remaining_tokens:
+                request.pending += 1
+                drawing.append(request)
+            request.computed_tokens += advance.tokens
+        # 3. The workers learn of it in the order in which they apply it.
+        step = Step(
+            epoch=epoch,
+            number=number,
+            retire=tuple(self.retired),
+            swap_out=tuple(self.swap_out),
+            swap_in=tuple(self.swap_in),
+            forget=tuple(self.forget),
+            copies=tuple(self.copies),
+            saves=tuple(self.saves),
+            admit=tuple(self.admits),
+            advance=tuple([advance for _, advance in self.work]),
+            decode=tuple(slots),
+            traces=tuple([trace for request, _ in prompts if (trace := request.terms.trace)]),
+        )
+        return step, StepUnderWay(drawing, prompts, decoding, prompt_tokens)
+
+
+def _sampling(request: Request) -> Sampling:
+    params = request.sampling
+    wants_prompt = params.prompt_logprobs is not None and request.lacks_prompt_logprobs
+    return Sampling(
+        temperature=params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        seed=request.seed,
+        logprobs=_count(params.logprobs),
+        min_p=params.min_p,
+        prompt_tokens=request.prompt_tokens,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=params.biases,
+        ends=tuple(request.stop_token_ids) if params.min_tokens else (),
+        min_tokens=params.min_tokens,
+        prompt_logprobs=_count(params.prompt_logprobs) if wants_prompt else -1,
+        form=params.form or (),
+        bad_token_ids=params.bad_token_ids,
+    )
+
+
+def _count(logprobs: int | None) -> int:
+    """As `Sampling` has it."""
+    return -1 if logprobs is None else ALL if logprobs == -1 else logprobs
