@@ -28,6 +28,8 @@ MODEL = "talker"
 LENGTH_TOKENS = 32768
 RUN_S = 600.0
 LAST_WORDS = 300
+ANSWERS = "answers.jsonl"
+"""In the client's home. Answers are not printed: a client may print in the same line, and the answer would be lost."""
 
 Target = dict[str, str]
 """What a client is told of the server, as environment variables."""
@@ -56,27 +58,29 @@ def result_of(client: Client, target: Target) -> Result:
         environment = ready(client)
     except NotInstalled as error:
         return Result({}, (), str(error))
-    said, status, errors = _run(environment, target)
-    answers = tuple(Answer(**json.loads(line)) for line in said.splitlines() if line.startswith('{"probe":'))
+    answers, status, errors = _run(environment, target)
     note = "" if status == 0 and answers else f"ended with {status}: {errors.strip()[-LAST_WORDS:]}"
     return Result(environment.versions, answers, note)
 
 
-def _run(environment: Ready, target: Target) -> tuple[str, int, str]:
-    """What it printed, its status, and its errors. It finds no settings but ours, and leaves nothing behind."""
+def _run(environment: Ready, target: Target) -> tuple[tuple[Answer, ...], int, str]:
+    """What its probes answered, its status, and its errors. It finds no settings but ours and leaves nothing."""
     with tempfile.TemporaryDirectory(prefix="intarsia-client-") as home:
+        answers = Path(home) / ANSWERS
+        answers.touch()
         process = subprocess.Popen(
             environment.command, cwd=home, env=_variables(environment, target, home), stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
         try:
-            said, errors = process.communicate(timeout=RUN_S)
+            _, errors = process.communicate(timeout=RUN_S)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            said, errors = process.communicate()
+            _, errors = process.communicate()
             errors = f"not done after {RUN_S:g} s. {errors}"
-    return said, process.returncode, errors
+        found = tuple(Answer(**json.loads(line)) for line in answers.read_text("utf-8").split("\n") if line)
+    return found, process.returncode, errors
 
 
 def _variables(environment: Ready, target: Target, home: str) -> dict[str, str]:
@@ -88,7 +92,8 @@ def _variables(environment: Ready, target: Target, home: str) -> dict[str, str]:
         "OTEL_SDK_DISABLED": "true",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     }
-    return kept | {"HOME": home, "TMPDIR": home, "PATH": path, "PYTHONPATH": str(PROGRAMS)} | quiet | target
+    own = {"HOME": home, "TMPDIR": home, "PATH": path, "PYTHONPATH": str(PROGRAMS), "ANSWERS": f"{home}/{ANSWERS}"}
+    return kept | own | quiet | target
 
 
 def chosen(names: str) -> list[Client]:

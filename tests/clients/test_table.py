@@ -1,6 +1,9 @@
 """The table of clients, the programs beside it and the page agree. The clients themselves: `make test-clients`."""
 
 import re
+import shutil
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +11,14 @@ from intarsia.tests.clients import __main__ as runner
 from intarsia.tests.clients import environments, report
 from intarsia.tests.clients.report import Answer, Result
 from intarsia.tests.clients.table import CLIENTS, PROGRAMS, Client
+
+LOOSE = {
+    "py": r"import probing; probing.probe('a')(lambda: print('a', end='') or 'b\u2028c'); probing.run()",
+    "mjs": r'import { probe } from "./probing.mjs"; await probe("a", () => process.stdout.write("a") && "b\u2028c");',
+}
+"""Clients that print in the line of their answer. In the answer is a line separator, which JSON may leave as it is."""
+
+TARGET = {"BASE_URL": "http://127.0.0.1:1/v1", "MODEL": "m", "API_KEY": "k", "TOKENIZER": "", "GRPC": ""}
 
 ANSWERS = (Answer("chat", True, "24 tokens"), Answer("a|b", False, "<html>\nno"))
 
@@ -44,6 +55,18 @@ def test_what_is_saved_is_loaded_again(tmp_path, monkeypatch: pytest.MonkeyPatch
     assert report.load(CLIENTS[0]) is None
     report.save(CLIENTS[0], result)
     assert report.load(CLIENTS[0]) == result and not result.is_fine
+
+
+@pytest.mark.parametrize("ending", LOOSE)
+def test_an_answer_is_kept_when_the_client_prints_in_its_line(ending: str, tmp_path: Path):
+    interpreter = sys.executable if ending == "py" else shutil.which("node")
+    if interpreter is None:
+        pytest.skip("no node here")
+    program = tmp_path / f"try_it.{ending}"
+    program.write_text(LOOSE[ending])
+    shutil.copy(PROGRAMS / "probing.mjs", tmp_path)
+    ready = environments.Ready((interpreter, str(program)), tmp_path, {})
+    assert runner._run(ready, TARGET) == ((Answer("a", True, "b\u2028c"),), 0, "")
 
 
 def test_a_client_that_is_not_known_is_told_with_those_that_are():

@@ -1,5 +1,10 @@
 // What the probes of each client share: see probing.py.
+import { appendFileSync } from "node:fs";
+
 export const { BASE_URL: url, MODEL: model, API_KEY: key, GRPC: grpc } = process.env;
+
+// See ONLY_C in probing.py.
+export const onlyC = { 66: 100 };
 
 const LONGEST_ANSWER = 400;
 
@@ -13,7 +18,8 @@ export async function probe(name, run) {
     if (process.env.TRACE) throw error;
     found = { probe: name, ok: false, answered: `${error?.name}: ${error?.message}`.slice(0, LONGEST_ANSWER) };
   }
-  console.log(JSON.stringify(found));
+  if (process.env.ANSWERS) appendFileSync(process.env.ANSWERS, `${JSON.stringify(found)}\n`);
+  else console.log(JSON.stringify(found));
 }
 
 export function expect(isSo, ...about) {

@@ -15,7 +15,12 @@ URL = os.environ["BASE_URL"]  # ends in /v1
 ROOT_URL = URL.removesuffix("/v1")
 MODEL = os.environ["MODEL"]
 KEY = os.environ["API_KEY"]
+ANSWERS = os.environ.get("ANSWERS")  # a file for what the probes answered: a client may print what it likes
 TOKENIZER = os.environ["TOKENIZER"]  # the folder of the checkpoint
+
+ONLY_C = {"66": 100}
+"""A `logit_bias` under which the model says the letter c alone, a token each. Of what it says else, some bytes are no
+text by themselves and come in one piece, so that neither the words nor the number of pieces could be told."""
 
 LONGEST_ANSWER = 400
 
@@ -33,12 +38,20 @@ def probe(name: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
 
 
 def run() -> None:
-    """All probes in their order, a line of JSON each."""
+    """All probes in their order, a line of JSON each: into the file of answers, else printed."""
     chosen = sys.argv[1:]
     with asyncio.Runner() as loop:  # one for all, as connections belong to it; none runs around a plain function
         for name, function in _probes:
             if not chosen or name in chosen:
-                print(json.dumps({"probe": name} | _found(loop, function)), flush=True)
+                _tell(json.dumps({"probe": name} | _found(loop, function)))
+
+
+def _tell(line: str) -> None:
+    if not ANSWERS:
+        print(line, flush=True)
+        return
+    with open(ANSWERS, "a", encoding="utf-8") as answers:
+        print(line, file=answers)
 
 
 def _found(loop: asyncio.Runner, function: Callable[[], Any]) -> dict[str, Any]:

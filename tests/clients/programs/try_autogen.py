@@ -8,7 +8,7 @@ from autogen_agentchat.teams import RoundRobinGroupChat
 from autogen_core.models import CreateResult, ModelInfo, UserMessage
 from autogen_core.tools import FunctionTool
 from autogen_ext.models.openai import OpenAIChatCompletionClient
-from probing import KEY, MODEL, URL, expect, probe, run
+from probing import KEY, MODEL, ONLY_C, URL, expect, probe, run
 from pydantic import BaseModel
 
 
@@ -42,8 +42,9 @@ async def _():
 
 @probe("create_stream")
 async def _():
-    pieces = [piece async for piece in client().create_stream(ASK, include_usage=True)]
-    expect(len(pieces) > 3 and isinstance(pieces[-1], CreateResult) and pieces[-1].usage.completion_tokens, pieces)
+    *pieces, last = [piece async for piece in client(logit_bias=ONLY_C).create_stream(ASK, include_usage=True)]
+    expect(len(pieces) > 3 and "".join(pieces) == "c" * 24, pieces)
+    expect(isinstance(last, CreateResult) and last.usage.completion_tokens == 24, last)
     return "pieces, then usage"
 
 

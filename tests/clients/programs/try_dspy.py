@@ -3,12 +3,19 @@
 from typing import Literal
 
 import dspy
+from dspy.lm15 import AccessPolicy, ModelSupport, OpenAIChatCompat, ProviderDefinition, register_provider
 from probing import KEY, MODEL, URL, expect, probe, raises, run
 
 
-def lm(**fields) -> dspy.LM:
+def lm(provider: str = "openai", **fields) -> dspy.LM:
     usual = {"api_base": URL, "api_key": KEY, "max_tokens": 400, "cache": False, "num_retries": 0}
-    return dspy.LM(f"openai/{MODEL}", **usual | fields)
+    return dspy.LM(f"{provider}/{MODEL}", **usual | fields)
+
+
+access = AccessPolicy("joinery", base_url=URL)
+declared = ProviderDefinition.chat(access, compat=OpenAIChatCompat.preset("openai"))
+register_provider(declared, supports=ModelSupport(response_schema=True))
+"""A provider that is said to hold schemas. dspy does not suppose so of a model that it does not know."""
 
 
 class Choose(dspy.Signature):
@@ -48,7 +55,15 @@ def _():
     return "text"
 
 
-@probe("JSONAdapter (a schema)")
+@probe("JSONAdapter, held to a schema")
+def _():
+    with dspy.context(lm=lm("joinery"), adapter=dspy.JSONAdapter()):
+        found = dspy.Predict(Choose)(question="Which?").wood
+    expect(found in ("oak", "ash"), found)
+    return "a wood"
+
+
+@probe("JSONAdapter, held to JSON")
 def _():
     return asked(dspy.JSONAdapter())
 
@@ -58,7 +73,7 @@ def _():
     return asked(dspy.ChatAdapter(use_json_adapter_fallback=False))
 
 
-@probe("ChatAdapter, which falls back to a schema")
+@probe("ChatAdapter, which falls back to JSON")
 def _():
     return asked(dspy.ChatAdapter())
 

@@ -9,7 +9,7 @@ from haystack.components.generators.chat import OpenAIChatGenerator
 from haystack.dataclasses import ChatMessage
 from haystack.tools import Tool
 from haystack.utils import Secret
-from probing import KEY, MODEL, URL, expect, probe, run
+from probing import KEY, MODEL, ONLY_C, URL, expect, probe, run
 from pydantic import BaseModel
 
 
@@ -39,8 +39,8 @@ def _():
 @probe("stream")
 def _():
     pieces = []
-    [reply] = generator(pieces.append).run(ASK)["replies"]
-    expect(len(pieces) > 3 and reply.text, pieces)
+    [reply] = generator(pieces.append, logit_bias=ONLY_C).run(ASK)["replies"]
+    expect(len(pieces) > 3 and reply.text == "c" * 24, pieces)
     return "pieces"
 
 

@@ -6,7 +6,7 @@ from langchain.agents import create_agent
 from langchain_core.messages import AIMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
-from probing import KEY, MODEL, URL, expect, probe, run
+from probing import KEY, MODEL, ONLY_C, URL, expect, probe, run
 from pydantic import BaseModel
 
 
@@ -42,8 +42,9 @@ def _():
 
 @probe("stream with usage")
 def _():
-    pieces = list(chat(stream_usage=True).stream("Which wood?"))
-    expect(len(pieces) > 3 and any(piece.usage_metadata for piece in pieces), pieces)
+    pieces = list(chat(stream_usage=True, logit_bias=ONLY_C).stream("Which wood?"))
+    expect(len(pieces) > 3 and "".join(piece.content for piece in pieces) == "c" * 24, pieces)
+    expect(any(piece.usage_metadata for piece in pieces), pieces)
     return "pieces, then usage"
 
 

@@ -3,7 +3,7 @@ import { AIMessage, HumanMessage, ToolMessage } from "@langchain/core/messages";
 import { tool } from "@langchain/core/tools";
 import { ChatOpenAI } from "@langchain/openai";
 import { z } from "zod";
-import { expect, key, model, probe, url } from "./probing.mjs";
+import { expect, key, model, onlyC, probe, url } from "./probing.mjs";
 
 const chat = (fields) =>
   new ChatOpenAI({ model, apiKey: key, configuration: { baseURL: url }, maxTokens: 24, maxRetries: 0, ...fields });
@@ -17,12 +17,14 @@ await probe("invoke", async () => {
 });
 
 await probe("stream with usage", async () => {
-  let pieces = 0, usage;
-  for await (const piece of await chat({ streamUsage: true }).stream("Which wood?")) {
+  let pieces = 0, text = "", usage;
+  const asked = chat({ streamUsage: true, modelKwargs: { logit_bias: onlyC } });
+  for await (const piece of await asked.stream("Which wood?")) {
     pieces += 1;
+    text += piece.content;
     usage = piece.usage_metadata ?? usage;
   }
-  expect(pieces > 3 && usage?.output_tokens, pieces, usage);
+  expect(pieces > 3 && text === "c".repeat(24) && usage?.output_tokens === 24, pieces, text, usage);
   return "pieces, then usage";
 });
 

@@ -11,7 +11,7 @@ from typing import Literal
 import httpx
 import litellm
 import openai
-from probing import KEY, MODEL, URL, expect, probe, raises, run
+from probing import KEY, MODEL, ONLY_C, URL, expect, probe, raises, run
 from pydantic import BaseModel
 
 litellm.suppress_debug_info = True
@@ -43,8 +43,9 @@ def chat(route: str):
 
 
 def stream(route: str):
-    chunks = list(ask(route, stream=True, stream_options={"include_usage": True}))
-    expect(len(chunks) > 3 and chunks[-1].usage.completion_tokens, chunks[-1])
+    chunks = list(ask(route, stream=True, stream_options={"include_usage": True}, logit_bias=ONLY_C))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    expect(len(chunks) > 3 and text == "c" * 24 and chunks[-1].usage.completion_tokens == 24, chunks[-1], text)
     return "pieces, then usage"
 
 

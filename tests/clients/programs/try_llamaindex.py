@@ -6,7 +6,7 @@ from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
-from probing import KEY, MODEL, URL, expect, probe, run
+from probing import KEY, MODEL, ONLY_C, URL, expect, probe, run
 from pydantic import BaseModel
 
 
@@ -52,8 +52,8 @@ def _():
 
 @probe("chat, streamed")
 def _():
-    pieces = [piece.delta for piece in llm().stream_chat(ASK)]
-    expect(len(pieces) > 3, pieces)
+    pieces = [piece.delta for piece in llm(additional_kwargs={"logit_bias": ONLY_C}).stream_chat(ASK)]
+    expect(len(pieces) > 3 and "".join(piece or "" for piece in pieces) == "c" * 24, pieces)
     return "pieces"
 
 

@@ -1,10 +1,11 @@
 """Simon Willison's `llm`, at the command line."""
 
 import json
+import re
 from pathlib import Path
 
 from commands import command
-from probing import KEY, MODEL, URL, expect, probe, run
+from probing import KEY, MODEL, ONLY_C, URL, expect, probe, run
 
 FUNCTION = "def price(wood: str) -> str:\n    'What a board costs.'\n    return 'three'\n"
 OURS = f'model_name: {MODEL}, api_base: "{URL}", api_key_name: ours'
@@ -12,6 +13,8 @@ MODELS = f"""
 - {{model_id: wood, {OURS}, supports_tools: true, supports_schema: true}}
 - {{model_id: wood-text, {OURS}, completion: true}}
 """
+LETTERS = "c" * 24
+SAID = ("-o", "max_tokens", "24", "-o", "logit_bias", json.dumps(ONLY_C))
 folder = Path("llm")
 folder.mkdir(exist_ok=True)
 (folder / "extra-openai-models.yaml").write_text(MODELS)
@@ -26,21 +29,24 @@ for name, more in (("prompt", ()), ("prompt, not streamed", ("--no-stream",)), (
 
     @probe(name)
     def _(more=more):
-        said = llm("-m", "wood", "-o", "max_tokens", "24", *more, "Which wood?")
-        expect(said and ("--usage" not in more or "Token usage" in said), said)
-        return "text"
+        said = llm("-m", "wood", *SAID, *more, "Which wood?")
+        expect(said.splitlines()[0] == LETTERS, said)
+        expect("--usage" not in more or re.search(r"Token usage: \d+ input, 24 output", said), said)
+        return "the text"
 
 
 @probe("completion")
 def _():
-    expect(llm("-m", "wood-text", "-o", "max_tokens", "16", "The inlay").strip())
-    return "text"
+    said = llm("-m", "wood-text", *SAID, "The inlay")
+    expect(said.strip() == LETTERS, said)
+    return "the text"
 
 
 @probe("conversation goes on")
 def _():
-    expect(llm("-c", "-o", "max_tokens", "16", "And which glue?").strip())
-    return "text"
+    said = llm("-c", *SAID, "And which glue?")
+    expect(said.strip() == LETTERS, said)
+    return "the text"
 
 
 @probe("schema")
@@ -53,8 +59,9 @@ def _():
 
 @probe("a tool at hand")
 def _():
-    expect(llm("-m", "wood", "-o", "max_tokens", "24", "--functions", FUNCTION, "Which wood?"))
-    return "text"
+    said = llm("-m", "wood", *SAID, "--functions", FUNCTION, "Which wood?")
+    expect(said.strip() == LETTERS, said)
+    return "the text"
 
 
 @probe("endpoint: models")
@@ -65,7 +72,8 @@ def _():
 
 @probe("endpoint: responses")
 def _():
-    expect(llm("openai", "endpoint", URL, "-m", MODEL, "--key", KEY, "--responses", "-o", "max_tokens", "24", "Hi"))
+    said = llm("openai", "endpoint", URL, "-m", MODEL, "--key", KEY, "--responses", "-o", "max_tokens", "24", "Hi")
+    expect(said.removesuffix("\n"), said)  # the command ends its line, whatever the answer
     return "text"
 
 

@@ -2,7 +2,7 @@
 import OpenAI from "openai";
 import { zodResponseFormat } from "openai/helpers/zod";
 import { z } from "zod";
-import { expect, key, model, probe, raises, url } from "./probing.mjs";
+import { expect, key, model, onlyC, probe, raises, url } from "./probing.mjs";
 
 const client = new OpenAI({ baseURL: url, apiKey: key, maxRetries: 0 });
 const messages = [{ role: "user", content: "Which wood?" }];
@@ -24,12 +24,13 @@ await probe("chat", async () => {
 });
 
 await probe("stream with usage", async () => {
-  let last, count = 0;
-  for await (const chunk of await ask({ stream: true, stream_options: { include_usage: true } })) {
+  let last, text = "", count = 0;
+  for await (const chunk of await ask({ stream: true, stream_options: { include_usage: true }, logit_bias: onlyC })) {
     last = chunk;
+    text += chunk.choices[0]?.delta.content ?? "";
     count += 1;
   }
-  expect(count > 5 && last.usage.completion_tokens, count, last);
+  expect(count > 5 && text === "c".repeat(24) && last.usage.completion_tokens === 24, count, text, last);
   return "pieces, then usage";
 });
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Literal
 
-from probing import KEY, MODEL, URL, expect, probe, run
+from probing import KEY, MODEL, ONLY_C, URL, expect, probe, run
 from pydantic import BaseModel, Field
 from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput, UnexpectedModelBehavior
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
@@ -67,9 +67,10 @@ for api in MODELS:
 
 @probe("chat, text streamed")
 async def _():
-    async with Agent(MODELS["chat"]).run_stream("Which wood?", model_settings={"max_tokens": 24}) as result:
+    settings = {"max_tokens": 24, "logit_bias": ONLY_C}
+    async with Agent(MODELS["chat"]).run_stream("Which wood?", model_settings=settings) as result:
         pieces = [piece async for piece in result.stream_text(delta=True, debounce_by=None)]
-    expect(len(pieces) > 1, pieces)
+    expect(len(pieces) > 3 and "".join(pieces) == "c" * 24, pieces)
     return "text in pieces"
 
 

@@ -3,7 +3,7 @@
 from typing import Annotated, Literal
 
 from openai import AsyncOpenAI
-from probing import KEY, MODEL, URL, expect, probe, run
+from probing import KEY, MODEL, ONLY_C, URL, expect, probe, run
 from pydantic import BaseModel
 from semantic_kernel import Kernel
 from semantic_kernel.agents import ChatCompletionAgent
@@ -49,8 +49,9 @@ async def _():
 
 @probe("stream")
 async def _():
-    stream = service.get_streaming_chat_message_content(history(), settings())
-    expect(len([piece async for piece in stream]) > 3)
+    stream = service.get_streaming_chat_message_content(history(), settings(logit_bias=ONLY_C))
+    pieces = [str(piece) async for piece in stream]
+    expect(len(pieces) > 3 and "".join(pieces) == "c" * 24, pieces)
     return "pieces"
 
 

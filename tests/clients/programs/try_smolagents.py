@@ -1,6 +1,6 @@
 """smolagents, whose agents call tools or write programs."""
 
-from probing import KEY, MODEL, URL, expect, probe, run
+from probing import KEY, MODEL, ONLY_C, URL, expect, probe, run
 from smolagents import ChatMessage, CodeAgent, OpenAIModel, ToolCallingAgent, tool
 
 
@@ -30,7 +30,8 @@ def _():
 
 @probe("generate_stream")
 def _():
-    expect(len(list(model(max_tokens=16).generate_stream(ASK))) > 3)
+    pieces = [piece.content or "" for piece in model(max_tokens=16, logit_bias=ONLY_C).generate_stream(ASK)]
+    expect(len(pieces) > 3 and "".join(pieces) == "c" * 16, pieces)
     return "pieces"
 
 

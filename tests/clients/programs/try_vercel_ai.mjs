@@ -2,7 +2,7 @@
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { APICallError, generateObject, generateText, stepCountIs, streamObject, streamText, tool } from "ai";
 import { z } from "zod";
-import { expect, key, model as name, probe, url } from "./probing.mjs";
+import { expect, key, model as name, onlyC, probe, url } from "./probing.mjs";
 
 const options = { name: "ours", baseURL: url, apiKey: key, includeUsage: true, supportsStructuredOutputs: true };
 const provider = createOpenAICompatible(options);
@@ -26,10 +26,11 @@ await probe("generateText", async () => {
 });
 
 await probe("streamText with usage", async () => {
-  const stream = streamText(usual);
-  let pieces = 0;
-  for await (const _ of stream.textStream) pieces += 1;
-  expect(pieces > 3 && (await stream.usage).outputTokens, pieces);
+  const stream = streamText({ ...usual, providerOptions: { ours: { logit_bias: onlyC } } });
+  const pieces = [];
+  for await (const piece of stream.textStream) pieces.push(piece);
+  expect(pieces.length > 3 && pieces.join("") === "c".repeat(24), pieces);
+  expect((await stream.usage).outputTokens === 24, await stream.usage);
   return "pieces, then usage";
 });
 
