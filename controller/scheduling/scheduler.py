@@ -8,14 +8,13 @@ When the pool runs out of blocks, the most junior running request is preempted (
 """
 
 import time
-from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ...errors import PoolExhausted
 from ...kvcache.manager import CacheManager, RequestId
-from ...proto.step import Advance, PromptLogprobs, Step, StepResult
+from ...proto.step import PromptLogprobs, Step, StepResult
 from ..request import Request
+from .chunks import Chunks
 from .deadlines import Deadlines
 from .fair_queue import DECODE_WEIGHT, WaitingQueue
 from .outcome import Outcome, Progress
@@ -23,6 +22,7 @@ from .preemption import Preemption
 from .prefill_budget import PrefillBudget, StepBudget
 from .prefixes import lookup
 from .quarantine import Quarantine
+from .seats import Seats
 from .settings import SchedulerSettings
 from .sharing import Sharing
 from .step_draft import StepDraft, StepUnderWay
@@ -53,11 +53,11 @@ class Scheduler:
         self._times = StepTimes()
         self._budget = PrefillBudget(settings, manager.plan.block_tokens, self._times)
         self._queue = WaitingQueue(settings.ageing_s)
-        self._running: list[Request] = []  # most senior first
         self._sharing = Sharing(manager)
         self._preemption = Preemption(settings, manager)
+        self._chunks = Chunks(settings, manager)
+        self._seats = Seats(settings, manager, self._chunks, self._preemption)
         self._requests: dict[RequestId, Request] = {}
-        self._free_slots = list(range(settings.max_num_seqs - 1, -1, -1))
         self._draft = StepDraft()  # of the next step
         self._under_way: deque[StepUnderWay] = deque()  # steps, oldest first
         self._aborted: list[Request] = []
@@ -100,21 +100,23 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._queue or self._aborted)
+        return bool(self._seats.running or self._queue or self._aborted)
 
     @property
     def num_running(self) -> int:
-        return sum(request.id in self._requests for request in self._running)  # else: aborted, until the next plan
+        return sum(
+            request.id in self._requests for request in self._seats.running
+        )  # else: aborted, until the next plan
 
     @property
     def num_seated(self) -> int:
         """Requests that have a slot, those given up since the last plan among them."""
-        return len(self._running)
+        return len(self._seats.running)
 
     @property
     def num_seats(self) -> int:
         """Requests that can run at once: as many as there are slots, or as run now if there are no blocks for more."""
-        return max(1, len(self._running)) if self._lacks_blocks else self._settings.max_num_seqs
+        return max(1, len(self._seats.running)) if self._lacks_blocks else self._settings.max_num_seqs
 
     @property
     def num_waiting(self) -> int:
@@ -155,11 +157,11 @@ class Scheduler:
         others = self._sort_running()
         budget = self._open_budget(others)
         is_short = self._advance(others, budget)
-        admitted = 0 if is_short and self._running else self._admit_waiting(budget, now_s)
+        admitted = 0 if is_short and self._seats.running else self._admit_waiting(budget, now_s)
         if self._queue and self._manager.is_full and (admitted or self._draft.has_prompts):
             self._sharing.keep_for(self._queue.next_few(TOUCHED))
         self.is_full = bool(self._queue)
-        is_held_up = self._held_up is not None and bool(self._free_slots)
+        is_held_up = self._held_up is not None and bool(self._seats.free_slots)
         self._lacks_blocks = self.is_full and (is_short or is_held_up or bool(self._quarantine.suspects))
         return self._seal()
 
@@ -210,7 +212,7 @@ class Scheduler:
         by seed and position. Who may be what the workers die of is tried alone first, one after another.
         """
         self._drop_aborted()
-        ran = list(self._running)
+        ran = list(self._seats.running)
         for request in ran:
             self._put_back(request)
         self._quarantine.note_loss(ran)
@@ -239,7 +241,7 @@ class Scheduler:
         """Take a request off wherever it is. Forks that wait for its prompt go on by themselves."""
         if request.slot is not None:
             self._manager.release(request.id, request.computed_tokens)
-            self._unseat(request)
+            self._seats.leave(request, self._draft)
         elif request.parent is not None:
             self._sharing.leave(request)
         else:
@@ -266,9 +268,9 @@ class Scheduler:
 
     def _make_room(self, waiting: Request, now_s: float) -> None:
         """A request that could not be admitted may take the place of a running one of lower priority."""
-        if not waiting.is_live or not self._running:
+        if not waiting.is_live or not self._seats.running:
             return
-        most_junior = self._running[-1]
+        most_junior = self._seats.running[-1]
         # The one that gives way comes behind in the queue, or it would take its own place again.
         if self._queue.is_behind(most_junior, waiting) and self._preemption.gives_way(most_junior, waiting, now_s):
             self._preempt(most_junior)
@@ -276,26 +278,23 @@ class Scheduler:
     def _fork(self) -> None:
         """Requests whose prompt is computed but for its last token share it with their forks."""
         for parent in self._sharing.ready():
-            while self._free_slots and (fork := self._sharing.fork(parent, self._draft)) is not None:
-                fork.slot = self._free_slots.pop()
-                fork.computed_tokens = parent.computed_tokens
-                self._start(fork)
-                self._admit(fork, has_encoded=True)
+            while self._seats.free_slots and (fork := self._sharing.fork(parent, self._draft)) is not None:
+                self._seats.fork(fork, parent, self._draft)
             self._release_forks(parent)
 
     def _sort_running(self) -> list[Request]:
         """Plan one token for each request that decodes and needs no block. Returns the others, most senior first."""
-        decode = self._draft.decode
-        assert not decode and not self._draft.work, "a draft that computes something was not sealed"
+        draft = self._draft
+        assert not draft.decode and not draft.work, "a draft that computes something was not sealed"
         others: list[Request] = []
-        for request in self._running:
+        for request in self._seats.running:
             known = len(request.tokens) + request.pending
             if request.computed_tokens + 1 != known or known <= request.prompt_tokens:
                 others.append(request)
             elif known >= request.max_total_tokens:
                 continue  # its last token is under way, and we have not heard of it yet
             elif known < request.quiet_until:
-                decode.append(request)
+                draft.decode.append(request)
             else:
                 others.append(request)
         return others
@@ -307,48 +306,43 @@ class Scheduler:
             if request.slot is None:
                 continue  # preempted by a more senior one just now
             is_decoding = request.is_decoding
-            tokens = 1 if is_decoding else self._chunk(request, budget.left_for(request.terms.tenant))
-            if tokens == 0:
-                continue
-            advance = self._try_advance(request, tokens)
-            if advance is None:
+            tokens = 1 if is_decoding else self._chunks.tokens(request, budget.left_for(request.terms.tenant))
+            if tokens and not self._chunks.advance(request, tokens, self._draft):
                 is_short = True
-                advance = self._advance_under_pressure(request, tokens)
-            if advance is not None:
-                self._draft.work.append((request, advance))
-                if not is_decoding:
-                    budget.spend(request.terms.tenant, advance.tokens)
+                tokens = self._advance_under_pressure(request, tokens)
+            if not is_decoding:
+                budget.spend(request.terms.tenant, tokens)
         if is_short:
-            self._draft.decode = [each for each in self._draft.decode if each.slot is not None]
+            self._draft.leave_out_preempted()
         return is_short
 
-    def _advance_under_pressure(self, request: Request, tokens: int) -> Advance | None:
-        """The pool has too few blocks for `tokens` of a request: junior ones give way. None if it has to wait."""
+    def _advance_under_pressure(self, request: Request, tokens: int) -> int:
+        """The pool has too few blocks for so many tokens of a request: junior ones give way. Returns how many tokens it
+        computes at last; 0: it has to wait."""
         while True:
             # 1. A more junior request gives its blocks back.
-            most_junior = self._running[-1]
+            most_junior = self._seats.running[-1]
             if most_junior is not request:
                 self._preempt(most_junior)
             # 2. It is the most junior one itself, and computes what there is room for.
-            elif shorter := self._fitting_chunk(request, tokens - 1):
+            elif shorter := self._chunks.fitting(request, tokens - 1):
                 tokens = shorter
             # 3. It waits for a more senior one to end. If there is none, it begins again, on an empty pool.
             else:
-                if len(self._running) == 1:
+                if len(self._seats.running) == 1:
                     self._start_over(request)
-                return None
-            advance = self._try_advance(request, tokens)
-            if advance is not None:
-                return advance
+                return 0
+            if self._chunks.advance(request, tokens, self._draft):
+                return tokens
 
     def _open_budget(self, others: Sequence[Request]) -> StepBudget:
         """Tokens of prompts that the step may hold. others: those that run and do not just decode."""
         prompts = [each for each in others if not each.is_decoding]
         decoding = len(self._draft.decode) + len(others) - len(prompts)
-        beginning = min(len(self._queue), len(self._free_slots))
+        beginning = min(len(self._queue), len(self._seats.free_slots))
         budget = self._budget.open(self._steps, decoding, len(prompts) + beginning)
         if prompts and self._queue.num_tenants > 1:
-            may_begin = self._free_slots and self._held_up is None and not self._quarantine.suspects
+            may_begin = self._seats.free_slots and self._held_up is None and not self._quarantine.suspects
             budget.share(prompts, self._queue.next_few(OTHERS) if may_begin else ())
         return budget
 
@@ -356,26 +350,39 @@ class Scheduler:
         """Admit requests while there are tokens, slots and blocks for them. Returns how many."""
         admitted = 0
         self._held_up = None
+        # 1. While there are suspects, the first of them runs alone.
         if suspects := self._quarantine.suspects:
-            return int(not self._running and self._try_admit(suspects[0], budget.left, now_s) is not None)
-        patient: list[Request] = []  # whose turn it is, and who had better wait
+            return int(not self._seats.running and self._admit(suspects[0], budget, now_s))
+        patient: list[Request] = []  # those whose turn it is, and who had better wait
         while budget.left > 0 and len(patient) <= MOST_PATIENT:
             request = self._queue.after(patient) if patient else self._next_waiting(now_s)
+            # 2. A request that was preempted just now, with a token of it under way, goes on when the token is known.
             if request is None or request.pending:
-                break  # preempted just now, and a token of it is under way
-            if self._free_slots and self._sharing.defer(request, self._running):
+                break
+            # 3. If another one computes most of its prompt, it waits, and the next one in turn is looked at.
+            if self._seats.free_slots and self._sharing.defer(request, self._seats.running):
                 patient.append(request)
                 continue
-            advance = self._try_admit(request, budget.left, now_s) if self._free_slots else None
-            if advance is None:
+            # 4. If there is no room for it, later ones do not overtake it.
+            if not self._seats.free_slots or not self._admit(request, budget, now_s):
                 self._held_up = request
                 break
             admitted += 1
-            budget.spend(request.terms.tenant, advance.tokens)
         return admitted
 
+    def _admit(self, request: Request, budget: StepBudget, now_s: float) -> bool:
+        """Have a waiting request run. False, with nothing changed, for lack of blocks."""
+        tokens = self._seats.admit(request, budget.left, now_s, self._draft)
+        if not tokens:
+            return False
+        self._queue.remove(request)
+        budget.spend(request.terms.tenant, tokens)
+        if request.is_at_fork:  # its forks find in the cache what they would share
+            self._release_forks(request)
+        return True
+
     def _next_waiting(self, now_s: float) -> Request | None:
-        if self._settings.longest_prefix_first and self._free_slots:
+        if self._settings.longest_prefix_first and self._seats.free_slots:
             return self._queue.best_head(lambda request: lookup(request, self._manager).tokens, now_s)
         return self._queue.head()
 
@@ -400,105 +407,11 @@ class Scheduler:
 
     # -- one request -------------------------------------------------------------------------------------------------
 
-    def _chunk(self, request: Request, budget: int) -> int:
-        limit = self._settings.max_prefill_chunk_tokens or budget
-        if request.is_cautious:
-            limit = min(limit, self._manager.plan.block_tokens)
-        if request.forks and request.computed_tokens < request.prompt_tokens - 1:
-            limit = min(limit, request.prompt_tokens - 1 - request.computed_tokens)
-        tokens = max(0, min(request.remaining_tokens, budget, limit))
-        if tokens == 0:
-            return 0
-        return self._manager.chunk_end(request.id, request.computed_tokens + tokens) - request.computed_tokens
-
-    def _fitting_chunk(self, request: Request, tokens: int) -> int:
-        """The most of `tokens` that there are blocks for now. A shorter chunk needs fewer at once."""
-        longest = self._manager.room_to_grow(request.id, request.computed_tokens + tokens)
-        return max(0, longest - request.computed_tokens)
-
-    def _try_advance(self, request: Request, tokens: int) -> Advance | None:
-        """None, with nothing taken, when the pool has too few blocks."""
-        try:
-            growth = self._manager.extend(request.id, request.computed_tokens + tokens, written=request.computed_tokens)
-        except PoolExhausted:
-            return None
-        request.quiet_until = self._manager.quiet_until(request.id)
-        return self._draft.advance(request, tokens, growth)
-
-    def _try_admit(self, request: Request, budget: int, now_s: float) -> Advance | None:
-        """A slot and the first chunk's blocks for a waiting request. None, with nothing taken, if that cannot be."""
-        alone = not self._running
-        if request.swapped is not None:
-            advance = self._try_swap_in(request, budget)
-            if advance is not None or not alone:
-                return advance
-            self._preemption.forget(request, self._draft)  # a block at a time, computed anew, it fits
-        hit = lookup(request, self._manager)
-        self._manager.open(request.id, hit)
-        request.computed_tokens = hit.tokens
-        request.slot = self._free_slots[-1]
-        tokens = self._chunk(request, budget)
-        advance = self._try_advance(request, tokens)
-        if advance is None and alone and (shorter := self._fitting_chunk(request, tokens - 1)):
-            tokens = shorter
-            advance = self._try_advance(request, tokens)
-        if advance is None:
-            self._manager.release(request.id, hit.tokens)
-            request.computed_tokens, request.slot = 0, None
-            if alone:  # what it found in the cache, and a copy of its end, are too much for a pool that just fits it
-                assert hit.tokens, f"request {request.id} does not fit an empty pool, and was taken"
-                self._manager.reset_prefix_cache()
-                return self._try_admit(request, budget, now_s)
-            return None
-        self._free_slots.pop()
-        self._queue.remove(request)
-        if request.seniority is None:
-            request.seniority = self._preemption.seniority(request, now_s)
-            request.admitted_s = now_s
-        self._start(request)
-        if request.is_at_fork:  # they find in the cache what they would share
-            self._release_forks(request)
-        if not request.preemptions:
-            request.cached_tokens, request.lost_tokens = hit.tokens, hit.lost
-        self._admit(request, has_encoded=bool(hit.encoder_tokens))
-        self._draft.work.append((request, advance._replace(blocks=())))  # its blocks came with the table
-        return advance
-
-    def _try_swap_in(self, request: Request, budget: int) -> Advance | None:
-        """As `_try_admit`, for a request whose blocks wait in host memory."""
-        assert request.swapped is not None
-        blocks = self._preemption.reopen(request)
-        if blocks is None:
-            return None
-        request.computed_tokens = request.swapped.tokens
-        request.slot = self._free_slots[-1]
-        advance = self._try_advance(request, self._chunk(request, budget))
-        if advance is None:
-            self._manager.abandon(request.id)
-            request.computed_tokens, request.slot = 0, None
-            return None
-        if request.is_at_fork:
-            self._release_forks(request)
-        self._free_slots.pop()
-        self._queue.remove(request)
-        self._start(request)
-        self._preemption.swap_in(request, blocks, self._draft)
-        self._admit(request, has_encoded=True)
-        self._draft.work.append((request, advance._replace(blocks=())))
-        return advance
-
     def _release_forks(self, request: Request) -> None:
         """Forks that wait for the prompt of `request` wait for their turn instead."""
         if request.forks:
             for fork in self._sharing.release(request):
                 self._queue.add(fork)
-
-    def _start(self, request: Request) -> None:
-        insort(self._running, request, key=_by_seniority)
-
-    def _admit(self, request: Request, *, has_encoded: bool) -> None:
-        """Tell the workers of a request that has its slot and its blocks."""
-        self._draft.admit(request, self._manager.table(request.id), has_encoded=has_encoded)
 
     def _preempt(self, request: Request) -> None:
         """Take the slot and the blocks of a request; it waits again, with its tokens."""
@@ -523,23 +436,9 @@ class Scheduler:
 
     def _requeue(self, request: Request) -> None:
         """Back to its place in the queue, when its blocks are gone."""
-        self._unseat(request)
+        self._seats.leave(request, self._draft)
         request.computed_tokens = 0
         self._queue.add(request)
-
-    def _unseat(self, request: Request) -> None:
-        """Take a request off its slot. Its blocks are gone already."""
-        slot = request.slot
-        assert slot is not None, f"request {request.id} has no slot"
-        self._running.remove(request)
-        self._free_slots.append(slot)
-        request.slot = None
-        self._draft.retire(slot)
-
-
-def _by_seniority(request: Request) -> tuple[float, int]:
-    assert request.seniority is not None
-    return request.seniority
 
 
 def _enter_prompt_logprobs(request: Request, entry: PromptLogprobs) -> None:

@@ -78,12 +78,20 @@ class StepDraft:
                 return
         self.retired.append(slot)
 
-    def advance(self, request: Request, tokens: int, growth: Growth) -> Advance:
-        """Note what `growth` asks of the workers before they compute `tokens` of a request."""
+    def advance(self, request: Request, tokens: int, growth: Growth, *, is_new: bool) -> None:
+        """Have the workers compute so many tokens of a request, with the blocks in `growth`.
+
+        is_new: the request is admitted in this step, and its blocks come with its table
+        """
         assert request.slot is not None, f"request {request.id} is to compute without a slot"
         self.copies += growth.copies
         self.saves += [(request.slot, save.group, save.length, save.block) for save in growth.saves]
-        return Advance(request.slot, tokens, tuple(map(tuple, growth.blocks)) if growth else ())
+        blocks = tuple(map(tuple, growth.blocks)) if growth and not is_new else ()
+        self.work.append((request, Advance(request.slot, tokens, blocks)))
+
+    def leave_out_preempted(self) -> None:
+        """Requests that were to decode may have lost their slot since."""
+        self.decode = [request for request in self.decode if request.slot is not None]
 
     def seal(self, epoch: int, number: int) -> tuple[Step, StepUnderWay]:
         """The step as it is sent. Each request in it counts what the step computes, and the token that it draws."""

@@ -219,7 +219,7 @@ def test_a_bug_that_one_request_meets_ends_that_request_alone(monkeypatch: pytes
         commit = engine._scheduler.commit
 
         def stumble(result: Any) -> Any:
-            if any(request.tokens[0] == 7 for request in engine._scheduler._running):
+            if any(request.tokens[0] == 7 for request in engine._scheduler._seats.running):
                 raise KeyError("a bug")
             return commit(result)
 

@@ -44,7 +44,7 @@ def seniority_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Scheduler._preempt
 
     def preempt(self: Scheduler, request) -> None:
-        original(self, self._running[0])
+        original(self, self._seats.running[0])
 
     monkeypatch.setattr(Scheduler, "_preempt", preempt)
 
