@@ -681,7 +681,7 @@ def test_a_watcher_who_does_not_read_is_told_to_begin_anew(monkeypatch: pytest.M
 
 FOUR_STREAMS = """
 import asyncio, json, sys
-from intarsia.controller.client import EngineClient
+from intarsia.deploy.front_end.engine_client import EngineClient
 from intarsia.controller.request import SamplingParams
 from intarsia.proto.channel import Address
 
