@@ -11,18 +11,15 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple, Protocol
 
 from ..errors import (
-    ContextTooLong,
     DeadlineExceeded,
     EngineUnavailable,
     IntarsiaError,
     InvalidRequest,
     OutOfMemory,
     Overloaded,
-    RequestTooLarge,
 )
 from ..kvcache.check import Recount, recount
 from ..kvcache.events import Cleared, Event, EventLog, of_owner
@@ -34,8 +31,8 @@ from ..proto.tracing import Tracer
 from ..proto.worker import WorkerStatus
 from .accounts import Accounts
 from .admission.overload import Gate, GateSettings
+from .admission.validation import check, lay_out_images
 from .deltas import Rows, TokenDelta, TokenLogprobs
-from .images import Gallery, lay_out
 from .info import CacheState, EngineInfo, EngineLoad, GroupState, Probe
 from .losses import GIVE_UP_AFTER_S, Losses, NoRoom
 from .metrics import Meter, Metrics
@@ -225,8 +222,8 @@ class Engine:
         if self._failure is not None:
             raise self._failure
         prompt = len(tokens) if prompt_tokens is None else prompt_tokens
-        max_total_tokens = self._check(tokens, prompt, sampling)
-        gallery = self._lay_out(tokens[:prompt], images)
+        max_total_tokens = check(tokens, prompt, sampling, self.info, self._manager.plan)
+        gallery = lay_out_images(tokens[:prompt], images, self.info, self._manager.plan)
         if not is_known:
             image_bytes = sum(len(image.data) for image in images)
             try:
@@ -726,84 +723,6 @@ class Engine:
         stats.wait_us += wait_us
         stats.commit_us += commit_us
         stats.run_us += result.run_us
-
-    # -- at the door -------------------------------------------------------------------------------------------------
-
-    def _check(self, tokens: Sequence[int], prompt: int, sampling: SamplingParams) -> int:
-        """Refuse what can never be served. Returns the length at which the sequence ends at the latest."""
-        info = self.info
-        if len(tokens) == 0:
-            raise InvalidRequest("the prompt is empty; it needs at least 1 token", field="prompt")
-        if len(tokens) >= info.max_model_len:
-            what, limit = f"it has {len(tokens)} tokens", info.max_model_len - 1
-            raise ContextTooLong.of(what, info.max_model_len, field="prompt", asked=len(tokens), limit=limit)
-        if set(map(type, tokens)) != {int}:
-            position, token = next((n, t) for n, t in enumerate(tokens) if type(t) is not int)
-            raise InvalidRequest(f"prompt token {token!r} at position {position} is no whole number", field="prompt")
-        if min(tokens) < 0 or max(tokens) >= info.vocab_size:
-            position, token = next((n, t) for n, t in enumerate(tokens) if not 0 <= t < info.vocab_size)
-            raise InvalidRequest(
-                f"prompt token {token} at position {position} is not in the vocabulary of {info.vocab_size} tokens",
-                field="prompt",
-                asked=token,
-                limit=info.vocab_size - 1,
-            )
-        if sampling.form is not None and not info.eos_token_ids:
-            kind, _ = sampling.form
-            raise InvalidRequest(
-                f"{info.model} has no end token, so an answer of a given form could not end", field=kind
-            )
-        for field, named in (("logit_bias", dict(sampling.biases)), ("bad_token_ids", chain(*sampling.bad_token_ids))):
-            strange = next((token for token in named if token >= info.vocab_size), None)
-            if strange is not None:
-                raise InvalidRequest(
-                    f"{field} names token {strange}, which is not in the vocabulary of {info.vocab_size} tokens",
-                    field=field,
-                    asked=strange,
-                    limit=info.vocab_size - 1,
-                )
-        sampling.check_all_logprobs(prompt, info.vocab_size)
-        total_tokens = min(prompt + sampling.max_tokens, info.max_model_len)
-        if not 0 < prompt <= len(tokens) < max(total_tokens, prompt + 1):
-            raise InvalidRequest(
-                f"an answer to a prompt of {prompt} tokens can not go on from {len(tokens)} of {total_tokens} tokens",
-                field="prompt",
-            )
-        if not self._manager.fits(total_tokens):
-            raise RequestTooLarge(
-                f"{prompt} prompt tokens + {sampling.max_tokens} new ones need "
-                f"{self._manager.plan.blocks_alone(total_tokens)} blocks; the whole pool has {info.num_blocks}. "
-                "Ask for fewer tokens, or start the engine with a larger kv_cache_memory.",
-                field="max_tokens",
-                asked=self._manager.plan.blocks_alone(total_tokens),
-                limit=info.num_blocks,
-            )
-        return total_tokens
-
-    def _lay_out(self, tokens: Sequence[int], images: Sequence[Image]) -> Gallery | None:
-        info = self.info
-        if not images and (info.image_token_id is None or info.image_token_id not in tokens):
-            return None
-        if info.image_token_id is None:
-            raise InvalidRequest(f"{info.model} takes no images, and the request has {len(images)}", field="images")
-        if len(images) > info.max_images_per_request:
-            raise InvalidRequest(
-                f"the request has {len(images)} images; max_images_per_request is {info.max_images_per_request}. Send "
-                "fewer, or start the engine with a larger one.",
-                field="images",
-                asked=len(images),
-                limit=info.max_images_per_request,
-            )
-        places = tokens.count(info.image_token_id)
-        if places != len(images):
-            raise InvalidRequest(
-                f"the prompt has {places} image tokens (id {info.image_token_id}) and the request {len(images)} "
-                "images. Put one image token where each image belongs.",
-                field="images",
-                asked=len(images),
-                limit=places,
-            )
-        return lay_out(tokens, info.image_token_id, images, self._manager.plan.block_tokens)
 
 
 def _delta(entry: Progress) -> TokenDelta:
