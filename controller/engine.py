@@ -22,7 +22,6 @@ from ..errors import (
     Overloaded,
 )
 from ..kvcache.check import Recount, recount
-from ..kvcache.events import Cleared, Event, EventLog, of_owner
 from ..kvcache.manager import CacheManager, RequestId
 from ..kvcache.tables import SALT
 from ..proto.request import USUAL_TERMS, Image, SamplingParams, Terms
@@ -32,6 +31,7 @@ from ..proto.worker import WorkerStatus
 from .accounts import Accounts
 from .admission.overload import Gate, GateSettings
 from .admission.validation import check, lay_out_images
+from .cache_watchers import CacheWatchers
 from .deltas import Rows, TokenDelta, TokenLogprobs
 from .info import CacheState, EngineInfo, EngineLoad, GroupState, Probe
 from .losses import GIVE_UP_AFTER_S, Losses, NoRoom
@@ -94,10 +94,6 @@ class Delivery(NamedTuple):
 
 Outlet = Callable[[Delivery], None]
 """Takes what one step brought to the requests of one front end, by the handles that it gave them."""
-
-
-Watcher = Callable[[list[Event]], None]
-"""Takes what changed in the prefix cache since it was last called."""
 
 
 @dataclass(slots=True)
@@ -191,8 +187,7 @@ class Engine:
         self._lost: IntarsiaError | None = None  # why the workers can not go on
         self._failure: IntarsiaError | None = None  # why nothing can go on
         self.is_broken = False  # by a bug: what it knows is not to be trusted, and another one in its place may go on
-        self._watchers: list[tuple[Watcher, bytes | None]] = []  # with the mark of what they are told of; None: all
-        self._events: EventLog | None = None  # while there are watchers
+        self.cache_watchers = CacheWatchers(manager)
         self._is_pressed = False  # when a request came last
         self.is_leaving = False  # whoever asks where to send requests is told to look elsewhere
 
@@ -351,7 +346,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         self._manager.reset_prefix_cache()
-        self._tell_watchers()
+        self.cache_watchers.send()
 
     def load(self, viewer: str | None = None) -> EngineLoad:
         """viewer: whose salt the figures are of; None: of all."""
@@ -424,28 +419,6 @@ class Engine:
         held = self.info.num_blocks - pool.num_free
         return CacheState(held, pool.num_kept, pool.num_blank, self._manager.num_open, groups)
 
-    def watch_cache(self, watcher: Watcher, viewer: str | None = None) -> list[Event]:
-        """Tell `watcher` what changes in the prefix cache from now on. Returns what is known now. viewer: whose salt's
-        blocks it is told of; None: of all."""
-        self._events = self._manager.listen()
-        self._tell_watchers()  # what the others have not heard yet is part of what is known now
-        mark = None if viewer is None else self._manager.mark(viewer.encode())
-        self._watchers.append((watcher, mark))
-        known: list[Event] = [Cleared(), *self._manager.known()]
-        return known if mark is None else of_owner(known, mark)
-
-    def unwatch_cache(self, watcher: Watcher) -> None:
-        self._watchers = [(each, mark) for each, mark in self._watchers if each is not watcher]
-        if not self._watchers:
-            self._events = None
-            self._manager.stop_listening()
-
-    def _tell_watchers(self) -> None:
-        if self._events is not None and (events := self._events.take()):
-            for watcher, mark in self._watchers:
-                if told := events if mark is None else of_owner(events, mark):
-                    watcher(told)
-
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -497,7 +470,7 @@ class Engine:
         for request in self._scheduler.start_anew():
             if request.losses > MOST_LOSSES and started - request.first_loss_s >= SUSPECT_FOR_S:
                 self._give_up(request, error)
-        self._tell_watchers()
+        self.cache_watchers.send()
         await self._losses.bear(error)
         while not await self._rebuilt(error):
             pass
@@ -565,7 +538,8 @@ class Engine:
         outcome = self._scheduler.commit(result)
         self._deliver(outcome)
         self._tell_failed(outcome)
-        self._tell_watchers()
+        if self.cache_watchers.is_watched:
+            self.cache_watchers.send()
         commit_us = (time.perf_counter() - answered) * 1e6
         self._count(step, result, outcome, plan_us=plan_us, wait_us=(answered - started) * 1e6, commit_us=commit_us)
         # Let front ends submit, abort and receive before the next plan, even if no await above had to wait.

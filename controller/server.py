@@ -35,8 +35,9 @@ from ..kvcache.events import Cleared, Event, Events, Removed, Stored, parts
 from ..kvcache.manager import RequestId
 from ..proto.channel import Address, ChannelClosed, Stream, StreamServer, reading
 from ..proto.request import Image, SamplingParams, Terms
+from .cache_watchers import Watcher
 from .deltas import Backlog, TokenDelta
-from .engine import Delivery, Engine, Watcher
+from .engine import Delivery, Engine
 from .snapshot import Look
 
 DELTA, ERROR, ANSWER, EVENTS = range(4)
@@ -138,11 +139,11 @@ class FrontDoor:
                     continue
                 if verb == "watch":
                     watchers[handle] = partial(_send_events, stream, handle)
-                    _send_events(stream, handle, self._engine.watch_cache(watchers[handle], *rest))
+                    _send_events(stream, handle, self._engine.cache_watchers.add(watchers[handle], *rest))
                     stream.send_message([[], [], [[handle, ANSWER, None]]])
                     continue
                 if verb == "unwatch":
-                    self._engine.unwatch_cache(watchers.pop(handle))
+                    self._engine.cache_watchers.remove(watchers.pop(handle))
                     continue
                 try:
                     asked = _Submitted.read(rest)
@@ -167,7 +168,7 @@ class FrontDoor:
             for request_id in requests.values():
                 self._engine.abort(request_id)
             for watcher in watchers.values():
-                self._engine.unwatch_cache(watcher)
+                self._engine.cache_watchers.remove(watcher)
             for looking in looks:
                 looking.cancel()
 

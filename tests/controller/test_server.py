@@ -627,7 +627,7 @@ def test_watchers_see_the_cache_as_it_is_whenever_they_come():
         late = Mirror(other)
         await late.is_true(engine)
         for mirror in (early, late):
-            assert engine._events is not None
+            assert engine.cache_watchers.is_watched
             mirror.task.cancel()
             await asyncio.gather(mirror.task, return_exceptions=True)
         while engine._manager.pool.log is not None:  # nobody listens, so nothing is collected
