@@ -11,13 +11,13 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from ..errors import (
     DeadlineExceeded,
     EngineUnavailable,
     IntarsiaError,
-    InvalidRequest,
     OutOfMemory,
     Overloaded,
 )
@@ -30,6 +30,7 @@ from ..proto.tracing import Tracer
 from ..proto.worker import WorkerStatus
 from .accounts import Accounts
 from .admission.overload import Gate, GateSettings
+from .admission.structured_output import StructuredOutput, too_complex
 from .admission.validation import check, lay_out_images
 from .cache_watchers import CacheWatchers
 from .deltas import Rows, TokenDelta, TokenLogprobs
@@ -50,13 +51,8 @@ three of them it runs alone: one of those may be chance, where somebody kills wo
 SUSPECT_FOR_S = 5.0
 """The same in time, since the first of them: whatever kills workers beside their steps may be done then."""
 
-LOOK_AGAIN_S = 0.2
-
 PRESSED_INTERVAL_S = 0.05
 """From one piece of an answer to its next, under pressure: what is saved on messages goes into answers."""
-
-FORM_TIMEOUT_S = 5.0
-"""For compiling the form of an answer. Usual ones take milliseconds, the first one of a model a second more."""
 
 
 class StepRunner(Protocol):
@@ -183,7 +179,7 @@ class Engine:
         self._accounts = Accounts(info, manager)
         self._journal = Journal()
         self._wake = asyncio.Event()
-        self._preparing: set[asyncio.Future[None]] = set()
+        self._structured_output = StructuredOutput(workers)
         self._lost: IntarsiaError | None = None  # why the workers can not go on
         self._failure: IntarsiaError | None = None  # why nothing can go on
         self.is_broken = False  # by a bug: what it knows is not to be trusted, and another one in its place may go on
@@ -258,9 +254,7 @@ class Engine:
         if sampling.form is None:
             self._queue(requests)
         else:
-            task = asyncio.ensure_future(self._queue_with_form(requests, *sampling.form))
-            self._preparing.add(task)
-            task.add_done_callback(self._preparing.discard)
+            self._structured_output.compile(sampling.form, partial(self._queue_compiled, requests))
         return [request.id for request in requests]
 
     def refused(self, requests: int) -> None:
@@ -286,33 +280,15 @@ class Engine:
         self._scheduler.add(requests[0], requests[1:])
         self._wake.set()
 
-    async def _queue_with_form(self, requests: list[Request], kind: str, text: str) -> None:
-        """Queue a request when the form of its answers is compiled; whoever is running does not wait for that."""
-        error = await self._prepare_form(kind, text)
-        live = [request for request in requests if request.id in self._live]  # some may have been given up meanwhile
-        if error is None and live:
+    def _queue_compiled(self, requests: list[Request], refusal: IntarsiaError | None) -> None:
+        """The form of their answers is compiled, or cannot be. Some may have been aborted meanwhile."""
+        live = [request for request in requests if request.id in self._live]
+        if refusal is None and live:
             self._queue(live)
-        elif error is not None:
+        elif refusal is not None:
             for request in live:
                 self._forget(request)
-                self._tell(request, error)
-
-    async def _prepare_form(self, kind: str, text: str) -> IntarsiaError | None:
-        """Compile it. Returns why it can not be. Workers that are lost meanwhile are waited for."""
-        while True:
-            try:
-                await asyncio.wait_for(self._workers.prepare_form(kind, text), FORM_TIMEOUT_S)
-                return None
-            except TimeoutError:
-                return InvalidRequest(
-                    f"{kind} could not be compiled within {FORM_TIMEOUT_S:g} s; make it simpler", field=kind
-                )
-            except EngineUnavailable:
-                if self._failure is not None:
-                    return self._failure
-                await asyncio.sleep(LOOK_AGAIN_S)
-            except IntarsiaError as refusal:
-                return refusal
+                self._tell(request, refusal)
 
     def abort(self, request_id: RequestId) -> None:
         """Stop an answer and free its blocks. Unknown or finished ones are left alone."""
@@ -644,10 +620,8 @@ class Engine:
     def _tell_failed(self, outcome: Outcome) -> None:
         for request, why in outcome.failed:
             self._forget(request)
-            form = request.sampling.form
             generated = len(request.tokens) - request.prompt_tokens
-            message = f"the answer's form became too complex after {generated} tokens: {why}; give a simpler one"
-            self._tell(request, InvalidRequest(message, field=form[0] if form else None, generated_tokens=generated))
+            self._tell(request, too_complex(request.sampling.form, generated, why))
             self._end_early(request, "error")
 
     def _tell(self, request: Request, error: IntarsiaError) -> None:
@@ -655,6 +629,7 @@ class Engine:
 
     def _fail(self, error: IntarsiaError) -> None:
         self._failure = error
+        self._structured_output.close()
         for request in list(self._live.values()):
             self._forget(request)
             self._tell(request, error)

@@ -10,6 +10,7 @@ import pytest
 
 from intarsia.controller import engine as engine_module
 from intarsia.controller import losses as losses_module
+from intarsia.controller.admission import structured_output
 from intarsia.controller.admission.overload import GateSettings
 from intarsia.controller.engine import MOST_LOSSES, Delivery, Engine, TokenDelta
 from intarsia.controller.info import EngineInfo, GroupInfo
@@ -599,7 +600,7 @@ def test_a_request_given_up_while_two_steps_run_frees_its_blocks():
 
 
 def test_a_form_that_can_not_be_compiled_is_told_and_disturbs_nobody(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine_module, "FORM_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(structured_output, "COMPILE_TIMEOUT_S", 0.05)
     engine = make_engine(eos=(VOCAB - 1,))
 
     async def scenario() -> list[Completion]:
