@@ -5,11 +5,10 @@ A plain class on an event loop. `actor.py` puts it into the Ray actor that users
 
 import asyncio
 import logging
-import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -33,12 +32,12 @@ from .admission.overload import Gate, GateSettings
 from .admission.structured_output import StructuredOutput, too_complex
 from .admission.validation import check, lay_out_images
 from .cache_watchers import CacheWatchers
-from .deltas import Rows, TokenDelta, TokenLogprobs
+from .delivery import Sink, Subscribers
 from .info import CacheState, EngineInfo, EngineLoad, GroupState, Probe
 from .losses import GIVE_UP_AFTER_S, Losses, NoRoom
 from .metrics import Meter, Metrics
 from .request import SUSPICIOUS_LOSSES, Request
-from .scheduling.scheduler import Outcome, Progress, Scheduler
+from .scheduling.scheduler import Outcome, Scheduler
 from .snapshot import EngineView, Journal, Look, StepView, counted, request_views
 
 logger = logging.getLogger(__name__)
@@ -50,9 +49,6 @@ three of them it runs alone: one of those may be chance, where somebody kills wo
 
 SUSPECT_FOR_S = 5.0
 """The same in time, since the first of them: whatever kills workers beside their steps may be done then."""
-
-PRESSED_INTERVAL_S = 0.05
-"""From one piece of an answer to its next, under pressure: what is saved on messages goes into answers."""
 
 
 class StepRunner(Protocol):
@@ -78,18 +74,6 @@ class StepRunner(Protocol):
     async def status(self) -> Sequence[WorkerStatus]:
         """How each rank is, asked beside the steps."""
         ...
-
-
-class Delivery(NamedTuple):
-    """What one step brought to one front end. Most of it is a token each, so those are columns."""
-
-    handles: list[int]
-    tokens: list[int]
-    others: list[tuple[int, TokenDelta | IntarsiaError]]  # first and last tokens, log-probabilities, errors
-
-
-Outlet = Callable[[Delivery], None]
-"""Takes what one step brought to the requests of one front end, by the handles that it gave them."""
 
 
 @dataclass(slots=True)
@@ -120,31 +104,6 @@ class _UnderWay(NamedTuple):
     step: Step
     answer: asyncio.Future[StepResult]
     plan_us: float
-
-
-class _Caller:
-    """Who asked for an answer, and what it has not been told yet because it wants several tokens at once."""
-
-    __slots__ = ("handle", "interval_s", "kept", "next_s", "outlet", "told")
-
-    def __init__(self, outlet: Outlet, handle: int, interval_s: float, told: int):
-        self.outlet = outlet
-        self.handle = handle
-        self.interval_s = interval_s
-        self.told = told  # tokens of the sequence, the prompt among them
-        self.next_s = 0.0 if interval_s != math.inf else math.inf  # when to tell what is untold
-        self.kept: list[TokenDelta] = []  # of the untold, those with more to say than a token
-
-    def tell(self, request: Request, now_s: float) -> TokenDelta:
-        """All that is untold, in one."""
-        tokens, kept = tuple(request.tokens[self.told :]), self.kept
-        self.told, self.kept, self.next_s = len(request.tokens), [], now_s + self.interval_s
-        if not kept:
-            return TokenDelta(tokens, num_cached_tokens=request.cached_tokens, queue_s=request.queue_s)
-        logprobs = None
-        if kept[-1].logprobs is not None:
-            logprobs = Rows(packed for delta in kept for packed in Rows.of(delta.logprobs or ()).packed)
-        return kept[-1]._replace(token_ids=tokens, logprobs=logprobs, prompt_logprobs=kept[0].prompt_logprobs)
 
 
 class Engine:
@@ -184,7 +143,7 @@ class Engine:
         self._failure: IntarsiaError | None = None  # why nothing can go on
         self.is_broken = False  # by a bug: what it knows is not to be trusted, and another one in its place may go on
         self.cache_watchers = CacheWatchers(manager)
-        self._is_pressed = False  # when a request came last
+        self._subscribers = Subscribers()
         self.is_leaving = False  # whoever asks where to send requests is told to look elsewhere
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -194,14 +153,14 @@ class Engine:
         tokens: Sequence[int],
         sampling: SamplingParams,
         handle: int,
-        outlet: Outlet,
+        sink: Sink,
         images: Sequence[Image] = (),
         terms: Terms = USUAL_TERMS,
         stream_interval_s: float = 0.0,
         prompt_tokens: int | None = None,
         is_known: bool = False,
     ) -> list[RequestId]:
-        """Queue a request; its tokens go to `outlet`. One id per answer, whose handles are `handle` and those after it.
+        """Queue a request; its tokens go to `sink`. One id per answer, whose handles are `handle` and those after it.
 
         prompt_tokens: of `tokens`, where an answer goes on that began elsewhere; None: all of them
         stream_interval_s: from one delta of an answer to its next; 0: each token at once; infinite: all at its end.
@@ -224,8 +183,7 @@ class Engine:
                 self._accounts.add(terms.salt, refused_requests=1)
                 self._feel_pressure()
                 raise
-        if self._feel_pressure():
-            stream_interval_s = max(stream_interval_s, PRESSED_INTERVAL_S)
+        self._feel_pressure()
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         ends = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
@@ -243,7 +201,7 @@ class Engine:
                     stop_token_ids=ends,
                     max_total_tokens=max_total_tokens,
                     terms=terms,
-                    caller=_Caller(outlet, handle + index, stream_interval_s, told=len(tokens)),
+                    subscriber=self._subscribers.add(sink, handle + index, stream_interval_s, sent=len(tokens)),
                     gallery=gallery,
                     prompt_logprobs=[] if sampling.prompt_logprobs is not None and not index else None,
                 )
@@ -261,20 +219,8 @@ class Engine:
         """So many more, here or by a front end that knew."""
         self.stats.refused_requests += requests
 
-    def _feel_pressure(self) -> bool:
-        """Whether more come than can be served. Whoever came before that is told less often from then on, too: hundreds
-        may wait still, and would be told each token by itself."""
-        was_pressed, self._is_pressed = self._is_pressed, self._gate.is_pressed
-        if self._is_pressed and not was_pressed:
-            self._tell_less_often()
-        return self._is_pressed
-
-    def _tell_less_often(self) -> None:
-        for request in self._live.values():
-            caller = request.caller
-            if not caller.interval_s:
-                caller.told = len(request.tokens)  # so far each token was told at once
-            caller.interval_s = max(caller.interval_s, PRESSED_INTERVAL_S)
+    def _feel_pressure(self) -> None:
+        self._subscribers.press(self._gate.is_pressed, self._live.values())
 
     def _queue(self, requests: list[Request]) -> None:
         self._scheduler.add(requests[0], requests[1:])
@@ -288,7 +234,7 @@ class Engine:
         elif refusal is not None:
             for request in live:
                 self._forget(request)
-                self._tell(request, refusal)
+                self._subscribers.send_error(request, refusal)
 
     def abort(self, request_id: RequestId) -> None:
         """Stop an answer and free its blocks. Unknown or finished ones are left alone."""
@@ -476,7 +422,7 @@ class Engine:
                 f"the workers were lost {request.losses} times while this request ran, in the end alone, and it got no "
                 f"token in between: they seem to die of it; last: {error}"
             )
-            self._tell(request, EngineUnavailable(message))
+            self._subscribers.send_error(request, EngineUnavailable(message))
             self._end_early(request, "error")
 
     def _give_up_steps(self) -> None:
@@ -512,7 +458,7 @@ class Engine:
         self._under_way.popleft()
         self._losses.progress()
         outcome = self._scheduler.commit(result)
-        self._deliver(outcome)
+        self._enter(outcome, time.monotonic())
         self._tell_failed(outcome)
         if self.cache_watchers.is_watched:
             self.cache_watchers.send()
@@ -529,52 +475,27 @@ class Engine:
             self._wake.clear()
             await self._wake.wait()
 
-    def _deliver(self, outcome: Outcome) -> None:
-        """One call per front end and step, whatever the number of its requests."""
-        deliveries: dict[Outlet, Delivery] = {}
-        outlet, handles, tokens = None, [], []
-        now_s = time.monotonic()
-        for request, token in zip(outcome.requests, outcome.tokens, strict=True):
-            caller = request.caller
-            if caller.interval_s:  # the request knows its tokens
-                if now_s >= caller.next_s:
-                    others = deliveries.setdefault(caller.outlet, Delivery([], [], [])).others
-                    others.append((caller.handle, caller.tell(request, now_s)))
-                continue
-            if caller.outlet is not outlet:
-                outlet = caller.outlet
-                handles, tokens, _ = deliveries.setdefault(outlet, Delivery([], [], []))
-            handles.append(caller.handle)
-            tokens.append(token)
+    def _enter(self, outcome: Outcome, now_s: float) -> None:
+        """Enter what a step brought: answers that begin and end, and what is to be sent."""
         for entry in outcome.notable:
-            caller = entry.request.caller
-            if len(entry.request.tokens) == entry.request.prompt_tokens + 1:
-                self.stats.prompt_tokens += entry.request.prompt_tokens
-                self.stats.cached_tokens += entry.request.cached_tokens
+            request = entry.request
+            if request.has_just_begun:
+                self.stats.prompt_tokens += request.prompt_tokens
+                self.stats.cached_tokens += request.cached_tokens
                 self._accounts.add(
-                    entry.request.terms.salt,
-                    prompt_tokens=entry.request.prompt_tokens,
-                    cached_tokens=entry.request.cached_tokens,
+                    request.terms.salt, prompt_tokens=request.prompt_tokens, cached_tokens=request.cached_tokens
                 )
-                self._meter.began(entry.request, now_s)
-                self._gate.began(entry.request)
-            delta: TokenDelta | None = _delta(entry)
-            if caller.interval_s:
-                caller.kept.append(delta)
-                is_due = entry.finish_reason is not None or now_s >= caller.next_s
-                delta = caller.tell(entry.request, now_s) if is_due else None
-            if delta is not None:
-                deliveries.setdefault(caller.outlet, Delivery([], [], [])).others.append((caller.handle, delta))
+                self._meter.began(request, now_s)
+                self._gate.began(request)
             if entry.finish_reason is not None:
-                self._forget(entry.request)
+                self._forget(request)
                 self.stats.finished_requests += 1
-                self._accounts.add(entry.request.terms.salt, finished_requests=1)
-                self._meter.finished(entry.request, entry.finish_reason.value, now_s)
-                self._journal.ended(entry.request, entry.finish_reason.value, now_s)
-                if self.tracer is not None and entry.request.terms.trace:
-                    self._trace(self.tracer, entry.request, now_s)
-        for outlet, delivery in deliveries.items():
-            outlet(delivery)
+                self._accounts.add(request.terms.salt, finished_requests=1)
+                self._meter.finished(request, entry.finish_reason.value, now_s)
+                self._journal.ended(request, entry.finish_reason.value, now_s)
+                if self.tracer is not None and request.terms.trace:
+                    self._trace(self.tracer, request, now_s)
+        self._subscribers.send(outcome, now_s)
 
     def _trace(self, tracer: Tracer, request: Request, ended_s: float) -> None:
         """Where the time of a request went that has come to its end."""
@@ -605,7 +526,7 @@ class Engine:
             self._forget(request)
             generated = len(request.tokens) - request.prompt_tokens
             state = f"{generated} tokens of at most {request.max_total_tokens - request.prompt_tokens} were generated"
-            self._tell(
+            self._subscribers.send_error(
                 request,
                 DeadlineExceeded(
                     f"the request's {request.terms.timeout_s:g} s are over; {state}. Give it more time, or ask less.",
@@ -621,18 +542,15 @@ class Engine:
         for request, why in outcome.failed:
             self._forget(request)
             generated = len(request.tokens) - request.prompt_tokens
-            self._tell(request, too_complex(request.sampling.form, generated, why))
+            self._subscribers.send_error(request, too_complex(request.sampling.form, generated, why))
             self._end_early(request, "error")
-
-    def _tell(self, request: Request, error: IntarsiaError) -> None:
-        request.caller.outlet(Delivery([], [], [(request.caller.handle, error)]))
 
     def _fail(self, error: IntarsiaError) -> None:
         self._failure = error
         self._structured_output.close()
         for request in list(self._live.values()):
             self._forget(request)
-            self._tell(request, error)
+            self._subscribers.send_error(request, error)
             self._end_early(request, "error")
 
     def _count(
@@ -641,7 +559,7 @@ class Engine:
         stats, now_s = self.stats, time.monotonic()
         began = ended = 0
         for entry in outcome.notable:
-            began += len(entry.request.tokens) == entry.request.prompt_tokens + 1
+            began += entry.request.has_just_begun
             ended += entry.finish_reason is not None
         generated = len(outcome.tokens) + len(outcome.notable)
         computed = len(step.decode) + sum(advance.tokens for advance in step.advance)
@@ -672,20 +590,3 @@ class Engine:
         stats.wait_us += wait_us
         stats.commit_us += commit_us
         stats.run_us += result.run_us
-
-
-def _delta(entry: Progress) -> TokenDelta:
-    request, token, reason, logprobs = entry
-    about_prompt = None
-    if request.prompt_logprobs is not None and len(request.tokens) == request.prompt_tokens + 1:
-        prompt = request.tokens[1 : request.prompt_tokens]
-        rows = zip(prompt, request.prompt_logprobs, strict=True)
-        about_prompt = Rows.of(TokenLogprobs(token, *row) for token, row in rows)
-    return TokenDelta(
-        (token,),
-        Rows.of((TokenLogprobs(token, *logprobs),)) if logprobs is not None else None,
-        reason.value if reason else None,
-        request.cached_tokens,
-        about_prompt,
-        queue_s=request.queue_s,
-    )

@@ -36,8 +36,9 @@ from ..kvcache.manager import RequestId
 from ..proto.channel import Address, ChannelClosed, Stream, StreamServer, reading
 from ..proto.request import Image, SamplingParams, Terms
 from .cache_watchers import Watcher
+from .delivery import Delivery
 from .deltas import Backlog, TokenDelta
-from .engine import Delivery, Engine
+from .engine import Engine
 from .snapshot import Look
 
 DELTA, ERROR, ANSWER, EVENTS = range(4)
@@ -103,7 +104,7 @@ class FrontDoor:
 
         outbox = Outbox(stream)
 
-        def outlet(delivery: Delivery) -> None:
+        def sink(delivery: Delivery) -> None:
             if self._engine.failure is not None:
                 return  # `close` tells all at once, so that they can go on elsewhere
             outbox.deliver(delivery)
@@ -151,7 +152,7 @@ class FrontDoor:
                         asked.tokens,
                         asked.sampling,
                         handle,
-                        outlet,
+                        sink,
                         asked.images,
                         asked.terms,
                         asked.stream_interval_s,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import grpc
 from grpc_status import rpc_status
 
-from ..controller.engine import TokenLogprobs
+from ..controller.deltas import TokenLogprobs
 from ..controller.info import CacheState, EngineInfo, EngineLoad
 from ..errors import (
     DeadlineExceeded,

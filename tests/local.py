@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from intarsia.controller.engine import Delivery, Engine
+from intarsia.controller.delivery import Delivery
+from intarsia.controller.engine import Engine
 from intarsia.controller.losses import NoRoom
 from intarsia.controller.startup import build_engine
 from intarsia.deploy.front_end.images import ImageReader, read_images
@@ -65,7 +66,7 @@ class Completion:
         self.error: IntarsiaError | None = None
         self.done = asyncio.Event()
 
-    def outlet(self, delivery: Delivery) -> None:
+    def sink(self, delivery: Delivery) -> None:
         self.token_ids += delivery.tokens
         for _, item in delivery.others:
             if isinstance(item, IntarsiaError):
@@ -104,7 +105,7 @@ async def complete(
         asked = zip(prompts, params, images or [[] for _ in prompts], completions, strict=True)
         for n, (prompt, wanted, pictures, completion) in enumerate(asked):
             found = read_images(reader, pictures, engine.info.model)
-            engine.submit(prompt, wanted, n, completion.outlet, found)
+            engine.submit(prompt, wanted, n, completion.sink, found)
         await asyncio.gather(*(completion.done.wait() for completion in completions))
         await asyncio.sleep(0)
     finally:

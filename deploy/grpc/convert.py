@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import StatusCode
 
-from ...controller.engine import TokenDelta, TokenLogprobs
+from ...controller.deltas import TokenDelta, TokenLogprobs
 from ...controller.info import CacheState, EngineInfo, EngineLoad, GroupInfo, GroupState
 from ...errors import (
     ERRORS,

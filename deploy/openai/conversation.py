@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator
 from typing import NamedTuple
 
-from ...controller.engine import TokenDelta
+from ...controller.deltas import TokenDelta
 from ...errors import InvalidRequest
 from ..front_end.front_end import Asked, FrontEnd
 from .answers import Counter, pieces

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from intarsia.controller.admission.overload import Gate
+from intarsia.controller.delivery import Delivery
 from intarsia.controller.deltas import TOKEN_BYTES, Rows, TokenDelta, TokenLogprobs
-from intarsia.controller.engine import Delivery, Engine
+from intarsia.controller.engine import Engine
 from intarsia.controller.server import ERROR, MESSAGE_BYTES, MOST_UNSENT_BYTES, FrontDoor, Outbox
 from intarsia.deploy.front_end import engine_client as client_module
 from intarsia.deploy.front_end.engine_client import EngineClient
@@ -682,7 +683,7 @@ def test_a_watcher_who_does_not_read_is_told_to_begin_anew(monkeypatch: pytest.M
 FOUR_STREAMS = """
 import asyncio, json, sys
 from intarsia.deploy.front_end.engine_client import EngineClient
-from intarsia.controller.request import SamplingParams
+from intarsia.proto.request import SamplingParams
 from intarsia.proto.channel import Address
 
 async def main():

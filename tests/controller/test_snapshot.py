@@ -78,8 +78,8 @@ def test_ended_requests_say_why():
     async def scenario() -> None:
         whole = submit(engine, PROMPT)
         late = Completion()
-        engine.submit([7] * 5, SamplingParams(max_tokens=90), 0, late.outlet, terms=Terms(timeout_s=0.02))
-        [left] = engine.submit([8] * 5, SamplingParams(max_tokens=90), 0, Completion().outlet)
+        engine.submit([7] * 5, SamplingParams(max_tokens=90), 0, late.sink, terms=Terms(timeout_s=0.02))
+        [left] = engine.submit([8] * 5, SamplingParams(max_tokens=90), 0, Completion().sink)
         await whole.done.wait()
         engine.abort(left)
         await late.done.wait()

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from intarsia.controller.engine import TokenDelta
+from intarsia.controller.deltas import TokenDelta
 from intarsia.controller.info import EngineInfo, EngineLoad, GroupInfo
 from intarsia.errors import Overloaded
 from intarsia.proto.request import USUAL_TERMS, Image, SamplingParams, Terms

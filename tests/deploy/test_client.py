@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from intarsia.controller.engine import TokenDelta, TokenLogprobs
+from intarsia.controller.deltas import TokenDelta, TokenLogprobs
 from intarsia.deploy.client import Client, Usage
 from intarsia.errors import (
     CorruptCheckpoint,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from intarsia.controller.engine import TokenDelta
+from intarsia.controller.deltas import TokenDelta
 from intarsia.deploy.demo import DEMO_MODEL_DIR
 from intarsia.deploy.front_end.access import Access, AccessSettings
 from intarsia.deploy.front_end.front_end import FrontEnd

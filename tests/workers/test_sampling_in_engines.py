@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from intarsia.controller.engine import Delivery, Engine, TokenDelta
+from intarsia.controller.delivery import Delivery
+from intarsia.controller.deltas import TokenDelta
+from intarsia.controller.engine import Engine
 from intarsia.proto.request import SamplingParams
 from intarsia.tests import models
 from intarsia.tests.conftest import Loop, TinyModel
@@ -154,7 +156,7 @@ class Family:
         self.done = asyncio.Event()
         self._left = answers
 
-    def outlet(self, delivery: Delivery) -> None:
+    def sink(self, delivery: Delivery) -> None:
         for handle, token in zip(delivery.handles, delivery.tokens, strict=True):
             self.token_ids[handle].append(token)
         for handle, item in delivery.others:
@@ -169,7 +171,7 @@ async def complete_families(engine: Engine, prompts: Sequence[list[int]], params
     families = [Family(params.n) for _ in prompts]
     running = asyncio.create_task(engine.run())
     for prompt, family in zip(prompts, families, strict=True):
-        engine.submit(prompt, params, 0, family.outlet)
+        engine.submit(prompt, params, 0, family.sink)
     await asyncio.gather(*(family.done.wait() for family in families))
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from starlette.routing import Route
 
-from intarsia.controller.engine import TokenDelta
+from intarsia.controller.deltas import TokenDelta
 from intarsia.deploy.client import Client, Tls
 from intarsia.deploy.front_end.access import ROUTES, RPCS, Access, AccessSettings, Level
 from intarsia.deploy.front_end.front_end import Asked, FrontEnd, FrontEndSettings

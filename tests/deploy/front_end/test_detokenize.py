@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from intarsia.controller.engine import TokenDelta, TokenLogprobs
+from intarsia.controller.deltas import TokenDelta, TokenLogprobs
 from intarsia.deploy.front_end.detokenize import AT_ONCE_VALUES, StopGate, whole_answers, with_text
 from intarsia.deploy.front_end.tokenizer import Tokenizer
 from intarsia.errors import InvalidRequest

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from intarsia.controller.engine import TokenDelta, TokenLogprobs
+from intarsia.controller.deltas import TokenDelta, TokenLogprobs
 from intarsia.deploy.front_end.front_end import FrontEnd
 from intarsia.deploy.front_end.tokenizer import Tokenizer
 from intarsia.deploy.http.server import HttpServer

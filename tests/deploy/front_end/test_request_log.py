@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from intarsia.controller.engine import TokenDelta
+from intarsia.controller.deltas import TokenDelta
 from intarsia.deploy.client import Client
 from intarsia.deploy.front_end import request_log
 from intarsia.deploy.front_end.access import Access, AccessSettings

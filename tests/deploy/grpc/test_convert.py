@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from intarsia.controller.engine import TokenDelta, TokenLogprobs
+from intarsia.controller.deltas import TokenDelta, TokenLogprobs
 from intarsia.controller.info import EngineInfo, GroupInfo
 from intarsia.deploy.grpc import convert
 from intarsia.errors import ERRORS, EngineUnavailable, IntarsiaError, InvalidRequest, ModelError, PoolExhausted

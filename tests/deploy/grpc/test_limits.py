@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import grpc
 import pytest
 
-from intarsia.controller.engine import TokenDelta
+from intarsia.controller.deltas import TokenDelta
 from intarsia.deploy.client import Asked, AsyncClient, Client, _typed
 from intarsia.deploy.front_end.access import Access, AccessSettings
 from intarsia.deploy.front_end.front_end import FrontEnd

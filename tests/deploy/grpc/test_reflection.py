@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from intarsia.controller.engine import TokenDelta
+from intarsia.controller.deltas import TokenDelta
 
 BUF = Path(__file__).parents[3] / ".venv" / "npm" / "node_modules" / ".bin" / "buf"
 SCRIPT = (TokenDelta((5,)), TokenDelta((6,), finish_reason="length"))

@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
-from intarsia.controller.engine import TokenDelta
+from intarsia.controller.deltas import TokenDelta
 from intarsia.deploy.front_end.front_end import FrontEnd
 from intarsia.deploy.grpc.server import GrpcServer
 from intarsia.errors import InvalidSetting, Overloaded, RequestTooLarge

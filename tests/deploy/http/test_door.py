@@ -15,7 +15,7 @@ import httpx
 import pytest
 import trustme
 
-from intarsia.controller.engine import TokenDelta
+from intarsia.controller.deltas import TokenDelta
 from intarsia.deploy.front_end.access import Access, AccessSettings
 from intarsia.deploy.front_end.front_end import FrontEnd
 from intarsia.deploy.http.server import HttpServer
