@@ -8,10 +8,9 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ..errors import (
     DeadlineExceeded,
@@ -22,23 +21,21 @@ from ..errors import (
 )
 from ..kvcache.check import Recount, recount
 from ..kvcache.manager import CacheManager, RequestId
-from ..kvcache.tables import SALT
 from ..proto.request import USUAL_TERMS, Image, SamplingParams, Terms
 from ..proto.step import Step, StepResult
 from ..proto.tracing import Tracer
-from ..proto.worker import WorkerStatus
-from .accounts import Accounts
 from .admission.overload import Gate, GateSettings
 from .admission.structured_output import StructuredOutput, too_complex
 from .admission.validation import check, lay_out_images
 from .cache_watchers import CacheWatchers
 from .delivery import Sink, Subscribers
-from .info import CacheState, EngineInfo, EngineLoad, GroupState, Probe
+from .info import EngineInfo
 from .losses import GIVE_UP_AFTER_S, Losses, NoRoom
-from .metrics import Meter, Metrics
 from .request import SUSPICIOUS_LOSSES, Request
 from .scheduling.scheduler import Outcome, Scheduler
-from .snapshot import EngineView, Journal, Look, StepView, counted, request_views
+from .status import Status
+from .step_runner import StepRunner
+from .telemetry import EngineStats, StepTimes, Telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -49,53 +46,6 @@ three of them it runs alone: one of those may be chance, where somebody kills wo
 
 SUSPECT_FOR_S = 5.0
 """The same in time, since the first of them: whatever kills workers beside their steps may be done then."""
-
-
-class StepRunner(Protocol):
-    """Whoever runs steps: the worker group, or one worker in this process."""
-
-    def start_step(self, step: Step) -> Awaitable[StepResult]:
-        """Send a step on its way at once; its answer comes later. Answers are awaited in the order of steps."""
-        ...
-
-    async def prepare_form(self, kind: str, text: str) -> None:
-        """Compile the form of an answer, beside the steps. Raises `InvalidRequest`, naming the field."""
-        ...
-
-    async def lost(self) -> IntarsiaError:
-        """Wait until nothing can run any more; why that is."""
-        ...
-
-    async def rebuild(self) -> None:
-        """Something is lost: begin again, with empty pages. Raises `EngineUnavailable` when that did not succeed, and
-        `NoRoom` when it can not."""
-        ...
-
-    async def status(self) -> Sequence[WorkerStatus]:
-        """How each rank is, asked beside the steps."""
-        ...
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Counters since the start. Times are of the controller process, in microseconds."""
-
-    steps: int = 0
-    prompt_tokens: int = 0  # of answers that have begun
-    cached_tokens: int = 0  # of them, found in the prefix cache
-    generated_tokens: int = 0
-    computed_tokens: int = 0
-    finished_requests: int = 0
-    aborted_requests: int = 0
-    expired_requests: int = 0
-    refused_requests: int = 0  # because more came than can be served
-    preemptions: int = 0
-    swaps: int = 0  # of them, those whose blocks went to host memory
-    plan_us: float = 0.0  # choosing the work of a step, and its blocks
-    commit_us: float = 0.0  # entering its tokens, naming and giving back blocks, handing out
-    wait_us: float = 0.0  # with nothing to do but wait for a worker's answer
-    run_us: float = 0.0  # that rank 0 spent on steps
-    rebuilds: int = 0  # times that the workers were lost and came back
 
 
 class _UnderWay(NamedTuple):
@@ -122,10 +72,8 @@ class Engine:
     ):
         """losses: when workers are given up
         depth: steps under way at once. 2: one runs while the next is planned; 1: each waits for the one before."""
-        self.tracer = tracer
         self._gate = Gate(gate or GateSettings(), lambda: scheduler.is_full, lambda: scheduler.num_seats)
         self.info = info
-        self.stats = EngineStats()
         self._scheduler = scheduler
         self._manager = manager
         self._workers = workers
@@ -134,9 +82,8 @@ class Engine:
         self._next_id = 0
         self._depth = depth
         self._under_way: deque[_UnderWay] = deque()  # oldest first
-        self._meter = Meter()
-        self._accounts = Accounts(info, manager)
-        self._journal = Journal()
+        self._telemetry = Telemetry(scheduler, self._live, tracer)
+        self.status = Status(info, scheduler, manager, workers, self._telemetry, self._live)
         self._wake = asyncio.Event()
         self._structured_output = StructuredOutput(workers)
         self._lost: IntarsiaError | None = None  # why the workers can not go on
@@ -144,7 +91,6 @@ class Engine:
         self.is_broken = False  # by a bug: what it knows is not to be trusted, and another one in its place may go on
         self.cache_watchers = CacheWatchers(manager)
         self._subscribers = Subscribers()
-        self.is_leaving = False  # whoever asks where to send requests is told to look elsewhere
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -179,8 +125,7 @@ class Engine:
             try:
                 self._gate.check(terms.tenant, prompt, image_bytes, sampling.n, terms.timeout_s)
             except Overloaded:
-                self.refused(1)
-                self._accounts.add(terms.salt, refused_requests=1)
+                self._telemetry.refused(1, terms.salt)
                 self._feel_pressure()
                 raise
         self._feel_pressure()
@@ -206,7 +151,7 @@ class Engine:
                     prompt_logprobs=[] if sampling.prompt_logprobs is not None and not index else None,
                 )
             )
-        self._meter.submitted(sampling.n, sampling.max_tokens)
+        self._telemetry.submitted(sampling.n, sampling.max_tokens)
         self._live.update((request.id, request) for request in requests)
         self._gate.entered(requests, is_known=is_known)
         if sampling.form is None:
@@ -216,8 +161,8 @@ class Engine:
         return [request.id for request in requests]
 
     def refused(self, requests: int) -> None:
-        """So many more, here or by a front end that knew."""
-        self.stats.refused_requests += requests
+        """So many more, by a front end that knew."""
+        self._telemetry.refused(requests)
 
     def _feel_pressure(self) -> None:
         self._subscribers.press(self._gate.is_pressed, self._live.values())
@@ -234,6 +179,7 @@ class Engine:
         elif refusal is not None:
             for request in live:
                 self._forget(request)
+                self._telemetry.left(request)
                 self._subscribers.send_error(request, refusal)
 
     def abort(self, request_id: RequestId) -> None:
@@ -241,21 +187,31 @@ class Engine:
         request = self._live.get(request_id)
         if request is None:
             return
-        self._forget(request)
         if self._scheduler.abort(request_id):
-            self.stats.aborted_requests += 1
-            self._accounts.add(request.terms.salt, aborted_requests=1)
-            self._end_early(request, "abort")
+            self._end(request, "abort", time.monotonic())
             self._wake.set()
+        else:  # its form is being compiled
+            self._forget(request)
+            self._telemetry.left(request)
 
     def _forget(self, request: Request) -> None:
         del self._live[request.id]
         self._gate.left(request)
-        self._accounts.left(request)
 
-    def _end_early(self, request: Request, how: str) -> None:
-        self._meter.ended(how)
-        self._journal.ended(request, how, time.monotonic())
+    def _end(self, request: Request, how: str, now_s: float, error: IntarsiaError | None = None) -> None:
+        """It was queued, and leaves. error: to be sent to its subscriber."""
+        self._forget(request)
+        self._telemetry.ended(request, how, now_s)
+        if error is not None:
+            self._subscribers.send_error(request, error)
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._telemetry.stats
+
+    @property
+    def tracer(self) -> Tracer | None:
+        return self._telemetry.tracer
 
     @property
     def failure(self) -> IntarsiaError | None:
@@ -269,77 +225,6 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         self._manager.reset_prefix_cache()
         self.cache_watchers.send()
-
-    def load(self, viewer: str | None = None) -> EngineLoad:
-        """viewer: whose salt the figures are of; None: of all."""
-        if viewer is not None:
-            return self._accounts.load(viewer, self._live.values(), self.stats.rebuilds)
-        pool, stats = self._manager.pool, self.stats
-        return EngineLoad(
-            self._scheduler.num_running,
-            self._scheduler.num_waiting,
-            pool.num_free,
-            pool.num_kept,
-            self.info.num_blocks,
-            stats.steps,
-            stats.prompt_tokens,
-            stats.cached_tokens,
-            stats.generated_tokens,
-            stats.finished_requests,
-            stats.aborted_requests,
-            stats.expired_requests,
-            stats.preemptions,
-            stats.rebuilds,
-            stats.refused_requests,
-        )
-
-    def metrics(self) -> Metrics:
-        return self._meter.read(self._manager)
-
-    async def view(self, look: Look) -> EngineView:
-        """All there is to see, at one moment between two steps."""
-        try:
-            workers = tuple(await self._workers.status())
-        except IntarsiaError:  # lost: the requests are told by the loop
-            workers = ()
-        now_s = time.monotonic()
-        count, faults = counted(self._manager) if look.with_recount else (None, "")
-        return EngineView(
-            now_s,
-            self.load(),
-            self.cache_state(),
-            request_views(
-                self._live.values(),
-                self._manager,
-                now_s,
-                with_blocks=look.with_pool,
-                with_tokens=look.with_tokens,
-            ),
-            self._journal.all_ended(look.with_tokens),
-            self._journal.steps(look.since_step),
-            workers,
-            self._manager.pool.map() if look.with_pool else None,
-            count,
-            faults,
-            self._meter.latencies(now_s),
-        )
-
-    def probe(self, tokens: Sequence[int], salt: str = "") -> Probe:
-        """What a request with this prompt would meet. Nothing is touched."""
-        cached_tokens = self._manager.lookup(tokens, salt.encode()).tokens if tokens else 0
-        return Probe(cached_tokens, self._scheduler.queued_tokens, self._scheduler.num_running, self.is_leaving)
-
-    def cache_state(self, viewer: str | None = None) -> CacheState:
-        """viewer: whose salt the figures are of; None: of all."""
-        if viewer is not None:
-            return self._accounts.cache_state(viewer, self._live.values())
-        pool = self._manager.pool
-        groups = tuple(
-            GroupState(group.kind, group.block_tokens, pool.num_held(number), len(pool.index(number)))
-            for number, group in enumerate(self.info.groups)
-        )
-        held = self.info.num_blocks - pool.num_free
-        return CacheState(held, pool.num_kept, pool.num_blank, self._manager.num_open, groups)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -398,7 +283,7 @@ class Engine:
             pass
         self._losses.back()
         self._lost = None
-        self.stats.rebuilds += 1
+        self._telemetry.rebuilt()
         took_s = time.monotonic() - started
         logger.warning("the workers are back after %.1f s; %d requests go on", took_s, len(self._live))
 
@@ -417,13 +302,11 @@ class Engine:
     def _give_up(self, request: Request, error: IntarsiaError) -> None:
         """It may be what the workers die of: others are not to suffer from it for ever."""
         if request.id in self._live and self._scheduler.abort(request.id):
-            self._forget(request)
             message = (
                 f"the workers were lost {request.losses} times while this request ran, in the end alone, and it got no "
                 f"token in between: they seem to die of it; last: {error}"
             )
-            self._subscribers.send_error(request, EngineUnavailable(message))
-            self._end_early(request, "error")
+            self._end(request, "error", time.monotonic(), EngineUnavailable(message))
 
     def _give_up_steps(self) -> None:
         for sent in self._under_way:
@@ -435,9 +318,9 @@ class Engine:
         while len(self._under_way) < self._depth and self._scheduler.has_work:
             started = time.perf_counter()
             step = self._scheduler.plan_step()
-            self._tell_expired()
+            self._end_expired()
             plan_us = (time.perf_counter() - started) * 1e6
-            self.stats.plan_us += plan_us
+            self._telemetry.planned(plan_us)
             if step is None:
                 return
             self._under_way.append(_UnderWay(step, asyncio.ensure_future(self._workers.start_step(step)), plan_us))
@@ -459,11 +342,10 @@ class Engine:
         self._losses.progress()
         outcome = self._scheduler.commit(result)
         self._enter(outcome, time.monotonic())
-        self._tell_failed(outcome)
         if self.cache_watchers.is_watched:
             self.cache_watchers.send()
-        commit_us = (time.perf_counter() - answered) * 1e6
-        self._count(step, result, outcome, plan_us=plan_us, wait_us=(answered - started) * 1e6, commit_us=commit_us)
+        wait_us, commit_us = (answered - started) * 1e6, (time.perf_counter() - answered) * 1e6
+        self._telemetry.stepped(step, result, outcome, StepTimes(plan_us, wait_us, commit_us))
         # Let front ends submit, abort and receive before the next plan, even if no await above had to wait.
         await asyncio.sleep(0)
 
@@ -480,113 +362,31 @@ class Engine:
         for entry in outcome.notable:
             request = entry.request
             if request.has_just_begun:
-                self.stats.prompt_tokens += request.prompt_tokens
-                self.stats.cached_tokens += request.cached_tokens
-                self._accounts.add(
-                    request.terms.salt, prompt_tokens=request.prompt_tokens, cached_tokens=request.cached_tokens
-                )
-                self._meter.began(request, now_s)
+                self._telemetry.began(request, now_s)
                 self._gate.began(request)
             if entry.finish_reason is not None:
-                self._forget(request)
-                self.stats.finished_requests += 1
-                self._accounts.add(request.terms.salt, finished_requests=1)
-                self._meter.finished(request, entry.finish_reason.value, now_s)
-                self._journal.ended(request, entry.finish_reason.value, now_s)
-                if self.tracer is not None and request.terms.trace:
-                    self._trace(self.tracer, request, now_s)
+                self._end(request, entry.finish_reason.value, now_s)
         self._subscribers.send(outcome, now_s)
-
-    def _trace(self, tracer: Tracer, request: Request, ended_s: float) -> None:
-        """Where the time of a request went that has come to its end."""
-        prompt = {
-            "gen_ai.usage.input_tokens": request.prompt_tokens,
-            "intarsia.cached_tokens": request.cached_tokens,
-            # Not what another salt has: a tenant's own traces would tell what others asked.
-            **{
-                f"intarsia.lost_tokens.{cause}": tokens
-                for cause, tokens in request.lost_tokens.items()
-                if cause != SALT
-            },
-        }
-        answer = {
-            "gen_ai.usage.output_tokens": len(request.tokens) - request.prompt_tokens,
-            "intarsia.preemptions": request.preemptions,
-        }
-        first_s = request.first_token_s or request.admitted_s  # it may have had tokens when it came
-        for name, start_s, end_s, about in (
-            ("queue", request.arrival_s, request.admitted_s, {"intarsia.priority": request.terms.priority}),
-            ("prefill", request.admitted_s, first_s, prompt),
-            ("decode", first_s, ended_s, answer),
-        ):
-            tracer.record(name, [request.terms.trace], start_s, end_s, about)
-
-    def _tell_expired(self) -> None:
-        for request in self._scheduler.take_expired():
-            self._forget(request)
-            generated = len(request.tokens) - request.prompt_tokens
-            state = f"{generated} tokens of at most {request.max_total_tokens - request.prompt_tokens} were generated"
-            self._subscribers.send_error(
-                request,
-                DeadlineExceeded(
-                    f"the request's {request.terms.timeout_s:g} s are over; {state}. Give it more time, or ask less.",
-                    field="timeout_s",
-                    generated_tokens=generated,
-                ),
-            )
-            self.stats.expired_requests += 1
-            self._accounts.add(request.terms.salt, expired_requests=1)
-            self._end_early(request, "deadline")
-
-    def _tell_failed(self, outcome: Outcome) -> None:
         for request, why in outcome.failed:
-            self._forget(request)
             generated = len(request.tokens) - request.prompt_tokens
-            self._subscribers.send_error(request, too_complex(request.sampling.form, generated, why))
-            self._end_early(request, "error")
+            self._end(request, "error", now_s, too_complex(request.sampling.form, generated, why))
+
+    def _end_expired(self) -> None:
+        for request in self._scheduler.take_expired():
+            self._end(request, "deadline", time.monotonic(), _deadline_exceeded(request))
 
     def _fail(self, error: IntarsiaError) -> None:
         self._failure = error
         self._structured_output.close()
         for request in list(self._live.values()):
-            self._forget(request)
-            self._subscribers.send_error(request, error)
-            self._end_early(request, "error")
+            self._end(request, "error", time.monotonic(), error)
 
-    def _count(
-        self, step: Step, result: StepResult, outcome: Outcome, *, plan_us: float, wait_us: float, commit_us: float
-    ) -> None:
-        stats, now_s = self.stats, time.monotonic()
-        began = ended = 0
-        for entry in outcome.notable:
-            began += entry.request.has_just_begun
-            ended += entry.finish_reason is not None
-        generated = len(outcome.tokens) + len(outcome.notable)
-        computed = len(step.decode) + sum(advance.tokens for advance in step.advance)
-        running = self._scheduler.num_seated
-        self._meter.stepped(computed + began, generated - began, now_s)
-        self._journal.stepped(
-            StepView(
-                step.number,
-                now_s,
-                int(plan_us),
-                int(wait_us),
-                int(commit_us),
-                result.run_us,
-                generated - began,
-                computed - (generated - began),
-                began,
-                ended,
-                running,
-                max(0, len(self._live) - running),
-                self._scheduler.preemptions - stats.preemptions,
-            )
-        )
-        stats.steps += 1
-        stats.generated_tokens += generated
-        stats.computed_tokens += computed
-        stats.preemptions = self._scheduler.preemptions
-        stats.swaps = self._scheduler.swaps
-        stats.wait_us += wait_us
-        stats.commit_us += commit_us
-        stats.run_us += result.run_us
+
+def _deadline_exceeded(request: Request) -> DeadlineExceeded:
+    generated = len(request.tokens) - request.prompt_tokens
+    state = f"{generated} tokens of at most {request.max_total_tokens - request.prompt_tokens} were generated"
+    return DeadlineExceeded(
+        f"the request's {request.terms.timeout_s:g} s are over; {state}. Give it more time, or ask less.",
+        field="timeout_s",
+        generated_tokens=generated,
+    )

@@ -40,6 +40,7 @@ from .delivery import Delivery
 from .deltas import Backlog, TokenDelta
 from .engine import Engine
 from .snapshot import Look
+from .status import Status
 
 DELTA, ERROR, ANSWER, EVENTS = range(4)
 
@@ -67,10 +68,10 @@ VERBS: Mapping[str, int] = dict.fromkeys(("abort", "refused", "metrics", "unwatc
 """What a front end may say, and of how many parts."""
 
 QUESTIONS: Mapping[str, Callable[..., Any]] = {
-    "load": Engine.load,
-    "cache": Engine.cache_state,
-    "probe": Engine.probe,
-    "metrics": lambda engine: engine.metrics().to_wire(),
+    "load": Status.load,
+    "cache": Status.cache_state,
+    "probe": Status.probe,
+    "metrics": lambda status: status.metrics().to_wire(),
 }
 """By verb. Answers are plain values and named tuples of them."""
 
@@ -128,7 +129,7 @@ class FrontDoor:
                     self._engine.refused(handle)
                     continue
                 if verb in QUESTIONS:
-                    stream.send_message([[], [], [[handle, ANSWER, QUESTIONS[verb](self._engine, *rest)]]])
+                    stream.send_message([[], [], [[handle, ANSWER, QUESTIONS[verb](self._engine.status, *rest)]]])
                     continue
                 if verb == "view":
                     with reading("a look"):
@@ -174,7 +175,7 @@ class FrontDoor:
                 looking.cancel()
 
     async def _show(self, stream: Stream, handle: int, look: Look) -> None:
-        stream.send_message([[], [], [[handle, ANSWER, await self._engine.view(look)]]])
+        stream.send_message([[], [], [[handle, ANSWER, await self._engine.status.view(look)]]])
 
 
 def _send_events(stream: Stream, handle: int, events: Sequence[Event]) -> None:
