@@ -237,9 +237,9 @@ def controller(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _null_model(count: int, rounds: int, is_full: bool = False) -> dict[str, float]:
-    from intarsia.controller.engine import Delivery, Engine
-    from intarsia.controller.scheduling.scheduler import Scheduler
-    from intarsia.controller.scheduling.settings import SchedulerSettings
+    from intarsia.controller.delivery import Delivery
+    from intarsia.controller.engine import Engine
+    from intarsia.controller.scheduling.scheduler import Scheduler, SchedulerSettings
     from intarsia.kvcache.manager import CacheManager
     from intarsia.kvcache.plan import PlanSettings
     from intarsia.kvcache.reach import Full, Sliding
@@ -304,7 +304,7 @@ async def _null_model(count: int, rounds: int, is_full: bool = False) -> dict[st
         left = asyncio.Event()
         open_answers = count
 
-        def outlet(delivery: Delivery, left: asyncio.Event = left) -> None:
+        def sink(delivery: Delivery, left: asyncio.Event = left) -> None:
             nonlocal open_answers
             pack(delivery)
             open_answers -= sum(item.finish_reason is not None for _, item in delivery.others)  # type: ignore[union-attr]
@@ -314,7 +314,7 @@ async def _null_model(count: int, rounds: int, is_full: bool = False) -> dict[st
         rng = random.Random(round_)
         for n in range(count):
             prompt = [rng.randrange(512) for _ in range(512 + rng.randrange(256))]
-            engine.submit(prompt, SamplingParams(temperature=0, max_tokens=512, ignore_eos=True), n, outlet)
+            engine.submit(prompt, SamplingParams(temperature=0, max_tokens=512, ignore_eos=True), n, sink)
         while engine.stats.generated_tokens < (round_ * 512 + 2) * count:  # all decode
             await asyncio.sleep(0)
         before = (engine.stats.steps, engine.stats.plan_us, engine.stats.commit_us, time.perf_counter())

@@ -53,7 +53,7 @@ class ControllerActor:
     async def leave(self) -> None:
         """Tell whoever looks for an engine to take another."""
         assert self._engine is not None
-        self._engine.is_leaving = True
+        self._engine.status.is_leaving = True
 
     async def loaded(self) -> tuple[int, int]:
         """How far `start` has come: parameters that are there, and all of them."""

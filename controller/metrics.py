@@ -5,12 +5,12 @@ What is true of every decoding request of a step (how long it waited for its tok
 """
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..kvcache.manager import CacheManager
-from .latencies import Latencies, Window
+from .latencies import Latencies, Spread
 from .request import Request
 
 QUICK_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -47,6 +47,11 @@ TOKENS = tuple(float(digit * 10**power) for power in range(7) for digit in (1, 2
 """Bounds for numbers of tokens."""
 
 ANSWERS = (1.0, 2.0, 5.0, 10.0, 20.0)
+
+KEPT_S = 60.0
+
+KEPT_VALUES = 2048
+"""At most, of each kind: they are sorted when somebody looks."""
 
 PREEMPTIONS = (0.0, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 
@@ -103,6 +108,32 @@ class Metrics(NamedTuple):
     finished: dict[str, int]  # answers by why they ended
     lost_tokens: dict[str, int]  # of prompts: cached once and computed again, by cause
     groups: tuple[GroupMetrics, ...]
+
+
+class Window:
+    """Values of the last minute, at most so many. Each may count several times."""
+
+    def __init__(self) -> None:
+        self._values: deque[tuple[float, float, int]] = deque(maxlen=KEPT_VALUES)  # when, what, how many times
+
+    def add(self, value_s: float, now_s: float, times: int = 1) -> None:
+        self._values.append((now_s, value_s, times))
+
+    def spread(self, now_s: float) -> Spread:
+        while self._values and self._values[0][0] < now_s - KEPT_S:
+            self._values.popleft()
+        ordered = sorted((value_s, times) for _, value_s, times in self._values)
+        return Spread(_below(ordered, 0.5), _below(ordered, 0.95))
+
+
+def _below(ordered: Sequence[tuple[float, int]], share: float) -> float | None:
+    """The smallest value that so much of them do not exceed."""
+    left = share * sum(times for _, times in ordered)
+    for value, times in ordered:
+        left -= times
+        if left <= 0:
+            return value
+    return None
 
 
 class Meter:

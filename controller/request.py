@@ -43,7 +43,7 @@ class Request:
     stop_token_ids: frozenset[int]
     max_total_tokens: int  # the sequence ends here at the latest
     terms: Terms = USUAL_TERMS
-    caller: Any = None  # who asked; the engine's business
+    subscriber: Any = None  # who is sent its tokens; see `delivery.py`
     arrival_s: float = 0.0
     admitted_s: float = 0.0  # the first time
     first_token_s: float = 0.0  # when it came
@@ -81,6 +81,11 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         return self.remaining_tokens == 1 and len(self.tokens) + self.pending > self.prompt_tokens
+
+    @property
+    def has_just_begun(self) -> bool:
+        """Its latest token is the first of its answer."""
+        return len(self.tokens) == self.prompt_tokens + 1
 
     @property
     def is_at_fork(self) -> bool:

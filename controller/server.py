@@ -38,7 +38,9 @@ from ..proto.messages import (
 )
 from ..proto.reply import Backlog, Delta
 from ..proto.request import GenerateRequest
-from .engine import Engine, Watcher
+from .cache_watchers import Watcher
+from .engine import Engine
+from .status import Status
 
 MOST_UNSENT_BYTES = 256 * 1024
 """In the socket's buffer for a front end, beside what the kernel takes. What comes then is held back."""
@@ -47,10 +49,10 @@ MESSAGE_BYTES = 64 * 1024
 """About so much is sent at once of what was held back."""
 
 QUESTIONS: Mapping[type, Callable[..., Any]] = {
-    AskLoad: Engine.load,
-    AskCacheState: Engine.cache_state,
-    AskProbe: Engine.probe,
-    AskMetrics: Engine.metrics,
+    AskLoad: Status.load,
+    AskCacheState: Status.cache_state,
+    AskProbe: Status.probe,
+    AskMetrics: Status.metrics,
 }
 """That are answered at once. What is behind the handle of a question is what the engine is asked with."""
 
@@ -108,7 +110,7 @@ class _Connection:
             Refused: lambda message: engine.refused(message.requests),
             AskSnapshot: self._snapshot,
             WatchCache: self._watch,
-            UnwatchCache: lambda message: engine.unwatch_cache(self._watchers.pop(message.handle)),
+            UnwatchCache: lambda message: engine.cache_watchers.remove(self._watchers.pop(message.handle)),
             Pair: lambda message: pairs.meet(message.name, stream),
             Idle: self._be_idle,
         } | dict.fromkeys(QUESTIONS, self._answer)
@@ -123,7 +125,7 @@ class _Connection:
         for request_id in self._requests.values():
             self._engine.abort(request_id)
         for watcher in self._watchers.values():
-            self._engine.unwatch_cache(watcher)
+            self._engine.cache_watchers.remove(watcher)
         for taking in self._snapshots:
             taking.cancel()
 
@@ -163,7 +165,7 @@ class _Connection:
 
     def _answer(self, message: Any) -> None:
         handle, *about = message
-        self._send(Answer(handle, QUESTIONS[type(message)](self._engine, *about)))
+        self._send(Answer(handle, QUESTIONS[type(message)](self._engine.status, *about)))
 
     def _snapshot(self, message: AskSnapshot) -> None:
         taking = asyncio.ensure_future(self._send_snapshot(message))
@@ -171,11 +173,13 @@ class _Connection:
         taking.add_done_callback(self._snapshots.discard)
 
     async def _send_snapshot(self, message: AskSnapshot) -> None:
-        self._send(Answer(message.handle, await self._engine.view(message.look)))
+        self._send(Answer(message.handle, await self._engine.status.view(message.look)))
 
     def _watch(self, message: WatchCache) -> None:
         self._watchers[message.handle] = partial(self._send_events, message.handle)
-        self._send_events(message.handle, self._engine.watch_cache(self._watchers[message.handle], message.viewer))
+        self._send_events(
+            message.handle, self._engine.cache_watchers.add(self._watchers[message.handle], message.viewer)
+        )
         self._send(Answer(message.handle, None))
 
     def _send_events(self, handle: int, events: Sequence[Event]) -> None:

@@ -4,7 +4,6 @@ A view is of one moment between two steps: requests, pool and recount agree. Tak
 most (`bench/console.py`), and nothing is collected for it while nobody looks, but for one short tuple a step.
 """
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,12 +14,6 @@ from ..proto.status import CacheState, EngineLoad
 from ..proto.worker import WorkerStatus
 from .latencies import Latencies
 from .request import Request
-
-KEPT_STEPS = 600
-"""Latest steps that are remembered: some seconds of a small model, a minute of a large one."""
-
-KEPT_ENDED = 100
-"""Latest requests that have ended."""
 
 MOST_REQUESTS = 500
 """Running and waiting ones in a view. All are counted; more could not be read anyway."""
@@ -84,33 +77,13 @@ class EngineView(NamedTuple):
     latencies: Latencies = Latencies()
 
 
-class Journal:
-    """The latest steps and the latest requests that ended."""
-
-    def __init__(self) -> None:
-        self._steps: deque[StepView] = deque(maxlen=KEPT_STEPS)
-        self._ended: deque[RequestView] = deque(maxlen=KEPT_ENDED)
-
-    def stepped(self, step: StepView) -> None:
-        self._steps.append(step)
-
-    def ended(self, request: Request, how: str, now_s: float) -> None:
-        self._ended.append(_view(request, how, now_s, (), with_tokens=True))
-
-    def steps(self, since: int) -> tuple[StepView, ...]:
-        return tuple(step for step in self._steps if step.number > since)
-
-    def all_ended(self, with_tokens: bool) -> tuple[RequestView, ...]:
-        return tuple(self._ended) if with_tokens else tuple(each._replace(tokens=None) for each in self._ended)
-
-
 def request_views(
     requests: Iterable[Request], manager: CacheManager, now_s: float, *, with_blocks: bool, with_tokens: bool
 ) -> tuple[RequestView, ...]:
     """Of those that go on: the running ones by their slots, then the waiting ones by their arrival."""
     ordered = sorted(requests, key=lambda r: (r.slot is None, r.slot if r.slot is not None else r.arrival_s))
     return tuple(
-        _view(
+        request_view(
             request,
             _state(request),
             now_s,
@@ -139,7 +112,9 @@ def _state(request: Request) -> str:
     return "preempted" if request.preemptions else "waiting"
 
 
-def _view(request: Request, state: str, now_s: float, blocks: tuple[bytes, ...], *, with_tokens: bool) -> RequestView:
+def request_view(
+    request: Request, state: str, now_s: float, blocks: tuple[bytes, ...], *, with_tokens: bool
+) -> RequestView:
     was_admitted = request.seniority is not None
     cached, lost = request.cached_tokens, request.lost_tokens
     if not was_admitted:  # what it would find, if somebody has looked already

@@ -1,25 +1,23 @@
 """From settings and a worker group to an engine that is ready to serve."""
 
 import bisect
-from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import IntarsiaError, InvalidRequest, InvalidSetting
+from ..errors import InvalidRequest, InvalidSetting
 from ..kvcache.manager import CacheManager, CacheSettings
 from ..kvcache.plan import MemoryPlan, PlanSettings
 from ..kvcache.strategies import plan_memory
 from ..proto.request import SamplingParams
 from ..proto.status import EngineInfo, GroupInfo
-from ..proto.step import Step, StepResult
 from ..proto.tracing import tracer_of
-from ..proto.worker import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus, check_length
+from ..proto.worker import ModelFacts, ModelSettings, RunnerLimits, check_length
 from .admission.overload import GateSettings
 from .engine import Engine
 from .losses import GIVE_UP_AFTER_S, Losses
-from .scheduling.scheduler import Scheduler
-from .scheduling.settings import SchedulerSettings
+from .scheduling.scheduler import Scheduler, SchedulerSettings
+from .step_runner import StepRunner
 
 SMALLEST_TRIAL_BYTES, LARGEST_TRIAL_BYTES = 2**20, 2**36
 """Of a plan that only has to be one."""
@@ -69,24 +67,14 @@ class EngineSettings:
             )
 
 
-class Workers(Protocol):
-    """The tensor-parallel workers, wherever they run."""
+class Workers(StepRunner, Protocol):
+    """The tensor-parallel workers, wherever they run, before a model is loaded."""
 
     async def load(self, settings: ModelSettings) -> ModelFacts: ...
 
     async def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None: ...
 
-    def start_step(self, step: Step) -> Awaitable[StepResult]: ...
-
     async def spare_memory(self, trial: MemoryPlan, limits: RunnerLimits, share: float) -> int | None: ...
-
-    async def prepare_form(self, kind: str, text: str) -> None: ...
-
-    async def lost(self) -> IntarsiaError: ...
-
-    async def rebuild(self) -> None: ...
-
-    async def status(self) -> Sequence[WorkerStatus]: ...
 
 
 async def build_engine(settings: EngineSettings, workers: Workers) -> Engine:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import grpc
 from grpc_status import rpc_status
 
-from ..controller.engine import TokenLogprobs
 from ..errors import (
     DeadlineExceeded,
     EngineUnavailable,
@@ -28,6 +27,7 @@ from ..errors import (
 from ..kvcache.events import Event
 from ..proto import inference_pb2 as pb
 from ..proto import inference_pb2_grpc as pb_grpc
+from ..proto.reply import TokenLogprobs
 from ..proto.request import USUAL_TERMS, SamplingParams, Terms
 from ..proto.status import CacheState, EngineInfo, EngineLoad
 from .grpc.convert import (

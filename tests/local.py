@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from intarsia.controller.engine import Delivery, Engine
+from intarsia.controller.engine import Engine
 from intarsia.controller.losses import NoRoom
 from intarsia.controller.startup import build_engine
 from intarsia.deploy.front_end.images import ImageReader, read_images
 from intarsia.deploy.settings.options import engine_settings
 from intarsia.errors import IntarsiaError
 from intarsia.kvcache.plan import MemoryPlan
+from intarsia.proto.messages import Delivery
 from intarsia.proto.request import SamplingParams
 from intarsia.proto.step import Step, StepResult
 from intarsia.proto.worker import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
@@ -65,7 +66,7 @@ class Completion:
         self.error: IntarsiaError | None = None
         self.done = asyncio.Event()
 
-    def outlet(self, delivery: Delivery) -> None:
+    def sink(self, delivery: Delivery) -> None:
         self.token_ids += delivery.tokens
         for _, delta in delivery.deltas:
             self.token_ids += delta.token_ids
@@ -103,7 +104,7 @@ async def complete(
         asked = zip(prompts, params, images or [[] for _ in prompts], completions, strict=True)
         for n, (prompt, wanted, pictures, completion) in enumerate(asked):
             found = read_images(reader, pictures, engine.info.model)
-            engine.submit(prompt, wanted, n, completion.outlet, found)
+            engine.submit(prompt, wanted, n, completion.sink, found)
         await asyncio.gather(*(completion.done.wait() for completion in completions))
         await asyncio.sleep(0)
     finally:

@@ -43,15 +43,15 @@ SPINE = (
 """Read in this order, they tell what an ordinary decode step does."""
 
 OF_A_QUIET_STEP = {
+    "controller/delivery.py",
     "controller/deltas.py",
-    "controller/latencies.py",
     "controller/losses.py",
     "controller/metrics.py",
     "controller/scheduling/fair_queue.py",
     "controller/scheduling/prefill_budget.py",
     "controller/scheduling/swap.py",
     "controller/server.py",
-    "controller/snapshot.py",
+    "controller/telemetry.py",
     "deploy/front_end/detokenize.py",
     "deploy/front_end/front_end.py",
     "deploy/grpc/convert.py",
@@ -79,8 +79,8 @@ WHEN_BLOCKS_MOVE = {
 }
 
 OF_A_FIRST_PREFILL = {
-    "controller/accounts.py",
     "controller/admission/overload.py",
+    "controller/admission/validation.py",
     "controller/info.py",
     "deploy/front_end/access.py",
     "deploy/front_end/counted.py",

@@ -8,7 +8,6 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import StatusCode
 
-from ...controller.engine import Delta, TokenLogprobs
 from ...errors import (
     ERRORS,
     ContextTooLong,
@@ -27,6 +26,7 @@ from ...errors import (
 )
 from ...kvcache.events import Cleared, Event, Removed, Stored
 from ...proto import inference_pb2 as pb
+from ...proto.reply import Delta, TokenLogprobs
 from ...proto.request import MAX_BAD, MAX_BIASES, MAX_FORM_CHARS, MAX_STOPS, SamplingParams, Terms
 from ...proto.status import CacheState, EngineInfo, EngineLoad, GroupInfo, GroupState
 from ...proto.step import MAX_BAD_TOKENS

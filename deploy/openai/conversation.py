@@ -3,8 +3,8 @@
 from collections.abc import AsyncGenerator
 from typing import NamedTuple
 
-from ...controller.engine import Delta
 from ...errors import InvalidRequest
+from ...proto.reply import Delta
 from ..front_end.front_end import Asked, FrontEnd
 from .answers import Counter, pieces
 from .protocol import ChatRequest

@@ -10,8 +10,9 @@ import pytest
 
 from intarsia.controller import engine as engine_module
 from intarsia.controller import losses as losses_module
+from intarsia.controller.admission import structured_output
 from intarsia.controller.admission.overload import GateSettings
-from intarsia.controller.engine import MOST_LOSSES, Delivery, Engine
+from intarsia.controller.engine import MOST_LOSSES, Engine
 from intarsia.controller.losses import Losses, NoRoom
 from intarsia.controller.scheduling import prefill_budget as prefill_budget_module
 from intarsia.controller.scheduling.scheduler import Scheduler
@@ -28,6 +29,7 @@ from intarsia.errors import (
 from intarsia.kvcache.manager import CacheManager
 from intarsia.kvcache.plan import MemoryPlan
 from intarsia.kvcache.reach import Full, Sliding
+from intarsia.proto.messages import Delivery
 from intarsia.proto.request import SamplingParams, Terms
 from intarsia.proto.status import EngineInfo, GroupInfo
 from intarsia.proto.step import Step, StepResult
@@ -113,7 +115,7 @@ def running(engine: Engine, work: Coroutine) -> Any:
 
 def submit(engine: Engine, tokens: list[int], sampling: SamplingParams = SAMPLING) -> Completion:
     completion = Completion()
-    engine.submit(tokens, sampling, 0, completion.outlet)
+    engine.submit(tokens, sampling, 0, completion.sink)
     return completion
 
 
@@ -155,11 +157,11 @@ def test_answers_come_in_pieces_while_requests_are_refused():
         await first.done.wait()
         second = Completion()
 
-        def outlet(delivery: Delivery) -> None:
+        def sink(delivery: Delivery) -> None:
             deliveries.append(len(delivery.tokens) + sum(len(item.token_ids) for _, item in delivery.deltas))
-            second.outlet(delivery)
+            second.sink(delivery)
 
-        engine.submit(PROMPT, SamplingParams(max_tokens=30), 0, outlet)
+        engine.submit(PROMPT, SamplingParams(max_tokens=30), 0, sink)
         await second.done.wait()
         return second
 
@@ -177,11 +179,11 @@ def test_an_answer_under_way_goes_on_in_pieces_when_more_come_than_can_be_served
     async def scenario() -> Completion:
         completion, deliveries = Completion(), before
 
-        def outlet(delivery: Delivery) -> None:
+        def sink(delivery: Delivery) -> None:
             nonlocal deliveries
             deltas = [item.token_ids for _, item in delivery.deltas]
             deliveries.append(len(delivery.tokens) + sum(map(len, deltas)))
-            completion.outlet(delivery)
+            completion.sink(delivery)
             if len(before) == 2 and deliveries is before and why == "crowded":
                 asyncio.get_running_loop().call_soon(crowd)
             if len(before) == 10 and deliveries is before:
@@ -196,7 +198,7 @@ def test_an_answer_under_way_goes_on_in_pieces_when_more_come_than_can_be_served
             with pytest.raises(Overloaded) if why == "refused" else contextlib.nullcontext():
                 submit(engine, PROMPT)
 
-        engine.submit(PROMPT, SamplingParams(max_tokens=60, logprobs=logprobs), 0, outlet)
+        engine.submit(PROMPT, SamplingParams(max_tokens=60, logprobs=logprobs), 0, sink)
         await completion.done.wait()
         return completion
 
@@ -463,7 +465,7 @@ def test_one_message_per_front_end_and_step():
         done = asyncio.Event()
         finished = 0
 
-        def outlet(delivery: Delivery) -> None:
+        def sink(delivery: Delivery) -> None:
             nonlocal finished
             messages.append(len(delivery.handles) + len(delivery.deltas))
             finished += sum(item.finish_reason is not None for _, item in delivery.deltas)
@@ -471,7 +473,7 @@ def test_one_message_per_front_end_and_step():
                 done.set()
 
         for n in range(4):
-            engine.submit([n], SAMPLING, n, outlet)
+            engine.submit([n], SAMPLING, n, sink)
         await done.wait()
 
     running(engine, scenario())
@@ -483,7 +485,7 @@ def test_aborted_request_frees_its_blocks():
 
     async def scenario() -> None:
         completion = Completion()
-        [request] = engine.submit(PROMPT, SamplingParams(max_tokens=90), 0, completion.outlet)
+        [request] = engine.submit(PROMPT, SamplingParams(max_tokens=90), 0, completion.sink)
         while len(completion.token_ids) < 3:
             await asyncio.sleep(0)
         engine.abort(request)
@@ -581,7 +583,7 @@ def test_a_request_given_up_while_two_steps_run_frees_its_blocks():
     engine, workers = slow_engine(depth=2)
 
     async def scenario() -> None:
-        [request] = engine.submit(PROMPT, SAMPLING, 0, Completion().outlet)
+        [request] = engine.submit(PROMPT, SAMPLING, 0, Completion().sink)
         await settle()
         assert workers.started == [1, 2]
         engine.abort(request)
@@ -597,7 +599,7 @@ def test_a_request_given_up_while_two_steps_run_frees_its_blocks():
 
 
 def test_a_form_that_can_not_be_compiled_is_told_and_disturbs_nobody(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine_module, "FORM_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(structured_output, "COMPILE_TIMEOUT_S", 0.05)
     engine = make_engine(eos=(VOCAB - 1,))
 
     async def scenario() -> list[Completion]:
@@ -621,7 +623,7 @@ def test_a_request_given_up_while_its_form_is_compiled_is_never_queued():
     engine = make_engine(eos=(VOCAB - 1,))
 
     async def scenario() -> None:
-        [request] = engine.submit(PROMPT, SamplingParams(regex="good"), 0, Completion().outlet)
+        [request] = engine.submit(PROMPT, SamplingParams(regex="good"), 0, Completion().sink)
         engine.abort(request)
         await settle()
 
@@ -642,7 +644,7 @@ def test_a_request_whose_time_is_over_hears_how_far_it_came():
 
     async def scenario() -> Completion:
         completion = Completion()
-        engine.submit(PROMPT, SAMPLING, 0, completion.outlet, terms=Terms(timeout_s=0.02))
+        engine.submit(PROMPT, SAMPLING, 0, completion.sink, terms=Terms(timeout_s=0.02))
         await settle()
         workers.allowed.release()
         await settle()
@@ -665,7 +667,7 @@ def test_answers_to_one_prompt_have_handles_in_a_row():
     async def scenario() -> None:
         done = asyncio.Event()
 
-        def outlet(delivery: Delivery) -> None:
+        def sink(delivery: Delivery) -> None:
             for handle, token in zip(delivery.handles, delivery.tokens, strict=True):
                 heard[handle].append(token)
             for handle, item in delivery.deltas:
@@ -673,7 +675,7 @@ def test_answers_to_one_prompt_have_handles_in_a_row():
             if all(len(tokens) == 8 for tokens in heard.values()):
                 done.set()
 
-        engine.submit(PROMPT, SamplingParams(max_tokens=8, n=3), 5, outlet)
+        engine.submit(PROMPT, SamplingParams(max_tokens=8, n=3), 5, sink)
         await done.wait()
 
     running(engine, scenario())

@@ -3,6 +3,7 @@ import math
 import pytest
 
 from intarsia.errors import InvalidRequest
+from intarsia.proto.codec import decode, pack
 from intarsia.proto.request import SamplingParams
 
 
@@ -52,4 +53,4 @@ def test_params_survive_the_wire():
     params = SamplingParams(
         temperature=0.5, top_k=3, seed=7, stop_token_ids=(1, 2), logprobs=0, logit_bias={3: 1, 2: -1.5}, stop="end"
     )
-    assert SamplingParams(**params.to_wire()) == params
+    assert decode(pack(params), SamplingParams) == params

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from intarsia.controller.admission.overload import Gate
-from intarsia.controller.engine import Delivery, Engine
+from intarsia.controller.engine import Engine
 from intarsia.controller.server import MESSAGE_BYTES, MOST_UNSENT_BYTES, EngineServer, Outbox
 from intarsia.deploy.front_end import engine_client as client_module
 from intarsia.deploy.front_end.engine_client import EngineClient
@@ -25,7 +25,17 @@ from intarsia.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest,
 from intarsia.kvcache.events import Cleared, Event, Removed, Stored
 from intarsia.proto.channel import Address, ChannelClosed, Stream, StreamServer
 from intarsia.proto.codec import pack
-from intarsia.proto.messages import FROM_ENGINE, FROM_FRONT_END, Abort, AskLoad, AskProbe, AskSnapshot, Pair, Submit
+from intarsia.proto.messages import (
+    FROM_ENGINE,
+    FROM_FRONT_END,
+    Abort,
+    AskLoad,
+    AskProbe,
+    AskSnapshot,
+    Delivery,
+    Pair,
+    Submit,
+)
 from intarsia.proto.reply import TOKEN_BYTES, Delta, Rows, TokenLogprobs
 from intarsia.proto.request import SamplingParams, Terms
 from intarsia.tests.controller.test_engine import PROMPT, make_engine
@@ -634,7 +644,7 @@ def test_watchers_see_the_cache_as_it_is_whenever_they_come():
         late = Mirror(other)
         await late.is_true(engine)
         for mirror in (early, late):
-            assert engine._events is not None
+            assert engine.cache_watchers.is_watched
             mirror.task.cancel()
             await asyncio.gather(mirror.task, return_exceptions=True)
         while engine._manager.pool.log is not None:  # nobody listens, so nothing is collected
@@ -689,7 +699,7 @@ def test_a_watcher_who_does_not_read_is_told_to_begin_anew(monkeypatch: pytest.M
 FOUR_STREAMS = """
 import asyncio, json, sys
 from intarsia.deploy.front_end.engine_client import EngineClient
-from intarsia.controller.request import SamplingParams
+from intarsia.proto.request import SamplingParams
 from intarsia.proto.channel import Address
 
 async def main():

@@ -6,8 +6,8 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from intarsia.controller.engine import Delta
 from intarsia.errors import Overloaded
+from intarsia.proto.reply import Delta
 from intarsia.proto.request import USUAL_TERMS, Image, SamplingParams, Terms
 from intarsia.proto.status import EngineInfo, EngineLoad, GroupInfo
 

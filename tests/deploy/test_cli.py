@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from intarsia.controller.engine import Delta
 from intarsia.deploy.cli import app
+from intarsia.proto.reply import Delta
 from intarsia.tests.deploy.scripted import HANG
 
 DELTAS = (Delta((7, 8), None, None, 2), Delta((9,), None, "length", 2))

@@ -4,7 +4,6 @@ import socket
 
 import pytest
 
-from intarsia.controller.engine import Delta, TokenLogprobs
 from intarsia.deploy.client import Client, Usage
 from intarsia.errors import (
     CorruptCheckpoint,
@@ -14,7 +13,7 @@ from intarsia.errors import (
     PoolExhausted,
     RequestTooLarge,
 )
-from intarsia.proto.reply import Rows
+from intarsia.proto.reply import Delta, Rows, TokenLogprobs
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.deploy.scripted import HANG, INFO
 

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from intarsia.controller.engine import Delta
 from intarsia.deploy.demo import DEMO_MODEL_DIR
 from intarsia.deploy.front_end.access import Access, AccessSettings
 from intarsia.deploy.front_end.front_end import FrontEnd
 from intarsia.deploy.http.server import HttpServer
 from intarsia.deploy.openai.app import make_app
 from intarsia.deploy.settings.other_flags import OTHER_FLAGS
+from intarsia.proto.reply import Delta
 from intarsia.tests.deploy.scripted import ScriptedEngine
 
 SAFETY_S = 120

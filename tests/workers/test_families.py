@@ -227,7 +227,7 @@ def test_late_arrivals_join_running_requests_without_changing_them(family: str, 
         reader = ImageReader.of(engine.info)
         asked = zip(model.prompts, model.images, completions, strict=True)
         for n, (prompt, pictures, completion) in enumerate(asked):
-            engine.submit(prompt, GREEDY, n, completion.outlet, read_images(reader, pictures, "model"))
+            engine.submit(prompt, GREEDY, n, completion.sink, read_images(reader, pictures, "model"))
             while len(completion.token_ids) < 3:
                 await asyncio.sleep(0)
         await asyncio.gather(*(c.done.wait() for c in completions))

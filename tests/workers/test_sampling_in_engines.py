@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from intarsia.controller.engine import Delivery, Engine
+from intarsia.controller.engine import Engine
+from intarsia.proto.messages import Delivery
 from intarsia.proto.request import SamplingParams
 from intarsia.tests import models
 from intarsia.tests.conftest import Loop, TinyModel
@@ -154,7 +155,7 @@ class Family:
         self.done = asyncio.Event()
         self._left = answers
 
-    def outlet(self, delivery: Delivery) -> None:
+    def sink(self, delivery: Delivery) -> None:
         for handle, token in zip(delivery.handles, delivery.tokens, strict=True):
             self.token_ids[handle].append(token)
         assert not delivery.errors
@@ -169,7 +170,7 @@ async def complete_families(engine: Engine, prompts: Sequence[list[int]], params
     families = [Family(params.n) for _ in prompts]
     running = asyncio.create_task(engine.run())
     for prompt, family in zip(prompts, families, strict=True):
-        engine.submit(prompt, params, 0, family.outlet)
+        engine.submit(prompt, params, 0, family.sink)
     await asyncio.gather(*(family.done.wait() for family in families))
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

@@ -16,7 +16,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from starlette.routing import Route
 
-from intarsia.controller.engine import Delta
 from intarsia.deploy.client import Client, Tls
 from intarsia.deploy.front_end.access import ROUTES, RPCS, Access, AccessSettings, Level
 from intarsia.deploy.front_end.front_end import Asked, FrontEnd, FrontEndSettings
@@ -27,6 +26,7 @@ from intarsia.deploy.openai.app import make_app
 from intarsia.errors import EngineUnavailable, InvalidSetting, Overloaded, Unauthenticated
 from intarsia.proto import inference_pb2 as pb
 from intarsia.proto import inference_pb2_grpc as pb_grpc
+from intarsia.proto.reply import Delta
 from intarsia.proto.request import Terms
 from intarsia.tests.deploy.scripted import HANG, ScriptedEngine
 

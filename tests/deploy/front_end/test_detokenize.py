@@ -3,11 +3,10 @@ import random
 
 import pytest
 
-from intarsia.controller.engine import Delta, TokenLogprobs
 from intarsia.deploy.front_end.detokenize import AT_ONCE_VALUES, StopGate, whole_answers, with_text
 from intarsia.deploy.front_end.tokenizer import Tokenizer
 from intarsia.errors import InvalidRequest
-from intarsia.proto.reply import Rows
+from intarsia.proto.reply import Delta, Rows, TokenLogprobs
 from intarsia.proto.request import SamplingParams
 
 

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from intarsia.controller.engine import Delta, TokenLogprobs
 from intarsia.deploy.front_end.front_end import FrontEnd
 from intarsia.deploy.front_end.tokenizer import Tokenizer
 from intarsia.deploy.http.server import HttpServer
 from intarsia.deploy.openai.app import make_app
 from intarsia.deploy.settings.limits import Limits
 from intarsia.errors import InvalidRequest, RequestTooLarge
-from intarsia.proto.reply import Rows
+from intarsia.proto.reply import Delta, Rows, TokenLogprobs
 from intarsia.tests.conftest import Loop
 from intarsia.tests.deploy.scripted import ScriptedEngine
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from intarsia.controller.engine import Delta
 from intarsia.deploy.client import Client
 from intarsia.deploy.front_end import request_log
 from intarsia.deploy.front_end.access import Access, AccessSettings
@@ -25,6 +24,7 @@ from intarsia.deploy.start.log_level import LogLevel, log_from
 from intarsia.deploy.start.serve import server_settings
 from intarsia.environment import LOG_LEVEL
 from intarsia.errors import InvalidSetting, Overloaded, Unauthenticated
+from intarsia.proto.reply import Delta
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.deploy.scripted import HANG, ScriptedEngine
 

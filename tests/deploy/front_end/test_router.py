@@ -107,7 +107,7 @@ def test_a_prompt_goes_where_its_prefix_is():
             pass
         assert await two.chosen([*PROMPT, 1, 2, 3]) == "other"
         assert await two.chosen([7] * 60) == "own"
-        two.engines["other"].is_leaving = True
+        two.engines["other"].status.is_leaving = True
         assert await two.chosen(PROMPT) == "own"
 
     run(scenario)
@@ -124,10 +124,10 @@ def test_a_request_is_refused_where_no_engine_has_room_and_not_before(answers: i
         with_room = partial(two.fleet.choose, [1, 2], USUAL_TERMS)
         asked = [two.clients["own"].generate([1, 2], sampling, f"mine-{n}", with_room=with_room) for n in range(3)]
         first = [await anext(each) for each in asked[:2]]
-        assert [engine.load().refused_requests for engine in two.engines.values()] == [1, 0]
+        assert [engine.status.load().refused_requests for engine in two.engines.values()] == [1, 0]
         with pytest.raises(Overloaded, match="max_requests_per_tenant"):
             await anext(asked[2])
-        assert [engine.load().refused_requests for engine in two.engines.values()] == [2, 1]
+        assert [engine.status.load().refused_requests for engine in two.engines.values()] == [2, 1]
         for generation, begun in zip(asked, first, strict=False):
             tokens = list(begun.token_ids)
             tokens += [token async for delta in generation for token in delta.token_ids]

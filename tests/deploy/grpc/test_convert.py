@@ -4,11 +4,10 @@ from dataclasses import fields
 
 import pytest
 
-from intarsia.controller.engine import Delta, TokenLogprobs
 from intarsia.deploy.grpc import convert
 from intarsia.errors import ERRORS, EngineUnavailable, IntarsiaError, InvalidRequest, ModelError, PoolExhausted
 from intarsia.proto import inference_pb2 as pb
-from intarsia.proto.reply import Rows
+from intarsia.proto.reply import Delta, Rows, TokenLogprobs
 from intarsia.proto.request import FinishReason, SamplingParams
 from intarsia.proto.status import EngineInfo, GroupInfo
 from intarsia.tests.deploy.scripted import INFO

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import grpc
 import pytest
 
-from intarsia.controller.engine import Delta
 from intarsia.deploy.client import Asked, AsyncClient, Client, _typed
 from intarsia.deploy.front_end.access import Access, AccessSettings
 from intarsia.deploy.front_end.front_end import FrontEnd
@@ -30,6 +29,7 @@ from intarsia.errors import (
 )
 from intarsia.proto import inference_pb2 as pb
 from intarsia.proto import inference_pb2_grpc as pb_grpc
+from intarsia.proto.reply import Delta
 from intarsia.tests.deploy import http2
 from intarsia.tests.deploy.scripted import HANG, ScriptedEngine
 

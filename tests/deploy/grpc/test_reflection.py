@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from intarsia.controller.engine import Delta
+from intarsia.proto.reply import Delta
 
 BUF = Path(__file__).parents[3] / ".venv" / "npm" / "node_modules" / ".bin" / "buf"
 SCRIPT = (Delta((5,)), Delta((6,), finish_reason="length"))

@@ -10,12 +10,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
-from intarsia.controller.engine import Delta
 from intarsia.deploy.front_end.front_end import FrontEnd
 from intarsia.deploy.grpc.server import GrpcServer
 from intarsia.errors import InvalidSetting, Overloaded, RequestTooLarge
 from intarsia.proto import inference_pb2 as pb
 from intarsia.proto import inference_pb2_grpc as pb_grpc
+from intarsia.proto.reply import Delta
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.deploy.scripted import HANG, ScriptedEngine
 

@@ -15,12 +15,12 @@ import httpx
 import pytest
 import trustme
 
-from intarsia.controller.engine import Delta
 from intarsia.deploy.front_end.access import Access, AccessSettings
 from intarsia.deploy.front_end.front_end import FrontEnd
 from intarsia.deploy.http.server import HttpServer
 from intarsia.deploy.openai.app import make_app
 from intarsia.deploy.settings.limits import Limits
+from intarsia.proto.reply import Delta
 from intarsia.tests.deploy.scripted import ScriptedEngine
 
 SCRIPT = (Delta((5,)), Delta((6,), finish_reason="length"))

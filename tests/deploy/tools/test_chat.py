@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from intarsia.controller.engine import Delta
 from intarsia.deploy.front_end.access import Access, AccessSettings
 from intarsia.deploy.front_end.front_end import FrontEnd
 from intarsia.deploy.front_end.tokenizer import Tokenizer
@@ -15,6 +14,7 @@ from intarsia.deploy.http.server import HttpServer
 from intarsia.deploy.openai.app import make_app
 from intarsia.deploy.tools.chat import ChatServer, Conversation, Terminal
 from intarsia.errors import EngineUnavailable, InvalidSetting, Unauthenticated
+from intarsia.proto.reply import Delta
 from intarsia.tests.conftest import Loop
 from intarsia.tests.deploy.scripted import ScriptedEngine
 

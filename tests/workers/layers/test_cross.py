@@ -132,7 +132,7 @@ def test_a_model_without_images_refuses_them(tiny: Callable):
         from intarsia.proto.request import Image
 
         with pytest.raises(InvalidRequest, match="llama takes no images, and the request has 1"):
-            engine.submit([1, 2], GREEDY, 0, completion.outlet, [Image(b"", 5)])
+            engine.submit([1, 2], GREEDY, 0, completion.sink, [Image(b"", 5)])
         return []
 
     run(tiny("llama").path, work)

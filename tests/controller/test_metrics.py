@@ -1,6 +1,7 @@
 """The middle and the slow end of what lately took how long."""
 
-from intarsia.controller.latencies import KEPT_S, KEPT_VALUES, Latencies, Spread, Window
+from intarsia.controller.latencies import Latencies, Spread
+from intarsia.controller.metrics import KEPT_S, KEPT_VALUES, Window
 from intarsia.proto.codec import decode, pack
 
 

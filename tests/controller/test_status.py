@@ -23,7 +23,7 @@ def test_idle_engine_shows_an_empty_pool_that_was_counted():
     engine = make_engine(blocks=32)
 
     async def scenario() -> None:
-        seen = await engine.view(ALL)
+        seen = await engine.status.view(ALL)
         assert seen.requests == seen.ended == seen.steps == ()
         assert seen.recount is not None and seen.recount.blank == 31 and seen.faults == ""
         assert len(seen.workers) == 1 and seen.pool is not None
@@ -38,7 +38,7 @@ def test_running_and_waiting_requests_are_shown_with_the_blocks_they_hold():
         completions = [submit(engine, [n + 1] * (6 + n), SamplingParams(max_tokens=30)) for n in range(7)]
         while engine.stats.steps < 8:
             await asyncio.sleep(0.001)
-        seen = await engine.view(ALL)
+        seen = await engine.status.view(ALL)
         assert [each.state for each in seen.requests] == ["running"] * 4 + ["waiting"] * 3  # four seats
         assert [each.slot for each in seen.requests[:4]] == [0, 1, 2, 3]
         assert seen.recount is not None
@@ -59,14 +59,14 @@ def test_only_new_steps_and_no_text_are_shown_unless_asked_for():
 
     async def scenario() -> None:
         await submit(engine, PROMPT).done.wait()
-        every = (await engine.view(Look())).steps
+        every = (await engine.status.view(Look())).steps
         assert [step.number for step in every] == list(range(1, len(every) + 1))
         assert (every[0].prompt_tokens, every[0].began) == (len(PROMPT), 1)
         assert sum(step.decoding for step in every) == 7 and every[-1].ended + every[-2].ended == 1
-        later = await engine.view(Look(since_step=3, with_pool=False))
+        later = await engine.status.view(Look(since_step=3, with_pool=False))
         assert later.steps == every[3:] and later.pool is None and later.recount is None
         assert all(each.tokens is None and each.blocks == () for each in later.ended)
-        [ended] = (await engine.view(ALL)).ended
+        [ended] = (await engine.status.view(ALL)).ended
         assert ended.tokens is not None and ended.tokens[0] == tuple(PROMPT)
 
     running(engine, scenario())
@@ -78,13 +78,13 @@ def test_ended_requests_say_why():
     async def scenario() -> None:
         whole = submit(engine, PROMPT)
         late = Completion()
-        engine.submit([7] * 5, SamplingParams(max_tokens=90), 0, late.outlet, terms=Terms(timeout_s=0.02))
-        [left] = engine.submit([8] * 5, SamplingParams(max_tokens=90), 0, Completion().outlet)
+        engine.submit([7] * 5, SamplingParams(max_tokens=90), 0, late.sink, terms=Terms(timeout_s=0.02))
+        [left] = engine.submit([8] * 5, SamplingParams(max_tokens=90), 0, Completion().sink)
         await whole.done.wait()
         engine.abort(left)
         await late.done.wait()
-        assert {each.state for each in (await engine.view(Look())).ended} == {"length", "deadline", "abort"}
-        assert engine.metrics().finished == {"length": 1, "deadline": 1, "abort": 1}
+        assert {each.state for each in (await engine.status.view(Look())).ended} == {"length", "deadline", "abort"}
+        assert engine.status.metrics().finished == {"length": 1, "deadline": 1, "abort": 1}
 
     running(engine, scenario())
 
@@ -95,8 +95,49 @@ def test_tokens_that_were_evicted_are_shown_as_lost():
     async def scenario() -> None:
         for prompt in ([1] * 40, [2] * 40, [3] * 40, [1] * 40):
             await submit(engine, prompt, SamplingParams(max_tokens=2)).done.wait()
-        first, *_, again = (await engine.view(Look())).ended
+        first, *_, again = (await engine.status.view(Look())).ended
         assert first.lost_tokens == {} and again.lost_tokens.get("evicted", 0) > 0
-        assert engine.metrics().lost_tokens["evicted"] == again.lost_tokens["evicted"]
+        assert engine.status.metrics().lost_tokens["evicted"] == again.lost_tokens["evicted"]
+
+    running(engine, scenario())
+
+
+# What a tenant is told
+
+
+def test_a_tenant_is_told_of_its_own_requests_only():
+    engine = slow(make_engine())
+
+    async def scenario() -> None:
+        completions = [Completion() for _ in range(3)]
+        for completion, salt in zip(completions, ("alice", "alice", "bob"), strict=True):
+            engine.submit([1] * 6, SamplingParams(max_tokens=8), 0, completion.sink, terms=Terms(salt=salt))
+        while engine.stats.steps < 4:
+            await asyncio.sleep(0.001)
+        own, others, everybody = (engine.status.load(viewer) for viewer in ("alice", "bob", None))
+        assert (own.running, others.running, everybody.running) == (2, 1, 3)
+        assert own.generated_tokens + others.generated_tokens == everybody.generated_tokens > 0
+        assert own.steps == own.kept_blocks == 0
+        assert own.num_blocks - own.free_blocks == 2 * (others.num_blocks - others.free_blocks) > 0
+        held, held_by_all = engine.status.cache_state("alice"), engine.status.cache_state()
+        assert (held.held_pages, held.requests, held_by_all.requests) == (0, 2, 3)
+        assert 0 < held.groups[0].held_blocks < held_by_all.groups[0].held_blocks
+        await asyncio.gather(*(c.done.wait() for c in completions))
+        assert engine.status.load("alice").finished_requests == 2
+        assert engine.status.load("alice").generated_tokens == 16
+        assert engine.status.load("carol")[:4] == (0, 0, own.num_blocks, 0)
+
+    running(engine, scenario())
+
+
+def test_a_probe_tells_what_a_request_would_meet_and_touches_nothing():
+    engine = make_engine()
+
+    async def scenario() -> None:
+        await submit(engine, PROMPT).done.wait()
+        assert engine.status.probe(PROMPT) == (4, 0, 0, False)  # of the prompt, a whole block
+        assert engine.status.probe(PROMPT, "alice").cached_tokens == engine.status.probe([]).cached_tokens == 0
+        engine.status.is_leaving = True
+        assert engine.status.probe([]).is_leaving
 
     running(engine, scenario())

@@ -1,0 +1,148 @@
+"""What an engine answers when it is asked about itself: how busy it is, what it holds, what a request would meet.
+
+Asking changes nothing, and every answer is of one moment between two steps. The counts of a whole engine move with
+everybody's prompts, so whoever asks with a tenant's key is answered about the tenant's own requests. A tenant is known
+by the salt of its requests, which comes from its key and from nowhere else.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from ..errors import IntarsiaError
+from ..kvcache.manager import CacheManager, RequestId
+from ..proto.status import CacheState, EngineInfo, EngineLoad, GroupState, Look, Probe
+from .metrics import Metrics
+from .request import Request
+from .scheduling.scheduler import Scheduler
+from .snapshot import EngineView, counted, request_views
+from .step_runner import StepRunner
+from .telemetry import Telemetry
+
+
+class Status:
+    """Reads what the engine and its parts know. viewer, in its methods: the salt of the tenant who asks; None: somebody
+    who may see all."""
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        scheduler: Scheduler,
+        manager: CacheManager,
+        workers: StepRunner,
+        telemetry: Telemetry,
+        live: Mapping[RequestId, Request],
+    ):
+        """live: the requests that have not left"""
+        self.is_leaving = False  # the engine ends when its requests have: routers are told to choose another
+        self._info = info
+        self._scheduler = scheduler
+        self._manager = manager
+        self._workers = workers
+        self._telemetry = telemetry
+        self._live = live
+
+    def load(self, viewer: str | None = None) -> EngineLoad:
+        if viewer is not None:
+            return self._load_of(viewer)
+        return EngineLoad(
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
+            free_blocks=self._manager.pool.num_free,
+            kept_blocks=self._manager.pool.num_kept,
+            num_blocks=self._info.num_blocks,
+            **self._telemetry.counts(),
+        )
+
+    def cache_state(self, viewer: str | None = None) -> CacheState:
+        if viewer is not None:
+            return self._cache_state_of(viewer)
+        pool = self._manager.pool
+        return CacheState(
+            held_pages=self._info.num_blocks - pool.num_free,
+            kept_pages=pool.num_kept,
+            blank_pages=pool.num_blank,
+            requests=self._manager.num_open,
+            groups=self._groups(pool.num_held, lambda group: len(pool.index(group))),
+        )
+
+    def probe(self, tokens: Sequence[int], salt: str = "") -> Probe:
+        """What a request with this prompt would meet."""
+        return Probe(
+            cached_tokens=self._manager.lookup(tokens, salt.encode()).tokens if tokens else 0,
+            queued_tokens=self._scheduler.queued_tokens,
+            running=self._scheduler.num_running,
+            is_leaving=self.is_leaving,
+        )
+
+    def metrics(self) -> Metrics:
+        return self._telemetry.meter.read(self._manager)
+
+    async def view(self, look: Look) -> EngineView:
+        """All there is to see."""
+        try:
+            workers = tuple(await self._workers.status())
+        except IntarsiaError:  # they are lost, and the engine's loop deals with it
+            workers = ()
+        # From here on nothing is awaited, so that all parts are of one moment.
+        now_s = time.monotonic()
+        recount, faults = counted(self._manager) if look.with_recount else (None, "")
+        return EngineView(
+            clock_s=now_s,
+            load=self.load(),
+            cache=self.cache_state(),
+            requests=request_views(
+                self._live.values(), self._manager, now_s, with_blocks=look.with_pool, with_tokens=look.with_tokens
+            ),
+            ended=self._telemetry.journal.all_ended(look.with_tokens),
+            steps=self._telemetry.journal.steps(look.since_step),
+            workers=workers,
+            pool=self._manager.pool.map() if look.with_pool else None,
+            recount=recount,
+            faults=faults,
+            latencies=self._telemetry.meter.latencies(now_s),
+        )
+
+    # -- of one tenant -----------------------------------------------------------------------------------------------
+
+    def _load_of(self, viewer: str) -> EngineLoad:
+        """Of the pool: how full it would be with the tenant's own running requests alone."""
+        own = [request for request in self._live.values() if request.terms.salt == viewer]
+        running = [request for request in own if request.slot is not None]
+        pages = sum(self._manager.plan.blocks_alone(len(request.tokens)) for request in running)
+        # What requests have done is counted when they leave; those that have not left are asked.
+        counts = self._telemetry.counts(viewer)
+        for request in own:
+            counts["generated_tokens"] += len(request.tokens) - request.prompt_tokens
+            counts["preemptions"] += request.preemptions
+        return EngineLoad(
+            running=len(running),
+            waiting=len(own) - len(running),
+            free_blocks=max(0, self._info.num_blocks - pages),
+            kept_blocks=0,
+            num_blocks=self._info.num_blocks,
+            **counts,
+        )
+
+    def _cache_state_of(self, viewer: str) -> CacheState:
+        """What the tenant's own running requests hold. Nothing of the pool's pages, nor of what is known."""
+        running = [each for each in self._live.values() if each.terms.salt == viewer and each.slot is not None]
+        held = [0] * len(self._info.groups)
+        for request in running:
+            for group, blocks in enumerate(self._manager.held_blocks(request.id)[: len(held)]):
+                held[group] += len(blocks) // 4  # an int32 each
+        return CacheState(
+            held_pages=0,
+            kept_pages=0,
+            blank_pages=0,
+            requests=len(running),
+            groups=self._groups(held.__getitem__, lambda group: 0),
+        )
+
+    def _groups(self, held: Callable[[int], int], known: Callable[[int], int]) -> tuple[GroupState, ...]:
+        """held, known: blocks of the group of this number."""
+        return tuple(
+            GroupState(
+                kind=group.kind, block_tokens=group.block_tokens, held_blocks=held(number), known_blocks=known(number)
+            )
+            for number, group in enumerate(self._info.groups)
+        )
