@@ -1,22 +1,22 @@
 """The `intarsia` command. Nothing heavy is imported before a command runs, so that `--help` is quick."""
 
 import contextlib
-import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .settings.config_file import ConfiguredCommand, tokens
-from .settings.limits import rows as limit_rows
-from .start.log_level import LogLevel, log_from
+from .settings.config_file import ConfiguredCommand
+from .settings.flags import with_settings
+from .settings.setting import Setting, fields_of
+from .settings.table import ENGINE, OF_BATCH, OF_SERVE, SERVER, LogLevel
+from .start.log_level import log_from
 from .tools.usage import Commands
 
 if TYPE_CHECKING:
     from ..controller.startup import EngineSettings
-    from .start.serve import ServerSettings
 
 app = typer.Typer(
     name="intarsia",
@@ -64,200 +64,21 @@ def _use_file(context: typer.Context, path: Path | None) -> Path | None:
         return use_file(context, path)
 
 
-def _with_limits(command: Callable[..., None]) -> Callable[..., None]:
-    """The same command with a flag for each limit of the door, before its last two."""
-    import inspect
-
-    own = list(inspect.signature(command).parameters.values())
-    added = [
-        inspect.Parameter(
-            row.name,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=row.default,
-            annotation=Annotated[type(row.default), typer.Option(help=f"{row.about} ({row.unit})")],
-        )
-        for row in limit_rows()
-    ]
-
-    @functools.wraps(command)
-    def run(context: typer.Context, **given: Any) -> None:
-        command(context, **{parameter.name: given[parameter.name] for parameter in own[1:]})
-
-    run.__signature__ = inspect.Signature([*own[:-2], *added, *own[-2:]])  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *added)}
-    return run
+Model = Annotated[
+    Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face checkpoint directory, or its name on the Hub.")
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(is_eager=True, callback=_use_file, help="YAML with any of these settings; flags come first."),
+]
 
 
 @app.command(cls=ConfiguredCommand)
-@_with_limits
+@with_settings(OF_SERVE)
 def serve(
     context: typer.Context,
-    model: Annotated[
-        Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face checkpoint directory, or its name on the Hub.")
-    ],
-    tensor_parallel_size: Annotated[
-        int, typer.Option("--tensor-parallel-size", "-tp", help="Workers that share the model, one GPU each.")
-    ] = 1,
-    block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
-    kv_cache_memory: Annotated[
-        str | None,
-        typer.Option(help="Memory for keys and values, per worker.  [default: what a GPU can spare; else 64MiB]"),
-    ] = None,
-    gpu_memory_utilization: Annotated[
-        float, typer.Option(help="Share of a GPU's memory for weights, steps, and keys and values together.")
-    ] = 0.9,
-    enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the blocks of known prompt prefixes.")] = True,
-    max_num_batched_tokens: Annotated[
-        int, typer.Option(parser=tokens("max_num_batched_tokens"), help="Most tokens in one step.")
-    ] = 2048,
-    max_num_seqs: Annotated[int, typer.Option(help="Most requests in one step.")] = 64,
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(
-            parser=tokens("max_model_len"),
-            help="Most tokens of one request, prompt included: 32k, say.  [default: the model's own]",
-        ),
-    ] = None,
-    max_prefill_chunk_tokens: Annotated[
-        int | None,
-        typer.Option(
-            parser=tokens("max_prefill_chunk_tokens"),
-            help="Most prompt tokens of one request in one step.  [default: all that fit]",
-        ),
-    ] = None,
-    strategy: Annotated[
-        str, typer.Option(help="How memory is laid out: auto, layered, packed, partitioned or uniform.")
-    ] = "auto",
-    disable_hybrid_kv_cache_manager: Annotated[
-        bool, typer.Option("--disable-hybrid-kv-cache-manager", help="Every layer keeps every token: strategy uniform.")
-    ] = False,
-    expected_average_seq_len: Annotated[
-        str | None,
-        typer.Option(
-            envvar="EXPECTED_AVERAGE_SEQ_LENGTH", help="Tokens of a usual request.  [default: from the model]"
-        ),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    attention_backend: Annotated[
-        str | None,
-        typer.Option(help="native, triton, flash, flash-legacy, torch or reference.  [default: the first that fits]"),
-    ] = None,
-    max_images_per_request: Annotated[int, typer.Option(help="Where the model takes images.")] = 1,
-    prefill_share: Annotated[
-        float, typer.Option(help="Share of a step's time that prompts get at least while others decode; 1: all.")
-    ] = 0.5,
-    priority_ageing_s: Annotated[
-        float, typer.Option(help="Seconds of waiting that make up for one level of priority.")
-    ] = 30.0,
-    longest_prefix_first: Annotated[
-        bool, typer.Option("--longest-prefix-first", help="Of those next in turn, take the one with most in the cache.")
-    ] = False,
-    swap_space: Annotated[
-        str, typer.Option(help="Host memory per worker for the blocks of preempted requests, e.g. 4GiB.")
-    ] = "0",
-    max_waiting_tokens: Annotated[
-        int, typer.Option(parser=tokens("max_waiting_tokens"), help="Most tokens of prompts that wait for their turn.")
-    ] = 2**25,
-    max_requests_per_tenant: Annotated[
-        int | None, typer.Option(help="Most requests of one tenant, waiting and running.  [default: any number]")
-    ] = None,
-    min_free_memory: Annotated[
-        str, typer.Option(help="Host memory to keep free: with less, new requests are told to try again.")
-    ] = "256MiB",
-    enforce_eager: Annotated[
-        bool, typer.Option("--enforce-eager", help="Run transformers' modules as they are written; slower.")
-    ] = False,
-    torch_compile: Annotated[
-        bool, typer.Option("--torch-compile", help="Compile the model with torch.compile; starting takes minutes.")
-    ] = False,
-    cpu_threads: Annotated[
-        int | None, typer.Option(help="Threads of a worker without GPU.  [default: its cores, one less in short steps]")
-    ] = None,
-    allow_generic: Annotated[
-        bool, typer.Option("--allow-generic", help="Try an architecture that nobody has tested, as plain attention.")
-    ] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python files that come with the checkpoint.")
-    ] = False,
-    generation_config: Annotated[
-        str, typer.Option(help='"auto": sample as the checkpoint asks, unless a request does; "none": do not.')
-    ] = "auto",
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="A folder with another tokenizer, or its name on the Hub.  [default: the model's]"),
-    ] = None,
-    chat_template: Annotated[
-        str | None, typer.Option(help="A file with another chat template, Jinja.  [default: the tokenizer's]")
-    ] = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="What clients call the model.  [default: its folder's name]")
-    ] = None,
-    otlp_traces_endpoint: Annotated[
-        str | None, typer.Option(help="Send OpenTelemetry traces there, OTLP over HTTP.  [default: none]")
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the engine in the Ray cluster.  [default: drawn]")] = None,
-    give_up_after_s: Annotated[
-        float, typer.Option(help="Seconds in which processes are lost again and again, and no step is completed.")
-    ] = 120.0,
-    insecure_ray: Annotated[
-        bool, typer.Option("--insecure-ray", help="Use a Ray that asks for no token: who reaches it runs code here.")
-    ] = False,
-    host: Annotated[str, typer.Option(help="Where to listen; beyond loopback only with keys and TLS.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port for HTTP; 0 takes a free one.", min=0, max=65535)] = 8000,
-    grpc_port: Annotated[int, typer.Option(help="Port for gRPC; 0 takes a free one.", min=0, max=65535)] = 50051,
-    root_path: Annotated[str, typer.Option(help="Where a proxy shows the HTTP server: /llm, say.")] = "",
-    allowed_origins: Annotated[
-        list[str] | None,
-        typer.Option(help="Where pages may come from whose scripts ask, as https://app.example; * is anywhere."),
-    ] = None,
-    image_hosts: Annotated[
-        list[str] | None,
-        typer.Option(help="A host from which images are fetched by https, as images.example or *.example."),
-    ] = None,
-    open_objects: Annotated[
-        bool, typer.Option("--open-objects", help="Objects may have properties that their JSON schema does not name.")
-    ] = False,
-    api_key: Annotated[
-        list[str] | None, typer.Option(help="A key that clients must send; may be given several times.")
-    ] = None,
-    api_key_file: Annotated[str | None, typer.Option(help="A file of such keys, one on each line.")] = None,
-    admin_key: Annotated[
-        list[str] | None, typer.Option(help="A key for the console at /console.  [default: drawn, and printed]")
-    ] = None,
-    admin_key_file: Annotated[str | None, typer.Option(help="A file of such keys, one on each line.")] = None,
-    console_prompts: Annotated[
-        bool, typer.Option("--console-prompts", help="Show texts of prompts and answers in the console.")
-    ] = False,
-    request_log: Annotated[
-        str | None,
-        typer.Option(help="Write a line of each request, as line or json: tokens, times, its end.  [default: none]"),
-    ] = None,
-    log_level: Annotated[
-        LogLevel | None,
-        typer.Option(help="What else is logged, at the least.  [default: warning; in Ray's logs info]"),
-    ] = None,
-    ssl_certfile: Annotated[str | None, typer.Option(help="TLS: the server's certificate, PEM.")] = None,
-    ssl_keyfile: Annotated[str | None, typer.Option(help="TLS: its key, PEM.")] = None,
-    ssl_ca_certs: Annotated[
-        str | None, typer.Option(help="TLS: clients need a certificate too, signed by one of these, PEM.")
-    ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Listen where other machines can connect, without keys or TLS.")
-    ] = False,
-    stream_interval_s: Annotated[
-        float, typer.Option(help="Seconds between the pieces of a streamed answer; 0: each token by itself.")
-    ] = 0.0,
-    max_wait_s: Annotated[
-        float | None, typer.Option(help="Requests whose turn would come later are told to try again.")
-    ] = 60.0,
-    max_streams: Annotated[int, typer.Option(help="Most requests being answered; more are told to try again.")] = 4096,
-    drain_timeout_s: Annotated[
-        float, typer.Option(help="Seconds for running requests to end when the server is to stop.")
-    ] = 60.0,
-    config: Annotated[
-        Path | None,
-        typer.Option(is_eager=True, callback=_use_file, help="YAML with any of these settings; flags come first."),
-    ] = None,
+    model: Model,
+    config: Config = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print every setting and where it comes from; start nothing.")
     ] = False,
@@ -274,9 +95,11 @@ def serve(
             print(describe(context), end="")
             return
         settings = _settings_before_start(context)
-        server = _server_settings(context.params)
-        if log_level is not None:
-            log_from(log_level)
+        from .start.serve import server_settings
+
+        server = server_settings(**_of(SERVER, context.params))
+        if (log_level := context.params["log_level"]) is not None:
+            log_from(LogLevel(log_level))
 
         from .start.before_ray import begin_ahead
 
@@ -296,7 +119,9 @@ def serve(
         asyncio.run(serve_and_leave())
 
 
-def _batch(
+@app.command(cls=ConfiguredCommand)
+@with_settings(OF_BATCH)
+def batch(
     context: typer.Context,
     source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests, as OpenAI's batch lines.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the results go, one for each line, in their order.")],
@@ -304,10 +129,7 @@ def _batch(
     num_engines: Annotated[int, typer.Option(help="Engines that share the lines, each with the whole model.")] = 1,
     restart: Annotated[bool, typer.Option("--restart", help="Begin anew, whatever earlier runs left.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 if any line was refused.")] = False,
-    config: Annotated[
-        Path | None,
-        typer.Option(is_eager=True, callback=_use_file, help="YAML with any of these settings; flags come first."),
-    ] = None,
+    config: Config = None,
 ) -> None:
     """Answer all requests of a file. Interrupted or killed, the same command goes on where it was.
 
@@ -327,28 +149,6 @@ def _batch(
 
         settings = BatchSettings(source, out, num_engines, restart, strict)
         raise typer.Exit(main(settings, engine))
-
-
-def _with_engine_settings(command: Callable[..., None], after: str) -> Callable[..., None]:
-    """A command that also takes what `serve` does for its engine, after one of its own parameters."""
-    import inspect
-
-    named = inspect.signature(serve).parameters
-    names = list(named)
-    shared = [named[name] for name in names[names.index("tensor_parallel_size") : names.index("host")]]
-    own = list(inspect.signature(command).parameters.values())
-    place = [parameter.name for parameter in own].index(after) + 1
-
-    def run(context: typer.Context, **given: Any) -> None:
-        command(context, **{parameter.name: given[parameter.name] for parameter in own[1:]})
-
-    run.__signature__ = inspect.Signature([*own[:place], *shared, *own[place:]])  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *shared)}
-    run.__doc__ = command.__doc__
-    return run
-
-
-app.command("batch", cls=ConfiguredCommand)(_with_engine_settings(_batch, after="model"))
 
 
 @app.command()
@@ -521,11 +321,18 @@ def plan(
     with _plain_errors():
         import json
 
-        from .settings.options import parse_lengths, plan_settings
+        from ..kvcache.plan import PlanSettings
+        from .settings.sizes import parse_bytes, parse_expected_length, parse_lengths
         from .tools.model_layers import model_layers
         from .tools.plan import make_report, print_report
 
-        settings = plan_settings(kv_memory, block_size, strategy, expected_average_seq_len, encoder_tokens, "kv_memory")
+        settings = PlanSettings(
+            parse_bytes(kv_memory, "kv_memory"),
+            block_size,
+            strategy,
+            parse_expected_length(expected_average_seq_len, "expected_average_seq_len"),
+            encoder_tokens,
+        )
         report = make_report(
             model_layers(model, tensor_parallel_size, dtype), settings, parse_lengths(context), tensor_parallel_size
         )
@@ -621,11 +428,9 @@ def main() -> None:
         app()
 
 
-def _those_of(function: Callable[..., Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the parameters of a command, those that `function` takes."""
-    import inspect
-
-    return {name: params[name] for name in inspect.signature(function).parameters if name in params}
+def _of(rows: Sequence[Setting], params: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the parameters of a command, those that are in these rows."""
+    return {row.name: params[row.name] for row in rows if row.name in params}
 
 
 def _settings_before_start(context: typer.Context) -> "EngineSettings":
@@ -643,25 +448,17 @@ def _settings_before_start(context: typer.Context) -> "EngineSettings":
     from .settings.options import engine_settings
     from .start.before_start import check_ports, judged
 
-    settings = judged(params["model"], engine_settings(**_those_of(engine_settings, params)))
+    settings = judged(params["model"], engine_settings(params["model"], **_of(ENGINE, params)))
     if "host" in params:
         check_ports(params["host"], {name: params[name] for name in ("port", "grpc_port")})
     return settings
-
-
-def _server_settings(params: Mapping[str, Any]) -> "ServerSettings":
-    from .start.serve import server_settings
-
-    limits = {row.name: params[row.name] for row in limit_rows()}
-    return server_settings(**_those_of(server_settings, params), **limits)
 
 
 def _check_host(params: Mapping[str, Any]) -> None:
     """Raises `InvalidSetting` for an address that strangers could reach."""
     from .front_end.access import Access, AccessSettings
 
-    given = _those_of(AccessSettings, params)
-    given |= {name: tuple(given[name] or ()) for name in ("api_key", "admin_key")}
+    given = fields_of(SERVER, _of(SERVER, params))["access"]
     Access(AccessSettings(**given)).check_host(params["host"])
 
 

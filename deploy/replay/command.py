@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ...errors import InvalidSetting
-from ..settings.options import parse_bytes
+from ..settings.sizes import parse_bytes
 from ..terminal.banner import human_bytes
 from ..tools.model_layers import model_layers
 from .lru import replay_lru
