@@ -24,6 +24,17 @@ DEFAULT_MODEL = "gemma-3-27b"
 UNLIMITED = "unlimited"
 
 
+def run(
+    path: Path, *, form: str | None, strategy: str | None, policy: str | None, as_json: bool, **of_requests: Any
+) -> None:
+    """Replay a trace of either kind. of_requests: what else `replay_trace` takes."""
+    if is_operations(path, form):
+        replay_operations(path, as_json=as_json, strategy=strategy, policy=policy)
+        return
+    strategy, policy = strategy or "auto", policy or "lru-tiers"
+    replay_trace(path, form=form, strategy=strategy, policy=policy, as_json=as_json, **of_requests)
+
+
 def replay_operations(path: Path, *, as_json: bool, strategy: str | None, policy: str | None) -> None:
     """Print one answer per operation. Raises `InvalidSetting` for a header or a line that can not be read."""
     lines = read_operations(path)
