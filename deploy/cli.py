@@ -1,6 +1,6 @@
-"""The `intarsia` command: what each command takes. What it does is in the room of its tool.
+"""The `intarsia` command: the parameters of each command. Its body is in the folder of its tool.
 
-Nothing heavy is imported before a command runs, so that `--help` is quick. Errors are told by `Commands`.
+Nothing heavy is imported before a command runs, so that `--help` is quick. `Commands` turns errors into sentences.
 """
 
 import contextlib

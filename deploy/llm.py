@@ -30,7 +30,7 @@ from .terminal.loading_bar import loading_bar
 Prompt = str | Sequence[int]
 
 GIVE_UP_WITHIN_S = 5.0
-"""For what was started to end, where somebody interrupts the start."""
+"""For the started processes to end after an interrupted start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class LLM:
         images: of each prompt, files in a usual format, one for each image token of it
         terms: priority, tenant and time limit of all of them
 
-        Raises `InvalidRequest` for the first prompt that can not be served; the others are stopped.
+        Raises `InvalidRequest` for the first prompt that cannot be served; the others are stopped.
         """
         engine = self._running()
         listed = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[list-item]
@@ -254,7 +254,7 @@ class LLM:
     ) -> RequestOutput:
         answers = [_Growing(index) for index in range(params.n)]
         cached_tokens, prompt_logprobs = 0, None
-        # Only who looks for a text to stop at has to read along.
+        # Texts to stop at must be looked for while tokens come; otherwise one piece at the end is enough.
         interval_s = 0.0 if params.stops else math.inf
         asked = client.generate(prompt, params, images=images, terms=terms, stream_interval_s=interval_s)
         async with contextlib.aclosing(asked) as generation:

@@ -236,6 +236,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
     engine_settings(**settings)
     usual = {"stream_interval_s": STREAM_INTERVAL_S, "max_streams": options.max_ongoing_requests}
     of_server = server_settings(**usual | server)
+    # A fixed number of replicas, or as many as the load wants.
     scaling: dict[str, Any] = {"num_replicas": options.num_replicas}
     if options.max_replicas is not None:
         scaling = {

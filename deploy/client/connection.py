@@ -16,12 +16,12 @@ OPTIONS = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.enable
 class Tls:
     """How a client meets a server with TLS. All are files in PEM."""
 
-    ca_certs: str | None = None  # who may have signed the server's certificate; None: whom this machine trusts
+    ca_certs: str | None = None  # of the authorities that sign servers; None: those that this machine trusts
     certfile: str | None = None  # the client's own certificate and its key, where the server wants one
     keyfile: str | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Raises `InvalidSetting` for files that can not be read."""
+        """Raises `InvalidSetting` for files that cannot be read."""
         return grpc.ssl_channel_credentials(*map(_read, (self.ca_certs, self.keyfile, self.certfile)))
 
 

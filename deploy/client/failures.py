@@ -67,7 +67,7 @@ def _lack_of_tls(details: str, address: str) -> str | None:
 
 
 def _speaks_tls(address: str) -> bool:
-    """Whether who listens there, if anybody does, answers as TLS does."""
+    """Whether a server listens there and speaks TLS."""
     host, _, port = address.rpartition(":")
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is said to it

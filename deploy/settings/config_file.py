@@ -1,4 +1,4 @@
-"""Where a setting of `intarsia serve` comes from: a flag, an environment variable, a file, or nobody said.
+"""Where a setting of a command comes from: a flag, an environment variable, a file, or its default.
 
     --kv-cache-memory 4GiB        INTARSIA_KV_CACHE_MEMORY=4GiB        kv_cache_memory: 4GiB
 
@@ -41,7 +41,7 @@ def variable_of(name: str) -> str:
 
 
 def use_file(context: typer.Context, path: Path | None) -> Path | None:
-    """The callback of --config. Raises `InvalidSetting` for a file that can not be read, or says what nobody knows."""
+    """The callback of --config. Raises `InvalidSetting` for a file that cannot be read, or sets an unknown name."""
     if path is not None:
         known = {param.name for param in context.command.params if param.name} - NOT_SETTINGS
         context.default_map = {**(context.default_map or {}), **_read(path, known)}

@@ -89,7 +89,7 @@ class Served(NamedTuple):
     at: "Listening"
 
     async def drain(self, within_s: float) -> None:
-        """Take no new requests, say so to whoever asks for our health, and wait for those that are being answered."""
+        """Take no new requests, report that as our health, and wait for the requests that are being answered."""
         self.front_end.leave()
         await self.grpc.leave()
         with contextlib.suppress(TimeoutError):
@@ -170,7 +170,7 @@ async def serve(settings: EngineSettings, server: ServerSettings) -> None:
     """Serve until SIGINT or SIGTERM. Requests that are being answered then have `drain_timeout_s` to end, or until the
     second signal.
 
-    Raises `EngineUnavailable` when the engine goes by itself and does not come back, so that whoever watches the
+    Raises `EngineUnavailable` when the engine ends by itself and does not come back, so that a supervisor of the
     process can start it again.
     """
     stops = asyncio.Semaphore(0)

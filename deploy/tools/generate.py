@@ -34,11 +34,11 @@ def run(
 
     sampling: fields of `SamplingParams`; those that are None are as the checkpoint asks
     """
-    said = {name: value for name, value in sampling.items() if value is not None}
-    SamplingParams(**said)  # what is wrong with it is told before a server is asked
+    given = {name: value for name, value in sampling.items() if value is not None}
+    SamplingParams(**given)  # raises for wrong values before a server is asked
     asked = _prompt(prompt, token_ids)
     with server.connect() as client:
-        params, usage = client.model_info().sampling(**said), None
+        params, usage = client.model_info().sampling(**given), None
         for chunk in client.generate(asked, params, images=[_read(path) for path in images], terms=terms):
             text = chunk.text if isinstance(asked, str) else "".join(f"{token} " for token in chunk.token_ids)
             print(text, end="", flush=True)

@@ -1,4 +1,4 @@
-"""What is said of a command that fails, or can not be understood: one sentence, exit status 2."""
+"""The error of a command that fails, or cannot be parsed: one sentence, exit status 2."""
 
 import contextlib
 import difflib
@@ -19,7 +19,7 @@ SIMILAR = 0.8
 
 
 INTERRUPTED = 130
-"""The exit status after Ctrl-C. Nothing is said: who pressed it knows."""
+"""The exit status after Ctrl-C. Nothing is printed: the person who pressed it knows."""
 
 
 class Commands(TyperGroup):
