@@ -565,7 +565,7 @@ def _ours(model: str, count: int, is_smoke: bool, enforce_eager: bool) -> dict[s
 
     new = 4 if is_smoke else 128
     params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
-    memory = {"kv_cache_memory": "16MiB"} if is_smoke else {}
+    memory: dict[str, Any] = {"kv_cache_memory": "16MiB"} if is_smoke else {}
     with LLM(model, enable_prefix_caching=False, enforce_eager=enforce_eager, max_num_seqs=128, **memory) as llm:
         llm.generate(_prompts(count, is_smoke, 1), params)
         before = llm.stats()

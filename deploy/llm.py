@@ -10,7 +10,7 @@ import math
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 from ..errors import EngineUnavailable, InvalidRequest
 from ..kvcache.check import Recount
@@ -21,6 +21,7 @@ from .front_end.engine_client import Delta, EngineClient, TokenLogprobs
 from .front_end.images import ImageReader, read_images
 from .front_end.tokenizer import Tokenizer, encode_prompt
 from .settings.options import engine_settings
+from .settings.table import EngineArguments
 from .start.at_exit import closed_at_exit, is_closed
 from .start.before_start import judged
 from .start.launch import RunningEngine, start_engine
@@ -29,7 +30,7 @@ from .terminal.loading_bar import loading_bar
 Prompt = str | Sequence[int]
 
 GIVE_UP_WITHIN_S = 5.0
-"""For what was started to end, where somebody interrupts the start."""
+"""For the started processes to end after an interrupted start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,50 +95,54 @@ class _Growing:
 class LLM:
     """A started engine. It starts Ray, or joins the one at hand; `shutdown` ends what was started.
 
+    Numbers of tokens and of bytes may be text with a unit: "32k", "64MiB".
+
     model                     a local Hugging Face checkpoint directory, or its name on the Hub if it was downloaded
-    tensor_parallel_size      1: workers that share the model, one GPU (or share of the CPU cores) each
-    block_size                16: tokens per KV block
-    kv_cache_memory           for keys and values on each worker, as text with a unit or a number of bytes; None: what a
-                              GPU can spare, else 64 MiB
-    gpu_memory_utilization    0.9: share of a GPU's memory that may be used, if kv_cache_memory is None
-    enable_prefix_caching     True: reuse the blocks of known prompt prefixes
-    max_num_batched_tokens    2048: most tokens in one step
-    max_num_seqs              64: most requests in one step
-    max_model_len             None: most tokens of one request, prompt included; None: what the model was made for
-    max_prefill_chunk_tokens  None: most prompt tokens of one request in one step; None: all that fit
-    prefill_share             0.5: of a step's time, which prompts get at least while others decode; 1: all they need
-    priority_ageing_s         30: seconds of waiting that make up for one level of priority
-    longest_prefix_first      False: of those next in turn, take the one with most of its prompt in the cache
-    swap_space                0: bytes of host memory on each worker, where blocks of preempted requests wait that are
-                              dearer to compute anew than to copy
-    max_wait_s                None: seconds; a request whose turn would come later is refused with `Overloaded`
-    max_waiting_tokens        2**25: most tokens of prompts that wait for their turn
-    max_requests_per_tenant   None: most requests of one tenant, waiting and running
-    min_free_memory           "256MiB" of the host's memory that is kept free: with less, new requests are refused
-    dtype                     "auto": as saved, or "float32", "bfloat16", "float16"
-    attention_backend         None: the first that covers the model, or its name
-    max_images_per_request    1: where a model takes images
-    enforce_eager             False: run transformers' modules as they are written, nothing fused or recorded; slower
-    torch_compile             False: compile the model with torch.compile, which takes minutes when it starts
-    cpu_threads               None: threads of each worker, where a CPU computes; None: its share of the cores, one
-                              less for short steps
-    allow_generic             False: try an architecture that nobody has tested, as plain attention
-    trust_remote_code         False: run Python files that come with the checkpoint
-    generation_config         "auto": what a request leaves out is sampled as the checkpoint's generation_config.json
-                              asks; "none": as `SamplingParams` has it
-    tokenizer                 None: a folder with another tokenizer; None: the checkpoint's own
-    chat_template             None: a file with another chat template; None: the tokenizer's own
-    served_model_name         None: what the model is called in answers; None: as its folder is
-    otlp_traces_endpoint      None: URL that takes OpenTelemetry's traces (OTLP over HTTP)
-    name                      None: of the engine in the Ray cluster; None: drawn
-    give_up_after_s           120: seconds in which processes are lost again and again, and no step is completed
-    insecure_ray              False: use a Ray that asks for no token, so anybody who reaches its ports runs code
+    tensor_parallel_size      1: Workers that share the model, one GPU each.
+    block_size                16: Tokens per KV block.
+    kv_cache_memory           None (what a GPU can spare; else 64MiB): Memory for keys and values, per worker.
+    gpu_memory_utilization    0.9: Share of a GPU's memory for weights, steps, and keys and values together. Where
+                              kv_cache_memory is None.
+    enable_prefix_caching     True: Reuse the blocks of known prompt prefixes.
+    max_num_batched_tokens    2048: Most tokens in one step.
+    max_num_seqs              64: Most requests in one step.
+    max_model_len             None (the model's own): Most tokens of one request, prompt included: 32k, say.
+    max_prefill_chunk_tokens  None (all that fit): Most prompt tokens of one request in one step.
+    strategy                  'auto': How memory is laid out: auto, layered, packed, partitioned or uniform.
+    expected_average_seq_len  None (from the model): Tokens of a usual request.
+    dtype                     'auto': auto, float32, bfloat16 or float16. auto: as saved.
+    attention_backend         None (the first that fits): native, triton, flash, flash-legacy, torch or reference.
+    max_images_per_request    1: Where the model takes images.
+    prefill_share             0.5: Share of a step's time that prompts get at least while others decode; 1: all.
+    priority_ageing_s         30.0: Seconds of waiting that make up for one level of priority.
+    longest_prefix_first      False: Of those next in turn, take the one with most in the cache.
+    swap_space                0: Host memory per worker for the blocks of preempted requests, e.g. 4GiB. They wait there
+                              if they are dearer to compute anew than to copy.
+    max_wait_s                None (they wait): Requests whose turn would come later are told to try again. In Python:
+                              `Overloaded`.
+    max_waiting_tokens        33554432: Most tokens of prompts that wait for their turn.
+    max_requests_per_tenant   None (any number): Most requests of one tenant, waiting and running.
+    min_free_memory           '256MiB': Host memory to keep free: with less, new requests are told to try again.
+    enforce_eager             False: Run transformers' modules as they are written; slower.
+    torch_compile             False: Compile the model with torch.compile; starting takes minutes.
+    cpu_threads               None (its cores, one less in short steps): Threads of a worker without GPU.
+    allow_generic             False: Try an architecture that nobody has tested, as plain attention.
+    trust_remote_code         False: Run Python files that come with the checkpoint.
+    generation_config         'auto': "auto": sample as the checkpoint asks, unless a request does; "none": do not. What
+                              it asks is in its generation_config.json.
+    tokenizer                 None (the model's): A folder with another tokenizer, or its name on the Hub.
+    chat_template             None (the tokenizer's): A file with another chat template, Jinja.
+    served_model_name         None (its folder's name): What clients call the model.
+    otlp_traces_endpoint      None: Send OpenTelemetry traces there, OTLP over HTTP.
+    name                      None (drawn): Name of the engine in the Ray cluster.
+    give_up_after_s           120.0: Seconds in which processes are lost again and again, and no step is completed.
+    insecure_ray              False: Use a Ray that asks for no token: who reaches it runs code here.
 
     Raises `ModelError` or `InvalidSetting`, naming the field, before or while the engine starts; nothing is left
     running then.
     """
 
-    def __init__(self, model: str, **settings: Any):
+    def __init__(self, model: str, **settings: Unpack[EngineArguments]):
         wanted = judged(model, engine_settings(model, **settings))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="intarsia", daemon=True)
@@ -172,7 +177,7 @@ class LLM:
         images: of each prompt, files in a usual format, one for each image token of it
         terms: priority, tenant and time limit of all of them
 
-        Raises `InvalidRequest` for the first prompt that can not be served; the others are stopped.
+        Raises `InvalidRequest` for the first prompt that cannot be served; the others are stopped.
         """
         engine = self._running()
         listed = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[list-item]
@@ -249,7 +254,7 @@ class LLM:
     ) -> RequestOutput:
         answers = [_Growing(index) for index in range(params.n)]
         cached_tokens, prompt_logprobs = 0, None
-        # Only who looks for a text to stop at has to read along.
+        # Texts to stop at must be looked for while tokens come; otherwise one piece at the end is enough.
         interval_s = 0.0 if params.stops else math.inf
         asked = client.generate(prompt, params, images=images, terms=terms, stream_interval_s=interval_s)
         async with contextlib.aclosing(asked) as generation:

@@ -7,13 +7,11 @@ its workers. What it answers is what `intarsia serve` answers, HTTP and gRPC.
 """
 
 import contextlib
-import difflib
 import hashlib
-import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import pydantic
 from fastapi import FastAPI
@@ -25,34 +23,38 @@ from ..environment import freeze_startup_objects, give_back_large_blocks
 from ..errors import EngineUnavailable, IntarsiaError, InvalidSetting
 from ..proto import inference_pb2 as pb
 from ..proto.tracing import tracer_of
-from .console import ConsoleSettings
-from .front_end.access import Access, AccessSettings, Level
-from .front_end.front_end import FrontEnd, FrontEndSettings
+from .front_end.access import Access, Level
+from .front_end.front_end import FrontEnd
 from .front_end.request_log import LOGGED, RequestLog, logged
 from .front_end.router import Fleet
 from .front_end.tokenizer import Tokenizer
 from .grpc.door import noting, status_of
 from .grpc.server import SERVICE, InferenceServicer
 from .openai.app import make_app
-from .settings.limits import Limits
-from .settings.limits import rows as limit_rows
 from .settings.options import engine_settings
+from .settings.setting import did_you_mean
+from .settings.table import ENGINE, LIMITS, SERVER
 from .start.autoscaling import POOL_USE, wanted_replicas
 from .start.launch import RunningEngine, find_engines, start_engine
+from .start.serve import ServerSettings, server_settings
 
 MAX_ONGOING_REQUESTS = 1024
 """Of a replica. The engine queues by itself, in its own order; Serve should not do so before it."""
-
-MAX_WAIT_S = 60.0
-"""For a request's turn, unless it is said; `intarsia serve` has the same."""
 
 STREAM_INTERVAL_S = 0.1
 """Between the pieces of a streamed answer: each is a message between Serve's processes, which take as long for one as
 a small model for a token. A reader sees text flow ten times a second."""
 
+BEHIND_A_PROXY = {"api_key_file", "admin_key_file", "console_prompts", "image_hosts", "open_objects", "request_log"}
+"""Settings of a server that hold behind Serve's proxy, too, beside the interval and the limits. Files are those of the
+replicas' nodes."""
+
+OF_ENGINE = {row.name: row for row in ENGINE}
+OF_SERVER = {row.name: row for row in SERVER if row.name in BEHIND_A_PROXY | {"stream_interval_s"} or row in LIMITS}
+
 
 class DeploymentOptions(pydantic.BaseModel):
-    """What `app` takes beside an engine's settings."""
+    """What `app` takes beside settings of an engine and its server: how many replicas, and how they come and go."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
@@ -64,14 +66,6 @@ class DeploymentOptions(pydantic.BaseModel):
     downscale_delay_s: float = pydantic.Field(600.0, ge=0, description="How long less must be wanted before one goes.")
     drain_timeout_s: float = pydantic.Field(600.0, ge=0, description="What a replica that goes has for its streams.")
     max_ongoing_requests: int = pydantic.Field(MAX_ONGOING_REQUESTS, ge=1)
-    image_hosts: list[str] = pydantic.Field([], description="From which images are fetched by https.")
-    open_objects: bool = pydantic.Field(False, description="Objects may have properties that no schema names.")
-    stream_interval_s: float = pydantic.Field(STREAM_INTERVAL_S, ge=0, description="Between pieces of a stream.")
-    api_key_file: str | None = pydantic.Field(None, description="Keys that clients must send, on the replicas' nodes.")
-    admin_key_file: str | None = pydantic.Field(None, description="Keys for the console; without it, it is closed.")
-    console_prompts: bool = pydantic.Field(False, description="Show texts of prompts and answers in the console.")
-    request_log: Literal["line", "json"] | None = pydantic.Field(None, description="A line of each request, in a log.")
-    limits: Limits = pydantic.Field(default_factory=Limits, description="Given each by its name, as to `serve`.")
 
 
 @serve.deployment(
@@ -83,11 +77,11 @@ class DeploymentOptions(pydantic.BaseModel):
 class Replica:
     """One engine and its front end, within a Serve replica."""
 
-    async def __init__(self, settings: dict[str, Any], options: DeploymentOptions):
-        given: dict[str, Any] = {"max_wait_s": MAX_WAIT_S} | settings
+    async def __init__(self, settings: dict[str, Any], server: ServerSettings, drain_timeout_s: float):
+        given: dict[str, Any] = {"max_wait_s": OF_ENGINE["max_wait_s"].for_servers} | settings
         wanted = engine_settings(**given)
-        self._access = Access(AccessSettings(api_key_file=options.api_key_file, admin_key_file=options.admin_key_file))
-        self._options = options
+        self._access = Access(server.access)
+        self._server, self._drain_timeout_s = server, drain_timeout_s
         name = engine_name(wanted.name, settings)
         wanted = replace(wanted, name=name)
         tokenizer = Tokenizer.of(wanted.model)
@@ -97,26 +91,19 @@ class Replica:
         self._front_end = FrontEnd(
             self._engine.client,
             tokenizer,
-            FrontEndSettings(
-                options.stream_interval_s,
-                options.max_ongoing_requests,
-                tuple(options.image_hosts),
-                options.open_objects,
-            ),
+            server.front_end,
             self._fleet,
             tracer_of("front-end", wanted.model.traces_endpoint),
-            options.limits,
+            server.limits,
         )
         self._servicer = InferenceServicer(self._front_end)
-        self._request_log = RequestLog(options.request_log) if options.request_log else None
+        self._request_log = RequestLog(server.request_log) if server.request_log else None
         give_back_large_blocks()
         freeze_startup_objects()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        console = ConsoleSettings(self._options.console_prompts)
-        return make_app(
-            lambda: self._front_end, self._access, console, self._options.limits, request_log=self._request_log
-        )
+        console, limits = self._server.console, self._server.limits
+        return make_app(lambda: self._front_end, self._access, console, limits, request_log=self._request_log)
 
     async def check_health(self) -> None:
         """Called by Serve. An engine that is gone makes the replica start again; a busy one does not."""
@@ -133,7 +120,7 @@ class Replica:
         engine, self._engine = self._engine, None
         if engine is not None:
             with contextlib.suppress(IntarsiaError):  # it is gone already
-                await engine.leave(self._options.drain_timeout_s)  # other replicas' front ends may have requests there
+                await engine.leave(self._drain_timeout_s)  # other replicas' front ends may have requests there
             await self._fleet.close()
             await engine.shutdown()
 
@@ -239,12 +226,17 @@ class _Context:
 
 
 def app(args: Mapping[str, Any]) -> serve.Application:
-    """The application of `serve run`. args: settings of an engine, and `DeploymentOptions`, as texts or values.
+    """The application of `serve run`. args: settings of an engine and its server, and `DeploymentOptions`, as texts or
+    values.
 
     Raises `InvalidSetting`, naming the field, before anything starts.
     """
-    settings, options = _split(dict(args))
-    engine_settings(**settings)  # what can be refused at once is refused here
+    settings, server, options = _split(args)
+    # What can be refused at once is refused here.
+    engine_settings(**settings)
+    usual = {"stream_interval_s": STREAM_INTERVAL_S, "max_streams": options.max_ongoing_requests}
+    of_server = server_settings(**usual | server)
+    # A fixed number of replicas, or as many as the load wants.
     scaling: dict[str, Any] = {"num_replicas": options.num_replicas}
     if options.max_replicas is not None:
         scaling = {
@@ -264,30 +256,27 @@ def app(args: Mapping[str, Any]) -> serve.Application:
         graceful_shutdown_timeout_s=options.drain_timeout_s,
         **scaling,
     )
-    return configured.bind(settings, options)
+    return configured.bind(settings, of_server, options.drain_timeout_s)
 
 
-def _split(args: dict[str, Any]) -> tuple[dict[str, Any], DeploymentOptions]:
-    """Settings of the engine, in their types, and the rest."""
-    limits = {row.name: args.pop(row.name) for row in limit_rows() if row.name in args}
-    parameters = inspect.signature(engine_settings).parameters
-    known: dict[str, Any] = {name: (parameter.annotation, parameter.default) for name, parameter in parameters.items()}
-    known["model"] = (str, ...)
+def _split(args: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], DeploymentOptions]:
+    """Settings of the engine and of its server, in their types, and the rest."""
+    rows = OF_ENGINE | OF_SERVER
+    known: dict[str, Any] = {"model": (str, ...)} | {name: (row.kind, row.default) for name, row in rows.items()}
     for name in args:
-        if name == "limits" or (name not in known and name not in DeploymentOptions.model_fields):
-            names = [*known, *DeploymentOptions.model_fields, *(row.name for row in limit_rows())]
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
+        if name not in known and name not in DeploymentOptions.model_fields:
+            hint = did_you_mean(name, [*known, *DeploymentOptions.model_fields])
             raise InvalidSetting(f"{name} is no setting.{hint}", field=name)
     if "model" not in args:
         raise InvalidSetting("model is missing: serve run intarsia.deploy.serve_app:app model=PATH", field="model")
     Settings: Any = pydantic.create_model("Settings", **known)
     try:
         settings = Settings(**{name: value for name, value in args.items() if name in known})
-        beside = {name: value for name, value in args.items() if name not in known}
-        options = DeploymentOptions(**beside, limits=limits)  # type: ignore[arg-type]  pydantic makes them of it
+        options = DeploymentOptions(**{name: value for name, value in args.items() if name not in known})
     except pydantic.ValidationError as error:
         fault = error.errors()[0]
-        name = str(fault["loc"][-1] if fault["loc"][0] == "limits" else fault["loc"][0])
+        name = str(fault["loc"][0])
         raise InvalidSetting(f"{name}: {fault['msg']}, got {fault['input']!r}", field=name) from None
-    return {name: getattr(settings, name) for name in args if name in known}, options
+    given = {name: getattr(settings, name) for name in args if name in known}
+    server = {name: given.pop(name) for name in OF_SERVER if name in given}
+    return given, server, options

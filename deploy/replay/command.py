@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ...errors import InvalidSetting
-from ..settings.options import parse_bytes
+from ..settings.sizes import parse_bytes
 from ..terminal.banner import human_bytes
 from ..tools.model_layers import model_layers
 from .lru import replay_lru
@@ -22,6 +22,17 @@ from .traces import TraceRequest, detect, read_trace
 DEFAULT_MODEL = "gemma-3-27b"
 
 UNLIMITED = "unlimited"
+
+
+def run(
+    path: Path, *, form: str | None, strategy: str | None, policy: str | None, as_json: bool, **of_requests: Any
+) -> None:
+    """Replay a trace of either kind. of_requests: what else `replay_trace` takes."""
+    if is_operations(path, form):
+        replay_operations(path, as_json=as_json, strategy=strategy, policy=policy)
+        return
+    strategy, policy = strategy or "auto", policy or "lru-tiers"
+    replay_trace(path, form=form, strategy=strategy, policy=policy, as_json=as_json, **of_requests)
 
 
 def replay_operations(path: Path, *, as_json: bool, strategy: str | None, policy: str | None) -> None:

@@ -1,12 +1,11 @@
-"""Where a setting of `intarsia serve` comes from: a flag, an environment variable, a file, or nobody said.
+"""Where a setting of a command comes from: a flag, an environment variable, a file, or its default.
 
     --kv-cache-memory 4GiB        INTARSIA_KV_CACHE_MEMORY=4GiB        kv_cache_memory: 4GiB
 
 Flags come first, then variables, then the file that --config names. All three have the same names.
 """
 
-import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from ...errors import InvalidSetting
-from .sizes import parse_tokens
+from .setting import did_you_mean
 
 PREFIX = "INTARSIA_"
 
@@ -37,21 +36,12 @@ class ConfiguredCommand(TyperCommand):
             param.show_envvar = False  # type: ignore[attr-defined]  the command's text says it once
 
 
-def tokens(field: str) -> Callable[[Any], int]:
-    """What reads an option whose value is a number of tokens, with a unit or without."""
-
-    def tokens(value: Any) -> int:
-        return parse_tokens(value, field)
-
-    return tokens
-
-
 def variable_of(name: str) -> str:
     return PREFIX + name.upper()
 
 
 def use_file(context: typer.Context, path: Path | None) -> Path | None:
-    """The callback of --config. Raises `InvalidSetting` for a file that can not be read, or says what nobody knows."""
+    """The callback of --config. Raises `InvalidSetting` for a file that cannot be read, or sets an unknown name."""
     if path is not None:
         known = {param.name for param in context.command.params if param.name} - NOT_SETTINGS
         context.default_map = {**(context.default_map or {}), **_read(path, known)}
@@ -74,9 +64,7 @@ def _read(path: Path, known: set[str]) -> dict[str, Any]:
     settings = {str(name).replace("-", "_"): value for name, value in found.items()}
     for name in settings:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            raise InvalidSetting(f"{path} sets {name}, which is no setting.{hint}", field=name)
+            raise InvalidSetting(f"{path} sets {name}, which is no setting.{did_you_mean(name, known)}", field=name)
     return settings
 
 

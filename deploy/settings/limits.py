@@ -78,12 +78,12 @@ class Limits:
     )
     max_key_connections: int = _limit(2048, "connections", "The same of one key. HTTP only.", "429, closed")
     # Longer than clients and load balancers keep one (httpx, and OpenAI's client with it, 5 s; AWS's balancer and nginx
-    # 60 s): who closes first knows that it is closed, and the other may be sending a request just then, which is lost.
+    # 60 s): the side that closes first knows it; the other side may be sending a request just then, which is lost.
     idle_timeout_s: float = _limit(
         75.0, "s", "Before a connection without a request is closed. Over gRPC: that a message may take.", "closed"
     )
 
-    # -- those who do not read ---------------------------------------------------------------------------------------
+    # -- clients that do not read ------------------------------------------------------------------------------------
     max_unread_bytes: int = _limit(
         MIB,
         "bytes",
@@ -141,7 +141,7 @@ def markdown() -> Iterator[str]:
 
 
 def check_id(request_id: str, limits: Limits) -> None:
-    """Raises `InvalidRequest` for an id that is long, or holds what can not be printed."""
+    """Raises `InvalidRequest` for an id that is long, or holds characters that cannot be printed."""
     is_printable = request_id.isascii() and request_id.isprintable() and " " not in request_id
     if len(request_id) > limits.max_id_chars or not is_printable:
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""Where a server listens, and what is said when it can not."""
+"""Where a server listens, and the error when it cannot."""
 
 import socket
 from collections.abc import Mapping
@@ -9,8 +9,8 @@ BACKLOG = 2048
 
 
 def listening(host: str, port: int, field: str = "port", backlog: int = BACKLOG) -> socket.socket:
-    """A socket that takes connections; port 0 takes a free one. field: the setting that the port is from. Raises
-    `InvalidSetting` if that can not be."""
+    """A socket that takes connections; port 0 takes a free one. field: the setting that names the port. Raises
+    `InvalidSetting` if that fails."""
     opened = None
     try:
         [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
@@ -40,7 +40,7 @@ def refusal(host: str, port: int, field: str, error: Exception) -> InvalidSettin
 
 
 def check_ports(host: str, ports: Mapping[str, int]) -> None:
-    """Raises `InvalidSetting` for a port that can not be listened at, or is asked for twice. ports: by setting."""
+    """Raises `InvalidSetting` if a server cannot listen at a port, or a port is given twice. ports: by setting."""
     wanted = [port for port in ports.values() if port]
     if len(set(wanted)) < len(wanted):
         raise InvalidSetting(

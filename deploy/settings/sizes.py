@@ -1,5 +1,6 @@
 """Amounts as people write them: bytes with a unit, tokens by the thousand."""
 
+import contextlib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -45,3 +46,25 @@ def parse_tokens(value: Any, field: str) -> int:
             field=field,
         )
     return int(tokens) * (-1 if str(value).startswith("-") else 1)
+
+
+def parse_lengths(text: str | None) -> list[int]:
+    """Lengths in tokens from "2048,8192" or "2K,8K"; none for None."""
+    try:
+        return [parse_tokens(part, "context") for part in text.split(",")] if text is not None else []
+    except InvalidSetting:
+        raise InvalidSetting(
+            f"context must be whole numbers of tokens, separated by commas; got {text!r}", field="context"
+        ) from None
+
+
+def parse_expected_length(value: str | int | None, field: str) -> int | None:
+    """Tokens of a usual request; None for none, or for an empty variable. Raises `InvalidSetting`."""
+    if value is None or value == "":
+        return None
+    with contextlib.suppress(InvalidSetting):
+        if (tokens := parse_tokens(value, field)) > 0:
+            return tokens
+    raise InvalidSetting(
+        f"{field} (EXPECTED_AVERAGE_SEQ_LENGTH) must be a positive whole number of tokens, got {value!r}", field=field
+    )

@@ -2,18 +2,9 @@
 
 import logging
 import os
-from enum import StrEnum
 
 from ...environment import LOG_LEVEL
-
-
-class LogLevel(StrEnum):
-    """What is logged at the least."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
+from ..settings.table import LogLevel as LogLevel
 
 
 def log_from(level: LogLevel) -> None:

@@ -2,9 +2,9 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...controller.startup import EngineSettings
 from ...environment import freeze_startup_objects
@@ -18,6 +18,8 @@ from ..front_end.request_log import FORMS, RequestLog
 from ..front_end.tokenizer import Tokenizer, text_notes
 from ..http.server import SHUTDOWN_GRACE_S, HttpServer
 from ..settings.limits import Limits
+from ..settings.setting import fields_of
+from ..settings.table import SERVER
 from ..terminal.banner import print_banner
 from ..terminal.loading_bar import loading_bar
 from .ending import SIGNALS, leave_at_the_latest, say
@@ -66,52 +68,15 @@ class ServerSettings:
             )
 
 
-def server_settings(
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    grpc_port: int = 50051,
-    root_path: str = "",
-    allowed_origins: Sequence[str] | None = None,
-    api_key: Sequence[str] | None = None,
-    api_key_file: str | None = None,
-    admin_key: Sequence[str] | None = None,
-    admin_key_file: str | None = None,
-    ssl_certfile: str | None = None,
-    ssl_keyfile: str | None = None,
-    ssl_ca_certs: str | None = None,
-    insecure: bool = False,
-    stream_interval_s: float = 0.0,
-    max_streams: int = 4096,
-    image_hosts: Sequence[str] | None = None,
-    open_objects: bool = False,
-    console_prompts: bool = False,
-    request_log: str | None = None,
-    drain_timeout_s: float = 60.0,
-    **limits: float,
-) -> ServerSettings:
-    """Flags and arguments as settings; limits by their names. Raises `InvalidSetting`, naming the field."""
+def server_settings(**given: Any) -> ServerSettings:
+    """Settings of a server, and limits, by their names. Raises `InvalidSetting`, naming the field."""
+    components = fields_of(SERVER, given)
     return ServerSettings(
-        host,
-        port,
-        grpc_port,
-        AccessSettings(
-            tuple(api_key or ()),
-            api_key_file,
-            tuple(admin_key or ()),
-            admin_key_file,
-            ssl_certfile,
-            ssl_keyfile,
-            ssl_ca_certs,
-            insecure,
-        ),
-        FrontEndSettings(stream_interval_s, max_streams, tuple(image_hosts or ()), open_objects),
-        ConsoleSettings(console_prompts),
-        drain_timeout_s,
-        Limits(**limits),  # type: ignore[arg-type]  a float only where the limit is one
-        tuple(allowed_origins or ()),
-        root_path,
-        request_log,
+        access=AccessSettings(**components["access"]),
+        front_end=FrontEndSettings(**components["front_end"]),
+        console=ConsoleSettings(**components["console"]),
+        limits=Limits(**components["limits"]),
+        **components["server"],
     )
 
 
@@ -124,7 +89,7 @@ class Served(NamedTuple):
     at: "Listening"
 
     async def drain(self, within_s: float) -> None:
-        """Take no new requests, say so to whoever asks for our health, and wait for those that are being answered."""
+        """Take no new requests, report that as our health, and wait for the requests that are being answered."""
         self.front_end.leave()
         await self.grpc.leave()
         with contextlib.suppress(TimeoutError):
@@ -205,7 +170,7 @@ async def serve(settings: EngineSettings, server: ServerSettings) -> None:
     """Serve until SIGINT or SIGTERM. Requests that are being answered then have `drain_timeout_s` to end, or until the
     second signal.
 
-    Raises `EngineUnavailable` when the engine goes by itself and does not come back, so that whoever watches the
+    Raises `EngineUnavailable` when the engine ends by itself and does not come back, so that a supervisor of the
     process can start it again.
     """
     stops = asyncio.Semaphore(0)

@@ -1,6 +1,7 @@
 """`intarsia doctor`: what is here, and what is missing, for people and for bug reports."""
 
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
@@ -36,6 +37,16 @@ class Finding(NamedTuple):
     fact: str
     is_fine: bool = True
     advice: str = ""
+
+
+def run(as_json: bool) -> bool:
+    """Print all findings. Whether all is fine."""
+    findings = examine()
+    if as_json:
+        print(json.dumps(to_json(findings), indent=2))
+    else:
+        print_findings(findings)
+    return all(finding.is_fine for finding in findings)
 
 
 def examine() -> list[Finding]:

@@ -89,6 +89,15 @@ def docs_page() -> Iterator[str]:
     yield from markdown(family_rows())
 
 
+def run(*, as_markdown: bool, as_page: bool) -> None:
+    """Print the table in one of its forms."""
+    if not as_page and not as_markdown:
+        print_rows(family_rows())
+        return
+    for line in docs_page() if as_page else markdown(family_rows()):
+        print(line)
+
+
 class _Example(NamedTuple):
     name: str
     layers: Callable[[int], Sequence[LayerSpec]]  # one rank's share, given how many there are

@@ -44,6 +44,17 @@ class Server(NamedTuple):
     ca_certs: str | None = None
 
 
+def run(url: str | None, admin_key: str | None, ca_certs: str | None, *, once: bool, as_json: bool) -> None:
+    """Raises `InvalidSetting` for settings that do not fit together, or where no server is found."""
+    if as_json and not once:
+        raise InvalidSetting("--json is for --once", field="json")
+    server = find_server(url, admin_key, ca_certs)
+    if once:
+        show_once(server, as_json=as_json)
+    else:
+        show(server)
+
+
 def find_server(url: str | None, admin_key: str | None, ca_certs: str | None) -> Server:
     """The server at `url`, or the one that this user started last on this machine.
 

@@ -1,4 +1,4 @@
-"""What is said of a command line that can not be understood: one sentence, exit status 2."""
+"""The error of a command that fails, or cannot be parsed: one sentence, exit status 2."""
 
 import contextlib
 import difflib
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from typer import Exit
 from typer._click.core import Context
 from typer._click.exceptions import BadParameter, ClickException, NoArgsIsHelpError, NoSuchOption, UsageError
 from typer.core import TyperGroup
@@ -17,8 +18,12 @@ SIMILAR = 0.8
 """Of two spellings, from 0 to 1. Less alike ones mean different things: --seed is no --insecure."""
 
 
+INTERRUPTED = 130
+"""The exit status after Ctrl-C. Nothing is printed: the person who pressed it knows."""
+
+
 class Commands(TyperGroup):
-    """The commands of `intarsia`."""
+    """The commands of `intarsia`. An error of ours is one sentence and exit status 2, whichever command raises it."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Context:
         with _one_sentence():
@@ -50,6 +55,8 @@ def _one_sentence(words: Sequence[str] = ()) -> Iterator[None]:
         raise OneSentence(_worded(error, words)) from None
     except IntarsiaError as error:
         raise OneSentence(str(error)) from None
+    except KeyboardInterrupt:
+        raise Exit(INTERRUPTED) from None
 
 
 def _worded(error: UsageError, words: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,5 +109,6 @@ def test_weights_that_lack_tensors_come_back_typed(ray_cluster: None, tiny: Call
 
 
 def test_unknown_argument_is_a_type_error_of_python(tiny: Callable):
+    misspelt: Any = {"tensor_paralel_size": 2}
     with pytest.raises(TypeError, match="tensor_paralel_size"):
-        LLM(str(tiny("llama").path), tensor_paralel_size=2)
+        LLM(str(tiny("llama").path), **misspelt)

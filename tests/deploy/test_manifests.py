@@ -16,8 +16,7 @@ from packaging.requirements import Requirement
 from ray.serve.schema import ServeDeploySchema
 
 from intarsia.deploy.cli import app as commands
-from intarsia.deploy.serve_app import DeploymentOptions
-from intarsia.deploy.settings.options import engine_settings
+from intarsia.deploy.serve_app import app
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "cluster"
 
@@ -114,9 +113,7 @@ def test_serve_configurations_fit_serve_s_schema_and_our_settings(name: str):
     found = load(name)
     config = yaml.safe_load(found["spec"]["serveConfigV2"]) if "spec" in found else found
     [application] = ServeDeploySchema(**config).applications
-    options = {name: value for name, value in application.args.items() if name in DeploymentOptions.model_fields}
-    DeploymentOptions(**options)
-    engine_settings(**{name: value for name, value in application.args.items() if name not in options})
+    app(application.args)
 
 
 def test_a_job_s_command_is_one_of_ours():

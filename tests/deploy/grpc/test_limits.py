@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import grpc
 import pytest
 
-from intarsia.deploy.client import Asked, AsyncClient, Client, _typed
+from intarsia.controller.engine import Delta
+from intarsia.deploy.client import Asked, AsyncClient, Client
+from intarsia.deploy.client.failures import typed
 from intarsia.deploy.front_end.access import Access, AccessSettings
 from intarsia.deploy.front_end.front_end import FrontEnd
 from intarsia.deploy.grpc.server import GrpcServer
@@ -70,7 +72,7 @@ def refused(address: str, request: pb.GenerateRequest) -> IntarsiaError:
     """As a client of ours would see it."""
     with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as refusal:
         list(pb_grpc.InferenceStub(channel).Generate(request, timeout=60))
-    return _typed(refusal.value, address)
+    return typed(refusal.value, address)
 
 
 def raw(address: str, method: str, message: bytes) -> grpc.RpcError:

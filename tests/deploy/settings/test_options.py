@@ -1,6 +1,9 @@
+from typing import Any
+
 import pytest
 
-from intarsia.deploy.settings.options import engine_settings, parse_bytes
+from intarsia.deploy.settings.options import engine_settings
+from intarsia.deploy.settings.sizes import parse_bytes
 from intarsia.errors import InvalidSetting
 
 
@@ -38,3 +41,9 @@ def test_impossible_setting_names_its_field(field: str, value: object):
     with pytest.raises(InvalidSetting) as refusal:
         engine_settings("model", **{field: value})  # type: ignore[arg-type]
     assert refusal.value.field == field
+
+
+def test_a_name_that_is_no_setting_is_an_unexpected_argument():
+    misspelt: Any = {"max_num_seq": 3}
+    with pytest.raises(TypeError, match=r"max_num_seq is no setting\. Did you mean max_num_seqs\?"):
+        engine_settings("model", **misspelt)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from intarsia.deploy.settings.options import engine_settings, parse_lengths
-from intarsia.deploy.settings.sizes import parse_bytes, parse_tokens
+from intarsia.deploy.settings.options import engine_settings
+from intarsia.deploy.settings.sizes import parse_bytes, parse_lengths, parse_tokens
 from intarsia.errors import InvalidSetting
 
 

@@ -1,0 +1,143 @@
+# Made of async_client.py by unasync.py: change that file, and make this one anew.
+"""The client for programs without an event loop."""
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import grpc
+
+from ...errors import IntarsiaError
+from ...kvcache.events import Event
+from ...proto import inference_pb2 as pb
+from ...proto import inference_pb2_grpc as pb_grpc
+from ...proto.request import USUAL_TERMS, SamplingParams, Terms
+from ...proto.status import CacheState, EngineInfo, EngineLoad
+from ..grpc.convert import cache_state_from_proto, events_from_proto, info_from_proto, load_from_proto
+from .connection import Tls, call_options, open_channel
+from .failures import typed
+from .messages import Asked, Batch, Chunk, batch_request, check_one, chunk_of, request_of
+
+
+class Client:
+    """A connection to one server, that threads may share."""
+
+    def __init__(
+        self,
+        address: str = "127.0.0.1:50051",
+        *,
+        timeout_s: float | None = None,
+        api_key: str | None = None,
+        tls: Tls | None = None,
+    ):
+        """timeout_s: for each call; None waits as long as it takes."""
+        self.address = address
+        self._options = call_options(timeout_s, api_key)
+        self._channel = open_channel(grpc, address, tls)
+        self._stub: Any = pb_grpc.InferenceStub(self._channel)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        images: Sequence[bytes] = (),
+        request_id: str = "",
+        terms: Terms = USUAL_TERMS,
+    ) -> Generator[Chunk, None, None]:
+        """Tokens as they come, of all answers; each chunk says which answer it is of. Closing the generator before its
+        end stops the generation.
+
+        sampling: None: 16 tokens, as the checkpoint asks
+        images: files in a usual format, one for each image token of the prompt
+        terms: priority, tenant and time limit
+
+        Raises the server's errors as they were: `InvalidRequest`, `EngineUnavailable`, ...
+        """
+        request = request_of(Asked(prompt, sampling, images, request_id, terms))
+        call = self._stub.Generate(request, **self._options)
+        try:
+            for response in call:
+                yield chunk_of(response)
+        except grpc.RpcError as error:
+            raise typed(error, self.address) from None
+        finally:
+            call.cancel()
+
+    def complete(
+        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, *, images: Sequence[bytes] = ()
+    ) -> Chunk:
+        """The whole answer at once. Of several answers, use `generate`."""
+        check_one(sampling)
+        return Chunk.join([chunk for chunk in self.generate(prompt, sampling, images=images)])
+
+    def complete_batch(self, asked: Sequence[Asked]) -> list[Chunk | IntarsiaError]:
+        """The answers to several requests, computed side by side, in their order; what is wrong with one of them stands
+        in its place."""
+        for one in asked:
+            check_one(one.sampling)
+        batch = Batch(len(asked))
+        call = self._stub.GenerateBatch(batch_request(asked), **self._options)
+        try:
+            for response in call:
+                batch.add(response)
+        except grpc.RpcError as error:
+            raise typed(error, self.address) from None
+        finally:
+            call.cancel()
+        return batch.outcomes()
+
+    def abort(self, request_id: str) -> bool:
+        """Stop a request of any client of the server. False if there is none of that name."""
+        answer = self._call(self._stub.Abort, pb.AbortRequest(request_id=request_id))
+        return answer.found
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        request = pb.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
+        answer = self._call(self._stub.Tokenize, request)
+        return list(answer.ids)
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        answer = self._call(self._stub.Detokenize, pb.TokenIds(ids=token_ids))
+        return answer.text
+
+    def model_info(self) -> EngineInfo:
+        """What is being served. `model_dir` is empty: it is the server's business."""
+        return info_from_proto(self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest()))
+
+    def load(self) -> EngineLoad:
+        """How busy the engine is."""
+        return load_from_proto(self._call(self._stub.GetLoad, pb.GetLoadRequest()))
+
+    def cache_state(self) -> CacheState:
+        """Where the blocks of the pool are."""
+        return cache_state_from_proto(self._call(self._stub.GetCacheState, pb.GetCacheStateRequest()))
+
+    def watch_cache(self) -> Generator[list[Event], None, None]:
+        """What becomes known in the prefix cache and what is known no longer, as it happens; what is known already
+        comes first, after a `Cleared`. Close the generator to stop.
+
+        Raises `Overloaded` when more has happened than was read.
+        """
+        call = self._stub.WatchCacheEvents(pb.WatchCacheEventsRequest(), metadata=self._options["metadata"])
+        try:
+            for message in call:
+                yield events_from_proto(message)
+        except grpc.RpcError as error:
+            raise typed(error, self.address) from None
+        finally:
+            call.cancel()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call(self, method: Any, request: Any) -> Any:
+        try:
+            return method(request, **self._options)
+        except grpc.RpcError as error:
+            raise typed(error, self.address) from None
