@@ -9,7 +9,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,16 +43,6 @@ def step_masks(plan: MemoryPlan) -> list[tuple[int, Reach]]:
     )
 
 
-class Seen(NamedTuple):
-    """One call of the function transformers calls, while we learn."""
-
-    q_THD: Tensor
-    k_TKD: Tensor
-    v_TKD: Tensor
-    out_THD: Tensor
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor]  # the way to call again, with other q, k and v
-
-
 class PagedAttention:
     """Attention of all layers of one model over their pages, and the step it is used in.
 
@@ -65,7 +55,6 @@ class PagedAttention:
         self._dtype = dtype
         self._device = device
         self._backend: Backend | None = None  # None: learning, and each token sees itself alone
-        self.seen: dict[nn.Module, Seen] = {}  # while learning, by calling module
         self._views: dict[int, Tensor] = {}
         self._mask_of: dict[int, int] = {}  # layer -> place in `step_masks`
         self._needs: dict[int, Needs] = {}
@@ -117,10 +106,6 @@ class PagedAttention:
         self._backend = select_backend(list(dict.fromkeys(self._needs.values())), self._device, backend)
 
     @property
-    def is_learning(self) -> bool:
-        return self._backend is None
-
-    @property
     def backend(self) -> Backend:
         assert self._backend is not None, "learn first"
         return self._backend
@@ -162,6 +147,10 @@ class PagedAttention:
             self._backend.write(view, k_TKD, v_TKD, meta)
         self._backend.attend(q_THD, view, params, meta, out_THD)
         return out_THD
+
+    def attend_layer(self, layer: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """`attend_packed` of one layer, with the constants it was learnt to have: q_THD, k_TKD, v_TKD -> out_THD."""
+        return partial(self.attend_packed, layer=layer, params=self._params[layer])
 
     def _note(self, layer: int, heads: int, params: LayerParams) -> None:
         spec = self._layers[layer]
@@ -218,12 +207,7 @@ def _intarsia_attention(
     if query_scale is not None:
         query = (query * query_scale(paged.positions_T)[:, None]).to(query.dtype)
     params = LayerParams(scale, softcap, s_aux)
-    output = paged.attend(layer, query, key, value, params)
-    if paged.is_learning and query_scale is None:
-        q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
-        attend = partial(paged.attend_packed, layer=layer, params=params)
-        paged.seen[module] = Seen(q_THD, k_TKD, v_TKD, output[0], attend)
-    return output, None
+    return paged.attend(layer, query, key, value, params), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _intarsia_attention)
