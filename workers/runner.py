@@ -20,7 +20,7 @@ from .cpu.threads import Threads
 from .grammar.matcher import Grammars, Matcher
 from .graphs import DecodeGraphs, DecodeStep, recorder
 from .layers.attention import step_masks
-from .models.load import LoadedModel
+from .models.loaded_model import LoadedModel
 from .sampler import History, logprobs, sample
 from .tensor_parallel import TensorParallel
 

@@ -20,7 +20,6 @@ from ...kernels.paged_attention import Backend, GroupBatch, GroupMeta, LayerPara
 from ...kvcache.plan import MemoryPlan
 from ...kvcache.reach import Keeps, Reach
 from ...kvcache.spec import LayerSpec
-from ..families import take_layer_from_call, take_query_scale
 from ..pages import Pages
 
 IMPLEMENTATION = "intarsia"
@@ -66,13 +65,10 @@ class PagedAttention:
         self._metas: list[GroupMeta] = []
         self.positions_T = torch.empty(0, dtype=torch.int64)
 
-    def bind(self, model: nn.Module) -> None:
-        """Make every attention module of `model` find this object."""
-        for module in model.modules():
-            if hasattr(module, "layer_idx"):
-                setattr(module, _OWNER, self)
-                setattr(module, _QUERY_SCALE, take_query_scale(module))
-                take_layer_from_call(module)
+    def bind(self, module: nn.Module, query_scale: Callable[[Tensor], Tensor] | None) -> None:
+        """Let an attention module find this object. query_scale: what its queries are multiplied by, if anything."""
+        setattr(module, _OWNER, self)
+        setattr(module, _QUERY_SCALE, query_scale)
 
     def forget_pages(self) -> None:
         self._views = {}

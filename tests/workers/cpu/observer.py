@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from intarsia.kernels.tokenwise import Activation, Norm, Rotary
 from intarsia.kernels.tokenwise import cpu as native
 from intarsia.workers.cpu.fused import PROJECTIONS, FusedAttention, FusedMLP, FusedNorm, Heads
-from intarsia.workers.models.load import LoadedModel
+from intarsia.workers.models.loaded_model import LoadedModel
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Of what all numbers sum to, in size. What computes something else is off by more."""

@@ -28,7 +28,7 @@ from intarsia.tests.workers.cpu.observer import TOLERANCE, Observer, findings
 from intarsia.tests.workers.models.test_load import granite
 from intarsia.workers.cpu.fused import FusedAttention, FusedMLP, FusedNorm, fuse
 from intarsia.workers.cpu.fused_table import ACTIVATIONS, ATTENTIONS, GATED_MLPS, NORMS
-from intarsia.workers.models.load import LoadedModel
+from intarsia.workers.models.loaded_model import LoadedModel
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="there is no C++ compiler")
 
