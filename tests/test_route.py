@@ -64,7 +64,7 @@ OF_A_QUIET_STEP = {
     "workers/cpu/linear.py",
     "workers/cpu/threads.py",
     "workers/layers/states.py",
-    "workers/models/load.py",
+    "workers/models/loaded_model.py",
     "workers/pages.py",
     "workers/sampler.py",
     "workers/tensor_parallel.py",

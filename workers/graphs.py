@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..kernels.paged_attention import GroupBatch, GroupMeta
 from ..kernels.state import StateBatch
-from .models.load import LoadedModel
+from .models.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)
 

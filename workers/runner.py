@@ -14,13 +14,13 @@ from ..kvcache.plan import Group, MemoryPlan
 from ..kvcache.reach import Keeps, Reach
 from ..proto.step import Admit, Advance, Logprobs, PromptLogprobs, Sampling, Step, View
 from ..proto.worker import ModelSettings, RunnerLimits
-from .cpu.fused import Watch, fuse
+from .cpu.fused import fuse
 from .cpu.linear import compile_products
 from .cpu.threads import Threads
 from .grammar.matcher import Grammars, Matcher
 from .graphs import DecodeGraphs, DecodeStep, recorder
 from .layers.attention import step_masks
-from .models.load import LoadedModel
+from .models.loaded_model import LoadedModel
 from .sampler import History, logprobs, sample
 from .tensor_parallel import TensorParallel
 
@@ -126,13 +126,13 @@ def _is_plain_decode(rows: _Rows) -> bool:
     return bool((rows.query_lens == 1).all() and rows.finishes.all() and (rows.computed > 0).all())
 
 
-def _warm_up_rows(computed: int, rows: int = 1, tokens: int = WARM_UP_TOKENS) -> _Rows:
-    """Rows of a few tokens, behind `computed` ones."""
+def _warm_up_rows(rows: int = 1, tokens: int = WARM_UP_TOKENS) -> _Rows:
+    """Rows of a few tokens, the first of their sequences."""
     return _Rows(
         slots=np.zeros(rows, dtype=np.int64),
         places=np.arange(rows),
         query_lens=np.full(rows, tokens, dtype=np.int32),
-        computed=np.full(rows, computed, dtype=np.int32),
+        computed=np.zeros(rows, dtype=np.int32),
         finishes=np.ones(rows, dtype=bool),
     )
 
@@ -192,23 +192,19 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self, settings: ModelSettings) -> None:
-        """Forward passes over the null block: the layers find their backend, or fail, before anyone waits; what can be
-        computed in fewer calls is found."""
-        far = _warm_up_rows(max(0, self._limits.max_model_len - WARM_UP_TOKENS))
-        self._tables.prompt[0] = np.arange(far.computed[0] + WARM_UP_TOKENS) % WARM_UP_TOKENS
-        watch = Watch(self._model.module, self._model.attention)
-        with watch.open():  # far from the start: what depends on the position shows
-            self._model.attention.learn(lambda: self._forward(far), settings.attention_backend)
+        """Forward passes over the null block: the layers find their backend, or fail, before anyone waits."""
+        longest = min(self._limits.max_num_batched_tokens, self._limits.max_model_len)
+        self._tables.prompt[0] = np.arange(max(longest, WARM_UP_TOKENS)) % WARM_UP_TOKENS
+        self._model.attention.learn(lambda: self._forward(_warm_up_rows()), settings.attention_backend)
         if settings.torch_compile:
             self._compile()
         elif not settings.enforce_eager and self._model.is_tested:
-            fuse(watch, self._model.device)
-        longest = min(self._limits.max_num_batched_tokens, self._limits.max_model_len)
+            fuse(self._model.module, self._model.attention, self._model.device)
         self._threads.learn(
-            lambda tokens: self._forward(_warm_up_rows(0, tokens=tokens)), longest, self._parallel.share_from_first
+            lambda tokens: self._forward(_warm_up_rows(tokens=tokens)), longest, self._parallel.share_from_first
         )
         compile_products(self._model.module, self._limits.max_num_batched_tokens, self._threads.use_for)
-        self._forward(_warm_up_rows(0))
+        self._forward(_warm_up_rows())
         self._tables.retire(0)
         record = recorder(self._model.device)
         if record is not None and not settings.enforce_eager and self._model.cross is None:
@@ -222,9 +218,9 @@ class ModelRunner:
         rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         each = min(limits.max_num_batched_tokens // rows, longest)
         self._tables.prompt[0] = np.zeros(max(longest, WARM_UP_TOKENS), dtype=np.int64)
-        self._model.attention.learn(lambda: self._forward(_warm_up_rows(0)), backend)
-        self._forward(_warm_up_rows(0, tokens=longest))
-        self._forward(_warm_up_rows(0, rows=rows, tokens=each))
+        self._model.attention.learn(lambda: self._forward(_warm_up_rows()), backend)
+        self._forward(_warm_up_rows(tokens=longest))
+        self._forward(_warm_up_rows(rows=rows, tokens=each))
         self._tables.retire(0)
 
     def _compile(self) -> None:
@@ -233,10 +229,10 @@ class ModelRunner:
         from torch._dynamo.exc import TorchDynamoException
 
         self._model.compile()
-        one = _warm_up_rows(0)._replace(query_lens=np.ones(1, dtype=np.int32))
-        unfinished = _warm_up_rows(0)._replace(finishes=np.zeros(1, dtype=bool))
+        one = _warm_up_rows()._replace(query_lens=np.ones(1, dtype=np.int32))
+        unfinished = _warm_up_rows()._replace(finishes=np.zeros(1, dtype=bool))
         try:
-            for rows in (_warm_up_rows(0), _warm_up_rows(0, rows=2), unfinished, one):
+            for rows in (_warm_up_rows(), _warm_up_rows(rows=2), unfinished, one):
                 self._forward(rows)
         except TorchDynamoException as error:
             raise UnsupportedModel(

@@ -1,6 +1,6 @@
 """Tensor parallelism: each rank holds a slice of the weights, in plain modules with plain local tensors.
 
-The plan says which module is cut how: transformers' own where it has one, ours (`families.py`) where not. For every
+The plan says which module is cut how: transformers' own, or ours if one is handed in (`models/families.py`). For every
 parameter the plan yields the slice this rank reads from the checkpoint; for some modules it yields what happens around
 their forward pass. With one rank nothing is cut and nothing is hooked.
 
@@ -13,7 +13,7 @@ their forward pass. With one rank nothing is cut and nothing is hooked.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from ..errors import InvalidSetting, UnsupportedModel
 from .checkpoint.layer_specs import kv_heads_of, layer_config
 from .collectives import Collectives
-from .families import TENSOR_PARALLEL_PLANS, VOCABULARIES
 
 
 class Section(NamedTuple):
@@ -117,14 +116,20 @@ class TensorParallel:
 
     # -- which part of a parameter -----------------------------------------------------------------------------------
 
-    def plan(self, model: nn.Module, config: Any) -> dict[str, Style]:
-        """Module path -> style, for this model. Empty with one rank."""
+    def plan(
+        self, model: nn.Module, config: Any, ours: Mapping[str, str] | None, vocabularies: Set[str]
+    ) -> dict[str, Style]:
+        """Module path -> style, for this model. Empty with one rank.
+
+        ours: module path -> name of a style, in place of transformers' plan; None: that one stands
+        vocabularies: names of modules with a row for each token, beside the input's own embedding
+        """
         if self.size == 1:
             return {}
-        patterns = _patterns(model, config)
+        patterns = _patterns(model, config, ours)
         styles = {}
         for path, module in model.named_modules():
-            style = "vocab" if _is_vocabulary(model, path, module) else _match(patterns, path)
+            style = "vocab" if _is_vocabulary(model, path, module, vocabularies) else _match(patterns, path)
             if style is None or style in WHOLE:
                 continue
             if style not in STYLES:
@@ -271,9 +276,8 @@ def _kv_heads(config: Any, path: str) -> int:
     return kv_heads_of(layer_config(config, int(layer[1])) if layer else config)
 
 
-def _patterns(model: nn.Module, config: Any) -> list[tuple[re.Pattern, str]]:
+def _patterns(model: nn.Module, config: Any, ours: Mapping[str, str] | None) -> list[tuple[re.Pattern, str]]:
     """The plan as regular expressions over module paths. `*` stands for one number."""
-    ours = TENSOR_PARALLEL_PLANS.get(config.model_type)
     theirs = getattr(config, "base_model_tp_plan", None)
     if ours is None and theirs is None:
         raise UnsupportedModel(
@@ -290,5 +294,5 @@ def _match(patterns: list[tuple[re.Pattern, str]], path: str) -> str | None:
     return next((style for pattern, style in patterns if pattern.fullmatch(path)), None)
 
 
-def _is_vocabulary(model: Any, path: str, module: nn.Module) -> bool:
-    return module is model.get_input_embeddings() or path.rsplit(".", 1)[-1] in VOCABULARIES
+def _is_vocabulary(model: Any, path: str, module: nn.Module, vocabularies: Set[str]) -> bool:
+    return module is model.get_input_embeddings() or path.rsplit(".", 1)[-1] in vocabularies

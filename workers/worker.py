@@ -24,7 +24,8 @@ from .collectives import make_collectives
 from .cpu.threads import Threads
 from .grammar.matcher import Grammars
 from .memory import device_memory, is_lack_of_memory, spare_bytes
-from .models.load import LoadedModel, blaming_config, load_model
+from .models.load import blaming_config, load_model
+from .models.loaded_model import LoadedModel
 from .runner import Drawn, ModelRunner
 from .tensor_parallel import TensorParallel
 

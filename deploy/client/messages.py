@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...controller.engine import TokenLogprobs
 from ...errors import IntarsiaError, InvalidRequest
 from ...proto import inference_pb2 as pb
+from ...proto.reply import TokenLogprobs
 from ...proto.request import USUAL_TERMS, SamplingParams, Terms
 from ..grpc.convert import (
     error_from_proto,

@@ -11,7 +11,7 @@ from ...kvcache.plan import PlanSettings
 from ...kvcache.reach import Keeps
 from ...kvcache.spec import LayerSpec
 from ...kvcache.strategies import plan_memory
-from ...workers.families import KNOWN_FAMILIES
+from ...workers.known_families import KNOWN_FAMILIES
 from ..checkpoints.known_models import KnownModel, known_models
 
 MEMORY_BYTES = 40 << 30

@@ -5,6 +5,6 @@ torch takes; `cpu.py` is one call of C++ each, for a CPU. Which modules of a mod
 in `workers/cpu/fused.py`.
 """
 
-from .protocol import Activation, Norm, Turn
+from .protocol import Activation, Norm, Rotary
 
-__all__ = ["Activation", "Norm", "Turn"]
+__all__ = ["Activation", "Norm", "Rotary"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..toolchain import cpp
-from .protocol import Activation, Norm, Turn
+from .protocol import Activation, Norm, Rotary
 
 
 class _Heads(ctypes.Structure):
@@ -72,13 +72,14 @@ def prepare_heads(
     norms: tuple[Norm | None, Norm | None],
     cos_TR: Tensor | None,
     sin_TR: Tensor | None,
-    turn: Turn,
+    rotary: Rotary,
     rotary_dim: int,
 ) -> None:
     assert qkv_TC.stride(1) == 1, "the numbers of a token lie side by side"
     query_norm, key_norm = norms
-    if turn:
-        assert cos_TR is not None and sin_TR is not None, "without angles nothing can be turned"
+    if rotary:
+        assert cos_TR is not None and sin_TR is not None, "rotary positions need angles"
+        assert cos_TR.dtype == sin_TR.dtype == qkv_TC.dtype, "angles are read as numbers of the tokens' dtype"
         cos_TR, sin_TR = cos_TR.contiguous(), sin_TR.contiguous()
     some_norm = query_norm or key_norm
     _library().intarsia_prepare_heads(
@@ -87,8 +88,8 @@ def prepare_heads(
                 qkv_TC.data_ptr(),
                 query_norm.scale.data_ptr() if query_norm else None,
                 key_norm.scale.data_ptr() if key_norm else None,
-                cos_TR.data_ptr() if turn and cos_TR is not None else None,
-                sin_TR.data_ptr() if turn and sin_TR is not None else None,
+                cos_TR.data_ptr() if rotary and cos_TR is not None else None,
+                sin_TR.data_ptr() if rotary and sin_TR is not None else None,
                 qkv_TC.stride(0),
                 len(qkv_TC),
                 heads,
@@ -98,7 +99,7 @@ def prepare_heads(
                 len(key_norm.scale) if key_norm else 0,
                 rotary_dim,
                 cos_TR.shape[-1] if cos_TR is not None else 0,
-                turn is Turn.PAIRS,
+                rotary is Rotary.PAIRS,
                 some_norm.rounds_first if some_norm else False,
                 some_norm.eps if some_norm else 0.0,
                 cpp.KINDS[qkv_TC.dtype],

@@ -17,10 +17,10 @@ class Norm(NamedTuple):
     rounds_first: bool = False  # what is scaled has been rounded to x's dtype before
 
 
-class Turn(enum.IntEnum):
-    """Which numbers of a head rotary positions turn together (arXiv 2104.09864)."""
+class Rotary(enum.IntEnum):
+    """Which two numbers of a head a rotary position rotates together (arXiv 2104.09864)."""
 
-    NOT_AT_ALL = 0
+    NONE = 0
     HALVES = 1  # i and i + R/2
     PAIRS = 2  # 2i and 2i + 1
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .protocol import Activation, Norm, Turn
+from .protocol import Activation, Norm, Rotary
 
 _ACTIVATE = {
     Activation.SILU: F.silu,
@@ -36,32 +36,32 @@ def prepare_heads(
     norms: tuple[Norm | None, Norm | None],
     cos_TR: Tensor | None,
     sin_TR: Tensor | None,
-    turn: Turn,
+    rotary: Rotary,
     rotary_dim: int,
 ) -> None:
-    """Norm and turn the queries and keys of packed tokens, in place. What follows them in a token stays.
+    """Norm and rotate the queries and keys of packed tokens, in place. What follows them in a token stays.
 
     norms       of queries and of keys; over one head or over all of them, as their scale is wide
-    cos, sin    of as many numbers as are turned, or of half as many where both halves have the same
-    rotary_dim  the first of a head's numbers, which are turned
+    cos, sin    of as many numbers as are rotated, or of half as many where both halves have the same
+    rotary_dim  the first of a head's numbers, which are rotated
     """
     for first, count, norm in ((0, heads, norms[0]), (heads, kv_heads, norms[1])):
         part = qkv_TC[:, first * head_dim : (first + count) * head_dim]
         if norm is not None:
             part.copy_(rms_norm(part.unflatten(-1, (-1, len(norm.scale))), norm).flatten(-2))
-        if turn is not Turn.NOT_AT_ALL:
-            assert cos_TR is not None and sin_TR is not None, "without angles nothing can be turned"
-            part.copy_(_turned(part.unflatten(-1, (count, head_dim)), cos_TR, sin_TR, turn, rotary_dim).flatten(-2))
+        if rotary is not Rotary.NONE:
+            assert cos_TR is not None and sin_TR is not None, "rotary positions need angles"
+            part.copy_(_rotated(part.unflatten(-1, (count, head_dim)), cos_TR, sin_TR, rotary, rotary_dim).flatten(-2))
 
 
-def _turned(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, turn: Turn, rotary_dim: int) -> Tensor:
+def _rotated(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor, rotary: Rotary, rotary_dim: int) -> Tensor:
     x_THR = x_THD[..., :rotary_dim].float()
     if cos_TR.shape[-1] < rotary_dim:
         cos_TR, sin_TR = cos_TR.repeat(1, 2), sin_TR.repeat(1, 2)
-    if turn is Turn.HALVES:
+    if rotary is Rotary.HALVES:
         low, high = x_THR.chunk(2, dim=-1)
         crossed = torch.cat((-high, low), dim=-1)
     else:
         crossed = torch.stack((-x_THR[..., 1::2], x_THR[..., ::2]), dim=-1).flatten(-2)
-    turned = x_THR * cos_TR.unsqueeze(1) + crossed * sin_TR.unsqueeze(1)
-    return torch.cat((turned.to(x_THD.dtype), x_THD[..., rotary_dim:]), dim=-1)
+    rotated = x_THR * cos_TR.unsqueeze(1) + crossed * sin_TR.unsqueeze(1)
+    return torch.cat((rotated.to(x_THD.dtype), x_THD[..., rotary_dim:]), dim=-1)

@@ -168,7 +168,7 @@ def test_configs_of_transformers_own_families_are_in_bounds():
     """As each class has them by default. All 800 were tried once; these are those that are served, and odd ones."""
     from transformers import CONFIG_MAPPING
 
-    from intarsia.workers.families import KNOWN_FAMILIES
+    from intarsia.workers.known_families import KNOWN_FAMILIES
 
     for family in (*KNOWN_FAMILIES, "llama4", "gemma3", "mistral3", "deepseek_v4", "kimi_linear", "doge", "gpt2"):
         for saved in (CONFIG_MAPPING[family]().to_json_string(use_diff=whole) for whole in (True, False)):

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from intarsia.errors import InvalidSetting, UnsupportedModel
 from intarsia.tests.models import FAMILIES
 from intarsia.workers.checkpoint.layer_specs import read_layers
-from intarsia.workers.families import WITH_ENCODER
-from intarsia.workers.layers.mixers import cut_mixers
+from intarsia.workers.models.families import WITH_ENCODER
+from intarsia.workers.models.weights import styles_of
 from intarsia.workers.tensor_parallel import Slice, TensorParallel
 
 
@@ -24,7 +24,7 @@ def slices(path: Any, rank: int, size: int, **config_changes: Any) -> dict[str, 
     with torch.device("meta"):
         model = make.from_config(whole)
     parallel = TensorParallel(rank, size)
-    styles = parallel.plan(model, config) | (cut_mixers(model, size) if size > 1 else {})
+    styles = styles_of(model, config, parallel)
     return {
         f"{module}.{name}": parallel.slice_of(module, name, tuple(parameter.shape), style, config)
         for module, style in styles.items()
@@ -88,7 +88,7 @@ def test_unknown_style_is_refused(tiny: Callable):
         model = AutoModelForCausalLM.from_config(config)
     config.base_model_tp_plan = {"layers.*.mlp": "zigzag"}
     with pytest.raises(UnsupportedModel, match="style 'zigzag'"):
-        TensorParallel(0, 2).plan(model, config)
+        TensorParallel(0, 2).plan(model, config, None, frozenset())
 
 
 def test_mamba_heads_are_cut_and_what_they_share_is_cut_by_its_groups(tiny: Callable):

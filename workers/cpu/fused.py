@@ -1,131 +1,66 @@
 """Parts of a transformers module computed in one call instead of many: norms, gated MLPs, the way into attention.
 
-Families write the same arithmetic in many ways, and near copies of it that differ in one step. So nothing is told by
-name: one forward pass is watched, and a module is taken over where, for what it was given, our way of it gives what it
-gave. What does not match any of our ways stays as it is.
-
-One thing a pass can not show: a clamp that nothing in it reached. So only families that the tests put through the gate
-are looked at, and no code that came with a checkpoint.
+Families write the same arithmetic in many ways. `fused_table.py` names the classes of modules whose forward pass is one
+that we have in C++; those are taken over here, with their weights. Everything else stays as it is.
 
 On a CPU with a C++ compiler; elsewhere nothing is taken over. A decode step of 32 requests through six layers of Gemma
 3's kind took 8.6 ms without this and 5.4 ms with it (`bench/engine.py throughput`, two threads).
 """
 
-import itertools
 import logging
-import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ...kernels.tokenwise import Activation, Norm, Turn
+from ...kernels.tokenwise import Activation, Norm, Rotary
 from ...kernels.tokenwise import cpu as native
-from ..layers.attention import PagedAttention, Seen
+from ..layers.attention import PagedAttention
+from .fused_table import ACTIVATIONS, ATTENTIONS, GATED_MLPS, NORMS
 from .linear import PackedLinear, merge_linears
 
 logger = logging.getLogger(__name__)
 
-Way = TypeVar("Way")
+PROJECTIONS = "q_proj", "k_proj", "v_proj"
 
-MLP_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-ATTENTION_NAMES = ("q_proj", "k_proj", "v_proj")
-OUTPUT_NAMES = ("o_proj", "out_proj")
-NORM_NAMES = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
-
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""Of what all numbers sum to, in size. What computes something else is off by more; of several ways the nearest is
-taken."""
+Kind = TypeVar("Kind")
 
 
-class Call(NamedTuple):
-    """One call of a module."""
+def fuse(model: nn.Module, attention: PagedAttention, device: torch.device) -> None:
+    """Take over the modules that the table names.
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
-
-
-class Watch:
-    """What modules were given, and gave, in one forward pass."""
-
-    def __init__(self, model: nn.Module, attention: PagedAttention):
-        self.model = model
-        self.attention = attention
-        self._calls: dict[nn.Module, list[Call]] = {}
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """Watch what runs in this block."""
-
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            self._calls.setdefault(module, []).append(Call(args, kwargs, output))
-
-        hooks = [module.register_forward_hook(note, with_kwargs=True) for module in self.model.modules()]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def call(self, module: nn.Module) -> Call | None:
-        """None where it was not called, or several times."""
-        calls = self._calls.get(module, [])
-        return calls[0] if len(calls) == 1 else None
-
-    def tensor_in(self, module: nn.Module) -> Tensor | None:
-        """What the module was called with, if that was a tensor and nothing else."""
-        call = self.call(module)
-        if call is None or len(call.args) != 1 or call.kwargs or not isinstance(call.args[0], Tensor):
-            return None
-        return call.args[0]
-
-
-def fuse(watch: Watch, device: torch.device) -> None:
-    """Take over what was seen to compute what we can compute. Called after the pass, in inference mode.
-
+    attention: what it has learnt of each layer is kept (`PagedAttention.learn`)
     device: where the model lies; nothing is taken over but on a CPU, whose memory is all that C++ can read
     """
-    if (
-        device.type != "cpu"
-        or not native.is_available()
-        or not type(watch.model).__module__.startswith("transformers.")
-    ):
+    if device.type != "cpu" or not native.is_available():
         return
-    counts = {
-        name: sum(take(module, watch) for module in list(watch.model.modules()) if _is_as_written(module))
-        for name, take in (("attention", _take_attention), ("MLP", _take_mlp), ("norm", _take_norm))
-    }
+    takers = {"attention": partial(_take_attention, attention), "MLP": _take_mlp, "norm": _take_norm}
+    counts = {name: sum(map(take, list(model.modules()))) for name, take in takers.items()}
     logger.info("computed in one call each: %s", ", ".join(f"{count} x {name}" for name, count in counts.items()))
 
 
+def _entry(table: dict[str, Kind], module: nn.Module) -> Kind | None:
+    """What the table says of a module as transformers wrote it: neither hooked nor given a forward pass of its own."""
+    is_theirs = type(module).__module__.startswith("transformers.")
+    return table.get(type(module).__name__) if is_theirs and _is_as_written(module) else None
+
+
 def _is_as_written(module: nn.Module) -> bool:
-    """Neither hooked nor given a forward pass of its own, by us or anybody."""
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
-def _error(ours: Tensor, theirs: Tensor) -> float:
-    """How far from each other, as a share of `theirs`; infinite for what can not be compared."""
-    if ours.shape != theirs.shape:
-        return math.inf
-    error, size = (ours.float() - theirs.float()).abs().sum(), theirs.float().abs().sum()
-    return float(error / size) if size > 0 else math.inf
+def _are_linear(modules: Sequence[Any]) -> bool:
+    return all(type(module) in (nn.Linear, PackedLinear) and _is_as_written(module) for module in modules)
 
 
-def _is_same(ours: Tensor, theirs: Tensor) -> bool:
-    return _error(ours, theirs) <= TOLERANCE[theirs.dtype]
-
-
-def _nearest(ways: Iterable[Way], error: Callable[[Way], float], dtype: torch.dtype) -> Way | None:
-    """The way with the least error; None if it is too large. Nobody is NaN's neighbour."""
-    errors = [(off, n, way) for n, way in enumerate(ways) if (off := error(way)) <= TOLERANCE[dtype]]
-    return min(errors, key=lambda each: each[:2])[2] if errors else None
-
-
-def _is_linear(module: Any) -> bool:
-    return type(module) in (nn.Linear, PackedLinear) and _is_as_written(module)
+def _become(module: Any, kind: type[nn.Module], **parts: Any) -> None:
+    """Change this very module into one of another class. Of its own parts none is left."""
+    module._modules.clear()
+    module.__class__ = kind
+    for name, part in parts.items():
+        setattr(module, name, part)
 
 
 # -- norms -----------------------------------------------------------------------------------------------------------
@@ -138,28 +73,22 @@ class FusedNorm(nn.Module):
         return native.rms_norm(x, self.norm)
 
 
-def _take_norm(module: nn.Module, watch: Watch) -> bool:
-    x, norm = watch.tensor_in(module), _norm_of(module, watch)
-    if x is None or norm is None:
+def _take_norm(module: nn.Module) -> bool:
+    norm = _norm_of(module)
+    if norm is None:
         return False
     module.__class__ = FusedNorm
     module.norm = norm  # type: ignore[assignment]
     return True
 
 
-def _norm_of(module: Any, watch: Watch) -> Norm | None:
-    """What an RMS norm computes; None if the module is something else."""
-    x, call = watch.tensor_in(module), watch.call(module)
-    weight, eps = getattr(module, "weight", None), getattr(module, "eps", getattr(module, "variance_epsilon", None))
-    if x is None or call is None or not isinstance(weight, Tensor) or weight.ndim != 1 or not isinstance(eps, float):
+def _norm_of(module: Any) -> Norm | None:
+    """What an RMS norm computes; None if the module is something else, or has no weight."""
+    kind, weight = _entry(NORMS, module), getattr(module, "weight", None)
+    if kind is None or weight is None:
         return None
-    if x.shape[-1:] != weight.shape or len(list(module.parameters())) != 1 or not _is_as_written(module):
-        return None
-    ways = [
-        Norm((weight.float() + offset).contiguous(), eps, rounds_first)
-        for offset, rounds_first in itertools.product((0.0, 1.0), (False, True))
-    ]
-    return _nearest(ways, lambda norm: _error(native.rms_norm(x, norm), call.output), x.dtype)
+    eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
+    return Norm((weight.float() + kind.offset).contiguous(), eps, kind.rounds_first)
 
 
 # -- gated MLPs ------------------------------------------------------------------------------------------------------
@@ -174,36 +103,28 @@ class FusedMLP(nn.Module):
         return self.down(native.gate(self.gate_up(x), self.activation))
 
 
-def _take_mlp(module: nn.Module, watch: Watch) -> bool:
-    x, call = watch.tensor_in(module), watch.call(module)
-    names = next((names for names in MLP_NAMES if all(hasattr(module, name) for name in names)), None)
-    if x is None or call is None or names is None:
+def _take_mlp(module: nn.Module) -> bool:
+    kind = _entry(GATED_MLPS, module)
+    if kind is None or not kind.is_plain(module):
         return False
-    gate, up, down = (getattr(module, name) for name in names)
-    middle, end = watch.tensor_in(down), watch.call(down)
-    if not _is_linear(gate) or not _is_linear(up) or middle is None or end is None or end.output is not call.output:
+    activation = Activation.SILU
+    if kind.activation is not None:
+        named = ACTIVATIONS.get(type(getattr(module, kind.activation)).__name__)
+        if named is None:
+            return False
+        activation = named
+    products = [getattr(module, kind.gate), getattr(module, kind.up)]
+    if not _are_linear(products):
         return False
-    both = torch.cat((gate(x), up(x)), dim=-1)
-    activation = _nearest(Activation, lambda way: _error(native.gate(both, way), middle), x.dtype)
-    if activation is None:
-        return False
-    _become(module, FusedMLP, gate_up=merge_linears((gate, up)), down=down, activation=activation)
+    _become(module, FusedMLP, gate_up=merge_linears(products), down=getattr(module, kind.down), activation=activation)
     return True
-
-
-def _become(module: Any, kind: type[nn.Module], **parts: Any) -> None:
-    """Let a module be another one, for whoever holds it; of its own parts none is left."""
-    module._modules.clear()
-    module.__class__ = kind
-    for name, part in parts.items():
-        setattr(module, name, part)
 
 
 # -- the way into attention ------------------------------------------------------------------------------------------
 
 
 class FusedAttention(nn.Module):
-    """Queries, keys and values in one product, normed and turned in place, then attended to."""
+    """Queries, keys and values in one product, normed and rotated in place, then attended to."""
 
     qkv: nn.Linear
     out: nn.Linear
@@ -225,14 +146,17 @@ class Heads(NamedTuple):
     kv_heads: int
     head_dim: int
     norms: tuple[Norm | None, Norm | None]  # of queries and of keys
-    turn: Turn
-    rotary_dim: int
+    rotary: Rotary
+    angles_per_head: int  # numbers that are rotated, by the number of cosines
 
     def prepare(self, qkv_TC: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """angles: cosines and sines [1,T,R]. Returns q [T,H,D], k [T,K,D] and v [T,K,Dv], parts of `qkv_TC`."""
-        if self.turn or any(self.norms):
-            cos_TR, sin_TR = (angle[0] for angle in angles) if self.turn and angles else (None, None)
-            native.prepare_heads(qkv_TC, *self[:4], cos_TR, sin_TR, self.turn, self.rotary_dim)
+        if self.rotary and angles:
+            cos_TR, sin_TR = (angle[0] for angle in angles)
+            rotary_dim = cos_TR.shape[-1] * self.angles_per_head
+            native.prepare_heads(qkv_TC, *self[:4], cos_TR, sin_TR, self.rotary, rotary_dim)
+        elif any(self.norms):
+            native.prepare_heads(qkv_TC, *self[:4], None, None, Rotary.NONE, 0)
         q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
         q_TC, k_TC, v_TC = qkv_TC.tensor_split((q, q + k), dim=1)
         return (
@@ -242,66 +166,30 @@ class Heads(NamedTuple):
         )
 
 
-def _take_attention(module: Any, watch: Watch) -> bool:
-    call, seen = watch.call(module), watch.attention.seen.get(module)
-    out = next((getattr(module, name) for name in OUTPUT_NAMES if hasattr(module, name)), None)
-    linears = [getattr(module, name, None) for name in ATTENTION_NAMES]
-    if call is None or seen is None or out is None or not all(map(_is_linear, linears)):
+def _take_attention(attention: PagedAttention, module: Any) -> bool:
+    kind = _entry(ATTENTIONS, module)
+    if kind is None:
         return False
-    hidden, angles = _attention_inputs(call)
-    if hidden is None or not _ends_with(out, seen.out_THD, call, watch):
+    projections = [getattr(module, name) for name in PROJECTIONS]
+    if not _are_linear(projections):
         return False
-    for heads in _ways(module, seen, angles, watch):
-        products = [linear(hidden[0]) for linear in linears]  # type: ignore[misc]
-        if [product.shape[1] for product in products] != [x[0].numel() for x in (seen.q_THD, seen.k_TKD, seen.v_TKD)]:
-            return False
-        ours = heads.prepare(torch.cat(products, dim=1), angles)
-        if all(map(_is_same, ours, (seen.q_THD, seen.k_TKD, seen.v_TKD))):
-            qkv = merge_linears(linears)  # type: ignore[arg-type]
-            _become(module, FusedAttention, qkv=qkv, out=out, attend=seen.attend, heads=heads)
-            return True
-    return False
-
-
-def _attention_inputs(call: Call) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
-    """Hidden states [1,T,C], and the cosines and sines of positions [1,T,R]; None for what is no such thing."""
-    hidden, angles = (
-        call.kwargs.get(name, call.args[n] if n < len(call.args) else None)
-        for n, name in enumerate(("hidden_states", "position_embeddings"))
-    )
-    if not isinstance(hidden, Tensor) or hidden.ndim != 3:
-        return None, None
-    if not isinstance(angles, tuple) or len(angles) != 2:
-        return hidden, None
-    expected = (1, hidden.shape[1])
-    is_plain = all(isinstance(x, Tensor) and x.shape[:2] == expected and x.dtype == hidden.dtype for x in angles)
-    return hidden, angles if is_plain else None
-
-
-def _ends_with(out: nn.Module, attended_THD: Tensor, call: Call, watch: Watch) -> bool:
-    """Whether nothing is done between attention and the last product, nor after it."""
-    given, end = watch.tensor_in(out), watch.call(out)
-    return (
-        given is not None
-        and end is not None
-        and _is_same(attended_THD.flatten(1), given[0])
-        and isinstance(call.output, tuple)
-        and call.output[0] is end.output
-    )
-
-
-def _ways(module: Any, seen: Seen, angles: tuple[Tensor, Tensor] | None, watch: Watch) -> Iterator[Heads]:
-    """Ways in which queries and keys may have come about."""
+    if kind.angles_are_float32 and projections[0].weight.dtype != torch.float32:
+        return False
     norms: tuple[Norm | None, Norm | None] = (None, None)
-    for names in NORM_NAMES:
-        if all(isinstance(getattr(module, name, None), nn.Module) for name in names):
-            query_norm, key_norm = (_norm_of(getattr(module, name), watch) for name in names)
-            if query_norm is None or key_norm is None or query_norm[1:] != key_norm[1:]:
-                return
-            norms = (query_norm, key_norm)
-    (_, heads, head_dim), kv_heads = seen.q_THD.shape, seen.k_TKD.shape[1]
-    count = angles[0].shape[-1] if angles else 0
-    turns = [(Turn.HALVES, count), (Turn.PAIRS, count), (Turn.HALVES, 2 * count), (Turn.NOT_AT_ALL, 0)]
-    for turn, rotary_dim in turns:
-        if rotary_dim % 2 == 0 and (0 < rotary_dim <= head_dim or turn is Turn.NOT_AT_ALL):
-            yield Heads(heads, kv_heads, head_dim, norms, turn, rotary_dim)
+    if kind.norms is not None:
+        query_norm, key_norm = (_norm_of(getattr(module, name)) for name in kind.norms)
+        # One call norms both, so neither may be over several ranks and both must be of one kind.
+        if query_norm is None or key_norm is None or query_norm[1:] != key_norm[1:]:
+            return False
+        norms = query_norm, key_norm
+    heads, kv_heads = (len(projection.weight) // module.head_dim for projection in projections[:2])
+    rotary = kind.rotary if kind.rotates(module) else Rotary.NONE
+    _become(
+        module,
+        FusedAttention,
+        qkv=merge_linears(projections),
+        out=getattr(module, kind.out),
+        attend=attention.attend_layer(module.layer_idx),
+        heads=Heads(heads, kv_heads, module.head_dim, norms, rotary, kind.angles_per_head),
+    )
+    return True

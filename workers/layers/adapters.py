@@ -1,24 +1,103 @@
-"""Which modules of transformers have a forward pass of ours: the one place that puts it there.
+"""Which modules of transformers have a forward pass of ours, and how their weights are cut: the one place that says so.
 
-Attention that calls a function by name needs no adapter: transformers finds ours through `PagedAttention.bind`. Layers
-of cross-attention are bound by `CrossAttention`, which also runs the encoder.
+Attention that calls a function by name has no entry. transformers finds ours through `PagedAttention.bind`.
 """
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..tensor_parallel import TensorParallel
+from ..tensor_parallel import STYLES, Cut, Style, TensorParallel
 from .attention import PagedAttention
-from .latent import LATENT_ATTENTION, LatentAttention
-from .mixers import MIXERS
-from .states import PagedStates
+from .convolution import ShortConv
+from .cross import CrossAttention
+from .delta import GatedDeltaNet, PackedGatedDeltaNet
+from .latent import LatentAttention
+from .lightning import Lightning
+from .mamba import Mamba1, Mamba2
+from .patches import patch_layer_index, patch_query_scale
+from .states import Mixer, PagedStates
 
 
-def bind(model: nn.Module, attention: PagedAttention, states: PagedStates, parallel: TensorParallel) -> None:
+class Paged(NamedTuple):
+    """What the layers of one model read and write their pages through."""
+
+    attention: PagedAttention
+    states: PagedStates
+    cross: CrossAttention | None  # None: the model takes no images
+    parallel: TensorParallel
+
+
+MIXERS: dict[str, type[Mixer]] = {
+    "BambaMixer": Mamba2,
+    "FalconH1Mixer": Mamba2,
+    "GraniteMoeHybridMambaLayer": Mamba2,
+    "JambaMambaMixer": Mamba1,
+    "Lfm2MoeShortConv": ShortConv,
+    "Lfm2ShortConv": ShortConv,
+    "MiniMaxLightningAttention": Lightning,
+    "NemotronHMamba2Mixer": Mamba2,
+    "Qwen3NextGatedDeltaNet": PackedGatedDeltaNet,
+    "Qwen3_5GatedDeltaNet": GatedDeltaNet,
+    "Qwen3_5MoeGatedDeltaNet": GatedDeltaNet,
+    "Zamba2MambaMixer": Mamba2,
+}
+"""Class of a state mixer -> ours."""
+
+
+def _mixer(kind: type[Mixer]) -> "Adapter":
+    return lambda module, paged: kind(module, paged.states, paged.parallel)
+
+
+def _latent(module: Any, paged: Paged) -> Callable[..., Any]:
+    return LatentAttention(module, paged.attention)
+
+
+def _cross(module: Any, paged: Paged) -> Callable[..., Any]:
+    assert paged.cross is not None, "a model with cross-attention has an encoder"
+    return paged.cross.add_layer(module)
+
+
+Adapter = Callable[[Any, Paged], Callable[..., Any]]
+
+ADAPTERS: dict[str, Adapter] = {
+    **{name: _mixer(kind) for name, kind in MIXERS.items()},
+    "DeepseekV3Attention": _latent,
+    "MllamaCrossAttentionDecoderLayer": _cross,
+}
+"""Class of a module -> what makes the forward pass that takes the place of its own."""
+
+
+def bind(model: nn.Module, paged: Paged) -> None:
     """Let the layers of `model` read and write our pages."""
-    attention.bind(model)
     for module in model.modules():
-        kind = type(module).__name__
-        if kind in LATENT_ATTENTION:
-            module.forward = LatentAttention(module, attention)
-        elif kind in MIXERS:
-            module.forward = MIXERS[kind](module, states, parallel)
+        if hasattr(module, "layer_idx"):
+            patch_layer_index(module)
+            paged.attention.bind(module, patch_query_scale(module))
+        adapter = ADAPTERS.get(type(module).__name__)
+        if adapter is not None:
+            module.forward = adapter(module, paged)
+
+
+def cut_mixers(model: nn.Module, ranks: int) -> dict[str, Style]:
+    """Module path -> style, of all state mixers of a model and what they consist of."""
+    styles: dict[str, Style] = {}
+    for path, module in model.named_modules():
+        mixer = MIXERS.get(type(module).__name__)
+        if mixer is None:
+            continue
+        own: dict[str, Cut] = {}
+        for name, sections in mixer.sections(module, ranks).items():
+            cut = Cut(0, tuple(sections))
+            if isinstance(getattr(module, name), nn.Parameter):
+                own[name] = cut
+            else:
+                styles[f"{path}.{name}"] = Style({"weight": cut, "bias": cut})
+        styles[path] = Style(own)
+        for name in ("out_proj", "x_proj"):
+            if hasattr(module, name):
+                styles[f"{path}.{name}"] = STYLES["rowwise"]
+        for name in mixer.norms_over_ranks:
+            styles[f"{path}.{name}"] = STYLES["norm_over_ranks"]
+    return styles

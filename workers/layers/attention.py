@@ -9,7 +9,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from ...kernels.paged_attention import Backend, GroupBatch, GroupMeta, LayerPara
 from ...kvcache.plan import MemoryPlan
 from ...kvcache.reach import Keeps, Reach
 from ...kvcache.spec import LayerSpec
-from ..families import take_layer_from_call, take_query_scale
 from ..pages import Pages
 
 IMPLEMENTATION = "intarsia"
@@ -43,16 +42,6 @@ def step_masks(plan: MemoryPlan) -> list[tuple[int, Reach]]:
     )
 
 
-class Seen(NamedTuple):
-    """One call of the function transformers calls, while we learn."""
-
-    q_THD: Tensor
-    k_TKD: Tensor
-    v_TKD: Tensor
-    out_THD: Tensor
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor]  # the way to call again, with other q, k and v
-
-
 class PagedAttention:
     """Attention of all layers of one model over their pages, and the step it is used in.
 
@@ -65,7 +54,6 @@ class PagedAttention:
         self._dtype = dtype
         self._device = device
         self._backend: Backend | None = None  # None: learning, and each token sees itself alone
-        self.seen: dict[nn.Module, Seen] = {}  # while learning, by calling module
         self._views: dict[int, Tensor] = {}
         self._mask_of: dict[int, int] = {}  # layer -> place in `step_masks`
         self._needs: dict[int, Needs] = {}
@@ -77,13 +65,10 @@ class PagedAttention:
         self._metas: list[GroupMeta] = []
         self.positions_T = torch.empty(0, dtype=torch.int64)
 
-    def bind(self, model: nn.Module) -> None:
-        """Make every attention module of `model` find this object."""
-        for module in model.modules():
-            if hasattr(module, "layer_idx"):
-                setattr(module, _OWNER, self)
-                setattr(module, _QUERY_SCALE, take_query_scale(module))
-                take_layer_from_call(module)
+    def bind(self, module: nn.Module, query_scale: Callable[[Tensor], Tensor] | None) -> None:
+        """Let an attention module find this object. query_scale: what its queries are multiplied by, if anything."""
+        setattr(module, _OWNER, self)
+        setattr(module, _QUERY_SCALE, query_scale)
 
     def forget_pages(self) -> None:
         self._views = {}
@@ -115,10 +100,6 @@ class PagedAttention:
                 field="model",
             )
         self._backend = select_backend(list(dict.fromkeys(self._needs.values())), self._device, backend)
-
-    @property
-    def is_learning(self) -> bool:
-        return self._backend is None
 
     @property
     def backend(self) -> Backend:
@@ -162,6 +143,10 @@ class PagedAttention:
             self._backend.write(view, k_TKD, v_TKD, meta)
         self._backend.attend(q_THD, view, params, meta, out_THD)
         return out_THD
+
+    def attend_layer(self, layer: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """`attend_packed` of one layer, with the constants it was learnt to have: q_THD, k_TKD, v_TKD -> out_THD."""
+        return partial(self.attend_packed, layer=layer, params=self._params[layer])
 
     def _note(self, layer: int, heads: int, params: LayerParams) -> None:
         spec = self._layers[layer]
@@ -218,12 +203,7 @@ def _intarsia_attention(
     if query_scale is not None:
         query = (query * query_scale(paged.positions_T)[:, None]).to(query.dtype)
     params = LayerParams(scale, softcap, s_aux)
-    output = paged.attend(layer, query, key, value, params)
-    if paged.is_learning and query_scale is None:
-        q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
-        attend = partial(paged.attend_packed, layer=layer, params=params)
-        paged.seen[module] = Seen(q_THD, k_TKD, v_TKD, output[0], attend)
-    return output, None
+    return paged.attend(layer, query, key, value, params), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _intarsia_attention)

@@ -26,9 +26,6 @@ from ..pages import Pages
 from ..pictures.decoding import decode
 from ..pictures.tiling import count_tiles, tile_processor
 
-CROSS_LAYERS = {"MllamaCrossAttentionDecoderLayer"}
-"""Classes of transformers modules that this runs."""
-
 
 class CrossAttention:
     """The cross-attention layers of one model, and the step they are used in."""
@@ -38,11 +35,7 @@ class CrossAttention:
         self._projector = model.model.multi_modal_projector
         self._processor = tile_processor(model_dir)
         self._layers = {layer.index: layer for layer in layers if layer.reach.keeps is Keeps.ENCODER}
-        self._modules = {
-            module.layer_idx: module for module in model.modules() if type(module).__name__ in CROSS_LAYERS
-        }
-        for module in self._modules.values():
-            module.forward = _CrossLayer(module, self)
+        self._modules: dict[int, Any] = {}  # by layer
         self._dtype = dtype
         self._device = next(model.parameters()).device
         self._backend: Backend | None = None
@@ -50,6 +43,11 @@ class CrossAttention:
         self._metas: dict[int, GroupMeta] = {}  # group -> who sees what
         self._size = 0
         self.tokens: Tensor | None = None  # [T] of the packed tokens, those that see an image; None: none does
+
+    def add_layer(self, module: Any) -> "CrossLayer":
+        """The forward pass of one of the layers."""
+        self._modules[module.layer_idx] = module
+        return CrossLayer(module, self)
 
     def forget_pages(self) -> None:
         self._pages = None
@@ -146,7 +144,7 @@ class CrossAttention:
         return out_THD
 
 
-class _CrossLayer:
+class CrossLayer:
     """The forward pass of a cross layer, from hidden states [1,T,D] to [1,T,D]."""
 
     def __init__(self, module: nn.Module, cross: CrossAttention):

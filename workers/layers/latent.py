@@ -17,16 +17,12 @@ from torch import Tensor
 from ...kernels.paged_attention import LayerParams
 from .attention import PagedAttention
 
-LATENT_ATTENTION = {"DeepseekV3Attention"}
-"""Classes of transformers modules that this runs."""
-
-
 READ_WEIGHTS = frozenset({"kv_b_proj"})
 """Linear modules that are not called: their weight is."""
 
 
 class LatentAttention:
-    """The forward pass of such a module, from hidden states [1,T,D] to [1,T,D]."""
+    """The forward pass of DeepSeek's attention, from hidden states [1,T,D] to [1,T,D]."""
 
     def __init__(self, module: Any, paged: PagedAttention):
         self._module = module

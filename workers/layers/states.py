@@ -2,7 +2,8 @@
 
 transformers runs a state mixer (Mamba, a gated delta net, a short convolution) on whole sequences, one per row of a
 batch. Ours runs packed tokens of many requests, each from the state in its page. `adapters.py` puts the forward pass of
-`mixers.py` in place of the module's own, over the module's own weights.
+a `Mixer` in place of the module's own, over the module's own weights: there is one class for each kind, in a file of
+that name.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,10 +12,15 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.activations import ACT2FN
 
-from ...kernels.state import STATE_BACKENDS, Recurrence, StateBatch, select_state_backend
+from ...kernels.state import CONVOLUTION, STATE_BACKENDS, Recurrence, StateBatch, select_state_backend
 from ...kvcache.reach import Keeps
 from ..pages import Pages
+from ..tensor_parallel import Section, TensorParallel
+
+CONV, RECURRENT = 0, 1
+"""Places of the tensors of a state; a mixer with one tensor has it at 0."""
 
 SPARE = -1
 """The page behind those of the plan: see `Pages`."""
@@ -70,3 +76,36 @@ class PagedStates:
         g, _ = self._pages.group_of[layer, Keeps.STATE]
         pages = self._pages.states[layer][which]
         return self._backend.scan(recurrence, pages, constants, inputs, self._metas[g])
+
+
+class Mixer:
+    """The forward pass of a state mixer, from hidden states [1,T,D] to [1,T,D], in the order of its paper: project,
+    convolve, recur, gate, project. What is remembered between steps lies in pages.
+
+    Each kind also says how its weights are cut among ranks: heads and channels go to their rank, and what all heads
+    share stays whole.
+    """
+
+    norms_over_ranks: tuple[str, ...] = ()
+    """Names of norms over all channels, of which each rank has some."""
+
+    def __init__(self, module: Any, states: PagedStates, parallel: TensorParallel):
+        self._module = module
+        self._states = states
+        self._parallel = parallel
+        self._layer: int = module.layer_idx
+        self._activate = ACT2FN[getattr(module, "activation", "silu")]
+
+    @staticmethod
+    def sections(module: Any, ranks: int) -> dict[str, Sequence[Section]]:
+        """Of the parameters and submodules of `module` that are cut, by name."""
+        raise NotImplementedError
+
+    def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError
+
+    def _convolve(self, x_TC: Tensor) -> Tensor:
+        conv = getattr(self._module, "conv1d", None) or self._module.conv
+        weight = conv.weight.squeeze(1)
+        bias = conv.bias if conv.bias is not None else weight.new_zeros(len(weight))
+        return self._states.scan(self._layer, CONV, CONVOLUTION, (weight, bias), (x_TC,))

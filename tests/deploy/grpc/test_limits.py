@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import grpc
 import pytest
 
-from intarsia.controller.engine import Delta
 from intarsia.deploy.client import Asked, AsyncClient, Client
 from intarsia.deploy.client.failures import typed
 from intarsia.deploy.front_end.access import Access, AccessSettings

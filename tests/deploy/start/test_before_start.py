@@ -103,13 +103,6 @@ def test_memory_is_that_of_weights_and_of_every_workers_cache(weights: int, cach
     assert caught.value.field == field
 
 
-def test_families_and_backends_here_are_no_copies():
-    from intarsia.workers import families
-    from intarsia.workers import known_families as known
-
-    assert families.KNOWN_FAMILIES is known.KNOWN_FAMILIES
-
-
 def test_gpu_backends_are_refused_where_no_gpu_is(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if any(map(os.path.exists, ("/dev/nvidia0", "/dev/kfd"))):

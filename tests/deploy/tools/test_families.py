@@ -5,7 +5,7 @@ from rich.console import Console
 
 from intarsia.deploy.tools.families import docs_page, family_rows, markdown, print_rows
 from intarsia.tests.models import FAMILIES
-from intarsia.workers.families import KNOWN_FAMILIES
+from intarsia.workers.known_families import KNOWN_FAMILIES
 
 DOCS = Path(__file__).parents[3] / "docs" / "families.md"
 

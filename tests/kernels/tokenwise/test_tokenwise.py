@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from intarsia.kernels.tokenwise import Activation, Norm, Turn, reference
+from intarsia.kernels.tokenwise import Activation, Norm, Rotary, reference
 from intarsia.kernels.tokenwise import cpu as native
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="there is no C++ compiler")
@@ -54,15 +54,15 @@ def test_gates_far_from_zero_neither_overflow_nor_vanish(activation: Activation)
 
 
 @pytest.mark.parametrize(
-    ("turn", "own_angles"),
-    [(Turn.NOT_AT_ALL, True), (Turn.PAIRS, True), (Turn.HALVES, True), (Turn.HALVES, False)],
-    ids=["not at all", "pairs", "halves", "halves that share angles"],
+    ("rotary", "own_angles"),
+    [(Rotary.NONE, True), (Rotary.PAIRS, True), (Rotary.HALVES, True), (Rotary.HALVES, False)],
+    ids=["none", "pairs", "halves", "halves that share angles"],
 )
 @pytest.mark.parametrize("norm_over", [None, "a head", "all heads"])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (16, 16), (40, 10), (64, 32), (2, 2)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_are_normed_and_turned_as_the_reference_does(
-    dtype: torch.dtype, head_dim: int, rotary_dim: int, own_angles: bool, norm_over: str | None, turn: Turn
+def test_heads_are_normed_and_rotated_as_the_reference_does(
+    dtype: torch.dtype, head_dim: int, rotary_dim: int, own_angles: bool, norm_over: str | None, rotary: Rotary
 ):
     tokens, heads, kv_heads = 5, 4, 2
     ours = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim).to(dtype)
@@ -77,7 +77,7 @@ def test_heads_are_normed_and_turned_as_the_reference_does(
         (queries, keys),
         angles.cos().to(dtype),
         angles.sin().to(dtype),
-        turn,
+        rotary,
         rotary_dim,
     )
     native.prepare_heads(ours, *arguments)
@@ -93,6 +93,6 @@ def test_heads_within_wider_tokens_are_changed_alone():
     before = wide.clone()
     part = wide[:, :64]
     angles = torch.rand(3, 16)
-    native.prepare_heads(part, 2, 1, 16, (None, None), angles.cos(), angles.sin(), Turn.HALVES, 16)
+    native.prepare_heads(part, 2, 1, 16, (None, None), angles.cos(), angles.sin(), Rotary.HALVES, 16)
     assert torch.equal(wide[:, 48:], before[:, 48:])
     assert not torch.equal(wide[:, :48], before[:, :48])

@@ -1,4 +1,9 @@
-"""What is computed in fewer calls, and that it is what the model computes."""
+"""What is computed in fewer calls, and that it is what the model computes.
+
+The table of `workers/cpu/fused_table.py` is checked by observation (`observer.py`): of all ways in which our calls can
+compute a module, the one that the table names must be the nearest; and a module that one of them computes must be in
+the table.
+"""
 
 import asyncio
 from collections import Counter
@@ -8,31 +13,86 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.activations import ACT2FN
+from transformers.models.llama import modeling_llama
 
 from intarsia.kernels.tokenwise import cpu as native
+from intarsia.kernels.tokenwise import reference
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.conftest import TinyModel
 from intarsia.tests.local import LocalWorkers, complete, make_engine
-from intarsia.tests.models import make_checkpoint
+from intarsia.tests.models import FAMILIES, granite4, make_checkpoint, prompts_of
+from intarsia.tests.workers.cpu.observer import TOLERANCE, Observer, findings
 from intarsia.tests.workers.models.test_load import granite
-from intarsia.workers.cpu.fused import FusedAttention, FusedMLP, FusedNorm, Watch, fuse
+from intarsia.workers.cpu.fused import FusedAttention, FusedMLP, FusedNorm, fuse
+from intarsia.workers.cpu.fused_table import ACTIVATIONS, ATTENTIONS, GATED_MLPS, NORMS
+from intarsia.workers.models.loaded_model import LoadedModel
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="there is no C++ compiler")
 
 FUSED = {  # attention, MLPs, norms
     "gemma3": (6, 6, 25), "gemma2": (4, 4, 17), "ministral": (4, 4, 9), "gpt_oss": (4, 0, 9), "llama": (3, 3, 7),
     "qwen3": (3, 3, 7), "smollm3": (4, 4, 9), "cohere2": (4, 4, 0), "olmo3": (4, 4, 9), "exaone4": (4, 4, 9),
-    "llama4": (0, 4, 9), "bamba": (2, 4, 9), "ministral3": (0, 3, 7), "qwen3_next": (0, 4, 11),
+    "llama4": (0, 4, 9), "bamba": (2, 4, 9), "granite4": (1, 0, 9), "nemotron_h": (1, 0, 6), "falcon_h1": (0, 0, 7),
+    "zamba2": (0, 0, 13), "jamba": (1, 2, 18), "minimax": (1, 0, 12), "lfm2": (1, 4, 9), "qwen3_next": (0, 4, 11),
+    "qwen3_5": (0, 4, 11), "gemma3n": (0, 4, 54), "gemma4_e": (0, 6, 42), "gemma4": (0, 4, 37),
+    "deepseek_v3": (0, 3, 13), "mistral": (3, 3, 7), "ministral3": (0, 3, 7), "mllama": (2, 4, 13),
+    "lfm2_moe": (1, 1, 9), "qwen3_5_moe": (0, 4, 11),
 }  # fmt: skip
-"""Families of every kind. Llama 4, Ministral 3 and Qwen3-Next do more to queries, or to what attention gives."""
+"""Of the tiny checkpoint of each family, in float32. It may grow."""
+
+NEAR = 2e-4
+"""Two ways that differ by less are one: in float32 it does not matter when a norm rounds."""
+
+# -- the table -------------------------------------------------------------------------------------------------------
 
 
-def fused_model(path: Path, **settings: Any) -> nn.Module:
+def loaded(path: Path, **settings: Any) -> LoadedModel:
     workers = LocalWorkers()
     asyncio.run(make_engine(path, workers, **settings))
     assert workers.worker._model is not None
-    return workers.worker._model.module
+    return workers.worker._model
+
+
+def observed(path: Path, dtype: str) -> Observer:
+    """Of the longest prompt, in one step."""
+    prompts, images = prompts_of(path.name)
+    workers = LocalWorkers()
+
+    async def watch() -> Observer:
+        engine = await make_engine(path, workers, dtype=dtype, enforce_eager=True)
+        assert workers.worker._model is not None
+        seen = Observer(workers.worker._model)
+        with seen.watching():
+            await complete(engine, prompts[-1:], SamplingParams(temperature=0, max_tokens=1), images[-1:])
+        return seen
+
+    return asyncio.run(watch())
+
+
+@torch.inference_mode()
+def complaints(path: Path, dtype: str) -> tuple[list[str], nn.Module]:
+    """What the table says otherwise than was observed; and the model, fused by the table."""
+    seen = observed(path, dtype)
+    model = seen.model.module
+    found = list(findings(seen))
+    written_as = {name: type(module).__name__ for name, module in model.named_modules()}
+    fuse(model, seen.model.attention, seen.model.device)
+    tolerance = TOLERANCE[getattr(torch, dtype)]
+    wrong = []
+    fused = dict(model.named_modules())
+    for name, kind, least, error in found:
+        module = fused.get(name)  # None: a norm of queries or keys, inside of its attention now
+        if module is None:
+            continue
+        if not isinstance(module, kind):
+            if least <= tolerance:
+                wrong.append(f"{name}, a {written_as[name]}, could be a {kind.__name__}")
+        elif error(module) > min(tolerance, least + NEAR):
+            wrong.append(f"{name}, a {written_as[name]}, is no such {kind.__name__}")
+    return wrong, model
 
 
 def counts(model: nn.Module) -> tuple[int, ...]:
@@ -40,34 +100,125 @@ def counts(model: nn.Module) -> tuple[int, ...]:
     return tuple(found[kind] for kind in (FusedAttention, FusedMLP, FusedNorm))
 
 
-@pytest.mark.parametrize("family", FUSED)
-def test_what_a_family_computes_as_we_can_is_found(family: str, tiny: Callable):
-    assert counts(fused_model(tiny(family).path)) == FUSED[family]
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_table_says_of_a_family_what_is_observed(family: str, dtype: torch.dtype, tmp_path: Path):
+    path = make_checkpoint(family, tmp_path / family)
+    wrong, model = complaints(path, str(dtype).removeprefix("torch."))
+    assert wrong == []
+    if dtype is torch.float32:
+        assert counts(model) == FUSED[family]
+
+
+def test_attention_that_rotates_in_some_configs_only_does_so_when_it_is_given_angles(tmp_path: Path):
+    torch.manual_seed(0)
+    config: Any = granite4()
+    config.position_embedding_type = "rope"
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "granite4")
+    wrong, model = complaints(tmp_path / "granite4", "float32")
+    assert (wrong, counts(model)) == ([], FUSED["granite4"])
+
+
+def test_every_class_of_the_table_belongs_to_a_tested_family():
+    met = set()
+    for make in FAMILIES.values():
+        auto = AutoModelForImageTextToText if make is FAMILIES["mllama"] else AutoModelForCausalLM
+        with torch.device("meta"):
+            met |= {type(module).__name__ for module in auto.from_config(make()).modules()}
+    assert {*NORMS, *GATED_MLPS, *ATTENTIONS} <= met
+
+
+@pytest.mark.parametrize("name", ACT2FN)
+def test_an_activation_that_the_table_names_computes_what_it_says(name: str):
+    activate = ACT2FN[name]
+    kind = ACTIVATIONS.get(type(activate).__name__)
+    if kind is not None:
+        gates, up = torch.linspace(-6, 6, 100), torch.ones(100)
+        torch.testing.assert_close(activate(gates), reference.gate(torch.cat((gates, up)), kind), rtol=0, atol=1e-5)
+
+
+def test_modules_that_do_a_little_more_than_the_table_says_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The check itself is checked: each of these differs from what we compute in one step."""
+    mlp, attention, norm = (getattr(modeling_llama, f"Llama{name}") for name in ("MLP", "Attention", "RMSNorm"))
+    plain = {kind: kind.forward for kind in (mlp, attention, norm)}
+    path = make_checkpoint("llama", tmp_path / "llama")
+
+    def scaled_up(self: Any, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) * 1.001)
+
+    def scaled_down(self: Any, x: Tensor) -> Tensor:
+        return plain[mlp](self, x) * 1.001
+
+    def other_values(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        output, weights = plain[attention](self, hidden_states * 1.001, *args, **kwargs)
+        return output, weights
+
+    def shifted(self: Any, hidden_states: Tensor) -> Tensor:
+        return plain[norm](self, hidden_states) + 0.001
+
+    for kind, forward in ((mlp, scaled_up), (mlp, scaled_down), (attention, other_values), (norm, shifted)):
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "forward", forward)
+            wrong, _ = complaints(path, "float32")
+        assert wrong
+        assert all(f"a {kind.__name__}, is no such" in each for each in wrong)
+
+
+def test_a_class_left_out_of_the_table_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(GATED_MLPS, "LlamaMLP")
+    wrong, _ = complaints(make_checkpoint("llama", tmp_path / "llama"), "float32")
+    assert wrong == [f"model.layers.{n}.mlp, a LlamaMLP, could be a FusedMLP" for n in range(3)]
+
+
+# -- when the table is used ------------------------------------------------------------------------------------------
+
+
+def test_a_tested_family_is_fused_at_start_up(tmp_path: Path):
+    assert counts(loaded(make_checkpoint("gemma3", tmp_path / "gemma3")).module) == FUSED["gemma3"]
 
 
 def test_every_part_of_a_model_is_as_written_when_that_is_wanted(tiny: Callable):
-    assert counts(fused_model(tiny("gemma3").path, enforce_eager=True)) == (0, 0, 0)
+    assert counts(loaded(tiny("gemma3").path, enforce_eager=True).module) == (0, 0, 0)
 
 
 def test_a_family_nobody_tested_is_as_written(tmp_path: Path):
-    assert counts(fused_model(granite(tmp_path), allow_generic=True)) == (0, 0, 0)
+    assert counts(loaded(granite(tmp_path), allow_generic=True).module) == (0, 0, 0)
+
+
+def test_a_class_of_the_same_name_that_is_not_of_transformers_is_as_written(tmp_path: Path):
+    model = loaded(make_checkpoint("llama", tmp_path / "llama"), enforce_eager=True)
+
+    class LlamaMLP(modeling_llama.LlamaMLP):
+        pass
+
+    for module in model.module.modules():
+        if type(module) is modeling_llama.LlamaMLP:
+            module.__class__ = LlamaMLP
+    fuse(model.module, model.attention, model.device)
+    assert counts(model.module) == (3, 0, 7)
+
+
+def test_an_activation_we_lack_leaves_its_mlp_as_written(tmp_path: Path):
+    model = loaded(make_checkpoint("llama", tmp_path / "llama"), enforce_eager=True)
+    next(module for module in model.module.modules() if type(module) is modeling_llama.LlamaMLP).act_fn = nn.ReLU()
+    fuse(model.module, model.attention, model.device)
+    assert counts(model.module) == (3, 2, 7)
 
 
 def test_nothing_is_even_tried_on_another_device(tiny: Callable, monkeypatch: pytest.MonkeyPatch):
     """C++ that is given addresses of a GPU's memory ends the process."""
-    model = fused_model(tiny("gemma3").path, enforce_eager=True)
+    model = loaded(tiny("gemma3").path, enforce_eager=True)
     monkeypatch.setattr(native, "is_available", lambda: pytest.fail("it was asked for"))
-    attention: Any = None
-    fuse(Watch(model, attention), torch.device("cuda"))
-    assert counts(model) == (0, 0, 0)
+    fuse(model.module, model.attention, torch.device("cuda"))
+    assert counts(model.module) == (0, 0, 0)
 
 
 def test_without_a_compiler_every_part_is_as_written(tiny: Callable, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(native, "is_available", lambda: False)
-    assert counts(fused_model(tiny("gemma3").path)) == (0, 0, 0)
+    assert counts(loaded(tiny("gemma3").path).module) == (0, 0, 0)
 
 
-def prompt_logprobs(model: TinyModel, **settings: Any) -> torch.Tensor:
+def prompt_logprobs(model: TinyModel, **settings: Any) -> Tensor:
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
 
     async def ask() -> list[Any]:
@@ -87,36 +238,3 @@ def test_answers_are_as_near_to_float32_as_those_of_the_model_as_written(family:
         return float((prompt_logprobs(tiny(family), dtype=dtype, **settings) - exact).abs().mean())
 
     assert error() <= 2 * error(enforce_eager=True)
-
-
-def test_modules_that_do_a_little_more_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Each of these differs from what we compute in one step, with the same parts under the same names."""
-    from transformers.models.llama import modeling_llama
-
-    mlp, attention, norm = (getattr(modeling_llama, f"Llama{name}") for name in ("MLP", "Attention", "RMSNorm"))
-    plain = {kind: kind.forward for kind in (mlp, attention, norm)}
-    path = make_checkpoint("llama", tmp_path / "llama")
-    assert counts(fused_model(path)) == (3, 3, 7)
-
-    def scaled_up(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) * 1.001)
-
-    def scaled_down(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return plain[mlp](self, x) * 1.001
-
-    def other_values(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        output, weights = plain[attention](self, hidden_states, *args, **kwargs)
-        return output * 1.001, weights
-
-    def shifted(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        return plain[norm](self, hidden_states) + 0.001
-
-    for kind, forward, left in (
-        (mlp, scaled_up, (3, 0, 7)),
-        (mlp, scaled_down, (3, 0, 7)),
-        (attention, other_values, (0, 3, 7)),
-        (norm, shifted, (3, 3, 0)),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(kind, "forward", forward)
-            assert counts(fused_model(path)) == left

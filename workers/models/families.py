@@ -1,12 +1,6 @@
-"""What transformers does not say about a family of models, or says for unpacked batches only, in one place."""
+"""What transformers does not say about a family of models, in one place."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
-import torch
-from torch import Tensor
-
-from .known_families import KNOWN_FAMILIES as KNOWN_FAMILIES
+from collections.abc import Mapping
 
 
 def _cut(path: str, styles: Mapping[str, str]) -> dict[str, str]:
@@ -62,7 +56,7 @@ TENSOR_PARALLEL_PLANS: dict[str, dict[str, str]] = {
     | _cut("shared_transformer.feed_forward", {"gate_up_proj_adapter_list.*.1": "packed"}),
 }
 """model_type -> module path -> style, where transformers states no plan, or one that is not ours. Styles are explained
-in `tensor_parallel.py`; state mixers say themselves how they are cut (`layers/mixers.py`)."""
+in `tensor_parallel.py`; state mixers say themselves how they are cut (`layers/states.py`)."""
 
 TENSOR_PARALLEL_PLANS["lfm2_moe"] = TENSOR_PARALLEL_PLANS["lfm2"] | _cut("feed_forward", EXPERTS)
 
@@ -76,62 +70,3 @@ TENSOR_PARALLEL_PLANS["mllama_text_model"] = {
 
 WITH_ENCODER = {"mllama"}
 """Models that are loaded with their vision tower. Of other multimodal models the text part is."""
-
-LAYER_FROM_CALL = {"Zamba2Attention"}
-"""Modules that are told with each call which layer they are: one block of weights stands at several depths."""
-
-
-def take_layer_from_call(module: Any) -> None:
-    """Let the module's `layer_idx` be the one it was last called with."""
-    if type(module).__name__ in LAYER_FROM_CALL:
-
-        def note(called: Any, _args: Any, kwargs: Any) -> None:
-            called.layer_idx = kwargs["layer_idx"]
-
-        module.register_forward_pre_hook(note, with_kwargs=True)
-
-
-def mend(model: Any, config: Any) -> None:
-    """What transformers gets wrong about a family's real checkpoints, put right. Called when weights are there.
-
-    MiniMax-Text-01 and M1 rotate the first `rotary_dim` of 128 numbers of a head (their own code; SGLang and vLLM
-    follow it); transformers 5.23 rotates all of them, whatever config.json says.
-    """
-    rotary_dim = getattr(config, "rotary_dim", None)
-    if config.model_type != "minimax" or rotary_dim is None or rotary_dim >= config.head_dim:
-        return
-    from transformers.models.minimax import modeling_minimax
-
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
-    embedding = model.model.rotary_emb
-    embedding.inv_freq = (1.0 / config.rope_parameters["rope_theta"] ** exponents).to(embedding.inv_freq.device)
-    modeling_minimax.apply_rotary_pos_emb = rotate_first  # the same as before where all numbers are rotated
-
-
-def rotate_first(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Rotary positions for as many numbers of each head as `cos` has; the others stay. Halves are paired."""
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    width = cos.shape[-1]
-
-    def rotate(x: Tensor) -> Tensor:
-        turned, still = x[..., :width], x[..., width:]
-        low, high = turned.chunk(2, dim=-1)
-        return torch.cat((turned * cos + torch.cat((-high, low), dim=-1) * sin, still), dim=-1)
-
-    return rotate(q), rotate(k)
-
-
-def take_query_scale(module: Any) -> Callable[[Tensor], Tensor] | None:
-    """What queries of an attention module are multiplied by, given their positions; None: nothing.
-
-    Llama 4 scales the queries of layers without rope by their position, which its module takes to be the place in the
-    batch. Tokens here are packed, so the module is told to leave that to us.
-    """
-    if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
-        return None
-    module.attn_temperature_tuning = False
-
-    def scale(positions: Tensor) -> Tensor:
-        return torch.log1p(torch.floor((positions.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
-
-    return scale

@@ -1,0 +1,197 @@
+"""What each module of a model computes, found out by watching it run a prompt.
+
+`Observer` notes what modules are given and give. `findings` tries, for each module, all ways in which one of our calls
+could compute it, and says by how much the nearest of them is off.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from intarsia.kernels.tokenwise import Activation, Norm, Rotary
+from intarsia.kernels.tokenwise import cpu as native
+from intarsia.workers.cpu.fused import PROJECTIONS, FusedAttention, FusedMLP, FusedNorm, Heads
+from intarsia.workers.models.loaded_model import LoadedModel
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""Of what all numbers sum to, in size. What computes something else is off by more."""
+
+OUTPUTS = "o_proj", "out_proj"
+QK_NORMS = ("q_norm", "k_norm"), ("q_layernorm", "k_layernorm")
+MLP_NAMES = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
+
+
+class Call(NamedTuple):
+    """One call of a module."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    value: Any  # the output as it was then: some models go on with it in place
+
+
+class Attended(NamedTuple):
+    """What a layer's attention was given, and gave."""
+
+    q_THD: Tensor
+    k_TKD: Tensor
+    v_TKD: Tensor
+    out_THD: Tensor
+
+
+class Observer:
+    """What modules were given, and gave, in the first forward pass that ran in `watching`."""
+
+    def __init__(self, model: LoadedModel):
+        self.model = model
+        self._calls: dict[nn.Module, Call] = {}
+        self.attended: dict[int, Attended] = {}  # by layer
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            value = output.clone() if isinstance(output, Tensor) else output
+            self._calls.setdefault(module, Call(args, kwargs, output, value))
+
+        attention = self.model.attention
+        attend = attention.attend_packed
+
+        def note_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, params: Any) -> Tensor:
+            out_THD = attend(q_THD, k_TKD, v_TKD, layer, params)
+            self.attended.setdefault(layer, Attended(q_THD, k_TKD, v_TKD, out_THD))
+            return out_THD
+
+        hooks = [module.register_forward_hook(note, with_kwargs=True) for module in self.model.module.modules()]
+        attention.attend_packed = note_attention  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del attention.attend_packed
+            for hook in hooks:
+                hook.remove()
+
+    def call(self, module: Any) -> Call | None:
+        return self._calls.get(module)
+
+    def tensor_in(self, module: Any) -> Tensor | None:
+        """What the module was called with, if that was a tensor and nothing else."""
+        call = self.call(module)
+        if call is None or len(call.args) != 1 or call.kwargs or not isinstance(call.args[0], Tensor):
+            return None
+        return call.args[0]
+
+
+class Finding(NamedTuple):
+    """What one of our calls can compute, and by which error of all its ways."""
+
+    name: str
+    kind: type[nn.Module]
+    least: float
+    error_of: Callable[[Any], float]  # of a module that was made of it
+
+
+def findings(seen: Observer) -> Iterator[Finding]:
+    for name, module in seen.model.module.named_modules():
+        for find in (norm_found, mlp_found, attention_found):
+            if (finding := find(name, module, seen)) is not None:
+                yield finding
+
+
+def norm_found(name: str, module: Any, seen: Observer) -> Finding | None:
+    x, weight = seen.tensor_in(module), getattr(module, "weight", None)
+    eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))
+    if x is None or not isinstance(weight, Tensor) or not isinstance(eps, float) or x.shape[-1:] != weight.shape:
+        return None
+    output = seen.call(module).value  # type: ignore[union-attr]
+    least = min(error_of(native.rms_norm(x, norm), output) for norm in norms_of(weight, eps))
+    return Finding(name, FusedNorm, least, lambda ours: error_of(ours(x), output))
+
+
+def norms_of(weight: Tensor, eps: float) -> list[Norm]:
+    ways = itertools.product((0.0, 1.0), (False, True))
+    return [Norm((weight.float() + offset).contiguous(), eps, rounds_first) for offset, rounds_first in ways]
+
+
+def mlp_found(name: str, module: Any, seen: Observer) -> Finding | None:
+    x, call = seen.tensor_in(module), seen.call(module)
+    names = next((names for names in MLP_NAMES if all(hasattr(module, part) for part in names)), None)
+    if x is None or call is None or names is None:
+        return None
+    gate, up, down = (getattr(module, part) for part in names)
+    both = torch.cat((gate(x), up(x)), dim=-1)
+    least = min(error_of(down(native.gate(both, way)), call.value) for way in Activation)
+    return Finding(name, FusedMLP, least, lambda ours: error_of(ours(x), call.value))
+
+
+def attention_found(name: str, module: Any, seen: Observer) -> Finding | None:
+    call, attended = seen.call(module), seen.attended.get(getattr(module, "layer_idx", -1))
+    projections = [getattr(module, part, None) for part in PROJECTIONS]
+    if call is None or attended is None or None in projections:
+        return None
+    hidden, angles = attention_inputs(call)
+    if hidden is None or not ends_with_product(module, attended, call, seen):
+        return None
+    product = torch.cat([projection(hidden[0]) for projection in projections if projection], dim=1)
+    if product.numel() != sum(x.numel() for x in attended[:3]):
+        return None
+
+    def error(heads: Heads) -> float:
+        if angles and heads.rotary and angles[0].shape[-1] * heads.angles_per_head > heads.head_dim:
+            return math.inf
+        return max(map(error_of, heads.prepare(product.clone(), angles), attended[:3]))
+
+    least = min(map(error, heads_of(module, attended)))
+    return Finding(name, FusedAttention, least, lambda ours: error(ours.heads))
+
+
+def attention_inputs(call: Call) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
+    """Hidden states [1,T,C], and the cosines and sines of positions [1,T,R] in their dtype, if there are such."""
+    hidden, angles = (
+        call.kwargs.get(name, call.args[n] if n < len(call.args) else None)
+        for n, name in enumerate(("hidden_states", "position_embeddings"))
+    )
+    if not isinstance(hidden, Tensor) or hidden.ndim != 3:
+        return None, None
+    has_angles = isinstance(angles, tuple) and angles[0].dtype == hidden.dtype
+    return hidden, angles if has_angles else None
+
+
+def ends_with_product(module: Any, attended: Attended, call: Call, seen: Observer) -> bool:
+    """Whether nothing is done between attention and the last product, nor after it."""
+    out = next((getattr(module, name) for name in OUTPUTS if hasattr(module, name)), None)
+    given, end = seen.tensor_in(out), seen.call(out)
+    return (
+        given is not None
+        and end is not None
+        and error_of(attended.out_THD.flatten(1), given[0]) <= TOLERANCE[given.dtype]
+        and isinstance(call.output, tuple)
+        and call.output[0] is end.output
+    )
+
+
+def heads_of(module: Any, attended: Attended) -> Iterator[Heads]:
+    """Ways in which queries and keys may have come about."""
+    (_, heads, head_dim), kv_heads = attended.q_THD.shape, attended.k_TKD.shape[1]
+    norms: list[tuple[Norm | None, Norm | None]] = [(None, None)]
+    for names in QK_NORMS:
+        if all(isinstance(getattr(module, name, None), nn.Module) for name in names):
+            query, key = (getattr(module, name) for name in names)
+            eps = getattr(query, "eps", getattr(query, "variance_epsilon", None))
+            if eps is not None and isinstance(getattr(query, "weight", None), Tensor):
+                norms = list(zip(norms_of(query.weight, eps), norms_of(key.weight, eps), strict=True))
+    ways = ((Rotary.HALVES, 1), (Rotary.PAIRS, 1), (Rotary.HALVES, 2), (Rotary.NONE, 1))
+    for (rotary, angles_per_head), both in itertools.product(ways, norms):
+        yield Heads(heads, kv_heads, head_dim, both, rotary, angles_per_head)
+
+
+def error_of(ours: Tensor, theirs: Any) -> float:
+    """How far from each other, as a share of `theirs`; infinite for what cannot be compared."""
+    if not isinstance(theirs, Tensor) or ours.shape != theirs.shape:
+        return math.inf
+    error, size = (ours.float() - theirs.float()).abs().sum(), theirs.float().abs().sum()
+    return float(error / size) if size > 0 else math.inf

@@ -1,0 +1,112 @@
+"""Which modules of transformers we compute in one call, and with which constants.
+
+A class of modules is named here only if its forward pass is just what our call computes. The test
+`tests/workers/cpu/test_fused.py` watches every tested family and compares what it saw with this table. A class that is
+not named runs as it is written.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ...kernels.tokenwise import Activation, Rotary
+
+
+class NormKind(NamedTuple):
+    """An RMS norm: see `kernels.tokenwise.Norm`."""
+
+    offset: float = 0.0  # added to the weight
+    rounds_first: bool = False
+
+
+LLAMA_NORM = NormKind(rounds_first=True)
+FLOAT_NORM = NormKind()  # rounded once, after the product with the weight
+GEMMA_NORM = NormKind(offset=1.0)
+
+NORMS: dict[str, NormKind] = {
+    **dict.fromkeys(
+        (
+            "BambaRMSNorm", "DeepseekV3RMSNorm", "Exaone4RMSNorm", "FalconH1RMSNorm", "GraniteMoeHybridRMSNorm",
+            "JambaRMSNorm", "Lfm2MoeRMSNorm", "Lfm2RMSNorm", "Llama4TextRMSNorm", "LlamaRMSNorm", "MiniMaxRMSNorm",
+            "Ministral3RMSNorm", "MinistralRMSNorm", "MistralRMSNorm", "MllamaTextRMSNorm", "Qwen3RMSNorm",
+            "SmolLM3RMSNorm", "Zamba2RMSNorm",
+        ),
+        LLAMA_NORM,
+    ),
+    **dict.fromkeys(
+        ("Gemma3nRMSNorm", "Gemma4RMSNorm", "GptOssRMSNorm", "NemotronHRMSNorm", "Olmo3RMSNorm"), FLOAT_NORM
+    ),
+    **dict.fromkeys(
+        ("Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm", "Qwen3_5MoeRMSNorm", "Qwen3_5RMSNorm"), GEMMA_NORM
+    ),
+}  # fmt: skip
+"""Class of a norm -> what it computes."""
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "SiLU": Activation.SILU, "SiLUActivation": Activation.SILU, "GELUActivation": Activation.GELU,
+    "GELUTanh": Activation.GELU_TANH, "NewGELUActivation": Activation.GELU_TANH,
+    "FastGELUActivation": Activation.GELU_TANH, "AccurateGELUActivation": Activation.GELU_TANH,
+}  # fmt: skip
+"""Class of an activation -> what it computes. A config names it, so a class of MLPs may have any."""
+
+
+class GatedMLP(NamedTuple):
+    """down(activation(gate(x)) * up(x)), by the names of its parts."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    activation: str | None = "act_fn"  # None: always SiLU
+    is_plain: Callable[[Any], bool] = lambda module: True  # whether this one does nothing else
+
+
+GATED_MLPS: dict[str, GatedMLP] = {
+    **dict.fromkeys(
+        (
+            "BambaMLP", "Cohere2MLP", "DeepseekV3MLP", "Exaone4MLP", "Gemma2MLP", "Gemma3MLP", "Gemma4TextMLP",
+            "JambaMLP", "LlamaMLP", "Ministral3MLP", "MinistralMLP", "MistralMLP", "MllamaTextMLP", "Olmo3MLP",
+            "Qwen3MLP", "Qwen3NextMLP", "Qwen3_5MLP", "Qwen3_5MoeMLP", "SmolLM3MLP",
+        ),
+        GatedMLP(),
+    ),
+    "Gemma3nTextMLP": GatedMLP(is_plain=lambda mlp: mlp.activation_sparsity == 0),  # the others drop small gates
+    "Llama4TextMLP": GatedMLP(activation="activation_fn"),
+    **dict.fromkeys(("Lfm2MLP", "Lfm2MoeMLP"), GatedMLP("w1", "w3", "w2", activation=None)),
+}  # fmt: skip
+"""Class of a gated MLP -> its parts."""
+
+
+class AttentionKind(NamedTuple):
+    """Attention of heads that are projected, normed where that is named, rotated by their position and attended to."""
+
+    rotary: Rotary = Rotary.HALVES
+    angles_per_head: int = 1  # how often a cosine is used in a head; 2 where both halves share theirs
+    rotates: Callable[[Any], bool] = lambda module: True  # whether this layer does, if it is given angles
+    angles_are_float32: bool = False  # whatever the model's dtype; our call has both in one
+    norms: tuple[str, str] | None = None  # of queries and of keys
+    out: str = "o_proj"
+
+
+QK_NORMS = "q_norm", "k_norm"
+QK_LAYERNORMS = "q_layernorm", "k_layernorm"
+
+ATTENTIONS: dict[str, AttentionKind] = {
+    **dict.fromkeys(
+        (
+            "BambaAttention", "Gemma2Attention", "GraniteMoeHybridAttention", "LlamaAttention", "MiniMaxAttention",
+            "MinistralAttention", "MistralAttention", "MllamaTextSelfAttention",
+        ),
+        AttentionKind(),
+    ),
+    **dict.fromkeys(("Gemma3Attention", "Qwen3Attention"), AttentionKind(norms=QK_NORMS)),
+    **dict.fromkeys(("JambaAttention", "NemotronHAttention"), AttentionKind(Rotary.NONE)),
+    **dict.fromkeys(("Lfm2Attention", "Lfm2MoeAttention"), AttentionKind(norms=QK_LAYERNORMS, out="out_proj")),
+    "Cohere2Attention": AttentionKind(Rotary.PAIRS, rotates=lambda layer: layer.sliding_window is not None),
+    "Exaone4Attention": AttentionKind(
+        norms=QK_NORMS, rotates=lambda layer: layer.sliding_window is None or layer.is_sliding
+    ),
+    "GptOssAttention": AttentionKind(angles_per_head=2),
+    "Olmo3Attention": AttentionKind(norms=QK_NORMS, angles_are_float32=True),
+    "SmolLM3Attention": AttentionKind(rotates=lambda layer: bool(layer.use_rope)),
+}  # fmt: skip
+"""Class of attention modules -> what they do to queries and keys before our attention."""

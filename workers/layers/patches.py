@@ -1,0 +1,67 @@
+"""Modules of transformers that are changed in place, where they are wrong or were written for unpacked batches."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LAYER_FROM_CALL = {"Zamba2Attention"}
+"""Classes of modules that are told with each call which layer they are: one block of weights is used by several."""
+
+
+def patch_layer_index(module: Any) -> None:
+    """Let the `layer_idx` of such a module be the one it was last called with."""
+    if type(module).__name__ in LAYER_FROM_CALL:
+
+        def note(called: Any, _args: Any, kwargs: Any) -> None:
+            called.layer_idx = kwargs["layer_idx"]
+
+        module.register_forward_pre_hook(note, with_kwargs=True)
+
+
+def patch_query_scale(module: Any) -> Callable[[Tensor], Tensor] | None:
+    """What the queries of an attention module are multiplied by, given their positions; None: nothing.
+
+    Llama 4 scales the queries of layers without rope by their position, which its module takes to be the place in the
+    batch. Tokens here are packed, so the module is told to leave that to us.
+    """
+    if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
+        return None
+    module.attn_temperature_tuning = False
+
+    def scale(positions: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((positions.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+
+    return scale
+
+
+def patch_rotary_dim(model: Any, config: Any) -> None:
+    """Let MiniMax rotate as many numbers of a head as its config says. Called when weights are there.
+
+    MiniMax-Text-01 and M1 rotate the first `rotary_dim` of 128 numbers of a head (their own code; SGLang and vLLM
+    follow it); transformers rotates all of them, whatever config.json says.
+    """
+    rotary_dim = getattr(config, "rotary_dim", None)
+    if config.model_type != "minimax" or rotary_dim is None or rotary_dim >= config.head_dim:
+        return
+    from transformers.models.minimax import modeling_minimax
+
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    embedding = model.model.rotary_emb
+    embedding.inv_freq = (1.0 / config.rope_parameters["rope_theta"] ** exponents).to(embedding.inv_freq.device)
+    # For the whole process, which is right for any other model: where all numbers are rotated both are the same.
+    modeling_minimax.apply_rotary_pos_emb = rotate_first
+
+
+def rotate_first(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """Rotary positions for as many numbers of each head as `cos` has; the others stay. Halves are paired."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    width = cos.shape[-1]
+
+    def rotate(x: Tensor) -> Tensor:
+        rotated, rest = x[..., :width], x[..., width:]
+        low, high = rotated.chunk(2, dim=-1)
+        return torch.cat((rotated * cos + torch.cat((-high, low), dim=-1) * sin, rest), dim=-1)
+
+    return rotate(q), rotate(k)

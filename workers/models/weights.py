@@ -1,0 +1,106 @@
+"""The weights of a model: every parameter of an empty module gets this rank's slice, read from the files."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...errors import CorruptCheckpoint
+from ..checkpoint.files import Checkpoint
+from ..layers.adapters import cut_mixers
+from ..tensor_parallel import Slice, Style, TensorParallel, count_own_heads
+from .families import TENSOR_PARALLEL_PLANS, VOCABULARIES
+from .weight_map import Source, find_sources
+
+
+def styles_of(module: nn.Module, config: Any, parallel: TensorParallel) -> dict[str, Style]:
+    """Module path -> how it is cut among the ranks. Empty with one rank."""
+    if parallel.size == 1:
+        return {}
+    styles = parallel.plan(module, config, TENSOR_PARALLEL_PLANS.get(config.model_type), VOCABULARIES)
+    return styles | cut_mixers(module, parallel.size)
+
+
+def fill_weights(
+    module: PreTrainedModel,
+    checkpoint: Checkpoint,
+    parallel: TensorParallel,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    watch: Callable[[int, int], None],
+) -> None:
+    """Give every parameter its memory: this rank's slice, read from the files. Tied parameters share theirs."""
+    styles = styles_of(module, config, parallel)
+    sources = find_sources(module, checkpoint)
+    module.tie_weights()
+    total = sum(empty.numel() for empty in module.parameters())
+    done = 0
+    filled: dict[int, nn.Parameter] = {}
+    missing: list[str] = []
+    for path, owner in module.named_modules():
+        style = styles.get(path)
+        whole_shapes = {name: tuple(empty.shape) for name, empty in owner.named_parameters(recurse=False)}
+        for name, empty in list(owner.named_parameters(recurse=False)):
+            full_name = _full_name(path, name)
+            if id(empty) not in filled and full_name not in sources:
+                missing.append(full_name)
+                continue
+            if id(empty) not in filled:
+                part = parallel.slice_of(path, name, whole_shapes[name], style, config) if style else None
+                value = _read(checkpoint, sources[full_name], full_name, whole_shapes[name], part)
+                filled[id(empty)] = nn.Parameter(value.to(device=device, dtype=dtype), requires_grad=False)
+                done += empty.numel()
+                watch(done, total)
+            setattr(owner, name, filled[id(empty)])
+        if style is not None:
+            parallel.install(owner, style, whole_shapes.get("weight", ()))
+    if missing:
+        raise CorruptCheckpoint(
+            f"{checkpoint.path} lacks {len(missing)} of the model's tensors, the first of them {missing[0]}. "
+            "The files are incomplete, or they are of another model than config.json says.",
+            field="model",
+            missing=len(missing),
+        )
+    if parallel.size > 1:
+        count_own_heads(module)
+    _fill_buffers(module, sources, device)
+
+
+def _fill_buffers(module: PreTrainedModel, sources: Mapping[str, Source], device: torch.device) -> None:
+    """Buffers (rotary tables, scales) come from the checkpoint, or are computed by the model's own initialisation."""
+    for parameter in module.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  tells transformers to leave it alone
+    for path, owner in module.named_modules():
+        for name, empty in list(owner.named_buffers(recurse=False)):
+            source = sources.get(_full_name(path, name))
+            value = torch.empty_like(empty, device=device) if source is None else source.read()
+            value = value.to(device=device, dtype=empty.dtype)
+            value._is_hf_initialized = source is not None  # type: ignore[attr-defined]
+            owner._buffers[name] = value
+            owner._is_hf_initialized = False  # type: ignore[assignment]  its buffers that were not stored are due
+    module.initialize_weights()
+
+
+def _read(checkpoint: Checkpoint, source: Source, name: str, shape: tuple[int, ...], part: Slice | None) -> Tensor:
+    """The tensor, or `part` of it; what the slice asks beyond its end is zero."""
+    if source.shape != shape:
+        raise CorruptCheckpoint(
+            f"{checkpoint.path}: tensor {name} has shape {source.shape}; config.json makes it {shape}", field="model"
+        )
+    if part is None:
+        return source.read()
+    if part.ranges == ((0, 0),):  # zero on this rank
+        return torch.zeros(shape)
+    dim, length = part.dim, shape[part.dim]
+    pieces = [source.read(dim, min(start, length), min(stop, length)) for start, stop in part.ranges]
+    lacking = sum(stop - start for start, stop in part.ranges) - sum(piece.shape[dim] for piece in pieces)
+    if lacking:
+        pieces.append(pieces[0].new_zeros((*shape[:dim], lacking, *shape[dim + 1 :])))
+    return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, dim=dim)
+
+
+def _full_name(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
