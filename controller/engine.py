@@ -26,8 +26,9 @@ from ..errors import (
 )
 from ..kvcache.check import Recount, recount
 from ..kvcache.events import Cleared, Event, EventLog, of_owner
-from ..kvcache.manager import CacheManager, RequestId
-from ..kvcache.tables import SALT
+from ..kvcache.group_table import SALT
+from ..kvcache.ids import RequestId
+from ..kvcache.manager import CacheManager
 from ..proto.step import Step, StepResult
 from ..proto.tracing import Tracer
 from ..proto.worker import WorkerStatus
@@ -187,7 +188,7 @@ class Engine:
         self._under_way: deque[_UnderWay] = deque()  # oldest first
         self._meter = Meter()
         self._accounts = Accounts(info, manager)
-        self._journal = Journal()
+        self._journal = Journal(manager)
         self._wake = asyncio.Event()
         self._preparing: set[asyncio.Future[None]] = set()
         self._lost: IntarsiaError | None = None  # why the workers can not go on
@@ -363,8 +364,8 @@ class Engine:
         return EngineLoad(
             self._scheduler.num_running,
             self._scheduler.num_waiting,
-            pool.num_free,
-            pool.num_kept,
+            pool.num_available_pages,
+            pool.num_cached_pages,
             self.info.num_blocks,
             stats.steps,
             stats.prompt_tokens,
@@ -420,11 +421,11 @@ class Engine:
             return self._accounts.cache_state(viewer, self._live.values())
         pool = self._manager.pool
         groups = tuple(
-            GroupState(group.kind, group.block_tokens, pool.num_held(number), len(pool.index(number)))
-            for number, group in enumerate(self.info.groups)
+            GroupState(group.kind, group.block_tokens, blocks.num_held, len(blocks.index))
+            for group, blocks in zip(self.info.groups, pool.groups, strict=False)
         )
-        held = self.info.num_blocks - pool.num_free
-        return CacheState(held, pool.num_kept, pool.num_blank, self._manager.num_open, groups)
+        held = self.info.num_blocks - pool.num_available_pages
+        return CacheState(held, pool.num_cached_pages, pool.num_free_pages, self._manager.num_open, groups)
 
     def watch_cache(self, watcher: Watcher, viewer: str | None = None) -> list[Event]:
         """Tell `watcher` what changes in the prefix cache from now on. Returns what is known now. viewer: whose salt's

@@ -120,7 +120,8 @@ class Look(NamedTuple):
 class Journal:
     """The latest steps and the latest requests that ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, manager: CacheManager) -> None:
+        self._manager = manager
         self._steps: deque[StepView] = deque(maxlen=KEPT_STEPS)
         self._ended: deque[RequestView] = deque(maxlen=KEPT_ENDED)
 
@@ -128,7 +129,7 @@ class Journal:
         self._steps.append(step)
 
     def ended(self, request: Request, how: str, now_s: float) -> None:
-        self._ended.append(_view(request, how, now_s, (), with_tokens=True))
+        self._ended.append(_view(request, self._manager, how, now_s, (), with_tokens=True))
 
     def steps(self, since: int) -> tuple[StepView, ...]:
         return tuple(step for step in self._steps if step.number > since)
@@ -145,6 +146,7 @@ def request_views(
     return tuple(
         _view(
             request,
+            manager,
             _state(request),
             now_s,
             manager.held_blocks(request.id) if with_blocks and request.slot is not None else (),
@@ -172,12 +174,14 @@ def _state(request: Request) -> str:
     return "preempted" if request.preemptions else "waiting"
 
 
-def _view(request: Request, state: str, now_s: float, blocks: tuple[bytes, ...], *, with_tokens: bool) -> RequestView:
+def _view(
+    request: Request, manager: CacheManager, state: str, now_s: float, blocks: tuple[bytes, ...], *, with_tokens: bool
+) -> RequestView:
     was_admitted = request.seniority is not None
     cached, lost = request.cached_tokens, request.lost_tokens
-    if not was_admitted:  # what it would find, if somebody has looked already
-        memo = getattr(request.chain, "memo", None)
-        cached, lost = (memo[2].tokens, memo[2].lost) if memo is not None else (None, {})
+    if not was_admitted:  # what it would find, if it was looked up already
+        found = manager.last_found(request.chain) if request.chain is not None else None
+        cached, lost = (found.tokens, found.lost) if found is not None else (None, {})
     prompt = request.prompt_tokens
     return RequestView(
         request.id,

@@ -22,10 +22,11 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 from ...errors import InvalidSetting, PoolExhausted
-from ...kvcache.manager import CacheManager, Hit, RequestId
-from ...kvcache.pool import BlockId
-from ...kvcache.prefix import TokenChain, shared_blocks
-from ...kvcache.tables import Copy, Encoder
+from ...kvcache.group_table import Copy
+from ...kvcache.ids import BlockId, RequestId
+from ...kvcache.lookup import Hit
+from ...kvcache.manager import CacheManager
+from ...kvcache.prefix import Encoder, TokenChain, shared_blocks
 from ...proto.step import ALL, Admit, Advance, Logprobs, PromptLogprobs, Sampling, Step, StepResult
 from ..request import FinishReason, Request
 from .fair_queue import DECODE_WEIGHT, WaitingQueue
