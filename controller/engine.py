@@ -20,7 +20,8 @@ from ..errors import (
     Overloaded,
 )
 from ..kvcache.check import Recount, recount
-from ..kvcache.manager import CacheManager, RequestId
+from ..kvcache.ids import RequestId
+from ..kvcache.manager import CacheManager
 from ..proto.request import USUAL_TERMS, Image, SamplingParams, Terms
 from ..proto.status import EngineInfo
 from ..proto.step import Step, StepResult
@@ -84,7 +85,7 @@ class Engine:
         self._next_id = 0
         self._depth = depth
         self._under_way: deque[_UnderWay] = deque()  # oldest first
-        self._telemetry = Telemetry(scheduler, self._live, tracer)
+        self._telemetry = Telemetry(scheduler, manager, self._live, tracer)
         self.status = Status(info, scheduler, manager, workers, self._telemetry, self._live)
         self._wake = asyncio.Event()
         self._structured_output = StructuredOutput(workers)

@@ -85,6 +85,7 @@ def request_views(
     return tuple(
         request_view(
             request,
+            manager,
             _state(request),
             now_s,
             manager.held_blocks(request.id) if with_blocks and request.slot is not None else (),
@@ -113,13 +114,13 @@ def _state(request: Request) -> str:
 
 
 def request_view(
-    request: Request, state: str, now_s: float, blocks: tuple[bytes, ...], *, with_tokens: bool
+    request: Request, manager: CacheManager, state: str, now_s: float, blocks: tuple[bytes, ...], *, with_tokens: bool
 ) -> RequestView:
     was_admitted = request.seniority is not None
     cached, lost = request.cached_tokens, request.lost_tokens
-    if not was_admitted:  # what it would find, if somebody has looked already
-        memo = getattr(request.chain, "memo", None)
-        cached, lost = (memo[2].tokens, memo[2].lost) if memo is not None else (None, {})
+    if not was_admitted:  # what it would find, if it was looked up already
+        found = manager.last_found(request.chain) if request.chain is not None else None
+        cached, lost = (found.tokens, found.lost) if found is not None else (None, {})
     prompt = request.prompt_tokens
     return RequestView(
         request.id,

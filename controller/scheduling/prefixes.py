@@ -2,9 +2,9 @@
 
 from hashlib import sha256
 
-from ...kvcache.manager import CacheManager, Hit
-from ...kvcache.prefix import TokenChain
-from ...kvcache.tables import Encoder
+from ...kvcache.lookup import Hit
+from ...kvcache.manager import CacheManager
+from ...kvcache.prefix import Encoder, TokenChain
 from ..request import Request
 
 

@@ -11,7 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ...kvcache.manager import CacheManager, RequestId
+from ...kvcache.ids import RequestId
+from ...kvcache.manager import CacheManager
 from ...proto.step import PromptLogprobs, Step, StepResult
 from ..request import Request
 from .chunks import Chunks

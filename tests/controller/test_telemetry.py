@@ -17,8 +17,8 @@ from intarsia.tests.kvcache.plans import plan_of
 
 
 def telemetry(live: int = 0) -> Telemetry:
-    scheduler = Scheduler(SchedulerSettings(), CacheManager(plan_of(Full(), blocks=32)))
-    return Telemetry(scheduler, range(live))
+    manager = CacheManager(plan_of(Full(), blocks=32))
+    return Telemetry(Scheduler(SchedulerSettings(), manager), manager, range(live))
 
 
 def request(number: int = 1, salt: str = "", answer: int = 1, **known: Any) -> Request:
