@@ -239,7 +239,8 @@ def controller(args: argparse.Namespace) -> dict[str, Any]:
 async def _null_model(count: int, rounds: int, is_full: bool = False) -> dict[str, float]:
     from intarsia.controller.delivery import Delivery
     from intarsia.controller.engine import Engine
-    from intarsia.controller.scheduling.scheduler import Scheduler, SchedulerSettings
+    from intarsia.controller.scheduling.scheduler import Scheduler
+    from intarsia.controller.scheduling.settings import SchedulerSettings
     from intarsia.kvcache.manager import CacheManager
     from intarsia.kvcache.plan import PlanSettings
     from intarsia.kvcache.reach import Full, Sliding

@@ -13,7 +13,7 @@ from ..errors import IntarsiaError
 from ..proto.messages import Delivery
 from ..proto.reply import Delta, Rows, TokenLogprobs
 from .request import Request
-from .scheduling.scheduler import Outcome, Progress
+from .scheduling.outcome import Outcome, Progress
 
 PRESSED_INTERVAL_S = 0.05
 """From one piece of an answer to its next, under pressure."""

@@ -8,7 +8,7 @@ from typing import Any
 from ..kvcache.manager import RequestId
 from ..kvcache.prefix import TokenChain
 from ..proto.request import USUAL_TERMS, FinishReason, SamplingParams, Terms
-from ..proto.step import Logprobs
+from ..proto.step import Logprobs, PromptLogprobs
 from .images import Gallery
 
 
@@ -95,6 +95,12 @@ class Request:
     @property
     def lacks_prompt_logprobs(self) -> bool:
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_tokens - 1
+
+    def enter_prompt_logprobs(self, entry: PromptLogprobs) -> None:
+        """Enter what is new of it: a request that was preempted computes the beginning of its prompt again."""
+        known = self.prompt_logprobs
+        if known is not None and entry.start <= len(known) + 1:
+            known += entry.rows[len(known) + 1 - entry.start :]
 
     def finish_reason(self, last_token: int) -> FinishReason | None:
         """Does the sequence end with `last_token`, the one just appended?"""

@@ -16,7 +16,8 @@ from ..proto.worker import ModelFacts, ModelSettings, RunnerLimits, check_length
 from .admission.overload import GateSettings
 from .engine import Engine
 from .losses import GIVE_UP_AFTER_S, Losses
-from .scheduling.scheduler import Scheduler, SchedulerSettings
+from .scheduling.scheduler import Scheduler
+from .scheduling.settings import SchedulerSettings
 from .step_runner import StepRunner
 
 SMALLEST_TRIAL_BYTES, LARGEST_TRIAL_BYTES = 2**20, 2**36

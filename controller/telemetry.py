@@ -21,7 +21,8 @@ from ..proto.step import Step, StepResult
 from ..proto.tracing import Tracer
 from .metrics import Meter
 from .request import Request
-from .scheduling.scheduler import Outcome, Scheduler
+from .scheduling.outcome import Outcome
+from .scheduling.scheduler import Scheduler
 from .snapshot import RequestView, StepView, request_view
 
 KEPT_STEPS = 600

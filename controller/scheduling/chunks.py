@@ -1,5 +1,7 @@
 """How far a request goes in one step, and the blocks that it needs for that."""
 
+from collections.abc import Sequence
+
 from ...errors import PoolExhausted
 from ...kvcache.manager import CacheManager
 from ..request import Request
@@ -32,6 +34,16 @@ class Chunks:
         """How many of `most` tokens there are blocks for now. A shorter chunk needs fewer at once."""
         longest = self._manager.room_to_grow(request.id, request.computed_tokens + most)
         return max(0, longest - request.computed_tokens)
+
+    def commit(self, prompts: Sequence[tuple[Request, int]]) -> None:
+        """Chunks of prompts have run: name the blocks that they filled, and give back those that they passed.
+
+        prompts: with the slots they had. A request that has lost its slot since has given all its blocks back.
+        """
+        for request, slot in prompts:
+            if request.slot == slot:
+                self._manager.commit(request.id)
+                request.quiet_until = self._manager.quiet_until(request.id)
 
     def advance(self, request: Request, tokens: int, draft: StepDraft, *, is_new: bool = False) -> bool:
         """Take the blocks for so many tokens, and have them computed. False, with nothing taken, for lack of blocks.

@@ -14,9 +14,10 @@ So nobody starves, and a preempted request finds its old place again.
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from ...kvcache.manager import RequestId
+from ...proto.step import Advance
 from ..request import Request
 
 LOOK_AHEAD = 16
@@ -29,58 +30,60 @@ REMEMBERED_TENANTS = 4096
 """Tenants without requests whose count is kept."""
 
 
-class _Tenant:
+class Tenant:
+    """What a tenant was served, and which of its requests wait."""
+
     def __init__(self, served: float):
         self.served = served  # tokens, as they count
         self.present = 0  # requests that wait or run
         self.heap: list[tuple[float, RequestId]] = []  # of those that wait, and of some that do not any more
 
 
-class WaitingQueue:
+class FairQueue:
     """Requests that wait, by tenant. Single-threaded."""
 
     def __init__(self, ageing_s: float):
         self._ageing_s = ageing_s
-        self._waiting: dict[RequestId, Request] = {}
-        self._tenants: dict[str, _Tenant] = {}
+        self.waiting: dict[RequestId, Request] = {}  # to be read only, from outside
+        self.tenants: dict[str, Tenant] = {}  # those with requests that wait or run; likewise
         self._absent: OrderedDict[str, float] = OrderedDict()  # what tenants without requests were served
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self.waiting)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._waiting.values())
+        return iter(self.waiting.values())
 
     # -- requests come and go ----------------------------------------------------------------------------------------
 
     def enter(self, request: Request) -> None:
         """A new request is there; it does not wait yet."""
-        tenant = self._tenants.get(request.terms.tenant)
+        tenant = self.tenants.get(request.terms.tenant)
         if tenant is None:
-            least = min((other.served for other in self._tenants.values()), default=0.0)
-            tenant = self._tenants[request.terms.tenant] = _Tenant(
+            least = min((other.served for other in self.tenants.values()), default=0.0)
+            tenant = self.tenants[request.terms.tenant] = Tenant(
                 max(least, self._absent.pop(request.terms.tenant, 0.0))
             )
         tenant.present += 1
 
     def leave(self, request: Request) -> None:
         """It has ended, however that was."""
-        tenant = self._tenants[request.terms.tenant]
+        tenant = self.tenants[request.terms.tenant]
         tenant.present -= 1
         if not tenant.present:
-            del self._tenants[request.terms.tenant]
+            del self.tenants[request.terms.tenant]
             self._absent[request.terms.tenant] = tenant.served
             if len(self._absent) > REMEMBERED_TENANTS:
                 self._absent.popitem(last=False)
 
     def add(self, request: Request) -> None:
         """It waits, for the first time or again."""
-        self._waiting[request.id] = request
-        heapq.heappush(self._tenants[request.terms.tenant].heap, (self.due_s(request), request.id))
+        self.waiting[request.id] = request
+        heapq.heappush(self.tenants[request.terms.tenant].heap, (self.due_s(request), request.id))
 
     def remove(self, request: Request) -> None:
         """It waits no more."""
-        del self._waiting[request.id]
+        del self.waiting[request.id]
 
     def due_s(self, request: Request) -> float:
         """The smaller, the earlier it is its turn, among those of its tenant."""
@@ -95,11 +98,11 @@ class WaitingQueue:
     def head(self) -> Request | None:
         """Who is next; None if nobody waits."""
         tenant = self._next_tenant()
-        return self._waiting[tenant.heap[0][1]] if tenant is not None else None
+        return self.waiting[tenant.heap[0][1]] if tenant is not None else None
 
     def after(self, passed: Collection[Request]) -> Request | None:
         """Who is next when these can not be taken now; of the same tenant as the first of them."""
-        tenant = self._tenants[next(iter(passed)).terms.tenant]
+        tenant = self.tenants[next(iter(passed)).terms.tenant]
         return next((each for each in self._first(tenant, LOOK_AHEAD + len(passed)) if each not in passed), None)
 
     def next_few(self, count: int) -> list[Request]:
@@ -113,32 +116,34 @@ class WaitingQueue:
         tenant = self._next_tenant()
         if tenant is None:
             return None
-        first = self._waiting[tenant.heap[0][1]]
+        first = self.waiting[tenant.heap[0][1]]
         if now_s - first.arrival_s >= self._ageing_s:
             return first
         return max(self._first(tenant, LOOK_AHEAD), key=cached_tokens)  # the earlier one among equals
 
+    def count(self, decode: Sequence[Request], work: Sequence[tuple[Request, Advance]]) -> None:
+        """Count what a step does for each tenant: decoded tokens, and those of prompts."""
+        for request in decode:
+            self.served(request.terms.tenant, DECODE_WEIGHT)
+        for request, advance in work:
+            self.served(request.terms.tenant, DECODE_WEIGHT if request.is_decoding else advance.tokens)
+
     def served(self, tenant: str, tokens: int) -> None:
-        """Count what a step does for a tenant."""
-        self._tenants[tenant].served += tokens
+        """Count so many tokens for a tenant."""
+        self.tenants[tenant].served += tokens
 
-    @property
-    def num_tenants(self) -> int:
-        """Tenants with requests that wait or run."""
-        return len(self._tenants)
-
-    def _first(self, tenant: _Tenant, count: int) -> list[Request]:
+    def _first(self, tenant: Tenant, count: int) -> list[Request]:
         """Up to so many of a tenant's requests that wait, in their order."""
         nearest = heapq.nsmallest(count, tenant.heap)
-        return [self._waiting[number] for _, number in nearest if number in self._waiting]
+        return [self.waiting[number] for _, number in nearest if number in self.waiting]
 
-    def _next_tenant(self) -> _Tenant | None:
-        if not self._waiting:
+    def _next_tenant(self) -> Tenant | None:
+        if not self.waiting:
             return None
-        chosen: _Tenant | None = None
-        for tenant in self._tenants.values():
+        chosen: Tenant | None = None
+        for tenant in self.tenants.values():
             heap = tenant.heap
-            while heap and heap[0][1] not in self._waiting:
+            while heap and heap[0][1] not in self.waiting:
                 heapq.heappop(heap)
             if heap and (chosen is None or tenant.served < chosen.served):
                 chosen = tenant

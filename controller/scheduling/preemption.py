@@ -17,6 +17,7 @@ from ..request import Request
 from .prefixes import named
 from .settings import SchedulerSettings
 from .step_draft import StepDraft
+from .step_times import StepTimes
 from .swap import SwapSpace
 
 HOST_BYTES_PER_US = 8_000
@@ -26,8 +27,9 @@ HOST_BYTES_PER_US = 8_000
 class Preemption:
     """Seniority, and the blocks of requests that give way. Slots and queues are the scheduler's."""
 
-    def __init__(self, settings: SchedulerSettings, manager: CacheManager):
+    def __init__(self, settings: SchedulerSettings, manager: CacheManager, times: StepTimes):
         self._manager = manager
+        self._times = times
         self._ageing_s = settings.ageing_s
         self._swap_bytes = settings.swap_bytes
         self._swap = SwapSpace(settings.swap_bytes)
@@ -48,17 +50,14 @@ class Preemption:
 
     # -- blocks ------------------------------------------------------------------------------------------------------
 
-    def take_blocks(self, request: Request, draft: StepDraft, prefill_us: float) -> None:
-        """Take the blocks of a running request; it still has its slot.
-
-        prefill_us: what it would take to compute again what it has computed
-        """
+    def take_blocks(self, request: Request, draft: StepDraft) -> None:
+        """Take the blocks of a running request; it still has its slot."""
         assert request.slot is not None and request.swapped is None, f"request {request.id} does not run"
         self.preemptions += 1
         request.preemptions += 1
         moved = None
         # Blocks that the workers have not heard of are not copied.
-        if self._is_worth_swapping(request, prefill_us) and not draft.is_admitting(request.slot):
+        if self._is_worth_swapping(request) and not draft.is_admitting(request.slot):
             moved = self._manager.swap_out(request.id, request.computed_tokens)
         if moved is None:
             self._manager.release(request.id, request.computed_tokens)
@@ -92,13 +91,13 @@ class Preemption:
             self._swap.give_back(request.swapped)
             request.swapped = None
 
-    def _is_worth_swapping(self, request: Request, prefill_us: float) -> bool:
+    def _is_worth_swapping(self, request: Request) -> bool:
         """Is it cheaper to copy its blocks to host memory and back than to compute them again?"""
         if not self._swap_bytes or not request.computed_tokens:
             return False
         copied = self._manager.swap_bytes(request.id)
         copy_us = 2 * copied / HOST_BYTES_PER_US
-        return copied <= self._swap.free_bytes and copy_us < prefill_us
+        return copied <= self._swap.free_bytes and copy_us < self._times.prefill_us(request.computed_tokens)
 
     def _put_aside(self, request: Request, moved: Sequence[tuple[int, int, BlockId]], draft: StepDraft) -> None:
         """Have the workers copy blocks to host memory. moved: (group, place in its table, block) of each."""

@@ -23,6 +23,9 @@ SHRINK = 4
 GROW_AFTER_STEPS = 1000
 """Steps without such a fault before twice as much is tried."""
 
+MOST_WAITING = 16
+"""Waiting requests that room is kept for beside another tenant's prompts."""
+
 
 class StepBudget:
     """Tokens of prompts that one step may still take. Made anew for each plan."""

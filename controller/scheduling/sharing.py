@@ -14,6 +14,9 @@ from ..request import Request
 from .prefixes import lookup
 from .step_draft import StepDraft
 
+MOST_KEPT_FOR = 4
+"""Waiting requests whose cached prefixes are kept for them while prompts are computed."""
+
 
 class Sharing:
     """Forks that wait for a prompt, and prompts that are computed for others.

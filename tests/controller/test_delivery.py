@@ -6,7 +6,7 @@ import pytest
 
 from intarsia.controller.delivery import PRESSED_INTERVAL_S, Delivery, Sink, Subscribers
 from intarsia.controller.request import Request
-from intarsia.controller.scheduling.scheduler import Outcome, Progress
+from intarsia.controller.scheduling.outcome import Outcome, Progress
 from intarsia.errors import EngineUnavailable
 from intarsia.kvcache.manager import RequestId
 from intarsia.proto.request import FinishReason, SamplingParams

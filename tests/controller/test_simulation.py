@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from intarsia.controller.scheduling.scheduler import Scheduler
+from intarsia.controller.scheduling.deadlines import Deadlines
+from intarsia.controller.scheduling.live_requests import LiveRequests
 from intarsia.controller.scheduling.step_draft import StepDraft
 from intarsia.controller.scheduling.swap import SwapSpace
 from intarsia.kvcache.manager import CacheManager
@@ -41,16 +42,16 @@ def quiet_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def seniority_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._preempt
+    original = LiveRequests.preempt
 
-    def preempt(self: Scheduler, request) -> None:
-        original(self, self._seats.running[0])
+    def preempt(self: LiveRequests, request, draft: StepDraft) -> None:
+        original(self, self._seats.running[0], draft)
 
-    monkeypatch.setattr(Scheduler, "_preempt", preempt)
+    monkeypatch.setattr(LiveRequests, "preempt", preempt)
 
 
 def deadlines_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "_expire", lambda self, now_s: None)
+    monkeypatch.setattr(Deadlines, "pass_by", lambda self, now_s: [])
 
 
 def swapped_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

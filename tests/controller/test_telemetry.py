@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from intarsia.controller.request import Request
-from intarsia.controller.scheduling.scheduler import Outcome, Progress, Scheduler, SchedulerSettings
+from intarsia.controller.scheduling.outcome import Outcome, Progress
+from intarsia.controller.scheduling.scheduler import Scheduler
+from intarsia.controller.scheduling.settings import SchedulerSettings
 from intarsia.controller.telemetry import COUNTS, KEPT_ENDED, MOST_TENANTS, StepTimes, Telemetry
 from intarsia.kvcache.manager import CacheManager, RequestId
 from intarsia.kvcache.reach import Full

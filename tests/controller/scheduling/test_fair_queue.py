@@ -1,7 +1,7 @@
 import random
 
 from intarsia.controller.request import Request
-from intarsia.controller.scheduling.fair_queue import WaitingQueue
+from intarsia.controller.scheduling.fair_queue import FairQueue
 from intarsia.kvcache.manager import RequestId
 from intarsia.proto.request import SamplingParams, Terms
 
@@ -20,15 +20,15 @@ def request(number: int, arrival_s: float = 0.0, *, priority: int = 0, tenant: s
     )
 
 
-def queue_of(*requests: Request, ageing_s: float = 10.0) -> WaitingQueue:
-    queue = WaitingQueue(ageing_s)
+def queue_of(*requests: Request, ageing_s: float = 10.0) -> FairQueue:
+    queue = FairQueue(ageing_s)
     for each in requests:
         queue.enter(each)
         queue.add(each)
     return queue
 
 
-def drain(queue: WaitingQueue, tokens: int = 0) -> list[int]:
+def drain(queue: FairQueue, tokens: int = 0) -> list[int]:
     """Everybody in their turn; each is served so many tokens."""
     order = []
     while (head := queue.head()) is not None:
@@ -89,7 +89,7 @@ def test_random_use_serves_everybody_once_in_the_order_that_was_promised():
     print(f"seed {seed}")
     rng = random.Random(seed)
     for _ in range(50):
-        queue = WaitingQueue(10.0)
+        queue = FairQueue(10.0)
         waiting: dict[int, Request] = {}
         for number in range(60):
             each = request(number, float(number), priority=rng.randint(-3, 3), tenant=rng.choice("ab"))

@@ -6,7 +6,7 @@ from typing import Any, Unpack, get_type_hints
 import pytest
 
 from intarsia.controller.admission.overload import GateSettings
-from intarsia.controller.scheduling.scheduler import SchedulerSettings
+from intarsia.controller.scheduling.settings import SchedulerSettings
 from intarsia.controller.startup import EngineSettings
 from intarsia.deploy.console import ConsoleSettings
 from intarsia.deploy.front_end.access import AccessSettings
