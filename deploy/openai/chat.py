@@ -1,6 +1,6 @@
 """/v1/chat/completions: a conversation goes on."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from ...controller.deltas import num_values
@@ -73,33 +73,38 @@ class ChatCall:
         usage = StreamUsage(self._body.stream_options, counter)
         begun: set[int] = set()
         async for said in self._conversation.say(counter, is_streaming=True):
-            index = said.delta.answer
-            delta: dict[str, Any] = {}
-            if index not in begun and (said.text or said.calls or said.finish_reason):
-                begun.add(index)
-                role = {"role": "assistant", "content": "" if said.text or not said.calls else None}
-                alone = {"index": index, "delta": role, "logprobs": None, "finish_reason": None}
-                yield usage.put_into(self._event([alone]))
-                if self._echo:
-                    yield usage.put_into(self._event([alone | {"delta": {"content": self._echo}}]))
-            if said.text:
-                delta["content"] = said.text
-            if said.calls:
-                delta["tool_calls"] = list(map(_call_piece, said.calls))
-            logprobs = self._logprobs(said)
-            choice: dict[str, Any] = {
-                "index": index,
-                "delta": delta,
-                "logprobs": logprobs.model_dump() if logprobs else None,
-                "finish_reason": said.finish_reason,
-            }
-            if self._body.return_token_ids:
-                choice["token_ids"] = list(said.delta.token_ids)
-            if delta or said.finish_reason or logprobs or self._body.return_token_ids:
+            choices = list(self._told(said))
+            if choices and said.delta.answer not in begun:
+                begun.add(said.delta.answer)
+                choices = [*self._beginning(said), *choices]
+            for choice in choices:
                 yield usage.put_into(self._event([choice]))
         for event in usage.last(self._event([])):
             yield event
         yield "[DONE]"
+
+    def _beginning(self, said: Said) -> Iterator[dict[str, Any]]:
+        """The role alone, and what is echoed. Before a call there is no content."""
+        is_call = self._conversation.must_call or (bool(said.calls) and not said.text)
+        yield _choice(said, {"role": "assistant", "content": None if is_call else ""})
+        if self._echo:
+            yield _choice(said, {"content": self._echo})
+
+    def _told(self, said: Said) -> Iterator[dict[str, Any]]:
+        """What there is to tell of it; how the answer ended comes by itself."""
+        delta: dict[str, Any] = {}
+        logprobs = self._logprobs(said) if said.delta.token_ids else None
+        ids = said.delta.token_ids if self._body.return_token_ids else ()
+        # A token may be a part of a character, which has no text yet, and its log-probability is told all the same.
+        if said.text or (logprobs and not said.calls and not self._conversation.must_call):
+            delta["content"] = said.text
+        if said.calls:
+            delta["tool_calls"] = list(map(_call_piece, said.calls))
+        if delta or logprobs or ids:
+            choice = _choice(said, delta) | {"logprobs": logprobs.model_dump() if logprobs else None}
+            yield choice | ({"token_ids": list(ids)} if self._body.return_token_ids else {})
+        if said.finish_reason:
+            yield _choice(said, {}) | {"finish_reason": said.finish_reason}
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -113,6 +118,10 @@ class ChatCall:
 
     def _logprobs(self, said: Said) -> ChatLogprobs | None:
         return of_chat(said.delta.logprobs or (), self._spelling) if self._body.logprobs else None
+
+
+def _choice(said: Said, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": said.delta.answer, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
 def _last_words(body: ChatRequest) -> str:

@@ -112,6 +112,7 @@ class ResponsesCall:
             tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
             tools=[_told_tool(tool) for tool in body.tools or ()],
             top_p=sampling.top_p,
+            truncation=body.truncation or "disabled",
             usage=_usage(counter) if said is not None else None,
             user=body.user,
             top_logprobs=body.top_logprobs,
@@ -289,6 +290,8 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
         "logprobs": LOGPROBS in (body.include or ()) or None,
         "top_logprobs": body.top_logprobs if LOGPROBS in (body.include or ()) else None,
+        "truncate_prompt_tokens": -1 if body.truncation == "auto" else None,
+        "verbosity": body.text.verbosity if body.text else None,
         **{name: getattr(body, name) for name in AS_IN_CHAT},
     }
     if not messages:
@@ -321,4 +324,4 @@ def _format(body: ResponsesRequest) -> dict[str, Any] | None:
     if isinstance(wanted, FlatSchemaFormat):
         described = wanted.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
         return {"type": "json_schema", "json_schema": described}
-    return wanted.model_dump() if wanted is not None else None
+    return wanted.model_dump(by_alias=True, exclude_none=True) if wanted is not None else None
