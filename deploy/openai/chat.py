@@ -73,12 +73,14 @@ class ChatCall:
         usage = StreamUsage(self._body.stream_options, counter)
         begun: set[int] = set()
         async for said in self._conversation.say(counter, is_streaming=True):
-            choices = list(self._told(said))
-            if choices and said.delta.answer not in begun:
+            choice = self._told(said)
+            if choice is None:
+                continue
+            if said.delta.answer not in begun:
                 begun.add(said.delta.answer)
-                choices = [*self._beginning(said), *choices]
-            for choice in choices:
-                yield usage.put_into(self._event([choice]))
+                for first in self._beginning(said):
+                    yield usage.put_into(self._event([first]), untold=len(said.delta.token_ids))
+            yield usage.put_into(self._event([choice]))
         for event in usage.last(self._event([])):
             yield event
         yield "[DONE]"
@@ -90,8 +92,8 @@ class ChatCall:
         if self._echo:
             yield _choice(said, {"content": self._echo})
 
-    def _told(self, said: Said) -> Iterator[dict[str, Any]]:
-        """What there is to tell of it; how the answer ended comes by itself."""
+    def _told(self, said: Said) -> dict[str, Any] | None:
+        """What there is to tell of it, if anything."""
         delta: dict[str, Any] = {}
         logprobs = self._logprobs(said) if said.delta.token_ids else None
         ids = said.delta.token_ids if self._body.return_token_ids else ()
@@ -100,11 +102,14 @@ class ChatCall:
             delta["content"] = said.text
         if said.calls:
             delta["tool_calls"] = list(map(_call_piece, said.calls))
-        if delta or logprobs or ids:
-            choice = _choice(said, delta) | {"logprobs": logprobs.model_dump() if logprobs else None}
-            yield choice | ({"token_ids": list(ids)} if self._body.return_token_ids else {})
-        if said.finish_reason:
-            yield _choice(said, {}) | {"finish_reason": said.finish_reason}
+        if not (delta or logprobs or ids or said.finish_reason):
+            return None
+        choice = _choice(said, delta) | {"finish_reason": said.finish_reason}
+        if logprobs:
+            choice["logprobs"] = logprobs.model_dump()
+        if self._body.return_token_ids:
+            choice["token_ids"] = list(ids)
+        return choice
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
