@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from ...controller.deltas import num_values
+from ...errors import InvalidRequest
 from ..front_end import FrontEnd
 from .answers import Counter, StreamUsage, now_s
 from .conversation import Conversation, Said
@@ -18,6 +19,11 @@ class ChatCall:
 
     def __init__(self, front_end: FrontEnd, body: ChatRequest, request_id: str):
         """Raises `InvalidRequest`, naming the field."""
+        if body.stream and body.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "prompt_logprobs come with a whole answer alone; leave stream out, or ask /v1/completions",
+                field="prompt_logprobs",
+            )
         self._conversation = Conversation(front_end, body, request_id)
         self.front_end = front_end
         self._body = body
@@ -78,8 +84,11 @@ class ChatCall:
                 continue
             if said.delta.answer not in begun:
                 begun.add(said.delta.answer)
-                for first in self._beginning(said):
-                    yield usage.put_into(self._event([first]), untold=len(said.delta.token_ids))
+                beginnings = [self._event([first]) for first in self._beginning(said)]
+                if len(begun) == 1 and self._body.return_token_ids:
+                    beginnings[0]["prompt_token_ids"] = self._conversation.asked.prompt
+                for event in beginnings:
+                    yield usage.put_into(event, untold=len(said.delta.token_ids))
             yield usage.put_into(self._event([choice]))
         for event in usage.last(self._event([])):
             yield event

@@ -111,6 +111,7 @@ def test_fields_that_ask_for_nothing_special_are_taken(api: Api, path: str, fiel
         (RESPONSES, {"text": {"verbosity": "endless"}}, "text.verbosity"),
         (CHAT, {"verbosity": "endless"}, "verbosity"),
         (CHAT, {"max_completion_tokens": 3}, "max_tokens"),
+        (CHAT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         (CHAT, {"structured_outputs": {}}, "structured_outputs"),
         (CHAT, {"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         (CHAT, {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
@@ -510,6 +511,17 @@ def test_a_prompt_may_be_cut_to_what_leaves_room_for_the_answer(api: Api):
     body = ask(COMPLETIONS, prompt=[7] * (longest + 50), max_tokens=5, return_token_ids=True)
     assert call(api, COMPLETIONS, body)[0] == 400
     assert len(one_of(call(api, COMPLETIONS, body | {"truncate_prompt_tokens": -1}))["prompt_token_ids"]) == longest - 5
+
+
+def test_a_stream_tells_the_ids_of_the_prompt_once_and_those_of_the_answer(api: Api):
+    body = ask(CHAT, max_tokens=9, temperature=0, ignore_eos=True, return_token_ids=True, n=2)
+    whole = call(api, CHAT, body)[1]
+    found = events(api, CHAT, body)
+    assert found[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert not any("prompt_token_ids" in event for event in found[1:])
+    for choice in whole["choices"]:
+        own = [each for event in found for each in event["choices"] if each["index"] == choice["index"]]
+        assert [token for each in own for token in each.get("token_ids", ())] == choice["token_ids"]
 
 
 def test_an_answer_that_goes_on_with_a_message_may_begin_with_it(api: Api):
