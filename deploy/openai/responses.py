@@ -254,6 +254,8 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
         match item:
             case InputMessage(role=role, content=content):
                 parts = content if isinstance(content, str) else [_part(part) for part in content]
+                if role != "assistant":
+                    messages += _thoughts_alone(thoughts)
                 messages.append({"role": role, "content": parts} | _thoughts(thoughts, role))
             case InputReasoning():
                 thoughts += [text.text for text in item.content or item.summary]
@@ -268,7 +270,11 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
                     messages.append({"role": "assistant", "content": None} | _thoughts(thoughts, "assistant"))
                 messages[-1].setdefault("tool_calls", []).append(call)
             case InputCallOutput(call_id=call_id, output=output):
+                messages += _thoughts_alone(thoughts)
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+    if not messages:
+        raise InvalidRequest("input has thoughts alone; give a message with them", field="input")
+    messages += _thoughts_alone(thoughts)
     tools = list(_tools(body))
     choice: Any = body.tool_choice
     if isinstance(choice, ResponseToolName):
@@ -294,8 +300,6 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
         "verbosity": body.text.verbosity if body.text else None,
         **{name: getattr(body, name) for name in AS_IN_CHAT},
     }
-    if not messages:
-        raise InvalidRequest("input has thoughts alone; give a message with them", field="input")
     given = {name: value for name, value in given.items() if value is not None}
     try:
         return ChatRequest.model_validate(given)
@@ -311,6 +315,12 @@ def _thoughts(thoughts: list[str], role: str) -> dict[str, str]:
     text = "\n".join(thoughts)
     thoughts.clear()
     return {"reasoning_content": text}
+
+
+def _thoughts_alone(thoughts: list[str]) -> list[dict[str, Any]]:
+    """A turn of the model that came no further, which is taken from the list."""
+    told = _thoughts(thoughts, "assistant")
+    return [{"role": "assistant", "content": None} | told] if told else []
 
 
 def _part(part: Any) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from typing import Any
 import openai
 import pytest
 
+from intarsia.deploy.openai.protocol import ResponsesRequest
+from intarsia.deploy.openai.responses import _as_chat
 from intarsia.tests.deploy.openai.conftest import Api
 from intarsia.tests.deploy.openai.test_app import ASK, call
 
@@ -347,6 +349,21 @@ def test_thoughts_that_come_back_are_the_next_turns(api: Api):
     ]
     status, answer, _ = call(api, RESPONSES, {"input": turns, "max_output_tokens": 2})
     assert status == 200, answer
+
+
+def test_thoughts_that_no_words_follow_are_a_turn_of_their_own():
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
+
+    turns = [{"role": "user", "content": "hi"}, thought("One."), {"role": "user", "content": "wood?"}, thought("Two.")]
+    body = ResponsesRequest.model_validate({"input": turns})
+    told = [(each.role, each.content, each.reasoning_content) for each in _as_chat(body).messages]
+    assert told == [
+        ("user", "hi", None),
+        ("assistant", None, "One."),
+        ("user", "wood?", None),
+        ("assistant", None, "Two."),
+    ]
 
 
 def test_thoughts_without_a_message_are_refused(api: Api):
