@@ -296,8 +296,10 @@ class FrontEnd:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        add_special_tokens: bool = False,
     ) -> list[int]:
-        """Token ids of a conversation, up to where the model answers. variables: for the template.
+        """Token ids of a conversation, up to where the model answers. variables: for the template. add_special_tokens:
+        beside those that the template writes.
 
         Raises `InvalidRequest` when the model has no tokenizer or no template, or the template refuses,
         `RequestTooLarge` when its texts are longer than the model takes.
@@ -317,6 +319,7 @@ class FrontEnd:
                 variables,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                add_special_tokens=add_special_tokens,
                 bound=bound,
                 limits=limits,
             )

@@ -20,7 +20,7 @@ from .protocol import PromptDetails, StreamOptions, Usage
 Result = TypeVar("Result")
 
 
-EXTENSIONS = {"token_ids", "prompt_token_ids", "prompt_logprobs", "tool_calls", "index", "token_strs"}
+EXTENSIONS = {"token_ids", "prompt_token_ids", "prompt_logprobs", "tool_calls", "index"}
 """Fields of answers that are left out where they are null; the others stand there as null, as OpenAI has them."""
 
 

@@ -183,7 +183,7 @@ def _meant(name: str, path: str) -> str:
     if len(name) > LONGEST_MISSPELT_CHARS:
         return ""
     known = [field.alias or each for model in BODIES.get(path, ()) for each, field in model.model_fields.items()]
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, set(known) - {name}, n=1)  # one place may know it, and another not
     return f" Did you mean {near[0]}?" if near else ""
 
 

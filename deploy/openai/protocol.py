@@ -353,6 +353,7 @@ class TokenizeChat(Tokenizing):
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=128)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    add_special_tokens: bool | None = Field(None, description="Beside those that the template writes.")
     chat_template_kwargs: dict[str, Any] | None = None
 
 

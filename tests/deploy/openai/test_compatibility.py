@@ -449,6 +449,14 @@ def test_tokenizing_messages_may_go_on_with_the_last_one(api: Api):
     assert call(api, "/detokenize", {"tokens": found[1]["tokens"]})[1]["prompt"].endswith("oak is")
 
 
+def test_tokens_of_messages_have_special_ones_as_the_request_says(api: Api):
+    turns = [{"role": "user", "content": "hi"}]
+    for fields in ({}, {"add_special_tokens": False}, {"add_special_tokens": True}):
+        status, found, _ = call(api, "/tokenize", {"messages": turns, **fields})
+        assert status == 200, found
+        assert found["count"] == len(found["tokens"]) and found["token_strs"] is None
+
+
 def test_tokens_of_a_step_count_the_prompt_and_all_that_was_drawn(api: Api):
     def total() -> float:
         text = call(api, "/metrics")[1]
