@@ -238,6 +238,24 @@ def _tools(body: ResponsesRequest) -> Iterator[tuple[str, str | None, ResponseTo
             yield tool.name, None, tool
 
 
+def _chosen(name: str, tools: Sequence[tuple[str, str | None, ResponseTool]]) -> str:
+    """The name for the model of the function that a choice means: by this name, by a namespace and a function joined as
+    vLLM does, or by the function's own name. Raises `InvalidRequest` where that is the name of several."""
+    for known in (
+        [flat for flat, _, _ in tools if flat == name],
+        [flat for flat, space, tool in tools if space is not None and f"{space}__{tool.name}" == name],
+        [flat for flat, _, tool in tools if tool.name == name],
+    ):
+        if len(known) > 1:
+            raise InvalidRequest(
+                f"tool_choice names {name!r}, which is the name of {len(known)} tools; give one of {', '.join(known)}",
+                field="tool_choice",
+            )
+        if known:
+            return known[0]
+    return name
+
+
 def _as_function(name: str, tool: ResponseTool) -> dict[str, Any]:
     fields = tool.model_dump(include={"description", "parameters", "strict"}, exclude_none=True)
     return {"type": "function", "function": {"name": name, **fields}}
@@ -278,8 +296,7 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
     tools = list(_tools(body))
     choice: Any = body.tool_choice
     if isinstance(choice, ResponseToolName):
-        named = next((flat for flat, _, tool in tools if choice.name in (flat, tool.name)), choice.name)
-        choice = {"type": "function", "function": {"name": named}}
+        choice = {"type": "function", "function": {"name": _chosen(choice.name, tools)}}
     elif choice == "auto" and not tools:
         choice = None  # which is what it says
     given: dict[str, Any] = {

@@ -409,6 +409,29 @@ def test_functions_of_a_namespace_are_called_by_it(client: openai.OpenAI):
     assert again.output
 
 
+@pytest.mark.parametrize(
+    ("choice", "meant"),
+    [("saw", "saw"), ("shop.saw", "shop.saw"), ("shop__saw", "shop.saw"), ("plane", "shop.plane"), ("x", "x")],
+)
+def test_a_choice_means_the_function_that_has_just_this_name(choice: str, meant: str):
+    body = {"input": "x", "tools": tools_of_shops("shop"), "tool_choice": {"type": "function", "name": choice}}
+    chosen = _as_chat(ResponsesRequest.model_validate(body)).tool_choice
+    assert chosen.function.name == meant  # type: ignore[union-attr]
+
+
+def test_a_choice_that_means_several_functions_is_refused(api: Api):
+    body = {"input": "x", "tools": tools_of_shops("shop", "yard"), "tool_choice": {"type": "function", "name": "plane"}}
+    status, answer, _ = call(api, RESPONSES, body)
+    assert (status, answer["error"]["param"]) == (400, "tool_choice"), answer
+    assert "give one of shop.plane, yard.plane" in answer["error"]["message"]
+
+
+def tools_of_shops(*spaces: str) -> list[dict[str, Any]]:
+    """Each has a saw and a plane, and there is a saw without any."""
+    own = [{"type": "function", "name": name, "parameters": None} for name in ("saw", "plane")]
+    return [*({"type": "namespace", "name": space, "tools": own} for space in spaces), own[0]]
+
+
 # -- the server ------------------------------------------------------------------------------------------------------
 
 
