@@ -74,7 +74,12 @@ class Conversation:
         tools = as_template_has(self._use.tools) if self._use else []
         continues = bool(body.continue_final_message)
         prompt = await front_end.encode_chat(
-            turns, tools, variables, add_generation_prompt=self._begins, continue_final_message=continues
+            turns,
+            tools,
+            variables,
+            add_generation_prompt=self._begins,
+            continue_final_message=continues,
+            is_cut=body.truncate_prompt_tokens is not None,
         )
         with in_own_words(body):
             images = await front_end.read_images(urls)

@@ -572,6 +572,20 @@ def test_a_stream_tells_the_ids_of_the_prompt_once_and_those_of_the_answer(api: 
         assert [token for each in own for token in each.get("token_ids", ())] == choice["token_ids"]
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "prompts"),
+    [
+        (COMPLETIONS, {"prompt": "oak " * 50_000}, 1),
+        (COMPLETIONS, {"prompt": ["oak " * 50_000, "ash"]}, 2),
+        (CHAT, {"messages": [{"role": "user", "content": "oak " * 50_000}]}, 1),
+    ],
+)
+def test_a_prompt_may_be_cut_however_long_it_is(api: Api, path: str, fields: dict[str, Any], prompts: int):
+    status, answer, _ = call(api, path, ask(path) | fields | {"truncate_prompt_tokens": 3})
+    assert status == 200, answer
+    assert answer["usage"]["prompt_tokens"] == 3 * prompts
+
+
 def test_an_answer_that_goes_on_with_a_message_may_begin_with_it(api: Api):
     body = {
         "messages": [*ASK, {"role": "assistant", "content": "Oak is"}],
