@@ -162,7 +162,7 @@ class SamplingParams:
         for name, tokens in (("logprobs", self.n * self.max_tokens), ("prompt_logprobs", prompt_tokens)):
             if getattr(self, name) == -1 and tokens * vocab_size > MAX_ALL_LOGPROBS:
                 raise InvalidRequest(
-                    f"{name} -1 asks for all {vocab_size} log-probabilities of {tokens} tokens; at most "
+                    f"-1 asks for all {vocab_size} log-probabilities of each of {tokens} tokens; at most "
                     f"{MAX_ALL_LOGPROBS} are told, which is {MAX_ALL_LOGPROBS // vocab_size} tokens. Ask for fewer "
                     f"tokens, or for at most {MAX_LOGPROBS} of each",
                     field=name,

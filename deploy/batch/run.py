@@ -23,7 +23,7 @@ from ..start.ending import SIGNALS, leave_at_the_latest, say
 from ..terminal.loading_bar import loading_bar
 from .answering import OFFLINE, answer
 from .journal import Input, Journal, begin_anew, partial_of
-from .survey import Outcome, outcome, survey
+from .survey import NO_REQUEST, Outcome, outcome, survey
 
 if TYPE_CHECKING:
     from ..start.launch import RunningEngine
@@ -252,10 +252,10 @@ def _fingerprint(engine: EngineSettings) -> str:
 
 
 def main(settings: BatchSettings, engine: EngineSettings) -> int:
-    """Exit status: 0 when every line has its result and at least one is an answer, 3 when none is (with `strict`: when
-    a line was refused), 130 when it was stopped."""
+    """Exit status: 0 when every line has its result and at least one is an answer; 3 when none is, or a line was no
+    request at all (with `strict`: when a line was refused); 130 when it was stopped."""
     found = asyncio.run(run_batch(settings, engine))
     if found is None:
         return STOPPED
-    is_failed = bool(found.refused) and (settings.strict or not found.answered)
+    is_failed = bool(found.refused) and (settings.strict or not found.answered or bool(found.refused[NO_REQUEST]))
     return REFUSED if is_failed else 0

@@ -62,12 +62,16 @@ def survey(source: Input, served: str) -> Survey:
     return found
 
 
+NO_REQUEST = "line"
+"""What stands in the place of a status for lines that could not be asked."""
+
+
 @dataclass(slots=True)
 class Outcome:
     """Of all lines, once each has its result."""
 
     answered: int = 0
-    refused: Counter[str] = field(default_factory=Counter)  # by status; "line" for those that could not be asked
+    refused: Counter[str] = field(default_factory=Counter)  # by status, or `NO_REQUEST`
     first: str = ""  # what the first refusal says
 
     def __str__(self) -> str:
@@ -92,5 +96,5 @@ def outcome(out: Path, numbers: "array[int]") -> Outcome:
             if not found.refused:
                 message = error["message"] if isinstance(error, dict) else str(error)
                 found.first = f"line {number}: {message.removeprefix(f'line {number}: ')}"
-            found.refused["line" if response is None else str(response["status_code"])] += 1
+            found.refused[NO_REQUEST if response is None else str(response["status_code"])] += 1
     return found

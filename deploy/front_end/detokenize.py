@@ -57,7 +57,7 @@ def _parts(delta: Delta) -> Iterable[Delta]:
     """A long delta in parts, between which others have their turn; a short one as it is."""
     tokens = AT_ONCE_VALUES
     if delta.logprobs:
-        tokens //= 1 + len(delta.logprobs[-1].top)
+        tokens = max(1, tokens // (1 + len(delta.logprobs[-1].top)))
     return (delta,) if len(delta.token_ids) <= tokens else parts_of(delta, tokens)
 
 

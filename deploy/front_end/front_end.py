@@ -295,13 +295,20 @@ class FrontEnd:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        add_special_tokens: bool = False,
+        is_cut: bool = False,
     ) -> list[int]:
-        """Token ids of a conversation, up to where the model answers. variables: for the template.
+        """Token ids of a conversation, up to where the model answers. variables: for the template. add_special_tokens:
+        beside those that the template writes. is_cut: the model is given a part of them, so there may be more.
 
         Raises `InvalidRequest` when the model has no tokenizer or no template, or the template refuses,
         `RequestTooLarge` when its texts are longer than the model takes.
         """
         tokenizer, bound, limits = self.tokenizer, self._text_bound(), self.limits
+        if is_cut:
+            counted = limits.max_counted_text_bytes
+            most = None if bound.max_bytes is None else max(bound.max_bytes, counted)
+            bound = TextBound(max(bound.max_tokens, counted), most)
         if tokenizer is None:
             raise InvalidRequest(f"{self.info.model} has no tokenizer, so it takes no messages", field="messages")
         variables = variables or {}
@@ -316,6 +323,7 @@ class FrontEnd:
                 variables,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                add_special_tokens=add_special_tokens,
                 bound=bound,
                 limits=limits,
             )

@@ -204,16 +204,23 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        add_special_tokens: bool = False,
         bound: TextBound | None = None,
         limits: Limits | None = None,
     ) -> list[int]:
         """Token ids of a conversation, up to where the model answers. The template runs in a process of its own.
 
-        variables: for the template. bound: of the rendered text. limits: of what it takes to render it.
+        variables: for the template. add_special_tokens: beside those that the template writes. bound: of the rendered
+        text. limits: of what it takes to render it.
         Raises `InvalidRequest` when the checkpoint has no template, or the template refuses the messages.
         """
         self.check_variables(variables or {})
         if self._has_chat_of_its_own:
+            if add_special_tokens:
+                raise InvalidRequest(
+                    "this model's conversations have special tokens of their own; leave add_special_tokens out",
+                    field="add_special_tokens",
+                )
             options = {"continue_final_message": True} if continue_final_message else {}
             options |= {"add_generation_prompt": add_generation_prompt, **(variables or {})}
             return self._chat_of_its_own(messages, tools, options)
@@ -226,8 +233,8 @@ class Tokenizer:
         )
         text = self._templates.render(question, limits, most)
         if bound is None:
-            return self.encode(text, add_special_tokens=False)
-        return self.encode_bounded(text, bound, add_special_tokens=False)
+            return self.encode(text, add_special_tokens)
+        return self.encode_bounded(text, bound, add_special_tokens)
 
     def _template(self, tools: Sequence[Mapping[str, Any]]) -> str:
         if not self._fast.chat_template:

@@ -20,7 +20,7 @@ from .protocol import PromptDetails, StreamOptions, Usage
 Result = TypeVar("Result")
 
 
-EXTENSIONS = {"token_ids", "prompt_token_ids", "prompt_logprobs", "tool_calls", "index", "token_strs"}
+EXTENSIONS = {"token_ids", "prompt_token_ids", "prompt_logprobs", "tool_calls", "index"}
 """Fields of answers that are left out where they are null; the others stand there as null, as OpenAI has them."""
 
 
@@ -62,11 +62,13 @@ class Counter:
         self._completion_tokens += len(piece.delta.token_ids)
         self._cached[piece.prompt] = max(self._cached[piece.prompt], piece.delta.num_cached_tokens)
 
-    def usage(self) -> Usage:
+    def usage(self, untold: int = 0) -> Usage:
+        """untold: tokens that have been counted, and are left out."""
+        completion_tokens = self._completion_tokens - untold
         return Usage(
             prompt_tokens=self._prompt_tokens,
-            completion_tokens=self._completion_tokens,
-            total_tokens=self._prompt_tokens + self._completion_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=self._prompt_tokens + completion_tokens,
             prompt_tokens_details=PromptDetails(cached_tokens=sum(self._cached)),
         )
 
@@ -79,10 +81,10 @@ class StreamUsage:
         self._always = bool(self._at_end and options and options.continuous_usage_stats)
         self._counter = counter
 
-    def put_into(self, event: dict[str, Any]) -> dict[str, Any]:
-        """Any event but the last."""
+    def put_into(self, event: dict[str, Any], untold: int = 0) -> dict[str, Any]:
+        """Any event but the last. untold: tokens that have come, and are told by a later event."""
         if self._at_end:
-            event["usage"] = self._counter.usage().model_dump() if self._always else None
+            event["usage"] = self._counter.usage(untold).model_dump() if self._always else None
         return event
 
     def last(self, event: dict[str, Any]) -> Iterator[dict[str, Any]]:

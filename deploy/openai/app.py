@@ -211,6 +211,7 @@ async def _tokens(front_end: FrontEnd, body: TokenizeText | TokenizeChat) -> Res
             body.chat_template_kwargs,
             add_generation_prompt=check_begin(begins, continues),
             continue_final_message=continues,
+            add_special_tokens=bool(body.add_special_tokens),
         )
     else:
         add = body.add_special_tokens is not False

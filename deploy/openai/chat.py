@@ -1,10 +1,11 @@
 """/v1/chat/completions: a conversation goes on."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
+from ...errors import InvalidRequest
 from ...proto.reply import num_values
-from ..front_end.front_end import FrontEnd
+from ..front_end import FrontEnd
 from .answers import Counter, StreamUsage, now_s
 from .conversation import Conversation, Said
 from .logprobs import Spelling, of_chat, of_prompt
@@ -18,6 +19,11 @@ class ChatCall:
 
     def __init__(self, front_end: FrontEnd, body: ChatRequest, request_id: str):
         """Raises `InvalidRequest`, naming the field."""
+        if body.stream and body.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "prompt_logprobs come with a whole answer alone; leave stream out, or ask /v1/completions",
+                field="prompt_logprobs",
+            )
         self._conversation = Conversation(front_end, body, request_id)
         self.front_end = front_end
         self._body = body
@@ -73,33 +79,46 @@ class ChatCall:
         usage = StreamUsage(self._body.stream_options, counter)
         begun: set[int] = set()
         async for said in self._conversation.say(counter, is_streaming=True):
-            index = said.delta.answer
-            delta: dict[str, Any] = {}
-            if index not in begun and (said.text or said.calls or said.finish_reason):
-                begun.add(index)
-                role = {"role": "assistant", "content": "" if said.text or not said.calls else None}
-                alone = {"index": index, "delta": role, "logprobs": None, "finish_reason": None}
-                yield usage.put_into(self._event([alone]))
-                if self._echo:
-                    yield usage.put_into(self._event([alone | {"delta": {"content": self._echo}}]))
-            if said.text:
-                delta["content"] = said.text
-            if said.calls:
-                delta["tool_calls"] = list(map(_call_piece, said.calls))
-            logprobs = self._logprobs(said)
-            choice: dict[str, Any] = {
-                "index": index,
-                "delta": delta,
-                "logprobs": logprobs.model_dump() if logprobs else None,
-                "finish_reason": said.finish_reason,
-            }
-            if self._body.return_token_ids:
-                choice["token_ids"] = list(said.delta.token_ids)
-            if delta or said.finish_reason or logprobs or self._body.return_token_ids:
-                yield usage.put_into(self._event([choice]))
+            choice = self._told(said)
+            if choice is None:
+                continue
+            if said.delta.answer not in begun:
+                begun.add(said.delta.answer)
+                beginnings = [self._event([first]) for first in self._beginning(said)]
+                if len(begun) == 1 and self._body.return_token_ids:
+                    beginnings[0]["prompt_token_ids"] = self._conversation.asked.prompt
+                for event in beginnings:
+                    yield usage.put_into(event, untold=len(said.delta.token_ids))
+            yield usage.put_into(self._event([choice]))
         for event in usage.last(self._event([])):
             yield event
         yield "[DONE]"
+
+    def _beginning(self, said: Said) -> Iterator[dict[str, Any]]:
+        """The role alone, and what is echoed. Before a call there is no content."""
+        is_call = self._conversation.must_call or (bool(said.calls) and not said.text)
+        yield _choice(said, {"role": "assistant", "content": None if is_call else ""})
+        if self._echo:
+            yield _choice(said, {"content": self._echo})
+
+    def _told(self, said: Said) -> dict[str, Any] | None:
+        """What there is to tell of it, if anything."""
+        delta: dict[str, Any] = {}
+        logprobs = self._logprobs(said) if said.delta.token_ids else None
+        ids = said.delta.token_ids if self._body.return_token_ids else ()
+        # A token may be a part of a character, which has no text yet, and its log-probability is told all the same.
+        if said.text or (logprobs and not said.calls and not self._conversation.must_call):
+            delta["content"] = said.text
+        if said.calls:
+            delta["tool_calls"] = list(map(_call_piece, said.calls))
+        if not (delta or logprobs or ids or said.finish_reason):
+            return None
+        choice = _choice(said, delta) | {"finish_reason": said.finish_reason}
+        if logprobs:
+            choice["logprobs"] = logprobs.model_dump()
+        if self._body.return_token_ids:
+            choice["token_ids"] = list(ids)
+        return choice
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -113,6 +132,10 @@ class ChatCall:
 
     def _logprobs(self, said: Said) -> ChatLogprobs | None:
         return of_chat(said.delta.logprobs or (), self._spelling) if self._body.logprobs else None
+
+
+def _choice(said: Said, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": said.delta.answer, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
 def _last_words(body: ChatRequest) -> str:

@@ -77,9 +77,11 @@ class CompletionCall:
                 asked=len(given),
                 limit=limit,
             )
+        is_cut = self._body.truncate_prompt_tokens is not None
         if isinstance(given, str):
-            is_cut = self._body.truncate_prompt_tokens is not None
             prompts = [await self.front_end.encode(given, only_counted=is_cut)]
+        elif is_cut and isinstance(given[0], str):
+            prompts = [await self.front_end.encode(each, only_counted=True) for each in given]
         elif isinstance(given[0], int):
             prompts = [list(given)]
         elif isinstance(given[0], str):

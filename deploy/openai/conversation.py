@@ -21,7 +21,7 @@ from .requests import (
     truncated,
     turns_aside,
 )
-from .tools import CallPiece, CallReader, tool_use
+from .tools import CallPiece, CallReader, form_of_calls, tool_use
 
 
 class Said(NamedTuple):
@@ -46,6 +46,12 @@ class Conversation:
         check_model(body.model, front_end.info.model)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", field="top_logprobs")
+        if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+            raise InvalidRequest(
+                f"max_tokens is {body.max_tokens} and max_completion_tokens {body.max_completion_tokens}, which mean "
+                "the same; give one of them",
+                field="max_tokens",
+            )
         check_streaming(body)
         self._begins = check_begin(body.add_generation_prompt, body.continue_final_message)
         self.front_end = front_end
@@ -62,12 +68,18 @@ class Conversation:
         front_end.check_room(terms.tenant)
         turns, urls = await turns_aside(front_end, body.messages)
         variables = dict(body.chat_template_kwargs or {})
-        if body.reasoning_effort is not None:
-            variables.setdefault("reasoning_effort", body.reasoning_effort)
+        for name in ("reasoning_effort", "verbosity"):
+            if (value := getattr(body, name)) is not None:
+                variables.setdefault(name, value)
         tools = as_template_has(self._use.tools) if self._use else []
         continues = bool(body.continue_final_message)
         prompt = await front_end.encode_chat(
-            turns, tools, variables, add_generation_prompt=self._begins, continue_final_message=continues
+            turns,
+            tools,
+            variables,
+            add_generation_prompt=self._begins,
+            continue_final_message=continues,
+            is_cut=body.truncate_prompt_tokens is not None,
         )
         with in_own_words(body):
             images = await front_end.read_images(urls)
@@ -85,11 +97,17 @@ class Conversation:
         assert self._asked is not None, "prepare first"
         return self._asked
 
+    @property
+    def must_call(self) -> bool:
+        """Is an answer nothing but calls?"""
+        return self._use is not None and self._use.form is not None
+
     async def say(self, counter: Counter, *, is_streaming: bool) -> AsyncGenerator[Said, None]:
         """What comes, of all answers in one stream. Counts it."""
         readers = [CallReader(self._use) for _ in range(self.asked.sampling.n)] if self._use else None
-        form_field = "tools" if self._use and self._use.form else None
-        with in_own_words(self._body, form_field=form_field):
+        form = form_of_calls(self._use) if self._use and self.must_call else None
+        is_single = self._body.parallel_tool_calls is False
+        with in_own_words(self._body, form=form):
             async for piece in pieces(self.front_end, [self.asked], is_streaming=is_streaming):
                 counter.add(piece)
                 if readers is None:
@@ -100,4 +118,6 @@ class Conversation:
                 if piece.delta.finish_reason is not None:
                     rest, last = reader.finish()
                     text, calls = text + rest, calls + last
+                if is_single:
+                    calls = [call for call in calls if call.place == 0]
                 yield Said(piece.delta, text, calls, reader.has_called)

@@ -63,6 +63,14 @@ LONGEST_MISSPELT_CHARS = 64
 
 LONGEST_PLACE_CHARS = 120
 
+BOUNDS = {
+    "greater_than": ("below_min_value", "below minimum value. Expected a value > {gt}, but got {input} instead"),
+    "greater_than_equal": ("below_min_value", "below minimum value. Expected a value >= {ge}, but got {input} instead"),
+    "less_than": ("above_max_value", "above maximum value. Expected a value < {lt}, but got {input} instead"),
+    "less_than_equal": ("above_max_value", "above maximum value. Expected a value <= {le}, but got {input} instead"),
+}
+"""Of faults of numbers: how OpenAI's one word goes on, and its sentence."""
+
 
 def shape(error: IntarsiaError) -> tuple[int, dict[str, Any]]:
     """(status, body) of an error of ours."""
@@ -123,25 +131,46 @@ def _first_fault(error: RequestValidationError, path: str) -> tuple[str, str | N
     name, place = parts[-1] if parts else "", _cut(".".join(map(_cut, parts)))
     match fault["type"]:
         case "extra_forbidden":
-            return f"{place} is no parameter of {path}.{_meant(name, path)}", place, "unknown_parameter"
+            return f"Unknown parameter: '{place}' of {path}.{_meant(name, path)}", place, "unknown_parameter"
         case "missing" if not place:
             return "the request has no body; send a JSON object", None, None
         case "missing":
-            return f"{place} is missing", place, "missing_required_parameter"
+            return f"Missing required parameter: '{place}'.", place, "missing_required_parameter"
         case "none_required":
             return f"{place} is not supported here; leave it out", place, "unsupported_parameter"
         case "too_short" if fault["input"] == []:
-            return f"{place} is an empty array; it needs at least 1 item", place, "empty_array"
+            expected = "Expected an array with minimum length 1, but got an empty array instead."
+            return f"Invalid '{place}': empty array. {expected}", place, "empty_array"
+        case "literal_error":
+            expected = fault["ctx"]["expected"]
+            return f"Invalid value: {shown(fault['input'])}. Supported values are: {expected}.", place, "invalid_value"
+        case "union_tag_invalid":
+            tag, expected = fault["ctx"]["tag"], fault["ctx"]["expected_tags"]
+            return f"Invalid value: {shown(tag)}. Supported values are: {expected}.", place, "invalid_value"
         case "json_invalid":
             return f"the body is no JSON: {fault.get('ctx', {}).get('error', fault['msg'])}", None, None
-    message = f"{fault['msg'][0].lower()}{_cut(fault['msg'][1:], 300)}"
+    if fault["type"] in BOUNDS:
+        return _beyond(fault, place)
+    said = fault["msg"].removeprefix("Value error, ")
+    message = f"{said[0].lower()}{_cut(said[1:], 300)}"
     code = "invalid_type" if fault["type"].endswith("_type") else "invalid_value"
     return f"{place or 'the body'}: {message}, got {shown(fault.get('input'))}", place or None, code
+
+
+def _beyond(fault: Any, place: str) -> tuple[str, str | None, str]:
+    """What is said of a number that is too small or too large."""
+    word, sentence = BOUNDS[fault["type"]]
+    kind = "integer" if all(isinstance(each, int) for each in fault["ctx"].values()) else "decimal"
+    bounds = {name: int(bound) if bound == int(bound) else bound for name, bound in fault["ctx"].items()}
+    told = sentence.format(**bounds, input=shown(fault["input"]))
+    return f"Invalid '{place}': {kind} {told}.", place or None, f"{kind}_{word}"
 
 
 def _place(parts: Sequence[str | int], value: Any) -> Iterator[str]:
     """Of the parts, those that lead into `value`: others name one of several kinds that a value may have."""
     for n, part in enumerate(parts):
+        if isinstance(value, dict) and value.get("type") == part and n + 1 < len(parts) and parts[n + 1] in value:
+            continue  # the kind, although there is a member of that name, too
         is_inside = (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int))
         if is_inside:
             value = value[part]  # type: ignore[index]
@@ -154,7 +183,7 @@ def _meant(name: str, path: str) -> str:
     if len(name) > LONGEST_MISSPELT_CHARS:
         return ""
     known = [field.alias or each for model in BODIES.get(path, ()) for each, field in model.model_fields.items()]
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, set(known) - {name}, n=1)  # one place may know it, and another not
     return f" Did you mean {near[0]}?" if near else ""
 
 

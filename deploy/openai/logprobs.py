@@ -64,7 +64,7 @@ def of_completion(
     offset: int,
 ) -> CompletionLogprobs:
     """Of an answer, and of the prompt before it if that is echoed; nothing is known of a prompt's first token. The
-    token itself is always among the most probable ones.
+    token itself is always among the most probable ones, and the first of them.
 
     offset: characters of the answer that were told before
     """
@@ -73,7 +73,8 @@ def of_completion(
     first = [TokenLogprobs(prompt[0], 0.0, ())] if prompt else []
     for n, row in enumerate(chain(first, about_prompt if prompt else (), rows)):
         text, is_known = spelling.text(row.token_id), n >= len(first)
-        best = {spelling.text(token): logprob for token, logprob in row.top} | {text: row.logprob}
+        best = {text: row.logprob} | {spelling.text(token): logprob for token, logprob in row.top}
+        best[text] = row.logprob  # whatever other token has the same text
         found.tokens.append(text)
         found.token_logprobs.append(row.logprob if is_known else None)
         found.top_logprobs.append(best if is_known else None)

@@ -157,10 +157,17 @@ class StructuredOutputs(Strict):
 
     json_: dict[str, Any] | Text | None = Field(None, alias="json", description="A JSON schema.")
     regex: Text | None = None
-    choice: Annotated[list[Text], Field(fail_fast=True)] | None = None
+    choice: Annotated[list[Text], Field(fail_fast=True, min_length=1)] | None = None
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
+
+
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise ValueError("nothing of the prompt would be left; give -1, or 1 or more")
+    return value
 
 
 class Sampling(Tolerant):
@@ -190,7 +197,7 @@ class Sampling(Tolerant):
     bad_words: Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = Field(
         None, description="Texts whose usual tokens do not come in the answer."
     )
-    truncate_prompt_tokens: Literal[-1] | Annotated[int, Field(ge=1, le=BIGGEST_INT)] | None = Field(
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=BIGGEST_INT), AfterValidator(_not_zero)] | None = Field(
         None, description="So many tokens of the prompt are kept; -1: as many as leave room for max_tokens."
     )
     truncation_side: Literal["left", "right"] | None = Field(None, description="Where it is cut; left unless said.")
@@ -327,7 +334,7 @@ class ChatRequest(Sampling):
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     reasoning_effort: Effort | None = Field(None, description="Handed to the chat template.")
-    verbosity: str | None = None
+    verbosity: Verbosity | None = Field(None, description="Handed to the chat template.")
     modalities: list[Literal["text"]] | None = None
 
 
@@ -346,6 +353,7 @@ class TokenizeChat(Tokenizing):
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=128)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    add_special_tokens: bool | None = Field(None, description="Beside those that the template writes.")
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -610,7 +618,7 @@ class ResponseToolName(Strict):
 
 class FlatSchemaFormat(Strict):
     type: Literal["json_schema"]
-    name: FormName
+    name: FormName | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     description: str | None = None
     strict: bool | None = None
@@ -618,13 +626,26 @@ class FlatSchemaFormat(Strict):
 
 class ResponseText(Strict):
     format: Annotated[TextFormat | JsonFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
-    verbosity: str | None = None
+    verbosity: Verbosity | None = Field(None, description="Handed to the chat template.")
 
 
 class Reasoning(Strict):
     effort: Effort | None = Field(None, description="Handed to the chat template.")
     summary: str | None = None
     generate_summary: str | None = None
+
+
+Included = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+"""What OpenAI includes in answers. All but the log-probabilities belongs to items that no answer has here."""
 
 
 class ResponsesRequest(Tolerant):
@@ -650,6 +671,9 @@ class ResponsesRequest(Tolerant):
         None, description='Told where `include` has "message.output_text.logprobs".'
     )
     user: str | None = None
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="auto: of a prompt that is too long, the end that leaves room for the answer."
+    )
 
     # The field's extensions
     stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
@@ -667,8 +691,7 @@ class ResponsesRequest(Tolerant):
     # Accepted without effect
     metadata: dict[str, str] | None = None
     store: bool | None = Field(None, description="Nothing is stored, whatever it says.")
-    include: Annotated[list[str], Field(fail_fast=True)] | None = None
-    truncation: Literal["auto", "disabled"] | None = None
+    include: Annotated[list[Included], Field(fail_fast=True)] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -740,7 +763,7 @@ class ResponseBody(BaseModel):
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     top_p: float
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"] = "disabled"
     usage: ResponseUsage | None
     user: str | None = None
     top_logprobs: int | None = None

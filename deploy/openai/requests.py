@@ -13,6 +13,7 @@ from ...proto.status import EngineInfo
 from ..front_end.front_end import FEW_VALUES, FrontEnd
 from ..front_end.json_pieces import size_of
 from .protocol import (
+    ChatRequest,
     ImagePart,
     JsonFormat,
     Message,
@@ -104,6 +105,13 @@ def _read(schema: dict[str, Any] | str) -> Any:
 
 
 def _structured(wanted: StructuredOutputs, shaped: Shape) -> dict[str, Any]:
+    """Raises `InvalidRequest`."""
+    given = [name.rstrip("_") for name, value in wanted if value is not None]
+    if len(given) != 1:
+        raise InvalidRequest(
+            f"structured_outputs holds one of json, regex and choice; this holds {' and '.join(given) or 'none'}",
+            field="structured_outputs",
+        )
     found: dict[str, Any] = {}
     if wanted.json_ is not None:
         found["json_schema"] = _schema(_read(wanted.json_), shaped)
@@ -153,15 +161,19 @@ def terms_of(body: Sampling) -> Terms:
 
 
 @contextlib.contextmanager
-def in_own_words(body: Sampling, *, form_field: str | None = None) -> Iterator[None]:
-    """What the engine refuses names the field of the request that it is about. form_field: where the form of the answer
-    comes from, if it is neither of the two usual fields."""
+def in_own_words(body: Sampling, *, form: tuple[str, str] | None = None) -> Iterator[None]:
+    """What the engine refuses names the field of the request that it is about. form: the field and what it is in words,
+    where the form of the answer comes from neither of the two usual fields."""
     try:
         yield
     except InvalidRequest as error:
-        if error.field in FORMS:
-            usual = "response_format" if body.response_format is not None else "structured_outputs"
-            error.field = form_field or usual
+        if error.field in FORMS and form is not None:
+            error.message = error.message.replace(error.field, form[1], 1)
+            error.field = form[0]
+        elif error.field in FORMS:
+            error.field = "response_format" if body.response_format is not None else "structured_outputs"
+        elif error.field == "logprobs" and isinstance(body, ChatRequest):
+            error.field = "top_logprobs"
         elif error.field in THEIR_FIELDS:
             error.field = THEIR_FIELDS[error.field]
         raise
@@ -170,7 +182,9 @@ def in_own_words(body: Sampling, *, form_field: str | None = None) -> Iterator[N
 def check_streaming(body: Sampling | ResponsesRequest) -> None:
     """Raises `InvalidRequest` for what is said of a stream that is not asked for."""
     if body.stream_options is not None and not body.stream:
-        raise InvalidRequest("stream_options needs stream: true", field="stream_options")
+        raise InvalidRequest(
+            "The 'stream_options' parameter is only allowed when 'stream' is enabled.", field="stream_options"
+        )
 
 
 def check_begin(begins: bool | None, continues: bool | None) -> bool:

@@ -112,6 +112,7 @@ class ResponsesCall:
             tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
             tools=[_told_tool(tool) for tool in body.tools or ()],
             top_p=sampling.top_p,
+            truncation=body.truncation or "disabled",
             usage=_usage(counter) if said is not None else None,
             user=body.user,
             top_logprobs=body.top_logprobs,
@@ -237,6 +238,24 @@ def _tools(body: ResponsesRequest) -> Iterator[tuple[str, str | None, ResponseTo
             yield tool.name, None, tool
 
 
+def _chosen(name: str, tools: Sequence[tuple[str, str | None, ResponseTool]]) -> str:
+    """The name for the model of the function that a choice means: by this name, by a namespace and a function joined as
+    vLLM does, or by the function's own name. Raises `InvalidRequest` where that is the name of several."""
+    for known in (
+        [flat for flat, _, _ in tools if flat == name],
+        [flat for flat, space, tool in tools if space is not None and f"{space}__{tool.name}" == name],
+        [flat for flat, _, tool in tools if tool.name == name],
+    ):
+        if len(known) > 1:
+            raise InvalidRequest(
+                f"tool_choice names {name!r}, which is the name of {len(known)} tools; give one of {', '.join(known)}",
+                field="tool_choice",
+            )
+        if known:
+            return known[0]
+    return name
+
+
 def _as_function(name: str, tool: ResponseTool) -> dict[str, Any]:
     fields = tool.model_dump(include={"description", "parameters", "strict"}, exclude_none=True)
     return {"type": "function", "function": {"name": name, **fields}}
@@ -253,6 +272,8 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
         match item:
             case InputMessage(role=role, content=content):
                 parts = content if isinstance(content, str) else [_part(part) for part in content]
+                if role != "assistant":
+                    messages += _thoughts_alone(thoughts)
                 messages.append({"role": role, "content": parts} | _thoughts(thoughts, role))
             case InputReasoning():
                 thoughts += [text.text for text in item.content or item.summary]
@@ -267,12 +288,15 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
                     messages.append({"role": "assistant", "content": None} | _thoughts(thoughts, "assistant"))
                 messages[-1].setdefault("tool_calls", []).append(call)
             case InputCallOutput(call_id=call_id, output=output):
+                messages += _thoughts_alone(thoughts)
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+    if not messages:
+        raise InvalidRequest("input has thoughts alone; give a message with them", field="input")
+    messages += _thoughts_alone(thoughts)
     tools = list(_tools(body))
     choice: Any = body.tool_choice
     if isinstance(choice, ResponseToolName):
-        named = next((flat for flat, _, tool in tools if choice.name in (flat, tool.name)), choice.name)
-        choice = {"type": "function", "function": {"name": named}}
+        choice = {"type": "function", "function": {"name": _chosen(choice.name, tools)}}
     elif choice == "auto" and not tools:
         choice = None  # which is what it says
     given: dict[str, Any] = {
@@ -289,10 +313,10 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
         "logprobs": LOGPROBS in (body.include or ()) or None,
         "top_logprobs": body.top_logprobs if LOGPROBS in (body.include or ()) else None,
+        "truncate_prompt_tokens": -1 if body.truncation == "auto" else None,
+        "verbosity": body.text.verbosity if body.text else None,
         **{name: getattr(body, name) for name in AS_IN_CHAT},
     }
-    if not messages:
-        raise InvalidRequest("input has thoughts alone; give a message with them", field="input")
     given = {name: value for name, value in given.items() if value is not None}
     try:
         return ChatRequest.model_validate(given)
@@ -310,6 +334,12 @@ def _thoughts(thoughts: list[str], role: str) -> dict[str, str]:
     return {"reasoning_content": text}
 
 
+def _thoughts_alone(thoughts: list[str]) -> list[dict[str, Any]]:
+    """A turn of the model that came no further, which is taken from the list."""
+    told = _thoughts(thoughts, "assistant")
+    return [{"role": "assistant", "content": None} | told] if told else []
+
+
 def _part(part: Any) -> dict[str, Any]:
     if isinstance(part, InputImage):
         return {"type": "image_url", "image_url": {"url": part.image_url}}
@@ -321,4 +351,4 @@ def _format(body: ResponsesRequest) -> dict[str, Any] | None:
     if isinstance(wanted, FlatSchemaFormat):
         described = wanted.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
         return {"type": "json_schema", "json_schema": described}
-    return wanted.model_dump() if wanted is not None else None
+    return wanted.model_dump(by_alias=True, exclude_none=True) if wanted is not None else None

@@ -31,6 +31,9 @@ BEGUN_CALL = re.compile(r'\{"name":"(?P<name>[^"]*)"(?:,"arguments":(?P<argument
 
 LONGEST_HEAD_CHARS = 512
 
+MOST_NAMES = 16
+"""Of tools, in an error."""
+
 MOST_FALSE_BEGINNINGS = 16
 """Of an object in a text that is none: from each the text may be read to its end."""
 
@@ -58,7 +61,10 @@ def tool_use(body: ChatRequest, shaped: Shape = closed) -> ToolUse | None:
     choice = body.tool_choice
     if not tools:
         if choice not in (None, "none"):
-            raise InvalidRequest("tool_choice speaks of tools, and there are none; give tools", field="tool_choice")
+            raise InvalidRequest(
+                "Invalid value for 'tool_choice': 'tool_choice' is only allowed when 'tools' are specified.",
+                field="tool_choice",
+            )
         return None
     if choice == "none":
         return None
@@ -77,6 +83,15 @@ def tool_use(body: ChatRequest, shaped: Shape = closed) -> ToolUse | None:
     if choice == "required":
         return ToolUse(tools, {"json_schema": json.dumps(_calls_schema(tools, body.parallel_tool_calls, shaped))}, None)
     return ToolUse(tools, None, None)
+
+
+def form_of_calls(use: ToolUse) -> tuple[str, str]:
+    """The field that says what calls must look like, and what it is in words."""
+    names = [tool.function.name for tool in use.tools]
+    called = names[0] if len(names) == 1 else use.called
+    if called is None:
+        return "tools", f"the parameters of one of the tools {', '.join(names[:MOST_NAMES])}"
+    return f"tools.{names.index(called)}.function.parameters", f"the parameters of the tool {called!r}"
 
 
 def _parameters(at: int, tool: Tool, shaped: Shape) -> dict[str, Any]:

@@ -54,6 +54,7 @@ def test_a_batch_of_which_no_line_asks_for_the_model_is_refused_before_anything_
         ((200, 404), False, 0, "1 answered, 1 refused (404 x1): first at line 3: no such model"),
         ((200, 404), True, 3, "1 answered, 1 refused (404 x1)"),
         ((404, 404), False, 3, "0 answered, 2 refused (404 x2): first at line 1: no such model"),
+        ((200, None), False, 3, "1 answered, 1 refused (line x1): first at line 3: "),
         ((None, 400), False, 3, "0 answered, 2 refused (line x1, 400 x1): first at line 1: this is no JSON"),
     ],
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
@@ -53,6 +53,22 @@ def test_any_bytes_stream_to_what_they_decode_to_at_once(byte_tokenizer: Tokeniz
     for _ in range(300):
         ids = [rng.randrange(257) for _ in range(rng.randrange(30))]
         assert "".join(pieces(byte_tokenizer, ids, rng.randrange(1, 4))) == byte_tokenizer.decode(ids), ids
+
+
+def test_a_conversation_has_special_tokens_beside_its_templates_where_they_are_wanted(
+    byte_backend: Backend, tmp_path: Path
+):
+    backend = Backend.from_str(byte_backend.to_str())
+    eos = backend.token_to_id("<eos>")
+    backend.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", eos)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    fast.chat_template = "{{ messages[0].content }}"
+    fast.save_pretrained(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer is not None
+    plain = tokenizer.chat([{"role": "user", "content": "hi"}])
+    assert plain == tokenizer.encode("hi", add_special_tokens=False)
+    assert tokenizer.chat([{"role": "user", "content": "hi"}], add_special_tokens=True) == [eos, *plain]
 
 
 class SpaceMarking(Tokenizer):

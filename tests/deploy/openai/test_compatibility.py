@@ -10,6 +10,8 @@ from typing import Any
 import openai
 import pytest
 
+from intarsia.deploy.openai.protocol import ResponsesRequest
+from intarsia.deploy.openai.responses import _as_chat
 from intarsia.tests.deploy.openai.conftest import Api
 from intarsia.tests.deploy.openai.test_app import ASK, call
 
@@ -73,6 +75,8 @@ def ask(path: str, **fields: Any) -> dict[str, Any]:
         (RESPONSES, {"top_k": 3, "repetition_penalty": 1.1, "stop": ["x"], "top_logprobs": None}),
         (RESPONSES, {"chat_template_kwargs": {"voice": "joiner"}}),
         (RESPONSES, {"tool_choice": "auto"}),
+        (RESPONSES, {"include": ["reasoning.encrypted_content"], "text": {"verbosity": "low"}}),
+        (CHAT, {"max_completion_tokens": 2, "verbosity": "low"}),
         (CHAT, {"tool_choice": "none"}),
         (CHAT, {"reasoning_effort": "minimal"}),
         (CHAT, {"response_format": {"type": "json_object", "schema": {"type": "object", "properties": {}}}}),
@@ -95,6 +99,8 @@ def test_fields_that_ask_for_nothing_special_are_taken(api: Api, path: str, fiel
         (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
         (COMPLETIONS, {"stream_options": {"include_usage": True}}, "stream_options"),
         (CHAT, {"tool_choice": "auto"}, "tool_choice"),
+        (RESPONSES, {"tool_choice": "required"}, "tool_choice"),
+        (RESPONSES, {"stream_options": {"include_obfuscation": True}}, "stream_options"),
         (CHAT, {"tool_choice": "auto", "tools": []}, "tool_choice"),
         (CHAT, {"tools": [SAW], "tool_choice": NAMED, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         (CHAT, {"reasoning_effort": "ultra"}, "reasoning_effort"),
@@ -103,6 +109,16 @@ def test_fields_that_ask_for_nothing_special_are_taken(api: Api, path: str, fiel
         (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": 3}}}},
          "response_format"),
         (RESPONSES, {"background": True}, "background"),
+        (RESPONSES, {"include": ["nonsense"]}, "include.0"),
+        (RESPONSES, {"text": {"verbosity": "endless"}}, "text.verbosity"),
+        (CHAT, {"verbosity": "endless"}, "verbosity"),
+        (CHAT, {"max_completion_tokens": 3}, "max_tokens"),
+        (CHAT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        (CHAT, {"structured_outputs": {}}, "structured_outputs"),
+        (CHAT, {"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        (CHAT, {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "lang": "de"}]}]},
+         "messages.0.content.0.lang"),
     ],
 )  # fmt: skip
 def test_what_would_be_dropped_in_silence_is_refused_by_its_name(
@@ -158,7 +174,7 @@ def test_the_token_itself_is_always_among_the_most_probable_ones(api: Api, count
     body = {"prompt": "oak", "max_tokens": 30, "logprobs": count, "temperature": 2, "seed": 4, "ignore_eos": True}
     about = call(api, COMPLETIONS, body)[1]["choices"][0]["logprobs"]
     for token, logprob, top in zip(about["tokens"], about["token_logprobs"], about["top_logprobs"], strict=True):
-        assert top[token] == logprob
+        assert top[token] == logprob and next(iter(top)) == token
         assert count <= len(top) <= count + 1
     assert any(len(top) == count + 1 for top in about["top_logprobs"])
 
@@ -170,6 +186,14 @@ def test_usage_in_every_event_needs_usage_at_all(api: Api, path: str):
         found = events(api, path, ask(path, stream_options=options, ignore_eos=True))
         assert sum(event.get("usage") is not None for event in found) >= number
         assert include or not any("usage" in event for event in found)
+
+
+def test_usage_in_every_event_grows_with_each(api: Api):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = ask(CHAT, max_tokens=8, temperature=0, ignore_eos=True, stream_options=options)
+    counts = [event["usage"]["completion_tokens"] for event in events(api, CHAT, body)]
+    assert counts[0] < counts[1] and counts[-2:] == [8, 8]  # the role comes first, and the usage alone last
+    assert sorted(set(counts)) == counts[:-1]
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
@@ -196,10 +220,56 @@ def test_a_call_that_is_cut_is_part_of_a_call_and_never_text(api: Api):
     assert found[-1]["choices"][0]["finish_reason"] == "length"
 
 
+def test_a_tool_that_no_call_can_be_held_to_is_named(api: Api):
+    odd = {"type": "function", "function": {"name": "odd", "parameters": {"properties": {"a": {"type": "plank"}}}}}
+    for tools, choice, param, named in (
+        ([SAW, odd], {"type": "function", "function": {"name": "odd"}}, "tools.1.function.parameters", "'odd'"),
+        ([odd], "required", "tools.0.function.parameters", "'odd'"),
+        ([SAW, odd], "required", "tools", "one of the tools saw, odd"),
+    ):
+        status, answer, _ = call(api, CHAT, {"messages": ASK, "tools": tools, "tool_choice": choice})
+        error = answer["error"]
+        assert (status, error["param"]) == (400, param), answer
+        assert named in error["message"] and "Invalid type: plank" in error["message"]
+
+
+@pytest.mark.parametrize(("is_parallel", "number"), [(None, 2), (False, 1)])
+def test_calls_side_by_side_are_told_where_they_are_wanted(api: Api, is_parallel: bool | None, number: int):
+    one = '<tool_call>{"name": "saw", "arguments": {"board": "BOARD"}}</tool_call>'
+    text = one.replace("BOARD", "oak") + one.replace("BOARD", "ash")
+    body = {"messages": ASK, "tools": [SAW], "parallel_tool_calls": is_parallel, "max_tokens": 300}
+    body |= {"structured_outputs": {"choice": [text]}}
+    message = one_of(call(api, CHAT, body))["message"]
+    assert [each["function"]["arguments"] for each in message["tool_calls"]] == [
+        '{"board": "oak"}',
+        '{"board": "ash"}',
+    ][:number]
+    told = [event["choices"][0]["delta"].get("tool_calls", ()) for event in events(api, CHAT, body)]
+    assert {each["index"] for calls in told for each in calls} == set(range(number))
+
+
 def test_a_stream_begins_with_the_role_alone(api: Api):
-    found = [event["choices"][0]["delta"] for event in events(api, CHAT, ask(CHAT, ignore_eos=True))]
-    assert found[0] == {"role": "assistant", "content": ""}
-    assert all("role" not in delta for delta in found[1:])
+    found = [event["choices"][0] for event in events(api, CHAT, ask(CHAT, ignore_eos=True))]
+    assert found[0]["delta"] == {"role": "assistant", "content": ""}
+    assert all("role" not in choice["delta"] for choice in found[1:])
+    assert [choice["finish_reason"] for choice in found] == [None] * (len(found) - 1) + ["length"]
+
+
+@pytest.mark.parametrize("tools", [[], [SAW]])
+def test_a_stream_with_log_probabilities_begins_with_the_role_and_has_a_text_for_each(api: Api, tools: list[Any]):
+    """Many of these tokens are parts of characters, which have no text of their own."""
+    body = ask(CHAT, max_tokens=40, seed=3, temperature=2, ignore_eos=True, logprobs=True) | (
+        {"tools": tools} if tools else {}
+    )
+    found = [event["choices"][0] for event in events(api, CHAT, body)]
+    assert found[0]["delta"]["role"] == "assistant" and found[0]["logprobs"] is None
+    told = found[1:]
+    assert all(isinstance(choice["delta"]["content"], str) for choice in told)
+    assert any(choice["delta"]["content"] == "" for choice in told)
+    rows = [row["token"] for choice in told for row in (choice["logprobs"] or {"content": []})["content"]]
+    whole = one_of(call(api, CHAT, body))
+    assert rows == [row["token"] for row in whole["logprobs"]["content"]]
+    assert "".join(choice["delta"]["content"] for choice in told) == whole["message"]["content"]
 
 
 @pytest.mark.parametrize("strict", [None, False])
@@ -243,6 +313,33 @@ def test_a_response_tells_log_probabilities_when_they_are_included(client: opena
     assert streamed == [row.token for row in rows][: len(streamed)] and streamed
 
 
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ({"type": "json_object"}, None),
+        ({"type": "json_object", "schema": {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}},
+         '{"a":1}'),
+        ({"type": "json_schema", "schema": {"const": "oak"}}, '"oak"'),
+        ({"type": "text"}, None),
+    ],
+)  # fmt: skip
+def test_a_response_takes_the_forms_that_chat_takes(api: Api, form: dict[str, Any], said: str | None):
+    body = {"input": "oak", "max_output_tokens": 20, "text": {"format": form}}
+    status, answer, _ = call(api, RESPONSES, body)
+    assert status == 200, answer
+    assert answer["text"]["format"] == form
+    assert said is None or answer["output"][0]["content"][0]["text"] == said
+
+
+def test_a_response_may_be_given_the_end_of_what_is_too_long(api: Api):
+    long = {"input": "oak " * 600, "max_output_tokens": 5}
+    assert call(api, RESPONSES, long | {"truncation": "disabled"})[0] == 400
+    status, answer, _ = call(api, RESPONSES, long | {"truncation": "auto"})
+    assert status == 200, answer
+    assert answer["truncation"] == "auto"
+    assert answer["usage"]["input_tokens"] == api.front_end.info.longest_request - 5
+
+
 def test_thoughts_that_come_back_are_the_next_turns(api: Api):
     turns = [
         {"role": "user", "content": "hi"},
@@ -252,6 +349,21 @@ def test_thoughts_that_come_back_are_the_next_turns(api: Api):
     ]
     status, answer, _ = call(api, RESPONSES, {"input": turns, "max_output_tokens": 2})
     assert status == 200, answer
+
+
+def test_thoughts_that_no_words_follow_are_a_turn_of_their_own():
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
+
+    turns = [{"role": "user", "content": "hi"}, thought("One."), {"role": "user", "content": "wood?"}, thought("Two.")]
+    body = ResponsesRequest.model_validate({"input": turns})
+    told = [(each.role, each.content, each.reasoning_content) for each in _as_chat(body).messages]
+    assert told == [
+        ("user", "hi", None),
+        ("assistant", None, "One."),
+        ("user", "wood?", None),
+        ("assistant", None, "Two."),
+    ]
 
 
 def test_thoughts_without_a_message_are_refused(api: Api):
@@ -272,7 +384,7 @@ def test_thoughts_without_a_message_are_refused(api: Api):
 def test_an_empty_array_is_called_one(api: Api, path: str, fields: dict[str, Any]):
     status, answer, _ = call(api, path, ask(path) | fields)
     assert (status, answer["error"]["code"]) == (400, "empty_array"), answer
-    assert "is an empty array; it needs at least 1 item" in answer["error"]["message"]
+    assert "empty array. Expected an array with minimum length 1" in answer["error"]["message"]
 
 
 def test_functions_of_a_namespace_are_called_by_it(client: openai.OpenAI):
@@ -295,6 +407,29 @@ def test_functions_of_a_namespace_are_called_by_it(client: openai.OpenAI):
     turns: Any = [{"role": "user", "content": "saw!"}, made.model_dump(exclude_none=True), back]
     again = client.responses.create(model="talker", input=turns, tools=[space], max_output_tokens=3)
     assert again.output
+
+
+@pytest.mark.parametrize(
+    ("choice", "meant"),
+    [("saw", "saw"), ("shop.saw", "shop.saw"), ("shop__saw", "shop.saw"), ("plane", "shop.plane"), ("x", "x")],
+)
+def test_a_choice_means_the_function_that_has_just_this_name(choice: str, meant: str):
+    body = {"input": "x", "tools": tools_of_shops("shop"), "tool_choice": {"type": "function", "name": choice}}
+    chosen = _as_chat(ResponsesRequest.model_validate(body)).tool_choice
+    assert chosen.function.name == meant  # type: ignore[union-attr]
+
+
+def test_a_choice_that_means_several_functions_is_refused(api: Api):
+    body = {"input": "x", "tools": tools_of_shops("shop", "yard"), "tool_choice": {"type": "function", "name": "plane"}}
+    status, answer, _ = call(api, RESPONSES, body)
+    assert (status, answer["error"]["param"]) == (400, "tool_choice"), answer
+    assert "give one of shop.plane, yard.plane" in answer["error"]["message"]
+
+
+def tools_of_shops(*spaces: str) -> list[dict[str, Any]]:
+    """Each has a saw and a plane, and there is a saw without any."""
+    own = [{"type": "function", "name": name, "parameters": None} for name in ("saw", "plane")]
+    return [*({"type": "namespace", "name": space, "tools": own} for space in spaces), own[0]]
 
 
 # -- the server ------------------------------------------------------------------------------------------------------
@@ -335,6 +470,14 @@ def test_tokenizing_messages_may_go_on_with_the_last_one(api: Api):
     found = call(api, "/tokenize", {"messages": turns, "continue_final_message": True})
     assert found[0] == 200, found[1]
     assert call(api, "/detokenize", {"tokens": found[1]["tokens"]})[1]["prompt"].endswith("oak is")
+
+
+def test_tokens_of_messages_have_special_ones_as_the_request_says(api: Api):
+    turns = [{"role": "user", "content": "hi"}]
+    for fields in ({}, {"add_special_tokens": False}, {"add_special_tokens": True}):
+        status, found, _ = call(api, "/tokenize", {"messages": turns, **fields})
+        assert status == 200, found
+        assert found["count"] == len(found["tokens"]) and found["token_strs"] is None
 
 
 def test_tokens_of_a_step_count_the_prompt_and_all_that_was_drawn(api: Api):
@@ -393,6 +536,8 @@ def test_all_log_probabilities_are_told_where_they_are_few_enough(api: Api):
     assert len(chat["logprobs"]["content"][0]["top_logprobs"]) == 320
     status, refused, _ = call(api, COMPLETIONS, ask(COMPLETIONS, logprobs=-1, n=16, max_tokens=400))
     assert status == 400 and refused["error"]["param"] == "logprobs" and "3125 tokens" in refused["error"]["message"]
+    many = ask(CHAT, logprobs=True, top_logprobs=-1, n=16, max_tokens=400)
+    assert call(api, CHAT, many)[1]["error"]["param"] == "top_logprobs"
 
 
 def test_a_tokens_rank_counts_the_more_probable_ones(api: Api):
@@ -416,6 +561,31 @@ def test_a_prompt_may_be_cut_to_what_leaves_room_for_the_answer(api: Api):
     assert len(one_of(call(api, COMPLETIONS, body | {"truncate_prompt_tokens": -1}))["prompt_token_ids"]) == longest - 5
 
 
+def test_a_stream_tells_the_ids_of_the_prompt_once_and_those_of_the_answer(api: Api):
+    body = ask(CHAT, max_tokens=9, temperature=0, ignore_eos=True, return_token_ids=True, n=2)
+    whole = call(api, CHAT, body)[1]
+    found = events(api, CHAT, body)
+    assert found[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert not any("prompt_token_ids" in event for event in found[1:])
+    for choice in whole["choices"]:
+        own = [each for event in found for each in event["choices"] if each["index"] == choice["index"]]
+        assert [token for each in own for token in each.get("token_ids", ())] == choice["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "prompts"),
+    [
+        (COMPLETIONS, {"prompt": "oak " * 50_000}, 1),
+        (COMPLETIONS, {"prompt": ["oak " * 50_000, "ash"]}, 2),
+        (CHAT, {"messages": [{"role": "user", "content": "oak " * 50_000}]}, 1),
+    ],
+)
+def test_a_prompt_may_be_cut_however_long_it_is(api: Api, path: str, fields: dict[str, Any], prompts: int):
+    status, answer, _ = call(api, path, ask(path) | fields | {"truncate_prompt_tokens": 3})
+    assert status == 200, answer
+    assert answer["usage"]["prompt_tokens"] == 3 * prompts
+
+
 def test_an_answer_that_goes_on_with_a_message_may_begin_with_it(api: Api):
     body = {
         "messages": [*ASK, {"role": "assistant", "content": "Oak is"}],
@@ -428,6 +598,33 @@ def test_an_answer_that_goes_on_with_a_message_may_begin_with_it(api: Api):
     assert one_of(call(api, CHAT, body | {"echo": True}))["message"]["content"] == f"Oak is{alone}"
     parts = [each["choices"][0]["delta"].get("content", "") for each in events(api, CHAT, body | {"echo": True})]
     assert "".join(parts) == f"Oak is{alone}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"tool_choice": "required"},
+            "Invalid value for 'tool_choice': 'tool_choice' is only allowed when 'tools' are specified.",
+        ),
+        (
+            {"stream_options": {"include_usage": True}},
+            "The 'stream_options' parameter is only allowed when 'stream' is enabled.",
+        ),
+        (
+            {"temperature": 3},
+            "Invalid 'temperature': decimal above maximum value. Expected a value <= 2, but got 3 instead.",
+        ),
+        (
+            {"max_tokens": 0},
+            "Invalid 'max_tokens': integer below minimum value. Expected a value >= 1, but got 0 instead.",
+        ),
+        ({"verbosity": "x"}, "Invalid value: 'x'. Supported values are: 'low', 'medium' or 'high'."),
+    ],
+)
+def test_a_refusal_is_in_openais_words_where_it_has_some(api: Api, fields: dict[str, Any], message: str):
+    status, answer, _ = call(api, CHAT, ask(CHAT) | fields)
+    assert (status, answer["error"]["message"]) == (400, message)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -443,7 +640,12 @@ def test_answers_say_by_which_system_they_were_made(api: Api, path: str):
         ({"max_token": 3}, "unknown_parameter"),
         ({"prompt": None}, "invalid_type"),
         ({"temperature": "hot"}, "invalid_type"),
-        ({"temperature": 9}, "invalid_value"),
+        ({"temperature": 9}, "decimal_above_max_value"),
+        ({"min_p": -0.5}, "decimal_below_min_value"),
+        ({"max_tokens": -1}, "integer_below_min_value"),
+        ({"logprobs": 21}, "integer_above_max_value"),
+        ({"truncation_side": "top"}, "invalid_value"),
+        ({"truncate_prompt_tokens": 0}, "invalid_value"),
         ({"model": "gpt-9"}, "model_not_found"),
         ({"prompt": [1] * 600}, "context_length_exceeded"),
         ({"prompt": []}, "empty_array"),

@@ -250,7 +250,7 @@ def test_stops_end_answers_before_them(api: Api, client: openai.OpenAI):
     ("fields", "kind", "param", "message"),
     [
         ({"model": "gpt-9"}, openai.NotFoundError, "model", "The model `gpt-9` does not exist here; `talker` does"),
-        ({"temperature": -1}, openai.BadRequestError, "temperature", "greater than or equal to 0"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature", "decimal below minimum value"),
         ({"temperature": "hot"}, openai.BadRequestError, "temperature", "valid number, got 'hot'"),
         (
             {"max_tokens": 100_000, "prompt": "x " * 600},

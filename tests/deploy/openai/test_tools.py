@@ -190,8 +190,8 @@ def test_no_call_is_wanted_without_tools_or_by_choice():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tools": None, "tool_choice": "required"}, "there are none; give tools"),
-        ({"tools": [], "tool_choice": "auto"}, "there are none; give tools"),
+        ({"tools": None, "tool_choice": "required"}, "only allowed when 'tools' are specified"),
+        ({"tools": [], "tool_choice": "auto"}, "only allowed when 'tools' are specified"),
         (
             {"tool_choice": {"type": "function", "function": {"name": "drill"}}},
             "names 'drill'; the tools are saw, glue",
