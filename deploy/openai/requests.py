@@ -153,15 +153,13 @@ def terms_of(body: Sampling) -> Terms:
 
 
 @contextlib.contextmanager
-def in_own_words(body: Sampling, *, form_field: str | None = None) -> Iterator[None]:
-    """What the engine refuses names the field of the request that it is about. form_field: where the form of the answer
-    comes from, if it is neither of the two usual fields."""
+def in_own_words(body: Sampling) -> Iterator[None]:
+    """What the engine refuses names the field of the request that it is about."""
     try:
         yield
     except InvalidRequest as error:
         if error.field in FORMS:
-            usual = "response_format" if body.response_format is not None else "structured_outputs"
-            error.field = form_field or usual
+            error.field = "response_format" if body.response_format is not None else "structured_outputs"
         elif error.field in THEIR_FIELDS:
             error.field = THEIR_FIELDS[error.field]
         raise
