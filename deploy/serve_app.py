@@ -115,7 +115,12 @@ class Replica:
     def __serve_build_asgi_app__(self) -> FastAPI:
         console = ConsoleSettings(self._options.console_prompts)
         return make_app(
-            lambda: self._front_end, self._access, console, self._options.limits, request_log=self._request_log
+            lambda: self._front_end,
+            self._access,
+            console,
+            self._options.limits,
+            request_log=self._request_log,
+            tells_ids=False,  # Serve's proxy gives each request an id, and tells it
         )
 
     async def check_health(self) -> None:

@@ -19,12 +19,14 @@ from starlette.routing import Route
 from intarsia.controller.engine import TokenDelta
 from intarsia.controller.request import Terms
 from intarsia.deploy.access import ROUTES, RPCS, Access, AccessSettings, Level
+from intarsia.deploy.chat_terminal import ChatServer
 from intarsia.deploy.client import Client, Tls
 from intarsia.deploy.front_end import Asked, FrontEnd, FrontEndSettings
 from intarsia.deploy.grpc_reflection import SERVICE_NAMES
 from intarsia.deploy.grpc_server import GrpcServer
 from intarsia.deploy.http_server import HttpServer
 from intarsia.deploy.openai.app import make_app
+from intarsia.deploy.top import Server, look
 from intarsia.errors import EngineUnavailable, InvalidSetting, Overloaded, Unauthenticated
 from intarsia.proto import inference_pb2 as pb
 from intarsia.proto import inference_pb2_grpc as pb_grpc
@@ -224,6 +226,19 @@ def test_a_client_without_tls_is_told_that_the_server_speaks_it(start: Start, fi
     unmet = pytest.raises(EngineUnavailable, match=r"nobody known here has signed.*--ssl-ca-certs FILE")
     with Client(here.grpc, timeout_s=20, tls=Tls(ca_certs=files.other_ca)) as client, unmet:
         client.model_info()
+
+
+@pytest.mark.parametrize("ask", [lambda url: look(Server(url)), lambda url: ChatServer(url).model()])
+def test_top_and_chat_are_told_whether_a_server_speaks_tls(start: Start, files: Files, ask: Callable):
+    safe = start(AccessSettings(ssl_certfile=files.server[0], ssl_keyfile=files.server[1])).http
+    with pytest.raises(InvalidSetting, match=r"nobody known here has signed.*--ssl-ca-certs FILE"):
+        ask(safe)
+    plain = safe.replace("https:", "http:")
+    with pytest.raises(EngineUnavailable, match=f"{plain} cannot be asked: .*If it speaks TLS: --url {safe}"):
+        ask(plain)
+    other = start(AccessSettings()).http
+    with pytest.raises(EngineUnavailable, match=f"If it speaks no TLS: --url {other}"):
+        ask(other.replace("http:", "https:"))
 
 
 def test_a_client_with_tls_is_told_that_the_server_speaks_none(start: Start, files: Files):
