@@ -256,11 +256,13 @@ def families(
 
 
 @app.command()
-def limits() -> None:
+def limits(
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print them as a Markdown table.")] = False,
+) -> None:
     """Print the limits of what clients may send and hold: each is a setting of `serve`."""
-    from .settings.limits import markdown
+    from .settings.limits import as_text, markdown
 
-    for line in markdown():
+    for line in markdown() if as_markdown else as_text():
         print(line)
 
 

@@ -102,8 +102,14 @@ class Replica:
         freeze_startup_objects()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        console, limits = self._server.console, self._server.limits
-        return make_app(lambda: self._front_end, self._access, console, limits, request_log=self._request_log)
+        return make_app(
+            lambda: self._front_end,
+            self._access,
+            self._server.console,
+            self._server.limits,
+            request_log=self._request_log,
+            tells_ids=False,  # Serve's proxy gives each request an id, and tells it
+        )
 
     async def check_health(self) -> None:
         """Called by Serve. An engine that is gone makes the replica start again; a busy one does not."""

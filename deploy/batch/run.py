@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from ..front_end.front_end import FrontEnd, FrontEndSettings
 from ..front_end.tokenizer import Tokenizer
 from ..openai.app import make_app
 from ..start.ending import SIGNALS, leave_at_the_latest, say
+from ..terminal.banner import counted
 from ..terminal.loading_bar import loading_bar
 from .answering import OFFLINE, answer
 from .journal import Input, Journal, begin_anew, partial_of
@@ -64,7 +66,7 @@ async def run_batch(settings: BatchSettings, engine: EngineSettings) -> Outcome 
     Raises `InvalidSetting` for files that do not fit, `EngineUnavailable` when all engines are gone; what is done is
     kept for the next run then.
     """
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())  # a log has whole lines
     source = Input(settings.source)
     if settings.restart:
         begin_anew(settings.out)
@@ -89,7 +91,7 @@ async def run_batch(settings: BatchSettings, engine: EngineSettings) -> Outcome 
     finally:
         journal.close()
     found = outcome(settings.out, source.numbers)
-    console.print(f"{settings.out}: {len(source):,} results, {found}", markup=False)
+    console.print(f"{settings.out}: {counted(len(source), 'result')}, {found}", markup=False)
     return found
 
 
@@ -231,7 +233,7 @@ async def _report(console: Console, journal: Journal, engines: "list[RunningEngi
     )
     reused = f" ({cached / prompts:.1%} out of the prefix cache)" if prompts else ""
     console.print(
-        f"{journal.count - journal.resumed:,} lines in {took_s:.1f} s: {prompts:,} tokens of prompts{reused}, "
+        f"{counted(journal.count - journal.resumed, 'line')} in {took_s:.1f} s: {prompts:,} tokens of prompts{reused}, "
         f"{generated:,} generated, {generated / max(took_s, 1e-9):,.0f} per second"
     )
 

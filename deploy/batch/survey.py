@@ -36,9 +36,10 @@ class Survey:
             yield f"{asked}. They will be refused."
         if self.duplicates:
             line, earlier, name = self.first_duplicate
+            have = "1 line has" if self.duplicates == 1 else f"{self.duplicates:,} lines have"
             yield (
-                f"{self.duplicates:,} lines have the custom_id of an earlier line, so that it does not tell their "
-                f"results apart: line {line} and line {earlier} are both {name[:80]!r}"
+                f"{have} the custom_id of an earlier one, so that it does not tell their results apart: "
+                f"line {line} and line {earlier} are both {name[:80]!r}"
             )
 
 

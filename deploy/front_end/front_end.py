@@ -218,7 +218,8 @@ class FrontEnd:
 
     def _check_counted(self, size_bytes: int, bound: TextBound, field: str) -> None:
         """Raises `RequestTooLarge` for texts that are longer than a prompt, and than what is read of others."""
-        if bound.max_bytes is None or size_bytes <= (limit := max(bound.max_bytes, self.limits.max_counted_text_bytes)):
+        limit = self._most_read(bound)
+        if limit is None or size_bytes <= limit:
             return
         raise RequestTooLarge(
             f"there are {size_bytes} bytes of text; at most {limit} are read at once",
@@ -226,6 +227,10 @@ class FrontEnd:
             asked=size_bytes,
             limit=limit,
         )
+
+    def _most_read(self, bound: TextBound) -> int | None:
+        """Bytes of text that are read although a prompt cannot be as long; None: any number of them."""
+        return None if bound.max_bytes is None else max(bound.max_bytes, self.limits.max_counted_text_bytes)
 
     async def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of several prompts, short ones together. Raises as `encode` does."""
@@ -302,7 +307,7 @@ class FrontEnd:
         beside those that the template writes. is_cut: the model is given a part of them, so there may be more.
 
         Raises `InvalidRequest` when the model has no tokenizer or no template, or the template refuses,
-        `RequestTooLarge` when its texts are longer than the model takes.
+        `ContextTooLong` when its texts are longer than the model takes.
         """
         tokenizer, bound, limits = self.tokenizer, self._text_bound(), self.limits
         if is_cut:
@@ -316,7 +321,9 @@ class FrontEnd:
 
         def work() -> list[int]:
             # The template may leave out much of a conversation, so what is as short as any text may be is rendered.
-            self._check_counted(sum(map(bytes_of, texts_in([messages, tools, variables]))), bound, "messages")
+            size_bytes, most = sum(map(bytes_of, texts_in([messages, tools, variables]))), self._most_read(bound)
+            if most is not None and size_bytes > most:
+                raise bound.too_long(f"the messages have {size_bytes} bytes of text", size_bytes, "messages")
             return tokenizer.chat(
                 messages,
                 tools,

@@ -93,8 +93,13 @@ class TextBound(NamedTuple):
     def check(self, size_bytes: int, field: str) -> None:
         """Raises `ContextTooLong` for a text that is longer than any of so many tokens."""
         if self.max_bytes is not None and size_bytes > self.max_bytes:
-            what = f"the text has {size_bytes} bytes, and {self.max_tokens} tokens hold at most {self.max_bytes} bytes"
-            raise ContextTooLong.of(what, self.max_tokens, field=field, asked=size_bytes, limit=self.max_bytes)
+            raise self.too_long(f"the text has {size_bytes} bytes", size_bytes, field)
+
+    def too_long(self, what: str, size_bytes: int, field: str) -> ContextTooLong:
+        """The error for a text of more than `max_bytes`. what: that it is, in words."""
+        assert self.max_bytes is not None
+        what = f"{what}, and {self.max_tokens} tokens hold at most {self.max_bytes} bytes"
+        return ContextTooLong.of(what, self.max_tokens, field=field, asked=size_bytes, limit=self.max_bytes)
 
     def check_tokens(self, text: str, count: Callable[[str], int], field: str) -> None:
         """Raises `ContextTooLong` where the first pieces of a text have far too many tokens already. count: of a

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...errors import CorruptCheckpoint, InvalidRequest, InvalidSetting
+from ...errors import CorruptCheckpoint, InvalidRequest, InvalidSetting, RequestTooLarge
 from ...proto.worker import ModelSettings
 from ...workers.checkpoint.json_file import clipped
 from ...workers.checkpoint.side_files import check_side_files
@@ -212,7 +212,8 @@ class Tokenizer:
 
         variables: for the template. add_special_tokens: beside those that the template writes. bound: of the rendered
         text. limits: of what it takes to render it.
-        Raises `InvalidRequest` when the checkpoint has no template, or the template refuses the messages.
+        Raises `InvalidRequest` when the checkpoint has no template, or the template refuses the messages,
+        `ContextTooLong` when their text is longer than the bound.
         """
         self.check_variables(variables or {})
         if self._has_chat_of_its_own:
@@ -231,7 +232,13 @@ class Tokenizer:
         question = Question(
             template, messages, list(tools) or None, given, add_generation_prompt, continue_final_message
         )
-        text = self._templates.render(question, limits, most)
+        try:
+            text = self._templates.render(question, limits, most)
+        except RequestTooLarge:
+            if bound is None or bound.max_bytes is None:
+                raise
+            what = f"the chat template makes a text of more than {most} bytes of these messages"
+            raise bound.too_long(what, most + 1, "messages") from None
         if bound is None:
             return self.encode(text, add_special_tokens)
         return self.encode_bounded(text, bound, add_special_tokens)

@@ -88,11 +88,13 @@ def make_app(
     root_path: str = "",
     allowed_origins: Sequence[str] = (),
     request_log: RequestLog | None = None,
+    tells_ids: bool = True,
 ) -> FastAPI:
     """The application. front_end: called with each request, so that the engine may come later than the routes.
     limits: of what is read before that; what a request holds is judged by the front end's own. root_path: where a proxy
     shows it; requests may come with this in front of their path, or without. allowed_origins: of pages in browsers
-    whose scripts may ask. request_log: has a line of each request that asks for something."""
+    whose scripts may ask. request_log: has a line of each request that asks for something. tells_ids: answers have the
+    header `X-Request-Id`, which some proxies add themselves."""
     app = FastAPI(title="Intarsia", version="1", docs_url=None, redoc_url=None)
     created = now_s()
     limits = limits or Limits()
@@ -103,7 +105,7 @@ def make_app(
         app.add_middleware(Logged, log=request_log)
     if root_path:
         app.add_middleware(Place, root_path=root_path)
-    app.add_middleware(Named, limits=limits)
+    app.add_middleware(Named, limits=limits, tells_ids=tells_ids)
     if allowed_origins:
         app.add_middleware(
             CORSMiddleware,

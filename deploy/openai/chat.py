@@ -5,7 +5,7 @@ from typing import Any
 
 from ...errors import InvalidRequest
 from ...proto.reply import num_values
-from ..front_end import FrontEnd
+from ..front_end.front_end import FrontEnd
 from .answers import Counter, StreamUsage, now_s
 from .conversation import Conversation, Said
 from .logprobs import Spelling, of_chat, of_prompt

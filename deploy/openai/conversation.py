@@ -1,5 +1,6 @@
 """What chat and responses share: a conversation by the model's template, and what is said and called in its answers."""
 
+import contextlib
 from collections.abc import AsyncGenerator
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from .requests import (
     truncated,
     turns_aside,
 )
-from .tools import CallPiece, CallReader, form_of_calls, tool_use
+from .tools import CallPiece, CallReader, naming_tools, tool_use
 
 
 class Said(NamedTuple):
@@ -105,9 +106,8 @@ class Conversation:
     async def say(self, counter: Counter, *, is_streaming: bool) -> AsyncGenerator[Said, None]:
         """What comes, of all answers in one stream. Counts it."""
         readers = [CallReader(self._use) for _ in range(self.asked.sampling.n)] if self._use else None
-        form = form_of_calls(self._use) if self._use and self.must_call else None
         is_single = self._body.parallel_tool_calls is False
-        with in_own_words(self._body, form=form):
+        with in_own_words(self._body), naming_tools(self._use) if self._use else contextlib.nullcontext():
             async for piece in pieces(self.front_end, [self.asked], is_streaming=is_streaming):
                 counter.add(piece)
                 if readers is None:

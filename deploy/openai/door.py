@@ -49,9 +49,10 @@ class Named:
     """Gives each request an id, and tells it with the answer. HEAD is answered as GET is, without what follows the
     head, which servers leave out."""
 
-    def __init__(self, app: ASGIApp, limits: Limits):
+    def __init__(self, app: ASGIApp, limits: Limits, *, tells_ids: bool):
         self._app = app
         self._limits = limits
+        self._tells_ids = tells_ids
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -62,7 +63,7 @@ class Named:
         inner = {**scope, "method": method, REQUEST_ID: called}
 
         async def send_named(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            if message["type"] == "http.response.start" and self._tells_ids:
                 header = (b"x-request-id", called.id.encode())
                 message = {**message, "headers": [*message.get("headers", ()), header]}
             await send(message)

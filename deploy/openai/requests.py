@@ -161,16 +161,12 @@ def terms_of(body: Sampling) -> Terms:
 
 
 @contextlib.contextmanager
-def in_own_words(body: Sampling, *, form: tuple[str, str] | None = None) -> Iterator[None]:
-    """What the engine refuses names the field of the request that it is about. form: the field and what it is in words,
-    where the form of the answer comes from neither of the two usual fields."""
+def in_own_words(body: Sampling) -> Iterator[None]:
+    """What the engine refuses names the field of the request that it is about."""
     try:
         yield
     except InvalidRequest as error:
-        if error.field in FORMS and form is not None:
-            error.message = error.message.replace(error.field, form[1], 1)
-            error.field = form[0]
-        elif error.field in FORMS:
+        if error.field in FORMS:
             error.field = "response_format" if body.response_format is not None else "structured_outputs"
         elif error.field == "logprobs" and isinstance(body, ChatRequest):
             error.field = "top_logprobs"

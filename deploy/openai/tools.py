@@ -9,10 +9,11 @@ Models write calls in the form they were trained on; three are known, and told b
 Where a call is required, the answer's form is a JSON schema, and nothing needs to be guessed.
 """
 
+import contextlib
 import json
 import re
 import uuid
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ...errors import InvalidRequest
@@ -24,6 +25,9 @@ MARKERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 
 HEAD = re.compile(r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 """How most calls begin, up to their arguments."""
+
+PLACE = re.compile(r"#/\$defs/(?P<tool>\d+)(?P<rest>.*)", re.DOTALL)
+"""A pointer into the schema that `_calls_schema` makes, where it lies within that of a tool."""
 
 BEGUN_CALL = re.compile(r'\{"name":"(?P<name>[^"]*)"(?:,"arguments":(?P<arguments>.*))?', re.DOTALL)
 """A call within the array that `_calls_schema` asks for, from its beginning to where the answer was cut."""
@@ -85,13 +89,34 @@ def tool_use(body: ChatRequest, shaped: Shape = closed) -> ToolUse | None:
     return ToolUse(tools, None, None)
 
 
-def form_of_calls(use: ToolUse) -> tuple[str, str]:
-    """The field that says what calls must look like, and what it is in words."""
-    names = [tool.function.name for tool in use.tools]
-    called = names[0] if len(names) == 1 else use.called
-    if called is None:
-        return "tools", f"the parameters of one of the tools {', '.join(names[:MOST_NAMES])}"
-    return f"tools.{names.index(called)}.function.parameters", f"the parameters of the tool {called!r}"
+@contextlib.contextmanager
+def naming_tools(use: ToolUse) -> Iterator[None]:
+    """What is complained of in the schema of a tool names the tool, and its field of the request."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.field == "json_schema" and use.form is not None:
+            _name_tool(error, use)
+        raise
+
+
+def _name_tool(error: InvalidRequest, use: ToolUse) -> None:
+    found = PLACE.match(str(error.details.get("place", "")))
+    # Which tool: the one that must be called, the one within whose schema the fault lies, or the only one.
+    if use.called is not None:
+        at, place = [tool.function.name for tool in use.tools].index(use.called), error.details.get("place", "")
+    elif found is not None:
+        at, place = int(found["tool"]), f"#{found['rest']}" if found["rest"] else ""
+    elif len(use.tools) == 1:
+        at, place = 0, ""
+    else:
+        error.field = "tools"
+        return
+    error.field = f"tools.{at}.function.parameters"
+    complaint = str(error.details.get("complaint", error.message))
+    if complaint.startswith("json_schema "):
+        whose = f"the parameters of the tool {use.tools[at].function.name!r}"
+        error.message = complaint.replace("json_schema", whose, 1) + (f", at {place}" if place else "")
 
 
 def _parameters(at: int, tool: Tool, shaped: Shape) -> dict[str, Any]:

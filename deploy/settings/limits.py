@@ -6,6 +6,7 @@ and `docs/reliability.md` prints the table. A limit holds before what it limits 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from textwrap import wrap
 from typing import Any, NamedTuple
 
 from ...errors import InvalidRequest, InvalidSetting
@@ -122,6 +123,10 @@ class Row(NamedTuple):
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
 
+    @property
+    def default_text(self) -> str:
+        return f"{self.default:,}" if isinstance(self.default, int) else f"{self.default:g}"
+
 
 def rows() -> Iterator[Row]:
     """The table, in its order."""
@@ -136,8 +141,15 @@ def markdown() -> Iterator[str]:
     yield "| limit (flag) | default | unit | what it limits | answer |"
     yield "|---|---|---|---|---|"
     for row in rows():
-        default = f"{row.default:,}" if isinstance(row.default, int) else f"{row.default:g}"
-        yield f"| `{row.flag}` | {default} | {row.unit} | {row.about} | {row.answer} |"
+        yield f"| `{row.flag}` | {row.default_text} | {row.unit} | {row.about} | {row.answer} |"
+
+
+def as_text() -> Iterator[str]:
+    """The table for people: two lines for each limit, of 80 columns at the most."""
+    yield f"{'limit':<26} {'default':>18}  answer"
+    for row in rows():
+        yield f"{row.flag:<26} {f'{row.default_text} {row.unit}':>18}  {row.answer}"
+        yield from (f"    {line}" for line in wrap(row.about, 76))
 
 
 def check_id(request_id: str, limits: Limits) -> None:

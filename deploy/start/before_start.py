@@ -138,7 +138,7 @@ def check_memory(weights: int, settings: EngineSettings, free: int) -> None:
     advice = "Lower kv_cache_memory" if weights < free else "Take a smaller model"
     raise InvalidSetting(
         f"weights of {_human(weights)} and kv_cache_memory of {_human(cache)}{each} are asked for, and this machine "
-        f"has {_human(free)} of memory free. {advice}, or a machine with more.",
+        f"has {_human(free)} of memory free. {advice}, or take a machine with more.",
         field="kv_cache_memory" if weights < free else "model",
         asked=weights + cache,
         limit=free,

@@ -42,11 +42,20 @@ while bytes_heard.recv(1, socket.MSG_PEEK) and not end.poll(1000 * after_s) and 
     except BlockingIOError:
         continue
     if left and left in numbers:
+        tidy = b"\\r\\33[K\\33[?25h" if os.isatty(2) else b""
+        os.write(2, tidy)
         os.write(1, b"stopping ...\\n")
         os.kill(guarded, signal.SIGKILL)
+        os.write(2, tidy)
         break
 """
 """Its program. What our thread ends this process for it leaves where it is."""
+
+TIDY = b"\r\33[K\33[?25h"
+"""To a terminal: the line is empty, and the cursor can be seen. A bar that is not finished leaves neither."""
+
+ERROR = 2
+"""The file of standard error. `sys.stderr` may be a bar's."""
 
 
 _spared: set[int] = set()
@@ -110,6 +119,9 @@ def leave(status: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+    with contextlib.suppress(OSError):
+        if os.isatty(ERROR):
+            os.write(ERROR, TIDY)
     os._exit(status)
 
 

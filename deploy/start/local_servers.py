@@ -1,4 +1,4 @@
-"""Servers of this user on this machine, so that `intarsia top` finds them without being told.
+"""Servers of this user on this machine, so that `intarsia top` finds them without being told; why one does not answer.
 
 A server leaves a file that only its user can read: where it listens, and the admin key that was drawn for it. A key
 that was given to the server is not written anywhere.
@@ -7,13 +7,14 @@ that was given to the server is not written anywhere.
 import contextlib
 import json
 import os
+import ssl
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ...errors import InvalidSetting
+from ...errors import EngineUnavailable, IntarsiaError, InvalidSetting
 
 
 class Running(NamedTuple):
@@ -53,6 +54,27 @@ def running() -> list[Running]:
         except (OSError, ValueError, KeyError):
             continue
     return found
+
+
+def not_asked(url: str, error: Exception) -> IntarsiaError:
+    """The error to raise when a server could not be asked over HTTP. error: of `urllib`."""
+    reason = getattr(error, "reason", error)
+    why = (reason.strerror if isinstance(reason, OSError) else None) or str(reason)
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        return InvalidSetting(
+            f"{url} has a certificate that nobody known here has signed for this name. Say who may have: "
+            "--ssl-ca-certs FILE",
+            field="ssl_ca_certs",
+        )
+    if isinstance(reason, ConnectionRefusedError):
+        advice = "Start a server (intarsia serve MODEL), or say where one is: --url URL"
+    elif isinstance(reason, ConnectionResetError) and url.startswith("http:"):
+        advice = f"If it speaks TLS: --url {url.replace('http:', 'https:', 1)}"
+    elif isinstance(reason, ssl.SSLError):
+        advice = f"If it speaks no TLS: --url {url.replace('https:', 'http:', 1)}"
+    else:
+        return EngineUnavailable(f"{url} cannot be asked: {why}")
+    return EngineUnavailable(f"{url} cannot be asked: {why}. {advice}")
 
 
 def folder() -> Path:

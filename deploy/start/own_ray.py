@@ -42,12 +42,14 @@ STUCK_S = 2.0
 
 ASK_TIMEOUT_S = 5.0
 
+LONGEST_REASON_CHARS = 300
+
 
 class OwnRay:
     """A local cluster of this process alone."""
 
     def __init__(self, workers: int):
-        """workers: to have room for. Raises what `ray.init` raises; nothing is left then."""
+        """workers: to have room for. Raises `EngineUnavailable`; nothing is left then."""
         self._workers = workers
         self._is_over = threading.Event()
         self._has_begun = threading.Event()
@@ -79,7 +81,7 @@ class OwnRay:
             self._undo.enter_context(_own_environment())
             self._start()
         except BaseException as error:  # noqa: BLE001  raised where the thread was started
-            self._error = error
+            self._error = _unstarted(error)
             end_processes(processes_of_ray())
             ray.shutdown()
             self._undo.close()
@@ -99,6 +101,18 @@ class OwnRay:
             _node_ip_address="127.0.0.1",
             **QUIET,
         )
+
+
+def _unstarted(error: BaseException) -> BaseException:
+    """`ray.init` raises whatever went wrong, an `Exception` with a sentence included."""
+    if not isinstance(error, Exception):
+        return error
+    where = os.environ.get("RAY_TMPDIR", "/tmp") + "/ray"
+    why = " ".join(str(error).split())[:LONGEST_REASON_CHARS] or type(error).__name__
+    return EngineUnavailable(
+        f"Ray could not be started on this machine: {why.rstrip('.')}. Try again when the machine has less to do, and "
+        f"see that {where} can be written and has room; Ray's logs are there."
+    )
 
 
 QUIET = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}

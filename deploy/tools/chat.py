@@ -19,7 +19,8 @@ from rich.console import Console
 from ...errors import EngineUnavailable, IntarsiaError, InvalidRequest, InvalidSetting, Unauthenticated
 from ...workers.checkpoint.json_file import clipped
 from ..checkpoints.real_models import REAL_MODELS, installed_files
-from ..start.local_servers import running
+from ..start.local_servers import not_asked, running
+from ..terminal.banner import human_seconds
 
 CHAT_MODEL = "smollm2-135m-instruct"
 
@@ -30,7 +31,7 @@ LOOK_EVERY_S = 0.2
 
 START = "from intarsia.deploy.cli import main; main()"
 
-HELP = """/system TEXT   what the model is to keep in mind, from now on; alone: take it away
+HELP = """/system TEXT   what the model is to keep in mind; without a text: nothing
 /reset         forget the conversation
 /help          this list
 /quit          end; Ctrl-D too
@@ -50,8 +51,8 @@ class Measured(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{self.cached_tokens:,} of {self.prompt_tokens:,} prompt tokens found in the cache, "
-            f"{self.completion_tokens:,} new ones; first after {self.first_s:.2f} s, all after {self.total_s:.2f} s"
+            f"{self.cached_tokens:,} of {self.prompt_tokens:,} prompt tokens cached; first after "
+            f"{human_seconds(self.first_s)}, all {self.completion_tokens:,} after {human_seconds(self.total_s)}"
         )
 
 
@@ -107,7 +108,7 @@ class ChatServer:
             kind = EngineUnavailable if error.code in (429, 503) or error.code >= 500 else InvalidRequest
             raise kind(f"{self._url} answers {error.code}: {said}") from None
         except (OSError, ValueError, LookupError, http.client.HTTPException) as error:
-            raise EngineUnavailable(f"{self._url} can not be asked: {error}") from None
+            raise not_asked(self._url, error) from None
 
 
 class Conversation:

@@ -1,5 +1,6 @@
 """`intarsia top`: what the console shows, in a terminal."""
 
+import http.client
 import json
 import ssl
 import time
@@ -16,7 +17,7 @@ from rich.text import Text
 
 from ...errors import EngineUnavailable, InvalidSetting, Unauthenticated
 from ..console import VIEW_PATH
-from ..start.local_servers import running
+from ..start.local_servers import not_asked, running
 from ..terminal.banner import human_bytes, human_seconds
 
 LOOPBACK, ANY_HOST = {"127.0.0.1", "::1", "localhost"}, {"0.0.0.0", "::"}
@@ -104,14 +105,8 @@ def look(server: Server, since_step: int = 0) -> dict[str, Any]:
         if error.code == 401:
             raise Unauthenticated(f"{server.url} wants its admin key: --admin-key KEY", field="admin_key") from None
         raise EngineUnavailable(f"{server.url} answers {error.code}: {said[:300]}") from None
-    except (OSError, ValueError) as error:
-        if "CERTIFICATE_VERIFY_FAILED" in str(error):
-            raise InvalidSetting(
-                f"{server.url} has a certificate that nobody known here has signed for this name. Say who may have: "
-                "--ssl-ca-certs FILE",
-                field="ssl_ca_certs",
-            ) from None
-        raise EngineUnavailable(f"{server.url} can not be asked: {error}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise not_asked(server.url, error) from None
 
 
 def show_once(server: Server, *, as_json: bool) -> None:
@@ -181,6 +176,8 @@ def screen(view: dict[str, Any], before: dict[str, Any], steps: list[dict[str, A
     return Group(
         _numbers(view, before),
         Text(),
+        _late(view["latencies"]),
+        Text(),
         _groups(view),
         Text(),
         _steps(view["steps"] if steps is None else steps),
@@ -200,20 +197,20 @@ def _numbers(view: dict[str, Any], before: dict[str, Any]) -> RenderableType:
     line.append(f"  {view['strategy']}\n", style="dim")
     line.append(f"{load['running']} running, {load['waiting']} waiting; ")
     line.append(f"tokens/s: {rate['prompt_tokens']:,.0f} in, {rate['generated_tokens']:,.0f} out\n")
-    line.append(f"{share:.1%} of prompts cached, {load['preemptions']} preemptions; {held:.0%} of the pool held\n")
-    line.append(_late(view["latencies"]))
+    line.append(f"{share:.1%} of prompts cached, {load['preemptions']} preemptions; {held:.0%} of the pool held")
     return line
 
 
-def _late(latencies: dict[str, dict[str, float | None]]) -> str:
+def _late(latencies: dict[str, dict[str, float | None]]) -> RenderableType:
     """The middle and the slow end of each, of the last minute."""
+    if all(each["p50_s"] is None for each in latencies.values()):
+        return Text("no token in the last minute", style="dim")
     names = {"first_token": "first token", "next_token": "next token", "queue": "queue"}
-    parts = []
-    for kind, name in names.items():
-        p50_s, p95_s = latencies[kind]["p50_s"], latencies[kind]["p95_s"]
-        if p50_s is not None and p95_s is not None:
-            parts.append(f"{name} {human_seconds(p50_s)}, p95 {human_seconds(p95_s)}")
-    return "; ".join(parts) or "no token in the last minute"
+    table = _table(("last minute", "<"), *((name, ">") for name in names.values()))
+    for key, words in (("p50_s", "median"), ("p95_s", "p95")):
+        late = (latencies[kind][key] for kind in names)
+        table.add_row(words, *("" if seconds is None else human_seconds(seconds) for seconds in late))
+    return table
 
 
 def _groups(view: dict[str, Any]) -> RenderableType:

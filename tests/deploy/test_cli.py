@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from intarsia import __version__
 from intarsia.deploy.cli import app
 from intarsia.proto.reply import Delta
 from intarsia.tests.deploy.scripted import HANG
@@ -104,6 +105,11 @@ def test_interrupt_exits_130_quietly_and_stops_the_generation(serve_script):
     _, stderr = process.communicate(timeout=10)
     assert (process.returncode, stderr) == (130, "")
     assert engine.closed.wait(5)
+
+
+def test_the_version_is_that_of_the_package():
+    done = intarsia("--version")
+    assert (done.exit_code, done.stdout) == (0, f"intarsia {__version__}\n")
 
 
 def test_help_loads_nothing_heavy():

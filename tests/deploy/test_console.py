@@ -205,7 +205,9 @@ def test_page_follows_the_engine(console: Console, page: Page, streams: list):
             break
         page.wait_for_timeout(500)
     assert len(clocks) == 4
-    assert 6 <= page.locator("#requests tr").count() <= 9  # a head, and eight but for those that are just asked again
+    assert (
+        6 <= page.locator("#requests tr:not(.more)").count() <= 9
+    )  # a head, and eight but for those that are just asked again
     assert page.locator("#workers tr").count() == 2
     assert "ms on the workers" in page.inner_text("#pace")
     assert re.search("running.*(nothing of it|all that) was known", page.inner_text("#requests"), re.DOTALL)
@@ -239,6 +241,29 @@ def test_nothing_is_wider_than_a_phone(console: Console, browser: Browser, strea
 
 
 @needs_browser
+def test_on_a_phone_no_column_is_cut_and_why_stands_below_its_request(
+    console: Console, browser: Browser, streams: list
+):
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    shown(page, console.url)
+    page.wait_for_selector("#requests tr.more:visible")
+    wide, room = page.evaluate("(box => [box.scrollWidth, box.clientWidth])(document.querySelector('.scroll'))")
+    assert wide <= room
+    assert re.search("known|looked up", page.locator("#requests tr.more").first.inner_text())
+    page.close()
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1440, 1000, 700, 390])
+def test_the_rows_of_figures_are_full(console: Console, browser: Browser, width: int):
+    page = browser.new_page(viewport={"width": width, "height": 844})
+    shown(page, console.url)
+    tops = page.evaluate("[...document.querySelectorAll('#numbers > div')].map(box => box.offsetTop)")
+    assert len({tops.count(top) for top in tops}) == 1, tops
+    page.close()
+
+
+@needs_browser
 def test_pointing_at_a_page_tells_whose_it_is(console: Console, page: Page, streams: list):
     shown(page, console.url)
     page.hover("#pool", position={"x": 1, "y": 1})
@@ -263,6 +288,28 @@ def test_text_is_shown_only_where_that_was_switched_on_and_never_as_markup(
     shown(page, console.url_with_prompts)
     assert "<img src=x onerror=alert(1)> maple" in page.inner_text("#ended")
     assert page.locator("#ended img").count() == 0
+
+
+@needs_browser
+def test_a_long_text_takes_two_lines_until_all_of_it_is_asked_for(console: Console, page: Page, loop: Loop):
+    async def ask() -> None:
+        async for _ in console.engine.client.generate([70 + n % 20 for n in range(400)], SamplingParams(max_tokens=2)):
+            pass
+
+    loop.run(ask())
+    shown(page, console.url_with_prompts)
+    page.set_viewport_size({"width": 390, "height": 844})
+    text = page.locator("#ended .said.long").first
+    folded = text.bounding_box()
+    text.press("Enter")
+    opened = text.bounding_box()
+    assert folded and opened and folded["height"] < 50 < 2 * folded["height"] < opened["height"]
+    clock = page.evaluate("document.documentElement.dataset.shown")
+    page.wait_for_selector(f"html:not([data-shown='{clock}'])")  # the table is made anew
+    assert (
+        text.get_attribute("aria-expanded") == "true"
+        and page.evaluate("document.activeElement.className") == "said long"
+    )
 
 
 @needs_browser
@@ -428,7 +475,9 @@ def test_top_fits_80_columns_and_says_since_when_a_server_is_gone(console: Conso
     terminal.print(screen(view, before))
     lines = terminal.export_text().splitlines()
     assert max(map(len, lines)) <= 80
-    assert [line for line in lines if re.match(r"first token .*, p95 .*; next token .*; queue .*", line)]
+    head = next(n for n, line in enumerate(lines) if re.match("last minute +first token +next token +queue", line))
+    for line, word in zip(lines[head + 1 : head + 3], ("median", "p95"), strict=True):
+        assert re.match(rf"{word}( +[\d.]+ m?s){{3}}", line)
     assert [line for line in lines if line.startswith("steps") and line.rstrip().endswith("ms")]
     told_gone = gone(EngineUnavailable("nobody answers"), time.time() - 7).plain
     assert re.match(r"no answer since \d\d:\d\d:\d\d, 7 s ago; asking again each second", told_gone)

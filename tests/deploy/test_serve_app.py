@@ -97,6 +97,14 @@ def test_a_prefix_is_found_whichever_replica_is_asked(client: openai.OpenAI):
             assert cached_tokens is not None and answer.usage.prompt_tokens - cached_tokens <= 16
 
 
+def test_an_answer_through_serve_has_one_id_which_its_request_may_bring(addresses: Addresses):
+    body = {"model": "talker", "prompt": "x", "max_tokens": 1}
+    for brought in ({}, {"X-Request-Id": "mine"}):
+        answer = httpx.post(f"{addresses.http}/completions", json=body, headers=brought, timeout=60)
+        [found] = answer.headers.get_list("X-Request-Id")
+        assert found and found == brought.get("X-Request-Id", found)
+
+
 def test_errors_pass_through_serve_as_they_are(client: openai.OpenAI):
     with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(model="talker", prompt="x", extra_body={"max_token": 3})

@@ -3,7 +3,8 @@
 llguidance counts what it does and gives up, but not everywhere: the intersection of twenty patterns, `.*a.{19}` and the
 like, is computed for hours, in a thread that nothing can stop, and what overflows the stack takes its process with it.
 So whatever is compiled in a worker has been compiled before, within a second and so much memory, by a child of it that
-a timer of its own ends. The child reads a line of JSON for each form, and answers with one.
+a timer of its own ends. The child reads a line of JSON for each form, and answers with one. What is wrong with a schema
+is then looked for, part by part, under a timer, too.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from ...errors import InvalidRequest
@@ -20,10 +22,27 @@ from ...errors import InvalidRequest
 TRIAL_S = 1.0
 """What compiling it may take, up to the tokens an answer can begin with."""
 
+PLACE_S = 0.25
+"""What looking for the cause of a complaint may take."""
+
 TRIAL_BYTES = 2 << 30
 """Of address space."""
 
 MOST_CHARS_TOLD = 300
+
+MOST_PARTS_TRIED = 1000
+"""Of a schema, in which the cause of a complaint is looked for."""
+
+LONGEST_PLACE_CHARS = 120
+
+PLACE_OF = "place of "
+"""Before the kind of a form: a question for the place of a complaint in it."""
+
+NAMED = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
+"""Keywords of JSON Schema whose values are schemas by name."""
+
+DATA = ("const", "enum", "default", "examples")
+"""Keywords whose values are no schemas."""
 
 
 class FormTrial:
@@ -34,20 +53,27 @@ class FormTrial:
         self._child: subprocess.Popen[str] | None = None
 
     def run(self, kind: str, text: str) -> None:
-        """Raises `InvalidRequest`, naming the field, if the form is none or takes too much."""
+        """Raises `InvalidRequest`, naming the field, if the form is none or takes too much. Of a schema the error's
+        details have the `complaint` alone and its `place`, a pointer, where that is known."""
         with self._lock:
-            answer = self._ask(json.dumps([kind, text]) + "\n")
-        if not answer:
-            raise InvalidRequest(
-                f"{kind} can not be compiled within {TRIAL_S:g} s and {TRIAL_BYTES >> 20} MiB; make it simpler",
-                field=kind,
-            )
-        complaint = json.loads(answer)
-        if complaint is not None:
+            answer = self._ask(kind, text)
+            if not answer:
+                raise InvalidRequest(
+                    f"{kind} can not be compiled within {TRIAL_S:g} s and {TRIAL_BYTES >> 20} MiB; make it simpler",
+                    field=kind,
+                )
+            complaint = json.loads(answer)
+            if complaint is None:
+                return
+            place = json.loads(self._ask(PLACE_OF + kind, text) or "null")
+        if not place:
             raise InvalidRequest(complaint, field=kind)
+        place = place if len(place) <= LONGEST_PLACE_CHARS else f"{place[: LONGEST_PLACE_CHARS - 4]} ..."
+        raise InvalidRequest(f"{complaint}, at {place}", field=kind, complaint=complaint, place=place)
 
-    def _ask(self, question: str) -> str:
+    def _ask(self, kind: str, text: str) -> str:
         """What the child says; nothing if it ends over it."""
+        question = json.dumps([kind, text]) + "\n"
         if self._child is None or self._child.poll() is not None:
             self._child = _start()
         assert self._child.stdin is not None and self._child.stdout is not None
@@ -104,10 +130,12 @@ def serve() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokenizer = LLTokenizer("byte")  # it is the form that takes long, not the vocabulary
     for question in sys.stdin:
-        signal.setitimer(signal.ITIMER_REAL, TRIAL_S)
-        complaint = _complaint(tokenizer, *json.loads(question))
+        kind, text = json.loads(question)
+        asked, within_s = (_place, PLACE_S) if kind.startswith(PLACE_OF) else (_complaint, TRIAL_S)
+        signal.setitimer(signal.ITIMER_REAL, within_s)
+        answer = asked(tokenizer, kind.removeprefix(PLACE_OF), text)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps(complaint), flush=True)
+        print(json.dumps(answer), flush=True)
 
 
 def _complaint(tokenizer, kind: str, text: str) -> str | None:
@@ -120,3 +148,58 @@ def _complaint(tokenizer, kind: str, text: str) -> str | None:
     if not matcher.is_error():
         matcher.compute_bitmask()
     return complaint_about(matcher, kind)
+
+
+def _place(tokenizer, kind: str, text: str) -> str | None:
+    """A pointer to the innermost part of a schema of which alone the same is complained; None where it is in no part.
+
+    A part that refers to others than the definitions is complained of otherwise when it stands alone, and passed over.
+    """
+    if kind != "json_schema":
+        return None
+    try:
+        part = json.loads(text)
+    except ValueError:
+        return None
+    complaint, shared = _complaint(tokenizer, kind, text), _shared(part)
+    place, left = "", MOST_PARTS_TRIED
+
+    def is_at_fault(inner: dict[str, Any]) -> bool:
+        return _complaint(tokenizer, kind, json.dumps({**shared, **inner})) == complaint
+
+    while True:
+        for step, inner in _parts(part):
+            left -= 1
+            if left < 0:
+                return None
+            if is_at_fault(inner):
+                place, part = f"{place}/{step}", inner
+                break
+        else:
+            return f"#{place}" if place else None
+
+
+def _shared(schema: Any) -> dict[str, Any]:
+    """The definitions that any part of the schema may refer to."""
+    given = schema if isinstance(schema, dict) else {}
+    return {name: given[name] for name in ("$defs", "definitions") if name in given}
+
+
+def _parts(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schemas right within a schema, definitions first, and the way to each."""
+    given = schema if isinstance(schema, dict) else {}
+    for name in sorted(given, key=lambda name: NAMED.index(name) if name in NAMED else len(NAMED)):
+        value = given[name]
+        if name in DATA:
+            continue
+        if isinstance(value, list):
+            yield from ((f"{name}/{n}", each) for n, each in enumerate(value) if isinstance(each, dict))
+        elif name in NAMED and isinstance(value, dict):
+            yield from ((f"{name}/{_escaped(key)}", each) for key, each in value.items() if isinstance(each, dict))
+        elif isinstance(value, dict):
+            yield name, value
+
+
+def _escaped(name: str) -> str:
+    """As pointers have it."""
+    return name.replace("~", "~0").replace("/", "~1")

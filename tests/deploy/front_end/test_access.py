@@ -23,6 +23,8 @@ from intarsia.deploy.grpc.reflection import SERVICE_NAMES
 from intarsia.deploy.grpc.server import GrpcServer
 from intarsia.deploy.http.server import HttpServer
 from intarsia.deploy.openai.app import make_app
+from intarsia.deploy.tools.chat import ChatServer
+from intarsia.deploy.tools.top import Server, look
 from intarsia.errors import EngineUnavailable, InvalidSetting, Overloaded, Unauthenticated
 from intarsia.proto import inference_pb2 as pb
 from intarsia.proto import inference_pb2_grpc as pb_grpc
@@ -224,6 +226,19 @@ def test_a_client_without_tls_is_told_that_the_server_speaks_it(start: Start, fi
     unmet = pytest.raises(EngineUnavailable, match=r"nobody known here has signed.*--ssl-ca-certs FILE")
     with Client(here.grpc, timeout_s=20, tls=Tls(ca_certs=files.other_ca)) as client, unmet:
         client.model_info()
+
+
+@pytest.mark.parametrize("ask", [lambda url: look(Server(url)), lambda url: ChatServer(url).model()])
+def test_top_and_chat_are_told_whether_a_server_speaks_tls(start: Start, files: Files, ask: Callable):
+    safe = start(AccessSettings(ssl_certfile=files.server[0], ssl_keyfile=files.server[1])).http
+    with pytest.raises(InvalidSetting, match=r"nobody known here has signed.*--ssl-ca-certs FILE"):
+        ask(safe)
+    plain = safe.replace("https:", "http:")
+    with pytest.raises(EngineUnavailable, match=f"{plain} cannot be asked: .*If it speaks TLS: --url {safe}"):
+        ask(plain)
+    other = start(AccessSettings()).http
+    with pytest.raises(EngineUnavailable, match=f"If it speaks no TLS: --url {other}"):
+        ask(other.replace("http:", "https:"))
 
 
 def test_a_client_with_tls_is_told_that_the_server_speaks_none(start: Start, files: Files):

@@ -3,9 +3,8 @@ import random
 
 import pytest
 
-from intarsia.controller.engine import Delta, TokenLogprobs
-from intarsia.deploy.text import AT_ONCE_VALUES, StopGate, _parts, whole_answers, with_text
-from intarsia.deploy.tokenizer import Tokenizer
+from intarsia.deploy.front_end.detokenize import AT_ONCE_VALUES, StopGate, _parts, whole_answers, with_text
+from intarsia.deploy.front_end.tokenizer import Tokenizer
 from intarsia.errors import InvalidRequest
 from intarsia.proto.reply import Delta, Rows, TokenLogprobs
 from intarsia.proto.request import SamplingParams
@@ -190,7 +189,7 @@ def test_nothing_is_told_of_what_came_behind_a_stop_in_the_same_delta(byte_token
 
 def test_tokens_that_have_more_log_probabilities_than_are_told_at_once_come_one_by_one():
     top = tuple((token, -1.0) for token in range(AT_ONCE_VALUES))
-    rows = tuple(TokenLogprobs(token, -1.0, top) for token in range(3))
+    rows = Rows.of(TokenLogprobs(token, -1.0, top) for token in range(3))
     delta = Delta(answer=0, token_ids=(0, 1, 2), logprobs=rows, finish_reason="length")
     told = list(_parts(delta))
     assert [part.token_ids for part in told] == [(0,), (1,), (2,)]

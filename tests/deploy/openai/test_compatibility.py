@@ -128,6 +128,27 @@ def test_what_would_be_dropped_in_silence_is_refused_by_its_name(
     assert (status, answer["error"]["param"]) == (400, param), answer
 
 
+LOOKS_AHEAD = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?=x)y"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "plane"}}])
+def test_a_tool_whose_schema_can_not_be_used_is_named_with_the_place_and_the_whole_reason(api: Api, choice: Any):
+    tools = [SAW, {"type": "function", "function": {"name": "plane", "parameters": LOOKS_AHEAD}}]
+    status, answer, _ = call(api, CHAT, ask(CHAT, tools=tools, tool_choice=choice))
+    assert (status, answer["error"]["param"]) == (400, "tools.1.function.parameters"), answer
+    assert answer["error"]["message"] == (
+        "the parameters of the tool 'plane' can not be used: look-around, including look-ahead and look-behind, "
+        "is not supported, at #/properties/a"
+    )
+
+
+def test_a_schema_that_can_not_be_used_is_refused_with_the_place_and_the_whole_reason(api: Api):
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": LOOKS_AHEAD}}
+    status, answer, _ = call(api, CHAT, ask(CHAT, response_format=wanted))
+    assert (status, answer["error"]["param"]) == (400, "response_format"), answer
+    assert answer["error"]["message"].endswith("look-behind, is not supported, at #/properties/a")
+
+
 def test_marks_for_caches_and_thoughts_in_messages_are_taken(api: Api):
     mark = {"cache_control": {"type": "ephemeral"}}
     messages = [
@@ -158,6 +179,10 @@ def test_a_body_without_its_kind_is_told_which_header_to_send(api: Api):
         (COMPLETIONS, {"prompt": "x" * 100_000}),
         (CHAT, {"messages": [{"role": "user", "content": "x " * 600}]}),
         (RESPONSES, {"input": "x " * 600}),
+        # Longer than any text of so many tokens, and longer than any that is rendered at all:
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 100_000}]}),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 3_000_000}]}),
+        (RESPONSES, {"input": "x" * 100_000}),
     ],
 )
 def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_look_for(
@@ -167,6 +192,25 @@ def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_look_for
     error = answer["error"]
     assert (status, error["code"]) == (400, "context_length_exceeded"), answer
     assert "maximum context length is 512 tokens" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        (COMPLETIONS, "max_tokens"),
+        (CHAT, "max_tokens"),
+        (CHAT, "max_completion_tokens"),
+        (RESPONSES, "max_output_tokens"),
+    ],
+)
+def test_more_tokens_than_the_model_has_left_mean_all_that_are_left(api: Api, path: str, field: str):
+    body = {name: value for name, value in ask(path).items() if name != "max_tokens"} | {field: 500_000}
+    body |= {"temperature": 0, "seed": 1} | ({} if path == RESPONSES else {"ignore_eos": True})
+    status, answer, _ = call(api, path, body)
+    assert status == 200, answer
+    if path != RESPONSES:
+        assert answer["usage"]["total_tokens"] == api.front_end.info.longest_request
+        assert answer["choices"][0]["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize("count", [0, 1])

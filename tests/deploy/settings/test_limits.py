@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from intarsia.deploy.settings.limits import Limits, markdown, rows
+from intarsia.deploy.settings.limits import Limits, as_text, markdown, rows
 from intarsia.deploy.start.serve import server_settings
 from intarsia.errors import InvalidSetting
 
@@ -12,8 +12,17 @@ DOCS = Path(__file__).parents[3] / "docs" / "reliability.md"
 
 
 def test_the_page_on_reliability_has_the_table_of_the_code():
-    """After a change: replace the page's table by what `intarsia limits` prints."""
+    """After a change: replace the page's table by what `intarsia limits --markdown` prints."""
     assert "\n".join(["", *markdown(), ""]) in DOCS.read_text()
+
+
+def test_people_see_a_table_of_80_columns_with_all_limits():
+    lines = [*as_text()]
+    assert max(map(len, lines)) <= 80 and not any("|" in line for line in lines)
+    for row in rows():
+        at = next(n for n, line in enumerate(lines) if line.startswith(f"{row.flag} "))
+        assert row.default_text in lines[at] and lines[at].endswith(row.answer)
+        assert lines[at + 1].startswith("    ") and row.about.startswith(lines[at + 1].strip())
 
 
 def test_each_limit_has_a_unit_a_sentence_and_an_answer():

@@ -1,6 +1,10 @@
 """Ctrl-C and SIGTERM while a server starts and while it serves. More of it: `tests/faults/endings.py`."""
 
 import asyncio
+import contextlib
+import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from intarsia.deploy.start.ending import TIDY
 from intarsia.deploy.start.processes import descendants
 from intarsia.tests.faults.endings import WITHOUT_GCS_S, Server, _idlers
 
@@ -58,6 +63,38 @@ def test_a_process_whose_interpreter_is_kept_by_a_library_ends_all_the_same(numb
     while Path(f"/proc/{guard}").exists():
         assert time.monotonic() < until_s, "the guard is left"
         time.sleep(0.05)
+
+
+WITH_A_BAR = """
+import ctypes, sys, time
+from intarsia.deploy.ending import ended_by_signals
+from intarsia.deploy.loading_bar import loading_bar
+with ended_by_signals(), loading_bar():
+    time.sleep(0.3)
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2 if sys.argv[1] == "stuck" else 0):
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", ["waits", "stuck"])
+def test_a_terminal_with_a_bar_has_its_cursor_back_and_an_empty_line(how: str):
+    ours, its = pty.openpty()
+    with subprocess.Popen([sys.executable, "-c", WITH_A_BAR, how], cwd="/", stdout=its, stderr=its) as waiting:
+        os.close(its)
+        shown = b""
+        while b"starting Ray" not in shown:
+            shown += os.read(ours, 4096)
+        time.sleep(0.5)
+        waiting.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # how a terminal says that the other side has gone
+            while piece := os.read(ours, 4096):
+                shown += piece
+        assert waiting.wait(SLOW_S) in (130, -signal.SIGKILL)
+    os.close(ours)
+    assert shown.endswith(TIDY)
+    assert re.search(rb"(\r|\n|\x1b\[2?K|\x1b\[\?25h)stopping \.\.\.(\x1b\[0m)?\r\n", shown), shown[-400:]
 
 
 @pytest.mark.slow

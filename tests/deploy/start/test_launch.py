@@ -83,6 +83,17 @@ def test_the_server_starts_where_no_home_can_be_written():
     assert server.wait(60) == 0 and "Traceback" not in "".join(told) and any("ready" in line for line in told), told
 
 
+def test_a_ray_that_can_not_be_started_is_one_sentence_and_leaves_nothing():
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("intarsia")), "serve", "demo", "--port", "0", "--grpc-port", "0"],
+        env=environment | {"RAY_TMPDIR": "/proc/none"}, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith("error: Ray could not be started on this machine: ")
+    assert "/proc/none" in done.stderr and "Try again" in done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("own_mode", ["disabled", "token"])
 def test_a_cluster_without_a_token_is_refused_when_it_is_joined_whatever_we_would_show(own_mode: str):

@@ -135,6 +135,33 @@ def test_a_form_that_can_not_be_used_is_refused_with_the_whole_reason(kind: str,
     assert str(refused.value).startswith(reason)
 
 
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"type": "string", "pattern": "(?=a)b"}, None),
+        ({"properties": {"x": {"type": "string"}, "a/b": {"items": {"pattern": "(?=a)b"}}}}, "#/properties/a~1b/items"),
+        ({"anyOf": [{"type": "null"}, {"$ref": "#/$defs/A"}], "$defs": {"A": {"type": "elephant"}}}, "#/$defs/A"),
+        ({"properties": {"x": {"enum": [{"type": "elephant"}]}, "y": {"type": "elephant"}}}, "#/properties/y"),
+        ({"properties": {"x": {"items": {"$ref": "#/$defs/A"}}}}, "#/properties/x/items"),
+        # Whether a part that refers to its own root is at fault can not be seen from it alone.
+        ({"properties": {"x": {"$ref": "#/properties/y"}, "y": {"type": "elephant"}}}, "#/properties/y"),
+    ],
+)
+def test_of_a_schema_that_can_not_be_used_the_part_at_fault_is_told(schema: dict, place: str | None):
+    with pytest.raises(InvalidRequest) as refused:
+        FormTrial().run("json_schema", json.dumps(schema))
+    assert refused.value.details.get("place") == place
+    assert str(refused.value).endswith(f", at {place}") is (place is not None)
+
+
+def test_a_schema_of_which_the_fault_is_not_found_in_time_is_refused_all_the_same():
+    trial, endless = FormTrial(), json.loads(ENDLESS)
+    with pytest.raises(InvalidRequest, match=r"json_schema can not be used: Invalid type: elephant$") as refused:
+        trial.run("json_schema", json.dumps({"type": "elephant", "$defs": {"unused": endless}}))
+    assert "place" not in refused.value.details
+    trial.run("json_schema", "{}")
+
+
 def test_a_form_is_compiled_once(talker: Path, monkeypatch: pytest.MonkeyPatch):
     grammars = Grammars(str(talker), False, VOCAB, [EOS])
     grammars.prepare("regex", "ab+")
