@@ -170,6 +170,11 @@ def _not_zero(value: int) -> int:
     return value
 
 
+KeptTokens = Annotated[
+    int, Field(ge=-1, le=BIGGEST_INT, json_schema_extra={"not": {"const": 0}}), AfterValidator(_not_zero)
+]
+
+
 class Sampling(Tolerant):
     """What all ways to ask for text share."""
 
@@ -197,7 +202,7 @@ class Sampling(Tolerant):
     bad_words: Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = Field(
         None, description="Texts whose usual tokens do not come in the answer."
     )
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=BIGGEST_INT), AfterValidator(_not_zero)] | None = Field(
+    truncate_prompt_tokens: KeptTokens | None = Field(
         None, description="So many tokens of the prompt are kept; -1: as many as leave room for max_tokens."
     )
     truncation_side: Literal["left", "right"] | None = Field(None, description="Where it is cut; left unless said.")

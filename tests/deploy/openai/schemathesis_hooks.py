@@ -51,6 +51,10 @@ def keep_rules(body: dict[str, Any]) -> dict[str, Any]:
         }
     if body.get("top_logprobs") is not None:
         body["logprobs"] = True
+    if body.get("max_tokens") is not None and body.get("max_completion_tokens") is not None:
+        body["max_tokens"] = body["max_completion_tokens"]
+    if "messages" in body and body.get("stream"):
+        body["prompt_logprobs"] = None
     if body.get("stream_options") is not None and not body.get("stream"):
         body["stream_options"] = None
     if body.get("continue_final_message"):
@@ -64,7 +68,9 @@ def keep_rules(body: dict[str, Any]) -> dict[str, Any]:
 def _keep_rules_of_forms(body: dict[str, Any]) -> None:
     """A form is said once, and can be compiled."""
     wanted = body.get("structured_outputs")
-    if wanted:
+    if wanted is not None and all(form is None for form in wanted.values()):
+        body["structured_outputs"] = None
+    elif wanted:
         body["response_format"] = None
         if wanted.get("json") is not None:
             body["structured_outputs"] = {"json": A_SCHEMA}
