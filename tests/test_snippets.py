@@ -54,7 +54,7 @@ ELSEWHERE = {
     "ray get-auth-token": "tests/deploy/test_serve_commands.py",
     "ray status": "tests/deploy/test_serve_commands.py",
     "ray job submit": "tests/deploy/test_serve_commands.py",
-    "grpcurl": "tests/deploy/test_reflection.py",
+    "grpcurl": "tests/deploy/grpc/test_reflection.py",
 }
 """Commands that begin so, and what runs them."""
 
