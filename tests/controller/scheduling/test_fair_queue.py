@@ -2,22 +2,13 @@ import random
 
 from intarsia.controller.request import Request
 from intarsia.controller.scheduling.fair_queue import FairQueue
-from intarsia.kvcache.manager import RequestId
-from intarsia.proto.request import SamplingParams, Terms
+from intarsia.kvcache.reach import Full
+from intarsia.proto.request import Terms
+from intarsia.tests.controller.scheduling.by_hand import PROMPT, Bench, request_of
 
 
 def request(number: int, arrival_s: float = 0.0, *, priority: int = 0, tenant: str = "") -> Request:
-    return Request(
-        id=RequestId(number),
-        tokens=[1],
-        prompt_tokens=1,
-        sampling=SamplingParams(),
-        seed=0,
-        stop_token_ids=frozenset(),
-        max_total_tokens=2,
-        terms=Terms(priority=priority, tenant=tenant),
-        arrival_s=arrival_s,
-    )
+    return request_of(number=number, terms=Terms(priority=priority, tenant=tenant), arrival_s=arrival_s)
 
 
 def queue_of(*requests: Request, ageing_s: float = 10.0) -> FairQueue:
@@ -115,3 +106,26 @@ def test_random_use_serves_everybody_once_in_the_order_that_was_promised():
                     del waiting[head.id]
         assert len(queue) == len(waiting)
         assert {each.id for each in queue} == set(waiting)
+
+
+# In a scheduler
+
+
+def test_a_flood_of_one_tenant_does_not_hold_up_another():
+    bench = Bench(Full(), max_num_seqs=1, blocks=64)
+    flood = [bench.add([n] * 6, max_tokens=4, terms=Terms(tenant="flood")) for n in range(6)]
+    bench.step()
+    single = bench.add(PROMPT, max_tokens=4, terms=Terms(tenant="single"))
+    bench.run()
+    assert bench.order_of_ends[:2] == [flood[0].id, single.id]
+
+
+def test_longest_prefix_first_takes_what_is_cached_before_what_came_first():
+    bench = Bench(Full(), max_num_seqs=1, longest_prefix_first=True)
+    bench.add(list(range(12)), max_tokens=1)
+    bench.run()
+    blocker = bench.add(PROMPT, max_tokens=2)
+    bench.step()
+    unknown, known = bench.add([40] * 12, max_tokens=1), bench.add(list(range(12)), max_tokens=1)
+    bench.run()
+    assert bench.order_of_ends[1:] == [blocker.id, known.id, unknown.id]
