@@ -20,7 +20,7 @@ def queue_of(*requests: Request, ageing_s: float = 10.0) -> FairQueue:
 
 
 def drain(queue: FairQueue, tokens: int = 0) -> list[int]:
-    """Everybody in their turn; each is served so many tokens."""
+    """All requests in their turn; each is served so many tokens."""
     order = []
     while (head := queue.head()) is not None:
         queue.remove(head)
@@ -66,7 +66,7 @@ def test_a_tenant_that_was_away_for_a_moment_keeps_what_it_was_served():
     assert drain(queue, tokens=1) == [2, 3]
 
 
-def test_longest_prefix_goes_first_but_passes_nobody_by_for_ever():
+def test_longest_prefix_goes_first_but_no_request_is_passed_over_for_ever():
     queue = queue_of(*(request(n, float(n)) for n in range(4)))
     cached = {0: 5, 1: 7, 2: 9, 3: 9}
     best = queue.best_head(lambda each: cached[each.id], now_s=9.9)
@@ -75,7 +75,7 @@ def test_longest_prefix_goes_first_but_passes_nobody_by_for_ever():
     assert best is not None and best.id == 0
 
 
-def test_random_use_serves_everybody_once_in_the_order_that_was_promised():
+def test_random_use_serves_all_requests_once_in_the_order_that_was_promised():
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     rng = random.Random(seed)

@@ -22,7 +22,7 @@ def test_short_pool_preempts_the_youngest_and_loses_no_token():
     assert bench.generated[young.id] == continuation([2] * 8, 24)
 
 
-def test_short_pool_preempts_the_least_urgent_whoever_came_first():
+def test_short_pool_preempts_the_least_urgent_even_if_it_came_first():
     bench = Bench(Full(), blocks=13, caching=False)
     patient = bench.add([1] * 8, max_tokens=24, terms=Terms(priority=3))
     urgent = bench.add([2] * 8, max_tokens=24)
@@ -43,7 +43,7 @@ def test_urgent_request_takes_the_slot_of_a_less_urgent_one_which_loses_no_token
     assert bench.generated[urgent.id] == continuation([9, 8, 7], 4)
 
 
-def test_urgent_request_displaces_nobody_who_has_run_for_long_enough():
+def test_urgent_request_does_not_displace_one_that_has_run_for_long_enough():
     bench = Bench(Full(), max_num_seqs=1, ageing_s=10.0)
     patient = bench.add(PROMPT, max_tokens=20, terms=Terms(priority=1))
     bench.step()
@@ -53,7 +53,7 @@ def test_urgent_request_displaces_nobody_who_has_run_for_long_enough():
     assert bench.order_of_ends == [patient.id, urgent.id]
 
 
-def test_equal_priorities_displace_nobody():
+def test_equal_priorities_do_not_displace_each_other():
     bench = Bench(Full(), max_num_seqs=1)
     first, second = bench.add(PROMPT, max_tokens=9), bench.add(PROMPT, max_tokens=2)
     bench.run()
@@ -71,7 +71,7 @@ def test_equal_priorities_displace_nobody():
         ((0, 0.0), (1, 0.0), False),
     ],
 )
-def test_who_runs_gives_way_to_a_more_urgent_one_that_would_be_senior(running, waiting, gives_way: bool):
+def test_a_running_request_gives_way_to_a_more_urgent_one_that_would_be_senior(running, waiting, gives_way: bool):
     preemption = Preemption(SchedulerSettings(ageing_s=10.0), CacheManager(plan_of(Full())), StepTimes())
     first, second = (request_of(number=n, terms=Terms(priority=each[0])) for n, each in enumerate((running, waiting)))
     first.seniority = preemption.seniority(first, 100.0 - running[1])

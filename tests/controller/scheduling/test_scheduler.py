@@ -80,7 +80,7 @@ def test_repeated_prompt_skips_what_is_cached():
 
 
 @pytest.mark.parametrize("steps_before", [0, 1, 3])
-def test_aborted_request_frees_its_blocks_and_disturbs_nobody(steps_before: int):
+def test_aborted_request_frees_its_blocks_and_disturbs_no_other(steps_before: int):
     bench = Bench(Full(), Sliding(5), max_num_batched_tokens=8)
     other, victim = bench.add(PROMPT, max_tokens=9), bench.add(list(range(20)), max_tokens=9)
     for _ in range(steps_before):

@@ -18,7 +18,7 @@ def test_forks_share_the_prompt_and_generate_what_the_model_says(reaches, prompt
     assert recount(bench.manager).all_free
 
 
-def test_more_answers_than_slots_wait_like_everybody_else():
+def test_more_answers_than_slots_wait_like_all_requests():
     bench = Bench(Full(), max_num_seqs=2)
     family = bench.add_family(PROMPT, max_tokens=5, answers=7)
     bench.run()
@@ -71,7 +71,7 @@ def test_unlike_requests_behind_one_that_waits_for_a_prompt_are_not_held_up():
     assert other.slot is not None or bench.generated[other.id]
 
 
-def test_a_prefix_that_somebody_waits_for_outlives_others():
+def test_a_prefix_that_a_request_waits_for_outlives_others():
     """Two prompts are known and the pool is full; the one that a waiting request begins with stays."""
     wanted, unwanted = [1] * 12, [2] * 12
     for prompts in ((wanted, unwanted), (unwanted, wanted)):
