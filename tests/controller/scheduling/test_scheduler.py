@@ -1,7 +1,11 @@
 import random
+import sys
+from pathlib import Path
+from types import FrameType
 
 import pytest
 
+from intarsia.controller.scheduling import scheduler as scheduler_module
 from intarsia.kvcache.check import recount
 from intarsia.kvcache.manager import RequestId
 from intarsia.kvcache.plan import Group
@@ -182,3 +186,26 @@ def test_there_are_no_more_seats_than_the_pool_has_blocks_for():
     assert bench.scheduler.is_full and bench.scheduler.num_seated == bench.scheduler.num_seats == 2
     bench.run()
     assert bench.scheduler.num_seats == 4
+
+
+def test_a_quiet_step_goes_through_three_files_of_scheduling():
+    bench = Bench(Full(), Sliding(5), block_tokens=16)
+    for start in range(3):
+        bench.add([start, *PROMPT], max_tokens=9)
+    bench.step()
+    entered: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.parent == Path(scheduler_module.__file__).parent:
+            entered.add(path.name)
+
+    sys.setprofile(note)
+    step = bench.scheduler.plan_step()
+    sys.setprofile(None)
+    assert step and step.decode == (0, 1, 2)
+    result = bench.worker.run(step)._replace(run_us=100)
+    sys.setprofile(note)
+    bench.scheduler.commit(result)
+    sys.setprofile(None)
+    assert entered == {"scheduler.py", "step_draft.py", "step_times.py"}
