@@ -26,10 +26,10 @@ class Swapped:
 class Request:
     """One answer to one prompt inside the engine. The scheduler alone changes it.
 
-    `tokens` holds the prompt and what was generated; keys and values of the first `computed_tokens` of them are in the
+    `tokens` holds the prompt and what was generated. Keys and values of the first `computed_tokens` of them are in the
     cache, or will be when the steps under way have run. One more token may be `pending`: a step under way draws it, the
-    workers will have it for the next step, and we learn it later. In plain decode exactly one token is there and not
-    computed yet, be it known or pending.
+    workers have it for the next step, and we learn it later. In plain decode exactly one token is not computed yet. It
+    is known or pending.
 
     Further answers to the same prompt are its `forks`: they wait until the prompt is computed but for its last token,
     and go on from there with the same blocks.
@@ -43,12 +43,12 @@ class Request:
     stop_token_ids: frozenset[int]
     max_total_tokens: int  # the sequence ends here at the latest
     terms: Terms = USUAL_TERMS
-    subscriber: Any = None  # who is sent its tokens; see `delivery.py`
+    subscriber: Any = None  # is sent its tokens; see `delivery.py`
     arrival_s: float = 0.0
-    admitted_s: float = 0.0  # the first time
-    first_token_s: float = 0.0  # when it came
+    admitted_s: float = 0.0  # for the first time
+    first_token_s: float = 0.0
     deadline_s: float = math.inf
-    seniority: tuple[float, int] | None = None  # since its first admission: the smaller, the later it is preempted
+    seniority: tuple[float, int] | None = None  # from its first admission on: the smaller, the later it is preempted
     is_live: bool = True  # neither finished nor given up
     computed_tokens: int = 0
     pending: int = 0  # tokens that a step under way draws
@@ -60,22 +60,22 @@ class Request:
     losses: int = 0  # times in a row that the workers were lost while it ran, without a token of it in between
     tokens_at_loss: int = 0  # that it had at the last of them
     first_loss_s: float = 0.0  # when the first of them was
-    is_cautious: bool = False  # prefill goes a block at a time: there is no memory for more
+    is_cautious: bool = False  # it is computed a block at a time: larger chunks did not fit
     chain: TokenChain | None = None  # the names of its prefixes, computed once
     gallery: Gallery | None = None  # the images it was asked about
     forks: list["Request"] = field(default_factory=list)
     parent: "Request | None" = None  # whose prompt it waits for
     swapped: Swapped | None = None  # its blocks, in host memory
-    prompt_logprobs: list[Logprobs] | None = None  # from the second token on; None: nobody asked
+    prompt_logprobs: list[Logprobs] | None = None  # from the second token on; None: not asked for
 
     @property
     def queue_s(self) -> float:
-        """That it waited for its turn; 0.0 while it waits."""
+        """How long it waited for its turn; 0.0 while it waits."""
         return max(0.0, self.admitted_s - self.arrival_s)
 
     @property
     def remaining_tokens(self) -> int:
-        """There and not computed yet: 1 in plain decode, more in prefill."""
+        """Tokens that are there and not computed yet: 1 in plain decode, more in prefill."""
         return len(self.tokens) + self.pending - self.computed_tokens
 
     @property
@@ -89,7 +89,7 @@ class Request:
 
     @property
     def is_at_fork(self) -> bool:
-        """All of its prompt is computed but the last token, and others go on from there."""
+        """All of its prompt is computed but the last token, and it has forks that go on from there."""
         return bool(self.forks) and self.computed_tokens == self.prompt_tokens - 1
 
     @property
@@ -97,7 +97,7 @@ class Request:
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_tokens - 1
 
     def enter_prompt_logprobs(self, entry: PromptLogprobs) -> None:
-        """Enter what is new of it: a request that was preempted computes the beginning of its prompt again."""
+        """Enter the rows that are new. A request that was preempted computes the beginning of its prompt again."""
         known = self.prompt_logprobs
         if known is not None and entry.start <= len(known) + 1:
             known += entry.rows[len(known) + 1 - entry.start :]

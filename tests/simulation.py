@@ -1,14 +1,14 @@
 """The real scheduler and the real cache manager under a virtual clock: no Ray, no torch, no waiting.
 
-A scenario is made of nothing but its seed: the model's kinds of layers, the size of the pool and of a step, who comes
-when and asks for what, who gives up. A simulated worker computes every token from what the pages hold, so a wrong block
-is found by the token that reads it. What must hold is checked on the way:
+A scenario is made of nothing but its seed: the model's kinds of layers, the size of the pool and of a step, which
+requests come when, and which are given up. A simulated worker computes every token from what the pages hold, so a
+wrong block is found by the token that reads it. What must hold is checked on the way:
 
 - every token is the one an undisturbed request would get; nothing is lost, doubled or told after the end;
-- the tables, counted anew, name every block exactly once where they must, and at the end nobody holds any;
-- no step is larger than it may be; whoever decodes gets a token in every step, unless the pool runs short;
+- the tables, counted anew, name every block exactly once where they must, and at the end none is held;
+- no step is larger than it may be; a request that decodes gets a token in every step, unless the pool runs short;
 - a request is preempted only for a more senior one, and every request ends;
-- who is given up is out of the tables with the next plan; a deadline is neither missed nor early.
+- a request that is given up is out of the tables with the next plan; a deadline is neither missed nor early.
 """
 
 import random
@@ -123,7 +123,7 @@ class Scenario:
         idle = 0
         while self._scheduler.has_work or self._under_way:
             idle = 0 if self._step() else idle + 1
-            _check(idle < 3, "nothing is computed, and somebody waits")
+            _check(idle < 3, "nothing is computed, and a request waits")
             _check(self._outcome.steps < 20_000, "it does not come to an end")
         self._check_end()
 
@@ -191,13 +191,13 @@ class Scenario:
         return True
 
     def _lose_workers(self) -> None:
-        """Steps under way bring nothing, pages are empty, and everybody goes on from what is known."""
+        """Steps under way bring nothing, pages are empty, and all requests go on from what is known."""
         self._under_way.clear()
         self._worker = SimulatedWorker(self._plan_of_memory)
         self._scheduler.start_anew()
         count = recount(self._manager)
         _check(count.all_free and not count.kept, "something is held or known although the workers are new")
-        _check(not self._seated(), "somebody has a slot on workers that are gone")
+        _check(not self._seated(), "a request has a slot on workers that are lost")
         self._outcome.lost += 1
 
     def _plan(self) -> StepResult | None:
@@ -261,8 +261,8 @@ class Scenario:
         _check(
             self._scheduler._preemption._swap.free_bytes == self._settings.swap_bytes, "host memory is held at the end"
         )
-        _check(len(self._worker.swapped) <= len(self._scheduler._draft.forget), "workers keep what nobody asks for")
-        _check(self._scheduler.num_running == self._scheduler.num_waiting == 0, "somebody is left")
+        _check(len(self._worker.swapped) <= len(self._scheduler._draft.forget), "workers keep what is not asked for")
+        _check(self._scheduler.num_running == self._scheduler.num_waiting == 0, "a request is left")
         self._outcome.virtual_s = self._now_s
 
 

@@ -1,15 +1,15 @@
-"""Whose turn it is among those who wait.
+"""Which waiting request is next.
 
-Tenants share the machine: the turn is the tenant's that was served least, counted in tokens (a virtual token counter as
-in "Fairness in Serving Large Language Models", arXiv 2401.00588). A tenant that comes back after a pause does not bring
-the time it slept: it starts level with the least served of those who are there, or where it was if that is more.
+Tenants share the machine. It is the turn of the tenant that was served least, in tokens (a virtual token counter as in
+"Fairness in Serving Large Language Models", arXiv 2401.00588). A tenant that comes back after a pause gets no
+credit for it: it starts level with the least served tenant that is there, or with its own old count if that is more.
 
 Within a tenant the order is by priority, and waiting counts: one level of priority is worth `ageing_s` seconds of
-waiting. Since everybody ages alike, who is ahead of whom never changes, and one number orders them for good:
+waiting. All requests age alike, so their order never changes, and one number gives it for good:
 
     due_s = arrival_s + priority * ageing_s             smaller comes first, as with priorities
 
-So nobody starves, and a preempted request finds its old place again.
+So no request starves, and a preempted one finds its old place again.
 """
 
 import heapq
@@ -36,16 +36,20 @@ class Tenant:
     def __init__(self, served: float):
         self.served = served  # tokens, as they count
         self.present = 0  # requests that wait or run
-        self.heap: list[tuple[float, RequestId]] = []  # of those that wait, and of some that do not any more
+        self.heap: list[tuple[float, RequestId]] = []  # (due_s, request), and some left of requests that wait no more
 
 
 class FairQueue:
-    """Requests that wait, by tenant. Single-threaded."""
+    """Requests that wait, by tenant. Others read `waiting` and `tenants`; they are changed here only.
+
+    Invariant: a tenant is in `tenants` for as long as it has a request that waits or runs. Each waiting request has an
+    entry in its tenant's heap.
+    """
 
     def __init__(self, ageing_s: float):
         self._ageing_s = ageing_s
-        self.waiting: dict[RequestId, Request] = {}  # to be read only, from outside
-        self.tenants: dict[str, Tenant] = {}  # those with requests that wait or run; likewise
+        self.waiting: dict[RequestId, Request] = {}
+        self.tenants: dict[str, Tenant] = {}
         self._absent: OrderedDict[str, float] = OrderedDict()  # what tenants without requests were served
 
     def __len__(self) -> int:
@@ -57,7 +61,7 @@ class FairQueue:
     # -- requests come and go ----------------------------------------------------------------------------------------
 
     def enter(self, request: Request) -> None:
-        """A new request is there; it does not wait yet."""
+        """A new request has come; it does not wait yet."""
         tenant = self.tenants.get(request.terms.tenant)
         if tenant is None:
             least = min((other.served for other in self.tenants.values()), default=0.0)
@@ -67,7 +71,8 @@ class FairQueue:
         tenant.present += 1
 
     def leave(self, request: Request) -> None:
-        """It has ended, however that was."""
+        """A request has ended, for whatever reason."""
+        assert request.id not in self.waiting, f"request {request.id} has ended and still waits"
         tenant = self.tenants[request.terms.tenant]
         tenant.present -= 1
         if not tenant.present:
@@ -77,42 +82,43 @@ class FairQueue:
                 self._absent.popitem(last=False)
 
     def add(self, request: Request) -> None:
-        """It waits, for the first time or again."""
+        """A request waits, for the first time or again."""
+        assert request.id not in self.waiting, f"request {request.id} waits already"
         self.waiting[request.id] = request
         heapq.heappush(self.tenants[request.terms.tenant].heap, (self.due_s(request), request.id))
 
     def remove(self, request: Request) -> None:
-        """It waits no more."""
+        """A request waits no more."""
         del self.waiting[request.id]
 
     def due_s(self, request: Request) -> float:
-        """The smaller, the earlier it is its turn, among those of its tenant."""
+        """The smaller, the earlier it is the request's turn among those of its tenant."""
         return request.arrival_s + request.terms.priority * self._ageing_s
 
     def is_behind(self, one: Request, other: Request) -> bool:
-        """Would `one` not be chosen before `other`, if both waited?"""
+        """Does `one` come after `other`, if both wait? Of two tenants the turn decides, not the requests: then yes."""
         return one.terms.tenant != other.terms.tenant or self.due_s(one) > self.due_s(other)
 
     # -- whose turn it is --------------------------------------------------------------------------------------------
 
     def head(self) -> Request | None:
-        """Who is next; None if nobody waits."""
+        """The next request; None if none waits."""
         tenant = self._next_tenant()
         return self.waiting[tenant.heap[0][1]] if tenant is not None else None
 
     def after(self, passed: Collection[Request]) -> Request | None:
-        """Who is next when these can not be taken now; of the same tenant as the first of them."""
+        """The next request when these are passed over; of the same tenant as the first of them."""
         tenant = self.tenants[next(iter(passed)).terms.tenant]
         return next((each for each in self._first(tenant, LOOK_AHEAD + len(passed)) if each not in passed), None)
 
     def next_few(self, count: int) -> list[Request]:
-        """Some of those who wait, of the tenant whose turn it is."""
+        """The next requests of the tenant whose turn it is."""
         tenant = self._next_tenant()
         return self._first(tenant, count) if tenant is not None else []
 
     def best_head(self, cached_tokens: Callable[[Request], int], now_s: float) -> Request | None:
-        """Of the first few of the tenant whose turn it is, the one with the most in the cache; the first of them if it
-        has waited for `ageing_s`, so that nobody is passed by for ever."""
+        """Of the first few of the tenant whose turn it is, the one with the longest cached prefix. The first of them if
+        it has waited for `ageing_s`, so that none is passed over for ever."""
         tenant = self._next_tenant()
         if tenant is None:
             return None
@@ -133,7 +139,7 @@ class FairQueue:
         self.tenants[tenant].served += tokens
 
     def _first(self, tenant: Tenant, count: int) -> list[Request]:
-        """Up to so many of a tenant's requests that wait, in their order."""
+        """Up to `count` of a tenant's waiting requests, in their order."""
         nearest = heapq.nsmallest(count, tenant.heap)
         return [self.waiting[number] for _, number in nearest if number in self.waiting]
 

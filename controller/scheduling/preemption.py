@@ -25,7 +25,7 @@ HOST_BYTES_PER_US = 8_000
 
 
 class Preemption:
-    """Seniority, and the blocks of requests that give way. Slots and queues are the scheduler's."""
+    """Seniority, and the blocks of requests that give way. Slots and queues are not its concern."""
 
     def __init__(self, settings: SchedulerSettings, manager: CacheManager, times: StepTimes):
         self._manager = manager

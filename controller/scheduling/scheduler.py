@@ -1,4 +1,4 @@
-"""Who takes part in the next step, and why.
+"""Which requests take part in the next step, and why.
 
 A step holds at most `max_num_batched_tokens` tokens: one for each request that decodes, and then prompts, in chunks, as
 many as is fair to requests that decode (`prefill_budget.py`). When the pool runs out of blocks, the most junior running

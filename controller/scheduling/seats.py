@@ -16,7 +16,7 @@ from .step_draft import StepDraft
 
 
 class Seats:
-    """Who has a slot. Queues are the scheduler's.
+    """Free slots, and requests that run in the others.
 
     Invariant: every slot is free or of one running request. A running request has an open row in the manager, and none
     that waits has one.

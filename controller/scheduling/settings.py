@@ -7,14 +7,14 @@ from ...errors import InvalidSetting
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """How large a step may be, and who is served first."""
+    """How large a step may be, and which requests are served first."""
 
     max_num_seqs: int = 64  # requests that run at once; slots on the workers
     max_num_batched_tokens: int = 2048  # tokens of one step, over all requests
     max_prefill_chunk_tokens: int | None = None  # prompt tokens of one request in one step; None: what the step holds
-    prefill_share: float = 0.5  # of a step's time, which prompts get at least while others decode; 1: all they need
+    prefill_share: float = 0.5  # of a step's time, at least, for prompts while others decode; 1: all they need
     ageing_s: float = 30.0  # seconds of waiting that make up for one level of priority
-    longest_prefix_first: bool = False  # among those whose turn it is, the one with most in the cache
+    longest_prefix_first: bool = False  # of the next few, the one with the longest cached prefix
     swap_bytes: int = 0  # of host memory per worker, for preempted requests that are dear to compute anew
 
     def __post_init__(self):

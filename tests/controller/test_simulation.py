@@ -7,9 +7,11 @@ import pytest
 
 from intarsia.controller.scheduling.deadlines import Deadlines
 from intarsia.controller.scheduling.live_requests import LiveRequests
+from intarsia.controller.scheduling.scheduler import Scheduler
 from intarsia.controller.scheduling.step_draft import StepDraft
 from intarsia.controller.scheduling.swap import SwapSpace
 from intarsia.kvcache.manager import CacheManager
+from intarsia.proto.step import Step
 from intarsia.tests.simulation import Outcome, Scenario, Violation
 
 
@@ -70,8 +72,21 @@ def forks_from_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepDraft, "admit", admit)
 
 
+def drafts_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that computes nothing takes what it was to tell the workers with it."""
+    original = Scheduler._seal
+
+    def seal(self: Scheduler) -> Step | None:
+        step = original(self)
+        self._draft = StepDraft()
+        return step
+
+    monkeypatch.setattr(Scheduler, "_seal", seal)
+
+
 @pytest.mark.parametrize(
-    "plant", [quiet_for_ever, seniority_forgotten, deadlines_unseen, swapped_forgotten, forks_from_too_late]
+    "plant",
+    [quiet_for_ever, seniority_forgotten, deadlines_unseen, swapped_forgotten, forks_from_too_late, drafts_thrown_away],
 )
 def test_planted_bugs_are_found(plant: Callable, monkeypatch: pytest.MonkeyPatch):
     plant(monkeypatch)

@@ -2,22 +2,13 @@ import random
 
 from intarsia.controller.request import Request
 from intarsia.controller.scheduling.fair_queue import FairQueue
-from intarsia.kvcache.manager import RequestId
-from intarsia.proto.request import SamplingParams, Terms
+from intarsia.kvcache.reach import Full
+from intarsia.proto.request import Terms
+from intarsia.tests.controller.scheduling.by_hand import PROMPT, Bench, request_of
 
 
 def request(number: int, arrival_s: float = 0.0, *, priority: int = 0, tenant: str = "") -> Request:
-    return Request(
-        id=RequestId(number),
-        tokens=[1],
-        prompt_tokens=1,
-        sampling=SamplingParams(),
-        seed=0,
-        stop_token_ids=frozenset(),
-        max_total_tokens=2,
-        terms=Terms(priority=priority, tenant=tenant),
-        arrival_s=arrival_s,
-    )
+    return request_of(number=number, terms=Terms(priority=priority, tenant=tenant), arrival_s=arrival_s)
 
 
 def queue_of(*requests: Request, ageing_s: float = 10.0) -> FairQueue:
@@ -29,7 +20,7 @@ def queue_of(*requests: Request, ageing_s: float = 10.0) -> FairQueue:
 
 
 def drain(queue: FairQueue, tokens: int = 0) -> list[int]:
-    """Everybody in their turn; each is served so many tokens."""
+    """All requests in their turn; each is served so many tokens."""
     order = []
     while (head := queue.head()) is not None:
         queue.remove(head)
@@ -75,7 +66,7 @@ def test_a_tenant_that_was_away_for_a_moment_keeps_what_it_was_served():
     assert drain(queue, tokens=1) == [2, 3]
 
 
-def test_longest_prefix_goes_first_but_passes_nobody_by_for_ever():
+def test_longest_prefix_goes_first_but_no_request_is_passed_over_for_ever():
     queue = queue_of(*(request(n, float(n)) for n in range(4)))
     cached = {0: 5, 1: 7, 2: 9, 3: 9}
     best = queue.best_head(lambda each: cached[each.id], now_s=9.9)
@@ -84,7 +75,7 @@ def test_longest_prefix_goes_first_but_passes_nobody_by_for_ever():
     assert best is not None and best.id == 0
 
 
-def test_random_use_serves_everybody_once_in_the_order_that_was_promised():
+def test_random_use_serves_all_requests_once_in_the_order_that_was_promised():
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -115,3 +106,26 @@ def test_random_use_serves_everybody_once_in_the_order_that_was_promised():
                     del waiting[head.id]
         assert len(queue) == len(waiting)
         assert {each.id for each in queue} == set(waiting)
+
+
+# In a scheduler
+
+
+def test_a_flood_of_one_tenant_does_not_hold_up_another():
+    bench = Bench(Full(), max_num_seqs=1, blocks=64)
+    flood = [bench.add([n] * 6, max_tokens=4, terms=Terms(tenant="flood")) for n in range(6)]
+    bench.step()
+    single = bench.add(PROMPT, max_tokens=4, terms=Terms(tenant="single"))
+    bench.run()
+    assert bench.order_of_ends[:2] == [flood[0].id, single.id]
+
+
+def test_longest_prefix_first_takes_what_is_cached_before_what_came_first():
+    bench = Bench(Full(), max_num_seqs=1, longest_prefix_first=True)
+    bench.add(list(range(12)), max_tokens=1)
+    bench.run()
+    blocker = bench.add(PROMPT, max_tokens=2)
+    bench.step()
+    unknown, known = bench.add([40] * 12, max_tokens=1), bench.add(list(range(12)), max_tokens=1)
+    bench.run()
+    assert bench.order_of_ends[1:] == [blocker.id, known.id, unknown.id]

@@ -5,8 +5,10 @@ from intarsia.controller.scheduling import prefill_budget as module
 from intarsia.controller.scheduling.prefill_budget import PrefillBudget, StepBudget
 from intarsia.controller.scheduling.settings import SchedulerSettings
 from intarsia.controller.scheduling.step_times import StepTimes
-from intarsia.kvcache.manager import RequestId
-from intarsia.proto.request import SamplingParams, Terms
+from intarsia.kvcache.reach import Full
+from intarsia.proto.request import Terms
+from intarsia.tests.controller.scheduling.by_hand import Bench, request_of
+from intarsia.tests.simulated import continuation
 
 
 def budget_of(times: StepTimes, share: float = 0.5, most_tokens: int = 1 << 20, block_tokens: int = 4) -> PrefillBudget:
@@ -114,16 +116,7 @@ def test_steps_shrink_to_a_block_at_most_and_never_grow_by_it(most_tokens: int, 
 
 
 def prompt(tenant: str, tokens: int) -> Request:
-    return Request(
-        id=RequestId(1),
-        tokens=[1] * tokens,
-        prompt_tokens=tokens,
-        sampling=SamplingParams(),
-        seed=0,
-        stop_token_ids=frozenset(),
-        max_total_tokens=tokens + 1,
-        terms=Terms(tenant=tenant),
-    )
+    return request_of([1] * tokens, terms=Terms(tenant=tenant))
 
 
 @pytest.mark.parametrize(
@@ -149,3 +142,50 @@ def test_what_one_tenant_spends_is_lacking_to_all():
     assert (budget.left_for("a"), budget.left_for("b")) == (40, 40)
     budget.spend("a", 40)
     assert budget.left == 0
+
+
+# In a scheduler
+
+
+def test_a_long_prompt_leaves_half_of_the_time_to_those_who_decode():
+    bench = Bench(Full(), blocks=256, max_num_batched_tokens=256, token_us=100, step_us=1000)
+    decoding = [bench.add([n] * 3, max_tokens=60) for n in range(3)]
+    for _ in range(10):
+        bench.step()
+    bench.add(list(range(10)) * 20, max_tokens=1)
+    shares = []
+    while (flight := bench.prompt_tokens_of_next_step()) is not None:
+        shares.append(flight)
+    during = [tokens for tokens in shares if tokens]
+    assert len(during) > 10
+    assert max(during[5:]) <= 2 * (1000 + 3 * 100) / 100
+    assert all(bench.generated[each.id] == continuation([n] * 3, 60) for n, each in enumerate(decoding))
+
+
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_short_prompts_of_a_tenant_do_not_wait_for_a_long_one_of_another_that_is_under_way(count: int):
+    bench = Bench(Full(), max_num_seqs=16, blocks=256, caching=False)
+    long = bench.add([1] * 320, max_tokens=1, terms=Terms(tenant="long"))
+    bench.step()
+    short = [bench.add([n] * 7, max_tokens=1, terms=Terms(tenant="short")) for n in range(count)]
+    steps = 0
+    while not all(bench.generated[each.id] for each in short):
+        computed = bench.worker.computed_tokens
+        bench.step()
+        assert bench.worker.computed_tokens - computed == 32  # the step stays full
+        steps += 1
+    assert steps == -(-7 * count // 16)  # half of each step is theirs
+    bench.run()
+    assert bench.generated[long.id] == continuation([1] * 320, 1)
+
+
+def test_long_prompts_of_two_tenants_share_each_step():
+    bench = Bench(Full(), max_num_seqs=4, blocks=256, caching=False)
+    first = bench.add([1] * 96, max_tokens=1, terms=Terms(tenant="first"))
+    bench.step()
+    second = bench.add([2] * 160, max_tokens=1, terms=Terms(tenant="second"))
+    for _ in range(2):
+        bench.step()
+    assert (first.computed_tokens, second.computed_tokens) == (64, 32)
+    bench.run()
+    assert bench.generated[second.id] == continuation([2] * 160, 1)

@@ -2,20 +2,11 @@ import pytest
 
 from intarsia.controller.request import Request
 from intarsia.controller.scheduling.quarantine import SUSPICIOUS_LOSSES, Quarantine
-from intarsia.kvcache.manager import RequestId
-from intarsia.proto.request import SamplingParams
+from intarsia.tests.controller.scheduling.by_hand import request_of
 
 
 def request(number: int = 1) -> Request:
-    return Request(
-        id=RequestId(number),
-        tokens=[1],
-        prompt_tokens=1,
-        sampling=SamplingParams(),
-        seed=0,
-        stop_token_ids=frozenset(),
-        max_total_tokens=9,
-    )
+    return request_of(number=number)
 
 
 def suspected(*requests: Request) -> Quarantine:
