@@ -31,24 +31,15 @@ from .admission.structured_output import StructuredOutput, too_complex
 from .admission.validation import check, lay_out_images
 from .cache_watchers import CacheWatchers
 from .delivery import Sink, Subscribers
-from .losses import GIVE_UP_AFTER_S, Losses, NoRoom
+from .losses import GIVE_UP_AFTER_S, Losses, given_up_with, is_the_cause
 from .request import Request
 from .scheduling.outcome import Outcome
-from .scheduling.quarantine import SUSPICIOUS_LOSSES
 from .scheduling.scheduler import Scheduler
 from .status import Status
 from .step_runner import StepRunner
 from .telemetry import EngineStats, StepTimes, Telemetry
 
 logger = logging.getLogger(__name__)
-
-
-MOST_LOSSES = SUSPICIOUS_LOSSES + 2
-"""Times that a request goes on after the workers were lost while it ran, without a token of it in between. At the last
-three of them it runs alone: one of those may be chance, where somebody kills workers as soon as they are back."""
-
-SUSPECT_FOR_S = 5.0
-"""The same in time, since the first of them: whatever kills workers beside their steps may be done then."""
 
 
 class _UnderWay(NamedTuple):
@@ -278,38 +269,15 @@ class Engine:
         if isinstance(error, OutOfMemory):
             self._scheduler.shrink()
         for request in self._scheduler.start_anew():
-            if request.losses > MOST_LOSSES and started - request.first_loss_s >= SUSPECT_FOR_S:
-                self._give_up(request, error)
+            # Requests that ran in vain too often are given up, unless their time is over or their subscriber has left.
+            if is_the_cause(request.losses, request.first_loss_s) and self._scheduler.abort(request.id):
+                self._end(request, "error", time.monotonic(), given_up_with(request.losses, error))
         self.cache_watchers.send()
-        await self._losses.bear(error)
-        while not await self._rebuilt(error):
-            pass
-        self._losses.back()
+        await self._losses.rebuild(self._workers.rebuild, error)
         self._lost = None
         self._telemetry.rebuilt()
         took_s = time.monotonic() - started
         logger.warning("the workers are back after %.1f s; %d requests go on", took_s, len(self._live))
-
-    async def _rebuilt(self, error: IntarsiaError) -> bool:
-        """False when it did not succeed, and may the next time. error: why the workers were lost at first."""
-        try:
-            await self._workers.rebuild()
-        except NoRoom as failure:
-            raise EngineUnavailable(f"{error}, and {failure}") from failure
-        except EngineUnavailable as failure:
-            logger.warning("%s", failure)
-            await self._losses.bear(failure)
-            return False
-        return True
-
-    def _give_up(self, request: Request, error: IntarsiaError) -> None:
-        """It may be what the workers die of: others are not to suffer from it for ever."""
-        if request.id in self._live and self._scheduler.abort(request.id):
-            message = (
-                f"the workers were lost {request.losses} times while this request ran, in the end alone, and it got no "
-                f"token in between: they seem to die of it; last: {error}"
-            )
-            self._end(request, "error", time.monotonic(), EngineUnavailable(message))
 
     def _give_up_steps(self) -> None:
         for sent in self._under_way:
@@ -342,7 +310,8 @@ class Engine:
         result = await answer
         answered = time.perf_counter()
         self._under_way.popleft()
-        self._losses.progress()
+        if self._losses.in_a_row:
+            self._losses.progress()
         outcome = self._scheduler.commit(result)
         self._enter(outcome, time.monotonic())
         if self.cache_watchers.is_watched:

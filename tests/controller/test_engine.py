@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from intarsia.controller import engine as engine_module
 from intarsia.controller import losses as losses_module
 from intarsia.controller.admission import structured_output
 from intarsia.controller.admission.overload import GateSettings
-from intarsia.controller.engine import MOST_LOSSES, Engine
-from intarsia.controller.losses import Losses, NoRoom
+from intarsia.controller.engine import Engine
+from intarsia.controller.losses import MOST_LOSSES, Losses, NoRoom
 from intarsia.controller.scheduling import prefill_budget as prefill_budget_module
 from intarsia.controller.scheduling.scheduler import Scheduler
 from intarsia.controller.scheduling.settings import SchedulerSettings
@@ -292,7 +291,7 @@ class Allergic(SimulatedGroup):
 def test_requests_that_the_workers_die_of_are_found_out_and_nobody_else_suffers(
     poisoned: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(engine_module, "SUSPECT_FOR_S", 0.0)
+    monkeypatch.setattr(losses_module, "SUSPECT_FOR_S", 0.0)
     monkeypatch.setattr(losses_module, "PAUSES_S", (0.0,))
     healthy = make_engine()
     workers = Allergic(healthy._manager.plan, poison=49)
@@ -360,7 +359,7 @@ def test_steps_that_do_not_fit_in_memory_get_smaller_and_nobody_is_refused(monke
 
 
 def test_a_request_that_fits_in_no_step_is_told_why(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine_module, "SUSPECT_FOR_S", 0.0)
+    monkeypatch.setattr(losses_module, "SUSPECT_FOR_S", 0.0)
     monkeypatch.setattr(losses_module, "PAUSES_S", (0.0,))
     usual = make_engine(blocks=128)
     engine = Engine(usual.info, usual._scheduler, usual._manager, Small(usual._manager.plan, most=0))

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from intarsia.controller import losses as losses_module
 from intarsia.controller.admission.overload import Gate
 from intarsia.controller.engine import Engine
 from intarsia.controller.server import MESSAGE_BYTES, MOST_UNSENT_BYTES, EngineServer, Outbox
@@ -220,7 +221,7 @@ def test_answers_go_on_with_another_engine_when_theirs_is_gone(taken: int, answe
 def test_a_bug_that_one_request_meets_ends_that_request_alone(monkeypatch: pytest.MonkeyPatch):
     """The engine stops on it, and is started again; whoever is innocent goes on."""
     monkeypatch.setattr(client_module, "TURN_PAUSE_S", 0.01)
-    monkeypatch.setattr(client_module, "SUSPECT_FOR_S", 0.0)
+    monkeypatch.setattr(losses_module, "SUSPECT_FOR_S", 0.0)
     poison = [7, *PROMPT]
     running: list[tuple[EngineServer, asyncio.Task[None]]] = []
 
