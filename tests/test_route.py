@@ -45,7 +45,6 @@ SPINE = (
 OF_A_QUIET_STEP = {
     "controller/delivery.py",
     "controller/deltas.py",
-    "controller/losses.py",
     "controller/metrics.py",
     "controller/scheduling/fair_queue.py",
     "controller/scheduling/prefill_budget.py",

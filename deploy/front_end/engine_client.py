@@ -360,7 +360,8 @@ class EngineClient:
                 message = FROM_ENGINE.read(await self._line.stream.receive_message())
                 match message:
                     case Delivery():
-                        self._losses.progress()
+                        if self._losses.in_a_row:
+                            self._losses.progress()
                         self._hand_out(message)
                     case Answer(handle, value):
                         self._losses.progress()
