@@ -26,7 +26,7 @@ from ..proto.request import USUAL_TERMS, Image, SamplingParams, Terms
 from ..proto.status import EngineInfo
 from ..proto.step import Step, StepResult
 from ..proto.tracing import Tracer
-from .admission.overload import Gate, GateSettings
+from .admission.overload import OverloadGuard, OverloadSettings
 from .admission.structured_output import StructuredOutput, too_complex
 from .admission.validation import check, lay_out_images
 from .cache_watchers import CacheWatchers
@@ -61,12 +61,14 @@ class Engine:
         workers: StepRunner,
         depth: int = 2,
         tracer: Tracer | None = None,
-        gate: GateSettings | None = None,
+        overload: OverloadSettings | None = None,
         losses: Losses | None = None,
     ):
         """losses: when workers are given up
         depth: steps under way at once. 2: one runs while the next is planned; 1: each waits for the one before."""
-        self._gate = Gate(gate or GateSettings(), lambda: scheduler.is_full, lambda: scheduler.num_seats)
+        self._overload = OverloadGuard(
+            overload or OverloadSettings(), lambda: scheduler.is_full, lambda: scheduler.num_seats
+        )
         self.info = info
         self._scheduler = scheduler
         self._manager = manager
@@ -117,7 +119,7 @@ class Engine:
         if not is_known:
             image_bytes = sum(len(image.data) for image in images)
             try:
-                self._gate.check(terms.tenant, prompt, image_bytes, sampling.n, terms.timeout_s)
+                self._overload.check(terms.tenant, prompt, image_bytes, sampling.n, terms.timeout_s)
             except Overloaded:
                 self._telemetry.refused(1, terms.salt)
                 self._feel_pressure()
@@ -147,7 +149,7 @@ class Engine:
             )
         self._telemetry.submitted(sampling.n, sampling.max_tokens)
         self._live.update((request.id, request) for request in requests)
-        self._gate.entered(requests, is_known=is_known)
+        self._overload.entered(requests, is_known=is_known)
         if sampling.form is None:
             self._queue(requests)
         else:
@@ -159,7 +161,7 @@ class Engine:
         self._telemetry.refused(requests)
 
     def _feel_pressure(self) -> None:
-        self._subscribers.press(self._gate.is_pressed, self._live.values())
+        self._subscribers.press(self._overload.is_pressed, self._live.values())
 
     def _queue(self, requests: list[Request]) -> None:
         self._scheduler.add(requests[0], requests[1:])
@@ -190,7 +192,7 @@ class Engine:
 
     def _forget(self, request: Request) -> None:
         del self._live[request.id]
-        self._gate.left(request)
+        self._overload.left(request)
 
     def _end(self, request: Request, how: str, now_s: float, error: IntarsiaError | None = None) -> None:
         """It was queued, and leaves. error: to be sent to its subscriber."""
@@ -335,7 +337,7 @@ class Engine:
             request = entry.request
             if request.has_just_begun:
                 self._telemetry.began(request, now_s)
-                self._gate.began(request)
+                self._overload.began(request)
             if entry.finish_reason is not None:
                 self._end(request, entry.finish_reason.value, now_s)
         self._subscribers.send(outcome, now_s)

@@ -10,7 +10,7 @@ import pytest
 
 from intarsia.controller import losses as losses_module
 from intarsia.controller.admission import structured_output
-from intarsia.controller.admission.overload import GateSettings
+from intarsia.controller.admission.overload import OverloadSettings
 from intarsia.controller.engine import Engine
 from intarsia.controller.losses import MOST_LOSSES, Losses, NoRoom
 from intarsia.controller.scheduling import prefill_budget as prefill_budget_module
@@ -84,7 +84,7 @@ def make_engine(
     fail_at: int | None = None,
     eos: tuple[int, ...] = (),
     losses: Sequence[int] = (),
-    gate: GateSettings | None = None,
+    overload: OverloadSettings | None = None,
 ) -> Engine:
     plan = plan_of(Full(), Sliding(5), blocks=blocks)
     manager = CacheManager(plan)
@@ -95,7 +95,7 @@ def make_engine(
         kv_cache_bytes=0, max_len_concurrency=plan.concurrency(100), enable_prefix_caching=True,
     )  # fmt: skip
     scheduler = Scheduler(SchedulerSettings(max_num_seqs=4, max_num_batched_tokens=16), manager)
-    return Engine(info, scheduler, manager, SimulatedGroup(plan, fail_at, losses), gate=gate)
+    return Engine(info, scheduler, manager, SimulatedGroup(plan, fail_at, losses), overload=overload)
 
 
 def running(engine: Engine, work: Coroutine) -> Any:
@@ -146,7 +146,7 @@ def test_refused_request_names_the_numbers_and_disturbs_nobody(tokens, sampling,
 
 
 def test_answers_come_in_pieces_while_requests_are_refused():
-    engine = make_engine(gate=GateSettings(max_requests_per_tenant=1))
+    engine = make_engine(overload=OverloadSettings(max_requests_per_tenant=1))
     deliveries: list[int] = []
 
     async def scenario() -> Completion:
@@ -171,7 +171,7 @@ def test_answers_come_in_pieces_while_requests_are_refused():
 @pytest.mark.parametrize("logprobs", [None, 1])
 @pytest.mark.parametrize("why", ["refused", "crowded"])
 def test_an_answer_under_way_goes_on_in_pieces_when_more_come_than_can_be_served(why: str, logprobs: int | None):
-    engine = make_engine(gate=GateSettings(max_requests_per_tenant=1 if why == "refused" else None))
+    engine = make_engine(overload=OverloadSettings(max_requests_per_tenant=1 if why == "refused" else None))
     before: list[int] = []
     after: list[int] = []
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from intarsia.controller import losses as losses_module
-from intarsia.controller.admission.overload import Gate
+from intarsia.controller.admission.overload import OverloadGuard
 from intarsia.controller.engine import Engine
 from intarsia.controller.server import MESSAGE_BYTES, MOST_UNSENT_BYTES, EngineServer, Outbox
 from intarsia.deploy.front_end import engine_client as client_module
@@ -135,12 +135,12 @@ def test_refusal_reaches_the_caller_as_it_was_raised():
 def test_what_the_engine_refuses_a_tenant_is_refused_before_it_hears_of_it(monkeypatch: pytest.MonkeyPatch):
     asked: list[str] = []
 
-    def check(gate: Gate, tenant: str, *about: Any) -> None:
+    def check(guard: OverloadGuard, tenant: str, *about: Any) -> None:
         asked.append(tenant)
         if tenant == "flood" and len(asked) == 1:
             raise Overloaded("its turn would come late", full_for_s=1.0)
 
-    monkeypatch.setattr(Gate, "check", check)
+    monkeypatch.setattr(OverloadGuard, "check", check)
 
     async def scenario(engine: Engine, address: Address):
         client = await EngineClient.connect(address)
