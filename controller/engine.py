@@ -5,15 +5,12 @@ A plain class on an event loop. `actor.py` puts it into the Ray actor that users
 
 import asyncio
 import logging
-import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
 from ..errors import (
-    DeadlineExceeded,
     EngineUnavailable,
     IntarsiaError,
     OutOfMemory,
@@ -22,22 +19,23 @@ from ..errors import (
 from ..kvcache.check import Recount, recount
 from ..kvcache.ids import RequestId
 from ..kvcache.manager import CacheManager
-from ..proto.request import USUAL_TERMS, Image, SamplingParams, Terms
+from ..proto.request import GenerateRequest
 from ..proto.status import EngineInfo
 from ..proto.step import Step, StepResult
 from ..proto.tracing import Tracer
+from .admission.admission import Admission
 from .admission.overload import OverloadGuard, OverloadSettings
 from .admission.structured_output import StructuredOutput, too_complex
-from .admission.validation import check, lay_out_images
 from .cache_watchers import CacheWatchers
 from .delivery import Sink, Subscribers
 from .losses import GIVE_UP_AFTER_S, Losses, given_up_with, is_the_cause
 from .request import Request
+from .scheduling.deadlines import exceeded
 from .scheduling.outcome import Outcome
 from .scheduling.scheduler import Scheduler
 from .status import Status
 from .step_runner import StepRunner
-from .telemetry import EngineStats, StepTimes, Telemetry
+from .telemetry import StepTimes, Telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -64,96 +62,61 @@ class Engine:
         overload: OverloadSettings | None = None,
         losses: Losses | None = None,
     ):
-        """losses: when workers are given up
-        depth: steps under way at once. 2: one runs while the next is planned; 1: each waits for the one before."""
-        self._overload = OverloadGuard(
-            overload or OverloadSettings(), lambda: scheduler.is_full, lambda: scheduler.num_seats
-        )
+        """depth: steps under way at once. 2: one runs while the next is planned; 1: each waits for the one before
+        tracer: where the spans of traced requests go; None: nowhere
+        losses: when workers are given up
+        """
         self.info = info
+        self.failure: IntarsiaError | None = None  # why nothing can go on
+        self.is_broken = False  # by a bug: what it knows is not to be trusted; another engine in its place may go on
+        self.tracer = tracer
+        self.cache_watchers = CacheWatchers(manager)
         self._scheduler = scheduler
         self._manager = manager
         self._workers = workers
+        self._live: dict[RequestId, Request] = {}  # the requests that have not left
+        self._overload = OverloadGuard(
+            overload or OverloadSettings(), lambda: scheduler.is_full, lambda: scheduler.num_seats
+        )
+        self._admission = Admission(info, manager.plan, self._overload)
+        self._structured_output = StructuredOutput(workers)
+        self._subscribers = Subscribers()
+        self._telemetry = Telemetry(scheduler, manager, self._live, tracer)
+        self.stats = self._telemetry.stats
+        self.status = Status(info, scheduler, manager, workers, self._telemetry, self._live)
         self._losses = losses or Losses(GIVE_UP_AFTER_S)
-        self._live: dict[RequestId, Request] = {}
-        self._next_id = 0
+        self._lost: IntarsiaError | None = None  # why the workers cannot go on
         self._depth = depth
         self._under_way: deque[_UnderWay] = deque()  # oldest first
-        self._telemetry = Telemetry(scheduler, manager, self._live, tracer)
-        self.status = Status(info, scheduler, manager, workers, self._telemetry, self._live)
         self._wake = asyncio.Event()
-        self._structured_output = StructuredOutput(workers)
-        self._lost: IntarsiaError | None = None  # why the workers can not go on
-        self._failure: IntarsiaError | None = None  # why nothing can go on
-        self.is_broken = False  # by a bug: what it knows is not to be trusted, and another one in its place may go on
-        self.cache_watchers = CacheWatchers(manager)
-        self._subscribers = Subscribers()
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def submit(
-        self,
-        tokens: Sequence[int],
-        sampling: SamplingParams,
-        handle: int,
-        sink: Sink,
-        images: Sequence[Image] = (),
-        terms: Terms = USUAL_TERMS,
-        stream_interval_s: float = 0.0,
-        prompt_tokens: int | None = None,
-        is_known: bool = False,
-    ) -> list[RequestId]:
+    def submit(self, asked: GenerateRequest, handle: int, sink: Sink) -> list[RequestId]:
         """Queue a request; its tokens go to `sink`. One id per answer, whose handles are `handle` and those after it.
 
-        prompt_tokens: of `tokens`, where an answer goes on that began elsewhere; None: all of them
-        stream_interval_s: from one delta of an answer to its next; 0: each token at once; infinite: all at its end.
-            At least `PRESSED_INTERVAL_S` while more requests come than can be served
-        is_known: it was taken before, by an engine that has gone
-
-        Raises `InvalidRequest` if it can not be served as asked, `Overloaded` if it can not be in time.
+        Raises `InvalidRequest` if it cannot be served as asked, `Overloaded` if it cannot be in time.
         """
-        if self._failure is not None:
-            raise self._failure
-        prompt = len(tokens) if prompt_tokens is None else prompt_tokens
-        max_total_tokens = check(tokens, prompt, sampling, self.info, self._manager.plan)
-        gallery = lay_out_images(tokens[:prompt], images, self.info, self._manager.plan)
-        if not is_known:
-            image_bytes = sum(len(image.data) for image in images)
-            try:
-                self._overload.check(terms.tenant, prompt, image_bytes, sampling.n, terms.timeout_s)
-            except Overloaded:
-                self._telemetry.refused(1, terms.salt)
-                self._feel_pressure()
-                raise
+        if self.failure is not None:
+            raise self.failure
+        try:
+            requests = self._admission.admit(asked)
+        except Overloaded:
+            self._telemetry.refused(1, asked.terms.salt)
+            self._feel_pressure()
+            raise
         self._feel_pressure()
-        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        ends = frozenset(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            ends |= frozenset(self.info.eos_token_ids)
-        requests = []
-        for index in range(sampling.n):
-            self._next_id += 1
-            requests.append(
-                Request(
-                    id=RequestId(self._next_id),
-                    tokens=list(tokens),
-                    prompt_tokens=prompt,
-                    sampling=sampling,
-                    seed=(seed + index) % 2**63,
-                    stop_token_ids=ends,
-                    max_total_tokens=max_total_tokens,
-                    terms=terms,
-                    subscriber=self._subscribers.add(sink, handle + index, stream_interval_s, sent=len(tokens)),
-                    gallery=gallery,
-                    prompt_logprobs=[] if sampling.prompt_logprobs is not None and not index else None,
-                )
-            )
-        self._telemetry.submitted(sampling.n, sampling.max_tokens)
-        self._live.update((request.id, request) for request in requests)
-        self._overload.entered(requests, is_known=is_known)
-        if sampling.form is None:
+        for place, request in enumerate(requests):
+            known = len(asked.tokens)
+            request.subscriber = self._subscribers.add(sink, handle + place, asked.stream_interval_s, sent=known)
+            self._live[request.id] = request
+        self._telemetry.submitted(asked.sampling.n, asked.sampling.max_tokens)
+        self._overload.entered(requests, is_known=asked.is_known)
+        # Structured output waits until the workers have compiled its form; requests that run go on meanwhile.
+        if asked.sampling.form is None:
             self._queue(requests)
         else:
-            self._structured_output.compile(sampling.form, partial(self._queue_compiled, requests))
+            self._structured_output.compile(asked.sampling.form, partial(self._queue_compiled, requests))
         return [request.id for request in requests]
 
     def refused(self, requests: int) -> None:
@@ -200,19 +163,6 @@ class Engine:
         self._telemetry.ended(request, how, now_s)
         if error is not None:
             self._subscribers.send_error(request, error)
-
-    @property
-    def stats(self) -> EngineStats:
-        return self._telemetry.stats
-
-    @property
-    def tracer(self) -> Tracer | None:
-        return self._telemetry.tracer
-
-    @property
-    def failure(self) -> IntarsiaError | None:
-        """Why nothing can go on; None while it can."""
-        return self._failure
 
     def recount(self) -> Recount:
         """Count every block from the tables. Raises `AssertionError` on any contradiction."""
@@ -347,20 +297,10 @@ class Engine:
 
     def _end_expired(self) -> None:
         for request in self._scheduler.take_expired():
-            self._end(request, "deadline", time.monotonic(), _deadline_exceeded(request))
+            self._end(request, "deadline", time.monotonic(), exceeded(request))
 
     def _fail(self, error: IntarsiaError) -> None:
-        self._failure = error
+        self.failure = error
         self._structured_output.close()
         for request in list(self._live.values()):
             self._end(request, "error", time.monotonic(), error)
-
-
-def _deadline_exceeded(request: Request) -> DeadlineExceeded:
-    generated = len(request.tokens) - request.prompt_tokens
-    state = f"{generated} tokens of at most {request.max_total_tokens - request.prompt_tokens} were generated"
-    return DeadlineExceeded(
-        f"the request's {request.terms.timeout_s:g} s are over; {state}. Give it more time, or ask less.",
-        field="timeout_s",
-        generated_tokens=generated,
-    )

@@ -34,7 +34,7 @@ from intarsia.proto.status import EngineInfo, GroupInfo
 from intarsia.proto.step import Step, StepResult
 from intarsia.proto.worker import WorkerStatus
 from intarsia.tests.kvcache.plans import plan_of
-from intarsia.tests.local import Completion
+from intarsia.tests.local import Completion, asking
 from intarsia.tests.simulated import VOCAB, SimulatedWorker, continuation
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -114,7 +114,7 @@ def running(engine: Engine, work: Coroutine) -> Any:
 
 def submit(engine: Engine, tokens: list[int], sampling: SamplingParams = SAMPLING) -> Completion:
     completion = Completion()
-    engine.submit(tokens, sampling, 0, completion.sink)
+    engine.submit(asking(tokens, sampling), 0, completion.sink)
     return completion
 
 
@@ -160,7 +160,7 @@ def test_answers_come_in_pieces_while_requests_are_refused():
             deliveries.append(len(delivery.tokens) + sum(len(item.token_ids) for _, item in delivery.deltas))
             second.sink(delivery)
 
-        engine.submit(PROMPT, SamplingParams(max_tokens=30), 0, sink)
+        engine.submit(asking(PROMPT, SamplingParams(max_tokens=30)), 0, sink)
         await second.done.wait()
         return second
 
@@ -197,7 +197,7 @@ def test_an_answer_under_way_goes_on_in_pieces_when_more_come_than_can_be_served
             with pytest.raises(Overloaded) if why == "refused" else contextlib.nullcontext():
                 submit(engine, PROMPT)
 
-        engine.submit(PROMPT, SamplingParams(max_tokens=60, logprobs=logprobs), 0, sink)
+        engine.submit(asking(PROMPT, SamplingParams(max_tokens=60, logprobs=logprobs)), 0, sink)
         await completion.done.wait()
         return completion
 
@@ -472,7 +472,7 @@ def test_one_message_per_front_end_and_step():
                 done.set()
 
         for n in range(4):
-            engine.submit([n], SAMPLING, n, sink)
+            engine.submit(asking([n], SAMPLING), n, sink)
         await done.wait()
 
     running(engine, scenario())
@@ -484,7 +484,7 @@ def test_aborted_request_frees_its_blocks():
 
     async def scenario() -> None:
         completion = Completion()
-        [request] = engine.submit(PROMPT, SamplingParams(max_tokens=90), 0, completion.sink)
+        [request] = engine.submit(asking(PROMPT, SamplingParams(max_tokens=90)), 0, completion.sink)
         while len(completion.token_ids) < 3:
             await asyncio.sleep(0)
         engine.abort(request)
@@ -582,7 +582,7 @@ def test_a_request_given_up_while_two_steps_run_frees_its_blocks():
     engine, workers = slow_engine(depth=2)
 
     async def scenario() -> None:
-        [request] = engine.submit(PROMPT, SAMPLING, 0, Completion().sink)
+        [request] = engine.submit(asking(PROMPT, SAMPLING), 0, Completion().sink)
         await settle()
         assert workers.started == [1, 2]
         engine.abort(request)
@@ -622,7 +622,7 @@ def test_a_request_given_up_while_its_form_is_compiled_is_never_queued():
     engine = make_engine(eos=(VOCAB - 1,))
 
     async def scenario() -> None:
-        [request] = engine.submit(PROMPT, SamplingParams(regex="good"), 0, Completion().sink)
+        [request] = engine.submit(asking(PROMPT, SamplingParams(regex="good")), 0, Completion().sink)
         engine.abort(request)
         await settle()
 
@@ -643,7 +643,7 @@ def test_a_request_whose_time_is_over_hears_how_far_it_came():
 
     async def scenario() -> Completion:
         completion = Completion()
-        engine.submit(PROMPT, SAMPLING, 0, completion.sink, terms=Terms(timeout_s=0.02))
+        engine.submit(asking(PROMPT, SAMPLING, terms=Terms(timeout_s=0.02)), 0, completion.sink)
         await settle()
         workers.allowed.release()
         await settle()
@@ -674,7 +674,7 @@ def test_answers_to_one_prompt_have_handles_in_a_row():
             if all(len(tokens) == 8 for tokens in heard.values()):
                 done.set()
 
-        engine.submit(PROMPT, SamplingParams(max_tokens=8, n=3), 5, sink)
+        engine.submit(asking(PROMPT, SamplingParams(max_tokens=8, n=3)), 5, sink)
         await done.wait()
 
     running(engine, scenario())
