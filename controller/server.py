@@ -107,7 +107,7 @@ class _Connection:
         self._verbs: Mapping[type, Callable[[Any], None]] = {
             Submit: self._submit,
             Abort: self._abort,
-            Refused: lambda message: engine.refused(message.requests),
+            Refused: lambda message: engine.telemetry.refused(message.requests),
             AskSnapshot: self._snapshot,
             WatchCache: self._watch,
             UnwatchCache: lambda message: engine.cache_watchers.remove(self._watchers.pop(message.handle)),

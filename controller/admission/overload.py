@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from ...errors import InvalidSetting, Overloaded
 from ...kvcache.manager import RequestId
@@ -73,6 +74,20 @@ def free_host_bytes() -> int:
     return free
 
 
+class Seats(Protocol):
+    """Where requests run: the scheduler."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the latest step had no room for a request that waits."""
+        ...
+
+    @property
+    def num_seats(self) -> int:
+        """How many requests can run at once."""
+        ...
+
+
 class _Cadence:
     """How fast events follow one another, measured by the latest ones."""
 
@@ -98,16 +113,12 @@ class OverloadGuard:
     def __init__(
         self,
         settings: OverloadSettings,
-        is_full: Callable[[], bool],
-        num_seats: Callable[[], int],
+        seats: Seats,
         clock: Callable[[], float] = time.monotonic,
         free_bytes: Callable[[], int] = free_host_bytes,
     ):
-        """is_full: whether the latest step had no room for a request that waits
-        num_seats: how many requests can run at once"""
         self._settings = settings
-        self._is_full = is_full
-        self._num_seats = num_seats
+        self._seats = seats
         self._clock = clock
         self._free_bytes = free_bytes
         self._looked_s = self._refused_s = float("-inf")
@@ -135,7 +146,7 @@ class OverloadGuard:
         """Whether more requests come than can be served: one was refused lately, or more wait than can run."""
         if self._clock() - self._refused_s < PRESSED_S:
             return True
-        return self._is_full() and len(self._waiting) > self._num_seats()
+        return self._seats.is_full and len(self._waiting) > self._seats.num_seats
 
     def _check(self, tenant: str, tokens: int, image_bytes: int, answers: int, timeout_s: float | None) -> None:
         settings = self._settings
@@ -184,9 +195,9 @@ class OverloadGuard:
 
     def wait_s(self, tenant: str) -> float:
         """Until the turn of a request that comes now, as far as that is known."""
-        if not self._waiting or not self._is_full():
+        if not self._waiting or not self._seats.is_full:
             return 0.0
-        now_s, seats = self._clock(), self._num_seats()
+        now_s, seats = self._clock(), self._seats.num_seats
         tenants = len(self._by_tenant) + (tenant not in self._by_tenant)
         begin = min(len(self._waiting) + 1, (self._by_tenant.get(tenant, 0) + 1) * tenants)
         end = min(begin, max(0, len(self._waiting) + len(self._began_s) + 1 - seats))
@@ -234,7 +245,7 @@ class OverloadGuard:
         _count_down(self._present, request.terms.tenant)
 
     def _note(self, cadence: _Cadence) -> None:
-        if self._waiting and self._is_full():
+        if self._waiting and self._seats.is_full:
             cadence.beat(self._clock())
         else:
             cadence.clear()  # there was room, so the rate is that of arrivals

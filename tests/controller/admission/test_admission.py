@@ -8,6 +8,7 @@ from intarsia.controller.admission.admission import Admission
 from intarsia.controller.admission.overload import OverloadGuard, OverloadSettings
 from intarsia.errors import InvalidRequest, Overloaded
 from intarsia.proto.request import GenerateRequest, SamplingParams
+from intarsia.tests.controller.admission.test_overload import Bench
 from intarsia.tests.controller.admission.test_validation import INFO, PLAN
 from intarsia.tests.local import asking
 
@@ -15,7 +16,7 @@ ENDING = INFO._replace(eos_token_ids=(48, 49))
 
 
 def admission(**settings: Any) -> Admission:
-    return Admission(ENDING, PLAN, OverloadGuard(OverloadSettings(**settings), lambda: False, lambda: 4))
+    return Admission(ENDING, PLAN, OverloadGuard(OverloadSettings(**settings), Bench(seats=4)))
 
 
 def asked(prompt: int = 3, **params: Any) -> GenerateRequest:

@@ -22,8 +22,7 @@ class Bench:
         self.free = 10**12
         self.guard = OverloadGuard(
             OverloadSettings(**settings),
-            lambda: bool(self.waiting),
-            lambda: self.seats,
+            self,
             lambda: self.now_s,
             lambda: self.free,
         )
@@ -31,6 +30,14 @@ class Bench:
         self.seated: list[Request] = []
         self.seats = seats
         self.begins_at_once = True  # the first token comes with the seat
+
+    @property
+    def is_full(self) -> bool:
+        return bool(self.waiting)
+
+    @property
+    def num_seats(self) -> int:
+        return self.seats
 
     def come(self, tenant: str = "", tokens: int = 10, timeout_s: float | None = None) -> Request:
         self.guard.check(tenant, tokens, 0, 1, timeout_s)
@@ -244,7 +251,7 @@ def test_nobody_is_taken_when_the_host_is_short_of_memory():
 
 
 def test_the_gate_of_a_real_host_is_open():
-    OverloadGuard(OverloadSettings(), lambda: False, lambda: 1).check("", 10, 0, 1, None)
+    OverloadGuard(OverloadSettings(), Bench()).check("", 10, 0, 1, None)
 
 
 @pytest.mark.parametrize(
