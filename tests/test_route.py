@@ -78,6 +78,7 @@ WHEN_BLOCKS_MOVE = {
 }
 
 OF_A_FIRST_PREFILL = {
+    "controller/admission/admission.py",
     "controller/admission/overload.py",
     "controller/admission/validation.py",
     "controller/info.py",
