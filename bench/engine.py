@@ -247,7 +247,7 @@ async def _null_model(count: int, rounds: int, is_full: bool = False) -> dict[st
     from intarsia.kvcache.spec import LayerSpec
     from intarsia.kvcache.strategies import plan_memory
     from intarsia.proto.codec import pack
-    from intarsia.proto.request import SamplingParams
+    from intarsia.proto.request import USUAL_TERMS, GenerateRequest, SamplingParams
     from intarsia.proto.status import EngineInfo
     from intarsia.proto.step import Step, StepResult
 
@@ -315,7 +315,8 @@ async def _null_model(count: int, rounds: int, is_full: bool = False) -> dict[st
         rng = random.Random(round_)
         for n in range(count):
             prompt = [rng.randrange(512) for _ in range(512 + rng.randrange(256))]
-            engine.submit(prompt, SamplingParams(temperature=0, max_tokens=512, ignore_eos=True), n, sink)
+            sampling = SamplingParams(temperature=0, max_tokens=512, ignore_eos=True)
+            engine.submit(GenerateRequest(prompt, sampling, (), USUAL_TERMS, 0.0, len(prompt), False), n, sink)
         while engine.stats.generated_tokens < (round_ * 512 + 2) * count:  # all decode
             await asyncio.sleep(0)
         before = (engine.stats.steps, engine.stats.plan_us, engine.stats.commit_us, time.perf_counter())

@@ -88,7 +88,7 @@ class ControllerActor:
         if self._loop_task:
             self._loop_task.cancel()
             await asyncio.gather(self._loop_task, return_exceptions=True)
-        if self._engine and self._engine.tracer:
-            await asyncio.to_thread(self._engine.tracer.close)
+        if self._engine and (tracer := self._engine.telemetry.tracer):
+            await asyncio.to_thread(tracer.close)
         if self._workers:
             await self._workers.leave()

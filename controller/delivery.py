@@ -68,11 +68,12 @@ class Subscribers:
     def __init__(self) -> None:
         self._is_pressed = False  # more requests came lately than can be served
 
-    def add(self, sink: Sink, handle: int, interval_s: float, sent: int) -> Subscriber:
-        """sent: tokens of the sequence that need not be sent."""
+    def add(self, request: Request, sink: Sink, handle: int, interval_s: float) -> None:
+        """Send the tokens that `request` gets from now on. interval_s: from one delta to the next, in seconds; 0: each
+        token at once; infinite: all at the end."""
         if self._is_pressed:
             interval_s = max(interval_s, PRESSED_INTERVAL_S)
-        return Subscriber(sink, handle, interval_s, sent)
+        request.subscriber = Subscriber(sink, handle, interval_s, sent=len(request.tokens))
 
     def press(self, is_pressed: bool, live: Iterable[Request]) -> None:
         """Under pressure everybody is sent less often, those who came before it too: hundreds may wait still, and each

@@ -1,58 +1,43 @@
-"""The engine: plan a step, run it on the workers, commit it, hand out the tokens; repeat.
+"""The engine: plan a step, run it on the workers, commit it, send the tokens; repeat.
 
-A plain class on an event loop. `actor.py` puts it into the Ray actor that users meet; tests run it as it is.
+A plain class on an event loop; `actor.py` makes the Ray actor of it that users meet. What else an engine does is done
+by objects beside the loop: admission, delivery, telemetry, status, watchers of the cache.
 """
 
 import asyncio
 import logging
-import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-from ..errors import (
-    DeadlineExceeded,
-    EngineUnavailable,
-    IntarsiaError,
-    OutOfMemory,
-    Overloaded,
-)
+from ..errors import EngineUnavailable, IntarsiaError, OutOfMemory, Overloaded
 from ..kvcache.check import Recount, recount
 from ..kvcache.ids import RequestId
 from ..kvcache.manager import CacheManager
-from ..proto.request import USUAL_TERMS, Image, SamplingParams, Terms
+from ..proto.request import GenerateRequest
 from ..proto.status import EngineInfo
 from ..proto.step import Step, StepResult
 from ..proto.tracing import Tracer
-from .admission.overload import Gate, GateSettings
+from .admission.admission import Admission
+from .admission.overload import OverloadGuard, OverloadSettings
 from .admission.structured_output import StructuredOutput, too_complex
-from .admission.validation import check, lay_out_images
 from .cache_watchers import CacheWatchers
 from .delivery import Sink, Subscribers
-from .losses import GIVE_UP_AFTER_S, Losses, NoRoom
+from .losses import GIVE_UP_AFTER_S, Losses, given_up_with, is_the_cause
 from .request import Request
+from .scheduling.deadlines import exceeded
 from .scheduling.outcome import Outcome
-from .scheduling.quarantine import SUSPICIOUS_LOSSES
 from .scheduling.scheduler import Scheduler
 from .status import Status
 from .step_runner import StepRunner
-from .telemetry import EngineStats, StepTimes, Telemetry
+from .telemetry import StepTimes, Telemetry
 
 logger = logging.getLogger(__name__)
 
 
-MOST_LOSSES = SUSPICIOUS_LOSSES + 2
-"""Times that a request goes on after the workers were lost while it ran, without a token of it in between. At the last
-three of them it runs alone: one of those may be chance, where somebody kills workers as soon as they are back."""
-
-SUSPECT_FOR_S = 5.0
-"""The same in time, since the first of them: whatever kills workers beside their steps may be done then."""
-
-
-class _UnderWay(NamedTuple):
-    """A step that was sent."""
+class _SentStep(NamedTuple):
+    """A step that the workers have not answered yet."""
 
     step: Step
     answer: asyncio.Future[StepResult]
@@ -70,120 +55,70 @@ class Engine:
         workers: StepRunner,
         depth: int = 2,
         tracer: Tracer | None = None,
-        gate: GateSettings | None = None,
+        overload: OverloadSettings | None = None,
         losses: Losses | None = None,
     ):
-        """losses: when workers are given up
-        depth: steps under way at once. 2: one runs while the next is planned; 1: each waits for the one before."""
-        self._gate = Gate(gate or GateSettings(), lambda: scheduler.is_full, lambda: scheduler.num_seats)
+        """depth: steps under way at once. 2: one runs while the next is planned; 1: each waits for the one before
+        losses: when workers are given up"""
         self.info = info
+        self.failure: IntarsiaError | None = None  # why nothing can go on
+        self.is_broken = False  # by a bug: what it knows is not to be trusted; another engine in its place may go on
+        self.cache_watchers = CacheWatchers(manager)
         self._scheduler = scheduler
         self._manager = manager
         self._workers = workers
-        self._losses = losses or Losses(GIVE_UP_AFTER_S)
-        self._live: dict[RequestId, Request] = {}
-        self._next_id = 0
-        self._depth = depth
-        self._under_way: deque[_UnderWay] = deque()  # oldest first
-        self._telemetry = Telemetry(scheduler, manager, self._live, tracer)
-        self.status = Status(info, scheduler, manager, workers, self._telemetry, self._live)
-        self._wake = asyncio.Event()
+        self._live: dict[RequestId, Request] = {}  # the requests that have not left
+        self._overload = OverloadGuard(overload or OverloadSettings(), scheduler)
+        self._admission = Admission(info, manager.plan, self._overload)
         self._structured_output = StructuredOutput(workers)
-        self._lost: IntarsiaError | None = None  # why the workers can not go on
-        self._failure: IntarsiaError | None = None  # why nothing can go on
-        self.is_broken = False  # by a bug: what it knows is not to be trusted, and another one in its place may go on
-        self.cache_watchers = CacheWatchers(manager)
         self._subscribers = Subscribers()
+        self.telemetry = Telemetry(scheduler, manager, self._live, tracer)
+        self.stats = self.telemetry.stats
+        self.status = Status(info, scheduler, manager, workers, self.telemetry, self._live)
+        self._losses = losses or Losses(GIVE_UP_AFTER_S)
+        self._lost: IntarsiaError | None = None  # why the workers cannot go on
+        self._depth = depth
+        self._under_way: deque[_SentStep] = deque()  # oldest first
+        self._wake = asyncio.Event()
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def submit(
-        self,
-        tokens: Sequence[int],
-        sampling: SamplingParams,
-        handle: int,
-        sink: Sink,
-        images: Sequence[Image] = (),
-        terms: Terms = USUAL_TERMS,
-        stream_interval_s: float = 0.0,
-        prompt_tokens: int | None = None,
-        is_known: bool = False,
-    ) -> list[RequestId]:
+    def submit(self, asked: GenerateRequest, handle: int, sink: Sink) -> list[RequestId]:
         """Queue a request; its tokens go to `sink`. One id per answer, whose handles are `handle` and those after it.
 
-        prompt_tokens: of `tokens`, where an answer goes on that began elsewhere; None: all of them
-        stream_interval_s: from one delta of an answer to its next; 0: each token at once; infinite: all at its end.
-            At least `PRESSED_INTERVAL_S` while more requests come than can be served
-        is_known: it was taken before, by an engine that has gone
-
-        Raises `InvalidRequest` if it can not be served as asked, `Overloaded` if it can not be in time.
+        Raises `InvalidRequest` if it cannot be served as asked, `Overloaded` if it cannot be in time.
         """
-        if self._failure is not None:
-            raise self._failure
-        prompt = len(tokens) if prompt_tokens is None else prompt_tokens
-        max_total_tokens = check(tokens, prompt, sampling, self.info, self._manager.plan)
-        gallery = lay_out_images(tokens[:prompt], images, self.info, self._manager.plan)
-        if not is_known:
-            image_bytes = sum(len(image.data) for image in images)
-            try:
-                self._gate.check(terms.tenant, prompt, image_bytes, sampling.n, terms.timeout_s)
-            except Overloaded:
-                self._telemetry.refused(1, terms.salt)
-                self._feel_pressure()
-                raise
-        self._feel_pressure()
-        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        ends = frozenset(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            ends |= frozenset(self.info.eos_token_ids)
-        requests = []
-        for index in range(sampling.n):
-            self._next_id += 1
-            requests.append(
-                Request(
-                    id=RequestId(self._next_id),
-                    tokens=list(tokens),
-                    prompt_tokens=prompt,
-                    sampling=sampling,
-                    seed=(seed + index) % 2**63,
-                    stop_token_ids=ends,
-                    max_total_tokens=max_total_tokens,
-                    terms=terms,
-                    subscriber=self._subscribers.add(sink, handle + index, stream_interval_s, sent=len(tokens)),
-                    gallery=gallery,
-                    prompt_logprobs=[] if sampling.prompt_logprobs is not None and not index else None,
-                )
-            )
-        self._telemetry.submitted(sampling.n, sampling.max_tokens)
-        self._live.update((request.id, request) for request in requests)
-        self._gate.entered(requests, is_known=is_known)
-        if sampling.form is None:
+        if self.failure is not None:
+            raise self.failure
+        try:
+            requests = self._admission.admit(asked)
+        except Overloaded:
+            self.telemetry.refused(1, asked.terms.salt)
+            raise
+        finally:
+            self._subscribers.press(self._overload.is_pressed, self._live.values())
+        for place, request in enumerate(requests):
+            self._subscribers.add(request, sink, handle + place, asked.stream_interval_s)
+            self._live[request.id] = request
+        self.telemetry.submitted(asked.sampling.n, asked.sampling.max_tokens)
+        self._overload.entered(requests, is_known=asked.is_known)
+        # Structured output waits until the workers have compiled its form; requests that run do not wait for that.
+        if asked.sampling.form is None:
             self._queue(requests)
         else:
-            self._structured_output.compile(sampling.form, partial(self._queue_compiled, requests))
+            self._structured_output.compile(asked.sampling.form, partial(self._queue, requests))
         return [request.id for request in requests]
 
-    def refused(self, requests: int) -> None:
-        """So many more, by a front end that knew."""
-        self._telemetry.refused(requests)
-
-    def _feel_pressure(self) -> None:
-        self._subscribers.press(self._gate.is_pressed, self._live.values())
-
-    def _queue(self, requests: list[Request]) -> None:
-        self._scheduler.add(requests[0], requests[1:])
-        self._wake.set()
-
-    def _queue_compiled(self, requests: list[Request], refusal: IntarsiaError | None) -> None:
-        """The form of their answers is compiled, or cannot be. Some may have been aborted meanwhile."""
+    def _queue(self, requests: list[Request], refusal: IntarsiaError | None = None) -> None:
+        """Answers to one prompt. refusal: why their form cannot be compiled. Some may have been aborted meanwhile."""
         live = [request for request in requests if request.id in self._live]
-        if refusal is None and live:
-            self._queue(live)
-        elif refusal is not None:
+        if refusal is not None:
             for request in live:
                 self._forget(request)
-                self._telemetry.left(request)
                 self._subscribers.send_error(request, refusal)
+        elif live:
+            self._scheduler.add(live[0], live[1:])
+            self._wake.set()
 
     def abort(self, request_id: RequestId) -> None:
         """Stop an answer and free its blocks. Unknown or finished ones are left alone."""
@@ -195,31 +130,18 @@ class Engine:
             self._wake.set()
         else:  # its form is being compiled
             self._forget(request)
-            self._telemetry.left(request)
 
     def _forget(self, request: Request) -> None:
         del self._live[request.id]
-        self._gate.left(request)
+        self._overload.left(request)
+        self.telemetry.left(request)
 
     def _end(self, request: Request, how: str, now_s: float, error: IntarsiaError | None = None) -> None:
-        """It was queued, and leaves. error: to be sent to its subscriber."""
+        """A request leaves, which is noted. error: what its subscriber is sent."""
         self._forget(request)
-        self._telemetry.ended(request, how, now_s)
+        self.telemetry.ended(request, how, now_s)
         if error is not None:
             self._subscribers.send_error(request, error)
-
-    @property
-    def stats(self) -> EngineStats:
-        return self._telemetry.stats
-
-    @property
-    def tracer(self) -> Tracer | None:
-        return self._telemetry.tracer
-
-    @property
-    def failure(self) -> IntarsiaError | None:
-        """Why nothing can go on; None while it can."""
-        return self._failure
 
     def recount(self) -> Recount:
         """Count every block from the tables. Raises `AssertionError` on any contradiction."""
@@ -232,8 +154,8 @@ class Engine:
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serve until cancelled. Workers that are lost are built again, and requests go on where they were; when that
-        fails, or on a bug of ours, every request is told, and new ones are refused."""
+        """Serve until cancelled. Workers that are lost are built again, and requests go on where they were. When that
+        fails, or on a bug of ours, every request is sent an error, and new ones are refused."""
         try:
             while True:
                 try:
@@ -243,17 +165,16 @@ class Engine:
         except IntarsiaError as error:
             logger.error("the engine stops: %s", error)
             self._fail(error)
-        except Exception as error:  # a bug of ours must still reach every waiting caller
+        except Exception as error:  # a bug of ours must still reach every subscriber
             logger.exception("the engine stops on an internal error")
             self.is_broken = True
-            self._fail(
-                EngineUnavailable(f"the engine stopped on an internal error: {error!r}. See the controller's log.")
-            )
+            message = f"the engine stopped on an internal error: {error!r}. See the controller's log."
+            self._fail(EngineUnavailable(message))
         finally:
-            self._give_up_steps()
+            self._forget_steps()
 
     async def _serve(self) -> None:
-        """Run steps until the workers are lost: raises `EngineUnavailable` then."""
+        """Run steps until the workers are lost. Raises `EngineUnavailable` then."""
         watch = asyncio.ensure_future(self._watch())
         try:
             while True:
@@ -266,72 +187,51 @@ class Engine:
             watch.cancel()
 
     async def _watch(self) -> None:
-        """A worker that dies while nothing runs is found out by no step."""
+        """When a worker dies while nothing runs, no step shows it."""
         self._lost = await self._workers.lost()
         self._wake.set()
 
     async def _recover(self, error: IntarsiaError) -> None:
-        """Begin again with new workers: epoch + 1, an empty cache, and everybody waits with the tokens they have."""
-        started = time.monotonic()
+        """Begin again with new workers and an empty cache; all requests wait with the tokens they have."""
+        started_s = time.monotonic()
         logger.warning("the workers are lost (%s); building them again", error)
-        self._give_up_steps()
+        self._forget_steps()
         if isinstance(error, OutOfMemory):
             self._scheduler.shrink()
+        # Requests that may be what the workers die of are given up. Those that have left are unknown to the scheduler.
         for request in self._scheduler.start_anew():
-            if request.losses > MOST_LOSSES and started - request.first_loss_s >= SUSPECT_FOR_S:
-                self._give_up(request, error)
+            if is_the_cause(request.losses, request.first_loss_s) and self._scheduler.abort(request.id):
+                self._end(request, "error", time.monotonic(), given_up_with(request.losses, error))
         self.cache_watchers.send()
-        await self._losses.bear(error)
-        while not await self._rebuilt(error):
-            pass
-        self._losses.back()
+        await self._losses.rebuild(self._workers.rebuild, error)
         self._lost = None
-        self._telemetry.rebuilt()
-        took_s = time.monotonic() - started
+        self.telemetry.rebuilt()
+        took_s = time.monotonic() - started_s
         logger.warning("the workers are back after %.1f s; %d requests go on", took_s, len(self._live))
 
-    async def _rebuilt(self, error: IntarsiaError) -> bool:
-        """False when it did not succeed, and may the next time. error: why the workers were lost at first."""
-        try:
-            await self._workers.rebuild()
-        except NoRoom as failure:
-            raise EngineUnavailable(f"{error}, and {failure}") from failure
-        except EngineUnavailable as failure:
-            logger.warning("%s", failure)
-            await self._losses.bear(failure)
-            return False
-        return True
-
-    def _give_up(self, request: Request, error: IntarsiaError) -> None:
-        """It may be what the workers die of: others are not to suffer from it for ever."""
-        if request.id in self._live and self._scheduler.abort(request.id):
-            message = (
-                f"the workers were lost {request.losses} times while this request ran, in the end alone, and it got no "
-                f"token in between: they seem to die of it; last: {error}"
-            )
-            self._end(request, "error", time.monotonic(), EngineUnavailable(message))
-
-    def _give_up_steps(self) -> None:
+    def _forget_steps(self) -> None:
         for sent in self._under_way:
             sent.answer.cancel()
         self._under_way.clear()
 
     def _send_steps(self) -> None:
-        """Keep the workers busy: while one step runs, the next one waits at their door."""
+        """Keep the workers busy: while one step runs, the next one waits for them."""
         while len(self._under_way) < self._depth and self._scheduler.has_work:
             started = time.perf_counter()
             step = self._scheduler.plan_step()
-            self._end_expired()
+            for request in self._scheduler.take_expired():
+                self._end(request, "deadline", time.monotonic(), exceeded(request))
             plan_us = (time.perf_counter() - started) * 1e6
-            self._telemetry.planned(plan_us)
+            self.telemetry.planned(plan_us)
             if step is None:
                 return
-            self._under_way.append(_UnderWay(step, asyncio.ensure_future(self._workers.start_step(step)), plan_us))
+            self._under_way.append(_SentStep(step, asyncio.ensure_future(self._workers.start_step(step)), plan_us))
 
     async def _finish_oldest(self) -> None:
-        """Wait for the answer to the oldest step; new requests need not wait for it if there is room for a step."""
+        """Wait for the answer to the oldest step, and enter what it brought."""
         step, answer, plan_us = self._under_way[0]
         started = time.perf_counter()
+        # While there is room for another step, a new request ends the wait.
         if len(self._under_way) < self._depth:
             self._wake.clear()
             woken = asyncio.ensure_future(self._wake.wait())
@@ -342,13 +242,14 @@ class Engine:
         result = await answer
         answered = time.perf_counter()
         self._under_way.popleft()
-        self._losses.progress()
+        if self._losses.in_a_row:
+            self._losses.progress()
         outcome = self._scheduler.commit(result)
         self._enter(outcome, time.monotonic())
         if self.cache_watchers.is_watched:
             self.cache_watchers.send()
         wait_us, commit_us = (answered - started) * 1e6, (time.perf_counter() - answered) * 1e6
-        self._telemetry.stepped(step, result, outcome, StepTimes(plan_us, wait_us, commit_us))
+        self.telemetry.stepped(step, result, outcome, StepTimes(plan_us, wait_us, commit_us))
         # Let front ends submit, abort and receive before the next plan, even if no await above had to wait.
         await asyncio.sleep(0)
 
@@ -361,35 +262,19 @@ class Engine:
             await self._wake.wait()
 
     def _enter(self, outcome: Outcome, now_s: float) -> None:
-        """Enter what a step brought: answers that begin and end, and what is to be sent."""
-        for entry in outcome.notable:
-            request = entry.request
+        """What a step brought: requests begin and end, and subscribers are sent their tokens."""
+        for request, _, finish_reason, _ in outcome.notable:
             if request.has_just_begun:
-                self._telemetry.began(request, now_s)
-                self._gate.began(request)
-            if entry.finish_reason is not None:
-                self._end(request, entry.finish_reason.value, now_s)
+                self.telemetry.began(request, now_s)
+                self._overload.began(request)
+            if finish_reason is not None:
+                self._end(request, finish_reason.value, now_s)
         self._subscribers.send(outcome, now_s)
         for request, why in outcome.failed:
-            generated = len(request.tokens) - request.prompt_tokens
-            self._end(request, "error", now_s, too_complex(request.sampling.form, generated, why))
-
-    def _end_expired(self) -> None:
-        for request in self._scheduler.take_expired():
-            self._end(request, "deadline", time.monotonic(), _deadline_exceeded(request))
+            self._end(request, "error", now_s, too_complex(request, why))
 
     def _fail(self, error: IntarsiaError) -> None:
-        self._failure = error
+        self.failure = error
         self._structured_output.close()
         for request in list(self._live.values()):
             self._end(request, "error", time.monotonic(), error)
-
-
-def _deadline_exceeded(request: Request) -> DeadlineExceeded:
-    generated = len(request.tokens) - request.prompt_tokens
-    state = f"{generated} tokens of at most {request.max_total_tokens - request.prompt_tokens} were generated"
-    return DeadlineExceeded(
-        f"the request's {request.terms.timeout_s:g} s are over; {state}. Give it more time, or ask less.",
-        field="timeout_s",
-        generated_tokens=generated,
-    )

@@ -107,7 +107,7 @@ class _Connection:
         self._verbs: Mapping[type, Callable[[Any], None]] = {
             Submit: self._submit,
             Abort: self._abort,
-            Refused: lambda message: engine.refused(message.requests),
+            Refused: lambda message: engine.telemetry.refused(message.requests),
             AskSnapshot: self._snapshot,
             WatchCache: self._watch,
             UnwatchCache: lambda message: engine.cache_watchers.remove(self._watchers.pop(message.handle)),
@@ -134,17 +134,7 @@ class _Connection:
             with reading("a request"):
                 request = read(message.request, GenerateRequest, checked=True)
                 _check_request(request)
-            ids = self._engine.submit(
-                request.tokens,
-                request.sampling,
-                message.handle,
-                self._deliver,
-                request.images,
-                request.terms,
-                request.stream_interval_s,
-                request.prompt_tokens,
-                request.is_known,
-            )
+            ids = self._engine.submit(request, message.handle, self._deliver)
             self._requests |= {message.handle + index: request_id for index, request_id in enumerate(ids)}
         except IntarsiaError as error:
             self._send(Delivery((), (), errors=[(message.handle, error)]))

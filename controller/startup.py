@@ -13,7 +13,7 @@ from ..proto.request import SamplingParams
 from ..proto.status import EngineInfo, GroupInfo
 from ..proto.tracing import tracer_of
 from ..proto.worker import ModelFacts, ModelSettings, RunnerLimits, check_length
-from .admission.overload import GateSettings
+from .admission.overload import OverloadSettings
 from .engine import Engine
 from .losses import GIVE_UP_AFTER_S, Losses
 from .scheduling.scheduler import Scheduler
@@ -31,7 +31,7 @@ class EngineSettings:
     model: ModelSettings
     plan: PlanSettings
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
-    gate: GateSettings = field(default_factory=GateSettings)
+    overload: OverloadSettings = field(default_factory=OverloadSettings)
     max_model_len: int | None = None  # prompt and generated tokens of one request; None: what the model was made for
     prefix_caching: bool = True
     gpu_memory_utilization: float | None = None  # of a GPU's memory, for all; None, or no GPU: what `plan` says
@@ -91,7 +91,9 @@ async def build_engine(settings: EngineSettings, workers: Workers) -> Engine:
     info = _describe(settings, facts, plan, max_model_len)
     tracer = tracer_of("controller", settings.model.traces_endpoint)
     losses = Losses(settings.give_up_after_s)
-    return Engine(info, Scheduler(limits, manager), manager, workers, tracer=tracer, gate=settings.gate, losses=losses)
+    return Engine(
+        info, Scheduler(limits, manager), manager, workers, tracer=tracer, overload=settings.overload, losses=losses
+    )
 
 
 def _max_model_len(settings: EngineSettings, facts: ModelFacts) -> int:

@@ -138,9 +138,14 @@ class Telemetry:
         self._count(request, "cached_tokens", request.cached_tokens)
         self.meter.began(request, now_s)
 
+    def left(self, request: Request) -> None:
+        """It is live no longer. `ended` follows, unless it was never queued."""
+        tenant = self._tenant(request.terms.salt)
+        tenant["generated_tokens"] += len(request.tokens) - request.prompt_tokens
+        tenant["preemptions"] += request.preemptions
+
     def ended(self, request: Request, how: str, now_s: float) -> None:
-        """It was queued, and has left. how: a `FinishReason`, "abort", "deadline" or "error"."""
-        self.left(request)
+        """It has left, and that is to be seen. how: a `FinishReason`, "abort", "deadline" or "error"."""
         counter = COUNTED_ENDS.get(how)
         if counter is not None:
             self._count(request, counter, 1)
@@ -151,12 +156,6 @@ class Telemetry:
         else:
             self.meter.ended(how)
         self.journal.ended(request_view(request, self._manager, how, now_s, (), with_tokens=True))
-
-    def left(self, request: Request) -> None:
-        """It has left before it was queued, or `ended` says how."""
-        tenant = self._tenant(request.terms.salt)
-        tenant["generated_tokens"] += len(request.tokens) - request.prompt_tokens
-        tenant["preemptions"] += request.preemptions
 
     def _count(self, request: Request, name: str, count: int) -> None:
         """For the engine and for the request's tenant."""

@@ -13,7 +13,7 @@ from intarsia.deploy.settings.options import engine_settings
 from intarsia.errors import IntarsiaError
 from intarsia.kvcache.plan import MemoryPlan
 from intarsia.proto.messages import Delivery
-from intarsia.proto.request import SamplingParams
+from intarsia.proto.request import USUAL_TERMS, GenerateRequest, Image, SamplingParams, Terms
 from intarsia.proto.step import Step, StepResult
 from intarsia.proto.worker import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
 from intarsia.workers.worker import Worker
@@ -52,6 +52,15 @@ class LocalWorkers:
         result = self.worker.run(Step.unpack(step.pack()))
         assert result.error is None, result.error
         return StepResult.unpack(result.pack())
+
+
+def asking(
+    tokens: Sequence[int], sampling: SamplingParams, images: Sequence[Image] = (), terms: Terms = USUAL_TERMS
+) -> GenerateRequest:
+    """A new request that wants each token at once."""
+    return GenerateRequest(
+        tokens, sampling, images, terms, stream_interval_s=0.0, prompt_tokens=len(tokens), is_known=False
+    )
 
 
 class Completion:
@@ -104,7 +113,7 @@ async def complete(
         asked = zip(prompts, params, images or [[] for _ in prompts], completions, strict=True)
         for n, (prompt, wanted, pictures, completion) in enumerate(asked):
             found = read_images(reader, pictures, engine.info.model)
-            engine.submit(prompt, wanted, n, completion.sink, found)
+            engine.submit(asking(prompt, wanted, found), n, completion.sink)
         await asyncio.gather(*(completion.done.wait() for completion in completions))
         await asyncio.sleep(0)
     finally:

@@ -45,7 +45,6 @@ SPINE = (
 OF_A_QUIET_STEP = {
     "controller/delivery.py",
     "controller/deltas.py",
-    "controller/losses.py",
     "controller/metrics.py",
     "controller/scheduling/fair_queue.py",
     "controller/scheduling/prefill_budget.py",
@@ -79,6 +78,7 @@ WHEN_BLOCKS_MOVE = {
 }
 
 OF_A_FIRST_PREFILL = {
+    "controller/admission/admission.py",
     "controller/admission/overload.py",
     "controller/admission/validation.py",
     "controller/info.py",

@@ -1,9 +1,10 @@
-"""Who may come in. A request that could not have its turn in time is told so at once, before anything is done for it.
+"""The overload guard: a request that could not be served in time is refused at once, before anything is done for it.
 
-Whoever comes waits for two things: that the prompts before its own are computed, and, where more are here than can run,
-that others end. How long either takes follows from how fast requests have begun and ended lately, while others waited;
-before enough have ended, from how long those that run stay. Tenants take turns, so each waits behind its own requests
-only: whoever floods is refused, and the others come in.
+A new request waits for two things: that the prompts before its own are computed and, when more requests are here than
+can run, that others end. How long either takes follows from how fast requests have begun and ended lately while others
+waited. Before enough of them have ended it follows from how long the running ones stay. Tenants take turns, so a
+request waits behind those of its own tenant only: a tenant that floods the engine is refused, and the others are
+served.
 """
 
 import time
@@ -11,37 +12,38 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from ...errors import InvalidSetting, Overloaded
 from ...kvcache.manager import RequestId
 from ..request import Request
 
 LATEST = 64
-"""Begins, and ends, by which it is told how fast they follow one another."""
+"""Requests that began (or ended) by which their rate is measured."""
 
 FEWEST = 8
-"""With fewer that is not known."""
+"""With fewer the rate is not known."""
 
 LONGEST_RETRY_S = 60.0
 
 LONGEST_FULL_S = 0.25
-"""For so long at most a front end refuses by itself what would be refused here: somebody may leave before his turn."""
+"""For so long at most a front end refuses by itself what would be refused here: a request that waits may leave."""
 
 LOOK_AGAIN_S = 1.0
-"""At the machine's memory."""
+"""From one look at the machine's free memory to the next."""
 
 PRESSED_S = 1.0
-"""For so long after a refusal there are more requests than can be served."""
+"""For so long after a refusal we take it that more requests come than can be served."""
 
 MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class GateSettings:
-    """What may wait. None: nobody is refused for it."""
+class OverloadSettings:
+    """What may wait. None: no request is refused for it."""
 
-    max_wait_s: float | None = None  # for one's turn, as it is expected
-    max_waiting_tokens: int = 2**25  # of all who wait
+    max_wait_s: float | None = None  # until a request's turn, as it is expected
+    max_waiting_tokens: int = 2**25  # of all requests that wait
     max_waiting_bytes: int = 2**30  # of their images
     max_requests_per_tenant: int | None = None  # waiting and running ones
     min_free_bytes: int = 256 * MIB  # of the host's memory, at the least
@@ -72,8 +74,22 @@ def free_host_bytes() -> int:
     return free
 
 
+class Seats(Protocol):
+    """Where requests run: the scheduler."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the latest step had no room for a request that waits."""
+        ...
+
+    @property
+    def num_seats(self) -> int:
+        """How many requests can run at once."""
+        ...
+
+
 class _Cadence:
-    """How fast one follows another, by the latest ones."""
+    """How fast events follow one another, measured by the latest ones."""
 
     def __init__(self) -> None:
         self._times_s: deque[float] = deque(maxlen=LATEST)
@@ -85,43 +101,40 @@ class _Cadence:
         self._times_s.clear()
 
     def every_s(self, now_s: float) -> float | None:
-        """From one to the next, a pause that lasts now among them; None if there were too few."""
+        """From one event to the next, the present pause among them; None if there were too few."""
         if len(self._times_s) < FEWEST:
             return None
         return (now_s - self._times_s[0]) / (len(self._times_s) - 1)
 
 
-class Gate:
-    """Knows who waits for the first token. Single-threaded."""
+class OverloadGuard:
+    """Knows which requests wait for their first token. Single-threaded."""
 
     def __init__(
         self,
-        settings: GateSettings,
-        is_full: Callable[[], bool],
-        num_seats: Callable[[], int],
+        settings: OverloadSettings,
+        seats: Seats,
         clock: Callable[[], float] = time.monotonic,
         free_bytes: Callable[[], int] = free_host_bytes,
     ):
-        """is_full: whether the latest step had no room for somebody. num_seats: how many requests can run at once."""
         self._settings = settings
-        self._is_full = is_full
-        self._num_seats = num_seats
+        self._seats = seats
         self._clock = clock
         self._free_bytes = free_bytes
         self._looked_s = self._refused_s = float("-inf")
         self._free = 0
         self._waiting: dict[RequestId, Request] = {}
-        self._by_tenant: dict[str, int] = {}  # those who wait
-        self._present: dict[str, int] = {}  # those who wait or run
-        self._tokens = self._bytes = 0  # of those who wait
-        self._began_s: dict[RequestId, float] = {}  # those who run
+        self._by_tenant: dict[str, int] = {}  # requests that wait
+        self._present: dict[str, int] = {}  # requests that wait or run, by tenant
+        self._tokens = self._bytes = 0  # of the requests that wait
+        self._began_s: dict[RequestId, float] = {}  # of the requests that run
         self._sum_began_s = 0.0
         self._begins, self._ends = _Cadence(), _Cadence()  # while others waited for room
-        self._stays_s: deque[float] = deque(maxlen=LATEST)  # how long the latest had run
+        self._stays_s: deque[float] = deque(maxlen=LATEST)  # how long those that ended latest had run
 
     def check(self, tenant: str, tokens: int, image_bytes: int, answers: int, timeout_s: float | None) -> None:
-        """Raises `Overloaded`, saying when to try again, if such a request had better not come now. Its detail
-        `full_for_s`: for how long nobody else of the tenant need ask."""
+        """Raises `Overloaded`, saying when to try again, if such a request should not be taken now. Its detail
+        `full_for_s`: for how long every other request of the tenant would be refused, too."""
         try:
             self._check(tenant, tokens, image_bytes, answers, timeout_s)
         except Overloaded:
@@ -130,13 +143,14 @@ class Gate:
 
     @property
     def is_pressed(self) -> bool:
-        """Whether more come than can be served: somebody was refused lately, or more wait than can run."""
+        """Whether more requests come than can be served: one was refused lately, or more wait than can run."""
         if self._clock() - self._refused_s < PRESSED_S:
             return True
-        return self._is_full() and len(self._waiting) > self._num_seats()
+        return self._seats.is_full and len(self._waiting) > self._seats.num_seats
 
     def _check(self, tenant: str, tokens: int, image_bytes: int, answers: int, timeout_s: float | None) -> None:
         settings = self._settings
+        # A tenant may have so many requests here at once.
         most = settings.max_requests_per_tenant
         if most is not None and (here := self._present.get(tenant, 0)) + answers > most:
             raise Overloaded(
@@ -146,6 +160,7 @@ class Gate:
                 asked=here + answers,
                 limit=most,
             )
+        # What waits takes memory. A request that is alone is let in, however large it is.
         for what, there, more, limit in (
             ("tokens", self._tokens, tokens * answers, settings.max_waiting_tokens),
             ("bytes of images", self._bytes, image_bytes, settings.max_waiting_bytes),
@@ -157,6 +172,7 @@ class Gate:
                     limit=limit,
                     retry_after_s=self._retry_after_s(),
                 )
+        # Its turn must come before the answer is worth nothing.
         wait_s = self.wait_s(tenant)
         for name, limit_s in (("max_wait_s", settings.max_wait_s), ("timeout_s", timeout_s)):
             if limit_s is not None and wait_s > limit_s and settings.max_wait_s is not None:
@@ -167,6 +183,7 @@ class Gate:
                     retry_after_s=self._retry_after_s(too_long_s),
                     full_for_s=round(min(too_long_s, LONGEST_FULL_S), 4) if name == "max_wait_s" else 0.0,
                 )
+        # The host's memory must last for those who are here.
         if settings.min_free_bytes and self._free_now() < settings.min_free_bytes:
             raise Overloaded(
                 f"the host has {self._free // MIB} MiB of memory left, and {settings.min_free_bytes // MIB} are kept "
@@ -177,28 +194,29 @@ class Gate:
             )
 
     def wait_s(self, tenant: str) -> float:
-        """For the turn of a request that comes now, as far as it is known."""
-        if not self._waiting or not self._is_full():
+        """Until the turn of a request that comes now, as far as that is known."""
+        if not self._waiting or not self._seats.is_full:
             return 0.0
-        now_s, seats = self._clock(), self._num_seats()
+        now_s, seats = self._clock(), self._seats.num_seats
         tenants = len(self._by_tenant) + (tenant not in self._by_tenant)
         begin = min(len(self._waiting) + 1, (self._by_tenant.get(tenant, 0) + 1) * tenants)
         end = min(begin, max(0, len(self._waiting) + len(self._began_s) + 1 - seats))
         return max(begin * (self._begins.every_s(now_s) or 0.0), end * self._end_every_s(now_s, seats))
 
     def _end_every_s(self, now_s: float, seats: int) -> float:
-        """From one who ends to the next, while all seats are taken; 0 if there is nothing to tell it by."""
+        """From one end to the next, while all seats are taken; 0 if nothing is known of it."""
         every_s = self._ends.every_s(now_s)
         if every_s is not None:
             return every_s
-        # As long as those before, and no shorter than these have already (J. D. C. Little's law).
+        # A request stays as long as those before it did, and not less than these have stayed already. By Little's law
+        # one of the seats becomes free after that time divided by their number.
         stay_s = sum(self._stays_s) / len(self._stays_s) if self._stays_s else 0.0
         if self._began_s:
             stay_s = max(stay_s, now_s - self._sum_began_s / len(self._began_s))
         return stay_s / seats
 
     def entered(self, requests: Iterable[Request], *, is_known: bool = False) -> None:
-        """They wait from now on. is_known: they came in before, elsewhere; whatever they wait for, it is no turn."""
+        """They wait from now on. is_known: another engine had taken them before it was lost; they count as running."""
         for request in requests:
             tenant = request.terms.tenant
             self._present[tenant] = self._present.get(tenant, 0) + 1
@@ -211,13 +229,13 @@ class Gate:
             self._bytes += _image_bytes(request)
 
     def began(self, request: Request) -> None:
-        """It has got its first token."""
+        """Its first token has come."""
         if self._stop_waiting(request):
             self._begin(request)
             self._note(self._begins)
 
     def left(self, request: Request) -> None:
-        """It has ended, however that was."""
+        """It has ended, in whatever way."""
         self._stop_waiting(request)
         began_s = self._began_s.pop(request.id, None)
         if began_s is not None:
@@ -227,10 +245,10 @@ class Gate:
         _count_down(self._present, request.terms.tenant)
 
     def _note(self, cadence: _Cadence) -> None:
-        if self._waiting and self._is_full():
+        if self._waiting and self._seats.is_full:
             cadence.beat(self._clock())
         else:
-            cadence.clear()  # there was room: how fast it goes says nothing
+            cadence.clear()  # there was room, so the rate is that of arrivals
 
     def _begin(self, request: Request) -> None:
         self._began_s[request.id] = now_s = self._clock()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ...errors import EngineUnavailable, IntarsiaError, InvalidRequest
+from ..request import Request
 
 COMPILE_TIMEOUT_S = 5.0
 """Usual forms take milliseconds, the first one of a model a second more."""
@@ -65,8 +66,9 @@ class StructuredOutput:
                 return refusal
 
 
-def too_complex(form: tuple[str, str] | None, generated_tokens: int, why: str) -> InvalidRequest:
-    """A form that was compiled, and became too complex while tokens were chosen."""
+def too_complex(request: Request, why: str) -> InvalidRequest:
+    """The form of its answer was compiled, and became too complex while tokens were chosen."""
+    form, generated_tokens = request.sampling.form, len(request.tokens) - request.prompt_tokens
     return InvalidRequest(
         f"the answer's form became too complex after {generated_tokens} tokens: {why}; give a simpler one",
         field=form[0] if form else None,

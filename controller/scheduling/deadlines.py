@@ -3,6 +3,7 @@
 import heapq
 import math
 
+from ...errors import DeadlineExceeded
 from ...kvcache.manager import RequestId
 from ..request import Request
 
@@ -28,3 +29,14 @@ class Deadlines:
             passed.append(heapq.heappop(self._heap)[1])
         self.next_s = self._heap[0][0] if self._heap else math.inf
         return passed
+
+
+def exceeded(request: Request) -> DeadlineExceeded:
+    """What is said to a request whose time is over."""
+    generated = len(request.tokens) - request.prompt_tokens
+    state = f"{generated} tokens of at most {request.max_total_tokens - request.prompt_tokens} were generated"
+    return DeadlineExceeded(
+        f"the request's {request.terms.timeout_s:g} s are over; {state}. Give it more time, or ask less.",
+        field="timeout_s",
+        generated_tokens=generated,
+    )

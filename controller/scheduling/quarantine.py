@@ -1,17 +1,15 @@
 """Requests that the workers may have died of run alone, one after another, until each has got a token.
 
 The workers may be lost for reasons of their own, so a request is suspected only after some losses in a row. When it has
-run alone and they were lost again, the engine gives it up (`MOST_LOSSES` in `engine.py`).
+run alone and they were lost again, the engine gives it up (`losses.py`).
 """
 
 import time
 from collections import deque
 from collections.abc import Iterable
 
+from ..losses import SUSPICIOUS_LOSSES
 from ..request import Request
-
-SUSPICIOUS_LOSSES = 2
-"""Losses of the workers in a row while a request ran, without a token of it: from then on it runs alone."""
 
 
 class Quarantine:

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from ...controller.losses import GIVE_UP_AFTER_S, Losses
+from ...controller.losses import GIVE_UP_AFTER_S, Losses, is_the_cause
 from ...controller.metrics import Metrics
 from ...controller.snapshot import EngineView
 from ...errors import EngineUnavailable, IntarsiaError, InvalidRequest, Overloaded
@@ -55,9 +55,6 @@ HUNG_AFTER_S = 5.0
 
 MOST_MOVES_IN_VAIN = 3
 """Times that a request goes on without a token since the last time."""
-
-SUSPECT_FOR_S = 5.0
-"""The same in time, since the first of them: whatever kills engines beside their steps may be done then."""
 
 MOST_MOVES_TOGETHER = 1
 """The same in company. After that it waits its turn: of those that may be what the engine goes of, one is tried at a
@@ -363,7 +360,8 @@ class EngineClient:
                 message = FROM_ENGINE.read(await self._line.stream.receive_message())
                 match message:
                     case Delivery():
-                        self._losses.progress()
+                        if self._losses.in_a_row:
+                            self._losses.progress()
                         self._hand_out(message)
                     case Answer(handle, value):
                         self._losses.progress()
@@ -626,8 +624,7 @@ class Generation(AsyncIterator[Delta]):
                 self._lost_since_s = time.monotonic()
             self._moves_in_vain += 1
             self._leave_engine()
-        lost_for_s = time.monotonic() - self._lost_since_s
-        if self._moves_in_vain > MOST_MOVES_IN_VAIN and lost_for_s >= SUSPECT_FOR_S:
+        if is_the_cause(self._moves_in_vain, self._lost_since_s, MOST_MOVES_IN_VAIN):
             raise EngineUnavailable(
                 f"engines were lost {self._moves_in_vain} times while this request ran, without a token of it between; "
                 f"last: {error}"

@@ -2,7 +2,7 @@
 
 from typing import Unpack
 
-from ...controller.admission.overload import GateSettings
+from ...controller.admission.overload import OverloadSettings
 from ...controller.scheduling.settings import SchedulerSettings
 from ...controller.startup import EngineSettings
 from ...kvcache.plan import PlanSettings
@@ -33,6 +33,6 @@ def engine_settings(model: str, **given: Unpack[EngineArguments]) -> EngineSetti
         model=ModelSettings(str(found.path), **components["model"]),
         plan=PlanSettings(**plan),
         scheduler=SchedulerSettings(**components["scheduler"]),
-        gate=GateSettings(**components["gate"]),
+        overload=OverloadSettings(**components["overload"]),
         **engine,
     )

@@ -82,14 +82,14 @@ class EngineArguments(TypedDict, total=False):
         0, "scheduler.swap_bytes", "Host memory per worker for the blocks of preempted requests, e.g. 4GiB.",
         more="They wait there if they are dearer to compute anew than to copy.", read=count_of_bytes)]
     max_wait_s: Annotated[float | None, Setting(
-        None, "gate.max_wait_s", "Requests whose turn would come later are told to try again.", "they wait",
+        None, "overload.max_wait_s", "Requests whose turn would come later are told to try again.", "they wait",
         more="In Python: `Overloaded`.", serving=60.0, follows="stream_interval_s", commands=(SERVE,))]
     max_waiting_tokens: Annotated[int | str, Setting(
-        2**25, "gate.max_waiting_tokens", "Most tokens of prompts that wait for their turn.", read=tokens)]
+        2**25, "overload.max_waiting_tokens", "Most tokens of prompts that wait for their turn.", read=tokens)]
     max_requests_per_tenant: Annotated[int | None, Setting(
-        None, "gate.max_requests_per_tenant", "Most requests of one tenant, waiting and running.", "any number")]
+        None, "overload.max_requests_per_tenant", "Most requests of one tenant, waiting and running.", "any number")]
     min_free_memory: Annotated[str | int, Setting(
-        "256MiB", "gate.min_free_bytes", "Host memory to keep free: with less, new requests are told to try again.",
+        "256MiB", "overload.min_free_bytes", "Host memory to keep free: with less, new requests are told to try again.",
         read=count_of_bytes)]
     enforce_eager: Annotated[bool, Setting(
         False, "model.enforce_eager", "Run transformers' modules as they are written; slower.")]

@@ -18,12 +18,12 @@ def subscribed(
     subscribers: Subscribers, sink: Sink, handle: int, interval_s: float = 0.0, tokens: tuple[int, ...] = ()
 ) -> Request:
     """A request with so many tokens of its answer, all of them sent."""
-    known = [*PROMPT, *tokens]
-    return Request(
-        id=RequestId(handle), tokens=known, prompt_tokens=len(PROMPT), sampling=SamplingParams(), seed=0,
+    request = Request(
+        id=RequestId(handle), tokens=[*PROMPT, *tokens], prompt_tokens=len(PROMPT), sampling=SamplingParams(), seed=0,
         stop_token_ids=frozenset(), max_total_tokens=100,
-        subscriber=subscribers.add(sink, handle, interval_s, sent=len(known)),
     )  # fmt: skip
+    subscribers.add(request, sink, handle, interval_s)
+    return request
 
 
 def plain(*drawn: tuple[Request, int]) -> Outcome:

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from intarsia.controller import engine as engine_module
 from intarsia.controller import losses as losses_module
 from intarsia.controller.admission import structured_output
-from intarsia.controller.admission.overload import GateSettings
-from intarsia.controller.engine import MOST_LOSSES, Engine
-from intarsia.controller.losses import Losses, NoRoom
+from intarsia.controller.admission.overload import OverloadSettings
+from intarsia.controller.engine import Engine
+from intarsia.controller.losses import MOST_LOSSES, Losses, NoRoom
 from intarsia.controller.scheduling import prefill_budget as prefill_budget_module
 from intarsia.controller.scheduling.scheduler import Scheduler
 from intarsia.controller.scheduling.settings import SchedulerSettings
@@ -35,7 +34,7 @@ from intarsia.proto.status import EngineInfo, GroupInfo
 from intarsia.proto.step import Step, StepResult
 from intarsia.proto.worker import WorkerStatus
 from intarsia.tests.kvcache.plans import plan_of
-from intarsia.tests.local import Completion
+from intarsia.tests.local import Completion, asking
 from intarsia.tests.simulated import VOCAB, SimulatedWorker, continuation
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -85,7 +84,7 @@ def make_engine(
     fail_at: int | None = None,
     eos: tuple[int, ...] = (),
     losses: Sequence[int] = (),
-    gate: GateSettings | None = None,
+    overload: OverloadSettings | None = None,
 ) -> Engine:
     plan = plan_of(Full(), Sliding(5), blocks=blocks)
     manager = CacheManager(plan)
@@ -96,7 +95,7 @@ def make_engine(
         kv_cache_bytes=0, max_len_concurrency=plan.concurrency(100), enable_prefix_caching=True,
     )  # fmt: skip
     scheduler = Scheduler(SchedulerSettings(max_num_seqs=4, max_num_batched_tokens=16), manager)
-    return Engine(info, scheduler, manager, SimulatedGroup(plan, fail_at, losses), gate=gate)
+    return Engine(info, scheduler, manager, SimulatedGroup(plan, fail_at, losses), overload=overload)
 
 
 def running(engine: Engine, work: Coroutine) -> Any:
@@ -115,7 +114,7 @@ def running(engine: Engine, work: Coroutine) -> Any:
 
 def submit(engine: Engine, tokens: list[int], sampling: SamplingParams = SAMPLING) -> Completion:
     completion = Completion()
-    engine.submit(tokens, sampling, 0, completion.sink)
+    engine.submit(asking(tokens, sampling), 0, completion.sink)
     return completion
 
 
@@ -147,7 +146,7 @@ def test_refused_request_names_the_numbers_and_disturbs_nobody(tokens, sampling,
 
 
 def test_answers_come_in_pieces_while_requests_are_refused():
-    engine = make_engine(gate=GateSettings(max_requests_per_tenant=1))
+    engine = make_engine(overload=OverloadSettings(max_requests_per_tenant=1))
     deliveries: list[int] = []
 
     async def scenario() -> Completion:
@@ -161,7 +160,7 @@ def test_answers_come_in_pieces_while_requests_are_refused():
             deliveries.append(len(delivery.tokens) + sum(len(item.token_ids) for _, item in delivery.deltas))
             second.sink(delivery)
 
-        engine.submit(PROMPT, SamplingParams(max_tokens=30), 0, sink)
+        engine.submit(asking(PROMPT, SamplingParams(max_tokens=30)), 0, sink)
         await second.done.wait()
         return second
 
@@ -172,7 +171,7 @@ def test_answers_come_in_pieces_while_requests_are_refused():
 @pytest.mark.parametrize("logprobs", [None, 1])
 @pytest.mark.parametrize("why", ["refused", "crowded"])
 def test_an_answer_under_way_goes_on_in_pieces_when_more_come_than_can_be_served(why: str, logprobs: int | None):
-    engine = make_engine(gate=GateSettings(max_requests_per_tenant=1 if why == "refused" else None))
+    engine = make_engine(overload=OverloadSettings(max_requests_per_tenant=1 if why == "refused" else None))
     before: list[int] = []
     after: list[int] = []
 
@@ -198,7 +197,7 @@ def test_an_answer_under_way_goes_on_in_pieces_when_more_come_than_can_be_served
             with pytest.raises(Overloaded) if why == "refused" else contextlib.nullcontext():
                 submit(engine, PROMPT)
 
-        engine.submit(PROMPT, SamplingParams(max_tokens=60, logprobs=logprobs), 0, sink)
+        engine.submit(asking(PROMPT, SamplingParams(max_tokens=60, logprobs=logprobs)), 0, sink)
         await completion.done.wait()
         return completion
 
@@ -292,7 +291,7 @@ class Allergic(SimulatedGroup):
 def test_requests_that_the_workers_die_of_are_found_out_and_nobody_else_suffers(
     poisoned: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(engine_module, "SUSPECT_FOR_S", 0.0)
+    monkeypatch.setattr(losses_module, "SUSPECT_FOR_S", 0.0)
     monkeypatch.setattr(losses_module, "PAUSES_S", (0.0,))
     healthy = make_engine()
     workers = Allergic(healthy._manager.plan, poison=49)
@@ -360,7 +359,7 @@ def test_steps_that_do_not_fit_in_memory_get_smaller_and_nobody_is_refused(monke
 
 
 def test_a_request_that_fits_in_no_step_is_told_why(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine_module, "SUSPECT_FOR_S", 0.0)
+    monkeypatch.setattr(losses_module, "SUSPECT_FOR_S", 0.0)
     monkeypatch.setattr(losses_module, "PAUSES_S", (0.0,))
     usual = make_engine(blocks=128)
     engine = Engine(usual.info, usual._scheduler, usual._manager, Small(usual._manager.plan, most=0))
@@ -473,7 +472,7 @@ def test_one_message_per_front_end_and_step():
                 done.set()
 
         for n in range(4):
-            engine.submit([n], SAMPLING, n, sink)
+            engine.submit(asking([n], SAMPLING), n, sink)
         await done.wait()
 
     running(engine, scenario())
@@ -485,7 +484,7 @@ def test_aborted_request_frees_its_blocks():
 
     async def scenario() -> None:
         completion = Completion()
-        [request] = engine.submit(PROMPT, SamplingParams(max_tokens=90), 0, completion.sink)
+        [request] = engine.submit(asking(PROMPT, SamplingParams(max_tokens=90)), 0, completion.sink)
         while len(completion.token_ids) < 3:
             await asyncio.sleep(0)
         engine.abort(request)
@@ -583,7 +582,7 @@ def test_a_request_given_up_while_two_steps_run_frees_its_blocks():
     engine, workers = slow_engine(depth=2)
 
     async def scenario() -> None:
-        [request] = engine.submit(PROMPT, SAMPLING, 0, Completion().sink)
+        [request] = engine.submit(asking(PROMPT, SAMPLING), 0, Completion().sink)
         await settle()
         assert workers.started == [1, 2]
         engine.abort(request)
@@ -623,7 +622,7 @@ def test_a_request_given_up_while_its_form_is_compiled_is_never_queued():
     engine = make_engine(eos=(VOCAB - 1,))
 
     async def scenario() -> None:
-        [request] = engine.submit(PROMPT, SamplingParams(regex="good"), 0, Completion().sink)
+        [request] = engine.submit(asking(PROMPT, SamplingParams(regex="good")), 0, Completion().sink)
         engine.abort(request)
         await settle()
 
@@ -644,7 +643,7 @@ def test_a_request_whose_time_is_over_hears_how_far_it_came():
 
     async def scenario() -> Completion:
         completion = Completion()
-        engine.submit(PROMPT, SAMPLING, 0, completion.sink, terms=Terms(timeout_s=0.02))
+        engine.submit(asking(PROMPT, SAMPLING, terms=Terms(timeout_s=0.02)), 0, completion.sink)
         await settle()
         workers.allowed.release()
         await settle()
@@ -675,7 +674,7 @@ def test_answers_to_one_prompt_have_handles_in_a_row():
             if all(len(tokens) == 8 for tokens in heard.values()):
                 done.set()
 
-        engine.submit(PROMPT, SamplingParams(max_tokens=8, n=3), 5, sink)
+        engine.submit(asking(PROMPT, SamplingParams(max_tokens=8, n=3)), 5, sink)
         await done.wait()
 
     running(engine, scenario())

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from intarsia.controller.admission.overload import Gate
+from intarsia.controller import losses as losses_module
+from intarsia.controller.admission.overload import OverloadGuard
 from intarsia.controller.engine import Engine
 from intarsia.controller.server import MESSAGE_BYTES, MOST_UNSENT_BYTES, EngineServer, Outbox
 from intarsia.deploy.front_end import engine_client as client_module
@@ -134,12 +135,12 @@ def test_refusal_reaches_the_caller_as_it_was_raised():
 def test_what_the_engine_refuses_a_tenant_is_refused_before_it_hears_of_it(monkeypatch: pytest.MonkeyPatch):
     asked: list[str] = []
 
-    def check(gate: Gate, tenant: str, *about: Any) -> None:
+    def check(guard: OverloadGuard, tenant: str, *about: Any) -> None:
         asked.append(tenant)
         if tenant == "flood" and len(asked) == 1:
             raise Overloaded("its turn would come late", full_for_s=1.0)
 
-    monkeypatch.setattr(Gate, "check", check)
+    monkeypatch.setattr(OverloadGuard, "check", check)
 
     async def scenario(engine: Engine, address: Address):
         client = await EngineClient.connect(address)
@@ -220,7 +221,7 @@ def test_answers_go_on_with_another_engine_when_theirs_is_gone(taken: int, answe
 def test_a_bug_that_one_request_meets_ends_that_request_alone(monkeypatch: pytest.MonkeyPatch):
     """The engine stops on it, and is started again; whoever is innocent goes on."""
     monkeypatch.setattr(client_module, "TURN_PAUSE_S", 0.01)
-    monkeypatch.setattr(client_module, "SUSPECT_FOR_S", 0.0)
+    monkeypatch.setattr(losses_module, "SUSPECT_FOR_S", 0.0)
     poison = [7, *PROMPT]
     running: list[tuple[EngineServer, asyncio.Task[None]]] = []
 

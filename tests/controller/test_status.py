@@ -8,7 +8,7 @@ from intarsia.controller.engine import Engine
 from intarsia.proto.request import SamplingParams, Terms
 from intarsia.proto.status import Look
 from intarsia.tests.controller.test_engine import PROMPT, make_engine, running, submit
-from intarsia.tests.local import Completion
+from intarsia.tests.local import Completion, asking
 
 ALL = Look(with_tokens=True, with_recount=True)
 
@@ -78,8 +78,9 @@ def test_ended_requests_say_why():
     async def scenario() -> None:
         whole = submit(engine, PROMPT)
         late = Completion()
-        engine.submit([7] * 5, SamplingParams(max_tokens=90), 0, late.sink, terms=Terms(timeout_s=0.02))
-        [left] = engine.submit([8] * 5, SamplingParams(max_tokens=90), 0, Completion().sink)
+        in_time = Terms(timeout_s=0.02)
+        engine.submit(asking([7] * 5, SamplingParams(max_tokens=90), terms=in_time), 0, late.sink)
+        [left] = engine.submit(asking([8] * 5, SamplingParams(max_tokens=90)), 0, Completion().sink)
         await whole.done.wait()
         engine.abort(left)
         await late.done.wait()
@@ -111,7 +112,8 @@ def test_a_tenant_is_told_of_its_own_requests_only():
     async def scenario() -> None:
         completions = [Completion() for _ in range(3)]
         for completion, salt in zip(completions, ("alice", "alice", "bob"), strict=True):
-            engine.submit([1] * 6, SamplingParams(max_tokens=8), 0, completion.sink, terms=Terms(salt=salt))
+            request = asking([1] * 6, SamplingParams(max_tokens=8), terms=Terms(salt=salt))
+            engine.submit(request, 0, completion.sink)
         while engine.stats.steps < 4:
             await asyncio.sleep(0.001)
         own, others, everybody = (engine.status.load(viewer) for viewer in ("alice", "bob", None))

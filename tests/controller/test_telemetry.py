@@ -53,6 +53,7 @@ def test_an_end_is_counted_for_the_engine_and_for_its_tenant(how: str, counter: 
     heard = telemetry()
     asked = request(salt="alice", answer=3, cached_tokens=2, preemptions=1)
     heard.began(asked, 1.0)
+    heard.left(asked)
     heard.ended(asked, how, 2.0)
     begun = {"prompt_tokens": 4, "cached_tokens": 2}
     assert counted(heard) == begun | counter

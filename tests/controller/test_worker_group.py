@@ -15,7 +15,7 @@ from intarsia.proto.request import SamplingParams
 from intarsia.proto.step import Advance, Step, StepResult
 from intarsia.proto.worker import ModelSettings
 from intarsia.tests.conftest import Loop
-from intarsia.tests.local import Completion, make_engine
+from intarsia.tests.local import Completion, asking, make_engine
 
 
 async def finished(group: WorkerGroup, step: Step) -> StepResult:
@@ -75,7 +75,7 @@ def test_killed_worker_is_replaced_when_nothing_runs(ray_cluster: None, loop: Lo
         while not engine.stats.rebuilds:
             await asyncio.sleep(0.01)
         completion = Completion()
-        engine.submit([1], SamplingParams(max_tokens=3), 0, completion.sink)
+        engine.submit(asking([1], SamplingParams(max_tokens=3)), 0, completion.sink)
         await completion.done.wait()
         assert len(completion.token_ids) == 3
         running.cancel()
@@ -99,7 +99,8 @@ def test_stopped_worker_is_replaced_and_its_requests_go_on_with_the_same_tokens(
         running = asyncio.create_task(engine.run())
         stopped = (await group.process_ids())[1]
         completion = Completion()
-        engine.submit(model.prompts[0], SamplingParams(temperature=0, max_tokens=24), 0, completion.sink)
+        sampling = SamplingParams(temperature=0, max_tokens=24)
+        engine.submit(asking(model.prompts[0], sampling), 0, completion.sink)
         while not completion.token_ids:
             await asyncio.sleep(0)
         os.kill(stopped, signal.SIGSTOP)
@@ -140,7 +141,7 @@ def test_worker_that_takes_its_time_and_says_so_is_left_alone(
         running = asyncio.create_task(engine.run())
         completions = [Completion() for _ in model.prompts]
         for prompt, completion in zip(model.prompts, completions, strict=True):
-            engine.submit(prompt, SamplingParams(temperature=0, max_tokens=24), 0, completion.sink)
+            engine.submit(asking(prompt, SamplingParams(temperature=0, max_tokens=24)), 0, completion.sink)
         for completion, expected in zip(completions, model.expected, strict=True):
             await completion.done.wait()
             assert completion.token_ids == expected

@@ -19,7 +19,7 @@ from intarsia.kvcache.state_table import StateTable
 from intarsia.kvcache.strategies import plan_memory
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.conftest import Loop, TinyModel
-from intarsia.tests.local import Completion, complete, make_engine
+from intarsia.tests.local import Completion, asking, complete, make_engine
 from intarsia.tests.models import (
     FAMILIES,
     WINDOW,
@@ -227,7 +227,8 @@ def test_late_arrivals_join_running_requests_without_changing_them(family: str, 
         reader = ImageReader.of(engine.info)
         asked = zip(model.prompts, model.images, completions, strict=True)
         for n, (prompt, pictures, completion) in enumerate(asked):
-            engine.submit(prompt, GREEDY, n, completion.sink, read_images(reader, pictures, "model"))
+            found = read_images(reader, pictures, "model")
+            engine.submit(asking(prompt, GREEDY, found), n, completion.sink)
             while len(completion.token_ids) < 3:
                 await asyncio.sleep(0)
         await asyncio.gather(*(c.done.wait() for c in completions))

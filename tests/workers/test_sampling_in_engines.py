@@ -12,7 +12,7 @@ from intarsia.proto.messages import Delivery
 from intarsia.proto.request import SamplingParams
 from intarsia.tests import models
 from intarsia.tests.conftest import Loop, TinyModel
-from intarsia.tests.local import Completion, complete, make_engine
+from intarsia.tests.local import Completion, asking, complete, make_engine
 
 WANTED = SamplingParams(
     temperature=0,
@@ -170,7 +170,7 @@ async def complete_families(engine: Engine, prompts: Sequence[list[int]], params
     families = [Family(params.n) for _ in prompts]
     running = asyncio.create_task(engine.run())
     for prompt, family in zip(prompts, families, strict=True):
-        engine.submit(prompt, params, 0, family.sink)
+        engine.submit(asking(prompt, params), 0, family.sink)
     await asyncio.gather(*(family.done.wait() for family in families))
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

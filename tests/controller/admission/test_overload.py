@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from intarsia.controller.admission.overload import FEWEST, LONGEST_FULL_S, MIB, Gate, GateSettings
+from intarsia.controller.admission.overload import FEWEST, LONGEST_FULL_S, MIB, OverloadGuard, OverloadSettings
 from intarsia.controller.request import Request
 from intarsia.errors import InvalidSetting, Overloaded
 from intarsia.kvcache.manager import RequestId
@@ -15,15 +15,14 @@ NUMBERS = count()
 
 
 class Bench:
-    """A gate with a clock and a memory of its own. So many have seats; one of them ends every so often."""
+    """A guard with a clock and a memory of its own. So many have seats; one of them ends every so often."""
 
     def __init__(self, seats: int = 1, **settings: Any):
         self.now_s = 0.0
         self.free = 10**12
-        self.gate = Gate(
-            GateSettings(**settings),
-            lambda: bool(self.waiting),
-            lambda: self.seats,
+        self.guard = OverloadGuard(
+            OverloadSettings(**settings),
+            self,
             lambda: self.now_s,
             lambda: self.free,
         )
@@ -32,12 +31,20 @@ class Bench:
         self.seats = seats
         self.begins_at_once = True  # the first token comes with the seat
 
+    @property
+    def is_full(self) -> bool:
+        return bool(self.waiting)
+
+    @property
+    def num_seats(self) -> int:
+        return self.seats
+
     def come(self, tenant: str = "", tokens: int = 10, timeout_s: float | None = None) -> Request:
-        self.gate.check(tenant, tokens, 0, 1, timeout_s)
+        self.guard.check(tenant, tokens, 0, 1, timeout_s)
         request = Request(
             RequestId(next(NUMBERS)), [1] * tokens, tokens, SamplingParams(), 0, frozenset(), 100, Terms(tenant=tenant)
         )
-        self.gate.entered([request])
+        self.guard.entered([request])
         self.waiting.append(request)
         if self.begins_at_once:
             self.seat()
@@ -46,12 +53,12 @@ class Bench:
     def seat(self, most: int = 1000) -> None:
         for _ in range(min(most, len(self.waiting), self.seats - len(self.seated))):
             self.seated.append(self.waiting.pop(0))
-            self.gate.began(self.seated[-1])
+            self.guard.began(self.seated[-1])
 
     def serve(self, requests: int, each_s: float = 1.0) -> None:
         for _ in range(requests):
             self.now_s += each_s
-            self.gate.left(self.seated.pop(0))
+            self.guard.left(self.seated.pop(0))
             if self.begins_at_once:
                 self.seat()
 
@@ -147,7 +154,7 @@ def test_what_was_seen_before_a_pause_says_nothing_after_it():
         bench.come()
     bench.serve(FEWEST)
     for request in bench.waiting:
-        bench.gate.left(request)
+        bench.guard.left(request)
     bench.waiting.clear()
     bench.serve(2)
     bench.now_s += 1000
@@ -158,23 +165,23 @@ def test_what_was_seen_before_a_pause_says_nothing_after_it():
 def test_a_refusal_tells_of_pressure_for_a_second():
     bench = Bench(max_requests_per_tenant=1)
     bench.come("a")
-    assert not bench.gate.is_pressed
+    assert not bench.guard.is_pressed
     with pytest.raises(Overloaded):
         bench.come("a")
-    assert bench.gate.is_pressed
+    assert bench.guard.is_pressed
     bench.now_s += 2
-    assert not bench.gate.is_pressed
+    assert not bench.guard.is_pressed
 
 
 def test_more_who_wait_than_can_run_tell_of_pressure_as_long_as_they_wait():
     bench = Bench(seats=2)
     for _ in range(4):
         bench.come()
-    assert not bench.gate.is_pressed
+    assert not bench.guard.is_pressed
     bench.come()
-    assert bench.gate.is_pressed
+    assert bench.guard.is_pressed
     bench.serve(1)
-    assert not bench.gate.is_pressed
+    assert not bench.guard.is_pressed
 
 
 def test_nobody_is_refused_for_the_wait_where_no_limit_is_set():
@@ -244,7 +251,7 @@ def test_nobody_is_taken_when_the_host_is_short_of_memory():
 
 
 def test_the_gate_of_a_real_host_is_open():
-    Gate(GateSettings(), lambda: False, lambda: 1).check("", 10, 0, 1, None)
+    OverloadGuard(OverloadSettings(), Bench()).check("", 10, 0, 1, None)
 
 
 @pytest.mark.parametrize(
@@ -253,4 +260,4 @@ def test_the_gate_of_a_real_host_is_open():
 )
 def test_settings_that_let_nobody_in_are_refused(setting: str, value: Any):
     with pytest.raises(InvalidSetting, match="must be"):
-        GateSettings(**{setting: value})
+        OverloadSettings(**{setting: value})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from intarsia.controller.admission.overload import Gate, GateSettings
+from intarsia.controller.admission.overload import OverloadSettings
 from intarsia.controller.engine import Engine
 from intarsia.controller.server import EngineServer
 from intarsia.deploy.front_end import router as fleet_module
@@ -117,7 +117,7 @@ def test_a_prompt_goes_where_its_prefix_is():
 def test_a_request_is_refused_where_no_engine_has_room_and_not_before(answers: int):
     async def scenario(two: Two):
         for engine in two.engines.values():
-            engine._gate = Gate(GateSettings(max_requests_per_tenant=answers), lambda: False, lambda: 4)
+            engine._overload._settings = OverloadSettings(max_requests_per_tenant=answers)
             workers: Any = engine._workers
             workers.step_s = 0.005
         sampling = SamplingParams(max_tokens=80, n=answers)

@@ -34,4 +34,4 @@ def test_every_number_of_tokens_takes_a_unit():
     assert (made.max_model_len, made.scheduler.max_num_batched_tokens) == (2048, 1000)
     assert engine_settings("m", expected_average_seq_len="4K").plan.expected_average_seq_len == 4096
     assert parse_lengths("2k,8K") == [2000, 8192]
-    assert (made.scheduler.max_prefill_chunk_tokens, made.gate.max_waiting_tokens) == (1024, 10**6)
+    assert (made.scheduler.max_prefill_chunk_tokens, made.overload.max_waiting_tokens) == (1024, 10**6)

@@ -5,7 +5,7 @@ from typing import Any, Unpack, get_type_hints
 
 import pytest
 
-from intarsia.controller.admission.overload import GateSettings
+from intarsia.controller.admission.overload import OverloadSettings
 from intarsia.controller.scheduling.settings import SchedulerSettings
 from intarsia.controller.startup import EngineSettings
 from intarsia.deploy.console import ConsoleSettings
@@ -25,7 +25,7 @@ COMPONENTS: dict[str, Any] = {
     "model": ModelSettings,
     "plan": PlanSettings,
     "scheduler": SchedulerSettings,
-    "gate": GateSettings,
+    "overload": OverloadSettings,
     "server": ServerSettings,
     "access": AccessSettings,
     "front_end": FrontEndSettings,

@@ -12,7 +12,7 @@ from intarsia.errors import InvalidRequest
 from intarsia.proto.request import SamplingParams
 from intarsia.proto.step import Step, StepResult
 from intarsia.tests.conftest import TinyModel
-from intarsia.tests.local import Completion, LocalWorkers, complete, make_engine
+from intarsia.tests.local import Completion, LocalWorkers, asking, complete, make_engine
 from intarsia.tests.models import IMAGE, greedy, load_oracle, picture
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -132,7 +132,7 @@ def test_a_model_without_images_refuses_them(tiny: Callable):
         from intarsia.proto.request import Image
 
         with pytest.raises(InvalidRequest, match="llama takes no images, and the request has 1"):
-            engine.submit([1, 2], GREEDY, 0, completion.sink, [Image(b"", 5)])
+            engine.submit(asking([1, 2], GREEDY, [Image(b"", 5)]), 0, completion.sink)
         return []
 
     run(tiny("llama").path, work)

@@ -1,0 +1,58 @@
+"""Admission control: of the requests that come, which are taken.
+
+Refused are requests that can never be served (`validation.py`), and new ones that could not be served in time
+(`overload.py`). A request that an engine had taken before it was lost is not new.
+"""
+
+import secrets
+from itertools import count
+
+from ...kvcache.ids import RequestId
+from ...kvcache.plan import MemoryPlan
+from ...proto.request import GenerateRequest
+from ...proto.status import EngineInfo
+from ..request import Request
+from .overload import OverloadGuard
+from .validation import check, lay_out_images
+
+
+class Admission:
+    """Makes the requests of the engine from those of front ends."""
+
+    def __init__(self, info: EngineInfo, plan: MemoryPlan, overload: OverloadGuard):
+        self._info = info
+        self._plan = plan
+        self._overload = overload
+        self._ids = map(RequestId, count(1))
+
+    def admit(self, asked: GenerateRequest) -> list[Request]:
+        """One request for each answer, in their order; they are not queued, and have no subscriber yet.
+
+        Raises `InvalidRequest` if it cannot be served as asked, `Overloaded` if it cannot be in time.
+        """
+        sampling, prompt_tokens = asked.sampling, asked.prompt_tokens
+        max_total_tokens = check(asked.tokens, prompt_tokens, sampling, self._info, self._plan)
+        gallery = lay_out_images(asked.tokens[:prompt_tokens], asked.images, self._info, self._plan)
+        if not asked.is_known:
+            image_bytes = sum(len(image.data) for image in asked.images)
+            self._overload.check(asked.terms.tenant, prompt_tokens, image_bytes, sampling.n, asked.terms.timeout_s)
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        ends = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            ends |= frozenset(self._info.eos_token_ids)
+        return [
+            Request(
+                id=next(self._ids),
+                tokens=list(asked.tokens),
+                prompt_tokens=prompt_tokens,
+                sampling=sampling,
+                seed=(seed + answer) % 2**63,
+                stop_token_ids=ends,
+                max_total_tokens=max_total_tokens,
+                terms=asked.terms,
+                gallery=gallery,
+                # They are the same for all answers, and are told with the first one.
+                prompt_logprobs=[] if sampling.prompt_logprobs is not None and not answer else None,
+            )
+            for answer in range(sampling.n)
+        ]
