@@ -122,14 +122,15 @@ async def _measure(model: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _map_ms(blocks: int) -> float:
-    from intarsia.kvcache.pool import BlockPool, RequestId
+    from intarsia.kvcache.ids import RequestId
+    from intarsia.kvcache.pool import BlockPool
     from intarsia.kvcache.reach import Full, Sliding
     from intarsia.tests.kvcache.plans import plan_of
 
     pool = BlockPool(plan_of(Full(), Sliding(64), blocks=blocks + 1))
-    for g, taken in enumerate(pool.take([blocks // 2, blocks - blocks // 2], RequestId(1))):
-        pool.name(g, taken, [b"%d/%d" % (g, block) for block in taken])
-        pool.give_back(g, taken)
+    for group, taken in zip(pool.groups, pool.take([blocks // 2, blocks - blocks // 2], RequestId(1)), strict=True):
+        group.name(taken, [b"%d/%d" % (group.group, block) for block in taken])
+        group.give_back(taken)
     took = []
     for _ in range(15):
         started = time.perf_counter()

@@ -337,10 +337,10 @@ async def _null_model(count: int, rounds: int, is_full: bool = False) -> dict[st
 
 def _fill(manager: Any) -> None:
     """Known prefixes in every block."""
-    from intarsia.kvcache.manager import RequestId
+    from intarsia.kvcache.ids import RequestId
 
     number = 1 << 40
-    while manager.pool.num_blank:
+    while manager.pool.num_free_pages:
         number += 1
         tokens = [number % 997 + n for n in range(4096)]
         tokens[0] = number % 100_000

@@ -26,12 +26,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from intarsia.deploy.replay.prefill import extend_by_chunk
 from intarsia.errors import PoolExhausted
-from intarsia.kvcache.manager import CacheManager, RequestId
-from intarsia.kvcache.plan import PlanSettings
+from intarsia.kvcache.eviction import policy_named
+from intarsia.kvcache.ids import NULL_BLOCK, BlockId, RequestId
+from intarsia.kvcache.manager import CacheManager
+from intarsia.kvcache.plan import Group, PlanSettings
 from intarsia.kvcache.prefix import Chain, GivenChain
 from intarsia.kvcache.reach import Chunked, Full, Keeps, Reach, Sliding, State
-from intarsia.kvcache.retention import policy_named
 from intarsia.kvcache.spec import LayerSpec, StateTensor
 from intarsia.kvcache.strategies import plan_memory
 
@@ -92,7 +94,7 @@ class Cache:
         length = hit.tokens
         while length < chain.known:
             try:
-                length, _ = manager.extend_towards(request, min(chain.known, length + CHUNK_TOKENS), length)
+                length = extend_by_chunk(manager, request, min(chain.known, length + CHUNK_TOKENS), length)
             except PoolExhausted:
                 manager.release(request, length)
                 raise
@@ -172,10 +174,10 @@ def _lookup_costs(model: str) -> dict[str, Any]:
     warm, warm_tokens = _lookup_us(manager, [*tokens, 1])
     for g, group in enumerate(manager.plan.groups):
         if group.reach.keeps is Keeps.STATE or group.reach.window_tokens:
-            index = manager.pool.index(g)
+            index = manager.pool.groups[g].index
             for name in manager.chain(tokens).grow()[6000:7680]:
                 if name in index:
-                    manager.forget(g, index[name])  # type: ignore[arg-type]
+                    manager.forget(g, BlockId(index[name]))
     gone, gone_tokens = _lookup_us(manager, tokens[:122_880] + cache.unique(3000))
     return {
         "model": model,
@@ -311,7 +313,7 @@ def waste(args: argparse.Namespace) -> dict[str, Any]:
             for request, known in running:
                 cache.decode(request, known, 1)
             if step % 10 == 0:
-                for what, size in cache.manager.account().items():
+                for what, size in _account(cache.manager, running).items():
                     totals[what] = totals.get(what, 0) + size
         while len(running) > 2:
             cache.manager.release(running.pop(0)[0])
@@ -324,6 +326,39 @@ def waste(args: argparse.Namespace) -> dict[str, Any]:
         "internal_and_external": (totals["unfilled"] + totals["blank"]) / held,
         "all": (totals["unfilled"] + totals["passed"] + totals["blank"]) / held,
     }
+
+
+def _account(manager: CacheManager, running: Sequence[tuple[RequestId, list[int]]]) -> dict[str, int]:
+    """Bytes of the large pages that running requests use, and what of them serves none.
+
+    held      all of it, less blocks that only keep a prefix for later
+    unfilled  slots of held blocks that no token was written to
+    passed    tokens that no query reads any more, in a block with some that one does
+    blank     blocks that no request holds
+    """
+    totals = dict.fromkeys(("held", "unfilled", "passed", "blank"), 0)
+    for g, group in enumerate(manager.plan.groups):
+        visible: dict[BlockId, tuple[int, int]] = {}  # block -> first and last token in it that counts
+        for request, tokens in running:
+            for n, block in enumerate(manager.table(request)[g]):
+                if block != NULL_BLOCK:
+                    low, high = _visible(group, len(tokens), n)
+                    old = visible.get(block, (group.block_tokens, 0))
+                    visible[block] = min(old[0], low), max(old[1], high)
+        token_bytes = group.content_bytes // group.block_tokens
+        blank = manager.pool.groups[g].num_blank_in_use * group.block_bytes
+        totals["unfilled"] += sum(group.block_tokens - high for _, high in visible.values()) * token_bytes
+        totals["passed"] += sum(low for low, _ in visible.values()) * token_bytes
+        totals["blank"] += blank
+        totals["held"] += blank + len(visible) * group.block_bytes
+    return totals
+
+
+def _visible(group: Group, length: int, n: int) -> tuple[int, int]:
+    """Of block `n` of a table: the first slot that a query still reads, and the end of those written to."""
+    start, size = n * group.block_tokens, group.block_tokens
+    low = min(max(group.reach.oldest_needed(length) - start, 0), size)
+    return low, min(max(length - start, 0), size)
 
 
 # -- traces ------------------------------------------------------------------------------------------------------------

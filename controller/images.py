@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
-from ..kvcache.tables import Encoder
+from ..kvcache.prefix import Encoder
 from ..proto.request import Image
 from ..proto.step import EncoderInput, View
 

@@ -216,8 +216,8 @@ class Meter:
             dict(self._lost),
             tuple(
                 GroupMetrics(
-                    group.reach.name, plan.blocks_of(group), pool.num_held(g), len(pool.index(g)), pool.num_evicted(g)
+                    group.reach.name, plan.blocks_of(group), blocks.num_held, len(blocks.index), blocks.num_evicted
                 )
-                for g, group in enumerate(plan.groups)
+                for group, blocks in zip(plan.groups, pool.groups, strict=True)
             ),
         )

@@ -117,9 +117,8 @@ def request_view(
 ) -> RequestView:
     was_admitted = request.seniority is not None
     cached, lost = request.cached_tokens, request.lost_tokens
-    if not was_admitted:  # what it would find, if somebody has looked already
-        memo = getattr(request.chain, "memo", None)
-        cached, lost = (memo[2].tokens, memo[2].lost) if memo is not None else (None, {})
+    if not was_admitted:  # what it would find, if it was looked up already
+        cached, lost = (request.hit.tokens, request.hit.lost) if request.hit is not None else (None, {})
     prompt = request.prompt_tokens
     return RequestView(
         request.id,

@@ -47,8 +47,8 @@ class Status:
         return EngineLoad(
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
-            free_blocks=self._manager.pool.num_free,
-            kept_blocks=self._manager.pool.num_kept,
+            free_blocks=self._manager.pool.num_available_pages,
+            kept_blocks=self._manager.pool.num_cached_pages,
             num_blocks=self._info.num_blocks,
             **self._telemetry.counts(),
         )
@@ -58,11 +58,11 @@ class Status:
             return self._cache_state_of(viewer)
         pool = self._manager.pool
         return CacheState(
-            held_pages=self._info.num_blocks - pool.num_free,
-            kept_pages=pool.num_kept,
-            blank_pages=pool.num_blank,
+            held_pages=self._info.num_blocks - pool.num_available_pages,
+            kept_pages=pool.num_cached_pages,
+            blank_pages=pool.num_free_pages,
             requests=self._manager.num_open,
-            groups=self._groups(pool.num_held, lambda group: len(pool.index(group))),
+            groups=self._groups(lambda group: pool.groups[group].num_held, lambda group: len(pool.groups[group].index)),
         )
 
     def probe(self, tokens: Sequence[int], salt: str = "") -> Probe:

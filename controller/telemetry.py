@@ -14,7 +14,7 @@ from collections.abc import Sized
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from ..kvcache.tables import SALT
+from ..kvcache.group_table import SALT
 from ..proto.status import EngineLoad
 from ..proto.step import Step, StepResult
 from ..proto.tracing import Tracer

@@ -13,8 +13,8 @@ class Recount(NamedTuple):
 
     usable: int
     held: int
-    kept: int  # free, and still good for a prefix hit
-    blank: int
+    kept: int  # cached: no request uses them, and they are good for a prefix hit
+    blank: int  # free
     open_requests: int
     held_blocks: tuple[int, ...] = ()  # of each group, as the tables name them
     known_blocks: tuple[int, ...] = ()  # of each group, that carry a name, held or not
@@ -32,10 +32,10 @@ def recount(manager: CacheManager) -> Recount:
     pool = manager.pool
     return Recount(
         usable=manager.plan.usable_blocks,
-        held=manager.plan.usable_blocks - pool.num_free,
-        kept=pool.num_kept,
-        blank=pool.num_blank,
+        held=manager.plan.usable_blocks - pool.num_available_pages,
+        kept=pool.num_cached_pages,
+        blank=pool.num_free_pages,
         open_requests=manager.num_open,
-        held_blocks=tuple(len({block for g, block in held if g == group}) for group in range(len(manager.plan.groups))),
-        known_blocks=tuple(len(pool.index(group)) for group in range(len(manager.plan.groups))),
+        held_blocks=tuple(map(len, held)),
+        known_blocks=tuple(len(group.index) for group in pool.groups),
     )

@@ -23,9 +23,6 @@ from ..errors import InvalidSetting
 from .reach import Keeps, Reach, moves_on
 from .spec import LayerSpec
 
-NULL_BLOCK = 0
-"""Stands in block tables for positions nobody needs any more. Never allocated; its page holds garbage."""
-
 MAX_BLOCKS = 2**31 - 1
 """Block ids travel and are stored as int32."""
 

@@ -1,13 +1,13 @@
 """Where every block of a pool is at one moment, as bytes that travel well: a byte per block, a byte per large page.
 
     state of a block    ELSEWHERE  its large page belongs to another group, or to none, or is the null page
-                        BLANK      holds nothing; rests in a large page of its group
-                        SPARE      holds nothing; set aside for the request that took the large page
+                        FREE       holds nothing, in a large page of its group
+                        RESERVED   holds nothing; set aside for the request that took the large page
                         HELD       by one request (or another owner), SHARED by several
                         LOW, USUAL, PROVEN
-                                   free, and kept for a later prompt; in which order they are evicted
+                                   cached for a later prompt, in the order of eviction
 
-100,000 blocks are taken stock of in a few milliseconds, since all loops over blocks that nobody keeps run in C.
+The map of 100,000 blocks takes a few milliseconds, since all loops over blocks that are not cached run in C.
 """
 
 from collections.abc import Iterable
@@ -15,9 +15,9 @@ from enum import IntEnum
 from itertools import repeat
 from typing import NamedTuple
 
-from .retention import Tier
+from .eviction import Tier
 
-NOBODY = 255
+NO_OWNER = 255
 """Owner of a free large page."""
 
 MOST_HOLDERS = 255
@@ -27,8 +27,8 @@ class BlockState(IntEnum):
     """The values of the bytes in `GroupMap.states`."""
 
     ELSEWHERE = 0
-    BLANK = 1
-    SPARE = 2
+    FREE = 1
+    RESERVED = 2
     HELD = 3
     SHARED = 4
     LOW = 5
@@ -44,7 +44,7 @@ _BY_HOLDERS = bytes([BlockState.ELSEWHERE, BlockState.HELD, *[BlockState.SHARED]
 class ArenaMap(NamedTuple):
     """Large pages of one arena."""
 
-    owners: bytes  # the group of each, `NOBODY` where it is free; the null page first
+    owners: bytes  # the group of each, `NO_OWNER` where it is free; the null page first
 
 
 class GroupMap(NamedTuple):
@@ -66,12 +66,12 @@ def states_of_held(holders: list[int]) -> bytearray:
     """`HELD`, `SHARED` or nothing for each block, by how many hold it."""
     try:
         counts = bytes(holders)
-    except ValueError:  # somebody shares with more than a byte can say
+    except ValueError:  # one has more holders than a byte can count
         counts = bytes(map(min, holders, repeat(MOST_HOLDERS)))
     return bytearray(counts.translate(_BY_HOLDERS))
 
 
-def states_of_kept(tiers: Iterable[tuple[Tier, Iterable[int]]], count: int) -> bytes:
+def states_of_cached(tiers: Iterable[tuple[Tier, Iterable[int]]], count: int) -> bytes:
     """`LOW`, `USUAL`, `PROVEN` or nothing for each of `count` items, by the queue they are in."""
     states = bytearray(count)
     for tier, items in tiers:

@@ -6,19 +6,30 @@
 One running SHA-256 over key, salt and tokens gives a name per full block; a prefix that ends inside a block has an
 *end* name, made of the name before it and the tokens since. The key is a secret of the cluster, so that nobody outside
 can make two prefixes of one name; prompts of different salts never share. The last bytes of a name are its owner's
-mark, a digest of key and salt: so it is known whom a block may be told of, and nothing is kept for it.
+mark, a digest of key and salt. It tells who may hear of a block, and nothing has to be stored for that.
 """
 
+import secrets
 from array import array
 from collections.abc import Sequence
 from hashlib import sha256
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 HASH_BLOCK_BYTES = 64  # of SHA-256: a padded key of this size costs one compression, once
 
 MARK_BYTES = 8
 """Of a name's 32. Those before it are more than enough for no two prefixes to have the same."""
+
+REMEMBERED_MARKS = 256
+"""Latest salts whose mark is not computed again."""
+
+
+class Encoder(NamedTuple):
+    """What a request brings for layers that attend to an encoder's output."""
+
+    content: bytes  # hash of it: the same image has the same one
+    tokens: int
 
 
 def owner_mark(key: bytes, salt: bytes) -> bytes:
@@ -37,6 +48,11 @@ class Chain(Protocol):
     @property
     def names(self) -> list[bytes]:
         """One per full block, as far as they were computed."""
+        ...
+
+    @property
+    def mark(self) -> bytes:
+        """How they end."""
         ...
 
     @property
@@ -66,7 +82,7 @@ class Chain(Protocol):
 class TokenChain:
     """Names of a token sequence. Keeps the sequence by reference: what its owner appends is seen by `grow`."""
 
-    __slots__ = ("_block_tokens", "_draft_names", "_end_key", "_running", "mark", "memo", "names", "salt", "tokens")
+    __slots__ = ("_block_tokens", "_draft_names", "_end_key", "_running", "mark", "names", "salt", "tokens")
 
     def __init__(
         self, tokens: Sequence[int], block_tokens: int, *, key: bytes, salt: bytes = b"", mark: bytes | None = None
@@ -81,7 +97,6 @@ class TokenChain:
         # The salt enters as its hash, so that no salt and first tokens together pose as another salt.
         self._running = sha256(key.ljust(HASH_BLOCK_BYTES, b"\0") + sha256(salt).digest())
         self._end_key = key
-        self.memo: object = None  # for the manager: what it last found
 
     @property
     def draft_names(self) -> list[bytes]:
@@ -142,12 +157,13 @@ def shared_blocks(one: Chain, other: Chain) -> int:
 class GivenChain:
     """Names that are known from elsewhere, as in a trace that lists block ids instead of tokens."""
 
-    __slots__ = ("known", "memo", "names")
+    __slots__ = ("known", "names")
+
+    mark = bytes(MARK_BYTES)
 
     def __init__(self, names: list[bytes], length: int):
         self.names = names
         self.known = length
-        self.memo: object = None
 
     @property
     def lag(self) -> int:
@@ -162,6 +178,34 @@ class GivenChain:
 
     def end(self, length: int) -> bytes | None:
         return None
+
+
+class Namer:
+    """Makes the chains of one pool, under its secret key."""
+
+    def __init__(self, key: bytes | None, block_tokens: int):
+        """key: drawn when None."""
+        self._key = key or secrets.token_bytes(32)
+        self._block_tokens = block_tokens
+        self._marks: dict[bytes, bytes] = {}  # by salt
+
+    def chain(self, tokens: Sequence[int], salt: bytes, encoder: Encoder | None) -> TokenChain:
+        """encoder: what the text is read beside, which is part of its names."""
+        content = sha256(self._key + encoder.content).digest() if encoder is not None else b""
+        return TokenChain(tokens, self._block_tokens, key=self._key, salt=salt + content, mark=self.mark(salt))
+
+    def mark(self, salt: bytes) -> bytes:
+        """How the names of a salt end."""
+        if salt not in self._marks:
+            if len(self._marks) >= REMEMBERED_MARKS:
+                self._marks.clear()
+            self._marks[salt] = owner_mark(self._key, salt)
+        return self._marks[salt]
+
+    def of_owner(self, encoder: Encoder, salt: bytes, mark: bytes) -> Encoder:
+        """The same content, which the encoders of other salts do not share. mark: of the text's names."""
+        content = sha256(self._key + salt + encoder.content).digest()
+        return encoder._replace(content=marked(content, mark))
 
 
 class Ends:

@@ -7,8 +7,8 @@ that are forgotten between two plans are in it already. A plan that computes not
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ...kvcache.group_table import Copy
 from ...kvcache.manager import Growth
-from ...kvcache.tables import Copy
 from ...proto.step import ALL, Admit, Advance, Sampling, Step
 from ..request import Request
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import InvalidSetting
+from ...kvcache.eviction import policy_named
 from ...kvcache.manager import CacheManager, CacheSettings
 from ...kvcache.plan import EXPECTED_TOKENS, MemoryPlan, PlanSettings
 from ...kvcache.reach import Chunked, Cross, Full, Reach, Sliding, State
-from ...kvcache.retention import policy_named
 from ...kvcache.spec import LayerSpec, StateTensor
 from ...kvcache.strategies import plan_layered, plan_memory
 from ..tools.model_layers import model_layers

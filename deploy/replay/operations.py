@@ -14,10 +14,13 @@ from typing import Any
 import numpy as np
 
 from ...errors import IntarsiaError, InvalidRequest, InvalidSetting, PoolExhausted
-from ...kvcache.manager import CacheManager, Hit, RequestId, Retain
-from ...kvcache.prefix import TokenChain
-from ...kvcache.tables import Encoder
+from ...kvcache.hints import Retain
+from ...kvcache.ids import BlockId, RequestId
+from ...kvcache.lookup import Hit
+from ...kvcache.manager import CacheManager
+from ...kvcache.prefix import Encoder, TokenChain
 from .header import make_manager
+from .prefill import extend_by_chunk
 from .traces import open_text
 
 CHUNK_TOKENS = 8192
@@ -78,8 +81,8 @@ class OperationRunner:
         except IntarsiaError as error:
             answer |= {"ok": False, "error": str(error)}
         pool = self.manager.pool
-        answer["blocks_in_use_per_group"] = [pool.num_held(g) for g in range(len(self.manager.plan.groups))]
-        answer["free_blocks"] = pool.num_free
+        answer["blocks_in_use_per_group"] = [group.num_held for group in pool.groups]
+        answer["free_blocks"] = pool.num_available_pages
         return answer
 
     def _read(self, operation: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
@@ -145,10 +148,10 @@ class OperationRunner:
         if not isinstance(blocks, list) or any(not isinstance(n, int) or n < 0 for n in blocks):
             raise InvalidRequest(f"blocks must be a list of positions from 0 on, got {blocks!r}", field="blocks")
         names = self.manager.names(group, request.chain)
-        index = self.manager.pool.index(group)
+        index = self.manager.pool.groups[group].index
         found = [index[names[n]] for n in blocks if n < len(names) and names[n] in index]
         for block in found:
-            self.manager.forget(group, block)  # type: ignore[arg-type]
+            self.manager.forget(group, BlockId(block))
         return {"evicted": len(found)}
 
     def _reset(self, op: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,7 +198,7 @@ class OperationRunner:
         while request.computed < len(tokens):
             try:
                 length = min(len(tokens), request.computed + chunk)
-                request.computed, _ = self.manager.extend_towards(request.number, length, request.computed)
+                request.computed = extend_by_chunk(self.manager, request.number, length, request.computed)
             except PoolExhausted:
                 self.manager.release(request.number, request.computed)
                 raise

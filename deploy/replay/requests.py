@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import PoolExhausted
-from ...kvcache.manager import CacheManager, RequestId
+from ...kvcache.eviction import policy_named
+from ...kvcache.ids import RequestId
+from ...kvcache.manager import CacheManager
 from ...kvcache.plan import PlanSettings
 from ...kvcache.prefix import GivenChain
-from ...kvcache.retention import policy_named
 from ...kvcache.strategies import plan_memory
 from ..tools.model_layers import ModelLayers
+from .prefill import extend_by_chunk
 from .traces import TraceRequest
 
 CHUNK_TOKENS = 8192
@@ -90,7 +92,7 @@ def replay_requests(
         result.bytes_saved += found * token_bytes
         result.bytes_written += (request.length - found) * token_bytes
     result.seconds = time.perf_counter() - started
-    result.evictions = manager.pool.evictions
+    result.evictions = manager.pool.num_evicted
     return result, manager
 
 
@@ -103,7 +105,7 @@ def _run(manager: CacheManager, number: RequestId, request: TraceRequest, size: 
     length = hit.tokens
     while length < request.length:
         try:
-            length, _ = manager.extend_towards(number, min(request.length, length + CHUNK_TOKENS), length)
+            length = extend_by_chunk(manager, number, min(request.length, length + CHUNK_TOKENS), length)
         except PoolExhausted:
             result.refused += 1
             break

@@ -73,6 +73,6 @@ def test_nothing_is_collected_once_the_last_watcher_has_gone():
     watchers.add(one)
     watchers.add(other)
     watchers.remove(one)
-    assert watchers.is_watched and manager.pool.log is not None
+    assert watchers.is_watched and manager.pool.known.log is not None
     watchers.remove(other)
-    assert not watchers.is_watched and manager.pool.log is None
+    assert not watchers.is_watched and manager.pool.known.log is None

@@ -625,7 +625,7 @@ class Mirror:
         """Wait until it shows what is there; the test's time limit ends a wait in vain."""
         pool = engine._manager.pool
         groups = range(len(engine.info.groups))
-        while any(self.known.get(group, set()) != set(pool.index(group)) for group in groups):
+        while any(self.known.get(group, set()) != set(pool.groups[group].index) for group in groups):
             await asyncio.sleep(0.001)
 
 
@@ -647,7 +647,7 @@ def test_watchers_see_the_cache_as_it_is_whenever_they_come():
             assert engine.cache_watchers.is_watched
             mirror.task.cancel()
             await asyncio.gather(mirror.task, return_exceptions=True)
-        while engine._manager.pool.log is not None:  # nobody listens, so nothing is collected
+        while engine._manager.pool.known.log is not None:  # nobody listens, so nothing is collected
             await asyncio.sleep(0.001)
         state = await client.cache_state()
         await client.close()
@@ -669,7 +669,7 @@ def test_the_end_of_a_connection_ends_its_watch():
         await collect(client, PROMPT, SamplingParams(max_tokens=9))
         await mirror.is_true(engine)
         await client.close()
-        while engine._manager.pool.log is not None:
+        while engine._manager.pool.known.log is not None:
             await asyncio.sleep(0.001)
         with pytest.raises(EngineUnavailable):
             await mirror.task
@@ -689,7 +689,7 @@ def test_a_watcher_who_does_not_read_is_told_to_begin_anew(monkeypatch: pytest.M
             with pytest.raises(Overloaded, match="watch it anew"):
                 async for _ in watch:
                     pass
-        while engine._manager.pool.log is not None:
+        while engine._manager.pool.known.log is not None:
             await asyncio.sleep(0.001)
         await client.close()
 

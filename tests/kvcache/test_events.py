@@ -59,7 +59,7 @@ def test_a_reset_is_one_event():
 def test_nothing_is_collected_while_nobody_listens():
     m = CacheManager(plan_of(Full()))
     serve(m, list(range(16)))
-    assert m.pool.log is None
+    assert m.pool.known.log is None
 
 
 def test_a_mirror_fed_with_events_knows_exactly_what_the_pool_knows():
@@ -72,4 +72,4 @@ def test_a_mirror_fed_with_events_knows_exactly_what_the_pool_knows():
             random_operation(world)
             apply(mirror, log.take())
             for g in range(len(world.plan.groups)):
-                assert mirror.get(g, set()) == set(world.manager.pool.index(g))
+                assert mirror.get(g, set()) == set(world.manager.pool.groups[g].index)

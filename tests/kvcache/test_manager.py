@@ -6,12 +6,15 @@ import pytest
 
 from intarsia.errors import PoolExhausted
 from intarsia.kvcache.check import recount
-from intarsia.kvcache.manager import CacheManager, CacheSettings, Hit, RequestId, Retain
+from intarsia.kvcache.hints import Retain
+from intarsia.kvcache.ids import BlockId, RequestId
+from intarsia.kvcache.lookup import Hit
+from intarsia.kvcache.manager import CacheManager, CacheSettings
 from intarsia.kvcache.plan import PlanSettings
+from intarsia.kvcache.prefix import Encoder
 from intarsia.kvcache.reach import Chunked, Cross, Full, Reach, Sliding, State
 from intarsia.kvcache.spec import LayerSpec, StateTensor
 from intarsia.kvcache.strategies import plan_memory
-from intarsia.kvcache.tables import Encoder
 from intarsia.tests.kvcache.plans import plan_of
 
 A, B, C = RequestId(1), RequestId(2), RequestId(3)
@@ -82,18 +85,18 @@ def test_long_prompt_in_chunks_never_holds_more_of_a_window_than_window_and_chun
     for length in range(4, 201, 4):
         m.extend(A, length)
         m.commit(A)
-        assert m.pool.num_held(0) <= 2
+        assert m.pool.groups[0].num_held <= 2
         recount(m)
 
 
 def test_a_step_below_the_watermark_touches_nothing():
     m = manager(Full(), Sliding(5))
     start(m, A, list(range(17)))
-    version = m.pool.version
+    version = m.pool.known.version
     assert m.quiet_until(A) == 21
     for length in (18, 19, 20):
         assert not m.extend(A, length)
-        assert m.pool.version == version
+        assert m.pool.known.version == version
     assert [len(blocks) for blocks in m.extend(A, 21, written=20).blocks] == [1, 1]
 
 
@@ -192,9 +195,9 @@ def test_longest_hit_per_kind(reach: Reach, cached: str, hit_tokens: int):
     m = manager(Full(), reach)
     start(m, A, list(range(21)))
     for n, name in enumerate(m.chain(range(20)).grow()):
-        block = m.pool.index(1).get(name)
+        block = m.pool.groups[1].index.get(name)
         if cached[n] == "." and block is not None:
-            m.forget(1, block)  # type: ignore[arg-type]
+            m.forget(1, BlockId(block))
     assert m.lookup(range(21)).tokens == hit_tokens
 
 
@@ -203,8 +206,8 @@ def test_hit_is_where_every_group_can_go_on_at_once():
     serve(m, list(range(41)))
     chain = m.chain(list(range(41)))
     for name in chain.grow()[8:]:
-        if name in m.pool.index(1):
-            m.forget(1, m.pool.index(1)[name])  # type: ignore[arg-type]
+        if name in m.pool.groups[1].index:
+            m.forget(1, BlockId(m.pool.groups[1].index[name]))
     hit = m.lookup(list(range(41)))
     assert hit.tokens == 0  # the states saved lie beyond what the window has left
     assert sum(hit.lost.values()) == 40
@@ -213,19 +216,22 @@ def test_hit_is_where_every_group_can_go_on_at_once():
 def test_lookup_changes_nothing():
     m = manager(Full(), Sliding(5))
     serve(m, list(range(16)))
-    before = recount(m), m.pool.version, m.pool._arenas[0].idle.first()
+    before = recount(m), m.pool.known.version, m.pool.map(), m.pool._arenas[0].first_cached()
     m.lookup(list(range(16)))
-    assert (recount(m), m.pool.version, m.pool._arenas[0].idle.first()) == before
+    assert (recount(m), m.pool.known.version, m.pool.map(), m.pool._arenas[0].first_cached()) == before
 
 
 def test_a_lookup_is_remembered_until_the_pool_changes():
     m = manager(Full())
     serve(m, list(range(16)))
     chain = m.chain(list(range(16)))
-    assert m.lookup(chain) is m.lookup(chain)
+    hit = m.lookup(chain)
+    assert hit.tokens == 15
+    assert m.lookup(chain, last=hit) is hit
+    assert m.lookup(m.chain(list(range(16))), last=hit) is not hit  # another chain
     start(m, A, list(range(50, 70)))
-    again = m.lookup(chain)
-    assert again.tokens == 15
+    again = m.lookup(chain, last=hit)
+    assert again == hit._replace(version=m.pool.known.version)
 
 
 def test_without_prefix_caching_nothing_is_kept():
@@ -281,7 +287,7 @@ def test_more_snapshots_than_the_budget_push_out_the_oldest():
     m = CacheManager(plan_of(Full(), State(), blocks=101), settings)
     for n in range(20):
         serve(m, [1000 * n + k for k in range(9)])
-    assert len(m.pool.index(1)) <= 10
+    assert len(m.pool.groups[1].index) <= 10
     assert m.lookup([19_000 + k for k in range(9)]).tokens == 8
 
 
@@ -314,7 +320,7 @@ def test_a_hit_says_how_many_tokens_were_lost_and_why():
 
     m = manager(Full(), blocks=64)
     serve(m, prompt)
-    m.forget(0, m.pool.index(0)[m.chain(prompt).grow()[4]])  # type: ignore[arg-type]
+    m.forget(0, BlockId(m.pool.groups[0].index[m.chain(prompt).grow()[4]]))
     assert m.lookup(prompt).lost == {"evicted": 16}
     assert m.lookup(prompt, b"salted").lost == {"salt": 32}
 
@@ -453,6 +459,7 @@ def test_a_long_prompt_needs_its_live_bytes_and_hardly_more():
     m.open(A, m.lookup(range(131_072)))
     length = 0
     while length < 131_072:
-        length, _ = m.extend_towards(A, min(131_072, length + 8192), length)
+        length = min(m.chunk_end(A, min(131_072, length + 8192)), m.room_to_grow(A, 131_072))
+        m.extend(A, length)
         m.commit(A)
     recount(m)

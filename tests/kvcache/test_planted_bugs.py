@@ -8,12 +8,19 @@ from typing import Any
 
 import pytest
 
-from intarsia.kvcache import tables
+from intarsia.kvcache import token_table
+from intarsia.kvcache.draft_table import DraftTable
+from intarsia.kvcache.group_blocks import GroupBlocks
+from intarsia.kvcache.group_table import GroupTable, Save
+from intarsia.kvcache.hints import Hints
+from intarsia.kvcache.lookup import Lookup
 from intarsia.kvcache.manager import CacheManager
+from intarsia.kvcache.packed_blocks import PackedBlocks
+from intarsia.kvcache.page_blocks import PageBlocks
 from intarsia.kvcache.pool import BlockPool
-from intarsia.kvcache.prefix import TokenChain
 from intarsia.kvcache.reach import Chunked, Sliding
-from intarsia.kvcache.tables import Save, StateTable, TokenTable
+from intarsia.kvcache.state_table import StateTable
+from intarsia.kvcache.token_table import TokenTable
 from intarsia.tests.kvcache.world import run_worlds
 
 SEEDS = range(40)
@@ -38,8 +45,8 @@ def around(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, wrap: Callabl
 
 @bug
 def a_shared_block_is_not_counted(m):
-    monkey = lambda original, self, group, blocks, **k: original(self, group, list(blocks)[1:], **k)  # noqa: E731
-    around(m, BlockPool, "share", monkey)
+    for blocks in (PageBlocks, PackedBlocks):
+        around(m, blocks, "share", lambda original, self, shared, **k: original(self, list(shared)[1:], **k))
 
 
 @bug
@@ -54,8 +61,8 @@ def a_chunk_begins_one_token_late(m):
 
 @bug
 def passed_blocks_are_given_back_one_too_early(m):
-    around(m, TokenTable, "_pass", lambda original, self, row, start, stop: original(
-        self, row, start, min(stop + 1, len(row.blocks[self._g]))))  # fmt: skip
+    around(m, TokenTable, "_pass", lambda original, self, row, own, stop: original(
+        self, row, own, min(stop + 1, len(own.blocks))))  # fmt: skip
 
 
 @bug
@@ -70,12 +77,12 @@ def blocks_are_named_before_they_are_full(m):
 
 @bug
 def an_evicted_block_keeps_its_name(m):
-    def unname(original, self, group, block, **kwargs):
-        name = self._groups[group].name_of[block]
-        original(self, group, block, **kwargs)
-        self._groups[group].index[name] = block
+    def drop_name(original, self, block):
+        name = self.name_of(block)
+        original(self, block)
+        self.index[name] = block
 
-    around(m, BlockPool, "_unname", unname)
+    around(m, GroupBlocks, "_drop_name", drop_name)
 
 
 @bug
@@ -85,12 +92,11 @@ def the_copy_of_a_tail_is_forgotten(m):
 
 @bug
 def the_source_of_a_copy_is_not_held(m):
-    def adopt(original, self, row, length):
-        original(self, row, length)
-        for g, source in row.sources:
-            self._pool.give_back(g, [source])
+    def await_copy(original, self, own, source, **kwargs):
+        original(self, own, source, **kwargs)
+        self._blocks.give_back([source])
 
-    around(m, TokenTable, "adopt", adopt)
+    around(m, GroupTable, "_await_copy", await_copy)
 
 
 @bug
@@ -100,62 +106,67 @@ def salts_are_ignored(m):
 
 @bug
 def a_hit_may_be_the_whole_prompt(m):
-    around(m, CacheManager, "_search", lambda original, self, chain, limit, *rest: original(
+    around(m, Lookup, "_search", lambda original, self, chain, limit, *rest: original(
         self, chain, limit + 1, *rest))  # fmt: skip
 
 
 @bug
 def a_hole_in_the_front_is_overlooked(m):
-    m.setattr(tables, "count_leading", lambda names, index: sum(name in index for name in names))
+    m.setattr(token_table, "count_leading", lambda names, index: sum(name in index for name in names))
 
 
 @bug
 def a_snapshot_is_named_one_block_late(m):
-    def settle(original, self, row):
-        row.saves = [Save(save.group, save.length + self._size, save.block) for save in row.saves]
-        original(self, row)
+    def take_saves(original, self, row, length):
+        made = original(self, row, length)
+        own = self._rows[row.request]
+        own.saves = [Save(save.group, save.length + self._size * (save in made), save.block) for save in own.saves]
+        return made
 
-    around(m, StateTable, "settle", settle)
+    around(m, StateTable, "take_saves", take_saves)
 
 
 @bug
 def a_state_is_taken_over_instead_of_copied(m):
-    def adopt(original, self, row, length):
+    def open_row(original, self, row, length):
         original(self, row, length)
-        g, source = row.sources.pop()
-        row.blocks[g] = [source]
+        own = self._rows[row.request]
+        if own.source is not None:
+            own.blocks, own.source, own.awaits_copy = [own.source], None, False
 
-    around(m, StateTable, "adopt", adopt)
+    around(m, StateTable, "open", open_row)
 
 
 @bug
 def a_fork_shares_the_block_both_write_to(m):
-    around(m, TokenTable, "split", lambda original, self, row: (list(row.blocks[self._g]), None))
+    def fork(original, self, row, child, new):
+        own, other = self._rows[row.request], self._begin(child.request, token_table.TokenRow())
+        other.blocks, other.first, other.named = list(own.blocks), own.first, own.named
+        self._blocks.share(own.blocks[own.first :])
+
+    m.setattr(TokenTable, "copies_at_fork", lambda self, row: 0)
+    around(m, TokenTable, "fork", fork)
 
 
 @bug
-def spare_blocks_of_an_ended_request_are_lost(m):
-    m.setattr(BlockPool, "end", lambda self, request: [mine.spare.pop(request, None) for mine in self._groups])
+def reserved_blocks_of_an_ended_request_are_lost(m):
+    m.setattr(PackedBlocks, "free_reserved", lambda self, request: self._reserved.pop(request, None))
 
 
 @bug
 def a_large_page_is_freed_while_one_block_is_held(m):
-    def settle(original, self, mine, arena, large):
-        original(self, mine, arena, large)
+    def leave(original, self, page):
+        original(self, page)
+        if self._used[page] == 1 and self._cached_in[page] == 0 and page:
+            self._num_free -= len(self._free.pop(page, ()))
+            self._pages.give_back(page)
 
-    def free_block(original, self, mine, arena, block, tier, worth):
-        original(self, mine, arena, block, tier, worth)
-        large = block // mine.per_large
-        if arena.busy[large] == 1 and arena.kept[large] == 0 and large:
-            self._free_large(mine, arena, large)
-
-    around(m, BlockPool, "_settle_large", settle)
-    around(m, BlockPool, "_free_block", free_block)
+    around(m, PackedBlocks, "_leave", leave)
 
 
 @bug
 def a_drafters_block_is_named_without_the_next_token(m):
-    m.setattr(TokenChain, "draft_names", property(lambda self: self.names))
+    m.setattr(DraftTable, "names", lambda self, chain: chain.names)
 
 
 @bug
@@ -175,7 +186,7 @@ def pinned_blocks_are_given_back_twice(m):
         original(self, pin)
         original(self, pin)
 
-    around(m, CacheManager, "_unpin", unpin)
+    around(m, Hints, "_unpin", unpin)
 
 
 @bug

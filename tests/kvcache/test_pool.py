@@ -4,9 +4,10 @@ from collections.abc import Sequence
 import pytest
 
 from intarsia.errors import PoolExhausted
-from intarsia.kvcache.pool import BlockPool, RequestId
+from intarsia.kvcache.eviction import Tier
+from intarsia.kvcache.ids import RequestId
+from intarsia.kvcache.pool import BlockPool
 from intarsia.kvcache.reach import Full, Sliding
-from intarsia.kvcache.retention import Tier
 from intarsia.tests.kvcache.plans import plan_of
 
 A, B, C = RequestId(1), RequestId(2), RequestId(3)
@@ -25,12 +26,12 @@ def test_what_the_null_blocks_leave_of_large_page_0_belongs_to_the_group_of_the_
     pool = two_level(2, 6, 2)  # the null block of group 1 covers three blocks of group 0
     assert take(pool, 3) == [3, 4, 5]
     assert not faults(pool, [3, 4, 5])
-    pool.give_back(0, [3, 4, 5])
-    assert pool.num_blank == 2  # large page 0 is never free
+    pool.groups[0].give_back([3, 4, 5])
+    assert pool.num_free_pages == 2  # large page 0 is never free
 
 
 def take(pool: BlockPool, count: int, request: RequestId = A) -> list[int]:
-    return list(pool.take([count], request)[0])
+    return list(pool.take([count] + [0] * (len(pool.groups) - 1), request)[0])
 
 
 def name(n: int) -> bytes:
@@ -38,11 +39,12 @@ def name(n: int) -> bytes:
 
 
 def find(pool: BlockPool, n: int, group: int = 0) -> int | None:
-    return pool.index(group).get(name(n))
+    return pool.groups[group].index.get(name(n))
 
 
 def faults(pool: BlockPool, *held: Sequence[int]) -> list[str]:
-    return pool.faults(Counter((g, block) for g, blocks in enumerate(held) for block in blocks))
+    counts = [Counter(blocks) for blocks in held]
+    return pool.faults(counts + [Counter()] * (len(pool.groups) - len(counts)))
 
 
 def test_the_null_block_is_never_dealt_out():
@@ -52,60 +54,60 @@ def test_the_null_block_is_never_dealt_out():
 def test_exhausted_pool_gives_nothing_and_says_what_there_is():
     pool = one_level(5)
     take(pool, 3)
-    with pytest.raises(PoolExhausted, match="2 blocks are wanted; the pool has 1 blank") as refusal:
+    with pytest.raises(PoolExhausted, match="2 blocks are wanted; the pool has 1 free") as refusal:
         take(pool, 2)
     assert refusal.value.details == {"asked": 2, "free": 1, "total": 4}
-    assert pool.num_free == 1
+    assert pool.num_available_pages == 1
 
 
 def test_a_block_given_back_twice_is_caught():
     pool = one_level(3)
     blocks = take(pool, 1)
-    pool.give_back(0, blocks)
+    pool.groups[0].give_back(blocks)
     with pytest.raises(AssertionError, match="given back twice"):
-        pool.give_back(0, blocks)
+        pool.groups[0].give_back(blocks)
 
 
 def test_named_block_is_found_after_it_was_given_back_until_it_is_evicted():
     pool = one_level(3)
     first, second = take(pool, 2)
-    pool.name(0, [first], [name(1)])
-    pool.give_back(0, [first, second])
+    pool.groups[0].name([first], [name(1)])
+    pool.groups[0].give_back([first, second])
     assert find(pool, 1) == first
     assert take(pool, 1) == [second]  # blank blocks go first
     assert take(pool, 1) == [first]
     assert find(pool, 1) is None
-    assert pool.was_evicted(0, name(1))
-    assert pool.evictions == 1
+    assert pool.groups[0].was_evicted(name(1))
+    assert pool.num_evicted == 1
 
 
 def test_least_recently_given_back_is_evicted_first():
     pool = one_level(4)
     a, b, c = take(pool, 3)
-    pool.name(0, [a, b, c], [name(1), name(2), name(3)])
-    pool.give_back(0, [b, a, c])
-    pool.share(0, [b])  # used again
-    pool.give_back(0, [b])
+    pool.groups[0].name([a, b, c], [name(1), name(2), name(3)])
+    pool.groups[0].give_back([b, a, c])
+    pool.groups[0].share([b])  # used again
+    pool.groups[0].give_back([b])
     assert [take(pool, 1) for _ in range(3)] == [[a], [c], [b]]
 
 
 def test_shared_block_is_free_only_after_every_holder_left():
     pool = one_level(3)
     blocks = take(pool, 1)
-    pool.share(0, blocks)
-    pool.give_back(0, blocks)
-    assert pool.num_free == 1
-    pool.give_back(0, blocks)
-    assert pool.num_free == 2
+    pool.groups[0].share(blocks)
+    pool.groups[0].give_back(blocks)
+    assert pool.num_available_pages == 1
+    pool.groups[0].give_back(blocks)
+    assert pool.num_available_pages == 2
 
 
 @pytest.mark.parametrize("others", [[], [name(7), name(8)]], ids=["alone", "among others"])
 def test_first_block_of_a_name_stays_the_known_one(others: list[bytes]):
     pool = one_level(8)
     first, *twins = take(pool, 2 + len(others))
-    pool.name(0, [first], [name(1)])
-    pool.name(0, twins, [name(1), *others])
-    pool.give_back(0, [first, *twins])
+    pool.groups[0].name([first], [name(1)])
+    pool.groups[0].name(twins, [name(1), *others])
+    pool.groups[0].give_back([first, *twins])
     assert find(pool, 1) == first
     assert not faults(pool)
 
@@ -113,8 +115,8 @@ def test_first_block_of_a_name_stays_the_known_one(others: list[bytes]):
 def test_forget_all_drops_every_name_and_keeps_held_blocks():
     pool = one_level(4)
     held, kept = take(pool, 2)
-    pool.name(0, [held, kept], [name(1), name(2)])
-    pool.give_back(0, [kept])
+    pool.groups[0].name([held, kept], [name(1), name(2)])
+    pool.groups[0].give_back([kept])
     pool.forget_all()
     assert find(pool, 1) is None
     assert find(pool, 2) is None
@@ -132,32 +134,32 @@ def test_a_request_fills_its_own_large_page_before_it_takes_another():
 def test_blocks_left_over_by_a_request_that_ended_are_used_before_a_new_large_page():
     pool = two_level(3, 4, 1)
     held = take(pool, 1, A)
-    pool.share(0, held)  # somebody else goes on with it
-    pool.give_back(0, held)
+    pool.groups[0].share(held)  # somebody else goes on with it
+    pool.groups[0].give_back(held)
     pool.end(A)
     assert take(pool, 3, B)[0] // 4 == held[0] // 4
-    assert pool.num_blank == 2
+    assert pool.num_free_pages == 2
 
 
 def test_a_large_page_goes_back_when_all_its_blocks_are_blank():
     pool = two_level(2, 4, 1)
     blocks = take(pool, 2, A)
-    assert pool.num_blank == 1
-    pool.give_back(0, blocks)
+    assert pool.num_free_pages == 1
+    pool.groups[0].give_back(blocks)
     pool.end(A)
-    assert pool.num_blank == 2
+    assert pool.num_free_pages == 2
     assert [len(blocks) for blocks in pool.take([0, 2], B)] == [0, 2]  # the other group has it all now
 
 
 def test_bytes_move_between_groups_when_an_idle_large_page_is_evicted():
     pool = two_level(2, 4, 1)
     blocks = take(pool, 8, A)
-    pool.name(0, blocks, [name(n) for n in range(8)])
-    pool.give_back(0, blocks)
-    assert pool.num_kept == 2
+    pool.groups[0].name(blocks, [name(n) for n in range(8)])
+    pool.groups[0].give_back(blocks)
+    assert pool.num_cached_pages == 2
     taken = pool.take([0, 1], B)
-    assert pool.num_kept == 1
-    assert pool.evictions == 4
+    assert pool.num_cached_pages == 1
+    assert pool.num_evicted == 4
     assert not faults(pool, *taken)
 
 
@@ -165,7 +167,7 @@ def test_a_block_set_aside_for_another_request_is_the_last_resort():
     pool = two_level(2, 4, 1)
     mine = take(pool, 1, A)
     pool.take([0, 1], C)
-    assert pool.num_free == 0
+    assert pool.num_available_pages == 0
     stolen = take(pool, 3, B)
     assert {block // 4 for block in stolen} == {mine[0] // 4}
     with pytest.raises(PoolExhausted):
@@ -175,10 +177,10 @@ def test_a_block_set_aside_for_another_request_is_the_last_resort():
 def test_what_is_hardly_missed_is_evicted_before_anything_else():
     pool = one_level(4)
     a, b, c = take(pool, 3)
-    pool.name(0, [a, b, c], [name(1), name(2), name(3)])
-    pool.give_back(0, [a], Tier.USUAL)
-    pool.give_back(0, [b], Tier.PROVEN)
-    pool.give_back(0, [c], Tier.LOW)
+    pool.groups[0].name([a, b, c], [name(1), name(2), name(3)])
+    pool.groups[0].give_back([a], Tier.USUAL)
+    pool.groups[0].give_back([b], Tier.PROVEN)
+    pool.groups[0].give_back([c], Tier.LOW)
     assert [take(pool, 1) for _ in range(3)] == [[c], [a], [b]]
 
 
@@ -187,7 +189,7 @@ def test_all_groups_get_their_blocks_or_none_does():
     pool.take([0, 1], A)
     with pytest.raises(PoolExhausted):
         pool.take([1, 1], B)
-    assert pool.num_blank == 1
+    assert pool.num_free_pages == 1
 
 
 def test_room_for_answers_as_take_would():
@@ -202,35 +204,61 @@ def test_room_for_answers_as_take_would():
             continue
         assert before
         for g, blocks in enumerate(taken):
-            pool.give_back(g, blocks)
+            pool.groups[g].give_back(blocks)
         pool.end(B)
 
 
 @pytest.mark.parametrize(
     ("damage", "finding"),
     [
-        (lambda pool, block: pool._arenas[0].free.append(block), "is free or is lost"),
+        (lambda pool, block: pool._arenas[0].free.append(1), "is free or is lost"),
         (lambda pool, block: pool._arenas[0].free.pop(), "is free or is lost"),
-        (lambda pool, block: pool._groups[0].holders.__setitem__(block, 2), "counts 2 holders, the tables name it 1x"),
-        (lambda pool, block: pool._groups[0].index.clear(), "leads to block None"),
-        (lambda pool, block: pool._arenas[0].owner.__setitem__(block, 1), "in a large page of group 1"),
-        (lambda pool, block: setattr(pool._groups[0], "num_held", 0), "counts 0 held blocks, there are 1"),
+        (lambda pool, block: pool.groups[0].holders.__setitem__(block, 2), "counts 2 holders, the tables name it 1x"),
+        (lambda pool, block: pool.groups[0].index.clear(), "leads to block None"),
+        (lambda pool, block: pool._arenas[0]._owner.__setitem__(1, 1), "in a large page of group 1"),
+        (lambda pool, block: pool._arenas[0]._owner.__setitem__(1, -1), "and belongs to group -1"),
+        (lambda pool, block: pool._arenas[0].cache(1, Tier.LOW, 0), "waits for its eviction or does not"),
+        (lambda pool, block: setattr(pool.groups[0], "num_held", 0), "counts 0 held blocks, there are 1"),
     ],
 )
-def test_recount_finds_damage(damage, finding: str):
-    pool = BlockPool(plan_of(Full(), Sliding(4), blocks=5))
+@pytest.mark.parametrize("per_large", [1, 3])
+def test_recount_finds_damage(damage, finding: str, per_large: int):
+    pool = BlockPool(plan_of(Full(), Sliding(4), blocks=5, per_large=[per_large, 1]))
     (block,) = pool.take([1, 0], A)[0]
-    pool.name(0, [block], [name(1)])
+    pool.groups[0].name([block], [name(1)])
     assert not faults(pool, [block])
     damage(pool, block)
     assert any(finding in fault for fault in faults(pool, [block]))
 
 
+@pytest.mark.parametrize(
+    ("damage", "finding"),
+    [
+        (lambda blocks: blocks._free[1].append(4), "block 4 is in 2 states"),
+        (lambda blocks: blocks._free[1].pop(), "block 6 is in 0 states"),
+        (lambda blocks: blocks._reserved[A].append(6), "counts 1 reserved blocks, there are 2"),
+        (lambda blocks: blocks._cached.discard(5), "counts 0 cached blocks, there are 1"),
+        (lambda blocks: setattr(blocks, "_num_free", 7), "counts 7 free blocks, there are 1"),
+        (lambda blocks: setattr(blocks, "_num_cached", 0), "counts 0 cached blocks in pages in use, there are 1"),
+        (lambda blocks: blocks._used.__setitem__(1, 9), "counts 9 blocks in use in large page 1, there are 2"),
+    ],
+)
+def test_recount_finds_damage_in_a_packed_group(damage, finding: str):
+    pool = two_level(3, 4, 1)
+    held, cached, left = take(pool, 3)
+    pool.groups[0].name([cached], [name(1)])
+    pool.groups[0].give_back([cached, left])
+    assert (held, cached, left) == (4, 5, 6)  # and block 7 is reserved
+    assert not faults(pool, [held])
+    damage(pool.groups[0])
+    assert any(finding in fault for fault in faults(pool, [held]))
+
+
 def test_a_touched_block_is_the_last_of_its_tier_to_go():
     pool = BlockPool(plan_of(Full(), blocks=5))
     blocks = pool.take([4], RequestId(1))[0]
-    pool.name(0, blocks, [b"a", b"b", b"c", b"d"])
-    pool.give_back(0, blocks)
-    pool.touch(0, blocks[0])
+    pool.groups[0].name(blocks, [b"a", b"b", b"c", b"d"])
+    pool.groups[0].give_back(blocks)
+    pool.groups[0].touch(blocks[0])
     pool.take([3], RequestId(2))
-    assert [pool.name_of(0, block) for block in blocks] == [b"a", None, None, None]
+    assert [pool.groups[0].name_of(block) for block in blocks] == [b"a", None, None, None]

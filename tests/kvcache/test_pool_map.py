@@ -3,21 +3,22 @@
 import random
 
 from intarsia.kvcache.check import recount
+from intarsia.kvcache.eviction import Tier
+from intarsia.kvcache.ids import RequestId
 from intarsia.kvcache.manager import CacheManager
-from intarsia.kvcache.pool import BlockPool, RequestId
-from intarsia.kvcache.pool_map import NOBODY, BlockState, PoolMap
+from intarsia.kvcache.pool import BlockPool
+from intarsia.kvcache.pool_map import NO_OWNER, BlockState, PoolMap
 from intarsia.kvcache.reach import Full, Sliding
-from intarsia.kvcache.retention import Tier
 from intarsia.tests.kvcache.plans import plan_of
 from intarsia.tests.kvcache.world import random_operation, random_world
 
 HELD = {BlockState.HELD, BlockState.SHARED}
-KEPT = {BlockState.LOW, BlockState.USUAL, BlockState.PROVEN}
+CACHED = {BlockState.LOW, BlockState.USUAL, BlockState.PROVEN}
 ONE, OTHER = RequestId(1), RequestId(2)
 
 
 def large_pages(seen: PoolMap) -> tuple[int, int, int]:
-    """(held, kept, blank) large pages, counted from the blocks."""
+    """(held, cached, free) large pages, counted from the blocks."""
     counts = [0, 0, 0]
     for number, arena in enumerate(seen.arenas):
         for large in range(1, len(arena.owners)):
@@ -25,7 +26,7 @@ def large_pages(seen: PoolMap) -> tuple[int, int, int]:
             for g, group in enumerate(seen.groups):
                 if group.arena == number and g == arena.owners[large]:
                     states |= set(group.states[large * group.per_large : (large + 1) * group.per_large])
-            counts[0 if states & {*HELD, BlockState.SPARE} else 1 if states & KEPT else 2] += 1
+            counts[0 if states & {*HELD, BlockState.RESERVED} else 1 if states & CACHED else 2] += 1
     return counts[0], counts[1], counts[2]
 
 
@@ -45,33 +46,33 @@ def check(manager: CacheManager) -> None:
     for g, group in enumerate(seen.groups):
         assert sum(state in HELD for state in group.states) == count.held_blocks[g]
         for block, state in enumerate(group.states):
-            holders, name = pool.holders(g, block), pool.name_of(g, block)  # type: ignore[arg-type]
+            holders, name = pool.groups[g].holders[block], pool.groups[g].name_of(block)
             assert (state == BlockState.HELD) == (holders == 1)
             assert (state == BlockState.SHARED) == (holders > 1)
-            assert (state in KEPT) == (holders == 0 and name is not None)
+            assert (state in CACHED) == (holders == 0 and name is not None)
 
 
-def test_free_large_pages_belong_to_nobody():
+def test_free_large_pages_belong_to_no_group():
     pool = BlockPool(plan_of(Full(), blocks=4))
-    assert pool.map().arenas[0].owners == bytes([NOBODY] * 4)
+    assert pool.map().arenas[0].owners == bytes([NO_OWNER] * 4)
 
 
-def test_blocks_set_aside_and_blank_ones_are_told_apart():
+def test_reserved_and_free_blocks_are_told_apart():
     pool = BlockPool(plan_of(Full(), Sliding(8), blocks=4, per_large=(4, 1)))
     [[block], []] = pool.take([1, 0], ONE)
     states = pool.map().groups[0].states
     assert states[block] == BlockState.HELD
-    assert states.count(BlockState.SPARE) + states.count(BlockState.BLANK) > 0
-    pool.end(ONE)  # what was set aside is for anybody now
-    assert pool.map().groups[0].states.count(BlockState.SPARE) == 0
+    assert states.count(BlockState.RESERVED) + states.count(BlockState.FREE) > 0
+    pool.end(ONE)  # what was reserved is free now
+    assert pool.map().groups[0].states.count(BlockState.RESERVED) == 0
 
 
 def test_tiers_are_those_in_which_blocks_are_evicted():
     pool = BlockPool(plan_of(Full(), blocks=6))
     [blocks] = pool.take([3], ONE)
-    pool.name(0, blocks, [b"a", b"b", b"c"])
+    pool.groups[0].name(blocks, [b"a", b"b", b"c"])
     for block, tier in zip(blocks, Tier, strict=True):
-        pool.give_back(0, [block], tier)
+        pool.groups[0].give_back([block], tier)
     states = pool.map().groups[0].states
     assert [states[block] for block in blocks] == [BlockState.LOW, BlockState.USUAL, BlockState.PROVEN]
 
@@ -80,5 +81,5 @@ def test_more_holders_than_a_byte_counts_are_still_several():
     pool = BlockPool(plan_of(Full(), blocks=3))
     [[block]] = pool.take([1], ONE)
     for _ in range(300):
-        pool.share(0, [block])
+        pool.groups[0].share([block])
     assert pool.map().groups[0].states[block] == BlockState.SHARED

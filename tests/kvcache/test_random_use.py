@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings, target
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from intarsia.kvcache.retention import Retain
+from intarsia.kvcache.hints import Retain
 from intarsia.tests.kvcache.world import World, random_world, run_worlds
 
 OPERATIONS = 300

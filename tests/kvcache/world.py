@@ -12,13 +12,15 @@ from typing import Any
 
 from intarsia.errors import InvalidSetting, PoolExhausted
 from intarsia.kvcache.check import recount
-from intarsia.kvcache.manager import CacheManager, CacheSettings, Growth, RequestId, Retain
+from intarsia.kvcache.eviction import policy_named
+from intarsia.kvcache.hints import Retain
+from intarsia.kvcache.ids import RequestId
+from intarsia.kvcache.manager import CacheManager, CacheSettings, Growth
 from intarsia.kvcache.plan import STRATEGIES, MemoryPlan, PlanSettings
+from intarsia.kvcache.prefix import Encoder
 from intarsia.kvcache.reach import Chunked, Cross, Full, Keeps, Reach, Sliding, State
-from intarsia.kvcache.retention import policy_named
 from intarsia.kvcache.spec import LayerSpec, StateTensor
 from intarsia.kvcache.strategies import plan_memory
-from intarsia.kvcache.tables import Encoder
 from intarsia.tests.kvcache.plans import plan_of
 
 REACHES: tuple[Reach, ...] = (
@@ -127,7 +129,7 @@ class World:
 
     def reset(self) -> None:
         self.manager.reset_prefix_cache()
-        assert all(not self.manager.pool.index(g) for g in range(len(self.plan.groups)))
+        assert not any(group.index for group in self.manager.pool.groups)
         self._done(None)
 
     def wait(self, seconds: float) -> None:
@@ -187,7 +189,7 @@ class World:
     def _compute_encoder(self, g: int, row: Sequence[int], live: _Live) -> None:
         for n, block in enumerate(row):
             if not live.began and self._read(g, block, 0) != (live.image, n):
-                assert self.manager.pool.holders(g, block) == 1, "an encoder's block of others was overwritten"  # type: ignore[arg-type]
+                assert self.manager.pool.groups[g].holders[block] == 1, "an encoder's block of others was overwritten"
                 self._write(g, block, 0, (live.image, n))
             assert self._read(g, block, 0) == (live.image, n), f"group {g}: the wrong image"
 

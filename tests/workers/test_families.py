@@ -15,8 +15,8 @@ from intarsia.controller.engine import Engine
 from intarsia.deploy.front_end.images import ImageReader, read_images
 from intarsia.errors import InvalidSetting
 from intarsia.kvcache.plan import MemoryPlan, PlanSettings
+from intarsia.kvcache.state_table import StateTable
 from intarsia.kvcache.strategies import plan_memory
-from intarsia.kvcache.tables import StateTable
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.conftest import Loop, TinyModel
 from intarsia.tests.local import Completion, complete, make_engine

@@ -10,10 +10,11 @@ import pytest
 from intarsia.deploy.replay.lru import replay_lru
 from intarsia.deploy.replay.requests import replay_requests
 from intarsia.deploy.replay.traces import TraceRequest, read_trace
-from intarsia.kvcache.manager import CacheManager, RequestId
+from intarsia.kvcache.eviction import policy_named
+from intarsia.kvcache.ids import RequestId
+from intarsia.kvcache.manager import CacheManager
 from intarsia.kvcache.prefix import GivenChain
 from intarsia.kvcache.reach import Full
-from intarsia.kvcache.retention import policy_named
 from intarsia.tests.kvcache.plans import plan_of
 
 TRACES = Path(__file__).parents[3].parent / "shared" / "data" / "traces"

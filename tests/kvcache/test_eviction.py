@@ -1,18 +1,18 @@
 import pytest
 
 from intarsia.errors import InvalidSetting
-from intarsia.kvcache.manager import CacheManager, RequestId
-from intarsia.kvcache.reach import Full
-from intarsia.kvcache.retention import (
-    Born,
+from intarsia.kvcache.eviction import (
     GreedyDualPolicy,
+    History,
     LruPolicy,
     Queue,
-    Retain,
     Tier,
     TieredLruPolicy,
     policy_named,
 )
+from intarsia.kvcache.ids import RequestId
+from intarsia.kvcache.manager import CacheManager
+from intarsia.kvcache.reach import Full
 from intarsia.tests.kvcache.plans import plan_of
 
 
@@ -24,8 +24,8 @@ def drain(queue: Queue) -> list[int]:
     return order
 
 
-def push(queue: Queue, item: int, tier: Tier = Tier.USUAL, born: Born = Born.NEW, worth: float = 1.0) -> None:
-    queue.push(item, tier, born, worth)
+def push(queue: Queue, item: int, tier: Tier = Tier.USUAL, history: History = History.NEW) -> None:
+    queue.push(item, tier, history)
 
 
 def test_tiers_go_one_after_the_other_and_the_oldest_of_each_first():
@@ -38,7 +38,7 @@ def test_tiers_go_one_after_the_other_and_the_oldest_of_each_first():
 def test_what_was_found_is_proven_and_more_than_the_share_pushes_the_oldest_down():
     queue = TieredLruPolicy(0.2).queue(10)  # two may be proven
     for item in (1, 2, 3):
-        push(queue, item, born=Born.FOUND)
+        push(queue, item, history=History.FOUND)
     push(queue, 4)
     assert drain(queue) == [1, 4, 2, 3]
 
@@ -46,13 +46,13 @@ def test_what_was_found_is_proven_and_more_than_the_share_pushes_the_oldest_down
 def test_what_was_computed_again_is_proven_only_while_there_is_room():
     queue = TieredLruPolicy(0.2).queue(10)
     for item in (1, 2, 3):
-        push(queue, item, born=Born.AGAIN)
+        push(queue, item, history=History.AGAIN)
     assert drain(queue) == [3, 1, 2]
 
 
 def test_proven_items_that_nobody_finds_any_more_grow_stale():
     queue = TieredLruPolicy(0.5).queue(2)
-    push(queue, 0, born=Born.FOUND)
+    push(queue, 0, history=History.FOUND)
     evicted = []
     for item in range(1, 40):
         push(queue, item)
@@ -70,18 +70,36 @@ def test_plain_lru_knows_no_tiers():
     assert drain(queue) == [2, 3, 1]
 
 
+def release(policy: GreedyDualPolicy, queue: Queue, item: int, length: int, tier: Tier = Tier.USUAL) -> None:
+    """The work of a prefix grows faster than its length, and its bytes do not grow at all."""
+    policy.begin_release(length, 1)
+    push(queue, item, tier)
+    policy.end_release()
+
+
 def test_score_evicts_the_least_work_per_byte_first_and_ages():
-    queue = GreedyDualPolicy().queue(10)
-    push(queue, 1, worth=5.0)
-    push(queue, 2, worth=1.0)
-    push(queue, 3, worth=3.0, tier=Tier.LOW)
-    assert [queue.first()[1], drain(queue)[:2]] == [3, [3, 2]]  # type: ignore[index]
-    queue = GreedyDualPolicy().queue(10)
-    push(queue, 1, worth=5.0)
+    policy = GreedyDualPolicy()
+    queue = policy.queue(10)
+    for item, length, tier in [(1, 500, Tier.USUAL), (2, 100, Tier.USUAL), (3, 300, Tier.LOW)]:
+        release(policy, queue, item, length, tier)
+    assert drain(queue) == [3, 2, 1]
+    policy = GreedyDualPolicy()
+    queue = policy.queue(10)
+    release(policy, queue, 1, 500)
     for item in range(2, 8):  # each eviction makes newcomers worth more
-        push(queue, item, worth=2.0)
+        release(policy, queue, item, 200)
         queue.evicted(queue.first()[1])  # type: ignore[index]
     assert 1 not in drain(queue)
+
+
+def test_under_score_an_item_that_no_request_releases_keeps_its_value():
+    policy = GreedyDualPolicy()
+    queue = policy.queue(10)
+    release(policy, queue, 1, 500)
+    release(policy, queue, 2, 100)
+    queue.discard(1)
+    push(queue, 1)  # touched: no request ends
+    assert drain(queue) == [2, 1]
 
 
 @pytest.mark.parametrize(("policy", "cliff"), [("lru", True), ("lru-tiers", False)])
@@ -105,9 +123,3 @@ def test_a_cycle_longer_than_the_cache_ends_in_no_hits_only_under_plain_lru(poli
 def test_unknown_policy_is_refused_with_what_there_is():
     with pytest.raises(InvalidSetting, match=r"one of lru-tiers, lru, score; got 'fifo'"):
         policy_named("fifo")
-
-
-@pytest.mark.parametrize("ttl_s", [0, -1.0, float("nan")])
-def test_a_time_that_is_none_is_refused(ttl_s: float):
-    with pytest.raises(InvalidSetting, match="positive number of seconds"):
-        Retain(ttl_s=ttl_s)

@@ -1,11 +1,14 @@
-"""Which free blocks to keep longest: the order in which cached blocks are evicted.
+"""In which order cached blocks are evicted.
 
-A queue holds items (blocks, or whole large pages) that are free and still hold a known prefix; its `first` is the next
-to go. Two ways to order it:
+A queue holds items (blocks, or whole large pages) that no request uses and that still hold a known prefix. Its `first`
+is evicted next. There are three ways to order it:
 
-    TieredLru    never-proven before proven, least recently released first. What no plain later prompt needs (blocks a
-                 window has passed) goes before all else.
-    GreedyDual   by the prefill work that a hit would save, per byte, ageing as evictions go on (Cao and Irani 1997).
+    TieredLru    unproven before proven, and the one that was released longest ago first. Blocks that a window has
+                 passed, which a later prompt seldom needs, are evicted before all others.
+    PlainLru     the one that was released longest ago first
+    GreedyDual   by the prefill work that a hit would save per byte; what enters later counts more (Cao and Irani 1997)
+
+An engine uses the first one. `intarsia replay --policy` compares it with the others.
 
 Plain LRU falls from all hits to none when a cycle is one session longer than the cache. `TieredLru` does not: an item
 that was evicted and computed again becomes proven, if the proven share has room, and then survives the cycle.
@@ -29,41 +32,43 @@ class Tier(enum.IntEnum):
     PROVEN = 2  # was found by a later request, or asked for again after its eviction
 
 
-class Born(enum.IntEnum):
-    """What is known of a block's past. The values are flags in a byte array."""
+class History(enum.IntEnum):
+    """What happened to a block since it got its name. The values are those of a byte array."""
 
     NEW = 0
     AGAIN = 1  # its content had been evicted and was computed again
     FOUND = 2  # a later request has used it
 
 
-FOUND = int(Born.FOUND)
+FOUND = int(History.FOUND)
 
 Rank = tuple[float, int]
 """Order of eviction, lowest first. Comparable between the queues of one policy."""
 
+WORK_DOUBLES_AT_TOKENS = 32_768
+"""Length at which attention costs as much again as everything else: how `score` weighs long prefixes."""
 
 LOW_RANK = 0
-"""First part of the rank of whatever is hardly missed."""
+"""First part of the rank of items that are hardly missed."""
 
 
 class Queue(Protocol):
-    """Free items with a known content, in order of eviction."""
+    """Items with a known content that no request uses, in order of eviction."""
 
-    def push(self, item: int, tier: Tier, born: int, worth: float) -> None:
-        """Add an item that is not in the queue. worth: work saved per byte, for policies that ask for it."""
+    def push(self, item: int, tier: Tier, history: int) -> None:
+        """Add an item that is not in the queue."""
         ...
 
-    def push_many(self, items: Sequence[int], tier: Tier, born: bytearray, worth: float) -> None:
-        """Add several, in this order. born: of every item there is."""
+    def push_many(self, items: Sequence[int], tier: Tier, histories: bytearray) -> None:
+        """Add several, in this order. histories: of every item there is."""
         ...
 
     def discard(self, item: int) -> None:
-        """Take an item out: it is in use again, or forgotten."""
+        """Take an item out: it is used again, or its content is forgotten."""
         ...
 
     def first(self) -> tuple[Rank, int] | None:
-        """The next to be evicted."""
+        """The next item to evict."""
         ...
 
     def evicted(self, item: int) -> None:
@@ -71,7 +76,7 @@ class Queue(Protocol):
         ...
 
     def tiers(self) -> Iterable[tuple[Tier, Iterable[int]]]:
-        """All items, by how early they go."""
+        """All items, by how early they are evicted."""
         ...
 
     @property
@@ -87,9 +92,6 @@ class Policy(Protocol):
 
     @property
     def name(self) -> str: ...
-
-    @property
-    def asks_worth(self) -> bool: ...
 
     def queue(self, capacity: int) -> Queue:
         """capacity: most items that can be in the queue."""
@@ -117,10 +119,10 @@ class TieredLruPolicy:
     """
 
     name = "lru-tiers"
-    asks_worth = False
 
     def __init__(self, proven_share: float = 0.25):
-        _check_share("proven_share", proven_share)
+        if not 0 <= proven_share <= 1:
+            raise InvalidSetting(f"proven_share must be between 0 and 1, got {proven_share}", field="proven_share")
         self._proven_share = proven_share
         self._clock = _Clock()
 
@@ -129,10 +131,9 @@ class TieredLruPolicy:
 
 
 class LruPolicy:
-    """Least recently released first, whatever it is."""
+    """The item that was released longest ago is evicted first, whatever it is."""
 
     name = "lru"
-    asks_worth = False
 
     def __init__(self) -> None:
         self._clock = _Clock()
@@ -142,17 +143,25 @@ class LruPolicy:
 
 
 class GreedyDualPolicy:
-    """Saved prefill work per byte, with ageing."""
+    """Saved prefill work per byte, with ageing. All blocks that one request releases have the same value."""
 
     name = "score"
-    asks_worth = True
 
     def __init__(self) -> None:
+        self.value = 0.0  # of what is released now; 0: no request ends now
         self._clock = _Clock()
         self._age = _Age()
 
     def queue(self, capacity: int) -> Queue:
-        return GreedyDual(self._clock, self._age)
+        return GreedyDual(self, self._clock, self._age)
+
+    def begin_release(self, length: int, bytes_held: int) -> None:
+        """A request of `length` tokens ends: what enters the queues until `end_release` is what it held."""
+        work = length * (1 + length / (2 * WORK_DOUBLES_AT_TOKENS))
+        self.value = work / max(1, bytes_held)
+
+    def end_release(self) -> None:
+        self.value = 0.0
 
 
 POLICIES = {"lru-tiers": TieredLruPolicy, "lru": LruPolicy, "score": GreedyDualPolicy}
@@ -165,41 +174,8 @@ def policy_named(name: str) -> Policy:
     return POLICIES[name]()
 
 
-class PlainLru:
-    def __init__(self, clock: _Clock):
-        self._clock = clock
-        self._items: OrderedDict[int, int] = OrderedDict()
-
-    def push(self, item: int, tier: Tier, born: int, worth: float) -> None:
-        self._items[item] = self._clock.tick()
-
-    def push_many(self, items: Sequence[int], tier: Tier, born: bytearray, worth: float) -> None:
-        self._items.update(zip(items, self._clock.ticks(len(items)), strict=True))
-
-    def discard(self, item: int) -> None:
-        self._items.pop(item, None)
-
-    def first(self) -> tuple[Rank, int] | None:
-        for item, stamp in self._items.items():
-            return (1, stamp), item
-        return None
-
-    def evicted(self, item: int) -> None:
-        del self._items[item]
-
-    def tiers(self) -> Iterable[tuple[Tier, Iterable[int]]]:
-        return ((Tier.USUAL, self._items.keys()),)
-
-    @property
-    def num_low(self) -> int:
-        return 0
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-
 class TieredLru:
-    """One LRU list per tier. Invariant: at most `max_proven` items are proven, each in one list only."""
+    """One LRU list per tier. Invariant: at most `max_proven` items are proven, and each item is in one list only."""
 
     STALE_AFTER = 8
     """A proven item that was not found during so many turnovers of the whole queue is proven no longer."""
@@ -213,25 +189,25 @@ class TieredLru:
         self._usual: OrderedDict[int, int] = OrderedDict()
         self._proven: OrderedDict[int, tuple[int, int]] = OrderedDict()  # stamp, and evictions so far
 
-    def push(self, item: int, tier: Tier, born: int, worth: float) -> None:
-        if born == FOUND or tier is Tier.PROVEN:
+    def push(self, item: int, tier: Tier, history: int) -> None:
+        if history == FOUND or tier is Tier.PROVEN:
             self._proven[item] = self._clock.tick(), self._evictions
             if len(self._proven) > self._max_proven:
                 self._demote()
         elif tier is Tier.LOW:
             self._low[item] = self._clock.tick()
-        elif born == Born.AGAIN and len(self._proven) < self._max_proven:
+        elif history == History.AGAIN and len(self._proven) < self._max_proven:
             self._proven[item] = self._clock.tick(), self._evictions
         else:
             self._usual[item] = self._clock.tick()
 
-    def push_many(self, items: Sequence[int], tier: Tier, born: bytearray, worth: float) -> None:
-        if tier != Tier.PROVEN and not any(map(born.__getitem__, items)):
+    def push_many(self, items: Sequence[int], tier: Tier, histories: bytearray) -> None:
+        if tier != Tier.PROVEN and not any(map(histories.__getitem__, items)):
             target = self._low if tier == Tier.LOW else self._usual
             target.update(zip(items, self._clock.ticks(len(items)), strict=True))
         else:
             for item in items:
-                self.push(item, tier, born[item], worth)
+                self.push(item, tier, histories[item])
 
     def discard(self, item: int) -> None:
         if self._usual.pop(item, None) is None and self._low.pop(item, None) is None:
@@ -263,7 +239,41 @@ class TieredLru:
 
     def _demote(self) -> None:
         item, _ = self._proven.popitem(last=False)
+        assert len(self._proven) <= self._max_proven, "more items are proven than may be"
         self._usual[item] = self._clock.tick()
+
+
+class PlainLru:
+    def __init__(self, clock: _Clock):
+        self._clock = clock
+        self._items: OrderedDict[int, int] = OrderedDict()
+
+    def push(self, item: int, tier: Tier, history: int) -> None:
+        self._items[item] = self._clock.tick()
+
+    def push_many(self, items: Sequence[int], tier: Tier, histories: bytearray) -> None:
+        self._items.update(zip(items, self._clock.ticks(len(items)), strict=True))
+
+    def discard(self, item: int) -> None:
+        self._items.pop(item, None)
+
+    def first(self) -> tuple[Rank, int] | None:
+        for item, stamp in self._items.items():
+            return (1, stamp), item
+        return None
+
+    def evicted(self, item: int) -> None:
+        del self._items[item]
+
+    def tiers(self) -> Iterable[tuple[Tier, Iterable[int]]]:
+        return ((Tier.USUAL, self._items.keys()),)
+
+    @property
+    def num_low(self) -> int:
+        return 0
+
+    def __len__(self) -> int:
+        return len(self._items)
 
 
 @dataclass(slots=True)
@@ -276,22 +286,25 @@ class _Age:
 class GreedyDual:
     """A heap with lazy deletion."""
 
-    def __init__(self, clock: _Clock, age: _Age):
+    def __init__(self, policy: GreedyDualPolicy, clock: _Clock, age: _Age):
+        self._policy = policy
         self._clock = clock
         self._age = age
         self._heap: list[tuple[float, int, int]] = []  # (score, stamp, item)
         self._stamps: dict[int, int] = {}  # of the entry that counts
+        self._values: dict[int, float] = {}  # of each item when a request last released it
 
-    def push(self, item: int, tier: Tier, born: int, worth: float) -> None:
+    def push(self, item: int, tier: Tier, history: int) -> None:
         stamp = self._clock.tick()
-        is_low = tier == Tier.LOW and born != Born.FOUND
-        score = LOW_RANK if is_low else self._age.value + max(worth, 1e-9)
+        value = self._values[item] = self._policy.value or self._values.get(item, 0.0)
+        is_low = tier == Tier.LOW and history != History.FOUND
+        score = LOW_RANK if is_low else self._age.value + max(value, 1e-9)
         self._stamps[item] = stamp
         heapq.heappush(self._heap, (score, stamp, item))
 
-    def push_many(self, items: Sequence[int], tier: Tier, born: bytearray, worth: float) -> None:
+    def push_many(self, items: Sequence[int], tier: Tier, histories: bytearray) -> None:
         for item in items:
-            self.push(item, tier, born[item], worth)
+            self.push(item, tier, histories[item])
 
     def discard(self, item: int) -> None:
         self._stamps.pop(item, None)
@@ -312,7 +325,7 @@ class GreedyDual:
         assert found is not None and found[1] == item
         self._age.value = max(self._age.value, found[0][0])
         heapq.heappop(self._heap)
-        del self._stamps[item]
+        del self._stamps[item], self._values[item]
 
     def tiers(self) -> Iterable[tuple[Tier, Iterable[int]]]:
         counts = [(score, item) for score, stamp, item in self._heap if self._stamps.get(item) == stamp]
@@ -327,33 +340,3 @@ class GreedyDual:
 
     def __len__(self) -> int:
         return len(self._stamps)
-
-
-def _check_share(field: str, share: float) -> None:
-    if not 0 <= share <= 1:
-        raise InvalidSetting(f"{field} must be between 0 and 1, got {share}", field=field)
-
-
-@dataclass(frozen=True, slots=True)
-class Retain:
-    """What a request asks to become of its blocks when it ends.
-
-    priority  above 0: proven at once; below 0: first to go
-    ttl_s     seconds after which the blocks are first to go; None: no limit
-    pin       keep them until `ttl_s` or a reset, as far as the declared share of the memory allows
-    """
-
-    priority: int = 0
-    ttl_s: float | None = None
-    pin: bool = False
-
-    def __post_init__(self):
-        if self.ttl_s is not None and not self.ttl_s > 0:
-            raise InvalidSetting(f"ttl must be a positive number of seconds, got {self.ttl_s}", field="ttl")
-
-    @property
-    def tier(self) -> Tier:
-        return Tier.PROVEN if self.priority > 0 else Tier.LOW if self.priority < 0 else Tier.USUAL
-
-
-USUAL_RETENTION = Retain()

@@ -1,0 +1,154 @@
+"""The search for a cached prefix, and why a longer one was not found.
+
+    prompt, blocks of 4     0..3   4..7   8..11  12..15  16..19
+    full layers             [x]    [x]    [x]    [x]     [ ]      go on at 16, or before
+    sliding layers          [ ]    [x]    [x]    [ ]     [ ]      go on at 12, from the blocks of their window
+    states                  [ ]    [s]    [ ]    [ ]     [ ]      go on at 8, where a snapshot was saved
+                                   ^ the hit: all groups can go on at 8
+
+It goes from long to short. A group that cannot go on at a length says at which shorter one it could. So the search
+skips lengths at which nothing can be found.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from .group_blocks import Known
+from .group_table import SALT, GroupTable
+from .pool import BlockPool
+from .prefix import Chain, Encoder, TokenChain
+
+REMEMBERED_PROMPTS = 256
+"""Latest prompts remembered, to tell a prompt that another salt kept from its prefix."""
+
+NO_LOSS: Mapping[str, int] = {}
+
+
+class Hit(NamedTuple):
+    """A cached prefix. Good until the pool changes, so `open` it at once."""
+
+    tokens: int
+    chain: Chain
+    lost: Mapping[str, int] = NO_LOSS  # tokens that were cached once and will be computed again, by cause
+    branch: int = 0  # where the prompt leaves what is known; 0: it does not, or not beyond `tokens`
+    encoder: Encoder | None = None
+    encoder_tokens: int = 0  # of its encoder's output, found in the cache
+    version: int = 0  # of the pool, when it was looked up
+    known: int = 0  # tokens of the prompt, then
+
+
+class Lookup:
+    """Asks all groups at once, and changes nothing. It remembers the salts of the latest prompts."""
+
+    def __init__(self, tables: Sequence[GroupTable], pool: BlockPool, block_tokens: int, *, keeps_front: bool):
+        """keeps_front: does some group keep the front of sequences?"""
+        self._tables = tables
+        self._pool = pool
+        self._known: Known = pool.known
+        self._size = block_tokens
+        self._keeps_front = keeps_front
+        self._prompts: OrderedDict[bytes, tuple[bytes, Sequence[int]]] = OrderedDict()  # by their first block's tokens
+
+    def is_current(self, hit: Hit, chain: Chain) -> bool:
+        """Would `find` find the same?"""
+        return hit.chain is chain and hit.version == self._known.version and hit.known == chain.known
+
+    def find(self, chain: Chain, encoder: Encoder | None) -> Hit:
+        """The longest cached prefix from which every group can go on. At least the last token is left to compute."""
+        chain.grow()
+        hit = self._search(chain, chain.known - 1, encoder)
+        assert hit.tokens < chain.known, "no token is left to compute"
+        return hit
+
+    def opened(self, chain: Chain) -> None:
+        """A request with this prompt begins: remember its salt."""
+        if isinstance(chain, TokenChain) and len(chain.tokens) >= self._size:
+            self._prompts[self._first_block(chain)] = chain.salt, chain.tokens
+            if len(self._prompts) > REMEMBERED_PROMPTS:
+                self._prompts.popitem(last=False)
+
+    def forget(self) -> None:
+        self._prompts.clear()
+
+    # -- the search --------------------------------------------------------------------------------------------------
+
+    def _search(self, chain: Chain, limit: int, encoder: Encoder | None) -> Hit:
+        """limit: of the length."""
+        size = self._size
+        known = self._ever_known(chain, limit)
+        length = self._candidate(chain, min(limit, (known + 1) * size - 1), limit if known * size >= limit else -1)
+        lost: dict[str, int] = {}
+        while length > 0:
+            # The group that lacks most says how far it could go on.
+            shorter, lacking = length, None
+            for table in self._tables:
+                reached = table.reaches(chain, shorter)
+                if reached < shorter:
+                    shorter, lacking = reached, table
+            if lacking is None:
+                break
+            # What lies between is lost, for that group's reason.
+            cause = lacking.cause(chain, length)
+            shorter = self._candidate(chain, shorter, -1)
+            lost[cause] = lost.get(cause, 0) + length - shorter
+            length = shorter
+        if length == 0 and not lost:
+            lost = self._lost_to_salt(chain, limit)
+        branch = min(known * size, limit // size * size)
+        return Hit(
+            tokens=length,
+            chain=chain,
+            lost=lost or NO_LOSS,
+            branch=branch if branch > length else 0,
+            encoder=encoder,
+            encoder_tokens=max(table.encoder_tokens(encoder) for table in self._tables),
+            version=self._known.version,
+            known=chain.known,
+        )
+
+    def _candidate(self, chain: Chain, length: int, limit: int) -> int:
+        """The longest prefix up to `length` that could be cached: `limit` itself, a known end, or full blocks."""
+        blocks, tail = divmod(length, self._size)
+        if tail == 0 or length == limit:
+            return length
+        tails = self._known.ends.after(chain.names[blocks - 1]) if 0 < blocks <= len(chain.names) else None
+        return blocks * self._size + max((t for t in tails or () if t <= tail), default=0)
+
+    def _ever_known(self, chain: Chain, limit: int) -> int:
+        """Blocks of a prompt, from the front, that some group holds, or held before they were evicted.
+
+        Without a group that keeps the front of sequences, only the last of these blocks may be known.
+        """
+        most = min(len(chain.names), -(-limit // self._size))
+        if not self._keeps_front:
+            while most > 0 and not self._was_known(chain.names[most - 1]):
+                most -= 1
+            return most
+        known = min(most, max(table.leading_run(chain) for table in self._tables))
+        while known < most and self._was_known(chain.names[known]):
+            known += 1
+        return known
+
+    def _was_known(self, name: bytes) -> bool:
+        return any(name in group.index or group.was_evicted(name) for group in self._pool.groups)
+
+    # -- prompts of other salts --------------------------------------------------------------------------------------
+
+    def _lost_to_salt(self, chain: Chain, limit: int) -> dict[str, int]:
+        """Tokens that are shared with a prompt of another salt."""
+        if not isinstance(chain, TokenChain) or len(chain.tokens) < self._size:
+            return {}
+        other_salt, tokens = self._prompts.get(self._first_block(chain), (chain.salt, ()))
+        if other_salt == chain.salt:
+            return {}
+        alike = 0
+        for mine, other in zip(chain.tokens, tokens, strict=False):
+            if mine != other:
+                break
+            alike += 1
+        return {SALT: min(alike, limit) // self._size * self._size}
+
+    def _first_block(self, chain: TokenChain) -> bytes:
+        return array("I", chain.tokens[: self._size]).tobytes()

@@ -1,0 +1,383 @@
+"""A group with several blocks in each large page.
+
+A request fills large pages of its own: what it does not need yet of one is reserved for it. So its blocks become free
+together, and whole large pages with them. A page is in use while at least one block in it is held or reserved. When
+none is, the page is cached if it holds a known prefix, and else free.
+
+A block for a request is looked for in this order:
+
+    1. those reserved for it
+    2. free ones, in pages in use
+    3. a free large page
+    4. free ones in a cached page, which is then in use again
+    5. an eviction: of a cached block in a page in use, or of a cached page of any group, whichever is worth less
+    6. those reserved for other requests
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+from .eviction import FOUND, LOW_RANK, History, Policy, Queue, Rank, Tier
+from .group_blocks import GroupBlocks, GroupCount, Known
+from .ids import NULL_BLOCK, RequestId
+from .large_pages import LargePages
+from .pool_map import STATE_OF_TIER, BlockState, states_of_held
+
+MOST_RESERVED = 16
+"""Blocks reserved for one request at a time: enough to keep neighbours together, few enough to lie unused."""
+
+
+class PackedBlocks(GroupBlocks):
+    """Invariant: each block of a large page of the group is held, reserved, free or cached, and only one of them. The
+    blocks reserved for one request lie in one page.
+    """
+
+    def __init__(self, group: int, arena: int, pages: LargePages, per_page: int, known: Known, policy: Policy):
+        super().__init__(group, arena, pages, per_page, known)
+        self._free: dict[int, list[int]] = {}  # page in use -> its free blocks
+        self._free_in_cached: dict[int, list[int]] = {}  # cached page -> its free blocks
+        self._reserved: dict[RequestId, list[int]] = {}  # next one last
+        # Cached blocks, in order of eviction. Those of a cached page are evicted with it. So when one of them comes to
+        # the front, it is passed over: it leaves the queue until its page is in use again.
+        self._cached: Queue = policy.queue(len(self.holders))
+        self._passed_over: dict[int, list[int]] = {}  # cached page -> blocks
+        self._num_free = self._num_reserved = 0  # in pages in use
+        self._num_cached = 0  # in pages in use
+        self._first_block = per_page  # the lower ones lie in the null page, under a null block
+        self._used = [0] * pages.num_pages  # held and reserved blocks in each page
+        self._cached_in = [0] * pages.num_pages  # cached blocks in each page
+        self._tier_of = [Tier.LOW] * pages.num_pages  # of each page, the highest of its cached blocks
+        self._history_of = [0] * pages.num_pages  # likewise
+
+    def use_null_page(self, first: int, end: int) -> None:
+        """Blocks first .. end - 1 of the null page are this group's. The page is in use for good, by the null block."""
+        self._pages.take_null_page(self.group)
+        self._first_block = first
+        self._free[NULL_BLOCK] = list(range(end - 1, first - 1, -1))
+        self._num_free = end - first
+        self._used[NULL_BLOCK] = 1
+
+    # -- asking ------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_blank_in_use(self) -> int:
+        return self._num_free + self._num_reserved
+
+    def pages_to_open(self, count: int, request: RequestId) -> int:
+        lacking = count - self._num_free - len(self._reserved.get(request, ()))
+        return max(0, -(-lacking // self.per_page))
+
+    def least_pages(self, count: int, without: RequestId | None = None) -> int:
+        lacking = count - self._num_free - self._num_reserved - self._num_cached
+        if without is not None:
+            lacking += self.pages_freed_without(without) * self.per_page
+        return max(0, -(-lacking // self.per_page))
+
+    def pages_freed_without(self, request: RequestId) -> int:
+        reserved = self._reserved.get(request)
+        return int(bool(reserved) and self._used[reserved[0] // self.per_page] == len(reserved))
+
+    def states(self, cached: bytes) -> bytes:
+        states = states_of_held(self.holders)
+        for block in chain(*self._free.values(), *self._free_in_cached.values()):
+            states[block] = BlockState.FREE
+        for block in chain(*self._reserved.values()):
+            states[block] = BlockState.RESERVED
+        for tier, blocks in self._cached.tiers():
+            for block in blocks:
+                states[block] = STATE_OF_TIER[tier]
+        for page, state in enumerate(cached):
+            if state:
+                for block in self._blocks_of(page):
+                    if self._name_of[block] is not None:
+                        states[block] = state  # it is evicted with its page, whatever it was worth by itself
+        return bytes(states)
+
+    # -- taking ------------------------------------------------------------------------------------------------------
+
+    def take_one(self, request: RequestId) -> int:
+        if reserved := self._reserved.get(request):
+            block = reserved.pop()
+            self._num_reserved -= 1
+        elif self._free:
+            block = self._take_free(1)[0]
+        else:
+            block = self._open(1, request, 1)[0]
+        assert not self.holders[block], f"block {block} of group {self.group} is held and was dealt out"
+        self.holders[block] = 1
+        self.num_held += 1
+        return block
+
+    def take(self, count: int, request: RequestId, most_pages: int) -> tuple[list[int], int]:
+        blocks: list[int] = []
+        pages_left = most_pages
+        # In the order that the top of this file tells.
+        while (lacking := count - len(blocks)) > 0:
+            if reserved := self._reserved.get(request):
+                part = _last(reserved, lacking)
+                self._num_reserved -= len(part)
+            elif self._free:
+                part = self._take_free(lacking)
+            elif pages_left > 0 and self._pages.free:
+                part = self._open(lacking, request, pages_left)
+                pages_left -= -(-len(part) // self.per_page)
+            elif pages_left > 0 and self._free_in_cached:
+                self._reuse_page(next(iter(self._free_in_cached)))
+                part = self._take_free(lacking)
+                pages_left -= 1
+            else:
+                part = self._make_room(pages_left)
+            blocks += part
+        for block in blocks:
+            self.holders[block] = 1
+        self.num_held += count
+        return blocks, most_pages - pages_left
+
+    def _take_free(self, most: int) -> list[int]:
+        page = next(iter(self._free))
+        part = _last(self._free[page], most)
+        if not self._free[page]:
+            del self._free[page]
+        self._num_free -= len(part)
+        self._used[page] += len(part)
+        return part
+
+    def _open(self, lacking: int, request: RequestId, most_pages: int) -> list[int]:
+        """Blocks of up to `most_pages` free large pages. What is left of the last one is reserved, or free."""
+        if lacking > self.per_page:  # several whole pages; the last one, which may be used in part, comes next round
+            whole = min((lacking - 1) // self.per_page, most_pages, len(self._pages.free))
+            pages = self._pages.adopt_many(self.group, whole)
+            for page in pages:
+                self._used[page] = self.per_page
+            return [block for page in pages for block in self._blocks_of(page)]
+        page = self._pages.adopt(self.group)
+        blocks = self._blocks_of(page)
+        used = min(self.per_page, lacking + MOST_RESERVED)
+        assert not self._reserved.get(request), f"request {request} has reserved blocks and opens a large page"
+        self._reserve(request, blocks[lacking:used])
+        if used < self.per_page:
+            self._free[page] = list(reversed(blocks[used:]))
+            self._num_free += self.per_page - used
+        self._used[page] = used
+        return list(blocks[:lacking])
+
+    def _reserve(self, request: RequestId, blocks: Sequence[int]) -> None:
+        if blocks:
+            self._reserved[request] = list(reversed(blocks))
+            self._num_reserved += len(blocks)
+
+    def _make_room(self, most_pages: int) -> list[int]:
+        """Make room by one eviction, or take a block that is reserved for another request.
+
+        Returns the blocks won, whose page is in use; none when a large page became free instead.
+        """
+        page = self._pages.first_cached() if most_pages > 0 else None
+        block = self._first_cached() if self._num_cached else None
+        # A block that is hardly missed is evicted before any large page: that leaves more of those whole.
+        if block is not None and (page is None or block[0] < page[0] or block[0][0] == LOW_RANK):
+            self._evict(block[1])
+            return [block[1]]
+        if page is not None:
+            self._pages.evict()
+            return []
+        other, reserved = next((request, blocks) for request, blocks in self._reserved.items() if blocks)
+        taken = reserved.pop()
+        if not reserved:
+            del self._reserved[other]
+        self._num_reserved -= 1
+        return [taken]
+
+    def _first_cached(self) -> tuple[Rank, int] | None:
+        """The cached block of a page in use that is evicted first."""
+        while (first := self._cached.first()) is not None:
+            page = first[1] // self.per_page
+            if self._used[page]:
+                return first
+            self._cached.discard(first[1])
+            self._passed_over.setdefault(page, []).append(first[1])
+        return None
+
+    def _evict(self, block: int) -> None:
+        """A cached block of a page in use is evicted and used."""
+        page = block // self.per_page
+        assert self._used[page] and not self.holders[block], f"block {block} of group {self.group} cannot be evicted"
+        self._cached.evicted(block)
+        self._drop_name(block)
+        self.num_evicted += 1
+        self._cached_in[page] -= 1
+        self._num_cached -= 1
+        self._used[page] += 1
+
+    # -- sharing and giving back -------------------------------------------------------------------------------------
+
+    def share(self, blocks: Iterable[int], *, found: bool = False) -> None:
+        for block in blocks:
+            if found:
+                self._history[block] = FOUND
+            if self.holders[block] == 0:
+                self._hold_cached(block)
+            self.holders[block] += 1
+
+    def _hold_cached(self, block: int) -> None:
+        assert self._name_of[block] is not None, f"block {block} of group {self.group} is shared and free"
+        page = block // self.per_page
+        if self._used[page] == 0:
+            self._reuse_page(page)
+        self._cached.discard(block)
+        self._cached_in[page] -= 1
+        self._num_cached -= 1
+        self._used[page] += 1
+        self.num_held += 1
+
+    def give_back(self, blocks: Iterable[int], tier: Tier = Tier.USUAL) -> None:
+        holders = self.holders
+        named: list[int] = []
+        for block in blocks:
+            count = holders[block] - 1
+            assert count >= 0, f"block {block} of group {self.group} was given back twice"
+            holders[block] = count
+            if count == 0:
+                self.num_held -= 1
+                if self._name_of[block] is not None:
+                    named.append(block)
+                self._release(block, tier)
+        if named:
+            self._cached.push_many(named, tier, self._history)
+
+    def give_back_one(self, block: int, tier: Tier) -> None:
+        self.give_back((block,), tier)
+
+    def _release(self, block: int, tier: Tier) -> None:
+        """No request holds this block any more: it is free, or cached."""
+        page = block // self.per_page
+        if self._name_of[block] is None:
+            self._free.setdefault(page, []).append(block)
+            self._num_free += 1
+        else:
+            self._cached_in[page] += 1
+            self._num_cached += 1
+            self._tier_of[page] = max(self._tier_of[page], tier)
+            self._history_of[page] = max(self._history_of[page], self._history[block])
+        self._leave(page)
+
+    def free_reserved(self, request: RequestId) -> None:
+        reserved = self._reserved.pop(request, None)
+        if not reserved:
+            return
+        self._num_reserved -= len(reserved)
+        self._num_free += len(reserved)
+        for block in reserved:
+            page = block // self.per_page
+            self._free.setdefault(page, []).append(block)
+            self._leave(page)
+
+    # -- states of large pages ---------------------------------------------------------------------------------------
+
+    def _blocks_of(self, page: int) -> range:
+        return range(page * self.per_page, (page + 1) * self.per_page)
+
+    def _leave(self, page: int) -> None:
+        """One block of a page is no longer held or reserved. With the last one the page is cached, or free."""
+        self._used[page] -= 1
+        assert self._used[page] >= 0, f"large page {page} of group {self.group} has less than no blocks in use"
+        if self._used[page]:
+            return
+        free = self._free.pop(page, [])
+        self._num_free -= len(free)
+        if self._cached_in[page]:
+            self._num_cached -= self._cached_in[page]
+            if free:
+                self._free_in_cached[page] = free
+            self._pages.cache(page, self._tier_of[page], self._history_of[page])
+        else:
+            self._forget_page(page)
+            self._pages.give_back(page)
+
+    def _reuse_page(self, page: int) -> None:
+        """A cached page is in use again. The caller counts what makes it so."""
+        assert not self._used[page] and self._cached_in[page], f"large page {page} of group {self.group} is not cached"
+        self._pages.reuse(page)
+        self._num_cached += self._cached_in[page]
+        for block in self._passed_over.pop(page, ()):
+            if self.is_cached(block):
+                self._cached.push(block, self._tier_of[page], self._history[block])
+        if free := self._free_in_cached.pop(page, None):
+            self._free[page] = free
+            self._num_free += len(free)
+
+    def _forget_page(self, page: int) -> None:
+        """No block of the page is used, or cached: it leaves the group."""
+        assert not self._used[page] and not self._cached_in[page], f"large page {page} of group {self.group} is needed"
+        self._free_in_cached.pop(page, None)
+        self._passed_over.pop(page, None)
+        self._tier_of[page], self._history_of[page] = Tier.LOW, History.NEW
+
+    def evicted_page(self, page: int) -> None:
+        for block in self._blocks_of(page):
+            if self._name_of[block] is not None:
+                self._drop_name(block)
+                self.num_evicted += 1
+                self._cached.discard(block)
+        self._cached_in[page] = 0
+        self._forget_page(page)
+
+    def _rank_anew(self, block: int, tier: Tier) -> None:
+        page = block // self.per_page
+        self._cached.discard(block)
+        self._cached.push(block, tier, self._history[block])
+        passed_over = self._passed_over.get(page, [])
+        if block in passed_over:
+            passed_over.remove(block)
+        if tier is Tier.LOW:
+            self._tier_of[page], self._history_of[page] = Tier.LOW, History.NEW
+        else:
+            self._tier_of[page] = max(self._tier_of[page], tier)
+        if self._used[page] == 0:
+            self._pages.rank_anew(page, tier, self._history_of[page])
+
+    def _free_cached(self, block: int) -> None:
+        page = block // self.per_page
+        self._cached.discard(block)
+        self._cached_in[page] -= 1
+        if self._used[page]:
+            self._free.setdefault(page, []).append(block)
+            self._num_free += 1
+            self._num_cached -= 1
+        elif self._cached_in[page]:
+            self._free_in_cached.setdefault(page, []).append(block)
+        else:
+            self._forget_page(page)
+            self._pages.forget(page)
+
+    # -- the recount -------------------------------------------------------------------------------------------------
+
+    def recount(self, held: Counter[int]) -> GroupCount:
+        count = super().recount(held)
+        free, waiting = Counter(chain(*self._free.values())), Counter(chain(*self._free_in_cached.values()))
+        reserved = Counter(chain(*self._reserved.values()))
+        for block, times in reserved.items():
+            count.used[block // self.per_page] += times
+        cached_in_use = 0
+        for block in range(1, len(self.holders)):
+            page = block // self.per_page
+            states = (self.holders[block] > 0) + free[block] + waiting[block] + reserved[block] + self.is_cached(block)
+            if states != (self._pages.owner(page) == self.group and block >= self._first_block):
+                count.found(f"block {block} is in {states} states")
+            cached_in_use += self.is_cached(block) and (page == NULL_BLOCK or count.used[page] > 0)
+        passed_over = sum(map(self.is_cached, chain(*self._passed_over.values())))
+        count.equal("free blocks", self._num_free, free.total())
+        count.equal("reserved blocks", self._num_reserved, reserved.total())
+        count.equal("cached blocks", len(self._cached) + passed_over, sum(count.cached))
+        count.equal("cached blocks in pages in use", self._num_cached, cached_in_use)
+        for page in range(1, self._pages.num_pages):
+            count.equal(f"blocks in use in large page {page}", self._used[page], count.used[page])
+            count.equal(f"cached blocks in large page {page}", self._cached_in[page], count.cached[page])
+        return count
+
+
+def _last(blocks: list[int], most: int) -> list[int]:
+    """Take up to `most` blocks off the end of a list, the last one first."""
+    part = blocks[: -most - 1 : -1]
+    del blocks[-most:]
+    return part
