@@ -52,6 +52,9 @@ class Sources(enum.Enum):
     DROPPED = enum.auto()  # there are none, or none any more
 
 
+HELD, COPIED, DROPPED = Sources  # an enum's attributes cost more than a module's
+
+
 class Row:
     """One open request, as its tables see it.
 
@@ -67,7 +70,7 @@ class Row:
         self.encoder = encoder
         self.extent = extent  # tokens that are written, or will be by the step under way
         self.marks: tuple[int, ...] = ()  # lengths at which another request may want to go on, in order
-        self.sources = Sources.DROPPED
+        self.sources = DROPPED
         self.quiet_until = 0
 
 

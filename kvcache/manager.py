@@ -22,7 +22,7 @@ from typing import NamedTuple
 from ..errors import InvalidSetting
 from .events import EventLog, Stored
 from .eviction import GreedyDualPolicy, Policy
-from .group_table import Copy, Row, Save, Sources
+from .group_table import COPIED, DROPPED, HELD, Copy, Row, Save
 from .hints import USUAL_RETENTION, Hints, Retain
 from .ids import BlockId, RequestId
 from .lookup import Hit, Lookup
@@ -93,9 +93,8 @@ class CacheManager:
         self._score = policy if isinstance(policy, GreedyDualPolicy) else None
         self._namer = Namer(hash_key, plan.block_tokens)
         self._tables = make_tables(plan, self.pool, caching=self.is_caching, snapshot_share=settings.snapshot_share)
-        # Groups of tokens need blocks at the same lengths: the first one can answer for all, if there are no others.
-        are_alike = all(reach.keeps is Keeps.TOKENS for reach in reaches)
-        self._asked = self._tables[:1] if are_alike else self._tables
+        # Groups of tokens need blocks at the same lengths. If there are no others, the first one answers for all.
+        self._alike = self._tables[0] if all(reach.keeps is Keeps.TOKENS for reach in reaches) else None
         # While a request grows by single tokens, the rest have nothing to name, and never anything to give back.
         self._moving = [
             table for table, reach in zip(self._tables, reaches, strict=True)
@@ -218,8 +217,8 @@ class CacheManager:
         row = self._add_row(Row(request, hit.chain, hit.encoder, hit.tokens))
         for table in self._tables:
             table.open(row, hit.tokens)
-        if any([table.has_source(request) for table in self._tables]):
-            row.sources = Sources.HELD
+        if hit.tokens and any(table.has_source(request) for table in self._tables):
+            row.sources = HELD
         prompt_end = (hit.chain.known - 1) // self._size * self._size
         row.marks = tuple(sorted(mark for mark in {hit.branch, prompt_end} if mark > hit.tokens))
         if self.is_caching:
@@ -237,7 +236,7 @@ class CacheManager:
             row.extent = max(row.extent, length)
             return NOTHING
         # First what the last steps have written: it may give blocks back.
-        if row.sources is Sources.COPIED:
+        if row.sources is COPIED:
             self._drop_sources(row)
         if written is None or length - written > 1 or row.chain.lag >= self._name_every:
             row.chain.grow()
@@ -250,7 +249,7 @@ class CacheManager:
             self._hints.expire()
         # Then blocks for the coming one.
         taken = self.pool.take(self._missing(row, length), request)
-        copies = self._copies(row, taken) if row.sources is Sources.HELD else ()
+        copies = self._copies(row, taken) if row.sources is HELD else ()
         for table, new in zip(self._tables, taken, strict=True):
             table.append(row, new)
         saves = [save for table in self._states for save in table.take_saves(row, length)] if self._states else ()
@@ -293,7 +292,7 @@ class CacheManager:
             if (copy := table.fork(row, other, new)) is not None
         ]
         # A parent that has not begun waits for copies: then its child waits for the same ones.
-        other.sources = Sources.HELD if row.sources is Sources.HELD else Sources.COPIED
+        other.sources = HELD if row.sources is HELD else COPIED
         return Growth(taken, copies)
 
     def release(self, request: RequestId, length: int | None = None, retain: Retain = USUAL_RETENTION) -> None:
@@ -417,24 +416,28 @@ class CacheManager:
 
     def _missing(self, row: Row, length: int) -> list[int]:
         """Blocks to add per group."""
-        missing = [table.missing(row, length) for table in self._asked]
-        return missing if len(missing) == len(self._tables) else missing * len(self._tables)
+        if self._alike is not None:
+            return [self._alike.missing(row, length)] * len(self._tables)
+        return [table.missing(row, length) for table in self._tables]
 
     def _note_quiet(self, row: Row) -> None:
-        row.quiet_until = min([table.next_event(row) for table in self._asked])
+        if self._alike is not None:
+            row.quiet_until = self._alike.next_event(row)
+        else:
+            row.quiet_until = min([table.next_event(row) for table in self._tables])
 
     def _copies(self, row: Row, taken: Sequence[Sequence[BlockId]]) -> Sequence[Copy]:
         """A prefix that ends inside a block, or in a state, goes on in a block of the request's own."""
         tables = zip(self._tables, taken, strict=True)
         copies = [copy for table, new in tables if (copy := table.copy(row, new)) is not None]
-        row.sources = Sources.COPIED
+        row.sources = COPIED
         return copies
 
     def _drop_sources(self, row: Row) -> None:
-        if row.sources is not Sources.DROPPED:
+        if row.sources is not DROPPED:
             for table in self._tables:
                 table.drop_source(row)
-            row.sources = Sources.DROPPED
+            row.sources = DROPPED
 
 
 def _longest(least: int, most: int, has_room: Callable[[int], bool]) -> int:

@@ -129,8 +129,9 @@ class PackedBlocks(GroupBlocks):
             else:
                 part = self._make_room(pages_left)
             blocks += part
+        holders = self.holders
         for block in blocks:
-            self.holders[block] = 1
+            holders[block] = 1
         self.num_held += count
         return blocks, most_pages - pages_left
 
@@ -147,10 +148,11 @@ class PackedBlocks(GroupBlocks):
         """Blocks of up to `most_pages` free large pages. What is left of the last one is reserved, or free."""
         if lacking > self.per_page:  # several whole pages; the last one, which may be used in part, comes next round
             whole = min((lacking - 1) // self.per_page, most_pages, len(self._pages.free))
-            pages = self._pages.adopt_many(self.group, whole)
-            for page in pages:
+            part: list[int] = []
+            for page in self._pages.adopt_many(self.group, whole):
                 self._used[page] = self.per_page
-            return [block for page in pages for block in self._blocks_of(page)]
+                part += self._blocks_of(page)
+            return part
         page = self._pages.adopt(self.group)
         blocks = self._blocks_of(page)
         used = min(self.per_page, lacking + MOST_RESERVED)
@@ -231,7 +233,7 @@ class PackedBlocks(GroupBlocks):
         self.num_held += 1
 
     def give_back(self, blocks: Iterable[int], tier: Tier = Tier.USUAL) -> None:
-        holders = self.holders
+        holders, name_of = self.holders, self._name_of
         named: list[int] = []
         for block in blocks:
             count = holders[block] - 1
@@ -239,7 +241,7 @@ class PackedBlocks(GroupBlocks):
             holders[block] = count
             if count == 0:
                 self.num_held -= 1
-                if self._name_of[block] is not None:
+                if name_of[block] is not None:
                     named.append(block)
                 self._release(block, tier)
         if named:
@@ -257,9 +259,13 @@ class PackedBlocks(GroupBlocks):
         else:
             self._cached_in[page] += 1
             self._num_cached += 1
-            self._tier_of[page] = max(self._tier_of[page], tier)
-            self._history_of[page] = max(self._history_of[page], self._history[block])
-        self._leave(page)
+            if tier > self._tier_of[page]:
+                self._tier_of[page] = tier
+            if self._history[block] > self._history_of[page]:
+                self._history_of[page] = self._history[block]
+        self._used[page] -= 1
+        if self._used[page] == 0:
+            self._leave(page)
 
     def free_reserved(self, request: RequestId) -> None:
         reserved = self._reserved.pop(request, None)
@@ -267,9 +273,10 @@ class PackedBlocks(GroupBlocks):
             return
         self._num_reserved -= len(reserved)
         self._num_free += len(reserved)
-        for block in reserved:
-            page = block // self.per_page
-            self._free.setdefault(page, []).append(block)
+        page = reserved[0] // self.per_page
+        self._free.setdefault(page, []).extend(reserved)
+        self._used[page] -= len(reserved)
+        if self._used[page] == 0:
             self._leave(page)
 
     # -- states of large pages ---------------------------------------------------------------------------------------
@@ -278,11 +285,8 @@ class PackedBlocks(GroupBlocks):
         return range(page * self.per_page, (page + 1) * self.per_page)
 
     def _leave(self, page: int) -> None:
-        """One block of a page is no longer held or reserved. With the last one the page is cached, or free."""
-        self._used[page] -= 1
-        assert self._used[page] >= 0, f"large page {page} of group {self.group} has less than no blocks in use"
-        if self._used[page]:
-            return
+        """The last block of a page in use is no longer held or reserved: the page is cached, or free."""
+        assert self._used[page] == 0, f"large page {page} of group {self.group} has {self._used[page]} blocks in use"
         free = self._free.pop(page, [])
         self._num_free -= len(free)
         if self._cached_in[page]:

@@ -47,8 +47,9 @@ class PageBlocks(GroupBlocks):
                 blocks += self._pages.adopt_many(self.group, min(lacking, len(self._pages.free)))
             else:
                 self._pages.evict()
+        holders = self.holders
         for block in blocks:
-            self.holders[block] = 1
+            holders[block] = 1
         self.num_held += count
         return blocks, count
 

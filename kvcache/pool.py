@@ -93,6 +93,13 @@ class BlockPool:
                 room[group.arena] += group.pages_freed_without(without)
         return self._fits(room, [group.least_pages(n, without) for group, n in zip(self.groups, wants, strict=True)])
 
+    def _are_free(self, count: int) -> bool:
+        """Has each arena so many free pages?"""
+        for pages in self._arenas:  # a loop: this is asked at every block border, and there is mostly one arena
+            if len(pages.free) < count:
+                return False
+        return True
+
     def _pages_to_open(self, wants: Sequence[int], request: RequestId) -> list[int]:
         return [group.pages_to_open(count, request) for group, count in zip(self.groups, wants, strict=True)]
 
@@ -108,7 +115,7 @@ class BlockPool:
         """`wants[g]` blocks of each group, each held once. All or nothing: raises `PoolExhausted` and takes none."""
         groups, arenas = self.groups, self._arenas
         # One block of each at most, and a free page for each: nothing has to be weighed.
-        if max(wants) == 1 and all([len(pages.free) >= len(wants) for pages in arenas]):
+        if max(wants) == 1 and self._are_free(len(wants)):
             return [[group.take_one(request)] if n else [] for group, n in zip(groups, wants, strict=True)]  # type: ignore[return-value]
         # Free pages for all that they open: no group takes any from another one.
         if self._fits([len(pages.free) for pages in arenas], self._pages_to_open(wants, request)):
@@ -125,6 +132,9 @@ class BlockPool:
 
     def take_one(self, group: int, request: RequestId) -> BlockId | None:
         """A block of one group, held once; None if there is no room."""
+        blocks = self.groups[group]
+        if self._arenas[blocks.arena].free:
+            return blocks.take_one(request)  # type: ignore[return-value]
         wants = [int(g == group) for g in range(len(self.groups))]
         return self.take(wants, request)[group][0] if self.room_for(wants, request) else None
 

@@ -121,7 +121,7 @@ class StateTable(GroupTable[StateRow]):
             if name is not None and name not in self._index:
                 self._blocks.name([save.block], [name])
                 self._remember(save.block, name)
-            self._blocks.give_back([save.block], Tier.USUAL if save.length in row.marks else Tier.LOW)
+            self._blocks.give_back_one(save.block, Tier.USUAL if save.length in row.marks else Tier.LOW)
 
     def finish(self, row: Row, tier: Tier) -> None:
         own = self._rows.pop(row.request)
@@ -131,7 +131,7 @@ class StateTable(GroupTable[StateRow]):
                 self._name_end(row.chain, row.extent, block)
                 if (name := self._blocks.name_of(block)) is not None:
                     self._remember(block, name)
-            self._blocks.give_back([block], tier)
+            self._blocks.give_back_one(block, tier)
 
     def restore(self, row: Row, places: Sequence[int], new: Sequence[BlockId]) -> None:
         assert len(new) <= 1, f"request {row.request} is given {len(new)} states"
