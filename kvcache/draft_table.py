@@ -15,7 +15,7 @@ from .ids import BlockId, RequestId
 from .plan import Group
 from .pool import BlockPool
 from .prefix import Chain
-from .token_table import TokenRow, TokenTable
+from .token_table import TokenTable
 
 
 class DraftTable(TokenTable):

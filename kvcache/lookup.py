@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from .group_blocks import Known
-from .group_table import SALT, GroupTable
+from .group_table import SALT
 from .pool import BlockPool
 from .prefix import Chain, Encoder, TokenChain
+from .tables import Tables
 
 REMEMBERED_PROMPTS = 256
 """Latest prompts remembered, to tell a prompt that another salt kept from its prefix."""
@@ -42,13 +43,12 @@ class Hit(NamedTuple):
 class Lookup:
     """Asks all groups at once, and changes nothing. It remembers the salts of the latest prompts."""
 
-    def __init__(self, tables: Sequence[GroupTable], pool: BlockPool, block_tokens: int, *, keeps_front: bool):
-        """keeps_front: does some group keep the front of sequences?"""
-        self._tables = tables
+    def __init__(self, tables: Tables, pool: BlockPool, block_tokens: int):
+        self._tables = tables.each
+        self._keep_front = tables.keep_front
         self._pool = pool
         self._known: Known = pool.known
         self._size = block_tokens
-        self._keeps_front = keeps_front
         self._prompts: OrderedDict[bytes, tuple[bytes, Sequence[int]]] = OrderedDict()  # by their first block's tokens
 
     def is_current(self, hit: Hit, chain: Chain) -> bool:
@@ -122,7 +122,7 @@ class Lookup:
         Without a group that keeps the front of sequences, only the last of these blocks may be known.
         """
         most = min(len(chain.names), -(-limit // self._size))
-        if not self._keeps_front:
+        if not self._keep_front:
             while most > 0 and not self._was_known(chain.names[most - 1]):
                 most -= 1
             return most

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..errors import PoolExhausted
+from .events import EventLog, Stored
 from .eviction import Policy, TieredLruPolicy
 from .group_blocks import GroupBlocks, Known
 from .ids import BlockId, RequestId
@@ -29,6 +30,7 @@ class BlockPool:
     def __init__(self, plan: MemoryPlan, policy: Policy | None = None):
         policy = policy or TieredLruPolicy()
         self.known = Known()
+        self._kinds = [(group.reach.name, group.block_tokens) for group in plan.groups]
         self._arenas = [LargePages(arena, policy) for arena in plan.arenas]
         self.groups: list[GroupBlocks] = [self._group(plan, g, policy) for g in range(len(plan.groups))]
 
@@ -95,10 +97,7 @@ class BlockPool:
 
     def _are_free(self, count: int) -> bool:
         """Has each arena so many free pages?"""
-        for pages in self._arenas:  # a loop: this is asked at every block border, and there is mostly one arena
-            if len(pages.free) < count:
-                return False
-        return True
+        return min([len(pages.free) for pages in self._arenas]) >= count
 
     def _pages_to_open(self, wants: Sequence[int], request: RequestId) -> list[int]:
         return [group.pages_to_open(count, request) for group, count in zip(self.groups, wants, strict=True)]
@@ -175,6 +174,25 @@ class BlockPool:
             free=self.num_available_pages,
             total=total,
         )
+
+    # -- events of the names -----------------------------------------------------------------------------------------
+
+    def listen(self) -> EventLog:
+        """Collect events from now on."""
+        if self.known.log is None:
+            self.known.log = EventLog(self._kinds)
+        return self.known.log
+
+    def stop_listening(self) -> None:
+        self.known.log = None
+
+    def stored(self) -> list[Stored]:
+        """All that is known now, as if it had just become known; the blocks of a group in no order."""
+        return [
+            Stored(group.group, *kind, tuple(group.index))
+            for group, kind in zip(self.groups, self._kinds, strict=True)
+            if group.index
+        ]
 
     # -- the recount -------------------------------------------------------------------------------------------------
 

@@ -83,7 +83,7 @@ class Bench:
             max_total_tokens=len(prompt) + max_tokens,
             terms=terms,
         )
-        assert self.manager.fits(request.max_total_tokens)
+        assert self.manager.plan.fits(request.max_total_tokens)
         self.generated[request.id] = []
         return request
 
