@@ -41,6 +41,7 @@ class DraftTable(TokenTable):
 
     def settle(self, row: Row) -> None:
         written = row.extent - (row.request in self._forked)
+        assert written >= 0, f"request {row.request} was forked before it had a token"
         self._settle(row, self._rows[row.request], row.chain.draft_names, written)
 
     def append(self, row: Row, new: Sequence[BlockId]) -> None:

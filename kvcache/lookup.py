@@ -92,6 +92,7 @@ class Lookup:
             # What lies between is lost, for that group's reason.
             cause = lacking.cause(chain, length)
             shorter = self._candidate(chain, shorter, -1)
+            assert shorter < length, f"the search stays at {length} tokens"
             lost[cause] = lost.get(cause, 0) + length - shorter
             length = shorter
         if length == 0 and not lost:

@@ -100,4 +100,5 @@ class PageBlocks(GroupBlocks):
         self._pages.rank_anew(block, tier, self._history[block])
 
     def _free_cached(self, block: int) -> None:
+        assert not self.holders[block], f"block {block} of group {self.group} is held and becomes free"
         self._pages.forget(block)

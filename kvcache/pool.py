@@ -126,6 +126,7 @@ class BlockPool:
         for group, count, own in zip(groups, wants, least, strict=True):
             blocks, pages = group.take(count, request, own + beyond[group.arena])
             beyond[group.arena] += own - pages
+            assert beyond[group.arena] >= 0, f"group {group.group} took large pages that others need"
             taken.append(blocks)
         return taken  # type: ignore[return-value]
 
@@ -146,6 +147,7 @@ class BlockPool:
         """Drop every name."""
         for group in self.groups:
             group.forget_all()
+        assert not self.known.ends, "all names are forgotten, and some prefix still ends inside a block"
         if self.known.log is not None:
             self.known.log.cleared()
 

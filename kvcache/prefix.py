@@ -212,11 +212,16 @@ class Ends:
     """Prefixes that end inside a block and are cached: where to look beyond the last full block.
 
     `after(name)` gives, for the prefix of that name, how many more tokens there are to the cached ends.
+
+    Invariant: the counts of an end say in how many blocks it is cached; nothing is kept of an end that is in none.
     """
 
     def __init__(self) -> None:
         self._tails: dict[bytes, dict[int, int]] = {}  # name of the full blocks -> tail tokens -> cached blocks
-        self._of: dict[bytes, tuple[bytes, int]] = {}  # end name -> (name of the full blocks, tail tokens)
+        self._of: dict[bytes, tuple[bytes, int, int]] = {}  # end -> name of the full blocks, tail tokens, cached blocks
+
+    def __len__(self) -> int:
+        return len(self._of)
 
     def after(self, name: bytes) -> dict[int, int] | None:
         return self._tails.get(name)
@@ -224,20 +229,19 @@ class Ends:
     def add(self, end: bytes, full: bytes, tail_tokens: int) -> None:
         tails = self._tails.setdefault(full, {})
         tails[tail_tokens] = tails.get(tail_tokens, 0) + 1
-        self._of[end] = full, tail_tokens
+        self._of[end] = full, tail_tokens, self._of[end][2] + 1 if end in self._of else 1
 
     def remove(self, end: bytes) -> None:
-        """One cached block of that end is gone. Any other name is ignored."""
+        """One cached block of that end is evicted. Any other name is ignored."""
         if end not in self._of:
             return
-        full, tail_tokens = self._of[end]
+        full, tail_tokens, count = self._of.pop(end)
+        if count > 1:
+            self._of[end] = full, tail_tokens, count - 1
         tails = self._tails[full]
         tails[tail_tokens] -= 1
+        assert tails[tail_tokens] >= count - 1, "fewer prefixes end there than are cached"
         if tails[tail_tokens] == 0:
-            del tails[tail_tokens], self._of[end]
+            del tails[tail_tokens]
             if not tails:
                 del self._tails[full]
-
-    def clear(self) -> None:
-        self._tails.clear()
-        self._of.clear()

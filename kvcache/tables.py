@@ -1,4 +1,4 @@
-"""The block tables of all groups: one for each, by what its layers keep. And what follows from which groups there are."""
+"""The block tables of all groups, one for each, by what its layers keep; and what follows from their kinds."""
 
 from .draft_table import DraftTable
 from .encoder_table import EncoderTable

@@ -139,13 +139,14 @@ class TokenTable(GroupTable[TokenRow]):
         self._blocks.share(shared[own.first :])
         other.blocks = [*shared, *new]
         other.first, other.named = own.first, min(own.named, len(shared))
+        assert other.first <= len(shared), f"request {child.request} shares no block that its parent holds"
         return self._copy_at_fork(own, other, own.blocks[full : full + 1], new)
 
     def settle(self, row: Row) -> None:
         self._settle(row, self._rows[row.request], row.chain.names, row.extent)
 
     def finish(self, row: Row, tier: Tier) -> None:
-        own = self._rows.pop(row.request)
+        own = self._end(row.request)
         full, tail = divmod(row.extent, self._size)
         if self._caching and tail and own.first <= full < len(own.blocks):
             self._name_end(row.chain, row.extent, own.blocks[full])
@@ -160,6 +161,7 @@ class TokenTable(GroupTable[TokenRow]):
             own.blocks += [NULL_BLOCK] * (n - len(own.blocks))
             own.blocks.append(block)
         own.blocks += [NULL_BLOCK] * (full - len(own.blocks))
+        assert own.first == len(own.blocks) or len(own.blocks) * self._size >= row.extent, "a block is not copied back"
 
     # -- parts of the verbs ------------------------------------------------------------------------------------------
 
