@@ -26,17 +26,17 @@ class CacheWatchers:
 
         viewer: the salt whose blocks it is sent; None: those of all
         """
-        self._events, self.is_watched = self._manager.listen(), True
+        self._events, self.is_watched = self._manager.pool.listen(), True
         self.send()  # what the others have not been sent yet is part of what is known now
         mark = None if viewer is None else self._manager.mark(viewer.encode())
         self._watchers.append((watcher, mark))
-        return _visible([Cleared(), *self._manager.known()], mark)
+        return _visible([Cleared(), *self._manager.pool.stored()], mark)
 
     def remove(self, watcher: Watcher) -> None:
         self._watchers = [(each, mark) for each, mark in self._watchers if each is not watcher]
         if not self._watchers:
             self._events, self.is_watched = None, False
-            self._manager.stop_listening()
+            self._manager.pool.stop_listening()
         assert self.is_watched == bool(self._watchers), "events are collected if and only if somebody is sent them"
 
     def send(self) -> None:

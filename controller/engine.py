@@ -72,7 +72,7 @@ class Engine:
         self._admission = Admission(info, manager.plan, self._overload)
         self._structured_output = StructuredOutput(workers)
         self._subscribers = Subscribers()
-        self.telemetry = Telemetry(scheduler, manager, self._live, tracer)
+        self.telemetry = Telemetry(scheduler, self._live, tracer)
         self.stats = self.telemetry.stats
         self.status = Status(info, scheduler, manager, workers, self.telemetry, self._live)
         self._losses = losses or Losses(GIVE_UP_AFTER_S)

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..kvcache.manager import RequestId
+from ..kvcache.ids import RequestId
+from ..kvcache.lookup import Hit
 from ..kvcache.prefix import TokenChain
 from ..proto.request import USUAL_TERMS, FinishReason, SamplingParams, Terms
 from ..proto.step import Logprobs, PromptLogprobs
@@ -62,6 +63,7 @@ class Request:
     first_loss_s: float = 0.0  # when the first of them was
     is_cautious: bool = False  # it is computed a block at a time: larger chunks did not fit
     chain: TokenChain | None = None  # the names of its prefixes, computed once
+    hit: Hit | None = None  # what its latest lookup found
     gallery: Gallery | None = None  # the images it was asked about
     forks: list["Request"] = field(default_factory=list)
     parent: "Request | None" = None  # whose prompt it waits for

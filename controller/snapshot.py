@@ -85,7 +85,6 @@ def request_views(
     return tuple(
         request_view(
             request,
-            manager,
             _state(request),
             now_s,
             manager.held_blocks(request.id) if with_blocks and request.slot is not None else (),
@@ -114,13 +113,12 @@ def _state(request: Request) -> str:
 
 
 def request_view(
-    request: Request, manager: CacheManager, state: str, now_s: float, blocks: tuple[bytes, ...], *, with_tokens: bool
+    request: Request, state: str, now_s: float, blocks: tuple[bytes, ...], *, with_tokens: bool
 ) -> RequestView:
     was_admitted = request.seniority is not None
     cached, lost = request.cached_tokens, request.lost_tokens
     if not was_admitted:  # what it would find, if it was looked up already
-        found = manager.last_found(request.chain) if request.chain is not None else None
-        cached, lost = (found.tokens, found.lost) if found is not None else (None, {})
+        cached, lost = (request.hit.tokens, request.hit.lost) if request.hit is not None else (None, {})
     prompt = request.prompt_tokens
     return RequestView(
         request.id,

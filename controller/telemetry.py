@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from ..kvcache.group_table import SALT
-from ..kvcache.manager import CacheManager
 from ..proto.status import EngineLoad
 from ..proto.step import Step, StepResult
 from ..proto.tracing import Tracer
@@ -100,12 +99,11 @@ class Journal:
 class Telemetry:
     """Hears events; never acts on them. Single-threaded."""
 
-    def __init__(self, scheduler: Scheduler, manager: CacheManager, live: Sized, tracer: Tracer | None = None):
+    def __init__(self, scheduler: Scheduler, live: Sized, tracer: Tracer | None = None):
         """live: the requests that have not left
         tracer: where the spans of traced requests go; None: nowhere
         """
         self._scheduler = scheduler
-        self._manager = manager
         self._live = live
         self.tracer = tracer
         self.stats = EngineStats()
@@ -155,7 +153,7 @@ class Telemetry:
                 _trace(self.tracer, request, now_s)
         else:
             self.meter.ended(how)
-        self.journal.ended(request_view(request, self._manager, how, now_s, (), with_tokens=True))
+        self.journal.ended(request_view(request, how, now_s, (), with_tokens=True))
 
     def _count(self, request: Request, name: str, count: int) -> None:
         """For the engine and for the request's tenant."""

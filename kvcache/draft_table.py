@@ -15,7 +15,7 @@ from .ids import BlockId, RequestId
 from .plan import Group
 from .pool import BlockPool
 from .prefix import Chain
-from .token_table import TokenRow, TokenTable
+from .token_table import TokenTable
 
 
 class DraftTable(TokenTable):
@@ -39,6 +39,11 @@ class DraftTable(TokenTable):
             self._forked.add(child.request)
         return super().fork(row, child, new)
 
+    def settle(self, row: Row) -> None:
+        written = row.extent - (row.request in self._forked)
+        assert written >= 0, f"request {row.request} was forked before it had a token"
+        self._settle(row, self._rows[row.request], row.chain.draft_names, written)
+
     def append(self, row: Row, new: Sequence[BlockId]) -> None:
         self._forked.discard(row.request)  # the step that these blocks are for makes the entry
         super().append(row, new)
@@ -49,9 +54,6 @@ class DraftTable(TokenTable):
 
     def _fork_point(self, row: Row) -> tuple[int, bool]:
         return max(0, row.extent - 1) // self._size, True
-
-    def _written(self, row: Row, own: TokenRow) -> int:
-        return row.extent - (row.request in self._forked)
 
     def _name_end(self, chain: Chain, length: int, block: BlockId) -> None:
         """A prefix cannot end inside a block."""

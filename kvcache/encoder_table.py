@@ -36,7 +36,9 @@ class EncoderTable(GroupTable[GroupRow]):
 
     def missing(self, row: Row, length: int) -> int:
         wanted = -(-row.encoder.tokens // self._size) if row.encoder is not None else 0
-        return wanted - len(self._rows[row.request].blocks)
+        lacking = wanted - len(self._rows[row.request].blocks)
+        assert lacking in (0, wanted), f"request {row.request} has {lacking} of {wanted} blocks of its encoder"
+        return lacking
 
     def next_event(self, row: Row) -> int:
         own = self._rows[row.request]
@@ -67,9 +69,10 @@ class EncoderTable(GroupTable[GroupRow]):
             if self._index.keys().isdisjoint(names):
                 self._blocks.name(own.blocks, names)
             own.named = len(own.blocks)
+            assert len(names) == own.named, f"request {row.request} has {own.named} blocks for {len(names)} names"
 
     def finish(self, row: Row, tier: Tier) -> None:
-        self._blocks.give_back(reversed(self._rows.pop(row.request).blocks), tier)
+        self._blocks.give_back(reversed(self._end(row.request).blocks), tier)
 
     def restore(self, row: Row, places: Sequence[int], new: Sequence[BlockId]) -> None:
         own = self._begin(row.request, GroupRow())

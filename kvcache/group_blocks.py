@@ -192,6 +192,7 @@ class GroupBlocks(ABC):
     def _drop_name(self, block: int) -> None:
         name = self._name_of[block]
         assert name is not None, f"block {block} of group {self.group} has no name to lose"
+        assert self.index[name] == block, f"the name of block {block} of group {self.group} is that of another block"
         self._name_of[block] = None
         self._history[block] = History.NEW
         del self.index[name]

@@ -52,6 +52,9 @@ class Sources(enum.Enum):
     DROPPED = enum.auto()  # there are none, or none any more
 
 
+HELD, COPIED, DROPPED = Sources  # an enum's attributes cost more than a module's
+
+
 class Row:
     """One open request, as its tables see it.
 
@@ -67,7 +70,7 @@ class Row:
         self.encoder = encoder
         self.extent = extent  # tokens that are written, or will be by the step under way
         self.marks: tuple[int, ...] = ()  # lengths at which another request may want to go on, in order
-        self.sources = Sources.DROPPED
+        self.sources = DROPPED
         self.quiet_until = 0
 
 
@@ -176,6 +179,7 @@ class GroupTable(ABC, Generic[RowT]):
 
     def append(self, row: Row, new: Sequence[BlockId]) -> None:
         """Add blocks at the end."""
+        assert NULL_BLOCK not in new, f"request {row.request} is given the null block"
         self._rows[row.request].blocks += new
 
     @abstractmethod
@@ -204,8 +208,7 @@ class GroupTable(ABC, Generic[RowT]):
 
     def abandon(self, row: Row) -> None:
         """End a request whose blocks hold nothing."""
-        own = self._rows.pop(row.request)
-        assert own.source is None, f"request {row.request} is abandoned and has a copy to wait for"
+        own = self._end(row.request)
         self._blocks.give_back(own.blocks[own.first :])
 
     # -- the recount -------------------------------------------------------------------------------------------------
@@ -226,6 +229,12 @@ class GroupTable(ABC, Generic[RowT]):
         self._rows[request] = own
         return own
 
+    def _end(self, request: RequestId) -> RowT:
+        own = self._rows.pop(request)
+        assert own.source is None, f"request {request} ends and holds the source of a copy"
+        assert not any(own.blocks[: own.first]) and all(own.blocks[own.first :]), f"request {request} has a hole"
+        return own
+
     def _await_copy(self, own: RowT, source: BlockId, *, found: bool = False) -> None:
         """No request may have this block before it is copied."""
         assert own.source is None, f"block {own.source} of group {self._g} is not copied yet"
@@ -236,7 +245,7 @@ class GroupTable(ABC, Generic[RowT]):
         """A fork goes on in a copy of the block that its parent has written in part, or waits for the same copy as its
         parent. written: that block, if there is one; new: the fork's own."""
         if own.awaits_copy:
-            assert own.source is not None and not new, "a parent that has written waits for a copy"
+            assert own.source is not None and not new, f"a parent that has written waits for block {own.source}"
             self._await_copy(other, own.source)
         if not new:
             return None
@@ -255,7 +264,7 @@ class GroupTable(ABC, Generic[RowT]):
         """Name a block whose content ends with the first `length` tokens, wherever that is."""
         blocks, tail = divmod(length, self._size)
         name = self._name_at(chain, length)
-        if name is None or name in self._index:
+        if name is None or name in self._index or self._blocks.name_of(block) is not None:
             return
         self._blocks.name([block], [name])
         if tail:

@@ -124,6 +124,7 @@ class Hints:
         for group, blocks in zip(self._groups, pin.blocks, strict=True):
             group.share(blocks)
         self._pins.append(pin)
+        assert self.num_pinned <= self._most_pinned, f"{self.num_pinned} large pages are pinned"
         self.are_any = True
 
     def _unpin(self, pin: _Pin) -> None:

@@ -78,6 +78,7 @@ class LargePages:
 
     def enter(self, group: int, owner: PageOwner) -> None:
         """A group of this arena, before it takes any page."""
+        assert group not in self._groups, f"group {group} enters its arena twice"
         self._groups[group] = owner
 
     def take_null_page(self, group: int) -> None:
@@ -117,14 +118,17 @@ class LargePages:
         self._cached.push(page, tier, history)
 
     def cache_many(self, pages: Sequence[int], tier: Tier, histories: bytearray) -> None:
+        assert self._owner[pages[0]] != NO_GROUP, f"large page {pages[0]} is free and cannot be cached"
         self._cached.push_many(pages, tier, histories)
 
     def reuse(self, page: int) -> None:
         """A cached page is in use again."""
+        assert self._owner[page] != NO_GROUP, f"large page {page} is free and cannot be reused"
         self._cached.discard(page)
 
     def rank_anew(self, page: int, tier: Tier, history: int) -> None:
         """A cached page takes another place in the order of eviction."""
+        assert self._owner[page] != NO_GROUP, f"large page {page} is free and has no place"
         self._cached.discard(page)
         self._cached.push(page, tier, history)
 

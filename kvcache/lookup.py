@@ -14,12 +14,12 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 from .group_blocks import Known
-from .group_table import SALT, GroupTable
+from .group_table import SALT
 from .pool import BlockPool
 from .prefix import Chain, Encoder, TokenChain
+from .tables import Tables
 
 REMEMBERED_PROMPTS = 256
 """Latest prompts remembered, to tell a prompt that another salt kept from its prefix."""
@@ -27,58 +27,40 @@ REMEMBERED_PROMPTS = 256
 NO_LOSS: Mapping[str, int] = {}
 
 
-class Found(NamedTuple):
-    """What is cached of a prompt."""
-
-    tokens: int
-    lost: Mapping[str, int] = NO_LOSS  # tokens that were cached once and will be computed again, by cause
-    branch: int = 0  # where the prompt leaves what is known; 0: it does not, or not beyond `tokens`
-    encoder: Encoder | None = None
-    encoder_tokens: int = 0  # of its encoder's output
-
-
 class Hit(NamedTuple):
     """A cached prefix. Good until the pool changes, so `open` it at once."""
 
     tokens: int
     chain: Chain
-    lost: Mapping[str, int]  # as `Found` has them
-    branch: int = 0
+    lost: Mapping[str, int] = NO_LOSS  # tokens that were cached once and will be computed again, by cause
+    branch: int = 0  # where the prompt leaves what is known; 0: it does not, or not beyond `tokens`
     encoder: Encoder | None = None
-    encoder_tokens: int = 0
+    encoder_tokens: int = 0  # of its encoder's output, found in the cache
+    version: int = 0  # of the pool, when it was looked up
+    known: int = 0  # tokens of the prompt, then
 
 
 class Lookup:
-    """Asks all groups at once. It changes nothing but its own memory of what it found.
+    """Asks all groups at once, and changes nothing. It remembers the salts of the latest prompts."""
 
-    Invariant: what it remembers of a prompt is what it would find now, or the pool's version has changed.
-    """
-
-    def __init__(self, tables: Sequence[GroupTable], pool: BlockPool, block_tokens: int, *, keeps_front: bool):
-        """keeps_front: does some group keep the front of sequences?"""
-        self._tables = tables
+    def __init__(self, tables: Tables, pool: BlockPool, block_tokens: int):
+        self._tables = tables.each
+        self._keep_front = tables.keep_front
         self._pool = pool
         self._known: Known = pool.known
         self._size = block_tokens
-        self._keeps_front = keeps_front
-        self._memory: WeakKeyDictionary[Chain, tuple[int, int, Found]] = WeakKeyDictionary()  # version, known, found
         self._prompts: OrderedDict[bytes, tuple[bytes, Sequence[int]]] = OrderedDict()  # by their first block's tokens
 
-    def find(self, chain: Chain, encoder: Encoder | None) -> Found:
-        """The longest cached prefix from which every group can go on. At least the last token is left to compute."""
-        remembered = self._memory.get(chain)
-        if remembered is not None and remembered[:2] == (self._known.version, chain.known):
-            return remembered[2]
-        chain.grow()
-        found = self._search(chain, chain.known - 1, encoder)
-        assert found.tokens < chain.known, "no token is left to compute"
-        self._memory[chain] = self._known.version, chain.known, found
-        return found
+    def is_current(self, hit: Hit, chain: Chain) -> bool:
+        """Would `find` find the same?"""
+        return hit.chain is chain and hit.version == self._known.version and hit.known == chain.known
 
-    def last(self, chain: Chain) -> Found | None:
-        """What was found when the prompt was last looked up, if it was; things may have changed."""
-        remembered = self._memory.get(chain)
-        return remembered[2] if remembered is not None else None
+    def find(self, chain: Chain, encoder: Encoder | None) -> Hit:
+        """The longest cached prefix from which every group can go on. At least the last token is left to compute."""
+        chain.grow()
+        hit = self._search(chain, chain.known - 1, encoder)
+        assert hit.tokens < chain.known, "no token is left to compute"
+        return hit
 
     def opened(self, chain: Chain) -> None:
         """A request with this prompt begins: remember its salt."""
@@ -92,7 +74,7 @@ class Lookup:
 
     # -- the search --------------------------------------------------------------------------------------------------
 
-    def _search(self, chain: Chain, limit: int, encoder: Encoder | None) -> Found:
+    def _search(self, chain: Chain, limit: int, encoder: Encoder | None) -> Hit:
         """limit: of the length."""
         size = self._size
         known = self._ever_known(chain, limit)
@@ -110,13 +92,22 @@ class Lookup:
             # What lies between is lost, for that group's reason.
             cause = lacking.cause(chain, length)
             shorter = self._candidate(chain, shorter, -1)
+            assert shorter < length, f"the search stays at {length} tokens"
             lost[cause] = lost.get(cause, 0) + length - shorter
             length = shorter
         if length == 0 and not lost:
             lost = self._lost_to_salt(chain, limit)
         branch = min(known * size, limit // size * size)
-        encoder_tokens = max(table.encoder_tokens(encoder) for table in self._tables)
-        return Found(length, lost or NO_LOSS, branch if branch > length else 0, encoder, encoder_tokens)
+        return Hit(
+            tokens=length,
+            chain=chain,
+            lost=lost or NO_LOSS,
+            branch=branch if branch > length else 0,
+            encoder=encoder,
+            encoder_tokens=max(table.encoder_tokens(encoder) for table in self._tables),
+            version=self._known.version,
+            known=chain.known,
+        )
 
     def _candidate(self, chain: Chain, length: int, limit: int) -> int:
         """The longest prefix up to `length` that could be cached: `limit` itself, a known end, or full blocks."""
@@ -132,7 +123,7 @@ class Lookup:
         Without a group that keeps the front of sequences, only the last of these blocks may be known.
         """
         most = min(len(chain.names), -(-limit // self._size))
-        if not self._keeps_front:
+        if not self._keep_front:
             while most > 0 and not self._was_known(chain.names[most - 1]):
                 most -= 1
             return most

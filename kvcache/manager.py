@@ -20,24 +20,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import InvalidSetting
-from .events import EventLog, Stored
 from .eviction import GreedyDualPolicy, Policy
-from .group_table import Copy, Row, Save, Sources
+from .group_table import COPIED, DROPPED, HELD, Copy, Row, Save
 from .hints import USUAL_RETENTION, Hints, Retain
 from .ids import BlockId, RequestId
-from .lookup import NO_LOSS, Found, Hit, Lookup
+from .lookup import Hit, Lookup
 from .plan import MemoryPlan
 from .pool import BlockPool
 from .prefix import Chain, Encoder, Namer, TokenChain
-from .reach import Keeps, moves_on
-from .state_table import StateTable
-from .tables import make_tables
+from .tables import Tables, name_every
 
 LEAST_CHUNK_TOKENS = 512
 """A shorter chunk of prefill makes worse use of the workers than what it saves is worth."""
-
-NAMED_AT_ONCE = 4
-"""Blocks of an answer that are named together: others find it in the cache so many blocks late, while it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,27 +79,14 @@ class CacheManager:
     ):
         """hash_key: secret that keys the prefix names; drawn when None. clock: seconds, for retention hints."""
         settings = settings or CacheSettings()
-        reaches = [group.reach for group in plan.groups]
         self.plan = plan
         self.pool = BlockPool(plan, policy)
         self.is_caching = settings.prefix_caching
-        self._size = plan.block_tokens
         self._score = policy if isinstance(policy, GreedyDualPolicy) else None
+        self._tables = Tables(plan, self.pool, caching=self.is_caching, snapshot_share=settings.snapshot_share)
         self._namer = Namer(hash_key, plan.block_tokens)
-        self._tables = make_tables(plan, self.pool, caching=self.is_caching, snapshot_share=settings.snapshot_share)
-        # Groups of tokens need blocks at the same lengths: the first one can answer for all, if there are no others.
-        are_alike = all(reach.keeps is Keeps.TOKENS for reach in reaches)
-        self._asked = self._tables[:1] if are_alike else self._tables
-        # While a request grows by single tokens, the rest have nothing to name, and never anything to give back.
-        self._moving = [
-            table for table, reach in zip(self._tables, reaches, strict=True)
-            if reach.keeps is not Keeps.TOKENS or moves_on(reach)
-        ]  # fmt: skip
-        self._states = [table for table in self._tables if isinstance(table, StateTable)]
-        self._has_windows = any(map(moves_on, reaches))
-        self._name_every = self._size * _blocks_named_at_once(plan)
-        keeps_front = any(reach.keeps is Keeps.TOKENS and not moves_on(reach) for reach in reaches)
-        self._lookup = Lookup(self._tables, self.pool, self._size, keeps_front=keeps_front)
+        self._name_every = name_every(plan)
+        self._lookup = Lookup(self._tables, self.pool, plan.block_tokens)
         self._hints = Hints(self.pool, plan, settings.pinned_share, clock)
         self._rows: dict[RequestId, Row] = {}
 
@@ -125,30 +106,32 @@ class CacheManager:
     def names(self, group: int, chain: Chain) -> list[bytes]:
         """The names of the full blocks of a sequence in a group, in order."""
         chain.grow()
-        return self._tables[group].names(chain)
+        return self._tables.each[group].names(chain)
 
-    def lookup(self, prompt: Chain | Sequence[int], salt: bytes = b"", encoder: Encoder | None = None) -> Hit:
+    def lookup(
+        self,
+        prompt: Chain | Sequence[int],
+        salt: bytes = b"",
+        encoder: Encoder | None = None,
+        *,
+        last: Hit | None = None,
+    ) -> Hit:
         """The longest cached prefix of a prompt from which every group can continue.
 
         At least the last token is left to compute: its logits are what the caller is after.
+
+        last: what was found before, which is found again at no cost if nothing has changed since.
         """
         chain: Chain = self.chain(prompt, salt, encoder) if isinstance(prompt, Sequence) else prompt
+        if last is not None and self._lookup.is_current(last, chain):
+            return last
         if encoder is not None:
             encoder = self._namer.of_owner(encoder, salt, chain.mark)
         if not self.is_caching:
-            return Hit(0, chain, NO_LOSS, 0, encoder)
-        found = self._lookup.find(chain, encoder)
-        return Hit(found.tokens, chain, *found[1:])
-
-    def last_found(self, chain: Chain) -> Found | None:
-        """What the latest lookup of this chain found; None if there was none. It may be out of date."""
-        return self._lookup.last(chain)
+            return Hit(0, chain, encoder=encoder)
+        return self._lookup.find(chain, encoder)
 
     # -- asking for room ---------------------------------------------------------------------------------------------
-
-    def fits(self, length: int) -> bool:
-        """Could a request grow to `length` tokens if it had the pool to itself?"""
-        return self.plan.fits(length)
 
     def quiet_until(self, request: RequestId) -> int:
         """Below this length, growing token by token, a request needs no block: `extend` would do nothing."""
@@ -157,7 +140,7 @@ class CacheManager:
     def room_to_grow(self, request: RequestId, length: int) -> int:
         """The longest up to `length` that the pool has blocks for now; what the request has already if none."""
         row = self._rows[request]
-        return _longest(row.extent, length, lambda end: self.pool.room_for(self._missing(row, end), request))
+        return _longest(row.extent, length, lambda end: self.pool.room_for(self._tables.missing(row, end), request))
 
     def chunk_end(self, request: RequestId, length: int) -> int:
         """Where a chunk of prefill up to `length` had better end.
@@ -167,9 +150,9 @@ class CacheManager:
         """
         row = self._rows[request]
         least = row.extent + LEAST_CHUNK_TOKENS
-        if length <= least or not self._has_windows:
+        if length <= least or not self._tables.has_windows:
             return length
-        return _longest(least, length, lambda end: self.pool.room_at_no_loss(self._missing(row, end), request))
+        return _longest(least, length, lambda end: self.pool.room_at_no_loss(self._tables.missing(row, end), request))
 
     @property
     def is_full(self) -> bool:
@@ -189,32 +172,25 @@ class CacheManager:
 
     def table(self, request: RequestId) -> list[list[BlockId]]:
         """The blocks of a request, [group][block of the sequence]; null where they were given back."""
-        return [list(table.blocks(request)) for table in self._tables]
+        return [list(table.blocks(request)) for table in self._tables.each]
 
     def held_blocks(self, request: RequestId) -> tuple[bytes, ...]:
         """The blocks that a request holds in each group, as int32 in a row; empty if it is not open."""
         if request not in self._rows:
-            return (b"",) * len(self._tables)
-        return tuple(array("i", table.held(request)).tobytes() for table in self._tables)
-
-    def known(self) -> list[Stored]:
-        """All that is known now, as if it had just become known; the blocks of a group in no order."""
-        return [
-            Stored(g, group.reach.name, group.block_tokens, tuple(names))
-            for g, group in enumerate(self.plan.groups)
-            if (names := self.pool.groups[g].index)
-        ]
+            return (b"",) * len(self._tables.each)
+        return tuple(array("i", table.held(request)).tobytes() for table in self._tables.each)
 
     # -- acting: the life of a request -------------------------------------------------------------------------------
 
     def open(self, request: RequestId, hit: Hit) -> None:
         """Begin a request that holds the blocks of `hit`."""
         row = self._add_row(Row(request, hit.chain, hit.encoder, hit.tokens))
-        for table in self._tables:
+        for table in self._tables.each:
             table.open(row, hit.tokens)
-        if any([table.has_source(request) for table in self._tables]):
-            row.sources = Sources.HELD
-        prompt_end = (hit.chain.known - 1) // self._size * self._size
+        if hit.tokens and any(table.has_source(request) for table in self._tables.each):
+            row.sources = HELD
+        size = self.plan.block_tokens
+        prompt_end = (hit.chain.known - 1) // size * size
         row.marks = tuple(sorted(mark for mark in {hit.branch, prompt_end} if mark > hit.tokens))
         if self.is_caching:
             self._lookup.opened(hit.chain)
@@ -231,25 +207,25 @@ class CacheManager:
             row.extent = max(row.extent, length)
             return NOTHING
         # First what the last steps have written: it may give blocks back.
-        if row.sources is Sources.COPIED:
+        if row.sources is COPIED:
             self._drop_sources(row)
         if written is None or length - written > 1 or row.chain.lag >= self._name_every:
             row.chain.grow()
-            settled = self._tables
+            settled = self._tables.each
         else:
-            settled = self._moving
+            settled = self._tables.moving
         for table in settled:
             table.settle(row)
         if self._hints.are_any:
             self._hints.expire()
         # Then blocks for the coming one.
-        taken = self.pool.take(self._missing(row, length), request)
-        copies = self._copies(row, taken) if row.sources is Sources.HELD else ()
-        for table, new in zip(self._tables, taken, strict=True):
+        taken = self.pool.take(self._tables.missing(row, length), request)
+        copies = self._copies(row, taken) if row.sources is HELD else ()
+        for table, new in zip(self._tables.each, taken, strict=True):
             table.append(row, new)
-        saves = [save for table in self._states for save in table.take_saves(row, length)] if self._states else ()
+        saves = self._take_saves(row, length) if self._tables.states else ()
         row.extent = max(row.extent, length)
-        self._note_quiet(row)
+        row.quiet_until = self._tables.next_event(row)
         return Growth(taken, copies, saves)
 
     def commit(self, request: RequestId) -> None:
@@ -261,9 +237,9 @@ class CacheManager:
         row = self._rows[request]
         row.chain.grow()
         self._drop_sources(row)
-        for table in self._tables:
+        for table in self._tables.each:
             table.settle(row)
-        self._note_quiet(row)
+        row.quiet_until = self._tables.next_event(row)
 
     def fork(self, parent: RequestId, child: RequestId, tokens: Sequence[int] | None = None) -> Growth:
         """A second request that goes on from where `parent` is. Full blocks are shared, the rest is copied.
@@ -276,18 +252,18 @@ class CacheManager:
         Raises `PoolExhausted`, with nothing taken, when the pool has too few blocks.
         """
         row = self._rows[parent]
-        taken = self.pool.take([table.copies_at_fork(row) for table in self._tables], child)
+        taken = self.pool.take([table.copies_at_fork(row) for table in self._tables.each], child)
         chain = row.chain
         if tokens is not None and isinstance(chain, TokenChain):
             chain = chain.of(tokens)
         other = self._add_row(Row(child, chain, row.encoder, row.extent))
         copies = [
             copy
-            for table, new in zip(self._tables, taken, strict=True)
+            for table, new in zip(self._tables.each, taken, strict=True)
             if (copy := table.fork(row, other, new)) is not None
         ]
         # A parent that has not begun waits for copies: then its child waits for the same ones.
-        other.sources = Sources.HELD if row.sources is Sources.HELD else Sources.COPIED
+        other.sources = HELD if row.sources is HELD else COPIED
         return Growth(taken, copies)
 
     def release(self, request: RequestId, length: int | None = None, retain: Retain = USUAL_RETENTION) -> None:
@@ -298,13 +274,13 @@ class CacheManager:
         row.chain.grow()
         self._drop_sources(row)
         if self.is_caching:
-            for table in self._tables:
+            for table in self._tables.each:
                 table.settle(row)
             if retain.is_lasting:
-                self._hints.retain(request, [table.held(request) for table in self._tables], retain)
+                self._hints.retain(request, [table.held(request) for table in self._tables.each], retain)
         if self._score is not None:
             self._score.begin_release(row.extent, self.plan.bytes_held(max(1, row.extent)))
-        for table in self._tables:
+        for table in self._tables.each:
             table.finish(row, retain.tier)
         if self._score is not None:
             self._score.end_release()
@@ -314,7 +290,7 @@ class CacheManager:
 
     def swap_bytes(self, request: RequestId) -> int:
         """What `swap_out` would copy, about."""
-        groups = zip(self._tables, self.plan.groups, strict=True)
+        groups = zip(self._tables.each, self.plan.groups, strict=True)
         return sum(len(table.held(request)) * group.block_bytes for table, group in groups)
 
     def swap_out(self, request: RequestId, length: int) -> list[tuple[int, int, BlockId]] | None:
@@ -324,13 +300,15 @@ class CacheManager:
         None, with nothing done, when its blocks wait to be filled from others first.
         """
         row = self._rows[request]
-        if any(table.has_source(request) for table in self._tables):
+        if any(table.has_source(request) for table in self._tables.each):
             return None
         row.extent = length
-        for table in self._tables:
+        for table in self._tables.each:
             table.settle(row)  # what windows have passed need not be copied
         moved = [
-            (g, place, block) for g, table in enumerate(self._tables) for place, block in table.to_keep(request, length)
+            (g, place, block)
+            for g, table in enumerate(self._tables.each)
+            for place, block in table.to_keep(request, length)
         ]
         self.release(request, length)
         return moved
@@ -343,11 +321,11 @@ class CacheManager:
 
         Returns the blocks to copy it to, in that order. Raises `PoolExhausted`, with nothing taken.
         """
-        by_group = [[place for g, place in places if g == group] for group in range(len(self._tables))]
+        by_group = [[place for g, place in places if g == group] for group in range(len(self._tables.each))]
         taken = self.pool.take(list(map(len, by_group)), request)
         row = self._add_row(Row(request, chain, encoder, length))
         chain.grow()
-        for table, own, new in zip(self._tables, by_group, taken, strict=True):
+        for table, own, new in zip(self._tables.each, by_group, taken, strict=True):
             table.restore(row, own, new)
         unused = [iter(blocks) for blocks in taken]
         return [next(unused[g]) for g, _ in places]
@@ -355,7 +333,7 @@ class CacheManager:
     def abandon(self, request: RequestId) -> None:
         """`swap_in` was for nothing: the copies are not made."""
         row = self._rows.pop(request)
-        for table in self._tables:
+        for table in self._tables.each:
             table.abandon(row)
         self.pool.end(request)
 
@@ -370,7 +348,7 @@ class CacheManager:
     def touch(self, hit: Hit) -> None:
         """A request waits to take this prefix up: of what is cached, evict it last."""
         if hit.tokens:
-            for group, table in zip(self.pool.groups, self._tables, strict=True):
+            for group, table in zip(self.pool.groups, self._tables.each, strict=True):
                 for block in reversed(table.needed(hit.chain, hit.tokens)):  # the front outlives the tail
                     group.touch(block)
 
@@ -384,20 +362,11 @@ class CacheManager:
         self.pool.forget_all()
         self._lookup.forget()
 
-    def listen(self) -> EventLog:
-        """Collect events from now on."""
-        if self.pool.known.log is None:
-            self.pool.known.log = EventLog([(group.reach.name, group.block_tokens) for group in self.plan.groups])
-        return self.pool.known.log
-
-    def stop_listening(self) -> None:
-        self.pool.known.log = None
-
     # -- the recount -------------------------------------------------------------------------------------------------
 
     def held(self) -> list[Counter[int]]:
         """[group]: how often tables, pins and copies under way name each block."""
-        counts = [table.count_held() for table in self._tables]
+        counts = [table.count_held() for table in self._tables.each]
         for g, block in self._hints.pinned:
             counts[g][block] += 1
         return counts
@@ -409,26 +378,21 @@ class CacheManager:
         self._rows[row.request] = row
         return row
 
-    def _missing(self, row: Row, length: int) -> list[int]:
-        """Blocks to add per group."""
-        missing = [table.missing(row, length) for table in self._asked]
-        return missing if len(missing) == len(self._tables) else missing * len(self._tables)
-
-    def _note_quiet(self, row: Row) -> None:
-        row.quiet_until = min([table.next_event(row) for table in self._asked])
-
     def _copies(self, row: Row, taken: Sequence[Sequence[BlockId]]) -> Sequence[Copy]:
         """A prefix that ends inside a block, or in a state, goes on in a block of the request's own."""
-        tables = zip(self._tables, taken, strict=True)
+        tables = zip(self._tables.each, taken, strict=True)
         copies = [copy for table, new in tables if (copy := table.copy(row, new)) is not None]
-        row.sources = Sources.COPIED
+        row.sources = COPIED
         return copies
 
+    def _take_saves(self, row: Row, length: int) -> Sequence[Save]:
+        return [save for table in self._tables.states for save in table.take_saves(row, length)]
+
     def _drop_sources(self, row: Row) -> None:
-        if row.sources is not Sources.DROPPED:
-            for table in self._tables:
+        if row.sources is not DROPPED:
+            for table in self._tables.each:
                 table.drop_source(row)
-            row.sources = Sources.DROPPED
+            row.sources = DROPPED
 
 
 def _longest(least: int, most: int, has_room: Callable[[int], bool]) -> int:
@@ -443,12 +407,3 @@ def _longest(least: int, most: int, has_room: Callable[[int], bool]) -> int:
         else:
             high = middle - 1
     return low
-
-
-def _blocks_named_at_once(plan: MemoryPlan) -> int:
-    """Of those that fill up token by token. Naming some at once is cheaper; what a layer gives back must have its name
-    by then."""
-    reaches = [group.reach for group in plan.groups]
-    far = all(r.window_tokens is None or r.window_tokens > (NAMED_AT_ONCE + 1) * plan.block_tokens for r in reaches)
-    plain = all(r.keeps is Keeps.TOKENS and r.chunk_tokens is None for r in reaches)
-    return NAMED_AT_ONCE if far and plain else 1

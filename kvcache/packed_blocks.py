@@ -28,6 +28,52 @@ MOST_RESERVED = 16
 """Blocks reserved for one request at a time: enough to keep neighbours together, few enough to lie unused."""
 
 
+class CachedBlocks:
+    """The cached blocks of a group, in order of eviction.
+
+    Those of a cached page are evicted with it. So when one of them comes to the front, it is passed over: it leaves the
+    queue until its page is in use again. Invariant: a cached block is in the queue or passed over, not both.
+    """
+
+    def __init__(self, queue: Queue, per_page: int):
+        self.queue = queue
+        self._per_page = per_page
+        self._passed_over: dict[int, list[int]] = {}  # cached page -> blocks
+
+    def __len__(self) -> int:
+        return len(self.queue) + sum(map(len, self._passed_over.values()))
+
+    def first(self, used: Sequence[int]) -> tuple[Rank, int] | None:
+        """The one that is evicted first, of pages in use. used: blocks in use in each page."""
+        while (first := self.queue.first()) is not None:
+            page = first[1] // self._per_page
+            if used[page]:
+                return first
+            self.queue.discard(first[1])
+            self._passed_over.setdefault(page, []).append(first[1])
+        return None
+
+    def discard(self, block: int) -> None:
+        """The block is held again, or has lost its name."""
+        self.queue.discard(block)
+        page = block // self._per_page
+        if page in self._passed_over and block in self._passed_over[page]:
+            self._passed_over[page].remove(block)
+            if not self._passed_over[page]:
+                del self._passed_over[page]
+
+    def reuse(self, page: int, tier: Tier, histories: bytearray) -> None:
+        """A cached page is in use again: its blocks can be evicted one by one."""
+        for block in self._passed_over.pop(page, ()):
+            self.queue.push(block, tier, histories[block])
+
+    def evicted_page(self, page: int, blocks: Iterable[int]) -> None:
+        """blocks: all of the page that were cached"""
+        self._passed_over.pop(page, None)
+        for block in blocks:
+            self.queue.discard(block)
+
+
 class PackedBlocks(GroupBlocks):
     """Invariant: each block of a large page of the group is held, reserved, free or cached, and only one of them. The
     blocks reserved for one request lie in one page.
@@ -38,10 +84,7 @@ class PackedBlocks(GroupBlocks):
         self._free: dict[int, list[int]] = {}  # page in use -> its free blocks
         self._free_in_cached: dict[int, list[int]] = {}  # cached page -> its free blocks
         self._reserved: dict[RequestId, list[int]] = {}  # next one last
-        # Cached blocks, in order of eviction. Those of a cached page are evicted with it. So when one of them comes to
-        # the front, it is passed over: it leaves the queue until its page is in use again.
-        self._cached: Queue = policy.queue(len(self.holders))
-        self._passed_over: dict[int, list[int]] = {}  # cached page -> blocks
+        self._cached = CachedBlocks(policy.queue(len(self.holders)), per_page)
         self._num_free = self._num_reserved = 0  # in pages in use
         self._num_cached = 0  # in pages in use
         self._first_block = per_page  # the lower ones lie in the null page, under a null block
@@ -52,6 +95,7 @@ class PackedBlocks(GroupBlocks):
 
     def use_null_page(self, first: int, end: int) -> None:
         """Blocks first .. end - 1 of the null page are this group's. The page is in use for good, by the null block."""
+        assert 0 < first < end == self.per_page, f"blocks {first} to {end} do not lie beside a null block"
         self._pages.take_null_page(self.group)
         self._first_block = first
         self._free[NULL_BLOCK] = list(range(end - 1, first - 1, -1))
@@ -84,7 +128,7 @@ class PackedBlocks(GroupBlocks):
             states[block] = BlockState.FREE
         for block in chain(*self._reserved.values()):
             states[block] = BlockState.RESERVED
-        for tier, blocks in self._cached.tiers():
+        for tier, blocks in self._cached.queue.tiers():
             for block in blocks:
                 states[block] = STATE_OF_TIER[tier]
         for page, state in enumerate(cached):
@@ -129,8 +173,10 @@ class PackedBlocks(GroupBlocks):
             else:
                 part = self._make_room(pages_left)
             blocks += part
+        assert len(blocks) == count, f"group {self.group} takes {len(blocks)} blocks instead of {count}"
+        holders = self.holders
         for block in blocks:
-            self.holders[block] = 1
+            holders[block] = 1
         self.num_held += count
         return blocks, most_pages - pages_left
 
@@ -139,6 +185,7 @@ class PackedBlocks(GroupBlocks):
         part = _last(self._free[page], most)
         if not self._free[page]:
             del self._free[page]
+        assert part, f"large page {page} of group {self.group} has no free block"
         self._num_free -= len(part)
         self._used[page] += len(part)
         return part
@@ -147,10 +194,11 @@ class PackedBlocks(GroupBlocks):
         """Blocks of up to `most_pages` free large pages. What is left of the last one is reserved, or free."""
         if lacking > self.per_page:  # several whole pages; the last one, which may be used in part, comes next round
             whole = min((lacking - 1) // self.per_page, most_pages, len(self._pages.free))
-            pages = self._pages.adopt_many(self.group, whole)
-            for page in pages:
+            part: list[int] = []
+            for page in self._pages.adopt_many(self.group, whole):
                 self._used[page] = self.per_page
-            return [block for page in pages for block in self._blocks_of(page)]
+                part += self._blocks_of(page)
+            return part
         page = self._pages.adopt(self.group)
         blocks = self._blocks_of(page)
         used = min(self.per_page, lacking + MOST_RESERVED)
@@ -163,6 +211,7 @@ class PackedBlocks(GroupBlocks):
         return list(blocks[:lacking])
 
     def _reserve(self, request: RequestId, blocks: Sequence[int]) -> None:
+        assert len(blocks) <= MOST_RESERVED, f"{len(blocks)} blocks are reserved for request {request}"
         if blocks:
             self._reserved[request] = list(reversed(blocks))
             self._num_reserved += len(blocks)
@@ -173,7 +222,7 @@ class PackedBlocks(GroupBlocks):
         Returns the blocks won, whose page is in use; none when a large page became free instead.
         """
         page = self._pages.first_cached() if most_pages > 0 else None
-        block = self._first_cached() if self._num_cached else None
+        block = self._cached.first(self._used) if self._num_cached else None
         # A block that is hardly missed is evicted before any large page: that leaves more of those whole.
         if block is not None and (page is None or block[0] < page[0] or block[0][0] == LOW_RANK):
             self._evict(block[1])
@@ -181,6 +230,7 @@ class PackedBlocks(GroupBlocks):
         if page is not None:
             self._pages.evict()
             return []
+        assert self._num_reserved, f"there was room in group {self.group}, and there is none"
         other, reserved = next((request, blocks) for request, blocks in self._reserved.items() if blocks)
         taken = reserved.pop()
         if not reserved:
@@ -188,21 +238,11 @@ class PackedBlocks(GroupBlocks):
         self._num_reserved -= 1
         return [taken]
 
-    def _first_cached(self) -> tuple[Rank, int] | None:
-        """The cached block of a page in use that is evicted first."""
-        while (first := self._cached.first()) is not None:
-            page = first[1] // self.per_page
-            if self._used[page]:
-                return first
-            self._cached.discard(first[1])
-            self._passed_over.setdefault(page, []).append(first[1])
-        return None
-
     def _evict(self, block: int) -> None:
         """A cached block of a page in use is evicted and used."""
         page = block // self.per_page
         assert self._used[page] and not self.holders[block], f"block {block} of group {self.group} cannot be evicted"
-        self._cached.evicted(block)
+        self._cached.queue.evicted(block)
         self._drop_name(block)
         self.num_evicted += 1
         self._cached_in[page] -= 1
@@ -231,7 +271,7 @@ class PackedBlocks(GroupBlocks):
         self.num_held += 1
 
     def give_back(self, blocks: Iterable[int], tier: Tier = Tier.USUAL) -> None:
-        holders = self.holders
+        holders, name_of = self.holders, self._name_of
         named: list[int] = []
         for block in blocks:
             count = holders[block] - 1
@@ -239,11 +279,11 @@ class PackedBlocks(GroupBlocks):
             holders[block] = count
             if count == 0:
                 self.num_held -= 1
-                if self._name_of[block] is not None:
+                if name_of[block] is not None:
                     named.append(block)
                 self._release(block, tier)
         if named:
-            self._cached.push_many(named, tier, self._history)
+            self._cached.queue.push_many(named, tier, self._history)
 
     def give_back_one(self, block: int, tier: Tier) -> None:
         self.give_back((block,), tier)
@@ -257,9 +297,14 @@ class PackedBlocks(GroupBlocks):
         else:
             self._cached_in[page] += 1
             self._num_cached += 1
-            self._tier_of[page] = max(self._tier_of[page], tier)
-            self._history_of[page] = max(self._history_of[page], self._history[block])
-        self._leave(page)
+            if tier > self._tier_of[page]:
+                self._tier_of[page] = tier
+            if self._history[block] > self._history_of[page]:
+                self._history_of[page] = self._history[block]
+        self._used[page] -= 1
+        assert self._used[page] >= 0, f"large page {page} of group {self.group} has less than no blocks in use"
+        if self._used[page] == 0:
+            self._leave(page)
 
     def free_reserved(self, request: RequestId) -> None:
         reserved = self._reserved.pop(request, None)
@@ -267,9 +312,11 @@ class PackedBlocks(GroupBlocks):
             return
         self._num_reserved -= len(reserved)
         self._num_free += len(reserved)
-        for block in reserved:
-            page = block // self.per_page
-            self._free.setdefault(page, []).append(block)
+        page = reserved[0] // self.per_page
+        assert page == reserved[-1] // self.per_page, f"blocks in two large pages are reserved for request {request}"
+        self._free.setdefault(page, []).extend(reserved)
+        self._used[page] -= len(reserved)
+        if self._used[page] == 0:
             self._leave(page)
 
     # -- states of large pages ---------------------------------------------------------------------------------------
@@ -278,11 +325,8 @@ class PackedBlocks(GroupBlocks):
         return range(page * self.per_page, (page + 1) * self.per_page)
 
     def _leave(self, page: int) -> None:
-        """One block of a page is no longer held or reserved. With the last one the page is cached, or free."""
-        self._used[page] -= 1
-        assert self._used[page] >= 0, f"large page {page} of group {self.group} has less than no blocks in use"
-        if self._used[page]:
-            return
+        """The last block of a page in use is no longer held or reserved: the page is cached, or free."""
+        assert self._used[page] == 0, f"large page {page} of group {self.group} has {self._used[page]} blocks in use"
         free = self._free.pop(page, [])
         self._num_free -= len(free)
         if self._cached_in[page]:
@@ -299,9 +343,7 @@ class PackedBlocks(GroupBlocks):
         assert not self._used[page] and self._cached_in[page], f"large page {page} of group {self.group} is not cached"
         self._pages.reuse(page)
         self._num_cached += self._cached_in[page]
-        for block in self._passed_over.pop(page, ()):
-            if self.is_cached(block):
-                self._cached.push(block, self._tier_of[page], self._history[block])
+        self._cached.reuse(page, self._tier_of[page], self._history)
         if free := self._free_in_cached.pop(page, None):
             self._free[page] = free
             self._num_free += len(free)
@@ -310,25 +352,22 @@ class PackedBlocks(GroupBlocks):
         """No block of the page is used, or cached: it leaves the group."""
         assert not self._used[page] and not self._cached_in[page], f"large page {page} of group {self.group} is needed"
         self._free_in_cached.pop(page, None)
-        self._passed_over.pop(page, None)
         self._tier_of[page], self._history_of[page] = Tier.LOW, History.NEW
 
     def evicted_page(self, page: int) -> None:
-        for block in self._blocks_of(page):
-            if self._name_of[block] is not None:
-                self._drop_name(block)
-                self.num_evicted += 1
-                self._cached.discard(block)
+        assert not self._used[page], f"large page {page} of group {self.group} is in use and was evicted"
+        names = [block for block in self._blocks_of(page) if self._name_of[block] is not None]
+        for block in names:
+            self._drop_name(block)
+        self.num_evicted += len(names)
+        self._cached.evicted_page(page, names)
         self._cached_in[page] = 0
         self._forget_page(page)
 
     def _rank_anew(self, block: int, tier: Tier) -> None:
         page = block // self.per_page
         self._cached.discard(block)
-        self._cached.push(block, tier, self._history[block])
-        passed_over = self._passed_over.get(page, [])
-        if block in passed_over:
-            passed_over.remove(block)
+        self._cached.queue.push(block, tier, self._history[block])
         if tier is Tier.LOW:
             self._tier_of[page], self._history_of[page] = Tier.LOW, History.NEW
         else:
@@ -340,6 +379,7 @@ class PackedBlocks(GroupBlocks):
         page = block // self.per_page
         self._cached.discard(block)
         self._cached_in[page] -= 1
+        assert self._cached_in[page] >= 0, f"large page {page} of group {self.group} caches less than no blocks"
         if self._used[page]:
             self._free.setdefault(page, []).append(block)
             self._num_free += 1
@@ -365,10 +405,9 @@ class PackedBlocks(GroupBlocks):
             if states != (self._pages.owner(page) == self.group and block >= self._first_block):
                 count.found(f"block {block} is in {states} states")
             cached_in_use += self.is_cached(block) and (page == NULL_BLOCK or count.used[page] > 0)
-        passed_over = sum(map(self.is_cached, chain(*self._passed_over.values())))
         count.equal("free blocks", self._num_free, free.total())
         count.equal("reserved blocks", self._num_reserved, reserved.total())
-        count.equal("cached blocks", len(self._cached) + passed_over, sum(count.cached))
+        count.equal("cached blocks", len(self._cached), sum(count.cached))
         count.equal("cached blocks in pages in use", self._num_cached, cached_in_use)
         for page in range(1, self._pages.num_pages):
             count.equal(f"blocks in use in large page {page}", self._used[page], count.used[page])

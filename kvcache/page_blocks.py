@@ -47,8 +47,9 @@ class PageBlocks(GroupBlocks):
                 blocks += self._pages.adopt_many(self.group, min(lacking, len(self._pages.free)))
             else:
                 self._pages.evict()
+        holders = self.holders
         for block in blocks:
-            self.holders[block] = 1
+            holders[block] = 1
         self.num_held += count
         return blocks, count
 
@@ -99,4 +100,5 @@ class PageBlocks(GroupBlocks):
         self._pages.rank_anew(block, tier, self._history[block])
 
     def _free_cached(self, block: int) -> None:
+        assert not self.holders[block], f"block {block} of group {self.group} is held and becomes free"
         self._pages.forget(block)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..errors import PoolExhausted
+from .events import EventLog, Stored
 from .eviction import Policy, TieredLruPolicy
 from .group_blocks import GroupBlocks, Known
 from .ids import BlockId, RequestId
@@ -29,6 +30,7 @@ class BlockPool:
     def __init__(self, plan: MemoryPlan, policy: Policy | None = None):
         policy = policy or TieredLruPolicy()
         self.known = Known()
+        self._kinds = [(group.reach.name, group.block_tokens) for group in plan.groups]
         self._arenas = [LargePages(arena, policy) for arena in plan.arenas]
         self.groups: list[GroupBlocks] = [self._group(plan, g, policy) for g in range(len(plan.groups))]
 
@@ -93,6 +95,10 @@ class BlockPool:
                 room[group.arena] += group.pages_freed_without(without)
         return self._fits(room, [group.least_pages(n, without) for group, n in zip(self.groups, wants, strict=True)])
 
+    def _are_free(self, count: int) -> bool:
+        """Has each arena so many free pages?"""
+        return min([len(pages.free) for pages in self._arenas]) >= count
+
     def _pages_to_open(self, wants: Sequence[int], request: RequestId) -> list[int]:
         return [group.pages_to_open(count, request) for group, count in zip(self.groups, wants, strict=True)]
 
@@ -108,7 +114,7 @@ class BlockPool:
         """`wants[g]` blocks of each group, each held once. All or nothing: raises `PoolExhausted` and takes none."""
         groups, arenas = self.groups, self._arenas
         # One block of each at most, and a free page for each: nothing has to be weighed.
-        if max(wants) == 1 and all([len(pages.free) >= len(wants) for pages in arenas]):
+        if max(wants) == 1 and self._are_free(len(wants)):
             return [[group.take_one(request)] if n else [] for group, n in zip(groups, wants, strict=True)]  # type: ignore[return-value]
         # Free pages for all that they open: no group takes any from another one.
         if self._fits([len(pages.free) for pages in arenas], self._pages_to_open(wants, request)):
@@ -120,11 +126,15 @@ class BlockPool:
         for group, count, own in zip(groups, wants, least, strict=True):
             blocks, pages = group.take(count, request, own + beyond[group.arena])
             beyond[group.arena] += own - pages
+            assert beyond[group.arena] >= 0, f"group {group.group} took large pages that others need"
             taken.append(blocks)
         return taken  # type: ignore[return-value]
 
     def take_one(self, group: int, request: RequestId) -> BlockId | None:
         """A block of one group, held once; None if there is no room."""
+        blocks = self.groups[group]
+        if self._arenas[blocks.arena].free:
+            return blocks.take_one(request)  # type: ignore[return-value]
         wants = [int(g == group) for g in range(len(self.groups))]
         return self.take(wants, request)[group][0] if self.room_for(wants, request) else None
 
@@ -137,6 +147,7 @@ class BlockPool:
         """Drop every name."""
         for group in self.groups:
             group.forget_all()
+        assert not self.known.ends, "all names are forgotten, and some prefix still ends inside a block"
         if self.known.log is not None:
             self.known.log.cleared()
 
@@ -165,6 +176,25 @@ class BlockPool:
             free=self.num_available_pages,
             total=total,
         )
+
+    # -- events of the names -----------------------------------------------------------------------------------------
+
+    def listen(self) -> EventLog:
+        """Collect events from now on."""
+        if self.known.log is None:
+            self.known.log = EventLog(self._kinds)
+        return self.known.log
+
+    def stop_listening(self) -> None:
+        self.known.log = None
+
+    def stored(self) -> list[Stored]:
+        """All that is known now, as if it had just become known; the blocks of a group in no order."""
+        return [
+            Stored(group.group, *kind, tuple(group.index))
+            for group, kind in zip(self.groups, self._kinds, strict=True)
+            if group.index
+        ]
 
     # -- the recount -------------------------------------------------------------------------------------------------
 

@@ -82,9 +82,7 @@ class Chain(Protocol):
 class TokenChain:
     """Names of a token sequence. Keeps the sequence by reference: what its owner appends is seen by `grow`."""
 
-    __slots__ = (
-        "__weakref__", "_block_tokens", "_draft_names", "_end_key", "_running", "mark", "names", "salt", "tokens",
-    )  # fmt: skip
+    __slots__ = ("_block_tokens", "_draft_names", "_end_key", "_running", "mark", "names", "salt", "tokens")
 
     def __init__(
         self, tokens: Sequence[int], block_tokens: int, *, key: bytes, salt: bytes = b"", mark: bytes | None = None
@@ -159,7 +157,7 @@ def shared_blocks(one: Chain, other: Chain) -> int:
 class GivenChain:
     """Names that are known from elsewhere, as in a trace that lists block ids instead of tokens."""
 
-    __slots__ = ("__weakref__", "known", "names")
+    __slots__ = ("known", "names")
 
     mark = bytes(MARK_BYTES)
 
@@ -214,11 +212,16 @@ class Ends:
     """Prefixes that end inside a block and are cached: where to look beyond the last full block.
 
     `after(name)` gives, for the prefix of that name, how many more tokens there are to the cached ends.
+
+    Invariant: the counts of an end say in how many blocks it is cached; nothing is kept of an end that is in none.
     """
 
     def __init__(self) -> None:
         self._tails: dict[bytes, dict[int, int]] = {}  # name of the full blocks -> tail tokens -> cached blocks
-        self._of: dict[bytes, tuple[bytes, int]] = {}  # end name -> (name of the full blocks, tail tokens)
+        self._of: dict[bytes, tuple[bytes, int, int]] = {}  # end -> name of the full blocks, tail tokens, cached blocks
+
+    def __len__(self) -> int:
+        return len(self._of)
 
     def after(self, name: bytes) -> dict[int, int] | None:
         return self._tails.get(name)
@@ -226,20 +229,19 @@ class Ends:
     def add(self, end: bytes, full: bytes, tail_tokens: int) -> None:
         tails = self._tails.setdefault(full, {})
         tails[tail_tokens] = tails.get(tail_tokens, 0) + 1
-        self._of[end] = full, tail_tokens
+        self._of[end] = full, tail_tokens, self._of[end][2] + 1 if end in self._of else 1
 
     def remove(self, end: bytes) -> None:
-        """One cached block of that end is gone. Any other name is ignored."""
+        """One cached block of that end is evicted. Any other name is ignored."""
         if end not in self._of:
             return
-        full, tail_tokens = self._of[end]
+        full, tail_tokens, count = self._of.pop(end)
+        if count > 1:
+            self._of[end] = full, tail_tokens, count - 1
         tails = self._tails[full]
         tails[tail_tokens] -= 1
+        assert tails[tail_tokens] >= count - 1, "fewer prefixes end there than are cached"
         if tails[tail_tokens] == 0:
-            del tails[tail_tokens], self._of[end]
+            del tails[tail_tokens]
             if not tails:
                 del self._tails[full]
-
-    def clear(self) -> None:
-        self._tails.clear()
-        self._of.clear()

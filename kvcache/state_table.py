@@ -96,18 +96,20 @@ class StateTable(GroupTable[StateRow]):
 
     def fork(self, row: Row, child: Row, new: Sequence[BlockId]) -> Copy | None:
         own, other = self._rows[row.request], self._begin(child.request, StateRow())
+        assert len(new) == len(own.blocks), f"request {child.request} needs a state of its own"
         other.blocks = list(new)
         return self._copy_at_fork(own, other, own.blocks, new)
 
     def take_saves(self, row: Row, length: int) -> list[Save]:
         """Blocks for snapshots on the way to `length`. They are worth having, never worth failing for."""
-        made: list[Save] = []
+        own, made = self._rows[row.request], list[Save]()
         for at in self._save_lengths(row, length):
             block = self._pool.take_one(self._g, row.request)
             if block is None:
                 break
+            assert not own.saves or own.saves[-1].length < at, f"the snapshot at {at} is saved twice"
             made.append(Save(self._g, at, block))
-        self._rows[row.request].saves += made
+        own.saves += made
         return made
 
     def settle(self, row: Row) -> None:
@@ -121,17 +123,17 @@ class StateTable(GroupTable[StateRow]):
             if name is not None and name not in self._index:
                 self._blocks.name([save.block], [name])
                 self._remember(save.block, name)
-            self._blocks.give_back([save.block], Tier.USUAL if save.length in row.marks else Tier.LOW)
+            self._blocks.give_back_one(save.block, Tier.USUAL if save.length in row.marks else Tier.LOW)
 
     def finish(self, row: Row, tier: Tier) -> None:
-        own = self._rows.pop(row.request)
+        own = self._end(row.request)
         self._blocks.give_back([save.block for save in own.saves], tier)
         for block in own.blocks:
             if self._caching and row.extent:
                 self._name_end(row.chain, row.extent, block)
                 if (name := self._blocks.name_of(block)) is not None:
                     self._remember(block, name)
-            self._blocks.give_back([block], tier)
+            self._blocks.give_back_one(block, tier)
 
     def restore(self, row: Row, places: Sequence[int], new: Sequence[BlockId]) -> None:
         assert len(new) <= 1, f"request {row.request} is given {len(new)} states"
@@ -159,5 +161,6 @@ class StateTable(GroupTable[StateRow]):
         self._saved[block] = name
         while len(self._saved) > self._most_saved:
             oldest, its_name = self._saved.popitem(last=False)
+            assert oldest != block, "the latest snapshot is forgotten"
             if self._blocks.name_of(oldest) == its_name:
                 self._blocks.forget(oldest)

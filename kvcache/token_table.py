@@ -139,25 +139,14 @@ class TokenTable(GroupTable[TokenRow]):
         self._blocks.share(shared[own.first :])
         other.blocks = [*shared, *new]
         other.first, other.named = own.first, min(own.named, len(shared))
+        assert other.first <= len(shared), f"request {child.request} shares no block that its parent holds"
         return self._copy_at_fork(own, other, own.blocks[full : full + 1], new)
 
     def settle(self, row: Row) -> None:
-        own = self._rows[row.request]
-        if self._caching:
-            names = self.names(row.chain)
-            full = min(self._written(row, own) // self._size, len(names))
-            if own.named < full:
-                first = max(own.named, own.first)
-                if first < full:
-                    self._blocks.name(own.blocks[first:full], names[first:full])
-                own.named = full
-        if self._moves_on:
-            passed = self._reach.oldest_needed(row.extent) // self._size
-            if passed > own.first:
-                self._pass(row, own, min(passed, len(own.blocks)))
+        self._settle(row, self._rows[row.request], row.chain.names, row.extent)
 
     def finish(self, row: Row, tier: Tier) -> None:
-        own = self._rows.pop(row.request)
+        own = self._end(row.request)
         full, tail = divmod(row.extent, self._size)
         if self._caching and tail and own.first <= full < len(own.blocks):
             self._name_end(row.chain, row.extent, own.blocks[full])
@@ -172,6 +161,7 @@ class TokenTable(GroupTable[TokenRow]):
             own.blocks += [NULL_BLOCK] * (n - len(own.blocks))
             own.blocks.append(block)
         own.blocks += [NULL_BLOCK] * (full - len(own.blocks))
+        assert own.first == len(own.blocks) or len(own.blocks) * self._size >= row.extent, "a block is not copied back"
 
     # -- parts of the verbs ------------------------------------------------------------------------------------------
 
@@ -180,9 +170,19 @@ class TokenTable(GroupTable[TokenRow]):
         full, tail = divmod(row.extent, self._size)
         return full, tail > 0
 
-    def _written(self, row: Row, own: TokenRow) -> int:
-        """Tokens whose entries are written."""
-        return row.extent
+    def _settle(self, row: Row, own: TokenRow, names: Sequence[bytes], written: int) -> None:
+        """names: of full blocks. written: tokens whose entries are written."""
+        if self._caching:
+            full = min(written // self._size, len(names))
+            if own.named < full:
+                first = max(own.named, own.first)
+                if first < full:
+                    self._blocks.name(own.blocks[first:full], names[first:full])
+                own.named = full
+        if self._moves_on:
+            passed = self._reach.oldest_needed(row.extent) // self._size
+            if passed > own.first:
+                self._pass(row, own, min(passed, len(own.blocks)))
 
     def _pass(self, row: Row, own: TokenRow, stop: int) -> None:
         """Give back the blocks before `stop`. Those that another request could go on with at a mark are worth more."""

@@ -151,7 +151,7 @@ class Scenario:
                 max_total_tokens=len(prompt) + count,
                 terms=terms,
             )
-            _check(self._manager.fits(request.max_total_tokens), "the pool is too small for the scenario")
+            _check(self._manager.plan.fits(request.max_total_tokens), "the pool is too small for the scenario")
             self._requests[request.id] = request
             self._prompts[request.id] = list(prompt), count
             self._generated[request.id] = []

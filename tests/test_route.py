@@ -34,7 +34,7 @@ SPINE = (
     "controller/engine.py",
     "controller/scheduling/scheduler.py",
     "kvcache/manager.py",
-    "kvcache/tables.py",
+    "kvcache/token_table.py",
     "proto/step.py",
     "workers/runner.py",
     "workers/layers/attention.py",
@@ -72,9 +72,14 @@ OF_A_QUIET_STEP = {
 
 WHEN_BLOCKS_MOVE = {
     "controller/request.py",
+    "kvcache/eviction.py",
+    "kvcache/group_blocks.py",
+    "kvcache/group_table.py",
+    "kvcache/large_pages.py",
+    "kvcache/packed_blocks.py",
+    "kvcache/page_blocks.py",
     "kvcache/pool.py",
     "kvcache/prefix.py",
-    "kvcache/retention.py",
 }
 
 OF_A_FIRST_PREFILL = {
@@ -87,6 +92,7 @@ OF_A_FIRST_PREFILL = {
     "deploy/front_end/request_log.py",
     "deploy/grpc/wire.py",
     "deploy/settings/limits.py",
+    "kvcache/lookup.py",
     "kvcache/plan.py",
 }
 

@@ -11,8 +11,8 @@ take longer than to copy its blocks to host memory and back, they are copied.
 from collections.abc import Sequence
 
 from ...errors import PoolExhausted
+from ...kvcache.ids import BlockId
 from ...kvcache.manager import CacheManager
-from ...kvcache.pool import BlockId
 from ..request import Request
 from .prefixes import named
 from .settings import SchedulerSettings

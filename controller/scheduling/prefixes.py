@@ -22,5 +22,5 @@ def named(request: Request, manager: CacheManager) -> tuple[TokenChain, Encoder 
 def lookup(request: Request, manager: CacheManager) -> Hit:
     """The longest cached prefix of a request. None of it counts while log-probabilities of its prompt are lacking."""
     chain, encoder = named(request, manager)
-    hit = manager.lookup(chain, encoder=encoder)
+    hit = request.hit = manager.lookup(chain, encoder=encoder, last=request.hit)
     return hit._replace(tokens=0) if request.lacks_prompt_logprobs else hit

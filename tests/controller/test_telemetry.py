@@ -20,7 +20,7 @@ from intarsia.tests.kvcache.plans import plan_of
 
 def telemetry(live: int = 0) -> Telemetry:
     manager = CacheManager(plan_of(Full(), blocks=32))
-    return Telemetry(Scheduler(SchedulerSettings(), manager), manager, range(live))
+    return Telemetry(Scheduler(SchedulerSettings(), manager), range(live))
 
 
 def request(number: int = 1, salt: str = "", answer: int = 1, **known: Any) -> Request:

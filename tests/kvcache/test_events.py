@@ -29,7 +29,7 @@ def apply(mirror: dict[int, set[bytes]], events: list[Event]) -> None:
 
 def test_a_stored_prefix_is_one_event_per_group_with_its_kind_and_block_size():
     m = CacheManager(plan_of(Full(), Sliding(5)))
-    log = m.listen()
+    log = m.pool.listen()
     serve(m, list(range(16)))
     events = log.take()
     names = tuple(m.chain(range(16)).grow())
@@ -40,7 +40,7 @@ def test_a_stored_prefix_is_one_event_per_group_with_its_kind_and_block_size():
 def test_evicted_blocks_of_a_group_are_joined_in_one_event():
     m = CacheManager(plan_of(Full(), blocks=9))
     serve(m, list(range(32)))
-    log = m.listen()
+    log = m.pool.listen()
     serve(m, list(range(100, 116)), 2)
     removed, stored = log.take()
     assert isinstance(removed, Removed)
@@ -51,7 +51,7 @@ def test_evicted_blocks_of_a_group_are_joined_in_one_event():
 def test_a_reset_is_one_event():
     m = CacheManager(plan_of(Full()))
     serve(m, list(range(16)))
-    log = m.listen()
+    log = m.pool.listen()
     m.reset_prefix_cache()
     assert log.take() == [Cleared()]
 
@@ -67,7 +67,7 @@ def test_a_mirror_fed_with_events_knows_exactly_what_the_pool_knows():
     print(f"seed {seed}")
     for n in range(40):
         world = random_world(random.Random(seed + n))
-        log, mirror = world.manager.listen(), {}
+        log, mirror = world.manager.pool.listen(), {}
         for _ in range(150):
             random_operation(world)
             apply(mirror, log.take())

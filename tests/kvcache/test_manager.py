@@ -225,15 +225,13 @@ def test_a_lookup_is_remembered_until_the_pool_changes():
     m = manager(Full())
     serve(m, list(range(16)))
     chain = m.chain(list(range(16)))
-    assert m.last_found(chain) is None
-    assert m.lookup(chain).tokens == 15
-    found = m.last_found(chain)
-    assert found is not None and found.tokens == 15
-    m.lookup(chain)
-    assert m.last_found(chain) is found
+    hit = m.lookup(chain)
+    assert hit.tokens == 15
+    assert m.lookup(chain, last=hit) is hit
+    assert m.lookup(m.chain(list(range(16))), last=hit) is not hit  # another chain
     start(m, A, list(range(50, 70)))
-    assert m.lookup(chain).tokens == 15
-    assert m.last_found(chain) is not found
+    again = m.lookup(chain, last=hit)
+    assert again == hit._replace(version=m.pool.known.version)
 
 
 def test_without_prefix_caching_nothing_is_kept():

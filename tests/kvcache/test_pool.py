@@ -237,7 +237,7 @@ def test_recount_finds_damage(damage, finding: str, per_large: int):
         (lambda blocks: blocks._free[1].append(4), "block 4 is in 2 states"),
         (lambda blocks: blocks._free[1].pop(), "block 6 is in 0 states"),
         (lambda blocks: blocks._reserved[A].append(6), "counts 1 reserved blocks, there are 2"),
-        (lambda blocks: blocks._cached.discard(5), "counts 0 cached blocks, there are 1"),
+        (lambda blocks: blocks._cached.queue.discard(5), "counts 0 cached blocks, there are 1"),
         (lambda blocks: setattr(blocks, "_num_free", 7), "counts 7 free blocks, there are 1"),
         (lambda blocks: setattr(blocks, "_num_cached", 0), "counts 0 cached blocks in pages in use, there are 1"),
         (lambda blocks: blocks._used.__setitem__(1, 9), "counts 9 blocks in use in large page 1, there are 2"),

@@ -65,3 +65,13 @@ def test_ends_are_known_until_the_last_block_of_them_is_gone():
     ends.remove(b"end")
     ends.remove(b"never was one")
     assert ends.after(b"full") is None
+
+
+def test_two_ends_of_one_length_are_forgotten_each_by_itself():
+    ends = Ends()
+    ends.add(b"end", b"full", 3)
+    ends.add(b"other end", b"full", 3)  # after the same blocks, with other tokens
+    ends.remove(b"end")
+    assert (ends.after(b"full"), len(ends)) == ({3: 1}, 1)
+    ends.remove(b"other end")
+    assert (ends.after(b"full"), len(ends)) == (None, 0)
