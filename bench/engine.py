@@ -308,7 +308,7 @@ async def _null_model(count: int, rounds: int, is_full: bool = False) -> dict[st
         def sink(delivery: Delivery, left: asyncio.Event = left) -> None:
             nonlocal open_answers
             pack(delivery)
-            open_answers -= sum(item.finish_reason is not None for _, item in delivery.others)  # type: ignore[union-attr]
+            open_answers -= sum(item.finish_reason is not None for _, item in delivery.deltas)
             if open_answers == 0:
                 left.set()
 

@@ -10,13 +10,14 @@ A reach answers for the query at position `length`, with the tokens 0 .. length-
 Allocation, early release and the prefix-hit rule all follow from this answer, so a new kind of layer is one small
 class here, its mask in `tests/kvcache/test_reach.py`, and a line in `workers/checkpoint/layer_specs.py`. No other file
 asks which kind a layer is. What a layer keeps is one of three `Keeps`: an entry per token, one state for the whole
-sequence, or an entry per token of an encoder.
+sequence, or an entry per token of an encoder. Only the planner and the tables of this folder, and the memory that a
+worker lays out by the plan, ask which one.
 """
 
 import enum
 import sys
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar
 
 from ..errors import InvalidSetting
 
@@ -32,177 +33,122 @@ class Keeps(enum.Enum):
     ENCODER = "encoder"  # an entry per token of an encoder's output, written once
 
 
-class Reach(Protocol):
-    """How far back the next token of a layer looks. Lengths and positions count tokens."""
+class Reach:
+    """How far back the next token of a layer looks. Lengths and positions count tokens.
 
-    @property
-    def kind(self) -> str:
-        """As configs and reports call it: "full", "sliding", "chunked", "state", "cross"."""
-        ...
+    What is said here holds for a kind that says nothing else: every earlier token is visible, and has an entry.
+    """
+
+    __slots__ = ()
+    kind: ClassVar[str]  # as configs and reports call it
+    keeps: ClassVar[Keeps] = Keeps.TOKENS
+    keeps_tokens: ClassVar[bool] = True  # attention over an entry per token of the sequence
+    window_tokens: Any = (
+        None  # int | None: visible ones, the query itself included; None: no limit. What a kernel masks by
+    )
+    chunk_tokens: Any = None  # int | None: between two borders that no query looks across; None: there are none
 
     @property
     def name(self) -> str:
         """For people: "full", "sliding-1024"."""
-        ...
-
-    @property
-    def keeps(self) -> Keeps: ...
-
-    @property
-    def window_tokens(self) -> int | None:
-        """Visible tokens, the query itself included; None when there is no limit. What a kernel masks by."""
-        ...
-
-    @property
-    def chunk_tokens(self) -> int | None:
-        """Tokens between two borders that no query looks across; None when there are none."""
-        ...
+        return self.kind
 
     def oldest_needed(self, length: int) -> int:
         """Oldest cached token that the query at position `length` still reads (== length: none)."""
-        ...
+        return 0
 
     def max_lookback(self, length: int) -> int:
         """Most cached tokens that any query at a position up to `length` reads."""
-        ...
+        return length
 
     def passed_at(self, token: int) -> int:
         """Shortest length from which on no query reads `token`; `NEVER` if every later one does."""
-        ...
+        return NEVER
+
+    def slots_for(self, length: int, encoder_tokens: int) -> int:
+        """Entries in the table of a sequence of `length` tokens, those given back included."""
+        return length
 
 
 def moves_on(reach: Reach) -> bool:
     """Does it keep an entry per token, and pass tokens that no later query reads?"""
-    return reach.keeps is Keeps.TOKENS and reach.passed_at(0) < NEVER
-
-
-class _Kind:
-    """What most kinds answer: an entry per token, and no limit to mask by."""
-
-    __slots__ = ()
-
-    @property
-    def keeps(self) -> Keeps:
-        return Keeps.TOKENS
-
-    @property
-    def window_tokens(self) -> int | None:
-        return None
-
-    @property
-    def chunk_tokens(self) -> int | None:
-        return None
+    return reach.keeps_tokens and reach.passed_at(0) < NEVER
 
 
 @dataclass(frozen=True, slots=True)
-class Full(_Kind):
+class Full(Reach):
     """Every earlier token is visible."""
 
-    @property
-    def kind(self) -> str:
-        return "full"
-
-    @property
-    def name(self) -> str:
-        return "full"
-
-    def oldest_needed(self, length: int) -> int:
-        return 0
-
-    def max_lookback(self, length: int) -> int:
-        return length
-
-    def passed_at(self, token: int) -> int:
-        return NEVER
+    kind = "full"
 
 
 @dataclass(frozen=True, slots=True)
-class Sliding(_Kind):
-    """The last `window` tokens are visible, the query itself included: key j to query i when i - window < j <= i.
+class Sliding(Reach):
+    """The last `window_tokens` are visible, the query itself included: key j to query i when i - window < j <= i.
 
-    Models disagree about whether a window counts the query; whoever reads a config normalises it to this.
+    Models disagree about whether a window counts the query; whatever reads a config normalises it to this.
     """
 
-    window: int
+    window_tokens: int
+    kind = "sliding"
 
     def __post_init__(self):
-        if self.window < 1:
+        if self.window_tokens < 1:
             raise InvalidSetting(
-                f"a sliding window must show at least the token itself, got {self.window} tokens", field="window"
+                f"a sliding window must show at least the token itself, got {self.window_tokens} tokens", field="window"
             )
 
     @property
-    def kind(self) -> str:
-        return "sliding"
-
-    @property
     def name(self) -> str:
-        return f"sliding-{self.window}"
-
-    @property
-    def window_tokens(self) -> int:
-        return self.window
+        return f"sliding-{self.window_tokens}"
 
     def oldest_needed(self, length: int) -> int:
-        return max(0, length - self.window + 1)
+        return max(0, length - self.window_tokens + 1)
 
     def max_lookback(self, length: int) -> int:
-        return min(length, self.window - 1)
+        return min(length, self.window_tokens - 1)
 
     def passed_at(self, token: int) -> int:
-        return token + self.window
+        return token + self.window_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Chunked(_Kind):
+class Chunked(Reach):
     """Tokens of the query's own chunk are visible: key j to query i when j <= i and j // chunk == i // chunk."""
 
-    chunk: int
+    chunk_tokens: int
+    kind = "chunked"
 
     def __post_init__(self):
-        if self.chunk < 1:
-            raise InvalidSetting(f"an attention chunk must hold at least 1 token, got {self.chunk}", field="chunk")
-
-    @property
-    def kind(self) -> str:
-        return "chunked"
+        if self.chunk_tokens < 1:
+            raise InvalidSetting(
+                f"an attention chunk must hold at least 1 token, got {self.chunk_tokens}", field="chunk"
+            )
 
     @property
     def name(self) -> str:
-        return f"chunked-{self.chunk}"
-
-    @property
-    def chunk_tokens(self) -> int:
-        return self.chunk
+        return f"chunked-{self.chunk_tokens}"
 
     def oldest_needed(self, length: int) -> int:
-        return length - length % self.chunk
+        return length - length % self.chunk_tokens
 
     def max_lookback(self, length: int) -> int:
-        return min(length, self.chunk - 1)
+        return min(length, self.chunk_tokens - 1)
 
     def passed_at(self, token: int) -> int:
-        return token - token % self.chunk + self.chunk
+        return token - token % self.chunk_tokens + self.chunk_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class State(_Kind):
+class State(Reach):
     """Everything is seen through a state (Mamba, linear attention, short convolution) that each token overwrites.
 
-    To go on at a length, the state exactly at that length is needed; it can not be cut back.
+    To go on at a length, the state exactly at that length is needed; it cannot be cut back.
     """
 
-    @property
-    def kind(self) -> str:
-        return "state"
-
-    @property
-    def name(self) -> str:
-        return "state"
-
-    @property
-    def keeps(self) -> Keeps:
-        return Keeps.STATE
+    kind = "state"
+    keeps = Keeps.STATE
+    keeps_tokens = False
 
     def oldest_needed(self, length: int) -> int:
         return max(0, length - 1)
@@ -213,28 +159,17 @@ class State(_Kind):
     def passed_at(self, token: int) -> int:
         return token + 2
 
+    def slots_for(self, length: int, encoder_tokens: int) -> int:
+        return 1
+
 
 @dataclass(frozen=True, slots=True)
-class Cross(_Kind):
+class Cross(Reach):
     """All tokens of an encoder's output (an image) are visible, the same ones to every query."""
 
-    @property
-    def kind(self) -> str:
-        return "cross"
+    kind = "cross"
+    keeps = Keeps.ENCODER
+    keeps_tokens = False
 
-    @property
-    def name(self) -> str:
-        return "cross"
-
-    @property
-    def keeps(self) -> Keeps:
-        return Keeps.ENCODER
-
-    def oldest_needed(self, length: int) -> int:
-        return 0
-
-    def max_lookback(self, length: int) -> int:
-        return length
-
-    def passed_at(self, token: int) -> int:
-        return NEVER
+    def slots_for(self, length: int, encoder_tokens: int) -> int:
+        return encoder_tokens

@@ -62,11 +62,7 @@ OF_A_QUIET_STEP = {
     "proto/packing.py",
     "workers/cpu/linear.py",
     "workers/cpu/threads.py",
-    "workers/layers/states.py",
-    "workers/models/loaded_model.py",
-    "workers/pages.py",
     "workers/sampler.py",
-    "workers/tensor_parallel.py",
     "workers/worker.py",
 }
 
@@ -80,6 +76,7 @@ WHEN_BLOCKS_MOVE = {
     "kvcache/page_blocks.py",
     "kvcache/pool.py",
     "kvcache/prefix.py",
+    "workers/slots.py",
 }
 
 OF_A_FIRST_PREFILL = {

@@ -88,8 +88,10 @@ class _Frame:
 class DecodeGraphs:
     """The frames of one model over its pages."""
 
-    def __init__(self, model: LoadedModel, record: Recorder):
+    def __init__(self, model: LoadedModel, logits: Callable[[Tensor, Tensor], Tensor], record: Recorder):
+        """logits: of tokens at their positions, over what the layers of `model` were told of the step"""
         self._model = model
+        self._logits = logits
         self._record = record
         self._frames: dict[tuple[int, ...], _Frame] = {}
         self.refusal: str | None = None  # why nothing is recorded
@@ -153,7 +155,7 @@ class DecodeGraphs:
     def _forward(self, frame: _Frame) -> Tensor:
         self._model.attention.resume(frame.metas, frame.positions_T)
         self._model.states.resume(frame.states)
-        return self._model.forward(frame.tokens_T, frame.positions_T)
+        return self._logits(frame.tokens_T, frame.positions_T)
 
 
 def _padded(batch: GroupBatch, rows: int) -> GroupBatch:

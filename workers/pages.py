@@ -32,14 +32,14 @@ class Pages:
         specs = {(layer.index, layer.reach.keeps): layer for layer in layers}
         self.tokens: dict[int, Tensor] = {}  # layer -> view
         self.states: dict[int, tuple[Tensor, ...]] = {}
-        self.group_of: dict[tuple[int, Keeps], tuple[int, int]] = {}  # layer -> its group, and its place there
+        self._places: dict[tuple[int, Keeps], tuple[int, int]] = {}  # layer -> its group, and its place there
         self._swapped: dict[int, list[Tensor]] = {}  # ticket -> a block's bytes in each buffer
         self._whole: list[list[Tensor]] = []  # [group][buffer]: [blocks, page_bytes]
         for g, group in enumerate(plan.groups):
             blocks = plan.blocks_of(group)
             for n, (index, place) in enumerate(zip(group.layers, group.places, strict=True)):
                 layer = specs[index, group.reach.keeps]
-                self.group_of[index, group.reach.keeps] = g, n
+                self._places[index, group.reach.keeps] = g, n
                 if group.reach.keeps is Keeps.STATE:
                     self.states[index] = self._state_views(buffers[place.buffer], layer, group, place, blocks)
                 else:
@@ -47,6 +47,17 @@ class Pages:
             used = sorted({place.buffer for place in group.places})
             self._whole.append([buffers[n].as_strided((blocks, group.page_bytes), (group.page_bytes, 1)) for n in used])
         self._share(layers)
+        self.state_groups = sorted({g for (_, keeps), (g, _) in self._places.items() if keeps is Keeps.STATE})
+
+    def place_of(self, layer: int) -> tuple[int, int]:
+        """Of a layer that keeps tokens: its group, and its place there."""
+        return self._places[layer, Keeps.TOKENS]
+
+    def state_group_of(self, layer: int) -> int:
+        return self._places[layer, Keeps.STATE][0]
+
+    def encoder_group_of(self, layer: int) -> int:
+        return self._places[layer, Keeps.ENCODER][0]
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy whole blocks: (group, source, target) each, in this order."""
@@ -78,7 +89,7 @@ class Pages:
         for layer in layers:
             if layer.shares is not None:
                 self.tokens[layer.index] = self.tokens[layer.shares]
-                self.group_of[layer.index, layer.reach.keeps] = self.group_of[layer.shares, layer.reach.keeps]
+                self._places[layer.index, layer.reach.keeps] = self._places[layer.shares, layer.reach.keeps]
 
     def _token_view(self, buffer: Tensor, layer: LayerSpec, group: Group, place: Place, blocks: int) -> Tensor:
         width = layer.key_dim + layer.value_dim

@@ -28,17 +28,13 @@ from .models.load import blaming_config, load_model
 from .models.loaded_model import LoadedModel
 from .runner import Drawn, ModelRunner
 from .tensor_parallel import TensorParallel
+from .warm_up import run_largest_steps, warm_up
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS_S = 1.0
-"""For the answer of a step that failed to leave the process."""
-
-GIVE_BACK_EVERY_S = 30.0
-"""What was freed is kept for the next tensor of its size, but not for ever."""
-
-CONTROLLER_TIMEOUT_S = 60.0
-"""For the controller to connect once it knows where. One that dies in between is not waited for."""
+LAST_WORDS_S = 1.0  # for the answer of a step that failed to leave the process
+GIVE_BACK_EVERY_S = 30.0  # freed memory is kept for the next tensor of its size, but not for ever
+CONTROLLER_TIMEOUT_S = 60.0  # for the controller to connect once it knows where: it may have died in between
 
 
 class Worker:
@@ -67,7 +63,7 @@ class Worker:
         return self._parallel.collectives.meeting_point(host)
 
     def join(self, addresses: Sequence[Address]) -> None:
-        """Meet the other ranks, given everybody's meeting point in rank order."""
+        """Meet the other ranks, given the meeting points of all in rank order."""
         self._parallel.collectives.join(addresses)
 
     def load(self, settings: ModelSettings, may_keep: bool = False) -> ModelFacts:
@@ -86,7 +82,7 @@ class Worker:
         return facts
 
     def prepare_form(self, kind: str, text: str) -> None:
-        """Compile the form of an answer, beside the steps. Raises `InvalidRequest`, naming the field."""
+        """Compile the form of an answer, while steps go on. Raises `InvalidRequest`, naming the field."""
         assert self._grammars is not None, "load a model first"
         self._grammars.prepare(kind, text)
 
@@ -94,13 +90,13 @@ class Worker:
         self.loaded = (done, total)
 
     def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None:
-        """Lay out the pages, and run the model once over them. Raises `UnsupportedModel` when it can not run."""
+        """Lay out the pages, and run the model once over them. Raises `UnsupportedModel` when it cannot run."""
         assert self._model is not None and self._settings is not None, "load a model first"
         self._runner = self._allocated = None
         with blaming_config(self._settings.model_dir):
             self._model.allocate(plan, self._settings.attention_backend)
             self._runner = self._new_runner(plan, limits)
-            self._runner.warm_up(self._settings)
+            warm_up(self._runner, self._settings)
         self._allocated = plan, limits
 
     def keeps(self, plan: MemoryPlan, limits: RunnerLimits) -> bool:
@@ -108,7 +104,7 @@ class Worker:
         return self._allocated == (plan, limits)
 
     def clear(self) -> None:
-        """Forget all requests. Weights and pages stay; what is in the pages is nobody's."""
+        """Forget all requests. Weights and pages stay; what is in the pages belongs to no request."""
         assert self._runner is not None, "allocate first"
         self._runner.clear()
         if self._device.type == "cuda":
@@ -129,7 +125,7 @@ class Worker:
         with blaming_config(self._settings.model_dir):
             self._model.allocate(trial, backend)
             runner = self._new_runner(trial, limits)
-            spare = spare_bytes(memory, share, lambda: runner.run_largest_steps(backend), trial.memory_bytes)
+            spare = spare_bytes(memory, share, lambda: run_largest_steps(runner, backend), trial.memory_bytes)
         self._spare = asked, spare
         return spare
 
@@ -139,7 +135,7 @@ class Worker:
         return ModelRunner(self._model, plan, limits, self._parallel, self._grammars, threads)
 
     def run(self, step: Step) -> StepResult:
-        """One step. Whatever goes wrong is an answer too: the controller decides what becomes of the requests."""
+        """One step. A failure is an answer too: the controller decides what becomes of the requests."""
         started = time.monotonic()
         try:
             assert self._runner is not None, "load a model and allocate its pages first"
@@ -160,45 +156,45 @@ class Worker:
         return StepResult(step.epoch, step.number, *drawn, run_us, error, fault)
 
     def _leave_others(self) -> None:
-        """No rank may wait for one that failed. NCCL lets go of it only when it is gone."""
+        """No rank may wait for one that failed. NCCL lets go of a process only when it has ended."""
         self._break_off()
         if self._device.type == "cuda" and self._parallel.size > 1:
             threading.Timer(LAST_WORDS_S, os._exit, (1,)).start()
 
     def status(self) -> WorkerStatus:
-        """How this rank is, asked beside the steps."""
+        """How this rank is, asked while steps go on."""
         memory = device_memory(self._device)
         return WorkerStatus(
-            os.getpid(),
-            socket.gethostname(),
-            str(self._device),
-            resident_bytes(),
-            memory.held() if memory is not None else None,
-            memory.total() if memory is not None else None,
-            self._steps_run,
-            self._run_us,
-            time.process_time(),
+            process_id=os.getpid(),
+            host=socket.gethostname(),
+            device=str(self._device),
+            memory_bytes=resident_bytes(),
+            device_used_bytes=memory.held() if memory is not None else None,
+            device_bytes=memory.total() if memory is not None else None,
+            steps=self._steps_run,
+            run_us=self._run_us,
+            cpu_s=time.process_time(),
         )
 
     def listen(self, host: str) -> tuple[Address, Address]:
-        """Where the controller finds us: for steps, and for what goes on beside them in a thread of its own."""
-        self._steps, beside = BlockingServer(host, CONTROLLER_TIMEOUT_S), BlockingServer(host, CONTROLLER_TIMEOUT_S)
+        """Where the controller finds us: for steps, and for control, which has a thread of its own."""
+        self._steps, control = BlockingServer(host, CONTROLLER_TIMEOUT_S), BlockingServer(host, CONTROLLER_TIMEOUT_S)
         if self._parallel.size > 1:
             self._break_off = self._parallel.collectives.breaker()
         break_off = self._break_off  # of these ranks: they may have met anew by then
 
         def serve() -> None:
-            beside.serve(self._answer_beside)
-            break_off()  # the controller has gone or given up on a rank: nobody may wait for another in vain
+            control.serve(self._answer_control)
+            break_off()  # the controller has gone or given up on a rank: no rank may wait for another in vain
 
-        threading.Thread(target=serve, name="beside", daemon=True).start()
-        return self._steps.address, beside.address
+        threading.Thread(target=serve, name="control", daemon=True).start()
+        return self._steps.address, control.address
 
     def serve(self) -> None:
         """Take steps from the controller until it leaves or has something else for us.
 
-        In the process's first thread: OpenMP counts it among those that compute, and where more threads do than there
-        are cores, its helpers go to sleep at once whenever they wait. A step of 32 requests took 16 ms so.
+        In the process's first thread. OpenMP counts it among those that compute, and where more threads do than there
+        are cores, its helpers go to sleep at once whenever they wait: a step of 32 requests took 16 ms so.
         """
         assert self._steps is not None, "listen first"
         self._steps.serve(self._answer_step, self._give_back_now_and_then)
@@ -209,12 +205,12 @@ class Worker:
         return self.run(step).pack()
 
     def _give_back_now_and_then(self) -> None:
-        """After an answer, so that nobody waits for this but the next step."""
+        """After an answer, so that only the next step waits for this."""
         if time.monotonic() - self._gave_back_s > GIVE_BACK_EVERY_S:
             self._gave_back_s = time.monotonic()
             give_back_freed_memory()
 
-    def _answer_beside(self, payload: bytes) -> bytes:
+    def _answer_control(self, payload: bytes) -> bytes:
         with reading("a question"):
             number, verb, *arguments = unpack(payload)
         if verb == "loaded":
@@ -222,12 +218,12 @@ class Worker:
         if verb == "status":
             return pack([number, self.status(), None])
         if verb != "form" or [type(argument) for argument in arguments] != [str, str]:
-            raise CorruptFrame(f"nobody should ask for {verb!r:.80}")
+            raise CorruptFrame(f"a worker answers 'loaded', 'status' and 'form', not {verb!r:.80}")
         try:
             self.prepare_form(*arguments)
         except IntarsiaError as error:
             return pack([number, None, error.to_wire()])
-        except Exception as error:  # ours, and told as such; the thread goes on
+        except Exception as error:  # ours, and answered as such; the thread goes on
             logger.exception("a form could not be compiled")
             return pack([number, None, IntarsiaError(f"{type(error).__name__}: {error}").to_wire()])
         return pack([number, None, None])

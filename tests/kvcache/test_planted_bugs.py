@@ -51,12 +51,12 @@ def a_shared_block_is_not_counted(m):
 
 @bug
 def a_window_is_one_token_short(m):
-    m.setattr(Sliding, "oldest_needed", lambda self, length: max(0, length - self.window + 2))
+    m.setattr(Sliding, "oldest_needed", lambda self, length: max(0, length - self.window_tokens + 2))
 
 
 @bug
 def a_chunk_begins_one_token_late(m):
-    m.setattr(Chunked, "oldest_needed", lambda self, length: min(length, length - length % self.chunk + 1))
+    m.setattr(Chunked, "oldest_needed", lambda self, length: min(length, length - length % self.chunk_tokens + 1))
 
 
 @bug

@@ -3,7 +3,7 @@
 import pytest
 
 from intarsia.errors import InvalidSetting
-from intarsia.kvcache.reach import NEVER, Chunked, Full, Reach, Sliding, State
+from intarsia.kvcache.reach import NEVER, Chunked, Cross, Full, Reach, Sliding, State
 
 REACHES = [Full(), Sliding(1), Sliding(2), Sliding(7), Sliding(16), Chunked(1), Chunked(5), Chunked(16)]
 
@@ -56,3 +56,11 @@ def test_a_limit_that_hides_even_the_query_is_refused(kind, field: str):
     with pytest.raises(InvalidSetting, match="got 0") as refusal:
         kind(0)
     assert refusal.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("reach", "slots"), [(Full(), 40), (Sliding(8), 40), (Chunked(8), 40), (State(), 1), (Cross(), 12)]
+)
+def test_a_table_has_an_entry_for_whatever_the_kind_keeps(reach: Reach, slots: int):
+    """Of a sequence of 40 tokens, with 12 of an encoder."""
+    assert reach.slots_for(40, encoder_tokens=12) == slots

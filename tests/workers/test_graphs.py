@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.local import LocalWorkers, complete, make_engine
-from intarsia.workers import graphs, runner
+from intarsia.workers import graphs, warm_up
 from intarsia.workers.graphs import Replay, padded_pages, padded_rows
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -50,10 +50,8 @@ def taped(monkeypatch: pytest.MonkeyPatch) -> tuple[LocalWorkers, Tape]:
     """Workers whose decode steps are recorded."""
     workers = LocalWorkers()
     tape = Tape(workers)
-    monkeypatch.setattr(runner, "recorder", lambda device: tape)
-    monkeypatch.setattr(
-        runner, "fuse", lambda watch, device: None
-    )  # C++ leaves nothing on the tape; there is none on a GPU
+    monkeypatch.setattr(warm_up, "recorder", lambda device: tape)
+    monkeypatch.setattr(warm_up, "fuse", lambda *_: None)  # C++ leaves nothing on the tape; there is none on a GPU
     return workers, tape
 
 
@@ -83,7 +81,7 @@ def test_what_can_not_be_recorded_goes_on_unrecorded_and_the_log_says_why(
     def refuse(forward: Callable[[], Tensor]) -> Replay:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(runner, "recorder", lambda device: refuse)
+    monkeypatch.setattr(warm_up, "recorder", lambda device: refuse)
     model = tiny("gemma3")
     for backend, reason in (("torch", "could not be recorded: operation not"), ("reference", "has no fixed shapes")):
         caplog.clear()

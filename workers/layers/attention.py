@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from ...errors import UnsupportedModel
 from ...kernels.paged_attention import Backend, GroupBatch, GroupMeta, LayerParams, Needs, select_backend
 from ...kvcache.plan import MemoryPlan
-from ...kvcache.reach import Keeps, Reach
+from ...kvcache.reach import Reach
 from ...kvcache.spec import LayerSpec
 from ..pages import Pages
 
@@ -37,7 +37,7 @@ def step_masks(plan: MemoryPlan) -> list[tuple[int, Reach]]:
             (g, group.mask_of(n))
             for g, group in enumerate(plan.groups)
             for n in range(len(group.layers))
-            if group.reach.keeps is Keeps.TOKENS
+            if group.reach.keeps_tokens
         )
     )
 
@@ -50,7 +50,7 @@ class PagedAttention:
     """
 
     def __init__(self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device):
-        self._layers = {layer.index: layer for layer in layers if layer.reach.keeps is Keeps.TOKENS}
+        self._layers = {layer.index: layer for layer in layers if layer.reach.keeps_tokens}
         self._dtype = dtype
         self._device = device
         self._backend: Backend | None = None  # None: learning, and each token sees itself alone
@@ -78,12 +78,12 @@ class PagedAttention:
         self._backend = None
         self._views = pages.tokens
         masks = step_masks(plan)
-        for index, layer in self._layers.items():
-            g, n = pages.group_of[index, layer.reach.keeps]
+        for index in self._layers:
+            g, n = pages.place_of(index)
             self._mask_of[index] = masks.index((g, plan.groups[g].mask_of(n)))
             self._block_tokens[index] = plan.groups[g].block_tokens
-        kinds = {group.reach.keeps for group in plan.groups}
-        self._any_bytes = len(kinds) > 1  # states and tokens take turns in the same memory
+        # A page may have been a state's or an encoder's before.
+        self._any_bytes = not all(group.reach.keeps_tokens for group in plan.groups)
 
     def learn(self, forward: Callable[[], object], backend: str | None) -> None:
         """Run `forward` once to learn each layer's constants, then choose the backend that covers them all.

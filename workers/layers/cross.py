@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from ...kernels.paged_attention import Backend, GroupBatch, GroupMeta, LayerParams, Needs, select_backend
 from ...kvcache.plan import MemoryPlan
-from ...kvcache.reach import Keeps
 from ...kvcache.spec import LayerSpec
 from ...proto.step import EncoderInput, View
 from ..pages import Pages
@@ -34,14 +33,15 @@ class CrossAttention:
         self._vision = model.model.vision_model
         self._projector = model.model.multi_modal_projector
         self._processor = tile_processor(model_dir)
-        self._layers = {layer.index: layer for layer in layers if layer.reach.keeps is Keeps.ENCODER}
+        self._layers = {layer.index: layer for layer in layers}
         self._modules: dict[int, Any] = {}  # by layer
         self._dtype = dtype
         self._device = next(model.parameters()).device
         self._backend: Backend | None = None
         self._pages: Pages | None = None
         self._metas: dict[int, GroupMeta] = {}  # group -> who sees what
-        self._size = 0
+        self._groups: list[int] = []
+        self._size = 0  # tokens of a block
         self.tokens: Tensor | None = None  # [T] of the packed tokens, those that see an image; None: none does
 
     def add_layer(self, module: Any) -> "CrossLayer":
@@ -54,9 +54,10 @@ class CrossAttention:
 
     def use(self, pages: Pages, plan: MemoryPlan, backend: str | None) -> None:
         self._pages = pages
-        self._size = next(group.block_tokens for group in plan.groups if group.reach.keeps is Keeps.ENCODER)
-        layer = next(iter(self._layers.values()))
-        attention = self._modules[layer.index].cross_attn
+        index, module = next(iter(self._modules.items()))
+        layer, attention = self._layers[index], module.cross_attn
+        self._groups = sorted({pages.encoder_group_of(index) for index in self._modules})
+        self._size = plan.groups[self._groups[0]].block_tokens
         needs = Needs(
             dtype=self._dtype,
             heads=attention.q_proj.weight.shape[0] // attention.head_dim,
@@ -76,7 +77,7 @@ class CrossAttention:
             states_ED = self._encode_one(data)
             block, offset = np.divmod(np.arange(start, start + len(states_ED)), self._size)
             for index, module in self._modules.items():
-                g, _ = self._pages.group_of[index, Keeps.ENCODER]
+                g = self._pages.encoder_group_of(index)
                 page = torch.from_numpy(np.array(tables[g], dtype=np.int64)[block]).to(self._device)
                 attention = module.cross_attn
                 keys = attention.k_norm(attention.k_proj(states_ED).unflatten(-1, (-1, attention.head_dim)))
@@ -125,22 +126,18 @@ class CrossAttention:
         kv_lens = np.array([view.tokens for _, view, _ in seen], dtype=np.int32)
         width = -(-int(kv_lens.max()) // self._size)
         first_block = np.array([view.first_block for _, view, _ in seen])
-        columns = np.minimum(first_block[:, None] + np.arange(width), tables[self._group()].shape[1] - 1)
-        for g in {self._pages.group_of[index, Keeps.ENCODER][0] for index in self._layers}:
+        columns = np.minimum(first_block[:, None] + np.arange(width), tables[self._groups[0]].shape[1] - 1)
+        for g in self._groups:
             batch = GroupBatch(tables[g][rows[:, None], columns], lens, kv_lens, self._size, is_causal=False)
             self._metas[g] = self._backend.prepare(batch, self._device)
         self.tokens = torch.from_numpy(np.concatenate([tokens for _, _, tokens in seen])).to(self._device)
 
-    def _group(self) -> int:
-        assert self._pages is not None
-        return self._pages.group_of[next(iter(self._layers)), Keeps.ENCODER][0]
-
     def attend(self, layer: int, q_THD: Tensor, scale: float) -> Tensor:
         """Attention of the step's `tokens` over their images. Returns [T,H,D]."""
         assert self._pages is not None and self._backend is not None, "allocate pages first"
-        g, _ = self._pages.group_of[layer, Keeps.ENCODER]
         out_THD = torch.empty_like(q_THD)
-        self._backend.attend(q_THD, self._pages.tokens[layer], LayerParams(scale), self._metas[g], out_THD)
+        meta = self._metas[self._pages.encoder_group_of(layer)]
+        self._backend.attend(q_THD, self._pages.tokens[layer], LayerParams(scale), meta, out_THD)
         return out_THD
 
 

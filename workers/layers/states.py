@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from ...kernels.state import CONVOLUTION, STATE_BACKENDS, Recurrence, StateBatch, select_state_backend
-from ...kvcache.reach import Keeps
 from ..pages import Pages
 from ..tensor_parallel import Section, TensorParallel
 
@@ -73,9 +72,9 @@ class PagedStates:
     ) -> Tensor:
         """Run this step's tokens [T,..] through tensor `which` of a layer's state. Returns [T,..]."""
         assert self._pages is not None, "allocate pages first"
-        g, _ = self._pages.group_of[layer, Keeps.STATE]
         pages = self._pages.states[layer][which]
-        return self._backend.scan(recurrence, pages, constants, inputs, self._metas[g])
+        meta = self._metas[self._pages.state_group_of(layer)]
+        return self._backend.scan(recurrence, pages, constants, inputs, meta)
 
 
 class Mixer:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...errors import OutOfMemory
 from ...kvcache.plan import MemoryPlan
@@ -39,8 +39,10 @@ class LoadedModel:
         self.facts = facts
         self.device = device
         self.is_tested = is_tested
+        self.run: Callable[..., Any] = module  # one forward pass, as transformers' modules are called
+        # transformers leaves cross layers out unless it sees an encoder's output; ours know theirs.
+        self.extra_inputs = {"cross_attention_states": torch.empty(0)} if cross is not None else {}
         self._pages: Pages | None = None
-        self._run: Callable[..., Any] = module
 
     def compile(self) -> None:
         """Let torch compile what runs from now on. Attention is one opaque operator to it, states it leaves alone."""
@@ -48,7 +50,7 @@ class LoadedModel:
 
         # Around states each layer is compiled by itself, and beyond this many torch would go on uncompiled, silently.
         config.recompile_limit = max(config.recompile_limit, 16 * len(self.facts.layers))
-        self._run = torch.compile(self.module, dynamic=True)
+        self.run = torch.compile(self.module, dynamic=True)
 
     def allocate(self, plan: MemoryPlan, backend: str | None) -> None:
         """Pages as the plan lays them out. backend: by which states are computed; None: the fastest."""
@@ -71,22 +73,6 @@ class LoadedModel:
         self.states.use(self._pages, backend)
         if self.cross is not None:
             self.cross.use(self._pages, plan, backend)
-
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, keep_T: Tensor | None = None) -> Tensor:
-        """Logits of packed tokens, of those in `keep_T` alone if given. [T or K, vocabulary].
-
-        Who computes what over which pages is known from `begin_step` of attention, states and cross-attention.
-        """
-        # transformers leaves cross layers out unless it sees an encoder's output; ours know theirs.
-        extra = {"cross_attention_states": torch.empty(0)} if self.cross is not None else {}
-        output = self._run(
-            input_ids=tokens_T.unsqueeze(0),
-            position_ids=positions_T.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=0 if keep_T is None else keep_T,
-            **extra,
-        )
-        return output.logits[0]
 
     @property
     def pages(self) -> Pages:

@@ -95,7 +95,7 @@ class Bench:
     def _request(self, prompt: list[int], max_tokens: int, stop: tuple[int, ...], terms: Terms) -> Request:
         self._count += 1
         request = request_of(prompt, max_tokens, self._count, stop=stop, terms=terms)
-        assert self.manager.fits(request.max_total_tokens)
+        assert self.manager.plan.fits(request.max_total_tokens)
         self.generated[request.id] = []
         return request
 

@@ -1,0 +1,98 @@
+"""What a worker keeps of each running request, by slot: its tokens, how far it is, its block tables."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..kvcache.plan import Group, MemoryPlan
+from ..proto.step import Admit, Advance, Sampling, View
+from ..proto.worker import RunnerLimits
+from .grammar.matcher import Grammars, Matcher
+from .sampler import History
+
+GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0, logprobs=-1)
+
+
+@dataclass(slots=True)
+class Slot:
+    """A running request, but for the numbers that the step reads of all slots at once."""
+
+    prompt: np.ndarray  # [tokens] int64, as admitted
+    sampling: Sampling
+    history: History | None = None  # where it matters which tokens it has
+    matcher: Matcher | None = None  # where its answer has a form; on the rank that draws
+    views: Sequence[View] = ()  # what its tokens see of an encoder's output
+
+    @classmethod
+    def of(cls, entry: Admit, grammars: Grammars | None) -> "Slot":
+        """grammars: where tokens are drawn."""
+        sampling = entry.sampling
+        matcher = None
+        if sampling.form and grammars is not None:
+            kind, text = sampling.form
+            matcher = grammars.matcher(kind, text, entry.tokens[sampling.prompt_tokens :])
+        return cls(
+            np.array(entry.tokens, dtype=np.int64),
+            sampling,
+            History(entry.tokens, sampling.prompt_tokens) if sampling.needs_history else None,
+            matcher,
+            entry.views,
+        )
+
+
+class SlotTables:
+    """All slots of a worker: one `Slot` for each that is taken, and arrays with a number or a row for each.
+
+    Invariant: `computed <= known`, and tokens `computed .. known` are at hand: those of the admission in `prompt`,
+    of the sampled ones only the last is ever needed. Arrays say nothing of a slot that is free.
+    """
+
+    def __init__(self, plan: MemoryPlan, limits: RunnerLimits, grammars: Grammars | None):
+        """grammars: where tokens are drawn."""
+        self._grammars = grammars
+        slots = limits.max_num_seqs
+        self.slots: list[Slot | None] = [None] * slots
+        self.block_tables = [
+            np.zeros((slots, _most_blocks(group, limits.max_model_len)), dtype=np.int32) for group in plan.groups
+        ]
+        self.num_blocks = np.zeros((len(plan.groups), slots), dtype=np.int32)
+        self.known = np.zeros(slots, dtype=np.int32)
+        self.computed = np.zeros(slots, dtype=np.int32)
+        self.last_token = np.zeros(slots, dtype=np.int64)
+        self.asked_before = np.zeros(slots, dtype=np.int32)  # tokens computed before this position tell of the prompt
+
+    def admit(self, entry: Admit) -> None:
+        slot, sampling = entry.slot, entry.sampling
+        assert self.slots[slot] is None, f"slot {slot} is taken"
+        self.slots[slot] = Slot.of(entry, self._grammars)
+        self.known[slot] = len(entry.tokens)
+        self.computed[slot] = entry.computed_tokens
+        self.last_token[slot] = entry.tokens[-1]
+        self.asked_before[slot] = sampling.prompt_tokens - 1 if sampling.prompt_logprobs >= 0 else 0
+        self.num_blocks[:, slot] = 0
+        self.append_blocks(entry)
+
+    def append_blocks(self, entry: Admit | Advance) -> None:
+        slot = entry.slot
+        for table, count, blocks in zip(self.block_tables, self.num_blocks, entry.blocks, strict=True):
+            start = count[slot]
+            table[slot, start : start + len(blocks)] = blocks
+            count[slot] += len(blocks)
+
+    def retire(self, slot: int) -> None:
+        self.slots[slot] = None
+
+    def __getitem__(self, slot: int) -> Slot:
+        taken = self.slots[slot]
+        assert taken is not None, f"slot {slot} is empty"
+        return taken
+
+    def tokens(self, slot: int, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) of a slot, which are not computed yet."""
+        prompt = self[slot].prompt
+        return prompt[start:stop] if stop <= len(prompt) else self.last_token[slot : slot + 1]
+
+
+def _most_blocks(group: Group, max_model_len: int) -> int:
+    return -(-group.reach.slots_for(max_model_len, group.encoder_tokens) // group.block_tokens)

@@ -1,0 +1,84 @@
+"""Forward passes over the null block, before requests come: what can be found out, chosen or compiled then is."""
+
+import numpy as np
+import torch
+
+from ..errors import UnsupportedModel
+from ..proto.worker import ModelSettings
+from .cpu.fused import fuse
+from .cpu.linear import compile_products
+from .graphs import DecodeGraphs, recorder
+from .runner import ModelRunner, Rows
+from .slots import GREEDY, Slot
+
+WARM_UP_TOKENS = 4
+
+
+@torch.inference_mode()
+def warm_up(runner: ModelRunner, settings: ModelSettings) -> None:
+    """Let the layers find their backend, or fail, before anyone waits; let the model run as fast as it can."""
+    model, limits = runner.model, runner.limits
+    longest = min(limits.max_num_batched_tokens, limits.max_model_len)
+    _take_slot(runner, longest)
+    model.attention.learn(lambda: runner.forward(_rows()), settings.attention_backend)
+    # Fewer calls of Python: by torch's compiler or by ours, for families whose modules the table is tested with.
+    if settings.torch_compile:
+        _compile(runner)
+    elif not settings.enforce_eager and model.is_tested:
+        fuse(model.module, model.attention, model.device)
+    # On a CPU: how many threads compute a step, and its matrix products for each number of tokens.
+    runner.threads.learn(lambda tokens: runner.forward(_rows(tokens=tokens)), longest, runner.parallel.share_from_first)
+    compile_products(model.module, limits.max_num_batched_tokens, runner.threads.use_for)
+    runner.forward(_rows())
+    runner.tables.retire(0)
+    # On a GPU: steps that only decode are recorded from now on.
+    record = recorder(model.device)
+    if record is not None and not settings.enforce_eager and model.cross is None:
+        runner.graphs = DecodeGraphs(model, runner.logits, record)
+
+
+@torch.inference_mode()
+def run_largest_steps(runner: ModelRunner, backend: str | None) -> None:
+    """Steps of as many tokens as there may be, of one prompt and of many rows."""
+    limits = runner.limits
+    longest = min(limits.max_num_batched_tokens, limits.max_model_len)
+    rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    each = min(limits.max_num_batched_tokens // rows, longest)
+    _take_slot(runner, longest)
+    runner.model.attention.learn(lambda: runner.forward(_rows()), backend)
+    runner.forward(_rows(tokens=longest))
+    runner.forward(_rows(rows=rows, tokens=each))
+    runner.tables.retire(0)
+
+
+def _take_slot(runner: ModelRunner, tokens: int) -> None:
+    """Put so many tokens into slot 0, from which all rows read."""
+    runner.tables.slots[0] = Slot(np.arange(max(tokens, WARM_UP_TOKENS)) % WARM_UP_TOKENS, GREEDY)
+
+
+def _rows(rows: int = 1, tokens: int = WARM_UP_TOKENS) -> Rows:
+    """Rows of a few tokens, the first of their sequences."""
+    return Rows(
+        slots=np.zeros(rows, dtype=np.int64),
+        places=np.arange(rows),
+        query_lens=np.full(rows, tokens, dtype=np.int32),
+        computed=np.zeros(rows, dtype=np.int32),
+        finishes=np.ones(rows, dtype=bool),
+    )
+
+
+def _compile(runner: ModelRunner) -> None:
+    """Now, not when requests come: no, one and several tokens are different things to a compiler, and so are logits."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    runner.model.compile()
+    one = _rows()._replace(query_lens=np.ones(1, dtype=np.int32))
+    unfinished = _rows()._replace(finishes=np.zeros(1, dtype=bool))
+    try:
+        for rows in (_rows(), _rows(rows=2), unfinished, one):
+            runner.forward(rows)
+    except TorchDynamoException as error:
+        raise UnsupportedModel(
+            f"torch.compile cannot compile this model: {error}. Start without torch_compile.",
+            field="torch_compile",
+        ) from error
