@@ -111,7 +111,7 @@ class ModelRunner:
         order = np.argsort(query_lens > 1, kind="stable")
         slots, query_lens = slots[order], query_lens[order]
         computed, known = self.tables.computed[slots], self.tables.known[slots]
-        assert (computed + query_lens <= known).all(), "a step computes no tokens that nobody knows"
+        assert (computed + query_lens <= known).all(), self.tables.what_is_lacking(slots)
         return Rows(slots, order, query_lens, computed, computed + query_lens == known)
 
     # -- from slots to logits ----------------------------------------------------------------------------------------

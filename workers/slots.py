@@ -80,6 +80,11 @@ class SlotTables:
             table[slot, start : start + len(blocks)] = blocks
             count[slot] += len(blocks)
 
+    def what_is_lacking(self, slots: np.ndarray) -> str:
+        """Why a step over these cannot run: they know fewer tokens than it computes."""
+        empty = next((slot for slot in slots if self.slots[slot] is None), None)
+        return f"slot {empty} is empty" if empty is not None else "a step computes tokens that are not known"
+
     def retire(self, slot: int) -> None:
         self.slots[slot] = None
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from intarsia.kvcache import token_table
-from intarsia.kvcache.draft_table import DraftTable
 from intarsia.kvcache.group_blocks import GroupBlocks
 from intarsia.kvcache.group_table import GroupTable, Save
 from intarsia.kvcache.hints import Hints
@@ -18,6 +17,7 @@ from intarsia.kvcache.manager import CacheManager
 from intarsia.kvcache.packed_blocks import PackedBlocks
 from intarsia.kvcache.page_blocks import PageBlocks
 from intarsia.kvcache.pool import BlockPool
+from intarsia.kvcache.prefix import TokenChain
 from intarsia.kvcache.reach import Chunked, Sliding
 from intarsia.kvcache.state_table import StateTable
 from intarsia.kvcache.token_table import TokenTable
@@ -166,7 +166,7 @@ def a_large_page_is_freed_while_one_block_is_held(m):
 
 @bug
 def a_drafters_block_is_named_without_the_next_token(m):
-    m.setattr(DraftTable, "names", lambda self, chain: chain.names)
+    m.setattr(TokenChain, "draft_names", property(lambda self: self.names))
 
 
 @bug

@@ -70,7 +70,7 @@ def left_behind(mark: bytes) -> list[str]:
 CLOSED_LAST = """
 import atexit, threading, time
 from concurrent.futures import ThreadPoolExecutor
-from intarsia.deploy.at_exit import closed_at_exit, is_closed
+from intarsia.deploy.start.at_exit import closed_at_exit, is_closed
 
 class Open:
     def __init__(self, name, error=None):

@@ -39,7 +39,7 @@ def test_a_server_that_starts_ends_at_the_first_signal_and_says_so(number: signa
 
 STUCK = """
 import ctypes
-from intarsia.deploy.ending import ended_by_signals
+from intarsia.deploy.start.ending import ended_by_signals
 with ended_by_signals():
     print("begun", flush=True)
     mutex = ctypes.create_string_buffer(64)
@@ -67,8 +67,8 @@ def test_a_process_whose_interpreter_is_kept_by_a_library_ends_all_the_same(numb
 
 WITH_A_BAR = """
 import ctypes, sys, time
-from intarsia.deploy.ending import ended_by_signals
-from intarsia.deploy.loading_bar import loading_bar
+from intarsia.deploy.start.ending import ended_by_signals
+from intarsia.deploy.terminal.loading_bar import loading_bar
 with ended_by_signals(), loading_bar():
     time.sleep(0.3)
     mutex = ctypes.create_string_buffer(64)

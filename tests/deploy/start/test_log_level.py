@@ -10,7 +10,7 @@ import trustme
 SERVER = """
 import socket, sys
 from pathlib import Path
-from intarsia.deploy.log_level import LogLevel, log_from
+from intarsia.deploy.start.log_level import LogLevel, log_from
 log_from(LogLevel(sys.argv[1]))
 import grpc
 from concurrent import futures
