@@ -155,13 +155,14 @@ def reserved_blocks_of_an_ended_request_are_lost(m):
 
 @bug
 def a_large_page_is_freed_while_one_block_is_held(m):
-    def leave(original, self, page):
-        original(self, page)
+    def release(original, self, block, tier):
+        original(self, block, tier)
+        page = block // self.per_page
         if self._used[page] == 1 and self._cached_in[page] == 0 and page:
             self._num_free -= len(self._free.pop(page, ()))
             self._pages.give_back(page)
 
-    around(m, PackedBlocks, "_leave", leave)
+    around(m, PackedBlocks, "_release", release)
 
 
 @bug
