@@ -85,7 +85,10 @@ class Tagged:
         tag = self._tags[type(message)]
         fields = [tag, *message]
         for default in reversed(self._defaults[tag]):
-            if fields[-1] != default:
+            is_default = fields[-1] == default or (
+                default == () and fields[-1] == []
+            )  # MessagePack has one kind of row
+            if not is_default:
                 break
             fields.pop()
         return fields

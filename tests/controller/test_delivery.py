@@ -4,11 +4,12 @@ import math
 
 import pytest
 
-from intarsia.controller.delivery import PRESSED_INTERVAL_S, Delivery, Sink, Subscribers
+from intarsia.controller.delivery import PRESSED_INTERVAL_S, Sink, Subscribers
 from intarsia.controller.request import Request
 from intarsia.controller.scheduling.outcome import Outcome, Progress
 from intarsia.errors import EngineUnavailable
 from intarsia.kvcache.manager import RequestId
+from intarsia.proto.messages import FROM_ENGINE, Delivery
 from intarsia.proto.request import FinishReason, SamplingParams
 
 PROMPT = [1, 2, 3]
@@ -93,3 +94,10 @@ def test_an_error_goes_to_the_handle_of_its_request():
     error = EngineUnavailable("gone")
     subscribers.send_error(subscribed(subscribers, sent.append, 7), error)
     assert sent == [Delivery((), (), errors=[(7, error)])]
+
+
+def test_a_step_that_brings_a_token_each_travels_as_two_columns():
+    subscribers, sent = Subscribers(), list[Delivery]()
+    request = subscribed(subscribers, sent.append, 7)
+    subscribers.send(plain((request, 5)), 0.0)
+    assert FROM_ENGINE.plain(sent[0]) == [0, [7], [5]]
