@@ -2,21 +2,32 @@
 
 A subscriber is sent each token at once, or several tokens together: once an interval is over, or all of them at the end
 of the answer. While more requests come than can be served the interval is `PRESSED_INTERVAL_S` at least: what is saved
-on messages goes into answers.
+on messages goes into answers. What a front end that stands still does not take waits in an `Outbox`, where it takes
+little.
 """
 
+import asyncio
+import contextlib
 import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from ..errors import IntarsiaError
-from ..proto.messages import Delivery
-from ..proto.reply import Delta, Rows, TokenLogprobs
+from ..proto.channel import ChannelClosed, Stream
+from ..proto.messages import FROM_ENGINE, Delivery
+from ..proto.reply import Backlog, Delta, Rows, TokenLogprobs
 from .request import Request
 from .scheduling.outcome import Outcome, Progress
 
 PRESSED_INTERVAL_S = 0.05
 """From one piece of an answer to its next, under pressure."""
+
+
+MOST_UNSENT_BYTES = 256 * 1024
+"""In the socket's buffer for a front end, beside what the kernel takes. What comes then is held back."""
+
+MESSAGE_BYTES = 64 * 1024
+"""About so much is sent at once of what was held back."""
 
 
 class _Collected(NamedTuple):
@@ -76,8 +87,8 @@ class Subscribers:
         request.subscriber = Subscriber(sink, handle, interval_s, sent=len(request.tokens))
 
     def press(self, is_pressed: bool, live: Iterable[Request]) -> None:
-        """Under pressure everybody is sent less often, those who came before it too: hundreds may wait still, and each
-        of their tokens would be a message."""
+        """Under pressure every subscriber is sent less often, earlier ones too: hundreds may still wait, and each of
+        their tokens would be a message."""
         begins, self._is_pressed = is_pressed and not self._is_pressed, is_pressed
         if begins:
             for request in live:
@@ -138,3 +149,60 @@ def _delta(entry: Progress) -> Delta:
         prompt_logprobs=about_prompt,
         queue_s=request.queue_s,
     )
+
+
+class Outbox:
+    """What one front end is to be told: a message per step. While it stands still, what is new waits here, and takes
+    little: an answer's tokens are one piece, however many steps they are of."""
+
+    def __init__(self, stream: Stream, may_send: Callable[[Delivery], bool]):
+        """may_send: hears of each delivery that says more than tokens, before it is sent; False: it is not sent"""
+        self._stream = stream
+        self._may_send = may_send
+        self._stream.hold_above(MOST_UNSENT_BYTES)
+        self._held = Backlog()  # by handle
+        self._errors: list[tuple[int, IntarsiaError]] = []
+        self._sending: asyncio.Task[None] | None = None  # while something is held
+
+    @property
+    def held_bytes(self) -> int:
+        return self._held.num_bytes
+
+    def deliver(self, delivery: Delivery) -> None:
+        """Send it, or hold it back behind what is held back."""
+        if (delivery.deltas or delivery.errors) and not self._may_send(delivery):
+            return
+        if self._sending is not None:
+            self._hold(delivery)
+            return
+        self._stream.send_message(FROM_ENGINE.plain(delivery))
+        if self._stream.unsent_bytes > MOST_UNSENT_BYTES:
+            self._sending = asyncio.create_task(self._send_held())
+
+    def close(self) -> None:
+        if self._sending is not None:
+            self._sending.cancel()
+
+    def _hold(self, delivery: Delivery) -> None:
+        for handle, token in zip(delivery.handles, delivery.tokens, strict=True):
+            self._held.put(Delta((token,), answer=handle))
+        for handle, delta in delivery.deltas:
+            self._held.put(delta._replace(answer=handle))
+        self._errors += delivery.errors
+
+    async def _send_held(self) -> None:
+        """As it is taken. What came with each answer is told before its error."""
+        with contextlib.suppress(ChannelClosed):
+            await self._stream.drain()
+            while self._held or self._errors:
+                deltas, size = [], 0
+                while self._held and size < MESSAGE_BYTES:
+                    piece = self._held.take()
+                    deltas.append((piece.answer, piece))
+                    size += piece.num_bytes
+                errors = ()
+                if not self._held:
+                    errors, self._errors = self._errors, []
+                self._stream.send_message(FROM_ENGINE.plain(Delivery((), (), deltas, errors)))
+                await self._stream.drain()
+            self._sending = None

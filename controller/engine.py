@@ -31,7 +31,7 @@ from .scheduling.outcome import Outcome
 from .scheduling.scheduler import Scheduler
 from .status import Status
 from .step_runner import StepRunner
-from .telemetry import StepTimes, Telemetry
+from .telemetry import LoopTimes, Telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -249,7 +249,7 @@ class Engine:
         if self.cache_watchers.is_watched:
             self.cache_watchers.send()
         wait_us, commit_us = (answered - started) * 1e6, (time.perf_counter() - answered) * 1e6
-        self.telemetry.stepped(step, result, outcome, StepTimes(plan_us, wait_us, commit_us))
+        self.telemetry.stepped(step, result, outcome, LoopTimes(plan_us, wait_us, commit_us))
         # Let front ends submit, abort and receive before the next plan, even if no await above had to wait.
         await asyncio.sleep(0)
 

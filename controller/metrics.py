@@ -1,4 +1,4 @@
-"""What an engine measures of its requests, for whoever watches it over time.
+"""What an engine measures of its requests and steps over time.
 
 Distributions are kept as counts between fixed bounds, which is what Prometheus wants and costs a bisection per value.
 What is true of every decoding request of a step (how long it waited for its token) is counted for all of them at once.
@@ -51,7 +51,10 @@ ANSWERS = (1.0, 2.0, 5.0, 10.0, 20.0)
 KEPT_S = 60.0
 
 KEPT_VALUES = 2048
-"""At most, of each kind: they are sorted when somebody looks."""
+"""At most, of each kind: they are sorted for each reading."""
+
+MOST_UNMEASURED = 64
+"""Steps that wait to be measured."""
 
 PREEMPTIONS = (0.0, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 
@@ -137,7 +140,10 @@ def _below(ordered: Sequence[tuple[float, int]], share: float) -> float | None:
 
 
 class Meter:
-    """Measures. All times are seconds of one clock, which the scheduler's is, too."""
+    """Measures. All times are seconds of one clock, which the scheduler's is, too.
+
+    Steps are noted in `steps`. They are measured before the next reading, or many at once.
+    """
 
     def __init__(self) -> None:
         self.first_token_s = Distribution(QUICK_S)
@@ -159,18 +165,21 @@ class Meter:
         self._finished: Counter[str] = Counter()
         self._lost: Counter[str] = Counter()
         self._last_tokens_s: float | None = None  # when a step last brought tokens
+        self.steps: list[tuple[int, int, float]] = []  # (tokens, answers that got a further one, when it ended)
 
     def submitted(self, answers: int, max_tokens: int) -> None:
         self.answers.observe(answers)
         self.max_tokens.observe(max_tokens)
 
-    def stepped(self, tokens: int, decoded: int, now_s: float) -> None:
-        """A step computed so many tokens of prompts and drew so many, and brought a further one to so many answers."""
-        self.step_tokens.observe(tokens)
-        if decoded and self._last_tokens_s is not None:
-            self.between_tokens_s.observe(now_s - self._last_tokens_s, decoded)
-            self._late_next_token.add(now_s - self._last_tokens_s, now_s, decoded)
-        self._last_tokens_s = now_s
+    def measure_steps(self) -> None:
+        """Measure the noted steps, in their order: each computed and drew so many tokens."""
+        steps, self.steps = self.steps, []
+        for tokens, decoded, ended_s in steps:
+            self.step_tokens.observe(tokens)
+            if decoded and self._last_tokens_s is not None:
+                self.between_tokens_s.observe(ended_s - self._last_tokens_s, decoded)
+                self._late_next_token.add(ended_s - self._last_tokens_s, ended_s, decoded)
+            self._last_tokens_s = ended_s
 
     def began(self, request: Request, now_s: float) -> None:
         """Its first token has come."""
@@ -205,10 +214,12 @@ class Meter:
 
     def latencies(self, now_s: float) -> Latencies:
         """Of late."""
+        self.measure_steps()
         windows = self._late_first_token, self._late_next_token, self._late_queue
         return Latencies(*(window.spread(now_s) for window in windows))
 
     def read(self, manager: CacheManager) -> Metrics:
+        self.measure_steps()
         pool, plan = manager.pool, manager.plan
         return Metrics(
             {name: each for name, each in vars(self).items() if isinstance(each, Distribution)},

@@ -1,19 +1,16 @@
 """Where front ends (gRPC servers, Serve replicas, the offline API) connect to the engine. `proto/messages.py` says what
 they say to each other.
-
-What a front end that stands still does not take waits in an `Outbox`, where it takes little.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from ..errors import IntarsiaError
 from ..kvcache.events import Event, parts
-from ..kvcache.manager import RequestId
-from ..proto.channel import Address, ChannelClosed, Stream, StreamServer, reading
+from ..kvcache.ids import RequestId
+from ..proto.channel import Address, Stream, StreamServer, reading
 from ..proto.codec import read
 from ..proto.messages import (
     CACHE_EVENTS,
@@ -36,17 +33,11 @@ from ..proto.messages import (
     UnwatchCache,
     WatchCache,
 )
-from ..proto.reply import Backlog, Delta
 from ..proto.request import GenerateRequest
 from .cache_watchers import Watcher
+from .delivery import Outbox
 from .engine import Engine
 from .status import Status
-
-MOST_UNSENT_BYTES = 256 * 1024
-"""In the socket's buffer for a front end, beside what the kernel takes. What comes then is held back."""
-
-MESSAGE_BYTES = 64 * 1024
-"""About so much is sent at once of what was held back."""
 
 QUESTIONS: Mapping[type, Callable[..., Any]] = {
     AskLoad: Status.load,
@@ -100,7 +91,7 @@ class _Connection:
         self._engine = engine
         self._stream = stream
         self._pairs = pairs
-        self._outbox = Outbox(stream)
+        self._outbox = Outbox(stream, self._note_ends)
         self._requests: dict[int, RequestId] = {}  # by handle
         self._watchers: dict[int, Watcher] = {}  # by handle
         self._snapshots: set[asyncio.Future[None]] = set()  # that are being taken
@@ -134,20 +125,22 @@ class _Connection:
             with reading("a request"):
                 request = read(message.request, GenerateRequest, checked=True)
                 _check_request(request)
-            ids = self._engine.submit(request, message.handle, self._deliver)
+            ids = self._engine.submit(request, message.handle, self._outbox.deliver)
             self._requests |= {message.handle + index: request_id for index, request_id in enumerate(ids)}
         except IntarsiaError as error:
             self._send(Delivery((), (), errors=[(message.handle, error)]))
 
-    def _deliver(self, delivery: Delivery) -> None:
+    def _note_ends(self, delivery: Delivery) -> bool:
+        """Forget the answers that end with it. False if the engine has failed: `close` tells that to all at once, so
+        that their requests can go on elsewhere."""
         if self._engine.failure is not None:
-            return  # `close` tells all at once, so that they can go on elsewhere
-        self._outbox.deliver(delivery)
+            return False
         for handle, delta in delivery.deltas:
             if delta.finish_reason is not None:
                 self._requests.pop(handle, None)
         for handle, _ in delivery.errors:
             self._requests.pop(handle, None)
+        return True
 
     def _abort(self, message: Abort) -> None:
         if message.handle in self._requests:
@@ -182,59 +175,6 @@ class _Connection:
 
     def _send(self, message: Any) -> None:
         self._stream.send_message(FROM_ENGINE.plain(message))
-
-
-class Outbox:
-    """What one front end is to be told: a message per step. While it stands still, what is new waits here, and takes
-    little: an answer's tokens are one piece, however many steps they are of."""
-
-    def __init__(self, stream: Stream):
-        self._stream = stream
-        self._stream.hold_above(MOST_UNSENT_BYTES)
-        self._held = Backlog()  # by handle
-        self._errors: list[tuple[int, IntarsiaError]] = []
-        self._sending: asyncio.Task[None] | None = None  # while something is held
-
-    @property
-    def held_bytes(self) -> int:
-        return self._held.num_bytes
-
-    def deliver(self, delivery: Delivery) -> None:
-        """In the order of deliveries."""
-        if self._sending is not None:
-            self._hold(delivery)
-            return
-        self._stream.send_message(FROM_ENGINE.plain(delivery))
-        if self._stream.unsent_bytes > MOST_UNSENT_BYTES:
-            self._sending = asyncio.create_task(self._send_held())
-
-    def close(self) -> None:
-        if self._sending is not None:
-            self._sending.cancel()
-
-    def _hold(self, delivery: Delivery) -> None:
-        for handle, token in zip(delivery.handles, delivery.tokens, strict=True):
-            self._held.put(Delta((token,), answer=handle))
-        for handle, delta in delivery.deltas:
-            self._held.put(delta._replace(answer=handle))
-        self._errors += delivery.errors
-
-    async def _send_held(self) -> None:
-        """As it is taken. What came with each answer is told before its error."""
-        with contextlib.suppress(ChannelClosed):
-            await self._stream.drain()
-            while self._held or self._errors:
-                deltas, size = [], 0
-                while self._held and size < MESSAGE_BYTES:
-                    piece = self._held.take()
-                    deltas.append((piece.answer, piece))
-                    size += piece.num_bytes
-                errors = ()
-                if not self._held:
-                    errors, self._errors = self._errors, []
-                self._stream.send_message(FROM_ENGINE.plain(Delivery((), (), deltas, errors)))
-                await self._stream.drain()
-            self._sending = None
 
 
 class _Pairs:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import InvalidRequest, InvalidSetting
-from ..kvcache.manager import CacheManager, CacheSettings
+from ..kvcache.manager import CacheManager
 from ..kvcache.plan import MemoryPlan, PlanSettings
+from ..kvcache.settings import CacheSettings
 from ..kvcache.strategies import plan_memory
 from ..proto.request import SamplingParams
 from ..proto.status import EngineInfo, GroupInfo

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from ..errors import IntarsiaError
-from ..kvcache.manager import CacheManager, RequestId
+from ..kvcache.ids import RequestId
+from ..kvcache.manager import CacheManager
 from ..proto.status import CacheState, EngineInfo, EngineLoad, GroupState, Look, Probe
 from .metrics import Metrics
 from .request import Request

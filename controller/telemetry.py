@@ -18,7 +18,7 @@ from ..kvcache.group_table import SALT
 from ..proto.status import EngineLoad
 from ..proto.step import Step, StepResult
 from ..proto.tracing import Tracer
-from .metrics import Meter
+from .metrics import MOST_UNMEASURED, Meter
 from .request import Request
 from .scheduling.outcome import Outcome
 from .scheduling.scheduler import Scheduler
@@ -68,7 +68,7 @@ COUNTED_ENDS = {
 """The counter of each way in which a request ends; "error" has none."""
 
 
-class StepTimes(NamedTuple):
+class LoopTimes(NamedTuple):
     """What the controller spent on one step, in microseconds."""
 
     plan_us: float
@@ -175,7 +175,7 @@ class Telemetry:
         """A plan was made, whether a step came of it or not."""
         self.stats.plan_us += plan_us
 
-    def stepped(self, step: Step, result: StepResult, outcome: Outcome, times: StepTimes) -> None:
+    def stepped(self, step: Step, result: StepResult, outcome: Outcome, times: LoopTimes) -> None:
         """A step has run, and its tokens are entered."""
         now_s, running = time.monotonic(), self._scheduler.num_seated
         stats = self.stats
@@ -187,7 +187,9 @@ class Telemetry:
         computed = len(step.decode) + sum(advance.tokens for advance in step.advance)
         # The first token of an answer comes with its prompt; every other one was decoded.
         decoded = generated - began
-        self.meter.stepped(computed + began, decoded, now_s)
+        self.meter.steps.append((computed + began, decoded, now_s))
+        if len(self.meter.steps) >= MOST_UNMEASURED:
+            self.meter.measure_steps()
         self.journal.stepped(
             StepView(
                 number=step.number,

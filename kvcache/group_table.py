@@ -44,6 +44,20 @@ class Save(NamedTuple):
     block: BlockId
 
 
+class Growth(NamedTuple):
+    """What a request got for a step."""
+
+    blocks: Sequence[Sequence[BlockId]]  # [group][new block]
+    copies: Sequence[Copy] = ()
+    saves: Sequence[Save] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.copies or self.saves or any(self.blocks))
+
+
+NOTHING = Growth(())
+
+
 class Sources(enum.Enum):
     """A prefix that ends inside a block, or in a state, goes on in a copy. Its source is held until it is copied."""
 

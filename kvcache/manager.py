@@ -16,50 +16,19 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
-from ..errors import InvalidSetting
 from .eviction import GreedyDualPolicy, Policy
-from .group_table import COPIED, DROPPED, HELD, Copy, Row, Save
+from .group_table import COPIED, DROPPED, HELD, NOTHING, Copy, Growth, Row, Save
 from .hints import USUAL_RETENTION, Hints, Retain
 from .ids import BlockId, RequestId
 from .lookup import Hit, Lookup
 from .plan import MemoryPlan
 from .pool import BlockPool
 from .prefix import Chain, Encoder, Namer, TokenChain
+from .room import Room
+from .settings import CacheSettings
+from .swapping import Swapping
 from .tables import Tables, name_every
-
-LEAST_CHUNK_TOKENS = 512
-"""A shorter chunk of prefill makes worse use of the workers than what it saves is worth."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheSettings:
-    """How prefixes are cached."""
-
-    prefix_caching: bool = True
-    snapshot_share: float = 0.5  # of the memory, for saved states
-    pinned_share: float = 0.1  # of the memory, for blocks that requests pin
-
-    def __post_init__(self):
-        for field in ("snapshot_share", "pinned_share"):
-            if not 0 <= getattr(self, field) <= 1:
-                raise InvalidSetting(f"{field} must be between 0 and 1, got {getattr(self, field)}", field=field)
-
-
-class Growth(NamedTuple):
-    """What a request got for a step."""
-
-    blocks: Sequence[Sequence[BlockId]]  # [group][new block]
-    copies: Sequence[Copy] = ()
-    saves: Sequence[Save] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.copies or self.saves or any(self.blocks))
-
-
-NOTHING = Growth(())
 
 
 class CacheManager:
@@ -88,6 +57,8 @@ class CacheManager:
         self._name_every = name_every(plan)
         self._lookup = Lookup(self._tables, self.pool, plan.block_tokens)
         self._hints = Hints(self.pool, plan, settings.pinned_share, clock)
+        self._room = Room(self._tables, self.pool)
+        self._swapping = Swapping(self._tables, self.pool, plan)
         self._rows: dict[RequestId, Row] = {}
 
     # -- asking for a prefix -----------------------------------------------------------------------------------------
@@ -139,20 +110,11 @@ class CacheManager:
 
     def room_to_grow(self, request: RequestId, length: int) -> int:
         """The longest up to `length` that the pool has blocks for now; what the request has already if none."""
-        row = self._rows[request]
-        return _longest(row.extent, length, lambda end: self.pool.room_for(self._tables.missing(row, end), request))
+        return self._room.to_grow(self._rows[request], length)
 
     def chunk_end(self, request: RequestId, length: int) -> int:
-        """Where a chunk of prefill up to `length` had better end.
-
-        A long chunk holds blocks of windows that it passes itself. If cached prefixes had to be evicted for those,
-        chunks are shorter, but not shorter than `LEAST_CHUNK_TOKENS`.
-        """
-        row = self._rows[request]
-        least = row.extent + LEAST_CHUNK_TOKENS
-        if length <= least or not self._tables.has_windows:
-            return length
-        return _longest(least, length, lambda end: self.pool.room_at_no_loss(self._tables.missing(row, end), request))
+        """Where a chunk of prefill up to `length` had better end."""
+        return self._room.chunk_end(self._rows[request], length)
 
     @property
     def is_full(self) -> bool:
@@ -290,8 +252,7 @@ class CacheManager:
 
     def swap_bytes(self, request: RequestId) -> int:
         """What `swap_out` would copy, about."""
-        groups = zip(self._tables.each, self.plan.groups, strict=True)
-        return sum(len(table.held(request)) * group.block_bytes for table, group in groups)
+        return self._swapping.num_bytes(request)
 
     def swap_out(self, request: RequestId, length: int) -> list[tuple[int, int, BlockId]] | None:
         """`release` a request whose first `length` tokens are written, and say what must be copied for it to go on from
@@ -299,18 +260,9 @@ class CacheManager:
 
         None, with nothing done, when its blocks wait to be filled from others first.
         """
-        row = self._rows[request]
-        if any(table.has_source(request) for table in self._tables.each):
-            return None
-        row.extent = length
-        for table in self._tables.each:
-            table.settle(row)  # what windows have passed need not be copied
-        moved = [
-            (g, place, block)
-            for g, table in enumerate(self._tables.each)
-            for place, block in table.to_keep(request, length)
-        ]
-        self.release(request, length)
+        moved = self._swapping.to_move(self._rows[request], length)
+        if moved is not None:
+            self.release(request, length)
         return moved
 
     def swap_in(
@@ -321,21 +273,14 @@ class CacheManager:
 
         Returns the blocks to copy it to, in that order. Raises `PoolExhausted`, with nothing taken.
         """
-        by_group = [[place for g, place in places if g == group] for group in range(len(self._tables.each))]
-        taken = self.pool.take(list(map(len, by_group)), request)
-        row = self._add_row(Row(request, chain, encoder, length))
-        chain.grow()
-        for table, own, new in zip(self._tables.each, by_group, taken, strict=True):
-            table.restore(row, own, new)
-        unused = [iter(blocks) for blocks in taken]
-        return [next(unused[g]) for g, _ in places]
+        row = Row(request, chain, encoder, length)
+        blocks = self._swapping.restore(row, places)
+        self._add_row(row)
+        return blocks
 
     def abandon(self, request: RequestId) -> None:
         """`swap_in` was for nothing: the copies are not made."""
-        row = self._rows.pop(request)
-        for table in self._tables.each:
-            table.abandon(row)
-        self.pool.end(request)
+        self._swapping.abandon(self._rows.pop(request))
 
     # -- acting: what is cached --------------------------------------------------------------------------------------
 
@@ -393,17 +338,3 @@ class CacheManager:
             for table in self._tables.each:
                 table.drop_source(row)
             row.sources = DROPPED
-
-
-def _longest(least: int, most: int, has_room: Callable[[int], bool]) -> int:
-    """The longest length up to `most` for which there is room; `least` if there is none."""
-    if least < most and has_room(most):
-        return most
-    low, high = least, most - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if has_room(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low

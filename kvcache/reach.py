@@ -16,8 +16,8 @@ worker lays out by the plan, ask which one.
 
 import enum
 import sys
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from ..errors import InvalidSetting
 
@@ -33,20 +33,19 @@ class Keeps(enum.Enum):
     ENCODER = "encoder"  # an entry per token of an encoder's output, written once
 
 
+@dataclass(frozen=True, slots=True)
 class Reach:
     """How far back the next token of a layer looks. Lengths and positions count tokens.
 
     What is said here holds for a kind that says nothing else: every earlier token is visible, and has an entry.
     """
 
-    __slots__ = ()
     kind: ClassVar[str]  # as configs and reports call it
     keeps: ClassVar[Keeps] = Keeps.TOKENS
     keeps_tokens: ClassVar[bool] = True  # attention over an entry per token of the sequence
-    window_tokens: Any = (
-        None  # int | None: visible ones, the query itself included; None: no limit. What a kernel masks by
-    )
-    chunk_tokens: Any = None  # int | None: between two borders that no query looks across; None: there are none
+    # What a kernel masks by. None: no limit.
+    window_tokens: int | None = field(default=None, init=False, repr=False)  # visible ones, the query itself included
+    chunk_tokens: int | None = field(default=None, init=False, repr=False)  # between borders that no query looks across
 
     @property
     def name(self) -> str:

@@ -19,9 +19,11 @@ from intarsia.controller.request import Request
 from intarsia.controller.scheduling.scheduler import Scheduler
 from intarsia.controller.scheduling.settings import SchedulerSettings
 from intarsia.kvcache.check import recount
-from intarsia.kvcache.manager import CacheManager, CacheSettings, RequestId
+from intarsia.kvcache.ids import RequestId
+from intarsia.kvcache.manager import CacheManager
 from intarsia.kvcache.plan import Group
 from intarsia.kvcache.reach import Chunked, Full, Sliding, State
+from intarsia.kvcache.settings import CacheSettings
 from intarsia.proto.request import FinishReason, SamplingParams, Terms
 from intarsia.proto.step import StepResult
 from intarsia.tests.kvcache.plans import plan_of

@@ -44,11 +44,6 @@ SPINE = (
 
 OF_A_QUIET_STEP = {
     "controller/delivery.py",
-    "controller/metrics.py",
-    "controller/scheduling/live_requests.py",
-    "controller/scheduling/step_draft.py",
-    "controller/scheduling/step_times.py",
-    "controller/server.py",
     "controller/telemetry.py",
     "deploy/front_end/detokenize.py",
     "deploy/front_end/front_end.py",
@@ -66,6 +61,9 @@ OF_A_QUIET_STEP = {
 }
 
 WHEN_BLOCKS_MOVE = {
+    "controller/scheduling/live_requests.py",
+    "controller/scheduling/step_draft.py",
+    "controller/scheduling/step_times.py",
     "controller/request.py",
     "controller/scheduling/chunks.py",
     "controller/scheduling/fair_queue.py",
@@ -84,6 +82,8 @@ WHEN_BLOCKS_MOVE = {
 }
 
 OF_A_FIRST_PREFILL = {
+    "controller/metrics.py",
+    "controller/server.py",
     "controller/admission/admission.py",
     "controller/admission/overload.py",
     "controller/admission/validation.py",
@@ -99,6 +99,7 @@ OF_A_FIRST_PREFILL = {
     "deploy/settings/limits.py",
     "kvcache/lookup.py",
     "kvcache/plan.py",
+    "kvcache/room.py",
     "proto/request.py",
     "proto/status.py",
 }

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ...errors import InvalidSetting, Overloaded
-from ...kvcache.manager import RequestId
+from ...kvcache.ids import RequestId
 from ..request import Request
 
 LATEST = 64

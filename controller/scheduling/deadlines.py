@@ -4,7 +4,7 @@ import heapq
 import math
 
 from ...errors import DeadlineExceeded
-from ...kvcache.manager import RequestId
+from ...kvcache.ids import RequestId
 from ..request import Request
 
 

@@ -16,7 +16,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from ...kvcache.manager import RequestId
+from ...kvcache.ids import RequestId
 from ...proto.step import Advance
 from ..request import Request
 

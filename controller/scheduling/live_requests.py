@@ -10,7 +10,8 @@ The scheduler decides which request moves. The moves are made here.
 
 from collections.abc import Sequence
 
-from ...kvcache.manager import CacheManager, RequestId
+from ...kvcache.ids import RequestId
+from ...kvcache.manager import CacheManager
 from ..request import Request
 from .deadlines import Deadlines
 from .fair_queue import FairQueue
@@ -43,7 +44,7 @@ class LiveRequests:
         self._deadlines = deadlines
         self._live: dict[RequestId, Request] = {}
         self.aborted: list[Request] = []  # until the next plan
-        self._expired: list[Request] = []  # until the engine asks
+        self.expired: list[Request] = []  # until the engine asks
 
     # -- they come and go --------------------------------------------------------------------------------------------
 
@@ -78,11 +79,11 @@ class LiveRequests:
         for request_id in self._deadlines.pass_by(now_s):
             if (request := self._live.get(request_id)) is not None:
                 self.end(request, draft)
-                self._expired.append(request)
+                self.expired.append(request)
 
     def take_expired(self) -> list[Request]:
         """The requests that have expired since the last call."""
-        expired, self._expired = self._expired, []
+        expired, self.expired = self.expired, []
         return expired
 
     def end(self, request: Request, draft: StepDraft) -> None:

@@ -10,8 +10,10 @@ This file has the decisions. Most steps need few of them: requests that decode a
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from ...kvcache.manager import CacheManager, RequestId
+from ...kvcache.ids import RequestId
+from ...kvcache.manager import CacheManager
 from ...proto.step import Step, StepResult
 from ..request import Request
 from .chunks import Chunks
@@ -26,11 +28,20 @@ from .quarantine import Quarantine
 from .seats import Seats
 from .settings import SchedulerSettings
 from .sharing import MOST_KEPT_FOR, Sharing
-from .step_draft import StepDraft, StepUnderWay
-from .step_times import StepTimes
+from .step_draft import StepDraft
+from .step_times import MOST_UNLEARNT, StepTimes
 
 MOST_DEFERRED = 8
 """Requests that may be passed over in one step because another one computes their prompt."""
+
+
+class StepUnderWay(NamedTuple):
+    """What the scheduler remembers of a step until its result comes."""
+
+    drawing: Sequence[Request]  # those that get a token by it, in the order of the result
+    prompts: Sequence[tuple[Request, int]]  # those of which it computes a prompt, and the slot they had
+    decoding: int  # requests that decode
+    prompt_tokens: int
 
 
 class Scheduler:
@@ -71,7 +82,7 @@ class Scheduler:
 
     def take_expired(self) -> list[Request]:
         """Requests that were given up since the last call, because their time was over."""
-        return self._live.take_expired()
+        return self._live.take_expired() if self._live.expired else []
 
     @property
     def has_work(self) -> bool:
@@ -145,7 +156,9 @@ class Scheduler:
         A request that ends with one of its stop tokens may have one more step under way. What that draws is dropped.
         """
         step = self._under_way.popleft()
-        self._times.learn(step.decoding, step.prompt_tokens, result.run_us)
+        self._times.ran.append((step.decoding, step.prompt_tokens, result.run_us))
+        if len(self._times.ran) >= MOST_UNLEARNT:
+            self._times.learn()
         if step.prompts:
             self._chunks.commit(step.prompts)
         for entry in result.prompt_logprobs:
@@ -320,10 +333,43 @@ class Scheduler:
         draft = self._draft
         if not draft.decode and not draft.work:
             return None
+        assert len({admit.slot for admit in draft.admits}) == len(draft.admits), "a slot is admitted twice"
         if len(self._queue.tenants) > 1:
             self._queue.count(draft.decode, draft.work)
-        self._steps += 1
-        step, under_way = draft.seal(self._epoch, self._steps)
-        self._under_way.append(under_way)
+        # 1. Requests that decode compute one token and draw the next.
+        slots: Any = [request.slot for request in draft.decode]
+        for request in draft.decode:
+            request.pending += 1
+            request.computed_tokens += 1
+        # 2. All others draw a token if they compute up to their last known one.
+        drawing, prompts = [*draft.decode], []
+        decoding, prompt_tokens = len(draft.decode), 0
+        for request, advance in draft.work:
+            assert request.slot == advance.slot, f"request {request.id} lost its slot within the plan"
+            if request.is_decoding:
+                decoding += 1
+            else:
+                prompt_tokens += advance.tokens
+                prompts.append((request, advance.slot))
+            if advance.tokens == request.remaining_tokens:
+                request.pending += 1
+                drawing.append(request)
+            request.computed_tokens += advance.tokens
+        self._under_way.append(StepUnderWay(drawing, prompts, decoding, prompt_tokens))
+        # 3. The next draft begins. The workers learn of this one in the order in which they apply it.
         self._draft = StepDraft()
-        return step
+        self._steps += 1
+        return Step(
+            epoch=self._epoch,
+            number=self._steps,
+            retire=tuple(draft.retired),
+            swap_out=tuple(draft.swap_out),
+            swap_in=tuple(draft.swap_in),
+            forget=tuple(draft.forget),
+            copies=tuple(draft.copies),
+            saves=tuple(draft.saves),
+            admit=tuple(draft.admits),
+            advance=tuple([advance for _, advance in draft.work]),
+            decode=tuple(slots),
+            traces=tuple([trace for request, _ in prompts if (trace := request.terms.trace)]),
+        )

@@ -1,45 +1,33 @@
-"""The next step, while it is being planned.
+"""The next step, while it is being planned. The scheduler seals it.
 
 A draft begins when the step before it is sealed, not when the next plan begins. So slots that are retired and tickets
 that are forgotten between two plans are in it already. A plan that computes nothing leaves its draft to the next plan.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
 
-from ...kvcache.group_table import Copy
-from ...kvcache.manager import Growth
-from ...proto.step import ALL, Admit, Advance, Sampling, Step
+from ...kvcache.group_table import Copy, Growth
+from ...proto.step import ALL, Admit, Advance, Sampling
 from ..request import Request
 
 
-class StepUnderWay(NamedTuple):
-    """What the scheduler remembers of a step until its result comes."""
-
-    drawing: Sequence[Request]  # those that get a token by it, in the order of the result
-    prompts: Sequence[tuple[Request, int]]  # those of which it computes a prompt, and the slot they had
-    decoding: int  # requests that decode
-    prompt_tokens: int
-
-
+@dataclass(slots=True, eq=False)
 class StepDraft:
     """What the workers will be told with the next step. Made anew for each step.
 
     Invariant: a slot is admitted at most once, and each request in `decode` and `work` has a slot when it is sealed.
     """
 
-    __slots__ = ("admits", "copies", "decode", "forget", "retired", "saves", "swap_in", "swap_out", "work")
-
-    def __init__(self) -> None:
-        self.retired: list[int] = []  # slots
-        self.forget: list[int] = []  # tickets of blocks in host memory
-        self.swap_out: list[tuple[int, int, int]] = []  # (group, block, ticket)
-        self.swap_in: list[tuple[int, int, int]] = []  # (group, ticket, block)
-        self.copies: list[Copy] = []  # of blocks
-        self.saves: list[tuple[int, int, int, int]] = []  # of states: (slot, group, tokens, block)
-        self.admits: list[Admit] = []
-        self.decode: list[Request] = []  # compute one token each, and need no block
-        self.work: list[tuple[Request, Advance]] = []  # all others that compute something
+    retired: list[int] = field(default_factory=list)  # slots
+    forget: list[int] = field(default_factory=list)  # tickets of blocks in host memory
+    swap_out: list[tuple[int, int, int]] = field(default_factory=list)  # (group, block, ticket)
+    swap_in: list[tuple[int, int, int]] = field(default_factory=list)  # (group, ticket, block)
+    copies: list[Copy] = field(default_factory=list)  # of blocks
+    saves: list[tuple[int, int, int, int]] = field(default_factory=list)  # of states: (slot, group, tokens, block)
+    admits: list[Admit] = field(default_factory=list)
+    decode: list[Request] = field(default_factory=list)  # compute one token each, and need no block
+    work: list[tuple[Request, Advance]] = field(default_factory=list)  # all others that compute something
 
     def admit(self, request: Request, blocks: Sequence[Sequence[int]], *, has_encoded: bool) -> None:
         """Tell the workers of a request that has taken a slot.
@@ -92,45 +80,6 @@ class StepDraft:
     def leave_out_preempted(self) -> None:
         """Requests that were to decode may have lost their slot since."""
         self.decode = [request for request in self.decode if request.slot is not None]
-
-    def seal(self, epoch: int, number: int) -> tuple[Step, StepUnderWay]:
-        """The step as it is sent. Each request in it counts what the step computes, and the token that it draws."""
-        slots: Any = [request.slot for request in self.decode]
-        assert len({admit.slot for admit in self.admits}) == len(self.admits), "a slot is admitted twice"
-        # 1. Requests that decode compute one token and draw the next.
-        for request in self.decode:
-            request.pending += 1
-            request.computed_tokens += 1
-        # 2. All others draw a token if they compute up to their last known one.
-        drawing, prompts = [*self.decode], []
-        decoding, prompt_tokens = len(self.decode), 0
-        for request, advance in self.work:
-            assert request.slot == advance.slot, f"request {request.id} lost its slot within the plan"
-            if request.is_decoding:
-                decoding += 1
-            else:
-                prompt_tokens += advance.tokens
-                prompts.append((request, advance.slot))
-            if advance.tokens == request.remaining_tokens:
-                request.pending += 1
-                drawing.append(request)
-            request.computed_tokens += advance.tokens
-        # 3. The workers learn of it in the order in which they apply it.
-        step = Step(
-            epoch=epoch,
-            number=number,
-            retire=tuple(self.retired),
-            swap_out=tuple(self.swap_out),
-            swap_in=tuple(self.swap_in),
-            forget=tuple(self.forget),
-            copies=tuple(self.copies),
-            saves=tuple(self.saves),
-            admit=tuple(self.admits),
-            advance=tuple([advance for _, advance in self.work]),
-            decode=tuple(slots),
-            traces=tuple([trace for request, _ in prompts if (trace := request.terms.trace)]),
-        )
-        return step, StepUnderWay(drawing, prompts, decoding, prompt_tokens)
 
 
 def _sampling(request: Request) -> Sampling:

@@ -18,40 +18,57 @@ if it is not, it comes again."""
 LEAST_SPREAD = 0.3
 """Of chunk lengths, relative to their mean. With less, the two costs cannot be told from each other."""
 
+MOST_UNLEARNT = 64
+"""Steps that wait to be learnt from."""
+
 
 class StepTimes:
-    """Times in microseconds, as the workers report them."""
+    """Times in microseconds, as the workers report them.
+
+    Steps that ran are noted in `ran`. What they teach is worked out before the next answer, or for many at once.
+    """
 
     def __init__(self) -> None:
+        self.ran: list[tuple[int, int, int]] = []  # (requests that decoded, tokens of prompts, time)
         self._decode_us: dict[int, float] = {}  # of steps without prompts, by the binary logarithm of their requests
         self._prompts = Line()  # from tokens of prompts to what they add
 
-    def learn(self, decoding: int, prompt_tokens: int, run_us: int) -> None:
-        """A step of `decoding` requests and `prompt_tokens` tokens of prompts took `run_us`."""
-        if run_us <= 0:
-            return
+    def learn(self) -> None:
+        """Work out what the noted steps teach, in their order."""
+        ran, self.ran = self.ran, []
+        for decoding, prompt_tokens, run_us in ran:
+            if run_us > 0:
+                self._learn_one(decoding, prompt_tokens, run_us)
+
+    def decode_us(self, decoding: int) -> float | None:
+        """The time of a step in which so many requests decode; of the nearest number that was seen. None: not known."""
+        self.learn()
+        return self._decode_us_of(decoding)
+
+    def prompts_us(self) -> tuple[float, float] | None:
+        """What prompts add to a step: for being there, and for each token. None: not known."""
+        self.learn()
+        return self._prompts.fixed_and_slope() if self._prompts.is_known else None
+
+    def prefill_us(self, tokens: int) -> float:
+        """What so many tokens of a prompt add to a step that holds prompts anyway; 0 while that is not known."""
+        self.learn()
+        return self._prompts.fixed_and_slope()[1] * tokens if self._prompts.is_known else 0.0
+
+    def _learn_one(self, decoding: int, prompt_tokens: int, run_us: int) -> None:
         if prompt_tokens:
-            alone_us = self.decode_us(decoding) or 0.0
+            alone_us = self._decode_us_of(decoding) or 0.0
             self._prompts.add(prompt_tokens, max(run_us - alone_us, run_us / 20))
             return
         level = decoding.bit_length()
         old = self._decode_us.get(level, run_us)
         self._decode_us[level] = old + LEARNING_RATE * (_unsurprising(run_us, old) - old)
 
-    def decode_us(self, decoding: int) -> float | None:
-        """The time of a step in which so many requests decode; of the nearest number that was seen. None: not known."""
+    def _decode_us_of(self, decoding: int) -> float | None:
         if not self._decode_us or not decoding:
             return None
         level = decoding.bit_length()
         return self._decode_us[min(self._decode_us, key=lambda known: abs(known - level))]
-
-    def prompts_us(self) -> tuple[float, float] | None:
-        """What prompts add to a step: for being there, and for each token. None: not known."""
-        return self._prompts.fixed_and_slope() if self._prompts.is_known else None
-
-    def prefill_us(self, tokens: int) -> float:
-        """What so many tokens of a prompt add to a step that holds prompts anyway; 0 while that is not known."""
-        return self._prompts.fixed_and_slope()[1] * tokens if self._prompts.is_known else 0.0
 
 
 class Line:

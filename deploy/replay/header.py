@@ -7,9 +7,10 @@ from typing import Any
 
 from ...errors import InvalidSetting
 from ...kvcache.eviction import policy_named
-from ...kvcache.manager import CacheManager, CacheSettings
+from ...kvcache.manager import CacheManager
 from ...kvcache.plan import EXPECTED_TOKENS, MemoryPlan, PlanSettings
 from ...kvcache.reach import Chunked, Cross, Full, Reach, Sliding, State
+from ...kvcache.settings import CacheSettings
 from ...kvcache.spec import LayerSpec, StateTensor
 from ...kvcache.strategies import plan_layered, plan_memory
 from ..tools.model_layers import model_layers

@@ -2,7 +2,8 @@
 
 from intarsia.controller.cache_watchers import CacheWatchers
 from intarsia.kvcache.events import Cleared, Event, Stored
-from intarsia.kvcache.manager import CacheManager, RequestId
+from intarsia.kvcache.ids import RequestId
+from intarsia.kvcache.manager import CacheManager
 from intarsia.kvcache.reach import Full
 from intarsia.tests.kvcache.plans import plan_of
 

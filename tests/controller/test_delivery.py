@@ -8,7 +8,7 @@ from intarsia.controller.delivery import PRESSED_INTERVAL_S, Sink, Subscribers
 from intarsia.controller.request import Request
 from intarsia.controller.scheduling.outcome import Outcome, Progress
 from intarsia.errors import EngineUnavailable
-from intarsia.kvcache.manager import RequestId
+from intarsia.kvcache.ids import RequestId
 from intarsia.proto.messages import FROM_ENGINE, Delivery
 from intarsia.proto.request import FinishReason, SamplingParams
 

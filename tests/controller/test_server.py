@@ -17,8 +17,9 @@ import pytest
 
 from intarsia.controller import losses as losses_module
 from intarsia.controller.admission.overload import OverloadGuard
+from intarsia.controller.delivery import MESSAGE_BYTES, MOST_UNSENT_BYTES, Outbox
 from intarsia.controller.engine import Engine
-from intarsia.controller.server import MESSAGE_BYTES, MOST_UNSENT_BYTES, EngineServer, Outbox
+from intarsia.controller.server import EngineServer
 from intarsia.deploy.front_end import engine_client as client_module
 from intarsia.deploy.front_end.engine_client import EngineClient
 from intarsia.deploy.front_end.liveness import while_we_run
@@ -441,7 +442,7 @@ def test_a_front_end_that_stands_still_finds_all_that_came_and_little_was_kept_f
         async def serve(stream: Stream) -> None:
             nonlocal most_held
             stream._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-            outbox = Outbox(stream)
+            outbox = Outbox(stream, lambda delivery: True)
             for step in range(steps):
                 last = step == steps - 1
                 deltas = [(9, Delta((step,), rows))]

@@ -9,8 +9,9 @@ from intarsia.controller.request import Request
 from intarsia.controller.scheduling.outcome import Outcome, Progress
 from intarsia.controller.scheduling.scheduler import Scheduler
 from intarsia.controller.scheduling.settings import SchedulerSettings
-from intarsia.controller.telemetry import COUNTS, KEPT_ENDED, MOST_TENANTS, StepTimes, Telemetry
-from intarsia.kvcache.manager import CacheManager, RequestId
+from intarsia.controller.telemetry import COUNTS, KEPT_ENDED, MOST_TENANTS, LoopTimes, Telemetry
+from intarsia.kvcache.ids import RequestId
+from intarsia.kvcache.manager import CacheManager
 from intarsia.kvcache.reach import Full
 from intarsia.proto.request import FinishReason, SamplingParams, Terms
 from intarsia.proto.status import EngineLoad
@@ -101,7 +102,7 @@ def test_a_step_is_counted_and_remembered():
     outcome = Outcome([goes_on], [7], [Progress(begins, 7, None), Progress(ends, 7, FinishReason.LENGTH)])
     step = Step(1, 9, *[()] * 7, advance=(Advance(0, 4, ()),), decode=(1, 2))
     heard.planned(10.0)
-    heard.stepped(step, StepResult(1, 9, (7, 7, 7), run_us=30), outcome, StepTimes(10.0, 20.0, 5.0))
+    heard.stepped(step, StepResult(1, 9, (7, 7, 7), run_us=30), outcome, LoopTimes(10.0, 20.0, 5.0))
     [shown] = heard.journal.steps(8)
     assert (shown.number, shown.plan_us, shown.wait_us, shown.commit_us, shown.run_us) == (9, 10, 20, 5, 30)
     assert (shown.prompt_tokens, shown.decoding, shown.began, shown.ended) == (4, 2, 1, 1)

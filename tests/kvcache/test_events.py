@@ -3,7 +3,8 @@
 import random
 
 from intarsia.kvcache.events import Cleared, Event, Removed, Stored
-from intarsia.kvcache.manager import CacheManager, RequestId
+from intarsia.kvcache.ids import RequestId
+from intarsia.kvcache.manager import CacheManager
 from intarsia.kvcache.reach import Full, Sliding
 from intarsia.tests.kvcache.plans import plan_of
 from intarsia.tests.kvcache.world import random_operation, random_world

@@ -9,10 +9,11 @@ from intarsia.kvcache.check import recount
 from intarsia.kvcache.hints import Retain
 from intarsia.kvcache.ids import BlockId, RequestId
 from intarsia.kvcache.lookup import Hit
-from intarsia.kvcache.manager import CacheManager, CacheSettings
+from intarsia.kvcache.manager import CacheManager
 from intarsia.kvcache.plan import PlanSettings
 from intarsia.kvcache.prefix import Encoder
 from intarsia.kvcache.reach import Chunked, Cross, Full, Reach, Sliding, State
+from intarsia.kvcache.settings import CacheSettings
 from intarsia.kvcache.spec import LayerSpec, StateTensor
 from intarsia.kvcache.strategies import plan_memory
 from intarsia.tests.kvcache.plans import plan_of

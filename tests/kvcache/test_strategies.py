@@ -8,7 +8,8 @@ import pytest
 
 from intarsia.errors import InvalidSetting
 from intarsia.kvcache.check import recount
-from intarsia.kvcache.manager import CacheManager, RequestId
+from intarsia.kvcache.ids import RequestId
+from intarsia.kvcache.manager import CacheManager
 from intarsia.kvcache.plan import STRATEGIES, Group, MemoryPlan, PlanSettings, exact_bytes
 from intarsia.kvcache.reach import Chunked, Full, Reach, Sliding, State
 from intarsia.kvcache.spec import PAGE_ALIGNMENT_BYTES, LayerSpec, StateTensor

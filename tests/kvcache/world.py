@@ -13,12 +13,14 @@ from typing import Any
 from intarsia.errors import InvalidSetting, PoolExhausted
 from intarsia.kvcache.check import recount
 from intarsia.kvcache.eviction import policy_named
+from intarsia.kvcache.group_table import Growth
 from intarsia.kvcache.hints import Retain
 from intarsia.kvcache.ids import RequestId
-from intarsia.kvcache.manager import CacheManager, CacheSettings, Growth
+from intarsia.kvcache.manager import CacheManager
 from intarsia.kvcache.plan import STRATEGIES, MemoryPlan, PlanSettings
 from intarsia.kvcache.prefix import Encoder
 from intarsia.kvcache.reach import Chunked, Cross, Full, Keeps, Reach, Sliding, State
+from intarsia.kvcache.settings import CacheSettings
 from intarsia.kvcache.spec import LayerSpec, StateTensor
 from intarsia.kvcache.strategies import plan_memory
 from intarsia.tests.kvcache.plans import plan_of

@@ -8,7 +8,7 @@ import pytest
 from intarsia.controller.admission.overload import FEWEST, LONGEST_FULL_S, MIB, OverloadGuard, OverloadSettings
 from intarsia.controller.request import Request
 from intarsia.errors import InvalidSetting, Overloaded
-from intarsia.kvcache.manager import RequestId
+from intarsia.kvcache.ids import RequestId
 from intarsia.proto.request import SamplingParams, Terms
 
 NUMBERS = count()

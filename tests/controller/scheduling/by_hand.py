@@ -9,8 +9,10 @@ from intarsia.controller.scheduling.outcome import Outcome
 from intarsia.controller.scheduling.scheduler import Scheduler
 from intarsia.controller.scheduling.settings import SchedulerSettings
 from intarsia.kvcache.check import recount
-from intarsia.kvcache.manager import CacheManager, CacheSettings, RequestId
+from intarsia.kvcache.ids import RequestId
+from intarsia.kvcache.manager import CacheManager
 from intarsia.kvcache.reach import Reach
+from intarsia.kvcache.settings import CacheSettings
 from intarsia.proto.request import USUAL_TERMS, FinishReason, SamplingParams, Terms
 from intarsia.proto.step import StepResult
 from intarsia.tests.kvcache.plans import plan_of

@@ -20,8 +20,8 @@ def known_times() -> StepTimes:
     """Ten requests decode in 10 ms; a token of a prompt takes 0.1 ms more."""
     times = StepTimes()
     for _ in range(50):
-        times.learn(10, 0, 10_000)
-        times.learn(10, 100, 20_000)
+        times.ran.append((10, 0, 10_000))
+        times.ran.append((10, 100, 20_000))
     return times
 
 
@@ -29,9 +29,9 @@ def test_nothing_is_limited_before_both_costs_are_known():
     times = StepTimes()
     budget = budget_of(times)
     assert budget.fair_tokens(10, 1) == float("inf")
-    times.learn(10, 0, 10_000)
+    times.ran.append((10, 0, 10_000))
     assert budget.fair_tokens(10, 1) == float("inf")
-    times.learn(10, 100, 20_000)
+    times.ran.append((10, 100, 20_000))
     assert budget.fair_tokens(10, 1) < 200
 
 
@@ -57,7 +57,7 @@ def test_a_block_is_always_worth_computing():
 
 def test_one_hiccup_does_not_starve_prompts():
     times = known_times()
-    times.learn(10, 100, 10_000_000)
+    times.ran.append((10, 100, 10_000_000))
     assert budget_of(times).fair_tokens(10, 1) > 50
 
 
@@ -66,8 +66,8 @@ def test_prompts_take_no_less_time_than_they_cost_for_being_there():
     to begin is worth no less than 60."""
     times = StepTimes()
     for tokens in (2000, 60, 60, 60, 200, 60, 60):
-        times.learn(10, 0, 10_000)
-        times.learn(10, tokens, 16_000 + 100 * tokens)
+        times.ran.append((10, 0, 10_000))
+        times.ran.append((10, tokens, 16_000 + 100 * tokens))
     budget = budget_of(times)
     assert round(budget.fair_tokens(10, 1)) == 60
     assert round(budget.fair_tokens(10, 90)) == 840
@@ -77,11 +77,11 @@ def test_small_chunks_do_not_make_the_next_ones_smaller_still():
     """Chunks as the budget itself wants them, for a long time."""
     times = StepTimes()
     budget = budget_of(times)
-    times.learn(0, 2000, 206_000)
+    times.ran.append((0, 2000, 206_000))
     for _ in range(200):
-        times.learn(10, 0, 10_000)
+        times.ran.append((10, 0, 10_000))
         tokens = max(1, round(min(budget.fair_tokens(10, 1), 2000)))
-        times.learn(10, tokens, 16_000 + 100 * tokens)
+        times.ran.append((10, tokens, 16_000 + 100 * tokens))
     assert budget.fair_tokens(10, 1) > 30
 
 

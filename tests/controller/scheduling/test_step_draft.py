@@ -15,17 +15,15 @@ def test_a_request_that_leaves_its_slot_before_the_workers_hear_of_it_is_never_t
     draft.admit(seated(3), [[1, 2]], has_encoded=False)
     assert draft.is_admitting(3)
     draft.retire(3)
-    step, _ = draft.seal(1, 1)
-    assert (step.admit, step.retire) == ((), ())
+    assert (draft.admits, draft.retired) == ([], [])
 
 
 def test_a_slot_that_is_left_and_taken_again_is_told_as_both():
     draft = StepDraft()
     draft.retire(3)
     draft.admit(seated(3), [[1, 2]], has_encoded=False)
-    step, _ = draft.seal(1, 1)
-    assert step.retire == (3,)
-    assert [admit.slot for admit in step.admit] == [3]
+    assert draft.retired == [3]
+    assert [admit.slot for admit in draft.admits] == [3]
 
 
 def test_a_slot_that_is_left_taken_and_left_again_is_retired_once():
@@ -33,20 +31,16 @@ def test_a_slot_that_is_left_taken_and_left_again_is_retired_once():
     draft.retire(3)
     draft.admit(seated(3), [[1, 2]], has_encoded=False)
     draft.retire(3)
-    step, _ = draft.seal(1, 1)
-    assert (step.admit, step.retire) == ((), (3,))
+    assert (draft.admits, draft.retired) == ([], [3])
 
 
 def test_what_a_step_computes_and_draws_is_counted_when_it_is_sealed():
-    decoding = seated(0)
-    decoding.tokens.append(9)
-    decoding.computed_tokens = len(PROMPT)
-    draft = StepDraft()
-    draft.decode.append(decoding)
-    step, under_way = draft.seal(2, 7)
-    assert (step.epoch, step.number, step.decode) == (2, 7, (0,))
+    bench = Bench(Full())
+    decoding = bench.add(PROMPT, max_tokens=9)
+    bench.step()
+    step = bench.scheduler.plan_step()
+    assert step and (step.epoch, step.number, step.decode) == (1, 2, (0,))
     assert (decoding.computed_tokens, decoding.pending) == (len(PROMPT) + 1, 1)
-    assert (under_way.drawing, under_way.decoding, under_way.prompt_tokens) == ([decoding], 1, 0)
 
 
 # What happens between two plans
