@@ -35,6 +35,7 @@ class DraftTable(TokenTable):
         return EVICTED if lacking is not None and self._blocks.was_evicted(lacking) else ALIGNMENT
 
     def fork(self, row: Row, child: Row, new: Sequence[BlockId]) -> Copy | None:
+        assert child.request not in self._forked, f"request {child.request} is forked twice"
         if row.extent:
             self._forked.add(child.request)
         return super().fork(row, child, new)

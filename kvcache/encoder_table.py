@@ -54,6 +54,7 @@ class EncoderTable(GroupTable[GroupRow]):
         if row.encoder is not None and self._caching and self.encoder_tokens(row.encoder):
             own.blocks = [BlockId(self._index[name]) for name in self._parts(row.encoder)]
             own.named = len(own.blocks)
+            assert own.named * self._size >= row.encoder.tokens, f"request {row.request} finds a part of an image"
             self._blocks.share(own.blocks, found=True)
 
     def fork(self, row: Row, child: Row, new: Sequence[BlockId]) -> Copy | None:
@@ -75,6 +76,7 @@ class EncoderTable(GroupTable[GroupRow]):
         self._blocks.give_back(reversed(self._end(row.request).blocks), tier)
 
     def restore(self, row: Row, places: Sequence[int], new: Sequence[BlockId]) -> None:
+        assert len(places) == len(new), f"request {row.request} gets {len(new)} blocks for {len(places)}"
         own = self._begin(row.request, GroupRow())
         own.blocks, own.named = list(new), len(new)
 

@@ -48,6 +48,7 @@ class GroupBlocks(ABC):
         self.per_page = per_page  # block b lies in large page b // per_page
         self._pages = pages
         self._known = known
+        assert per_page > 0, f"a large page has no room for a block of group {group}"
         num_blocks = pages.num_pages * per_page
         self.holders = [0] * num_blocks
         self.num_held = 0  # blocks with at least one holder
@@ -139,6 +140,7 @@ class GroupBlocks(ABC):
     def name(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
         """Remember what held blocks hold. The first block of a name stays the known one."""
         assert self.holders[blocks[0]], f"block {blocks[0]} of group {self.group} is named and not held"
+        assert len(blocks) == len(names), f"{len(blocks)} blocks of group {self.group} are given {len(names)} names"
         index, name_of, evicted, known = self.index, self._name_of, self._evicted, self._known
         known.version += 1
         # One block that is new, as most decode steps have it.
@@ -178,6 +180,7 @@ class GroupBlocks(ABC):
     def _name_if_new(self, block: int, name: bytes) -> bool:
         if name in self.index or self._name_of[block] is not None:
             return False
+        assert self.holders[block], f"block {block} of group {self.group} is named and not held"
         self.index[name] = block
         self._name_of[block] = name
         return True
@@ -186,6 +189,7 @@ class GroupBlocks(ABC):
         """Of these names, those that were evicted once have been computed again."""
         for name in names:
             if name in self._evicted:
+                assert name in self.index, f"a name of group {self.group} comes back and has no block"
                 del self._evicted[name]
                 self._history[self.index[name]] = History.AGAIN
 

@@ -211,6 +211,7 @@ class GroupTable(ABC, Generic[RowT]):
             return None
         own.awaits_copy = False
         assert own.source is not None, f"request {row.request} waits for a copy of nothing"
+        assert new, f"request {row.request} has no block to copy to"
         return Copy(self._g, own.source, new[0])
 
     def drop_source(self, row: Row) -> None:
@@ -258,6 +259,7 @@ class GroupTable(ABC, Generic[RowT]):
     def _copy_at_fork(self, own: RowT, other: RowT, written: Sequence[BlockId], new: Sequence[BlockId]) -> Copy | None:
         """A fork goes on in a copy of the block that its parent has written in part, or waits for the same copy as its
         parent. written: that block, if there is one; new: the fork's own."""
+        assert len(new) <= 1, f"a fork writes to one block of group {self._g} at first, not to {len(new)}"
         if own.awaits_copy:
             assert own.source is not None and not new, f"a parent that has written waits for block {own.source}"
             self._await_copy(other, own.source)
@@ -280,6 +282,7 @@ class GroupTable(ABC, Generic[RowT]):
         name = self._name_at(chain, length)
         if name is None or name in self._index or self._blocks.name_of(block) is not None:
             return
+        assert block != NULL_BLOCK, f"the null block of group {self._g} is given a name"
         self._blocks.name([block], [name])
         if tail:
             self._ends.add(name, chain.names[blocks - 1], tail)

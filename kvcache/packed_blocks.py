@@ -136,6 +136,7 @@ class PackedBlocks(GroupBlocks):
                 for block in self._blocks_of(page):
                     if self._name_of[block] is not None:
                         states[block] = state  # it is evicted with its page, whatever it was worth by itself
+        assert len(states) == len(self.holders), f"group {self.group} tells the states of {len(states)} blocks"
         return bytes(states)
 
     # -- taking ------------------------------------------------------------------------------------------------------
@@ -262,6 +263,7 @@ class PackedBlocks(GroupBlocks):
     def _hold_cached(self, block: int) -> None:
         assert self._name_of[block] is not None, f"block {block} of group {self.group} is shared and free"
         page = block // self.per_page
+        assert self._cached_in[page] > 0, f"large page {page} of group {self.group} caches less than no blocks"
         if self._used[page] == 0:
             self._reuse_page(page)
         self._cached.discard(block)
@@ -311,11 +313,13 @@ class PackedBlocks(GroupBlocks):
         if not reserved:
             return
         self._num_reserved -= len(reserved)
+        assert self._num_reserved >= 0, f"group {self.group} counts less than no reserved blocks"
         self._num_free += len(reserved)
         page = reserved[0] // self.per_page
         assert page == reserved[-1] // self.per_page, f"blocks in two large pages are reserved for request {request}"
         self._free.setdefault(page, []).extend(reserved)
         self._used[page] -= len(reserved)
+        assert self._used[page] >= 0, f"large page {page} of group {self.group} has less than no blocks in use"
         if self._used[page] == 0:
             self._leave(page)
 
@@ -365,6 +369,7 @@ class PackedBlocks(GroupBlocks):
         self._forget_page(page)
 
     def _rank_anew(self, block: int, tier: Tier) -> None:
+        assert self.is_cached(block), f"block {block} of group {self.group} is not cached and has no rank"
         page = block // self.per_page
         self._cached.discard(block)
         self._cached.queue.push(block, tier, self._history[block])
@@ -419,4 +424,5 @@ def _last(blocks: list[int], most: int) -> list[int]:
     """Take up to `most` blocks off the end of a list, the last one first."""
     part = blocks[: -most - 1 : -1]
     del blocks[-most:]
+    assert 0 < len(part) <= most, f"{len(part)} blocks are taken instead of up to {most}"
     return part

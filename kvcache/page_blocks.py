@@ -28,6 +28,7 @@ class PageBlocks(GroupBlocks):
         return 0
 
     def states(self, cached: bytes) -> bytes:
+        assert len(cached) == len(self.holders), f"group {self.group} has {len(self.holders)} pages, not {len(cached)}"
         return either(states_of_held(self.holders), cached)
 
     # -- acting ------------------------------------------------------------------------------------------------------
@@ -75,6 +76,7 @@ class PageBlocks(GroupBlocks):
             if count == 0:
                 (blank if name_of[block] is None else named).append(block)
         self.num_held -= len(named) + len(blank)
+        assert self.num_held >= 0, f"group {self.group} counts less than no held blocks"
         if blank:
             self._pages.give_back_many(blank)
         if named:
@@ -97,6 +99,7 @@ class PageBlocks(GroupBlocks):
         self.num_evicted += 1
 
     def _rank_anew(self, block: int, tier: Tier) -> None:
+        assert self.is_cached(block), f"block {block} of group {self.group} is not cached and has no rank"
         self._pages.rank_anew(block, tier, self._history[block])
 
     def _free_cached(self, block: int) -> None:

@@ -33,6 +33,7 @@ class BlockPool:
         self._kinds = [(group.reach.name, group.block_tokens) for group in plan.groups]
         self._arenas = [LargePages(arena, policy) for arena in plan.arenas]
         self.groups: list[GroupBlocks] = [self._group(plan, g, policy) for g in range(len(plan.groups))]
+        assert self.groups, "a model without layers needs no pool"
 
     def _group(self, plan: MemoryPlan, g: int, policy: Policy) -> GroupBlocks:
         """One block in a large page, or several: the only place that asks."""
@@ -113,6 +114,7 @@ class BlockPool:
     def take(self, wants: Sequence[int], request: RequestId) -> list[list[BlockId]]:
         """`wants[g]` blocks of each group, each held once. All or nothing: raises `PoolExhausted` and takes none."""
         groups, arenas = self.groups, self._arenas
+        assert len(wants) == len(groups), f"{len(wants)} groups want blocks, and there are {len(groups)}"
         # One block of each at most, and a free page for each: nothing has to be weighed.
         if max(wants) == 1 and self._are_free(len(wants)):
             return [[group.take_one(request)] if n else [] for group, n in zip(groups, wants, strict=True)]  # type: ignore[return-value]

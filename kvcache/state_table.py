@@ -127,6 +127,7 @@ class StateTable(GroupTable[StateRow]):
 
     def finish(self, row: Row, tier: Tier) -> None:
         own = self._end(row.request)
+        assert len(own.blocks) <= 1, f"request {row.request} has {len(own.blocks)} states"
         self._blocks.give_back([save.block for save in own.saves], tier)
         for block in own.blocks:
             if self._caching and row.extent:

@@ -35,6 +35,7 @@ class Tables:
                     return EncoderTable(g, group, pool, caching=caching)
 
         self.each = [table(g, group) for g, group in enumerate(plan.groups)]
+        assert len(self.each) == len(plan.groups), "each group has one table"
         self.states = [each for each in self.each if isinstance(each, StateTable)]
         self.has_windows = any(map(moves_on, reaches))
         self.keep_front = any(reach.keeps is Keeps.TOKENS and not moves_on(reach) for reach in reaches)
@@ -55,9 +56,11 @@ class Tables:
 
     def next_event(self, row: Row) -> int:
         """Shortest length beyond the present one at which something has to be done."""
-        if self._alike is not None:
-            return self._alike.next_event(row)
-        return min([table.next_event(row) for table in self.each])
+        event = (
+            min([table.next_event(row) for table in self.each]) if self._alike is None else self._alike.next_event(row)
+        )
+        assert event > row.extent, f"request {row.request} has {row.extent} tokens and waits for {event}"
+        return event
 
 
 def name_every(plan: MemoryPlan) -> int:

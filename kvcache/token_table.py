@@ -91,6 +91,7 @@ class TokenTable(GroupTable[TokenRow]):
         counted, counted_at, run = self._run
         if counted is not names or counted_at != at:
             run = count_leading(names, self._index)
+            assert run <= len(names), f"{run} blocks of {len(names)} are cached"
             self._run = names, at, run
         return run
 
@@ -125,6 +126,7 @@ class TokenTable(GroupTable[TokenRow]):
         oldest = self._reach.oldest_needed(length)
         own.first, own.named = min(oldest // self._size, blocks), blocks
         held = [BlockId(index[name]) for name in names[own.first : blocks]]
+        assert NULL_BLOCK not in held, f"request {row.request} finds the null block"
         self._blocks.share(held, found=True)
         own.blocks = [NULL_BLOCK] * own.first + held
         if tail and oldest < length:
@@ -179,6 +181,7 @@ class TokenTable(GroupTable[TokenRow]):
                 if first < full:
                     self._blocks.name(own.blocks[first:full], names[first:full])
                 own.named = full
+                assert full <= len(own.blocks), f"request {row.request} names more blocks than it has"
         if self._moves_on:
             passed = self._reach.oldest_needed(row.extent) // self._size
             if passed > own.first:
