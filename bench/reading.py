@@ -4,10 +4,10 @@
     python bench/reading.py --vllm DIR --nano-vllm DIR --mini-sglang DIR
 
 DIR holds the package as it is published: `pip download --no-deps vllm`, unpacked. Prints one JSON object. All are
-counted the same way. A file counts whole, generated code and the model's own layers do not. For other servers the files are
-named by hand below: the loop, the scheduler, the cache, what travels, the worker, attention and its backend, the
-sampler, and the way of a token back to its client. For this project they are those that `tests/test_route.py` holds it
-to. Lines are all lines.
+counted the same way. A file counts whole, generated code and the model's own layers do not. For other servers the
+files are named by hand below: the loop, the scheduler, the cache, what travels, the worker, attention and its backend,
+the sampler, and the way of a token back to its client. For this project they are those that `tests/test_route.py`
+holds it to. Lines are all lines.
 """
 
 import argparse
