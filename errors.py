@@ -1,6 +1,6 @@
 """Every error a person or a program can meet, as one tree.
 
-Each error is a letter to whoever has to act: what was asked, what there is, what to do, with the numbers in the
+Each error is a letter to the person who has to act: what was asked, what there is, what to do, with the numbers in the
 sentence. Programs read `field` (what was wrong), `details` (the numbers) and `retryable` (can the same call succeed
 later?). Anything that is not an `IntarsiaError` is a bug of ours.
 
@@ -15,7 +15,7 @@ later?). Anything that is not an `IntarsiaError` is a bug of ours.
     │   ├── CorruptCheckpoint  there is one, and it can not be read
     │   └── UnsupportedModel   it can be read, and we do not know how to run it
     ├── Unauthenticated      the server wants a key, and this is none of its keys
-    ├── RequestAborted       somebody else asked to stop it
+    ├── RequestAborted       another caller asked to stop it
     ├── DeadlineExceeded     the answer did not come in the time that was given
     ├── PoolExhausted        no blocks left right now (the scheduler's business; users never see it)
     ├── Overloaded           more is asked of the server at once than it takes: try again later
@@ -122,7 +122,7 @@ class Unauthenticated(IntarsiaError):
 
 
 class RequestAborted(IntarsiaError):
-    """Somebody else asked to stop the request."""
+    """Another caller asked to stop the request."""
 
 
 class DeadlineExceeded(IntarsiaError):

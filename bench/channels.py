@@ -1,4 +1,4 @@
-"""What a step costs before anybody computes: a buffer to all workers, a small answer from the first one back.
+"""What a step costs before a worker computes: a buffer to all workers, a small answer from the first one back.
 
     python bench/channels.py [--workers 2] [--bytes 2048,204800] [--steps 2000]
 

@@ -1,4 +1,4 @@
-"""What watching costs: an engine at work, with somebody who looks at the console once a second, and with nobody.
+"""What watching costs: an engine at work, with a console that asks once a second, and without.
 
     python bench/console.py [--blocks 100000] [--streams 32] [--rounds 10] [--seconds 6]
 

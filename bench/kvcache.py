@@ -189,7 +189,7 @@ def _lookup_costs(model: str) -> dict[str, Any]:
 
 
 def _lookup_us(manager: CacheManager, tokens: list[int], repeats: int = 9) -> tuple[float, int]:
-    """Median of lookups whose names are known and which nobody has looked up before."""
+    """Median of lookups whose names are known and that were not looked up before."""
     chains = [manager.chain(tokens) for _ in range(repeats)]
     for chain in chains:
         chain.grow()

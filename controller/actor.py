@@ -51,7 +51,7 @@ class ControllerActor:
         return self._address
 
     async def leave(self) -> None:
-        """Tell whoever looks for an engine to take another."""
+        """Tell routers to choose another engine."""
         assert self._engine is not None
         self._engine.status.is_leaving = True
 
@@ -84,7 +84,7 @@ class ControllerActor:
         return await self._workers.process_ids()
 
     async def shutdown(self) -> None:
-        """Stop serving, and leave the workers. They and the actor itself are ended by whoever started them."""
+        """Stop serving, and leave the workers. The process that started the engine ends them and the actor."""
         if self._loop_task:
             self._loop_task.cancel()
             await asyncio.gather(self._loop_task, return_exceptions=True)

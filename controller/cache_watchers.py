@@ -37,7 +37,7 @@ class CacheWatchers:
         if not self._watchers:
             self._events, self.is_watched = None, False
             self._manager.pool.stop_listening()
-        assert self.is_watched == bool(self._watchers), "events are collected if and only if somebody is sent them"
+        assert self.is_watched == bool(self._watchers), "events are collected if and only if they are sent somewhere"
 
     def send(self) -> None:
         """Send each watcher what has changed since the last call, if it may see any of that."""

@@ -27,7 +27,7 @@ SUSPICIOUS_LOSSES = 2
 
 MOST_LOSSES = SUSPICIOUS_LOSSES + 2
 """Losses in a row that a request may be there at. At the last three of them it runs alone: one of those may be chance,
-when somebody kills workers as soon as they are back."""
+when workers are killed as soon as they are back."""
 
 SUSPECT_FOR_S = 5.0
 """The same in time, since the first of them: something that kills processes from outside may have stopped by then."""

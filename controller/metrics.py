@@ -198,7 +198,7 @@ class Meter:
         generated = len(request.tokens) - request.prompt_tokens
         self.generated_tokens.observe(generated)
         self.preemptions.observe(request.preemptions)
-        if not request.first_token_s:  # it came from another engine, which is gone
+        if not request.first_token_s:  # it came from an engine that was lost
             return
         self.request_s.observe(now_s - request.arrival_s)
         self.queue_s.observe(request.queue_s)

@@ -67,7 +67,7 @@ def dismiss(crew: Crew) -> None:
 
 
 async def end_process(process: Process) -> None:
-    """Kill it, wherever in the cluster it is, be it stopped or not. A node that is gone took it along."""
+    """Kill it, wherever in the cluster it is, even if it is stopped. If its node was lost, so was it."""
     here = NodeAffinitySchedulingStrategy(process.node_id, soft=False)
     kill: Any = _kill
     with contextlib.suppress(TimeoutError, RayError):

@@ -1,7 +1,7 @@
 """What a running engine shows of itself to a person who watches: the console, and `intarsia top`.
 
 A view is of one moment between two steps: requests, pool and recount agree. Taking one costs a few milliseconds at
-most (`bench/console.py`), and nothing is collected for it while nobody looks, but for one short tuple a step.
+most (`bench/console.py`), and between two looks only one short tuple a step is collected for it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +28,7 @@ class RequestView(NamedTuple):
     id: int
     state: str  # as `_state` has it, or why it ended
     prompt_tokens: int
-    cached_tokens: int | None  # of the prompt, found in the cache; None: nobody has looked yet
+    cached_tokens: int | None  # of the prompt, found in the cache; None: not looked up yet
     lost_tokens: Mapping[str, int]  # cached once and computed again, by cause
     computed_tokens: int
     generated_tokens: int

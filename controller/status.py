@@ -1,8 +1,8 @@
 """What an engine answers when it is asked about itself: how busy it is, what it holds, what a request would meet.
 
-Asking changes nothing, and every answer is of one moment between two steps. The counts of a whole engine move with
-everybody's prompts, so whoever asks with a tenant's key is answered about the tenant's own requests. A tenant is known
-by the salt of its requests, which comes from its key and from nowhere else.
+Asking changes nothing, and every answer is of one moment between two steps. The counts of the whole engine would tell
+one tenant about the prompts of others. So a caller with a tenant's key is told about that tenant's requests only. A
+tenant is known by the salt of its requests, which comes from its key and from nowhere else.
 """
 
 import time
@@ -21,8 +21,8 @@ from .telemetry import Telemetry
 
 
 class Status:
-    """Reads what the engine and its parts know. viewer, in its methods: the salt of the tenant who asks; None: somebody
-    who may see all."""
+    """Reads what the engine and its parts know. viewer, in its methods: the salt of the tenant who asks; None: the
+    caller may see all."""
 
     def __init__(
         self,

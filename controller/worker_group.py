@@ -30,7 +30,7 @@ REBUILD_TIMEOUT_S = 120.0
 """For the actors; a lost node may have to be replaced. Loading the model again takes what it takes."""
 
 SETTLE_TIMEOUT_S = 5.0
-"""For a worker to end the step that nobody wants any more. One that takes longer is replaced."""
+"""For a worker to end a step whose result is not wanted any more. One that takes longer is replaced."""
 
 LOOK_AGAIN_S = 0.05
 
@@ -51,7 +51,7 @@ class WorkerGroup:
         self._crew = crew
         self._streams: list[Stream] = []  # for steps
         self._beside: list[Beside] = []  # for what goes on beside them
-        self._processes: list[Process | None] = [None] * len(crew.actors)  # None: nobody has told
+        self._processes: list[Process | None] = [None] * len(crew.actors)  # None: not known
         self._serving: list[Any] = []  # calls of `serve` that have not returned
         self._answering = asyncio.Lock()  # one reader at a time, first come first served
         self._unanswered = 0  # steps
@@ -59,7 +59,7 @@ class WorkerGroup:
         self._has_dropped = False
         self._gone: set[int] = set()  # ranks whose streams ended before we gave them up
         self._hung: set[int] = set()  # ranks that neither compute nor say that they are alive
-        self._failed: set[int] = set()  # ranks that could not run a step: nobody knows what state they are in
+        self._failed: set[int] = set()  # ranks that could not run a step: their state is not known
         self._may_keep = False  # what workers have of the model from before they came together
         self._loaded: ModelSettings | None = None
         self._allocated: tuple[MemoryPlan, RunnerLimits] | None = None
@@ -85,7 +85,7 @@ class WorkerGroup:
             await self._meet(lost=set())
 
     async def rebuild(self) -> None:
-        """Have a new worker in place of each that is lost, where it was, or elsewhere when its node is gone; with the
+        """Have a new worker in place of each that is lost, where it was, or elsewhere when its node is lost; with the
         same model, and empty pages. The others keep their weights.
 
         Raises `NoRoom` when the cluster has none in time, `EngineUnavailable` when workers are lost meanwhile: then it
@@ -94,7 +94,7 @@ class WorkerGroup:
         self._drop_streams()
         lost = self._failed | self._hung | self._gone
         if lost and self._crew.has_gpus:
-            lost = self._all_ranks  # NCCL does not let go of a peer that is gone
+            lost = self._all_ranks  # NCCL does not let go of a lost peer
         try:
             await self.leave(lost)
             async with self._in_time():
@@ -343,7 +343,7 @@ class Beside:
                     message = await self.stream.receive_message()
                     with reading("a worker's answer"):
                         answered, result, error = message
-                    if answered == number:  # else: of a question that nobody waits for any more
+                    if answered == number:  # else: it answers a question that was given up
                         break
             except ChannelClosed as closed:
                 raise EngineUnavailable("a worker is gone") from closed

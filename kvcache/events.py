@@ -1,6 +1,6 @@
 """What changed in the prefix cache, for those who keep a picture of it from outside: routers, consoles, other replicas.
 
-Events are collected while somebody listens and handed over once per step. With nobody listening nothing is collected.
+Events are collected while there is a listener, and handed over once per step. Without one nothing is collected.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ Event = Stored | Removed | Cleared
 
 
 class Events(list[Event]):
-    """Some that are told together. message: the same as a message, once somebody has made one."""
+    """Some that are told together. message: the same as a message, once it was made."""
 
     __slots__ = ("message",)
 

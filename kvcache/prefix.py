@@ -4,7 +4,7 @@
     names     n0     |   n1     |  end(41)
 
 One running SHA-256 over key, salt and tokens gives a name per full block; a prefix that ends inside a block has an
-*end* name, made of the name before it and the tokens since. The key is a secret of the cluster, so that nobody outside
+*end* name, made of the name before it and the tokens since. The key is a secret of the cluster, so that no one outside
 can make two prefixes of one name; prompts of different salts never share. The last bytes of a name are its owner's
 mark, a digest of key and salt. It tells who may hear of a block, and nothing has to be stored for that.
 """

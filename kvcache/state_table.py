@@ -1,6 +1,6 @@
 """Block tables of layers that keep one state for the whole sequence: Mamba, linear attention, short convolution.
 
-A row has one block, which every step overwrites, so nobody can go on from it. What a later request goes on from is a
+A row has one block, which every step overwrites, so no other request can go on from it. A later request goes on from a
 *snapshot*: during a step the state at a chosen length is also written to a block of its own, which then gets a name.
 """
 

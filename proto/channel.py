@@ -35,7 +35,7 @@ BACKLOG = 1024
 """Connections that the kernel keeps until they are accepted: strangers may come in numbers."""
 
 TAKEN_WITHIN_S = 10.0
-"""What is sent to a server in an event loop of ours, or it is gone."""
+"""In which a server with an event loop of ours takes what it is sent. One that does not is lost."""
 
 STANDS_FOR_S = 60.0
 """That a client of such a server may take nothing of what it is sent. It loses time, and nothing else."""
@@ -70,7 +70,7 @@ def reading(what: str) -> Iterator[None]:
 
 
 class _Reader(asyncio.StreamReader):
-    """Tells of its end also when nobody reads."""
+    """Tells of its end even while it is not read."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -105,7 +105,7 @@ class Stream:
         return stream
 
     async def wait_gone(self) -> None:
-        """Wait until the other side is gone, whoever reads meanwhile. Of connected streams only."""
+        """Wait until the other side is gone. Another task may read meanwhile. Of connected streams only."""
         assert isinstance(self._reader, _Reader), "a stream that was accepted is read until its end"
         await self._reader.ended.wait()
 
@@ -328,7 +328,7 @@ class BlockingServer:
     """Serves one stream in the thread that calls `serve`: a worker serves its controller with it."""
 
     def __init__(self, host: str, connect_timeout_s: float | None = None):
-        """connect_timeout_s: for whoever is to connect; None waits as long as it takes."""
+        """connect_timeout_s: for the other side to connect; None waits as long as it takes."""
         self._listener = BlockingListener(host, connect_timeout_s)
         self.address = self._listener.address
         self._connection: socket.socket | None = None
@@ -403,12 +403,14 @@ def _hello(secret: bytes) -> bytes:
 
 
 def tune(connection: socket.socket, taken_within_s: float | None) -> None:
-    """Send small frames at once: a step must not wait for Nagle's algorithm. And hear of a machine that is gone, which
-    says no goodbye. A process that dies is heard of at once.
+    """Send small frames at once, since a step must not wait for Nagle's algorithm, and notice a lost machine.
+
+    A process that dies closes its connections, and is noticed at once. A lost machine closes nothing.
 
     taken_within_s: The connection ends when what is sent is not taken for so long. None for a side that computes and
-        reads when it is done: the kernel takes one that does not read for one that is gone. Such a connection tells of
-        a machine that is gone only while nothing is under way (then within three seconds), so somebody needs another.
+        reads when it is done, because the kernel cannot tell such a side from a lost one. Without a limit a lost
+        machine is noticed only while nothing is under way, then within three seconds. So such a side needs a second
+        connection that is idle.
     """
     options = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 2}
     options["TCP_USER_TIMEOUT"] = round((taken_within_s or 0) * 1e3)

@@ -268,7 +268,7 @@ class Terms:
     priority   smaller comes first; waiting makes up for it (see `scheduling/fair_queue.py`)
     tenant     who shares the machine fairly with others; all requests without one are one tenant's
     timeout_s  seconds from now after which the answer is worth nothing; None: it may take as long as it takes
-    trace      the `traceparent` of whoever traces the request; empty: nobody does
+    trace      the `traceparent` of a traced request; empty: it is not traced
     salt       prefixes are reused among requests of the same salt only
 
     Raises `InvalidRequest`, naming the field, when a value has the wrong type or range.

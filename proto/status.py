@@ -68,7 +68,7 @@ class CacheState(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What somebody who looks wants to see."""
+    """What is to be in a snapshot."""
 
     since_step: int = 0  # steps after this one
     with_pool: bool = True

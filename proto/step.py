@@ -87,7 +87,7 @@ class Step(NamedTuple):
     retire: tuple[int, ...]  # slots
     swap_out: tuple[tuple[int, int, int], ...]  # (group, block, ticket): to host memory, before anything is written
     swap_in: tuple[tuple[int, int, int], ...]  # (group, ticket, block): from there, which ends the ticket
-    forget: tuple[int, ...]  # tickets of what nobody will ask for any more
+    forget: tuple[int, ...]  # tickets of what is not needed any more
     copies: tuple[tuple[int, int, int], ...]  # (group, source block, target block), made before anything is written
     saves: tuple[tuple[int, int, int, int], ...]  # (slot, group, tokens, block): the state after so many tokens, kept
     admit: tuple[Admit, ...]

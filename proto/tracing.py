@@ -4,7 +4,7 @@
     controller      queue ──── prefill ──────── decode ───────────────
     worker                      step ─── step ──                        each rank; steps that compute a traced prompt
 
-A span's place in its trace travels as W3C `traceparent`, a text. No token and no text of anybody is part of a span.
+A span's place in its trace travels as W3C `traceparent`, a text. A span holds no token and no text of a request.
 OpenTelemetry's SDK and its exporter are an extra (`intarsia[otel]`) and imported when a tracer is made.
 """
 
@@ -85,5 +85,5 @@ class Tracer:
 
 
 def tracer_of(service: str, endpoint: str | None, **resource: str | int) -> Tracer | None:
-    """None where nobody wants traces."""
+    """None where no traces are wanted."""
     return None if endpoint is None else Tracer(service, endpoint, **resource)

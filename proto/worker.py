@@ -17,12 +17,12 @@ class ModelSettings:
     tensor_parallel_size: int = 1
     dtype: str = "auto"  # "auto": the one the checkpoint was saved in
     attention_backend: str | None = None  # None: the first that covers the model's layers
-    allow_generic: bool = False  # try an architecture that nobody has tested, as plain attention
+    allow_generic: bool = False  # try an architecture that is not tested, as plain attention
     enforce_eager: bool = False  # run the module's own code: nothing fused, recorded or compiled
     torch_compile: bool = False  # let torch compile the module instead
     trust_remote_code: bool = False  # run Python files that come with the checkpoint
     cpu_threads: int | None = None  # that compute on a CPU; None: a share of the cores, fewer for short steps
-    traces_endpoint: str | None = None  # where spans go, OTLP over HTTP; None: nobody traces
+    traces_endpoint: str | None = None  # where spans go, OTLP over HTTP; None: no traces
     tokenizer_dir: str | None = None  # None: the checkpoint's own
     chat_template: str | None = None  # a file; None: the tokenizer's own
 
@@ -74,13 +74,13 @@ class RunnerLimits(NamedTuple):
 
 
 class WorkerStatus(NamedTuple):
-    """How a worker is, for whoever watches."""
+    """How a worker is doing."""
 
     process_id: int
     host: str
     device: str
     memory_bytes: int  # of its process, on the host
-    device_used_bytes: int | None  # by anybody; None: the device has no memory of its own
+    device_used_bytes: int | None  # by all processes; None: the device has no memory of its own
     device_bytes: int | None
     steps: int  # run since the start
     run_us: int  # that they took
