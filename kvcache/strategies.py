@@ -60,6 +60,7 @@ def plan_memory(layers: Sequence[LayerSpec], settings: PlanSettings, max_tokens:
     check_layers(layers)
     owners = [layer for layer in layers if layer.shares is None]
     expected = settings.expected_average_seq_len or min(EXPECTED_TOKENS, max_tokens or EXPECTED_TOKENS)
+    # Every strategy makes its plan, or says why it cannot.
     plans: dict[str, MemoryPlan] = {}
     refusals: dict[str, InvalidSetting] = {}
     for name, make in _STRATEGIES.items():
@@ -67,12 +68,14 @@ def plan_memory(layers: Sequence[LayerSpec], settings: PlanSettings, max_tokens:
             plans[name] = replace(make(owners, settings, expected), strategy=name, expected_tokens=expected)
         except InvalidSetting as refusal:
             refusals[name] = refusal
+    # What requests of usual lengths would take under each.
     lengths = _typical_lengths(owners, expected, max_tokens)
     costs = {name: _bytes_per_request(plan, lengths) for name, plan in plans.items()}
     why = tuple(
         StrategyCost(name, round(costs[name])) if name in costs else StrategyCost(name, None, str(refusals[name]))
         for name in _STRATEGIES
     )
+    # The cheapest one, unless one was asked for. Of two alike, the one with fewer groups: each costs time per step.
     wanted = settings.strategy
     if wanted == "auto":
         if not plans:
@@ -134,11 +137,13 @@ def _layers_per_group(alike: "_Alike", settings: PlanSettings, expected: int) ->
 
 
 def plan_packed(layers: Sequence[LayerSpec], settings: PlanSettings, expected: int) -> MemoryPlan:
+    # One size of large page for all groups, and how many blocks of each it holds.
     alike = _alike(layers)
     contents = [_content(members, settings) for members in alike.values()]
     blocks = [_blocks(key[0], settings, expected) for key in alike]
     moving = [moves_on(key[0]) for key in alike]
     large_bytes, counts = _large_page(contents, blocks, moving, settings.memory_bytes)
+    # All groups share one arena, so any large page can move between them.
     arena = _arena(settings, large_bytes, len(alike), settings)
     groups = tuple(
         replace(
@@ -148,6 +153,7 @@ def plan_packed(layers: Sequence[LayerSpec], settings: PlanSettings, expected: i
         for (key, members), count in zip(alike.items(), counts, strict=True)
     )
     plan = _plan(groups, (arena,), (arena.num_pages * large_bytes,), expected)
+    # Padding is told.
     exact = math.lcm(*contents)
     if large_bytes == exact or len(contents) == 1:
         return plan
@@ -169,6 +175,7 @@ def _large_page(
     Weighed are a request's bytes, padding included, and what large pages cost as such: one of them is the null page,
     in each group one is partly filled, and a window that moves on leaves part of one behind for every request.
     """
+    # Sizes worth trying: multiples of a block of some group, from the widest block up.
     widest = max(contents)
     most = max(widest, int(memory_bytes * LARGEST_SHARE))
     sizes = {
@@ -183,6 +190,7 @@ def _large_page(
         unit = PAGE_ALIGNMENT_BYTES * math.lcm(*counts)
         filled = max(count * content for count, content in zip(counts, contents, strict=True))
         large_bytes = -(-filled // unit) * unit
+        # What a request takes of them, with what its windows leave behind.
         request_bytes = sum(
             (n + (count - 1) * LEFT_BEHIND * moves) * large_bytes / count
             for n, count, moves in zip(blocks, counts, moving, strict=True)

@@ -90,6 +90,7 @@ class SamplingParams:
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self):
+        # How tokens are drawn, and how many.
         _check_number("temperature", self.temperature, low=0.0, high=math.inf, low_open=False, high_open=True)
         _check_number("top_p", self.top_p, low=0.0, high=1.0, low_open=True, high_open=False)
         _check_int("top_k", self.top_k, low=-1)
@@ -100,6 +101,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), low=-1, high=MAX_LOGPROBS)
+        # Where an answer ends.
         if not isinstance(self.ignore_eos, bool):
             raise InvalidRequest(f"ignore_eos must be true or false, got {self.ignore_eos!r}", field="ignore_eos")
         if not isinstance(self.stop_token_ids, tuple | list):
@@ -109,12 +111,14 @@ class SamplingParams:
         for token in self.stop_token_ids:
             _check_int("stop_token_ids", token, low=0)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        # Which tokens are made likelier or less likely.
         _check_number("min_p", self.min_p, low=0.0, high=1.0, low_open=False, high_open=False)
         for name in ("presence_penalty", "frequency_penalty"):
             _check_number(name, getattr(self, name), low=-2.0, high=2.0, low_open=False, high_open=False)
         _check_number(
             "repetition_penalty", self.repetition_penalty, low=0.0, high=math.inf, low_open=True, high_open=True
         )
+        # No answer has to be longer than it may be.
         _check_int("min_tokens", self.min_tokens, low=0)
         if self.min_tokens > self.max_tokens:
             raise InvalidRequest(
@@ -123,6 +127,7 @@ class SamplingParams:
                 asked=self.min_tokens,
                 limit=self.max_tokens,
             )
+        # Values of several forms become one.
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "bad_token_ids", _rows_of_tokens("bad_token_ids", self.bad_token_ids))
@@ -131,7 +136,6 @@ class SamplingParams:
                 f"include_stop_str_in_output must be true or false, got {self.include_stop_str_in_output!r}",
                 field="include_stop_str_in_output",
             )
-
         self._check_form()
 
     def _check_form(self) -> None:

@@ -27,12 +27,14 @@ def check(
     _check_tokens(tokens, info)
     _check_sampling(sampling, info)
     sampling.check_all_logprobs(prompt_tokens, info.vocab_size)
+    # An answer that began elsewhere must not be finished yet.
     total_tokens = min(prompt_tokens + sampling.max_tokens, info.max_model_len)
     if not 0 < prompt_tokens <= len(tokens) < max(total_tokens, prompt_tokens + 1):
         raise InvalidRequest(
             f"an answer to a prompt of {prompt_tokens} tokens cannot go on from {len(tokens)} of {total_tokens} tokens",
             field="prompt",
         )
+    # It must fit alone in an empty pool, or it would wait for ever.
     if not plan.fits(total_tokens):
         raise RequestTooLarge(
             f"{prompt_tokens} prompt tokens + {sampling.max_tokens} new ones need "
