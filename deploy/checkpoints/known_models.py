@@ -15,10 +15,7 @@ from typing import Any
 from ...errors import InvalidSetting
 from ...kvcache.reach import Chunked, Cross, Full, Reach, Sliding, State
 from ...kvcache.spec import LayerSpec, StateTensor
-
-FLOAT32_BYTES = 4  # recurrent states are kept in float32, whatever the model's dtype
-
-KEEPS_NOTHING = {"mlp", "moe"}
+from ...workers.checkpoint.layer_specs import FLOAT32_BYTES, KEEPS_NOTHING, RankShare
 
 KIN = 0.75
 """How alike the first words of two names must be for one to be meant by the other: "gema", "gemma"."""
@@ -36,7 +33,7 @@ class KnownModel:
 
     def layers(self, tensor_parallel_size: int = 1, item_bytes: int = 2) -> tuple[LayerSpec, ...]:
         """Raises `InvalidSetting` when heads do not divide among that many ranks."""
-        shard = _Shard(self.id, tensor_parallel_size, item_bytes)
+        share = RankShare(tensor_parallel_size, item_bytes, self.id)
         specs: list[LayerSpec] = []
         sharing = self.entry.get("sharing", {"layers": [], "source": {}})
         for index, kind in enumerate(self._kinds()):
@@ -44,9 +41,9 @@ class KnownModel:
                 continue
             source = sharing["source"].get(kind) if index in sharing["layers"] else None
             if kind in self.entry["attention"]:
-                specs += _attention(index, self.entry["attention"][kind], kind, shard, source)
+                specs += _attention(index, self.entry["attention"][kind], kind, share, source)
             if kind in self.entry.get("state", {}):
-                specs.append(_state(index, self.entry["state"][kind], shard))
+                specs.append(_state(index, self.entry["state"][kind], share))
         return tuple(specs)
 
     def _kinds(self) -> Iterator[str]:
@@ -120,40 +117,13 @@ def _table() -> dict[str, KnownModel]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    """One rank's share."""
-
-    model: str
-    ranks: int
-    item_bytes: int
-
-    def kv_heads(self, heads: int) -> int:
-        """With more ranks than heads, each head lives on several ranks."""
-        if heads % self.ranks and self.ranks % heads:
-            self._refuse(heads, "key-value heads")
-        return max(1, heads // self.ranks)
-
-    def part(self, size: int, what: str) -> int:
-        if size % self.ranks:
-            self._refuse(size, what)
-        return size // self.ranks
-
-    def _refuse(self, size: int, what: str) -> None:
-        raise InvalidSetting(
-            f"tensor_parallel_size {self.ranks} does not divide the {size} {what} of {self.model}",
-            field="tensor_parallel_size",
-            asked=self.ranks,
-        )
-
-
-def _attention(index: int, facts: dict[str, Any], kind: str, shard: _Shard, source: int | None) -> list[LayerSpec]:
-    item = shard.item_bytes
+def _attention(index: int, facts: dict[str, Any], kind: str, share: RankShare, source: int | None) -> list[LayerSpec]:
+    item = share.item_bytes
     beside = facts.get("indexer_elems_per_token", 0) * item
     if "cached_elems_per_token" in facts:  # one latent, or one vector that is key and value, on every rank
         heads, key_dim, value_dim = 1, facts["cached_elems_per_token"], 0
     else:
-        heads = shard.kv_heads(facts["num_kv_heads"])
+        heads = share.kv_heads(facts["num_kv_heads"])
         key_dim, value_dim = facts["head_dim"], facts["v_head_dim"]
     specs = [LayerSpec(index, _reach(kind, facts), heads, key_dim, value_dim, item, beside, shares=source)]
     if "compress" in facts:  # beside the raw window: one entry for so many tokens, and those still waiting for theirs
@@ -172,7 +142,7 @@ def _reach(kind: str, facts: dict[str, Any]) -> Reach:
     return Chunked(facts["chunk"]) if "chunk" in facts else Full()
 
 
-def _state(index: int, facts: dict[str, Any], shard: _Shard) -> LayerSpec:
+def _state(index: int, facts: dict[str, Any], share: RankShare) -> LayerSpec:
     """States are split by heads, or by channels where there are none."""
     conv, recurrent = facts["conv"], facts["recurrent"]
     tensors = []
@@ -181,11 +151,11 @@ def _state(index: int, facts: dict[str, Any], shard: _Shard) -> LayerSpec:
         if facts["kind"] == "mamba2":  # heads, and two projections that heads share in groups: whole where too few
             heads = recurrent[0] * recurrent[1]
             shared = channels - heads
-            split = shared % (2 * recurrent[2] * shard.ranks) == 0
-            channels = shard.part(heads, "channels") + (shared // shard.ranks if split else shared)
+            split = shared % (2 * recurrent[2] * share.ranks) == 0
+            channels = share.part(heads, "channels") + (shared // share.ranks if split else shared)
         else:
-            channels = shard.part(channels, "channels of a convolution")
-        tensors.append(StateTensor((channels, conv[1]), shard.item_bytes))
+            channels = share.part(channels, "channels of a convolution")
+        tensors.append(StateTensor((channels, conv[1]), share.item_bytes))
     if recurrent is not None:
-        tensors.append(StateTensor((shard.part(recurrent[0], "state heads"), *recurrent[1:]), FLOAT32_BYTES))
+        tensors.append(StateTensor((share.part(recurrent[0], "state heads"), *recurrent[1:]), FLOAT32_BYTES))
     return LayerSpec(index, State(), state=tuple(tensors))

@@ -123,7 +123,7 @@ def _attention(
 ) -> LayerSpec:
     shares = sources.get(index)
     if getattr(config, "kv_lora_rank", None):  # one latent for all heads, on every rank
-        _Split(ranks, item_bytes).part(config.num_attention_heads, "query heads")
+        RankShare(ranks, item_bytes).part(config.num_attention_heads, "query heads")
         width = config.kv_lora_rank + config.qk_rope_head_dim
         return LayerSpec(index, reach, 1, width, 0, item_bytes, shares=shares)
     head = (
@@ -139,20 +139,31 @@ def _attention(
 
 
 @dataclass(frozen=True, slots=True)
-class _Split:
-    """Divides sizes among ranks."""
+class RankShare:
+    """What one rank has of sizes that are divided among ranks."""
 
     ranks: int
     item_bytes: int
+    model: str = "the model"  # for errors
 
     def part(self, size: int, what: str) -> int:
+        """Raises `InvalidSetting` if the ranks do not divide it."""
         if size % self.ranks:
-            raise InvalidSetting(
-                f"tensor_parallel_size {self.ranks} does not divide the model's {size} {what}",
-                field="tensor_parallel_size",
-                asked=self.ranks,
-            )
+            self._refuse(size, what)
         return size // self.ranks
+
+    def kv_heads(self, heads: int) -> int:
+        """With more ranks than heads, each head lives on several ranks."""
+        if heads % self.ranks and self.ranks % heads:
+            self._refuse(heads, "key-value heads")
+        return max(1, heads // self.ranks)
+
+    def _refuse(self, size: int, what: str) -> None:
+        raise InvalidSetting(
+            f"tensor_parallel_size {self.ranks} does not divide the {size} {what} of {self.model}",
+            field="tensor_parallel_size",
+            asked=self.ranks,
+        )
 
     def conv(self, channels: int, kernel: int) -> StateTensor:
         """The last inputs of a causal convolution, one fewer than its kernel is long."""
@@ -175,45 +186,45 @@ class _Split:
         )
 
 
-def _usual_mamba2(c: Any, split: _Split) -> tuple[StateTensor, ...]:
-    return split.mamba2(c.mamba_n_heads, c.mamba_d_head, c.mamba_n_groups, c.mamba_d_state, c.mamba_d_conv)
+def _usual_mamba2(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+    return share.mamba2(c.mamba_n_heads, c.mamba_d_head, c.mamba_n_groups, c.mamba_d_state, c.mamba_d_conv)
 
 
-def _nemotron_h(c: Any, split: _Split) -> tuple[StateTensor, ...]:
-    return split.mamba2(c.mamba_num_heads, c.mamba_head_dim, c.n_groups, c.ssm_state_size, c.conv_kernel)
+def _nemotron_h(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+    return share.mamba2(c.mamba_num_heads, c.mamba_head_dim, c.n_groups, c.ssm_state_size, c.conv_kernel)
 
 
-def _zamba2(c: Any, split: _Split) -> tuple[StateTensor, ...]:
-    return split.mamba2(c.n_mamba_heads, c.mamba_headdim, c.mamba_ngroups, c.mamba_d_state, c.mamba_d_conv)
+def _zamba2(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+    return share.mamba2(c.n_mamba_heads, c.mamba_headdim, c.mamba_ngroups, c.mamba_d_state, c.mamba_d_conv)
 
 
-def _mamba1(c: Any, split: _Split) -> tuple[StateTensor, ...]:
-    channels = split.part(c.mamba_expand * c.hidden_size, "channels of states")
-    return split.conv(channels, c.mamba_d_conv), StateTensor((channels, c.mamba_d_state), FLOAT32_BYTES)
+def _mamba1(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+    channels = share.part(c.mamba_expand * c.hidden_size, "channels of states")
+    return share.conv(channels, c.mamba_d_conv), StateTensor((channels, c.mamba_d_state), FLOAT32_BYTES)
 
 
-def _lightning(c: Any, split: _Split) -> tuple[StateTensor, ...]:
+def _lightning(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    return (StateTensor((split.part(c.num_attention_heads, "state heads"), head, head), FLOAT32_BYTES),)
+    return (StateTensor((share.part(c.num_attention_heads, "state heads"), head, head), FLOAT32_BYTES),)
 
 
-def _gated_delta_net(c: Any, split: _Split) -> tuple[StateTensor, ...]:
-    return split.delta(
+def _gated_delta_net(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+    return share.delta(
         c.linear_num_key_heads, c.linear_key_head_dim, c.linear_num_value_heads, c.linear_value_head_dim,
         c.linear_conv_kernel_dim,
     )  # fmt: skip
 
 
-def _kimi_delta(c: Any, split: _Split) -> tuple[StateTensor, ...]:
+def _kimi_delta(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     heads, head = c.linear_num_heads, c.linear_head_dim
-    return split.delta(heads, head, heads, head, c.linear_conv_kernel_dim)
+    return share.delta(heads, head, heads, head, c.linear_conv_kernel_dim)
 
 
-def _short_conv(c: Any, split: _Split) -> tuple[StateTensor, ...]:
-    return (split.conv(split.part(c.hidden_size, "channels of convolutions"), c.conv_L_cache),)
+def _short_conv(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+    return (share.conv(share.part(c.hidden_size, "channels of convolutions"), c.conv_L_cache),)
 
 
-STATE_OF: dict[str, Callable[[Any, _Split], tuple[StateTensor, ...]]] = {
+STATE_OF: dict[str, Callable[[Any, RankShare], tuple[StateTensor, ...]]] = {
     "bamba": _usual_mamba2,
     "falcon_h1": _usual_mamba2,
     "granitemoehybrid": _usual_mamba2,
@@ -237,4 +248,4 @@ def _state(config: Any, ranks: int, item_bytes: int) -> tuple[StateTensor, ...]:
             f"the states of {config.model_type} are not known; known are those of {', '.join(STATE_OF)}",
             field="model",
         )
-    return STATE_OF[config.model_type](config, _Split(ranks, item_bytes))
+    return STATE_OF[config.model_type](config, RankShare(ranks, item_bytes))

@@ -106,5 +106,5 @@ def test_unknown_kinds_and_states_are_refused_with_what_is_known():
 
 
 def test_states_that_do_not_divide_are_refused_with_the_numbers():
-    with pytest.raises(InvalidSetting, match="3 does not divide the model's 128 state heads"):
+    with pytest.raises(InvalidSetting, match="3 does not divide the 128 state heads of the model"):
         read_layers(config("bamba"), 3, 2)
