@@ -1,4 +1,4 @@
-"""What the attention backends are called and where each of them runs, for who must know without torch."""
+"""What the attention backends are called and where each of them runs, for code that must not import torch."""
 
 from collections.abc import Collection, Mapping
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def upload(array: np.ndarray, device: torch.device) -> Tensor:
-    """An array on the device, in the order of its stream: nobody waits, so the array must not change any more."""
+    """An array on the device, in the order of its stream. It does not wait, so the array must not change any more."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 

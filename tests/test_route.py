@@ -49,7 +49,7 @@ OF_A_QUIET_STEP = {
     "deploy/front_end/front_end.py",
     "deploy/grpc/convert.py",
     "deploy/grpc/door.py",
-    "kernels/paged_attention/torch_sdpa.py",
+    "kernels/paged_attention/plain_torch.py",
     "kernels/tensors.py",
     "proto/channel.py",
     "proto/codec.py",

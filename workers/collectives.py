@@ -38,7 +38,7 @@ class Collectives(Protocol):
         ...
 
     def join(self, addresses: Sequence[Address]) -> None:
-        """Meet all ranks, given everybody's meeting point. Blocks until all have come."""
+        """Meet all ranks, given the meeting points of all. Blocks until all have come."""
         ...
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -46,7 +46,7 @@ class Collectives(Protocol):
         ...
 
     def gather_to_first(self, tensor: Tensor) -> list[Tensor] | None:
-        """Rank 0 gets everybody's tensor, in rank order; the others None."""
+        """Rank 0 gets the tensors of all, in rank order; the others None."""
         ...
 
     def share_from_first(self, tensor: Tensor) -> None:
@@ -139,7 +139,7 @@ class SocketCollectives:
         self._senders.shutdown(wait=False)
 
     def _exchange(self, mine: Tensor) -> dict[int, Tensor]:
-        """Send `mine` to all, receive theirs. Large tensors are sent by threads, since nobody reads while sending."""
+        """Send `mine` to all, receive theirs. Threads send large tensors, since a rank that sends does not read."""
         outgoing = _bytes(mine)
         if len(outgoing) <= SMALL_BYTES:
             for peer in self._peers.values():

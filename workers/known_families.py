@@ -1,4 +1,4 @@
-"""Which families of models are known to run, for who must know without torch."""
+"""Which families of models are known to run, for code that must not import torch."""
 
 from collections.abc import Iterable
 
@@ -42,7 +42,7 @@ except where the name says vision."""
 def check_family(model_types: Iterable[str | None], *, allow_generic: bool) -> str | None:
     """model_types: of the whole model and of its text part. A note for people where it is tried all the same.
 
-    Raises `UnsupportedModel` for a family nobody has tested, unless that is wanted."""
+    Raises `UnsupportedModel` for a family that was not tested, unless that is wanted."""
     kinds = list(model_types)
     if KNOWN_FAMILIES.keys() & set(kinds):
         return None

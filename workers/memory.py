@@ -3,7 +3,7 @@
     the device   |  others, the runtime  |  weights  |  a step's own memory  |  pages  |  left alone  |
                  |<-------------------  gpu_memory_utilization of it  ----------------->|
 
-A step's own memory can not be told from a config: it depends on the module, the backend and the allocator. So the
+A step's own memory cannot be told from a config: it depends on the module, the backend and the allocator. So the
 largest steps are run once, over the null block, before there are pages.
 """
 
@@ -21,11 +21,11 @@ class DeviceMemory(Protocol):
     def total(self) -> int: ...
 
     def in_use(self) -> int:
-        """By anybody, when all that is not needed has been given back."""
+        """By all processes, when what is not needed has been given back."""
         ...
 
     def held(self) -> int:
-        """By anybody, without disturbing who computes."""
+        """By all processes, without disturbing those that compute."""
         ...
 
     def peak_of(self, work: Callable[[], object]) -> int:

@@ -18,9 +18,9 @@ class Pages:
     """Block b of a layer starts at byte offset + b * page_bytes of its buffer.
 
     A layer that keeps tokens has one view [blocks, block_tokens, kv_heads, key_dim + value_dim]; a layer that keeps a
-    state has one view [blocks + 1, ...] per tensor of it: no block of a state is nobody's, so there is a spare one
-    behind them, outside the plan, for rows that only fill up a step. A layer that shares another's pages has the
-    other's view.
+    state has one view [blocks + 1, ...] per tensor of it: every block of a state belongs to a request, so there is a
+    spare one behind them, outside the plan, for rows that only fill up a step. A layer that shares another's pages has
+    the other's view.
     """
 
     def __init__(self, plan: MemoryPlan, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device):

@@ -141,7 +141,7 @@ class ModelRunner:
             tables = [table[rows.slots] for table in self.tables.block_tables]
             views = [self.tables[slot].views for slot in rows.slots]
             self.model.cross.begin_step(tables, rows.query_lens, rows.computed, views)
-        # Logits are made of the tokens that somebody reads.
+        # Logits are computed for the tokens that need them.
         keep = np.concatenate([*(np.arange(starts[row], ends[row]) for row in asked), ends[rows.finishes] - 1])
         keeps_all = not len(asked) and len(keep) == len(tokens)
         keep_T = None if keeps_all else torch.from_numpy(keep).to(device)
@@ -224,7 +224,7 @@ class ModelRunner:
         tables.known[slots] += 1
         if self.parallel.rank:
             return Drawn()
-        # What a request is told of its own tokens, by row.
+        # Penalties and grammars follow the tokens of their requests, by row.
         failures = []
         for row, (request, token) in enumerate(zip(requests, tokens.tolist(), strict=True)):
             if request.history is not None:

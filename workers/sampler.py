@@ -46,8 +46,8 @@ class History:
             logits_V[said] -= sampling.presence_penalty + sampling.frequency_penalty * counts
 
     def forbid(self, logits_V: Tensor, sampling: Sampling) -> None:
-        """What would make one of the rows whole. In place. It stays possible where nothing else is: where the form of
-        the answer demands it."""
+        """What would make one of the rows whole. In place. It stays possible where nothing else is: where the grammar
+        demands it."""
         last = list(self._last) if sampling.bad_token_ids else []
         for *first, token in sampling.bad_token_ids:
             if token < len(logits_V) and len(first) <= len(last) and last[len(last) - len(first) :] == first:
@@ -66,7 +66,7 @@ def sample(
     Shapes  R rows, V vocabulary; logits [R, V] in any float dtype
     positions: of the token to be drawn, in its sequence
     histories: of the rows whose sampling needs one
-    matchers: of the rows whose answer has a form
+    matchers: of the rows whose answer has a grammar
     """
     logits_RV = logits_RV.float()
     nothing = [None] * len(samplings)
@@ -101,17 +101,19 @@ def _adjusted(
     histories: Sequence[History | None],
     matchers: Sequence[Matcher | None],
 ) -> Tensor:
-    """Logits with penalties and biases, without ends that come too early and what the form of the answer excludes; the
-    very same tensor if nobody wants any of it."""
+    """Logits with penalties and biases, without ends that come too early and what the grammar excludes; the
+    very same tensor if no row wants any of it."""
     changed_RV = logits_RV
     rows = zip(samplings, positions, histories, matchers, strict=True)
     for row, (sampling, position, history, matcher) in enumerate(rows):
+        # Most rows want nothing of this. The first that does pays for a copy of the logits.
         is_early = bool(sampling.ends) and position < sampling.prompt_tokens + sampling.min_tokens
         if not (is_early or sampling.logit_bias or history is not None or matcher is not None):
             continue
         if changed_RV is logits_RV:
             changed_RV = logits_RV.clone()
         logits_V = changed_RV[row]
+        # The grammar has the last word: biases and penalties may not bring back what it excludes.
         if history is not None:
             history.penalize(logits_V, sampling)
             history.forbid(logits_V, sampling)

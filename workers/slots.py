@@ -21,7 +21,7 @@ class Slot:
     prompt: np.ndarray  # [tokens] int64, as admitted
     sampling: Sampling
     history: History | None = None  # where it matters which tokens it has
-    matcher: Matcher | None = None  # where its answer has a form; on the rank that draws
+    matcher: Matcher | None = None  # where its answer has a grammar; on the rank that draws
     views: Sequence[View] = ()  # what its tokens see of an encoder's output
 
     @classmethod

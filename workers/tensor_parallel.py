@@ -106,7 +106,7 @@ class TensorParallel:
 
     @property
     def collectives(self) -> Collectives:
-        assert self._collectives is not None, "one rank has nobody to talk to"
+        assert self._collectives is not None, "one rank has no others to talk to"
         return self._collectives
 
     def share_from_first(self, tensor: Tensor) -> None:
@@ -129,6 +129,7 @@ class TensorParallel:
         patterns = _patterns(model, config, ours)
         styles = {}
         for path, module in model.named_modules():
+            # Embeddings are cut by rows whatever the plan says.
             style = "vocab" if _is_vocabulary(model, path, module, vocabularies) else _match(patterns, path)
             if style is None or style in WHOLE:
                 continue
@@ -139,6 +140,7 @@ class TensorParallel:
                     field="tensor_parallel_size",
                 )
             styles[path] = STYLES[style]
+            # Experts are parameters of one module, each cut in a way of its own.
             if style == "moe_tp_experts":
                 names = [name for name, _ in module.named_parameters(recurse=False)]
                 hows = {name: how for name in names if (how := _match(patterns, f"{path}.{name}"))}
@@ -234,23 +236,23 @@ class TensorParallel:
         part = self._vocab_part(whole_shape[0])
         start = self.rank * part
 
-        strangers = torch.empty(0)
+        is_foreign = torch.empty(0)
 
         def before(_module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            nonlocal strangers
+            nonlocal is_foreign
             tokens = inputs[0] - start
-            strangers = (tokens < 0) | (tokens >= part)
+            is_foreign = (tokens < 0) | (tokens >= part)
             return ((tokens.clamp(0, part - 1)), *inputs[1:])
 
         def after(_module, _inputs, output: Tensor) -> Tensor:
-            self.collectives.all_reduce(output.masked_fill_(strangers.unsqueeze(-1), 0))
+            self.collectives.all_reduce(output.masked_fill_(is_foreign.unsqueeze(-1), 0))
             return output
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
 
     def gather_outputs(self, module: nn.Module, whole_shape: tuple[int, ...]) -> None:
-        """On rank 0 the output has its whole width; on other ranks it stays a slice, which nobody reads."""
+        """On rank 0 the output has its whole width; on other ranks it stays a slice, which is not read."""
 
         def after(_module, _inputs, output: Tensor) -> Tensor:
             if output.numel() == 0:

@@ -6,7 +6,7 @@
     backend.attend(q, kv_view, params, meta, out)     # ... and every new token looks back
 
 `protocol.py` says what these words mean, and `reference.py` shows the arithmetic one query at a time. It runs in plain
-torch (`torch_sdpa.py`), with single queries in C++ on a CPU (`cpu.py`), in kernels of our own on a GPU
+torch (`plain_torch.py`), with single queries in C++ on a CPU (`cpu.py`), in kernels of our own on a GPU
 (`triton.py`), or in FlashAttention's (`flash.py`).
 """
 
@@ -18,9 +18,9 @@ from ...errors import UnsupportedModel
 from ..names import no_such_backend
 from .cpu import NativeBackend
 from .flash import FlashBackend, LegacyFlashBackend
+from .plain_torch import TorchBackend
 from .protocol import Backend, Capabilities, GroupBatch, GroupMeta, LayerParams, Needs
 from .reference import ReferenceBackend
-from .torch_sdpa import TorchBackend
 from .triton import TritonBackend
 
 __all__ = [
@@ -62,6 +62,7 @@ def select_backend(
     ]
     if not candidates:
         raise no_such_backend(str(name), [backend.name for backend in backends])
+    # The first that covers every layer is taken; each that does not says why.
     refusals: list[str] = []
     unable: set[Needs] = set()
     for backend in candidates:
@@ -71,6 +72,7 @@ def select_backend(
             return backend()
         unable |= set(refused)
         refusals.append(f"'{backend.name}' {reasons}")
+    # None does: name the layers that a backend refused, or all where only the machine lacks something.
     asked = " and ".join(str(needs) for needs in layers if needs in unable or not unable)
     raise UnsupportedModel(
         f"no attention backend can run {asked} on {device}: {'. '.join(refusals)}. "

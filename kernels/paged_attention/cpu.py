@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..tensors import dense_heads
 from ..toolchain import cpp
+from .plain_torch import Part, TorchBackend
 from .protocol import Capabilities, GroupBatch, GroupMeta, LayerParams
-from .torch_sdpa import Part, TorchBackend
 
 PIECE_TOKENS = 1024
 """A longer row is cut, so that few rows keep all threads busy."""

@@ -121,7 +121,7 @@ void piece(const Attention& a, int row, int first, int end, int kv_head, const f
             tokens[t] = pages + int64_t(table[block]) * a.page_stride +
                         (position - block * a.block_tokens) * a.page_token_stride;
         }
-        for (int t = count; t % LANES; t++) tokens[t] = tokens[0];  // whose scores nobody reads
+        for (int t = count; t % LANES; t++) tokens[t] = tokens[0];  // whose scores are not read
         for (int t = 0; t < count; t += LANES)
             for (int g = 0; g < G; g++) dot(q + g * a.key_dim, tokens + t, a.key_dim, scores + g * TILE + t);
         for (int g = 0; g < G; g++) {

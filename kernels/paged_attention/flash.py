@@ -38,16 +38,16 @@ class Flash:
 
 
 def find_flash(name: str) -> Flash | str:
-    """What the package `name` offers; or, in words, why it can not be loaded."""
+    """What the package `name` offers; or, in words, why it cannot be loaded."""
     try:
         module = importlib.import_module(name)
         why_not = getattr(module, "fa_version_unsupported_reason", None)  # only where there are several versions
         if why_not is not None and not module.is_fa_version_supported(3):
-            return f"needs FlashAttention 3, which this machine can not run: {why_not(3)}"
+            return f"needs FlashAttention 3, which this machine cannot run: {why_not(3)}"
         return Flash(module.flash_attn_varlen_func, getattr(module, "get_scheduler_metadata", None))
     except Exception as error:  # noqa: BLE001  (compiled code can fail to load in any way)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return f"needs the package {name.split('.')[0].replace('_', '-')}, which can not be loaded: {reason}"
+        return f"needs the package {name.split('.')[0].replace('_', '-')}, which cannot be loaded: {reason}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -201,6 +201,7 @@ def _one_row_per_chunk(batch: GroupBatch) -> GroupBatch:
     tables, query_lens, kv_lens = [], [], []
     for table, queries, end in zip(batch.block_table, batch.query_lens.tolist(), batch.kv_lens.tolist(), strict=True):
         start = end - queries
+        # A row per chunk that its queries reach into, counted from where the chunk begins.
         while start < end:
             begin = start // chunk * chunk
             stop = min(end, begin + chunk)

@@ -93,7 +93,7 @@ class GroupBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupMeta:
-    """What `prepare` worked out. `plan` is the backend's own; nobody else looks inside."""
+    """What `prepare` worked out. `plan` is the backend's own; no other code looks inside."""
 
     token_page: Tensor  # [T] int64
     token_offset: Tensor  # [T] int64
@@ -136,13 +136,13 @@ class Capabilities:
     any_bytes: bool = True
 
     def refusal(self, needs: Needs, device: torch.device) -> str | None:
-        """Why this layer can not run here, in words; None if it can."""
+        """Why this layer cannot run here, in words; None if it can."""
         head_size = (needs.key_dim, needs.value_dim)
         checks = (
             (device.type in self.devices, f"runs on {_names(self.devices)}, not on {device.type}"),
             (needs.dtype in self.dtypes, f"computes in {_names(self.dtypes)}, not in {needs.dtype}"),
             (self.head_sizes is None or head_size in self.head_sizes, f"has no kernel for head sizes {head_size}"),
-            (needs.heads % needs.kv_heads == 0, f"can not share {needs.kv_heads} kv heads among {needs.heads} heads"),
+            (needs.heads % needs.kv_heads == 0, f"cannot share {needs.kv_heads} kv heads among {needs.heads} heads"),
             (self.window or not needs.window, "has no sliding window"),
             (self.chunk or not needs.chunk, "has no chunked attention"),
             (self.softcap or not needs.softcap, "has no softcap"),

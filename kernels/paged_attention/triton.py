@@ -183,6 +183,7 @@ class TritonBackend:
         heads, key_dim = q_THD.shape[1:]
         kv_heads, value_dim = kv_view.shape[2], out_THD.shape[2]
         group, one_query = heads // kv_heads, launch is plan.singles
+        # Tiles as large as fit; long rows in splits where tiles alone would leave processors idle.
         shape = shape_for(key_dim, value_dim, group, q_THD.itemsize, one_query)
         tiles = _tiles(launch, group, shape.rows, q_THD.device)
         programs = len(tiles.row) * kv_heads

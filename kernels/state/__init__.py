@@ -3,15 +3,15 @@
     meta = backend.prepare(batch, device)                             # once per group of layers and step
     y = backend.scan(CONVOLUTION, pages, (weight, bias), (x,), meta)  # once per layer and recurrence
 
-`reference.py` says what each recurrence is, one token at a time; `chunked.py` is how it runs in plain torch,
+`reference.py` says what each recurrence is, one token at a time; `plain_torch.py` is how it runs in plain torch,
 `cpu.py` on a CPU with a C++ compiler, `triton.py` on a GPU.
 """
 
 import torch
 
 from ...errors import InvalidSetting
-from .chunked import ChunkedStates
 from .cpu import NativeStates
+from .plain_torch import ChunkedStates
 from .protocol import Piece, Recurrence, SaveAt, StateBackend, StateBatch
 from .reference import CONVOLUTION, GATED_DELTA, LINEAR_ATTENTION, SELECTIVE_SCAN, ReferenceStates
 from .triton import TritonStates

@@ -1,5 +1,5 @@
 """States in C++ on a CPU, in place: single tokens of every recurrence, and prompts of those that no product of matrices
-would help. Prompts of linear attention and delta nets go in chunks, as `chunked.py` does it."""
+would help. Prompts of linear attention and delta nets go in chunks, as `plain_torch.py` does it."""
 
 import ctypes
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..toolchain import cpp
-from .chunked import RUNS, run_piece
+from .plain_torch import RUNS, run_piece
 from .protocol import Columns, Piece, Recurrence, StateBatch, waves
 from .reference import CONVOLUTION, GATED_DELTA, LINEAR_ATTENTION, SELECTIVE_SCAN
 
@@ -118,6 +118,7 @@ class NativeStates:
         slots, heads, keys, values = pages.shape
         strides = [stride for x in (q, k, v, g, *(beta or (g,))) for stride in x.stride()[:2]]
         for wave in meta:
+            # Single tokens in C++, longer runs in chunks of matrix products.
             if wave.singles.pieces:
                 self._library.intarsia_heads(
                     ctypes.byref(

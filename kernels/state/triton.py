@@ -58,8 +58,8 @@ class TritonStates:
         return launches
 
     def frame(self, rows: int, device: torch.device) -> list[Launch]:
-        nobody = np.zeros(rows, dtype=np.int32)
-        return self.prepare(StateBatch(nobody, nobody + 1, nobody != 0), device)
+        no_pages = np.zeros(rows, dtype=np.int32)
+        return self.prepare(StateBatch(no_pages, no_pages + 1, no_pages != 0), device)
 
     def refill(self, frame: list[Launch], pages: np.ndarray) -> None:
         frame[0].columns.page.copy_(torch.from_numpy(pages), non_blocking=True)
@@ -93,6 +93,7 @@ class TritonStates:
             "VALUES_BLOCK": block,
             "DELTA": bool(beta),
         }
+        # One token needs no products of matrices.
         if launch.longest == 1:
             self._kernels.heads_step[grid](
                 q, k, v, g, b, out, pages, columns.start, columns.page, columns.is_new, columns.saved_to,

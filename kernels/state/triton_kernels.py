@@ -48,7 +48,7 @@ def heads(
     """Linear attention, or with DELTA a gated delta net, in chunks of CHUNK tokens. Grid (N, H, V / VALUES_BLOCK).
 
     q, k [T,H,K]  v, out [T,H,V]  g, beta [T,H]  pages [pages,H,K,V], dense within a head    The arithmetic is that of
-    `kernels/state/chunked.py`; the triangular system of a delta net is solved row by row, which is stable.
+    `kernels/state/plain_torch.py`; the triangular system of a delta net is solved row by row, which is stable.
     """
     piece, head = tl.program_id(0), tl.program_id(1)
     start = tl.load(start_ptr + piece).to(tl.int64)

@@ -2,7 +2,7 @@
 
 g++ is called at the first use and takes seconds; the result is kept under the user's cache folder, under a name made of
 the source, the compiler, its flags and the processor's features, so that a shared home serves unlike machines. Without
-a compiler there is a reason instead of a library, and whoever asked goes on without.
+a compiler there is a reason instead of a library, and the caller goes on without.
 """
 
 import ctypes
@@ -54,7 +54,7 @@ def _warn_once(reason: str) -> None:
 
 def cache_folder() -> Path:
     """Where compiled files are kept: INTARSIA_CACHE_DIR, or a folder of ours in the user's cache; where there is none
-    that can be written, one in the folder for temporary files, which nobody else may open."""
+    that can be written, one in the folder for temporary files, which no other user may open."""
     wanted = os.environ.get("INTARSIA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(wanted) if os.environ.get("INTARSIA_CACHE_DIR") else Path(wanted, "intarsia")
     try:

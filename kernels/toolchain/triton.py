@@ -13,7 +13,7 @@ LEAST_DOT = 16
 
 
 def missing() -> str | None:
-    """Why these kernels can not be imported, in words; None if they can."""
+    """Why these kernels cannot be imported, in words; None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "needs triton, which is not installed (torch's CUDA builds bring it; else: pip install triton)"
     return None

@@ -225,7 +225,7 @@ def test_answers_of_a_given_form_over_the_wire(ray_cluster: None, talker: Path, 
                 for chunk in client.generate("the inlay", SamplingParams(**params)):
                     answers[chunk.index] += chunk.text
                 assert all(is_right(text) for text in answers.values()), (name, answers)
-            with pytest.raises(InvalidRequest, match="regex can not be used") as refused:
+            with pytest.raises(InvalidRequest, match="regex cannot be used") as refused:
                 client.complete("the inlay", SamplingParams(regex="(ab"))
             assert refused.value.field == "regex"
             assert sum(len(chunk.token_ids) for chunk in free) == 99

@@ -354,7 +354,7 @@ def test_side_file_without_end_is_refused_by_its_size(copy: Path, name: str):
 def test_what_is_no_file_in_place_of_a_file(copy: Path, name: str, instead: str):
     file = copy / name
     file.unlink(missing_ok=True)
-    said = {"folder": "is a folder", "dangling": "a link to a file that is not there", "loop": "can not be read"}
+    said = {"folder": "is a folder", "dangling": "a link to a file that is not there", "loop": "cannot be read"}
     if instead == "folder":
         file.mkdir()
     elif instead == "pipe":

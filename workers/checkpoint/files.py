@@ -72,8 +72,8 @@ def read_config(file: Path) -> dict[str, Any]:
 def _check_folder(path: Path) -> None:
     try:
         is_folder, holds_config = path.is_dir(), os.path.lexists(path / CONFIG)
-    except (OSError, ValueError) as error:  # a name that is too long, or a folder that nobody may look into
-        raise ModelNotFound(f"{clipped(str(path))} can not be read: {clipped(str(error))}", field="model") from None
+    except (OSError, ValueError) as error:  # a name that is too long, or a folder that may not be read
+        raise ModelNotFound(f"{clipped(str(path))} cannot be read: {clipped(str(error))}", field="model") from None
     if not is_folder:
         raise ModelNotFound(
             f"there is no model directory at {path}. Give the path of a local Hugging Face checkpoint: a folder with "

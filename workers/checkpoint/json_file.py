@@ -58,7 +58,7 @@ def read_bytes(file: Path, max_bytes: int) -> bytes:
         with file.open("rb") as opened:
             return opened.read(max_bytes)
     except OSError as error:
-        raise corrupt(f"{file} can not be read: {error.strerror}") from None
+        raise corrupt(f"{file} cannot be read: {error.strerror}") from None
 
 
 def size_of(file: Path) -> int | None:
@@ -71,7 +71,7 @@ def size_of(file: Path) -> int | None:
             raise corrupt(f"{file} is a link to a file that is not there") from None
         return None
     except (OSError, ValueError) as error:
-        raise corrupt(f"{file} can not be read: {getattr(error, 'strerror', error)}") from None
+        raise corrupt(f"{file} cannot be read: {getattr(error, 'strerror', error)}") from None
     if not stat.S_ISREG(found.st_mode):
         kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe, a socket or a device"
         raise corrupt(f"{file} is {kind}, not a file")

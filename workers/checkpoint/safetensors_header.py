@@ -41,7 +41,7 @@ class StoredTensor(NamedTuple):
 
 
 def read_headers(folder: Path, files: Iterable[str]) -> Iterator[StoredTensor]:
-    """Every tensor of the files. Raises `CorruptCheckpoint` for a file that can not be what its header says."""
+    """Every tensor of the files. Raises `CorruptCheckpoint` for a file that cannot be what its header says."""
     left = MAX_HEADERS_BYTES
     for name in files:
         file = folder / name
@@ -96,7 +96,7 @@ def _tensor(file: str, name: str, said: Any) -> StoredTensor:
             "two data_offsets"
         )
     if math.prod(shape) * bits != (stop - start) * 8:
-        raise corrupt(f"tensor {quote(name)} of shape {clipped(str(shape))} can not be bytes {start} to {stop}")
+        raise corrupt(f"tensor {quote(name)} of shape {clipped(str(shape))} cannot be bytes {start} to {stop}")
     return StoredTensor(name, file, tuple(shape), start, stop)
 
 

@@ -28,7 +28,7 @@ OTHER_FILES = {
 
 
 def check_side_files(path: Path) -> None:
-    """None has to be there. Raises `CorruptCheckpoint` for one that is and can not be what its name says."""
+    """None has to be there. Raises `CorruptCheckpoint` for one that is and cannot be what its name says."""
     for name, limit in OTHER_FILES.items():
         size = size_of(path / name) or 0
         if size > limit:

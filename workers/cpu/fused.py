@@ -170,6 +170,7 @@ def _take_attention(attention: PagedAttention, module: Any) -> bool:
     kind = _entry(ATTENTIONS, module)
     if kind is None:
         return False
+    # Only what lies in this process as plain products can be merged into one.
     projections = [getattr(module, name) for name in PROJECTIONS]
     if not _are_linear(projections):
         return False
@@ -182,6 +183,7 @@ def _take_attention(attention: PagedAttention, module: Any) -> bool:
         if query_norm is None or key_norm is None or query_norm[1:] != key_norm[1:]:
             return False
         norms = query_norm, key_norm
+    # Of a rank that holds a slice, the heads of that slice.
     heads, kv_heads = (len(projection.weight) // module.head_dim for projection in projections[:2])
     rotary = kind.rotary if kind.rotates(module) else Rotary.NONE
     _become(

@@ -29,13 +29,13 @@ PACKED_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class PackedLinear(nn.Linear):
-    """An `nn.Linear` for inference. `weight` is unpacked on request, and held by nobody."""
+    """An `nn.Linear` for inference. `weight` is unpacked on each request, and not kept."""
 
     packed: Any
 
     @classmethod
     def take_over(cls, linear: nn.Linear) -> None:
-        """Change this very module, so that its hooks and whoever knows it stay."""
+        """Change this very module, so that its hooks and references to it stay."""
         packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight, None)
         del linear._parameters["weight"]
         linear.__class__ = cls
@@ -68,7 +68,7 @@ def padded_rows(rows: int) -> int:
 
 
 def pack_linears(module: nn.Module, device: torch.device, leave: Set[str] = frozenset()) -> None:
-    """Pack every plain `nn.Linear` whose weight is nobody else's. On a CPU; elsewhere nothing happens.
+    """Pack every plain `nn.Linear` whose weight no other module uses. On a CPU; elsewhere nothing happens.
 
     leave: names of modules whose weight is read as it is
     """

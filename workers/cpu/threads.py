@@ -18,7 +18,7 @@ from .linear import padded_rows
 
 SHORT_STEP_S = 0.02
 """With few threads. On two cores, with the controller, a front end and clients, 16 streams of the demo model have a
-step in 3.9 ms with one thread and in 7.5 with two, 120 streams in 17 and 34 (`bench/threads.py`). With nobody beside it
+step in 3.9 ms with one thread and in 7.5 with two, 120 streams in 17 and 34 (`bench/threads.py`). On an idle machine
 one thread computes what takes 20 ms as fast as two do, and what takes 35 in 1.4 times their time."""
 
 TIMED_ROWS = (16, 256)
@@ -32,7 +32,7 @@ class Threads:
     """Of one worker. Another rank's may be other numbers, on a machine of more cores."""
 
     def __init__(self, most: int, few: int | None = None):
-        """few: for short steps; None: no rank has a choice, as where a GPU computes or somebody chose"""
+        """few: for short steps; None: no rank has a choice, as where a GPU computes or the user chose"""
         self._most = most
         self._few = most if few is None else few
         self._is_free = few is not None

@@ -1,8 +1,8 @@
-"""Answers of a given form: which tokens may come next.
+"""Structured output: which tokens may come next.
 
-llguidance (https://github.com/guidance-ai/llguidance) parses what was said so far and tells the tokens that can follow;
-nothing is computed over the vocabulary beforehand. A form is compiled before its request is queued, in a thread of its
-own and without Python's lock, so that no step waits for it, and only when that is known to end (`sandbox.py`).
+llguidance (https://github.com/guidance-ai/llguidance) parses the answer so far and tells the tokens that can follow;
+nothing is computed over the vocabulary beforehand. A grammar is compiled before its request is queued, in a thread of
+its own and without Python's lock, so that no step waits for it, and only when that is known to end (`sandbox.py`).
 """
 
 import threading
@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidRequest
-from .sandbox import FormTrial, complaint_about, one_line, source_of
+from .sandbox import GrammarSandbox, complaint_about, one_line, source_of
 
 REMEMBERED, REMEMBERED_CHARS = 128, 1 << 19
-"""Compiled forms that are kept, and characters of them all: one can take 500 bytes for each."""
+"""Compiled grammars that are kept, and characters of them all: one can take 500 bytes for each."""
 
 MAX_STATES = 2**15
-"""Of one form, 400 bytes each; they come with the answers and stay with the form. `.{0,5000}` has one for each
-character, `(a|b)*a(a|b){20}` a new one for almost every token: with llguidance's own limit of 250,000, each such form
+"""Of one grammar, 400 bytes each; they come with the answers and stay with the grammar. `.{0,5000}` has one for each
+character, `(a|b)*a(a|b){20}` a new one for almost every token: with llguidance's own limit of 250,000, each such one
 took 100 MB of a worker within 500 tokens."""
 
 
 @dataclass(slots=True)
-class _Form:
+class _Grammar:
     """One that is compiled. Its states are shared by all its answers, so when one has taken too many, all have."""
 
     matcher: Any
@@ -36,7 +36,7 @@ class _Form:
 
 
 class Grammars:
-    """The forms of one model's answers. `prepare` may run beside everything else."""
+    """The grammars of one model's answers. `prepare` may run while steps do."""
 
     def __init__(self, model_dir: str, trust_remote_code: bool, vocab_size: int, eos_token_ids: Sequence[int]):
         self._model_dir = Path(model_dir)
@@ -44,29 +44,29 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._tokenizer: Any = None
-        self._compiled: OrderedDict[tuple[str, str], _Form] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, str], _Grammar] = OrderedDict()
         self._lock = threading.Lock()
-        self._trial = FormTrial()
+        self._sandbox = GrammarSandbox()
 
     def prepare(self, kind: str, text: str) -> None:
-        """Compile a form, or find it compiled. Raises `InvalidRequest`, naming the field, when it is none."""
+        """Compile a grammar, or find it compiled. Raises `InvalidRequest`, naming the field, when it is none."""
         self._find(kind, text)
 
-    def matcher(self, kind: str, text: str, said: Sequence[int]) -> "Matcher":
-        """What may follow, for one answer of which `said` is there already."""
+    def matcher(self, kind: str, text: str, answer: Sequence[int]) -> "Matcher":
+        """What may follow, for one answer that begins with these tokens."""
         matcher = Matcher(self._find(kind, text), self._eos_token_ids)
-        for token in said:
+        for token in answer:
             matcher.take(token)
         return matcher
 
-    def _find(self, kind: str, text: str) -> _Form:
+    def _find(self, kind: str, text: str) -> _Grammar:
         key = kind, text
         with self._lock:
             known = self._compiled.get(key)
             if known is not None and not known.is_spent:
                 self._compiled.move_to_end(key)
                 return known
-        compiled = _Form(self._compile(kind, text))
+        compiled = _Grammar(self._compile(kind, text))
         with self._lock:
             self._compiled[key] = compiled
             while len(self._compiled) > REMEMBERED or sum(len(text) for _, text in self._compiled) > REMEMBERED_CHARS:
@@ -77,7 +77,7 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         tokens = self._tokens(kind)
-        self._trial.run(kind, text)
+        self._sandbox.run(kind, text)
         limits = LLParserLimits(max_lexer_states=MAX_STATES)
         matcher = LLMatcher(tokens, source_of(kind, text), log_level=0, limits=limits)
         matcher.compute_bitmask()  # what it computes when it is needed first would be computed within a step
@@ -95,9 +95,9 @@ class Grammars:
                     self._model_dir, local_files_only=True, trust_remote_code=self._trust_remote_code
                 )
                 self._tokenizer = from_tokenizer(fast, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
-            except Exception as error:  # of whatever kind: the model has no tokenizer that can be used
+            except Exception as error:  # of any kind: the model has no tokenizer that can be used
                 raise InvalidRequest(
-                    f"answers of a given form need the model's tokenizer, which can not be used for it: "
+                    f"structured output needs the model's tokenizer, which cannot be used for it: "
                     f"{one_line(str(error))}",
                     field=kind,
                 ) from error
@@ -105,11 +105,11 @@ class Grammars:
 
 
 class Matcher:
-    """The form of one answer, as far as it has come."""
+    """The grammar of one answer, as far as that has come."""
 
-    def __init__(self, form: _Form, eos_token_ids: Sequence[int]):
-        self._form = form
-        self._matcher = form.matcher.deep_copy()
+    def __init__(self, grammar: _Grammar, eos_token_ids: Sequence[int]):
+        self._grammar = grammar
+        self._matcher = grammar.matcher.deep_copy()
         self._eos_token_ids = eos_token_ids
 
     @property
@@ -119,10 +119,10 @@ class Matcher:
 
     @property
     def failure(self) -> str | None:
-        """Why it is not known what may follow: answers of this form have taken more states than it may have."""
+        """Why it is not known what may follow: answers by this grammar have taken more states than it may have."""
         if not self._matcher.is_error():
             return None
-        self._form.is_spent = True
+        self._grammar.is_spent = True
         return one_line(self._matcher.get_error().partition("<state>")[0])
 
     def restrict(self, logits_V: Tensor) -> None:
@@ -137,6 +137,6 @@ class Matcher:
         logits_V.masked_fill_(~allowed.to(logits_V.device), float("-inf"))
 
     def take(self, token: int) -> None:
-        """It was said. One too many, after the end, changes nothing."""
+        """It was drawn. One too many, after the end, changes nothing."""
         if not self.is_complete:
             self._matcher.consume_token(token)

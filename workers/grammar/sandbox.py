@@ -1,9 +1,9 @@
-"""Whether the form of an answer can be compiled in time: tried first in a process that can be ended.
+"""Whether a grammar for structured output can be compiled in time: tried first in a process that can be ended.
 
 llguidance counts what it does and gives up, but not everywhere: the intersection of twenty patterns, `.*a.{19}` and the
 like, is computed for hours, in a thread that nothing can stop, and what overflows the stack takes its process with it.
-So whatever is compiled in a worker has been compiled before, within a second and so much memory, by a child of it that
-a timer of its own ends. The child reads a line of JSON for each form, and answers with one. What is wrong with a schema
+So a worker compiles only what a child of it has compiled before, within a second and a limit of memory. A timer of the
+child's own ends it. The child reads a line of JSON for each grammar, and answers with one. What is wrong with a schema
 is then looked for, part by part, under a timer, too.
 """
 
@@ -45,21 +45,21 @@ DATA = ("const", "enum", "default", "examples")
 """Keywords whose values are no schemas."""
 
 
-class FormTrial:
-    """A process that compiles forms, one after another, started when it is needed."""
+class GrammarSandbox:
+    """A process that compiles grammars, one after another, started when it is needed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[str] | None = None
 
     def run(self, kind: str, text: str) -> None:
-        """Raises `InvalidRequest`, naming the field, if the form is none or takes too much. Of a schema the error's
+        """Raises `InvalidRequest`, naming the field, if the grammar is none or takes too much. Of a schema the error's
         details have the `complaint` alone and its `place`, a pointer, where that is known."""
         with self._lock:
             answer = self._ask(kind, text)
             if not answer:
                 raise InvalidRequest(
-                    f"{kind} can not be compiled within {TRIAL_S:g} s and {TRIAL_BYTES >> 20} MiB; make it simpler",
+                    f"{kind} cannot be compiled within {TRIAL_S:g} s and {TRIAL_BYTES >> 20} MiB; make it simpler",
                     field=kind,
                 )
             complaint = json.loads(answer)
@@ -89,7 +89,7 @@ class FormTrial:
 
 
 def source_of(kind: str, text: str) -> str:
-    """The form as llguidance wants it. Raises `ValueError`."""
+    """The grammar as llguidance wants it. Raises `ValueError`."""
     from llguidance import LLMatcher
 
     match kind:
@@ -104,8 +104,8 @@ def source_of(kind: str, text: str) -> str:
 
 
 def complaint_about(matcher: Any, kind: str) -> str | None:
-    """What is wrong with a compiled form, if anything."""
-    return f"{kind} can not be used: {one_line(matcher.get_error())}" if matcher.is_error() else None
+    """What is wrong with a compiled grammar, if anything."""
+    return f"{kind} cannot be used: {one_line(matcher.get_error())}" if matcher.is_error() else None
 
 
 def one_line(text: str) -> str:
@@ -123,12 +123,12 @@ def _start() -> "subprocess.Popen[str]":
 
 
 def serve() -> None:
-    """The child: until nobody asks any more."""
+    """The child: until its input ends."""
     from llguidance import LLTokenizer
 
     resource.setrlimit(resource.RLIMIT_AS, (TRIAL_BYTES, TRIAL_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    tokenizer = LLTokenizer("byte")  # it is the form that takes long, not the vocabulary
+    tokenizer = LLTokenizer("byte")  # it is the grammar that takes long, not the vocabulary
     for question in sys.stdin:
         kind, text = json.loads(question)
         asked, within_s = (_place, PLACE_S) if kind.startswith(PLACE_OF) else (_complaint, TRIAL_S)
@@ -144,7 +144,7 @@ def _complaint(tokenizer, kind: str, text: str) -> str | None:
     try:
         matcher = LLMatcher(tokenizer, source_of(kind, text), log_level=0)
     except ValueError as error:
-        return f"{kind} can not be read: {one_line(str(error))}"
+        return f"{kind} cannot be read: {one_line(str(error))}"
     if not matcher.is_error():
         matcher.compute_bitmask()
     return complaint_about(matcher, kind)

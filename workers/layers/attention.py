@@ -95,7 +95,7 @@ class PagedAttention:
         silent = sorted(set(self._layers) - set(self._needs))
         if silent:
             raise UnsupportedModel(
-                f"layers {', '.join(map(str, silent))} compute their attention in a way of their own, which can not be "
+                f"layers {', '.join(map(str, silent))} compute their attention in a way of their own, which cannot be "
                 "paged",
                 field="model",
             )

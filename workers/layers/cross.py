@@ -112,6 +112,7 @@ class CrossAttention:
         self.tokens = None
         seen: list[tuple[int, View, np.ndarray]] = []  # row, view, its packed tokens
         starts = np.cumsum(query_lens) - query_lens
+        # Of each view, the tokens of this step from its position to the next view's.
         for row, its_views in enumerate(views):
             first, stop = int(computed[row]), int(computed[row] + query_lens[row])
             ends = [view.position for view in its_views[1:]] + [stop]
@@ -121,6 +122,7 @@ class CrossAttention:
                     seen.append((row, view, np.arange(low, high) - first + starts[row]))
         if not seen:
             return
+        # Each view is a row of its own, whose keys are the encoder's tokens that it shows.
         rows = np.array([row for row, _, _ in seen])
         lens = np.array([len(tokens) for _, _, tokens in seen], dtype=np.int32)
         kv_lens = np.array([view.tokens for _, view, _ in seen], dtype=np.int32)

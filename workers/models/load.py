@@ -80,18 +80,21 @@ def _load(
     device: torch.device,
     watch: Callable[[int, int], None],
 ) -> LoadedModel:
+    # What the model is, and whether it may be run.
     whole = _read_config(settings)
     config = whole.get_text_config()
     family_note = check_family((whole.model_type, config.model_type), allow_generic=settings.allow_generic)
     notes = [complete_layer_types(config, checkpoint.config), family_note]
     for note in filter(None, notes):
         logger.warning(note)
+    # A module without memory, then its weights.
     dtype = _dtype(settings, config)
     layers = read_layers(config, parallel.size, dtype.itemsize)
     module = _build(whole, config, dtype, settings)
     vocab_size = module.get_input_embeddings().num_embeddings
     fill_weights(module, checkpoint, parallel, config, dtype, device, watch)
     patch_rotary_dim(module, config)
+    # Layers that remember go through our pages from now on.
     attention = PagedAttention(layers, dtype, device)
     states = PagedStates(device)
     cross = CrossAttention(module, settings.model_dir, layers, dtype) if whole is not config else None
@@ -128,7 +131,7 @@ def _build(whole: Any, config: Any, dtype: torch.dtype, settings: ModelSettings)
             return make.from_config(whole, dtype=dtype, trust_remote_code=settings.trust_remote_code)
     except (KeyError, ValueError, TypeError, NotImplementedError, ImportError) as error:
         raise UnsupportedModel(
-            f"{config.model_type} can not be built with an attention of ours: {type(error).__name__}: "
+            f"{config.model_type} cannot be built with an attention of ours: {type(error).__name__}: "
             f"{clipped(str(error))}",
             field="model",
         ) from error
@@ -143,7 +146,7 @@ def _read_config(settings: ModelSettings) -> Any:
         text = config.get_text_config()
     except (ValueError, KeyError, TypeError, OSError, AttributeError) as error:
         raise UnsupportedModel(
-            f"transformers can not read {settings.model_dir}/config.json: {clipped(str(error), 400)}", field="model"
+            f"transformers cannot read {settings.model_dir}/config.json: {clipped(str(error), 400)}", field="model"
         ) from error
     if config.model_type in WITH_ENCODER:
         return config
@@ -169,7 +172,7 @@ def _generation_config(settings: ModelSettings) -> GenerationConfig:
         return GenerationConfig()
     except Exception as error:  # it checks some values, and trips over others
         raise CorruptCheckpoint(
-            f"{settings.model_dir}/generation_config.json can not be used: {clipped(str(error))}", field="model"
+            f"{settings.model_dir}/generation_config.json cannot be used: {clipped(str(error))}", field="model"
         ) from error
 
 

@@ -144,6 +144,7 @@ def find_sources(module: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, S
     wanted = module.state_dict()
     sources: dict[str, Source] = {}
     pieces: dict[str, dict[str, list[str]]] = {}  # parameter -> pattern -> stored names
+    # Each stored tensor is a parameter, or a piece of one, or of no use here.
     for stored in checkpoint.names():
         name, pattern = rename_source_key(stored, renamings, converters, module.base_model_prefix, wanted)
         name = _in_text_model(name, wanted)
@@ -153,10 +154,12 @@ def find_sources(module: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, S
             sources[name] = Stored(checkpoint, stored)
         else:
             pieces.setdefault(name, {}).setdefault(pattern, []).append(stored)
+    # Pieces are put together in the order in which their pattern numbers them.
     for name, by_pattern in pieces.items():
         converter = next(c for c in converters if set(by_pattern) <= set(c.source_patterns))
         ordered = [sorted(by_pattern.get(pattern, ()), key=_numbers) for pattern in converter.source_patterns]
         sources[name] = _put_together(checkpoint, name, ordered, converter.operations)
+    # What is still missing may be stored in four bits.
     for name in wanted:
         if (
             name not in sources

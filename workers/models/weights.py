@@ -45,6 +45,7 @@ def fill_weights(
         whole_shapes = {name: tuple(empty.shape) for name, empty in owner.named_parameters(recurse=False)}
         for name, empty in list(owner.named_parameters(recurse=False)):
             full_name = _full_name(path, name)
+            # A tied parameter is stored once, and read once.
             if id(empty) not in filled and full_name not in sources:
                 missing.append(full_name)
                 continue
@@ -55,8 +56,10 @@ def fill_weights(
                 done += empty.numel()
                 watch(done, total)
             setattr(owner, name, filled[id(empty)])
+        # What the ranks add up or gather happens around the forward pass.
         if style is not None:
             parallel.install(owner, style, whole_shapes.get("weight", ()))
+    # A model with holes would answer nonsense.
     if missing:
         raise CorruptCheckpoint(
             f"{checkpoint.path} lacks {len(missing)} of the model's tensors, the first of them {missing[0]}. "

@@ -118,7 +118,7 @@ def _check_parts(count: int) -> None:
 
 
 def _orientation(exif: bytes) -> int:
-    """As the first directory of a TIFF says; 1, upright, where it can not be read."""
+    """As the first directory of a TIFF says; 1, upright, where it cannot be read."""
     tiff = exif.removeprefix(b"Exif\0\0")
     order = {b"II": "little", b"MM": "big"}.get(tiff[:2])
     if order is None:

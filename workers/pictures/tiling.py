@@ -16,7 +16,7 @@ def tile_processor(model_dir: str) -> Any:
         return MllamaImageProcessorPil.from_pretrained(model_dir, local_files_only=True)
     except (OSError, ValueError, TypeError) as error:
         raise CorruptCheckpoint(
-            f"{model_dir} takes images, and its preprocessor_config.json can not be read: {error}", field="model"
+            f"{model_dir} takes images, and its preprocessor_config.json cannot be read: {error}", field="model"
         ) from error
 
 

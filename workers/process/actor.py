@@ -15,7 +15,7 @@ from .fork_server import ForkServer, WorkerProcess
 @ray.remote
 class WorkerActor:
     """One rank: its place in the cluster, and a process there that computes. Calls one at a time; steps come to the
-    process over a stream of their own while `serve` runs, and what goes on beside them over another."""
+    process over a stream of their own while `serve` runs, and control over another."""
 
     def __init__(self, rank: int, size: int):
         self._local_workers = _workers_here()
@@ -25,7 +25,7 @@ class WorkerActor:
         self._worker: WorkerProcess | None = None
 
     def process(self) -> Process:
-        """The process that computes: a new one if there is none. Answered when whatever it does is done."""
+        """The process that computes: a new one if there is none. Answered when the process is idle."""
         if self._worker is None or not self._worker.is_alive:
             self._worker = self._server.fork(self._rank, self._size, self._local_workers)
         return own_process()._replace(pid=self._worker.pid, started=self._worker.started)

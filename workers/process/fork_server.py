@@ -7,11 +7,11 @@ process that computes is not the actor's own:
         │                                           │
         └──── calls, over a pipe ────► worker ◄─────┘
 
-A worker that dies is replaced at once, and the ranks of a node, or another engine on it, import nothing again. Whoever
-needs the server first starts it; it goes when it was not needed for a while, or, where its user started a
-Ray of their own, with the last of them. Such a user starts it before Ray, so that both start side by side. When an
-actor dies its worker goes by itself, or, should it be stopped, is killed by the server. When the server dies workers
-live on.
+A worker that dies is replaced at once, and the ranks of a node, or another engine on it, import nothing again. The
+server is started by the first process that needs it. It ends when it was not needed for a while, or, where its user
+started a Ray of their own, with the last of them. Such a user starts it before Ray, so that both start side by side.
+When an actor dies, its worker ends by itself; if the worker is stopped, the server kills it. When the server dies,
+workers live on.
 
 What travels over the pipe stays between an actor and its worker: settings and facts, pickled as Ray pickles them.
 """
@@ -101,7 +101,7 @@ class ForkServer:
             ours.close()
             self._connection.close()
             self._connection = None
-        raise EngineUnavailable("workers can not be forked: their server ends by itself; its log says why")
+        raise EngineUnavailable("workers cannot be forked: their server ends by itself; its log says why")
 
     def _connect(self) -> socket.socket:
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -205,7 +205,7 @@ def _start(name: str, environment: Mapping[str, str] = os.environ, output: int |
 
 
 def main(name: str) -> None:
-    """The server's whole life, in a process of its own: nobody's child, since Ray ends those of an actor with it."""
+    """The server's whole life, in a process that is no child of the actor: Ray ends an actor's children with it."""
     if os.fork():
         os._exit(0)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -219,8 +219,8 @@ def main(name: str) -> None:
     owner = os.environ.get(OWNER)
     with _ending_with(owner):  # importing takes a while, in which its first user may go
         importlib.import_module("..worker", __package__)  # and torch, transformers, our kernels
-    freeze_startup_objects()  # the collector writes to what it looks at, and pages that nobody writes to are shared
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers that die
+    freeze_startup_objects()  # the collector writes to what it looks at; pages that are only read stay shared
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # workers that die are not waited for
     _Server(listener, owner).run()
 
 
@@ -249,7 +249,7 @@ class _Server:
     def __init__(self, listener: socket.socket, owner: str | None):
         """owner: the process that started it, if it has a Ray of its own"""
         self._listener = listener
-        self._owners = {owner}  # None: one whose end can not be seen
+        self._owners = {owner}  # None: one whose end cannot be seen
         self._workers: dict[socket.socket, list[tuple[int, int]]] = {}  # of each actor: pid, and when it began
 
     def run(self) -> None:
@@ -314,6 +314,7 @@ class _Server:
 
 def _work(about: dict[str, Any], pipe: int, stdout: int, stderr: int) -> None:
     """A worker's whole life: calls of `Worker`'s methods, in the process's first thread."""
+    # Be the process that the actor asked for, not the server.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
@@ -326,6 +327,7 @@ def _work(about: dict[str, Any], pipe: int, stdout: int, stderr: int) -> None:
     from ..worker import Worker
 
     worker: Any = Worker(rank, size, local_workers)
+    # Answer calls. An error is an answer, too.
     connection = Connection(pipe)
     with contextlib.suppress(EOFError, OSError):  # the actor is gone
         while True:
@@ -342,7 +344,7 @@ def _work(about: dict[str, Any], pipe: int, stdout: int, stderr: int) -> None:
 
 
 def _end_with_actor(pipe: int) -> None:
-    """Whatever is being computed is for nobody then."""
+    """Without the actor nothing would read what is being computed."""
     end = select.poll()
     end.register(pipe, select.POLLRDHUP)
     end.poll()

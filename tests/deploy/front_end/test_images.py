@@ -85,7 +85,7 @@ def test_a_model_without_images_says_so():
 
 
 def test_a_checkpoint_that_lacks_its_image_settings_is_corrupt(tiny: Callable, tmp_path):
-    with pytest.raises(CorruptCheckpoint, match=r"preprocessor_config\.json can not be read"):
+    with pytest.raises(CorruptCheckpoint, match=r"preprocessor_config\.json cannot be read"):
         ImageReader(str(tmp_path))
 
 

@@ -137,7 +137,7 @@ def test_a_tool_whose_schema_can_not_be_used_is_named_with_the_place_and_the_who
     status, answer, _ = call(api, CHAT, ask(CHAT, tools=tools, tool_choice=choice))
     assert (status, answer["error"]["param"]) == (400, "tools.1.function.parameters"), answer
     assert answer["error"]["message"] == (
-        "the parameters of the tool 'plane' can not be used: look-around, including look-ahead and look-behind, "
+        "the parameters of the tool 'plane' cannot be used: look-around, including look-ahead and look-behind, "
         "is not supported, at #/properties/a"
     )
 

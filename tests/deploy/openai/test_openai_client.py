@@ -265,7 +265,7 @@ def test_stops_end_answers_before_them(api: Api, client: openai.OpenAI):
             {"extra_body": {"structured_outputs": {"regex": "(ab"}}},
             openai.BadRequestError,
             "structured_outputs",
-            "can not be used",
+            "cannot be used",
         ),
         ({"suffix": "end"}, openai.BadRequestError, "suffix", "not supported"),
         ({"best_of": 3}, openai.BadRequestError, "best_of", "not ranked"),

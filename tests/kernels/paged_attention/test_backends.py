@@ -20,7 +20,7 @@ from intarsia.kernels.paged_attention import (
     TritonBackend,
 )
 from intarsia.kernels.paged_attention import cpu as native_module
-from intarsia.kernels.paged_attention import torch_sdpa as torch_sdpa_module
+from intarsia.kernels.paged_attention import plain_torch as plain_torch_module
 from intarsia.kernels.paged_attention import triton as triton_module
 from intarsia.tests.kernels.scenes import CPU, Scene, World, assert_exact, check
 
@@ -76,9 +76,9 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if lacks := kind.lacks():
         pytest.skip(lacks)
     if request.param == "torch in small pieces":  # several parts and tiles even in a scene of a few tokens
-        monkeypatch.setattr(torch_sdpa_module, "SPREAD_TOKENS", 6)
-        monkeypatch.setattr(torch_sdpa_module, "PART_TOKENS", 48)
-        monkeypatch.setattr(torch_sdpa_module, "TILE_QUERIES", 5)
+        monkeypatch.setattr(plain_torch_module, "SPREAD_TOKENS", 6)
+        monkeypatch.setattr(plain_torch_module, "PART_TOKENS", 48)
+        monkeypatch.setattr(plain_torch_module, "TILE_QUERIES", 5)
     if request.param == "native in small pieces":
         monkeypatch.setattr(native_module, "PIECE_TOKENS", 6)
     backend = kind()

@@ -67,7 +67,7 @@ def test_the_default_on_a_cpu_is_native_where_there_is_a_compiler_and_a_name_for
         (replace(PLAIN, window=True), "cpu", "has no sliding window"),
         (replace(PLAIN, softcap=True), "cpu", "has no softcap"),
         (replace(PLAIN, sinks=True), "cpu", "has no attention sinks"),
-        (replace(PLAIN, heads=7), "cpu", "can not share 2 kv heads among 7 heads"),
+        (replace(PLAIN, heads=7), "cpu", "cannot share 2 kv heads among 7 heads"),
         (PLAIN, "meta", "runs on cpu, not on meta"),
     ],
 )
@@ -138,7 +138,7 @@ def test_flash_attention_is_never_chosen_unasked():
 
 def test_flash_attention_that_is_not_installed_says_what_was_tried():
     assert find_flash("no_where.to_be_found") == (
-        "needs the package no-where, which can not be loaded: No module named 'no_where'"
+        "needs the package no-where, which cannot be loaded: No module named 'no_where'"
     )
 
 

@@ -14,7 +14,7 @@ from intarsia.proto.request import SamplingParams
 from intarsia.tests.local import Completion, complete, make_engine
 from intarsia.workers.grammar import matcher as grammars
 from intarsia.workers.grammar.matcher import Grammars
-from intarsia.workers.grammar.sandbox import FormTrial
+from intarsia.workers.grammar.sandbox import GrammarSandbox
 
 EOS, VOCAB = 256, 320  # of the talker
 
@@ -78,9 +78,9 @@ def test_the_end_may_not_come_early_and_must_come_at_last(talker: Path):
 @pytest.mark.parametrize(
     ("form", "message"),
     [
-        ({"regex": "(ab"}, "regex can not be used"),
-        ({"json_schema": "{"}, "json_schema can not be read"),
-        ({"json_schema": {"type": "elephant"}}, "json_schema can not be used"),
+        ({"regex": "(ab"}, "regex cannot be used"),
+        ({"json_schema": "{"}, "json_schema cannot be read"),
+        ({"json_schema": {"type": "elephant"}}, "json_schema cannot be used"),
     ],
 )
 def test_a_form_that_is_none_is_refused_with_its_reason(talker: Path, form: dict, message: str):
@@ -102,36 +102,36 @@ ENDLESS = json.dumps({"allOf": [{"type": "string", "pattern": f".*a.{{{n}}}"} fo
 def test_a_form_that_takes_too_long_is_refused_and_the_next_is_compiled(talker: Path):
     grammars = Grammars(str(talker), False, VOCAB, [EOS])
     with pytest.raises(
-        InvalidRequest, match=r"json_schema can not be compiled within 1 s and 2048 MiB; make it simpler"
+        InvalidRequest, match=r"json_schema cannot be compiled within 1 s and 2048 MiB; make it simpler"
     ):
         grammars.prepare("json_schema", ENDLESS)
     grammars.prepare("json_schema", "{}")
 
 
-def test_a_trial_whose_process_was_killed_goes_on_with_another():
-    trial = FormTrial()
-    trial.run("regex", "a+")
-    child = trial._child
+def test_a_sandbox_whose_process_was_killed_goes_on_with_another():
+    sandbox = GrammarSandbox()
+    sandbox.run("regex", "a+")
+    child = sandbox._child
     assert child is not None
     child.kill()
     child.wait()
-    trial.run("regex", "b+")
-    with pytest.raises(InvalidRequest, match="regex can not be used"):
-        trial.run("regex", "(")
+    sandbox.run("regex", "b+")
+    with pytest.raises(InvalidRequest, match="regex cannot be used"):
+        sandbox.run("regex", "(")
 
 
 @pytest.mark.parametrize(
     ("kind", "text", "reason"),
     [
-        ("regex", "(", "regex can not be used: unclosed group"),
-        ("regex", "(?=a)b", "regex can not be used: look-around, including look-ahead"),
-        ("json_schema", '{"type": "string", "pattern": "(?!a)b"}', "json_schema can not be used: look-around"),
-        ("json_schema", '{"$ref": "#/a"}', "json_schema can not be used: Pointer '/a' does not exist"),
+        ("regex", "(", "regex cannot be used: unclosed group"),
+        ("regex", "(?=a)b", "regex cannot be used: look-around, including look-ahead"),
+        ("json_schema", '{"type": "string", "pattern": "(?!a)b"}', "json_schema cannot be used: look-around"),
+        ("json_schema", '{"$ref": "#/a"}', "json_schema cannot be used: Pointer '/a' does not exist"),
     ],
 )
 def test_a_form_that_can_not_be_used_is_refused_with_the_whole_reason(kind: str, text: str, reason: str):
     with pytest.raises(InvalidRequest) as refused:
-        FormTrial().run(kind, text)
+        GrammarSandbox().run(kind, text)
     assert str(refused.value).startswith(reason)
 
 
@@ -143,23 +143,23 @@ def test_a_form_that_can_not_be_used_is_refused_with_the_whole_reason(kind: str,
         ({"anyOf": [{"type": "null"}, {"$ref": "#/$defs/A"}], "$defs": {"A": {"type": "elephant"}}}, "#/$defs/A"),
         ({"properties": {"x": {"enum": [{"type": "elephant"}]}, "y": {"type": "elephant"}}}, "#/properties/y"),
         ({"properties": {"x": {"items": {"$ref": "#/$defs/A"}}}}, "#/properties/x/items"),
-        # Whether a part that refers to its own root is at fault can not be seen from it alone.
+        # Whether a part that refers to its own root is at fault cannot be seen from it alone.
         ({"properties": {"x": {"$ref": "#/properties/y"}, "y": {"type": "elephant"}}}, "#/properties/y"),
     ],
 )
 def test_of_a_schema_that_can_not_be_used_the_part_at_fault_is_told(schema: dict, place: str | None):
     with pytest.raises(InvalidRequest) as refused:
-        FormTrial().run("json_schema", json.dumps(schema))
+        GrammarSandbox().run("json_schema", json.dumps(schema))
     assert refused.value.details.get("place") == place
     assert str(refused.value).endswith(f", at {place}") is (place is not None)
 
 
 def test_a_schema_of_which_the_fault_is_not_found_in_time_is_refused_all_the_same():
-    trial, endless = FormTrial(), json.loads(ENDLESS)
-    with pytest.raises(InvalidRequest, match=r"json_schema can not be used: Invalid type: elephant$") as refused:
-        trial.run("json_schema", json.dumps({"type": "elephant", "$defs": {"unused": endless}}))
+    sandbox, endless = GrammarSandbox(), json.loads(ENDLESS)
+    with pytest.raises(InvalidRequest, match=r"json_schema cannot be used: Invalid type: elephant$") as refused:
+        sandbox.run("json_schema", json.dumps({"type": "elephant", "$defs": {"unused": endless}}))
     assert "place" not in refused.value.details
-    trial.run("json_schema", "{}")
+    sandbox.run("json_schema", "{}")
 
 
 def test_a_form_is_compiled_once(talker: Path, monkeypatch: pytest.MonkeyPatch):

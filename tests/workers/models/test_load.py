@@ -158,13 +158,13 @@ def test_a_model_that_takes_no_attention_but_its_own_is_refused(tmp_path: Path):
         super().__init__(config)
 """,
     )
-    with pytest.raises(UnsupportedModel, match="homemade can not be built with an attention of ours: KeyError"):
+    with pytest.raises(UnsupportedModel, match="homemade cannot be built with an attention of ours: KeyError"):
         asyncio.run(tokens(path, allow_generic=True, trust_remote_code=True))
 
 
 def test_code_that_comes_with_a_checkpoint_runs_only_when_that_is_wanted(tmp_path: Path):
     path = homemade(tmp_path)
-    with pytest.raises(UnsupportedModel, match=r"can not read .*config\.json"):
+    with pytest.raises(UnsupportedModel, match=r"cannot read .*config\.json"):
         asyncio.run(tokens(path, allow_generic=True))
     outputs = asyncio.run(tokens(path, allow_generic=True, trust_remote_code=True))
     assert all(len(output) == 12 for output in outputs)

@@ -60,8 +60,8 @@ class ChunkedStates:
         return result
 
     def frame(self, rows: int, device: torch.device) -> list[SplitWave]:
-        nobody = np.zeros(rows, dtype=np.int32)
-        return self.prepare(StateBatch(nobody, nobody + 1, nobody != 0), device)
+        no_pages = np.zeros(rows, dtype=np.int32)
+        return self.prepare(StateBatch(no_pages, no_pages + 1, no_pages != 0), device)
 
     def refill(self, frame: list[SplitWave], pages: np.ndarray) -> None:
         singles = frame[0].singles

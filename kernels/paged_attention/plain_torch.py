@@ -168,7 +168,7 @@ def _decode_parts(batch: GroupBatch, device: torch.device) -> Iterator[Part]:
 def _decode_part(
     batch: GroupBatch, rows: np.ndarray, first_page: np.ndarray, pages: np.ndarray, device: torch.device
 ) -> Part:
-    """A shorter row is padded with copies of its own first page, so that it can be hurt by nobody's bytes but its own.
+    """A shorter row is padded with copies of its own first page, so that only its own bytes can do harm.
 
     window of 6, pages of 4, length 11:   . . . . | . x x x | x x x .      x live
     gathered with one page of padding:              . x x x | x x x . | . x x x
@@ -176,6 +176,7 @@ def _decode_part(
     zeroed (dirty):                                 0               0 | 0
     """
     blocks, dirty, padding = _gathered(batch, rows, first_page, pages, int(pages.max()))
+    # Masked keys get no weight; dirty ones are zeroed too, since NaN times zero is NaN.
     dead = (dirty | padding[..., None]).reshape(len(rows), 1, -1)
     tokens = batch.first_token()[rows]
     tile = Tile(
@@ -219,9 +220,11 @@ def _prefill_parts(batch: GroupBatch, device: torch.device) -> Iterator[Part]:
     rows = np.flatnonzero(batch.query_lens > 1)
     if len(rows) == 0:
         return
+    # Keys of an encoder have no order, so there is nothing to cut.
     if not batch.is_causal:
         yield from (_whole_part(batch, int(row), device) for row in rows)
         return
+    # One mask serves all tiles of the step.
     spans = [list(_tile_spans(batch, row)) for row in rows]
     mask = _band_mask([span for row_spans in spans for span in row_spans], batch.window_tokens, device)
     starts = zip(rows, *_page_span(batch, rows), batch.first_token()[rows])
