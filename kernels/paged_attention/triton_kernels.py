@@ -44,6 +44,18 @@ def _load(pointers, dims, live, SIZE: tl.constexpr, PADDED: tl.constexpr, MASKED
 
 
 @triton.jit
+def _load_parts(rows, live, SIZE: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr):
+    """[rows, MAIN] numbers and the [rows, REST] behind them, zero where the row is not live."""
+    d = tl.arange(0, MAIN)
+    main = _load(rows + d[None, :], d, live, SIZE, MAIN, True)
+    rest = main  # is not read where REST is 0
+    if REST > 0:
+        r = tl.arange(0, REST)
+        rest = _load(rows + MAIN + r[None, :], r, live, SIZE - MAIN, REST, True)
+    return main, rest
+
+
+@triton.jit
 def _see(
     acc, acc_rest, total, top, q, q_rest, position, oldest, low, high, table, pages,
     page_stride, token_stride, scale, softcap,
@@ -101,6 +113,57 @@ def _see(
 
 
 @triton.jit
+def _sight(
+    position, earliest, latest, kv_len, span, split, RULE: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr
+):
+    """Of a tile and a split of its keys: the oldest key that each query sees; where the split begins; where the keys
+    that every query sees begin and end in it, in whole runs of KEYS; where the split ends."""
+    oldest = position * 0
+    first, end, inner, inner_end = 0, kv_len, 0, kv_len
+    if RULE != ENCODER:
+        end, inner_end = latest + 1, earliest + 1  # only the earliest query's keys are seen by all
+    if RULE == WINDOW:
+        oldest = tl.maximum(position - span + 1, 0)
+        first = tl.maximum(earliest - span + 1, 0)
+        inner = tl.maximum(latest - span + 1, 0)
+    elif RULE == CHUNK:
+        oldest = position - position % span
+        first = earliest - earliest % span
+        inner = latest - latest % span
+    per_split = tl.cdiv(tl.cdiv(end - first, KEYS), SPLITS) * KEYS
+    low = first + split * per_split
+    high = tl.minimum(low + per_split, end)
+    inner = tl.minimum(low + tl.cdiv(tl.maximum(inner - low, 0), KEYS) * KEYS, tl.maximum(high, low))
+    inner_end = inner + tl.maximum(tl.minimum(inner_end, high) - inner, 0) // KEYS * KEYS
+    return oldest, low, inner, inner_end, high
+
+
+@triton.jit
+def _whole(acc, acc_rest, total, top, sinks, is_query, HAS_SINKS: tl.constexpr):
+    """The means of the values: their weighted sums, divided by the sums of the weights."""
+    if HAS_SINKS:  # one logit more, without a value
+        sink = tl.load(sinks, mask=is_query, other=0.0).to(tl.float32) * LOG2_E
+        highest = tl.maximum(top, sink)
+        shrink = tl.exp2(top - highest)
+        total = total * shrink + tl.exp2(sink - highest)
+        acc *= shrink[:, None]
+        acc_rest *= shrink[:, None]
+    total = tl.where(is_query, total, 1.0)
+    return acc / total[:, None], acc_rest / total[:, None]
+
+
+@triton.jit
+def _store(rows, main, rest, live, SIZE: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr):
+    """Numbers [rows, MAIN] and [rows, REST] side by side, where the row is live, without their padding."""
+    dtype = rows.dtype.element_ty
+    e = tl.arange(0, MAIN)
+    tl.store(rows + e[None, :], main.to(dtype), mask=live[:, None] & (e < SIZE)[None, :])
+    if REST > 0:
+        f = MAIN + tl.arange(0, REST)
+        tl.store(rows + f[None, :], rest.to(dtype), mask=live[:, None] & (f < SIZE)[None, :])
+
+
+@triton.jit
 def attend(
     q_ptr, pages_ptr, out_ptr, partial_ptr, sinks_ptr, table_ptr, tile_row_ptr, tile_number_ptr, query_start_ptr,
     kv_len_ptr,
@@ -133,85 +196,40 @@ def attend(
     position = context + query
     earliest = context + number * ROWS // GROUP
     latest = context + tl.minimum((number * ROWS + ROWS - 1) // GROUP, queries - 1)
-    if RULE == ENCODER:
-        first, end, inner, inner_end = 0, kv_len, 0, kv_len
-        oldest = position * 0
-    else:
-        if RULE == WINDOW:
-            oldest = tl.maximum(position - span + 1, 0)
-            first = tl.maximum(earliest - span + 1, 0)
-            inner = tl.maximum(latest - span + 1, 0)
-        elif RULE == CHUNK:
-            oldest = position - position % span
-            first = earliest - earliest % span
-            inner = latest - latest % span
-        else:
-            oldest = position * 0
-            first, inner = 0, 0
-        end, inner_end = latest + 1, earliest + 1  # only the earliest query's keys are seen by all
+    oldest, low, inner, inner_end, high = _sight(position, earliest, latest, kv_len, span, split, RULE, KEYS, SPLITS)
 
-    # This split's keys; then, of these, what lies between the first and the last that not every query sees.
-    per_split = tl.cdiv(tl.cdiv(end - first, KEYS), SPLITS) * KEYS
-    low = first + split * per_split
-    high = tl.minimum(low + per_split, end)
-    inner = tl.minimum(low + tl.cdiv(tl.maximum(inner - low, 0), KEYS) * KEYS, tl.maximum(high, low))
-    inner_end = inner + tl.maximum(tl.minimum(inner_end, high) - inner, 0) // KEYS * KEYS
-
-    d = tl.arange(0, KEY_MAIN)
     q_row = q_ptr + (query_start + query).to(tl.int64)[:, None] * q_token_stride + head[:, None] * q_head_stride
-    q = _load(q_row + d[None, :], d, is_query, KEY_DIM, KEY_MAIN, True)
-    q_rest = q
-    if KEY_REST > 0:
-        r = tl.arange(0, KEY_REST)
-        q_rest = _load(q_row + KEY_MAIN + r[None, :], r, is_query, KEY_DIM - KEY_MAIN, KEY_REST, True)
+    q, q_rest = _load_parts(q_row, is_query, KEY_DIM, KEY_MAIN, KEY_REST)
     acc = tl.zeros((ROWS, VALUE_MAIN), tl.float32)
     acc_rest = tl.zeros((ROWS, VALUE_REST if VALUE_REST > 0 else 1), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), NOWHERE, tl.float32)
     table = table_ptr + row.to(tl.int64) * table_stride
     pages = pages_ptr + kv_head * head_stride
-    if not ONE_QUERY and RULE != EVERYTHING and RULE != ENCODER:  # else no key at this end is hidden from anybody
-        acc, acc_rest, total, top = _see(
-            acc, acc_rest, total, top, q, q_rest, position, oldest, low, tl.minimum(inner, high), table, pages,
-            page_stride, token_stride, scale, softcap, KEYS, PAGE, KEY_DIM, KEY_MAIN, KEY_REST,
-            VALUE_DIM, VALUE_MAIN, VALUE_REST, VALUE_AT, RULE, HAS_SOFTCAP, True, PRECISION,
-        )  # fmt: skip
-    acc, acc_rest, total, top = _see(
-        acc, acc_rest, total, top, q, q_rest, position, oldest, inner, inner_end, table, pages,
-        page_stride, token_stride, scale, softcap, KEYS, PAGE, KEY_DIM, KEY_MAIN, KEY_REST,
-        VALUE_DIM, VALUE_MAIN, VALUE_REST, VALUE_AT, RULE, HAS_SOFTCAP, False, PRECISION,
-    )  # fmt: skip
-    acc, acc_rest, total, top = _see(
-        acc, acc_rest, total, top, q, q_rest, position, oldest, inner_end, high, table, pages,
-        page_stride, token_stride, scale, softcap, KEYS, PAGE, KEY_DIM, KEY_MAIN, KEY_REST,
-        VALUE_DIM, VALUE_MAIN, VALUE_REST, VALUE_AT, RULE, HAS_SOFTCAP, True, PRECISION,
-    )  # fmt: skip
+    for part in tl.static_range(3):  # keys that some queries see, that all see, and again that some see
+        if part == 0:
+            start, stop = low, tl.minimum(inner, high)
+        elif part == 1:
+            start, stop = inner, inner_end
+        else:
+            start, stop = inner_end, high
+        # With one query, or without a limit, no key at the lower end is hidden from any query.
+        if part > 0 or (not ONE_QUERY and RULE != EVERYTHING and RULE != ENCODER):
+            acc, acc_rest, total, top = _see(
+                acc, acc_rest, total, top, q, q_rest, position, oldest, start, stop, table, pages,
+                page_stride, token_stride, scale, softcap, KEYS, PAGE, KEY_DIM, KEY_MAIN, KEY_REST,
+                VALUE_DIM, VALUE_MAIN, VALUE_REST, VALUE_AT, RULE, HAS_SOFTCAP, part != 1, PRECISION,
+            )  # fmt: skip
 
-    e = tl.arange(0, VALUE_MAIN)
     if SPLITS == 1:
-        if HAS_SINKS:  # one logit more, without a value
-            sink = tl.load(sinks_ptr + head, mask=is_query, other=0.0).to(tl.float32) * LOG2_E
-            highest = tl.maximum(top, sink)
-            shrink = tl.exp2(top - highest)
-            total = total * shrink + tl.exp2(sink - highest)
-            acc *= shrink[:, None]
-            acc_rest *= shrink[:, None]
-        total = tl.where(is_query, total, 1.0)
+        acc, acc_rest = _whole(acc, acc_rest, total, top, sinks_ptr + head, is_query, HAS_SINKS)
         out_row = out_ptr + (query_start + query).to(tl.int64)[:, None] * out_token_stride
         out_row += head[:, None] * out_head_stride
-        result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_row + e[None, :], result, mask=is_query[:, None] & (e < VALUE_DIM)[None, :])
-        if VALUE_REST > 0:
-            f = VALUE_MAIN + tl.arange(0, VALUE_REST)
-            result = (acc_rest / total[:, None]).to(out_ptr.dtype.element_ty)
-            tl.store(out_row + f[None, :], result, mask=is_query[:, None] & (f < VALUE_DIM)[None, :])
-    else:
+        _store(out_row, acc, acc_rest, is_query, VALUE_DIM, VALUE_MAIN, VALUE_REST)
+    else:  # what `merge` needs
         piece = (tile * tl.num_programs(1) + kv_head).to(tl.int64) * SPLITS + split
         record = partial_ptr + (piece * ROWS + tl.arange(0, ROWS)) * (VALUE_DIM + 2)
-        tl.store(record[:, None] + e[None, :], acc, mask=is_query[:, None] & (e < VALUE_DIM)[None, :])
-        if VALUE_REST > 0:
-            f = VALUE_MAIN + tl.arange(0, VALUE_REST)
-            tl.store(record[:, None] + f[None, :], acc_rest, mask=is_query[:, None] & (f < VALUE_DIM)[None, :])
+        _store(record[:, None], acc, acc_rest, is_query, VALUE_DIM, VALUE_MAIN, VALUE_REST)
         tl.store(record + VALUE_DIM, total, mask=is_query)
         tl.store(record + VALUE_DIM + 1, top, mask=is_query)
 
