@@ -91,7 +91,7 @@ def test_a_form_that_is_none_is_refused_with_its_reason(talker: Path, form: dict
 
 
 def test_a_checkpoint_without_a_tokenizer_says_so(tmp_path: Path):
-    with pytest.raises(InvalidRequest, match="need the model's tokenizer"):
+    with pytest.raises(InvalidRequest, match="needs the model's tokenizer"):
         Grammars(str(tmp_path), False, VOCAB, [EOS]).prepare("regex", "a+")
 
 
