@@ -1,14 +1,7 @@
 """What several backends do to arrays and tensors before a kernel sees them."""
 
 import numpy as np
-import torch
 from torch import Tensor
-
-
-def upload(array: np.ndarray, device: torch.device) -> Tensor:
-    """An array on the device, in the order of its stream. It does not wait, so the array must not change any more."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def starts_of(lengths: np.ndarray) -> np.ndarray:

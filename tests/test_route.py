@@ -50,12 +50,10 @@ OF_A_QUIET_STEP = {
     "deploy/grpc/convert.py",
     "deploy/grpc/door.py",
     "kernels/paged_attention/plain_torch.py",
-    "kernels/tensors.py",
     "proto/channel.py",
     "proto/codec.py",
     "proto/reply.py",
     "workers/cpu/linear.py",
-    "workers/cpu/threads.py",
     "workers/sampler.py",
     "workers/worker.py",
 }

@@ -19,7 +19,8 @@ from .grammar.matcher import Grammars
 from .graphs import DecodeGraphs, DecodeStep
 from .layers.attention import step_masks
 from .models.loaded_model import LoadedModel
-from .sampler import logprobs, sample
+from .prompt_logprobs import prompt_logprobs
+from .sampler import sample
 from .slots import Slot, SlotTables
 from .tensor_parallel import TensorParallel
 
@@ -81,8 +82,13 @@ class ModelRunner:
         rows = self._rows(step)
         asked = np.flatnonzero(rows.computed < self.tables.asked_before[rows.slots])  # of whose prompts, by row
         logits = self.forward(rows, step.saves, asked)
-        about_prompts = self._prompt_logprobs(rows, logits, asked)
-        return self._sample(rows, logits[rows.query_lens[asked].sum() :], about_prompts)
+        # Logits of the prompts that are asked about come first.
+        about_prompts = ()
+        counts = rows.query_lens[asked]
+        of_prompts, logits = logits.tensor_split([counts.sum()])
+        if len(asked) and self.parallel.rank == 0:
+            about_prompts = prompt_logprobs(self.tables, rows.slots[asked], rows.computed[asked], counts, of_prompts)
+        return self._sample(rows, logits, about_prompts)
 
     def _apply(self, step: Step) -> None:
         """All that a step asks for before its tokens are computed, in the order of its fields."""
@@ -116,12 +122,16 @@ class ModelRunner:
 
     # -- from slots to logits ----------------------------------------------------------------------------------------
 
+    def use_threads_for(self, rows: int) -> None:
+        """On a CPU short steps leave cores to other processes: see `cpu/threads.py`."""
+        torch.set_num_threads(self.threads.few if rows <= self.threads.short_rows else self.threads.most)
+
     def forward(self, rows: Rows, saves: Sequence[Save] = (), asked: Sequence[int] | np.ndarray = ()) -> Tensor:
         """Logits [tokens, vocabulary]: of all tokens of rows `asked` about, then the last of rows that finish."""
         ends = np.cumsum(rows.query_lens)
         starts = ends - rows.query_lens
         kv_lens = rows.computed + rows.query_lens
-        self.threads.use_for(int(ends[-1]))
+        self.use_threads_for(int(ends[-1]))
         tokens = self._tokens(rows, kv_lens)
         positions = np.arange(ends[-1]) + np.repeat(rows.computed - starts, rows.query_lens)
         batches = [self._batch(g, mask, rows, kv_lens) for g, mask in self._masks]
@@ -197,21 +207,6 @@ class ModelRunner:
 
     # -- from logits to tokens ---------------------------------------------------------------------------------------
 
-    def _prompt_logprobs(self, rows: Rows, logits: Tensor, asked: np.ndarray) -> tuple[PromptLogprobs, ...]:
-        """Of the tokens of prompts that follow those computed, as far as they are of the prompt."""
-        if self.parallel.rank:
-            return ()
-        found = []
-        for row in asked.tolist():
-            slot, start, count = int(rows.slots[row]), int(rows.computed[row]), int(rows.query_lens[row])
-            request = self.tables[slot]
-            sampling = request.sampling
-            follow = torch.from_numpy(request.prompt[start + 1 : min(start + count + 1, sampling.prompt_tokens)])
-            own, logits = logits[: len(follow)], logits[count:]
-            about = logprobs(own, follow.to(own.device), sampling.prompt_logprobs)
-            found.append(PromptLogprobs(slot, start + 1, tuple(about)))
-        return tuple(found)
-
     def _sample(self, rows: Rows, logits: Tensor, about_prompts: tuple[PromptLogprobs, ...]) -> Drawn:
         tables = self.tables
         tables.computed[rows.slots] += rows.query_lens
@@ -225,14 +220,8 @@ class ModelRunner:
         if self.parallel.rank:
             return Drawn()
         # Penalties and grammars follow the tokens of their requests, by row.
-        failures = []
-        for row, (request, token) in enumerate(zip(requests, tokens.tolist(), strict=True)):
-            if request.history is not None:
-                request.history.add(token)
-            if request.matcher is not None:
-                request.matcher.take(token)
-                if (why := request.matcher.failure) is not None:
-                    failures.append((row, why))
+        following = [row for row, request in enumerate(requests) if request.history or request.matcher]
+        failures = [(row, why) for row in following if (why := requests[row].follow(int(tokens[row]))) is not None]
         # Rows are in an order of ours; the answer is in the order of the step.
         in_step = np.argsort(rows.places[rows.finishes])
         place = {int(row): n for n, row in enumerate(in_step)} if about or failures else {}

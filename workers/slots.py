@@ -40,6 +40,15 @@ class Slot:
             entry.views,
         )
 
+    def follow(self, token: int) -> str | None:
+        """A token was drawn: penalties and the grammar count it. Why the answer cannot go on, if it cannot."""
+        if self.history is not None:
+            self.history.add(token)
+        if self.matcher is None:
+            return None
+        self.matcher.take(token)
+        return self.matcher.failure
+
 
 class SlotTables:
     """All slots of a worker: one `Slot` for each that is taken, and arrays with a number or a row for each.

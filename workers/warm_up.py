@@ -28,7 +28,7 @@ def warm_up(runner: ModelRunner, settings: ModelSettings) -> None:
         fuse(model.module, model.attention, model.device)
     # On a CPU: how many threads compute a step, and its matrix products for each number of tokens.
     runner.threads.learn(lambda tokens: runner.forward(_rows(tokens=tokens)), longest, runner.parallel.share_from_first)
-    compile_products(model.module, limits.max_num_batched_tokens, runner.threads.use_for)
+    compile_products(model.module, limits.max_num_batched_tokens, runner.use_threads_for)
     runner.forward(_rows())
     runner.tables.retire(0)
     # On a GPU: steps that only decode are recorded from now on.

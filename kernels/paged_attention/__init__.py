@@ -16,10 +16,11 @@ import torch
 
 from ...errors import UnsupportedModel
 from ..names import no_such_backend
+from .capabilities import Capabilities, Needs
 from .cpu import NativeBackend
 from .flash import FlashBackend, LegacyFlashBackend
 from .plain_torch import TorchBackend
-from .protocol import Backend, Capabilities, GroupBatch, GroupMeta, LayerParams, Needs
+from .protocol import Backend, GroupBatch, GroupMeta, LayerParams
 from .reference import ReferenceBackend
 from .triton import TritonBackend
 

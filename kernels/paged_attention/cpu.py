@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ..tensors import dense_heads
 from ..toolchain import cpp
+from .capabilities import Capabilities
 from .plain_torch import Part, TorchBackend
-from .protocol import Capabilities, GroupBatch, GroupMeta, LayerParams
+from .protocol import GroupBatch, GroupMeta, LayerParams
 
 PIECE_TOKENS = 1024
 """A longer row is cut, so that few rows keep all threads busy."""

@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..tensors import dense_heads, starts_of, upload
-from .protocol import Capabilities, GroupBatch, GroupMeta, LayerParams
+from ..tensors import dense_heads, starts_of
+from .capabilities import Capabilities
+from .protocol import GroupBatch, GroupMeta, LayerParams, upload
 
 
 @dataclass(frozen=True, slots=True)

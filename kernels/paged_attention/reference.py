@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .protocol import Capabilities, GroupBatch, GroupMeta, LayerParams, values_of
+from .capabilities import Capabilities
+from .protocol import GroupBatch, GroupMeta, LayerParams, values_of
 
 
 class ReferenceBackend:

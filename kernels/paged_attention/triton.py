@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..tensors import dense_heads, starts_of, upload
+from ..tensors import dense_heads, starts_of
 from ..toolchain import triton as gpu
 from ..toolchain.triton import LEAST_DOT, power_of_two
-from .protocol import Capabilities, GroupBatch, GroupMeta, LayerParams
+from .capabilities import Capabilities
+from .protocol import GroupBatch, GroupMeta, LayerParams, upload
 
 LEAST_SPLIT_TOKENS = 256
 """A shorter split costs more to merge than it gains."""

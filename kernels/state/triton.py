@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..tensors import upload
+from ..paged_attention.protocol import upload
 from ..toolchain import triton as gpu
 from ..toolchain.triton import LEAST_DOT, power_of_two
 from .protocol import Columns, Piece, Recurrence, StateBatch, waves

@@ -67,6 +67,11 @@ def padded_rows(rows: int) -> int:
     return -(-rows // step) * step
 
 
+def most_rows_within(size: int) -> int:
+    """The most rows that are filled up to no more than this."""
+    return next(rows for rows in range(size, -1, -1) if padded_rows(rows) <= size)
+
+
 def pack_linears(module: nn.Module, device: torch.device, leave: Set[str] = frozenset()) -> None:
     """Pack every plain `nn.Linear` whose weight no other module uses. On a CPU; elsewhere nothing happens.
 

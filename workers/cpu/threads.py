@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...environment import threads_per_worker
-from .linear import padded_rows
+from .linear import most_rows_within
 
 SHORT_STEP_S = 0.02
 """With few threads. On two cores, with the controller, a front end and clients, 16 streams of the demo model have a
@@ -29,14 +29,18 @@ TIMED_STEPS = 2
 
 
 class Threads:
-    """Of one worker. Another rank's may be other numbers, on a machine of more cores."""
+    """Of one worker: `few` for steps of no more than `short_rows` rows, `most` for all others.
+
+    Rows that are filled up to one shape of a product have one number of threads, so that it is compiled once. Another
+    rank's numbers of threads may differ, on a machine of more cores.
+    """
 
     def __init__(self, most: int, few: int | None = None):
-        """few: for short steps; None: no rank has a choice, as where a GPU computes or the user chose"""
-        self._most = most
-        self._few = most if few is None else few
+        """few: None: no rank has a choice, as where a GPU computes or the user chose"""
+        self.most = most
+        self.few = most if few is None else few
+        self.short_rows = 0.0
         self._is_free = few is not None
-        self._short_rows = 0.0  # a step of no more is short
         torch.set_num_threads(most)
 
     @classmethod
@@ -56,19 +60,15 @@ class Threads:
         """
         if not self._is_free:
             return
-        self._short_rows = math.inf  # what is timed is run as short steps will be
+        self.short_rows = math.inf  # what is timed is run as short steps will be
         few, many = (min(rows, most_rows) for rows in TIMED_ROWS)
         few_s = _shared_s(run_rows, few, share)
         if few_s >= SHORT_STEP_S:
-            self._short_rows = 0.0
+            self.short_rows = 0.0
             return
         row_s = (_shared_s(run_rows, many, share) - few_s) / max(1, many - few)
         if row_s > 0:
-            self._short_rows = few + (SHORT_STEP_S - few_s) / row_s
-
-    def use_for(self, rows: int) -> None:
-        """Before a step. One shape of a product has one number of threads always, so it is compiled once."""
-        torch.set_num_threads(self._few if padded_rows(rows) <= self._short_rows else self._most)
+            self.short_rows = most_rows_within(int(few + (SHORT_STEP_S - few_s) / row_s))
 
 
 def _shared_s(run_rows: Callable[[int], object], rows: int, share: Callable[[Tensor], object]) -> float:

@@ -5,8 +5,6 @@ layer's pages and the metadata its group shares in this step; it writes the new 
 pages. No mask is built and no cache object exists.
 """
 
-import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +19,7 @@ from ...kvcache.plan import MemoryPlan
 from ...kvcache.reach import Reach
 from ...kvcache.spec import LayerSpec
 from ..pages import Pages
+from .attention_operator import register
 
 IMPLEMENTATION = "intarsia"
 """The name under which transformers models find our attention function."""
@@ -59,9 +58,8 @@ class PagedAttention:
         self._needs: dict[int, Needs] = {}
         self._block_tokens: dict[int, int] = {}
         self._any_bytes = False
-        self._params: dict[int, LayerParams] = {}  # as learnt, for compiled code
-        self._number = next(_numbers)
-        _by_number[self._number] = self
+        self.params: dict[int, LayerParams] = {}  # as learnt, for compiled code
+        self._number = register(self)
         self._metas: list[GroupMeta] = []
         self.positions_T = torch.empty(0, dtype=torch.int64)
 
@@ -133,7 +131,7 @@ class PagedAttention:
             return torch.ops.intarsia.attend(q_THD, k_TKD, v_TKD, layer, self._number)
         value_dim = params.latent_values or v_TKD.shape[-1]
         if self._backend is None:
-            self._params[layer] = params
+            self.params[layer] = params
             self._note(layer, q_THD.shape[1], params)
             values_TKD = k_TKD[..., :value_dim] if params.latent_values else v_TKD
             return values_TKD.repeat_interleave(q_THD.shape[1] // values_TKD.shape[1], dim=1)
@@ -146,7 +144,7 @@ class PagedAttention:
 
     def attend_layer(self, layer: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """`attend_packed` of one layer, with the constants it was learnt to have: q_THD, k_TKD, v_TKD -> out_THD."""
-        return partial(self.attend_packed, layer=layer, params=self._params[layer])
+        return partial(self.attend_packed, layer=layer, params=self.params[layer])
 
     def _note(self, layer: int, heads: int, params: LayerParams) -> None:
         spec = self._layers[layer]
@@ -164,24 +162,6 @@ class PagedAttention:
             block_tokens=self._block_tokens[layer],
             any_bytes=self._any_bytes,
         )
-
-
-_numbers = itertools.count()
-_by_number: weakref.WeakValueDictionary[int, PagedAttention] = weakref.WeakValueDictionary()
-
-
-@torch.library.custom_op("intarsia::attend", mutates_args=())
-def _attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, number: int) -> Tensor:
-    """How code that torch has compiled calls `PagedAttention.attend_packed`. Pages change unseen by the compiler, which
-    is right as long as nothing but this operator touches them."""
-    paged = _by_number[number]
-    return paged.attend_packed(q_THD, k_TKD, v_TKD, layer, paged._params[layer])
-
-
-@_attend.register_fake
-def _(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, number: int) -> Tensor:
-    latent_values = _by_number[number]._params[layer].latent_values
-    return q_THD.new_empty((*q_THD.shape[:2], latent_values or v_TKD.shape[-1]))
 
 
 def _intarsia_attention(

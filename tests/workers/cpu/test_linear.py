@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from intarsia.workers.cpu.linear import PackedLinear, compile_products, pack_linears, padded_rows
+from intarsia.workers.cpu.linear import PackedLinear, compile_products, most_rows_within, pack_linears, padded_rows
 
 CPU = torch.device("cpu")
 
@@ -46,6 +46,12 @@ def test_steps_of_any_number_of_tokens_make_products_of_few_shapes():
     padded = [padded_rows(rows) for rows in range(2049)]
     assert len(set(padded)) <= 62
     assert all(rows <= size <= rows * 5 / 4 and size - rows < 64 for rows, size in enumerate(padded))
+
+
+def test_the_most_rows_within_a_size_are_filled_up_to_no_more():
+    for size in range(600):
+        most = most_rows_within(size)
+        assert padded_rows(most) <= size < padded_rows(most + 1)
 
 
 def test_a_packed_module_keeps_its_hooks_and_can_say_its_weight():

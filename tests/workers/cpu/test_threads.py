@@ -1,10 +1,13 @@
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from intarsia.workers.cpu.threads import SHORT_STEP_S, TIMED_ROWS, Threads
+from intarsia.workers.runner import ModelRunner
 
 
 @pytest.fixture(autouse=True)
@@ -21,8 +24,7 @@ def learned(
     threads, seen = Threads(most=3, few=2), []
 
     def run(rows: int) -> None:
-        threads.use_for(rows)
-        seen.append((rows, torch.get_num_threads()))
+        seen.append((rows, used(threads, rows)))
         time.sleep(step_s + rows * row_s)
 
     threads.learn(run, most_rows, share)
@@ -30,7 +32,8 @@ def learned(
 
 
 def used(threads: Threads, rows: int) -> int:
-    threads.use_for(rows)
+    runner: Any = SimpleNamespace(threads=threads)
+    ModelRunner.use_threads_for(runner, rows)
     return torch.get_num_threads()
 
 
