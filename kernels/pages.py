@@ -1,4 +1,4 @@
-"""Whole pages, whatever is in them."""
+"""Whole pages, copied without reading what is in them."""
 
 from collections.abc import Sequence
 

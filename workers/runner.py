@@ -85,10 +85,11 @@ class ModelRunner:
         # Logits of the prompts that are asked about come first.
         about_prompts = ()
         counts = rows.query_lens[asked]
-        of_prompts, logits = logits.tensor_split([counts.sum()])
-        if len(asked) and self.parallel.rank == 0:
-            about_prompts = prompt_logprobs(self.tables, rows.slots[asked], rows.computed[asked], counts, of_prompts)
-        return self._sample(rows, logits, about_prompts)
+        first = counts.sum()
+        if first and self.parallel.rank == 0:
+            places = rows.slots[asked], rows.computed[asked], counts
+            about_prompts = prompt_logprobs(self.tables, *places, logits[:first])
+        return self._sample(rows, logits[first:], about_prompts)
 
     def _apply(self, step: Step) -> None:
         """All that a step asks for before its tokens are computed, in the order of its fields."""
@@ -141,7 +142,7 @@ class ModelRunner:
             logits = self.graphs.run(DecodeStep(tokens, positions, batches, states))
             if logits is not None:
                 return logits
-        # Any other step goes through the module: tell its layers who computes what, then run it.
+        # Any other step goes through the module: tell its layers what each row computes, then run it.
         device = self.model.device
         positions_T = torch.from_numpy(positions).to(device)
         self.model.attention.begin_step(batches, positions_T)
@@ -160,7 +161,7 @@ class ModelRunner:
     def logits(self, tokens_T: Tensor, positions_T: Tensor, keep_T: Tensor | None = None) -> Tensor:
         """Of packed tokens, of those in `keep_T` alone if given. [T or K, vocabulary].
 
-        Who computes what over which pages is known from `begin_step` of attention, states and cross-attention.
+        What each row computes over which pages is known from `begin_step` of attention, states and cross-attention.
         """
         output = self.model.run(
             input_ids=tokens_T.unsqueeze(0),

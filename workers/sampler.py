@@ -16,7 +16,7 @@ TEMPERATURES = 1e-6, 1e30
 
 
 class History:
-    """Which tokens a request has and which of them it generated, for penalties and for rows that must not come."""
+    """The tokens of a request, and which of them it generated: for penalties and forbidden rows of tokens."""
 
     def __init__(self, tokens: Sequence[int], prompt_tokens: int):
         self._prompt = set(tokens[:prompt_tokens])
@@ -46,8 +46,8 @@ class History:
             logits_V[said] -= sampling.presence_penalty + sampling.frequency_penalty * counts
 
     def forbid(self, logits_V: Tensor, sampling: Sampling) -> None:
-        """What would make one of the rows whole. In place. It stays possible where nothing else is: where the grammar
-        demands it."""
+        """Take away, in place, each token that would complete a forbidden row. Such a token stays possible where no
+        other is, as where the grammar demands it."""
         last = list(self._last) if sampling.bad_token_ids else []
         for *first, token in sampling.bad_token_ids:
             if token < len(logits_V) and len(first) <= len(last) and last[len(last) - len(first) :] == first:
@@ -101,8 +101,10 @@ def _adjusted(
     histories: Sequence[History | None],
     matchers: Sequence[Matcher | None],
 ) -> Tensor:
-    """Logits with penalties and biases, without ends that come too early and what the grammar excludes; the
-    very same tensor if no row wants any of it."""
+    """Logits with penalties and biases. Ends that come too early and tokens that the grammar excludes have none.
+
+    The result is the very same tensor if no row asks for any of this.
+    """
     changed_RV = logits_RV
     rows = zip(samplings, positions, histories, matchers, strict=True)
     for row, (sampling, position, history, matcher) in enumerate(rows):
@@ -127,7 +129,7 @@ def _adjusted(
 
 
 def _chances(logits_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """How probable each token is [R, V], 0 where it is left out; the sum of a row is of no account."""
+    """How probable each token is [R, V], 0 where it is left out. Rows need not sum to one."""
     temperature = torch.tensor([s.temperature for s in samplings], dtype=torch.float64).clamp(*TEMPERATURES)
     chances_RV = torch.softmax(logits_RV / temperature.float().to(logits_RV.device).unsqueeze(1), dim=-1)
     rows = [row for row, s in enumerate(samplings) if s.top_k or s.top_p < 1 or s.min_p > 0]

@@ -129,7 +129,7 @@ class TensorParallel:
         patterns = _patterns(model, config, ours)
         styles = {}
         for path, module in model.named_modules():
-            # Embeddings are cut by rows whatever the plan says.
+            # Embeddings are cut by rows, also where the plan says otherwise.
             style = "vocab" if _is_vocabulary(model, path, module, vocabularies) else _match(patterns, path)
             if style is None or style in WHOLE:
                 continue

@@ -16,7 +16,7 @@ WARM_UP_TOKENS = 4
 
 @torch.inference_mode()
 def warm_up(runner: ModelRunner, settings: ModelSettings) -> None:
-    """Let the layers find their backend, or fail, before anyone waits; let the model run as fast as it can."""
+    """Let the layers find their backend, or fail, before requests wait; let the model run as fast as it can."""
     model, limits = runner.model, runner.limits
     longest = min(limits.max_num_batched_tokens, limits.max_model_len)
     _take_slot(runner, longest)

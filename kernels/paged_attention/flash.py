@@ -8,8 +8,8 @@ and nothing is copied. Neither knows chunks: a chunk is a short sequence of its 
                                                         queries 32-39      keys 32-39      blocks 2
 
 They load whole tiles of a page and mask afterwards, and a mask does not hide NaN. So pages must not hold what layers of
-another kind left behind, and a request whose own numbers are NaN may hurt who gets its pages next. That is why it is
-taken only when it is asked for by name.
+another kind left behind. A request whose own numbers are NaN may spoil the request that gets its pages next. So this
+backend is taken only when it is asked for by name.
 """
 
 import importlib

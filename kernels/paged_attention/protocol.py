@@ -9,8 +9,8 @@ Suffixes name the axes of a tensor:
 `kv_view` is always [pages, tokens, K, Dk+Dv], token-major with key and value fused on the last axis, strided over the
 raw buffer: its page stride may exceed its content, because a page is padded or because several layers live in it.
 A latent is all key: [pages, tokens, 1, Dk], and its first numbers are the value too (`values_of`).
-Pages change owner and dtype, so whatever is not a live token of this very row may be NaN, page 0 (the null page)
-included. A mask does not hide NaN (0 * NaN is NaN): a backend must not let such bytes into its arithmetic.
+Pages change owner and dtype, so bytes that are no live token of this very row may be NaN, also in page 0 (the null
+page). A mask does not hide NaN (0 * NaN is NaN): a backend must not let such bytes into its arithmetic.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ def values_of(kv: Tensor, key_dim: int, params: LayerParams) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupBatch:
-    """Who computes what in this step, for all layers of one group. Host memory, so reading it never waits for a GPU.
+    """What each row computes in this step, for all layers of one group. Host memory: reading it waits for no GPU.
 
     Shapes  block_table [R,P]  query_lens [R]  kv_lens [R], all int32
     Units   lengths in tokens; row r asks for positions kv_lens[r] - query_lens[r] .. kv_lens[r] - 1, so its new tokens
@@ -121,7 +121,7 @@ class Backend(Protocol):
         ...
 
     def prepare(self, batch: GroupBatch, device: torch.device) -> GroupMeta:
-        """Work out everything the layers of the group share: where tokens go, what is gathered, who sees what."""
+        """Work out all that layers of the group share: where tokens go, what is gathered, what each query sees."""
         ...
 
     def frame(self, batch: GroupBatch, device: torch.device) -> GroupMeta | None:
@@ -146,6 +146,6 @@ class Backend(Protocol):
         """Causal attention of the new tokens over their pages, which already hold the new tokens themselves.
 
         Shapes  q [T,H,Dk]  kv_view [pages,tokens,K,Dk+Dv]  out [T,H,Dv], H a multiple of K, all of one dtype
-        Result  fills out, whatever it held; softmax and sums in float32 or wider
+        Result  fills out, which may hold anything; softmax and sums in float32 or wider
         """
         ...

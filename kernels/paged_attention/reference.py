@@ -1,7 +1,7 @@
 """Paged attention, slow and obvious: one query at a time. The oracle of every fast backend.
 
-A query's result depends on that query and the keys it sees, never on who shares the batch or how a prompt was cut
-into chunks: the same bits come out. Suffixes are explained in `protocol.py`; L counts the keys one query sees.
+A query's result depends on that query and the keys it sees alone. The same bits come out in any batch and however a
+prompt was cut into chunks. Suffixes are explained in `protocol.py`; L counts the keys one query sees.
 """
 
 from typing import ClassVar

@@ -207,6 +207,7 @@ class TritonBackend:
             HAS_SINKS=params.sinks is not None, PRECISION=precision_of(q_THD.dtype),
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
+        # Splits of a row are merged in a second launch.
         if splits > 1:
             self._kernels.merge[(len(tiles.row), kv_heads, shape.rows)](
                 partial, out_THD, sinks, tiles.row, tiles.number, plan.query_start, *out_THD.stride()[:2],

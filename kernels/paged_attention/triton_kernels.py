@@ -74,6 +74,7 @@ def _see(
             page = tl.load(table + n // PAGE, mask=live, other=0)
         else:
             page = tl.load(table + n // PAGE)
+        # Scores of KEYS keys: a product for the main part of a head, and one for its rest.
         token = pages + page.to(tl.int64)[:, None] * page_stride + (n % PAGE)[:, None] * token_stride
         key = _load(token + d[None, :], d, live, KEY_DIM, KEY_MAIN, MASKED)
         score = tl.dot(q, tl.trans(key), input_precision=PRECISION)
@@ -90,6 +91,7 @@ def _see(
             if RULE != ENCODER:
                 visible = visible & (n[None, :] <= position[:, None]) & (n[None, :] >= oldest[:, None])
             score = tl.where(visible, score, NOWHERE)
+        # Softmax as it goes: sums so far shrink when a higher score comes.
         highest = tl.maximum(top, tl.max(score, 1))
         weight = tl.exp2(score - highest[:, None])
         if MASKED:
@@ -97,7 +99,8 @@ def _see(
         shrink = tl.exp2(top - highest)
         top = highest
         total = total * shrink + tl.sum(weight, 1)
-        if VALUE_AT == 0 and VALUE_MAIN == KEY_MAIN:  # a latent: the keys just read are the values
+        # Of a latent, the keys just read are the values.
+        if VALUE_AT == 0 and VALUE_MAIN == KEY_MAIN:
             value = key
         else:
             value = _load(token + VALUE_AT + e[None, :], e, live, VALUE_DIM, VALUE_MAIN, MASKED)
@@ -221,12 +224,13 @@ def attend(
                 VALUE_DIM, VALUE_MAIN, VALUE_REST, VALUE_AT, RULE, HAS_SOFTCAP, part != 1, PRECISION,
             )  # fmt: skip
 
+    # One split is the whole answer. Several leave to `merge` what it needs.
     if SPLITS == 1:
         acc, acc_rest = _whole(acc, acc_rest, total, top, sinks_ptr + head, is_query, HAS_SINKS)
         out_row = out_ptr + (query_start + query).to(tl.int64)[:, None] * out_token_stride
         out_row += head[:, None] * out_head_stride
         _store(out_row, acc, acc_rest, is_query, VALUE_DIM, VALUE_MAIN, VALUE_REST)
-    else:  # what `merge` needs
+    else:
         piece = (tile * tl.num_programs(1) + kv_head).to(tl.int64) * SPLITS + split
         record = partial_ptr + (piece * ROWS + tl.arange(0, ROWS)) * (VALUE_DIM + 2)
         _store(record[:, None], acc, acc_rest, is_query, VALUE_DIM, VALUE_MAIN, VALUE_REST)
@@ -255,6 +259,7 @@ def merge(
         record = partial_ptr + (piece * ROWS + within) * (VALUE_DIM + 2)
         total = tl.load(record + VALUE_DIM, mask=s < SPLITS, other=0.0)
         top = tl.load(record + VALUE_DIM + 1, mask=s < SPLITS, other=NOWHERE)
+        # A sink is one logit more, without a value.
         highest = tl.max(top, 0)
         if HAS_SINKS:
             sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E

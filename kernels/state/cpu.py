@@ -118,7 +118,7 @@ class NativeStates:
         slots, heads, keys, values = pages.shape
         strides = [stride for x in (q, k, v, g, *(beta or (g,))) for stride in x.stride()[:2]]
         for wave in meta:
-            # Single tokens in C++, longer runs in chunks of matrix products.
+            # Single tokens in C++.
             if wave.singles.pieces:
                 self._library.intarsia_heads(
                     ctypes.byref(
@@ -137,6 +137,7 @@ class NativeStates:
                         )
                     )
                 )
+            # Longer runs in chunks of matrix products.
             for piece in wave.longer:
                 out[piece.start : piece.end] = run_piece(RUNS[recurrence.name], pages, constants, inputs, piece)
         return out

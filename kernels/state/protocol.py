@@ -7,7 +7,7 @@ overwrite it token by token. Suffixes name the axes of a tensor:
     once per group and step    meta = backend.prepare(batch, device)
     once per layer             out = backend.scan(recurrence, pages, constants, inputs, meta)
 
-A page changes owner, so what a new row finds in its page may be NaN: a new row starts from zeros, whatever is there.
+A page changes owner, so a new row may find NaN in its page. It starts from zeros, and lets none of that in.
 A step comes in waves of pieces, because a state may have to be saved on the way:
 
     row 0   t t t t|t t t t|t t        wave 0: tokens 0-4 of row 0, saved to page 20    tokens 0-1 of row 1
@@ -45,7 +45,7 @@ class SaveAt(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateBatch:
-    """Who computes what in this step, for all layers of one group. Host memory.
+    """What each row computes in this step, for all layers of one group. Host memory.
 
     Shapes  pages [R]  query_lens [R]  is_new [R]: the row's first token is among them
     The packed tokens lie in row order. A negative page counts from behind.

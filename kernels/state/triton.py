@@ -93,7 +93,7 @@ class TritonStates:
             "VALUES_BLOCK": block,
             "DELTA": bool(beta),
         }
-        # One token needs no products of matrices.
+        # One token needs no products of matrices; several go in chunks.
         if launch.longest == 1:
             self._kernels.heads_step[grid](
                 q, k, v, g, b, out, pages, columns.start, columns.page, columns.is_new, columns.saved_to,

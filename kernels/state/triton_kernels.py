@@ -22,7 +22,7 @@ def _page(page_ptr, piece, pages):
 
 @triton.jit
 def _take(pages, page, new_ptr, piece, page_stride, own):
-    """A piece's state in float32; zeros where it is new, whatever its page holds."""
+    """A piece's state in float32; zeros where it is new, though its page may hold NaN."""
     state = tl.load(pages + page * page_stride, mask=own, other=0.0).to(tl.float32)
     return tl.where(tl.load(new_ptr + piece) == 0, state, 0.0)
 
@@ -78,7 +78,8 @@ def heads(
         since_start = tl.exp(total)[:, None]
         rows = token[:, None] * q_token + head * q_head + kk[None, :]
         row_mask = live[:, None] & (kk < KEYS)[None, :]
-        if DELTA:  # what each token adds depends on what the tokens before it added
+        # In a delta net, what each token adds depends on what the tokens before it added.
+        if DELTA:
             beta = tl.load(beta_ptr + token * beta_token + head * beta_head, mask=live, other=0.0)
             k = tl.load(k_ptr + token[:, None] * k_token + head * k_head + kk[None, :], mask=row_mask, other=0.0)
             depends = tl.dot(k, k_columns, input_precision=PRECISION) * between * beta[:, None]
@@ -120,6 +121,7 @@ def heads_step(
     k = tl.load(k_ptr + token * k_token + head * k_head + kk, mask=kk < KEYS, other=0.0)
     v = tl.load(v_ptr + token * v_token + head * v_head + vv, mask=vv < VALUES, other=0.0)
     state *= tl.exp(tl.load(g_ptr + token * g_token + head * g_head))
+    # A delta net adds what the state does not know yet.
     if DELTA:
         beta = tl.load(beta_ptr + token * beta_token + head * beta_head)
         v = (v - tl.sum(k[:, None] * state, 0)) * beta
@@ -146,6 +148,7 @@ def channels(
     inside = c[:, None] * STATES + s[None, :]
     state = _take(pages_ptr + inside, page, new_ptr, piece, page_stride, own)
     A = tl.load(A_ptr + inside, mask=own, other=0.0)
+    # Token by token, since each state depends on the one before.
     for t in range(length):
         token = start + t
         x = tl.load(x_ptr + token * x_token + c, mask=c < count, other=0.0)
@@ -178,6 +181,7 @@ def convolve(
     own = (t < length)[:, None] & (c < count)[None, :]
     bias = tl.load(bias_ptr + c, mask=c < count, other=0.0).to(tl.float32)
     total = tl.zeros((TOKENS, BLOCK), tl.float32) + bias[None, :]
+    # Inputs before the piece are in its page, unless it is new.
     for w in tl.static_range(0, WINDOW + 1):
         back = t + (w - WINDOW)
         weight = tl.load(weight_ptr + c * (WINDOW + 1) + w, mask=c < count, other=0.0).to(tl.float32)
@@ -210,6 +214,7 @@ def shift(
     is_new = tl.load(new_ptr + piece) != 0
     saved = tl.load(saved_ptr + piece).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # The last inputs of the piece; of a short one also those that its page had, unless it is new.
     for w in tl.static_range(0, WINDOW):
         back = tl.zeros_like(c) + (length - WINDOW + w)
         recent = tl.load(x_ptr + (start + back) * x_token + c, mask=(c < count) & (back >= 0), other=0.0)

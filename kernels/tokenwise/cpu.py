@@ -77,6 +77,7 @@ def prepare_heads(
 ) -> None:
     assert qkv_TC.stride(1) == 1, "the numbers of a token lie side by side"
     query_norm, key_norm = norms
+    # Angles are read only where heads are rotated.
     if rotary:
         assert cos_TR is not None and sin_TR is not None, "rotary positions need angles"
         assert cos_TR.dtype == sin_TR.dtype == qkv_TC.dtype, "angles are read as numbers of the tokens' dtype"

@@ -45,7 +45,7 @@ class Scene:
 
 
 class World:
-    """One scene made real. Block tables are permuted, and blocks that nobody can see are 0."""
+    """One scene made real. Block tables are permuted, and blocks that no query can see are 0."""
 
     def __init__(self, scene: Scene):
         self.scene = scene

@@ -75,7 +75,7 @@ def test_replayed_steps_give_the_tokens_of_the_oracle(family: str, tiny: Callabl
     assert tape.replayed > 10
 
 
-def test_what_can_not_be_recorded_goes_on_unrecorded_and_the_log_says_why(
+def test_what_cannot_be_recorded_goes_on_unrecorded_and_the_log_says_why(
     tiny: Callable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     def refuse(forward: Callable[[], Tensor]) -> Replay:

@@ -220,7 +220,7 @@ def test_extremes_of_real_configs_are_in_bounds(fields: dict[str, Any]):
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict | list) else "",
 )
-def test_index_that_can_not_be_followed(copy: Path, index: Any, kind: type[IntarsiaError], said: str):
+def test_index_that_cannot_be_followed(copy: Path, index: Any, kind: type[IntarsiaError], said: str):
     (copy / INDEX).write_text(json.dumps(index))
     assert "root:" not in refused(copy, kind, said)
 
@@ -266,7 +266,7 @@ def tensor(shape: Any, start: Any, stop: Any, dtype: Any = "F32") -> dict[str, A
         (b"[" * DEEP, 0),
         ({"a": tensor([1], 0, 4), "b": tensor([1], 0, 4)}, 4),  # overlap
         ({"a": tensor([1], 4, 8)}, 8),  # a hole
-        ({"a": tensor([1], 0, 4)}, 8),  # bytes that are nobody's
+        ({"a": tensor([1], 0, 4)}, 8),  # bytes that belong to no tensor
         ({"a": tensor([1], 0, 4)}, 3),
         ({"a": tensor([2], 0, 4)}, 4),
         ({"a": tensor([-1], 0, 4)}, 4),
@@ -297,7 +297,7 @@ def tensor(shape: Any, start: Any, stop: Any, dtype: Any = "F32") -> dict[str, A
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_header_that_can_not_be_true(copy: Path, header: Any, data: int):
+def test_header_that_cannot_be_true(copy: Path, header: Any, data: int):
     with_header(copy, header, bytes(data))
     refused(copy, CorruptCheckpoint, "model.safetensors (", "is not a readable safetensors file")
 

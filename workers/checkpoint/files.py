@@ -30,7 +30,7 @@ class Checkpoint:
     """The safetensors files of one directory. Reading a slice reads only that slice."""
 
     def __init__(self, model_dir: str | Path):
-        """Whatever is wrong with config, index or headers is found here, within bounds of time and memory.
+        """Faults of config, index and headers are found here, within bounds of time and memory.
 
         Raises `ModelNotFound`, `CorruptCheckpoint` or `UnsupportedModel`; touches headers only, no weights.
         """

@@ -13,7 +13,7 @@ from ...errors import InvalidSetting, UnsupportedModel
 from ...kvcache.reach import Chunked, Cross, Full, Reach, Sliding, State
 from ...kvcache.spec import LayerSpec, StateTensor
 
-FLOAT32_BYTES = 4  # recurrent states are kept in float32, whatever the model's dtype
+FLOAT32_BYTES = 4  # recurrent states are kept in float32 for a model of any dtype
 
 REACH_OF: dict[str, Callable[[Any], Reach]] = {
     "full_attention": lambda config: Full(),

@@ -82,7 +82,7 @@ class AttentionKind(NamedTuple):
     rotary: Rotary = Rotary.HALVES
     angles_per_head: int = 1  # how often a cosine is used in a head; 2 where both halves share theirs
     rotates: Callable[[Any], bool] = lambda module: True  # whether this layer does, if it is given angles
-    angles_are_float32: bool = False  # whatever the model's dtype; our call has both in one
+    angles_are_float32: bool = False  # in a model of any dtype; our call has both in one
     norms: tuple[str, str] | None = None  # of queries and of keys
     out: str = "o_proj"
 

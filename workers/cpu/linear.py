@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 EXACT_ROWS = 16
-"""Up to so many a product takes as long whatever their number."""
+"""A product of up to so many rows takes equally long for each number of them."""
 
 MOST_SPARE_ROWS = 64
 

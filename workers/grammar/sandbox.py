@@ -36,7 +36,7 @@ MOST_PARTS_TRIED = 1000
 LONGEST_PLACE_CHARS = 120
 
 PLACE_OF = "place of "
-"""Before the kind of a form: a question for the place of a complaint in it."""
+"""Before the kind of a grammar: this asks for the place of a complaint in it."""
 
 NAMED = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
 """Keywords of JSON Schema whose values are schemas by name."""
@@ -72,7 +72,7 @@ class GrammarSandbox:
         raise InvalidRequest(f"{complaint}, at {place}", field=kind, complaint=complaint, place=place)
 
     def _ask(self, kind: str, text: str) -> str:
-        """What the child says; nothing if it ends over it."""
+        """The child's answer; empty if the child ended before it answered."""
         question = json.dumps([kind, text]) + "\n"
         if self._child is None or self._child.poll() is not None:
             self._child = _start()
@@ -151,10 +151,11 @@ def _complaint(tokenizer, kind: str, text: str) -> str | None:
 
 
 def _place(tokenizer, kind: str, text: str) -> str | None:
-    """A pointer to the innermost part of a schema of which alone the same is complained; None where it is in no part.
+    """A pointer to the innermost part of a schema that alone causes the same complaint; None where no part does.
 
-    A part that refers to others than the definitions is complained of otherwise when it stands alone, and passed over.
+    A part that refers to others than the definitions causes another complaint when it stands alone. It is passed over.
     """
+    # Only a schema has parts.
     if kind != "json_schema":
         return None
     try:
@@ -167,6 +168,7 @@ def _place(tokenizer, kind: str, text: str) -> str | None:
     def is_at_fault(inner: dict[str, Any]) -> bool:
         return _complaint(tokenizer, kind, json.dumps({**shared, **inner})) == complaint
 
+    # Go into the first part that is at fault by itself, as long as there is one and tries are left.
     while True:
         for step, inner in _parts(part):
             left -= 1

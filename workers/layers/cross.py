@@ -39,7 +39,7 @@ class CrossAttention:
         self._device = next(model.parameters()).device
         self._backend: Backend | None = None
         self._pages: Pages | None = None
-        self._metas: dict[int, GroupMeta] = {}  # group -> who sees what
+        self._metas: dict[int, GroupMeta] = {}  # group -> what each row sees
         self._groups: list[int] = []
         self._size = 0  # tokens of a block
         self.tokens: Tensor | None = None  # [T] of the packed tokens, those that see an image; None: none does
@@ -107,7 +107,7 @@ class CrossAttention:
         computed: np.ndarray,
         views: Sequence[Sequence[View]],
     ) -> None:
-        """Who sees what in the next forward pass. tables: [group][row, block]; all others are by row."""
+        """What each row sees in the next forward pass. tables: [group][row, block]; all others are by row."""
         assert self._pages is not None and self._backend is not None, "allocate pages first"
         self.tokens = None
         seen: list[tuple[int, View, np.ndarray]] = []  # row, view, its packed tokens

@@ -40,7 +40,7 @@ def patch_rotary_dim(model: Any, config: Any) -> None:
     """Let MiniMax rotate as many numbers of a head as its config says. Called when weights are there.
 
     MiniMax-Text-01 and M1 rotate the first `rotary_dim` of 128 numbers of a head (their own code; SGLang and vLLM
-    follow it); transformers rotates all of them, whatever config.json says.
+    follow it); transformers rotates all of them and does not read config.json for it.
     """
     rotary_dim = getattr(config, "rotary_dim", None)
     if config.model_type != "minimax" or rotary_dim is None or rotary_dim >= config.head_dim:

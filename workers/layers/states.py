@@ -32,7 +32,7 @@ class PagedStates:
         self._device = device
         self._backend = select_state_backend(device)
         self._pages: Pages | None = None
-        self._metas: dict[int, Any] = {}  # group -> who goes on from which page
+        self._metas: dict[int, Any] = {}  # group -> from which page each row goes on
         # What rows there are and which pages they have is known step by step, not to a compiler.
         self.scan = cast(Callable[..., Tensor], torch.compiler.disable(self._scan))
 
@@ -46,7 +46,7 @@ class PagedStates:
         self._backend = select_state_backend(self._device, named)
 
     def begin_step(self, batches: dict[int, StateBatch]) -> None:
-        """Who goes on from which page in the next forward pass, by group."""
+        """From which page each row goes on in the next forward pass, by group."""
         self._metas = {g: self._backend.prepare(batch, self._device) for g, batch in batches.items()}
 
     def frame(self, rows: int) -> Any:

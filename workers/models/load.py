@@ -56,8 +56,10 @@ def load_model(
 
 @contextlib.contextmanager
 def blaming_config(model_dir: str) -> Iterator[None]:
-    """What a config says may be in bounds and still be nothing that a model can be made of: transformers and torch
-    then raise whatever they meet. Raises `UnsupportedModel` with their words; lack of memory stays what it is."""
+    """A config may be within bounds and still describe no model. transformers and torch then raise errors of any kind.
+
+    Raises `UnsupportedModel` with their words. Lack of memory stays what it is.
+    """
     try:
         yield
     except (IntarsiaError, ConnectionError):

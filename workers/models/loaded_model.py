@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 class LoadedModel:
-    """Life: `allocate` pages, then any number of forward passes, each after `begin_step` of those who read them."""
+    """Life: `allocate` pages, then any number of forward passes. `begin_step` of its layers comes before each."""
 
     def __init__(
         self,

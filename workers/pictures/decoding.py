@@ -31,7 +31,7 @@ class BadPicture(ValueError):
 
 
 def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Any:
-    """Pillow's image in RGB. Raises `BadPicture` before anything is decoded, or whatever a decoder raises.
+    """Pillow's image in RGB. Raises `BadPicture` before anything is decoded, or any error that a decoder raises.
 
     max_pixels: that its header may claim
     """

@@ -59,7 +59,7 @@ LINGER_S = 30.0
 """After its last actor has gone, the server waits for another one for so long."""
 
 LOOK_EVERY_S = 0.2
-"""Whether those are there still who may need it again."""
+"""The server looks this often whether a process that may need it again is still there."""
 
 START_TIMEOUT_S = 30.0
 """For a server to listen, which it does before it imports."""
@@ -244,7 +244,7 @@ def _ending_with(owner: str | None) -> Iterator[None]:
 
 
 class _Server:
-    """Forks for those who are connected; one thread, since only that thread lives on in a fork."""
+    """Forks workers for connected actors. It has one thread, since only that thread lives on in a fork."""
 
     def __init__(self, listener: socket.socket, owner: str | None):
         """owner: the process that started it, if it has a Ray of its own"""

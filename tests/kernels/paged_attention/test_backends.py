@@ -173,7 +173,7 @@ def test_a_sink_far_above_every_logit_takes_all_the_weight(backend):
     assert out.abs().max() < 1e-6
 
 
-# Memory: who else's bytes lie around
+# Memory: bytes of other owners lie around
 
 
 @pytest.mark.parametrize("layers, padding_bytes", [(2, 0), (1, 64), (3, 64), (1, 36)])
@@ -366,6 +366,6 @@ def test_torch_workspace_is_reused_and_survives_inference_mode():
 @pytest.mark.parametrize(
     "query_len, kv_len, why", [(1, 9, "longer than its block table"), (3, 2, "counts the new tokens too")]
 )
-def test_a_batch_that_can_not_be_is_refused(query_len, kv_len, why):
+def test_a_batch_that_cannot_be_is_refused(query_len, kv_len, why):
     with pytest.raises(AssertionError, match=why):
         GroupBatch(np.ones((1, 2), np.int32), np.array([query_len]), np.array([kv_len]), block_tokens=4)

@@ -84,7 +84,7 @@ def test_no_backend_at_all_names_each_and_its_reasons():
     assert "'torch' computes in" in message and "'reference' computes in" in message
 
 
-def test_a_forced_backend_that_can_not_is_refused_without_a_fallback():
+def test_a_forced_backend_that_cannot_is_refused_without_a_fallback():
     with pytest.raises(UnsupportedModel, match="'torch' computes in") as refused:
         select_backend([replace(PLAIN, dtype=torch.float64)], CPU, "torch")
     assert "'reference'" not in str(refused.value)

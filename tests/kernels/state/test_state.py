@@ -68,7 +68,7 @@ def truth(recurrence: Recurrence, constants: Sequence[Tensor], inputs: Sequence[
 
 
 class Rows:
-    """Rows of random length, each with the truth, and pages that are NaN where nobody wrote."""
+    """Rows of random length, each with the truth, and pages that are NaN where nothing was written."""
 
     def __init__(self, recurrence: Recurrence, lengths: Sequence[int], backend: StateBackend, seed: int = 0):
         self.recurrence, self.backend = recurrence, backend

@@ -129,7 +129,7 @@ def test_a_sandbox_whose_process_was_killed_goes_on_with_another():
         ("json_schema", '{"$ref": "#/a"}', "json_schema cannot be used: Pointer '/a' does not exist"),
     ],
 )
-def test_a_form_that_can_not_be_used_is_refused_with_the_whole_reason(kind: str, text: str, reason: str):
+def test_a_form_that_cannot_be_used_is_refused_with_the_whole_reason(kind: str, text: str, reason: str):
     with pytest.raises(InvalidRequest) as refused:
         GrammarSandbox().run(kind, text)
     assert str(refused.value).startswith(reason)
@@ -147,7 +147,7 @@ def test_a_form_that_can_not_be_used_is_refused_with_the_whole_reason(kind: str,
         ({"properties": {"x": {"$ref": "#/properties/y"}, "y": {"type": "elephant"}}}, "#/properties/y"),
     ],
 )
-def test_of_a_schema_that_can_not_be_used_the_part_at_fault_is_told(schema: dict, place: str | None):
+def test_of_a_schema_that_cannot_be_used_the_part_at_fault_is_told(schema: dict, place: str | None):
     with pytest.raises(InvalidRequest) as refused:
         GrammarSandbox().run("json_schema", json.dumps(schema))
     assert refused.value.details.get("place") == place

@@ -51,7 +51,7 @@ def test_picture_is_turned_as_its_exif_says(kind: str, orientation: int):
 
 
 @pytest.mark.parametrize("exif", [b"", b"II", b"MM\0*\xff\xff\xff\xff", b"II*\0\x08\0\0\0\xff\xff" + b"\x12\1" * 99])
-def test_exif_that_can_not_be_read_turns_nothing(exif: bytes):
+def test_exif_that_cannot_be_read_turns_nothing(exif: bytes):
     plain = saved(gradient(8, 5), "PNG")
     data = plain[:33] + chunk(b"eXIf", exif) + plain[33:]
     assert np.array_equal(pixels(decode(data)), pixels(decode(plain)))

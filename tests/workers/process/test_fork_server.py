@@ -121,7 +121,7 @@ def test_server_that_dies_leaves_its_workers_and_is_replaced(server: ForkServer)
 def test_server_ends_with_whoever_started_a_ray_of_their_own_for_it(
     is_importing: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    name = f"\0intarsia-test-{os.getpid()}-{time.monotonic_ns()}"  # nobody else's
+    name = f"\0intarsia-test-{os.getpid()}-{time.monotonic_ns()}"  # used by no other process
     monkeypatch.setattr(fork_server, "_name", lambda: name)
     owner = subprocess.Popen(["sleep", "600"])
     try:
