@@ -65,10 +65,11 @@ class ChatCall:
 
     def _choice(self, said: Said) -> ChatChoice:
         calls = calls_of(said.calls)
+        has_content = not (calls or self._conversation.must_call)
         text = self._echo + said.text
         return ChatChoice(
             index=said.delta.answer,
-            message=AnswerMessage(content=text if text or not calls else None, tool_calls=calls or None),
+            message=AnswerMessage(content=text if text or has_content else None, tool_calls=calls or None),
             logprobs=self._logprobs(said),
             finish_reason=said.finish_reason,  # type: ignore[arg-type]
             token_ids=list(said.delta.token_ids) if self._body.return_token_ids else None,

@@ -32,6 +32,8 @@ PLACE = re.compile(r"#/\$defs/(?P<tool>\d+)(?P<rest>.*)", re.DOTALL)
 BEGUN_CALL = re.compile(r'\{"name":"(?P<name>[^"]*)"(?:,"arguments":(?P<arguments>.*))?', re.DOTALL)
 """A call within the array that `_calls_schema` asks for, from its beginning to where the answer was cut."""
 
+OPENINGS = ("", "{", '{"')
+"""Beginnings of arguments that say nothing yet."""
 
 LONGEST_HEAD_CHARS = 512
 
@@ -218,22 +220,28 @@ def calls_of(pieces: Iterable[CallPiece]) -> list[ToolCall]:
 
 
 class _NamedCall:
-    """One call, whose arguments are all that comes."""
+    """One call, whose arguments are all that comes. It begins with the first arguments that say something: an answer
+    that is cut before that has no call."""
 
     def __init__(self, name: str):
         self.count = 0
         self._name = name
         self._id = _new_id()
-        self._space = ""  # may be the end of the answer, and is no part of the arguments then
+        self._waiting = ""  # before the call begins, its opening; later, space that may be the end of the answer
 
     def push(self, text: str) -> list[CallPiece]:
-        text = self._space + text if self.count else text.lstrip()
-        told = text.rstrip()
-        self._space = text[len(told) :]
-        return [self._piece(told)] if told else []
+        text = self._waiting + text
+        if not self.count:
+            text = text.lstrip()
+            if "".join(text.split()) in OPENINGS:
+                self._waiting = text
+                return []
+        arguments = text.rstrip()
+        self._waiting = text[len(arguments) :]
+        return [self._piece(arguments)] if arguments else []
 
     def finish(self, *, is_required: bool) -> list[CallPiece]:
-        return [] if self.count else [self._piece("")]
+        return []
 
     def _piece(self, arguments: str) -> CallPiece:
         is_first, self.count = not self.count, 1

@@ -264,6 +264,17 @@ def test_a_call_that_is_cut_is_part_of_a_call_and_never_text(api: Api):
     assert found[-1]["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_call_that_is_cut_before_its_arguments_is_neither_a_call_nor_text(api: Api, choice: Any):
+    body = {"messages": ASK, "tools": [SAW], "tool_choice": choice, "max_tokens": 1}
+    [whole] = call(api, CHAT, body)[1]["choices"]
+    assert whole["finish_reason"] == "length"
+    assert "tool_calls" not in whole["message"] and whole["message"]["content"] is None
+    found = [event["choices"][0] for event in events(api, CHAT, body)]
+    assert not any(each["delta"].get("tool_calls") or each["delta"].get("content") for each in found)
+    assert found[-1]["finish_reason"] == "length"
+
+
 def test_a_tool_that_no_call_can_be_held_to_is_named(api: Api):
     odd = {"type": "function", "function": {"name": "odd", "parameters": {"properties": {"a": {"type": "plank"}}}}}
     for tools, choice, param, named in (
