@@ -76,24 +76,13 @@ def parts_of(delta: Delta, tokens: int) -> Iterator[Delta]:
 async def whole_answers(
     pieces: AsyncIterator[tuple[Delta, str]],
 ) -> AsyncGenerator[tuple[Delta, str], None]:
-    """The same with each answer in one."""
+    """The same pieces, joined: each answer comes as one piece, when it has ended."""
     begun: dict[int, list[tuple[Delta, str]]] = {}  # by answer
     async for delta, text in pieces:
         begun.setdefault(delta.answer, []).append((delta, text))
         if delta.finish_reason is not None:
-            yield _joined(begun.pop(delta.answer))
-
-
-def _joined(pieces: Sequence[tuple[Delta, str]]) -> tuple[Delta, str]:
-    last, _ = pieces[-1]
-    deltas = [delta for delta, _ in pieces]
-    has_logprobs = last.logprobs is not None
-    whole = last._replace(
-        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
-        logprobs=tuple(row for delta in deltas for row in delta.logprobs or ()) if has_logprobs else None,
-        prompt_logprobs=deltas[0].prompt_logprobs,
-    )
-    return whole, "".join(text for _, text in pieces)
+            deltas, texts = zip(*begun.pop(delta.answer), strict=True)
+            yield Delta.join(deltas), "".join(texts)
 
 
 class _Answer:

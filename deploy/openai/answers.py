@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from ...errors import IntarsiaError
-from ...proto.reply import Delta, TokenLogprobs
+from ...proto.reply import Delta
 from ..front_end.front_end import FEW_VALUES, Asked, FrontEnd, side_by_side
 from ..front_end.json_pieces import json_pieces, size_of
 from ..front_end.request_log import CLIENT_CLOSED as CLIENT_CLOSED
@@ -30,24 +30,6 @@ class Piece(NamedTuple):
     prompt: int  # which one, when a request has several
     delta: Delta
     text: str
-
-
-class Collected:
-    """One whole answer."""
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: Sequence[TokenLogprobs] | None = None
-        self.finish_reason: str | None = None
-
-    def add(self, piece: Piece) -> None:
-        self.text += piece.text
-        self.token_ids += piece.delta.token_ids
-        self.logprobs += piece.delta.logprobs or ()
-        self.prompt_logprobs = self.prompt_logprobs or piece.delta.prompt_logprobs
-        self.finish_reason = piece.delta.finish_reason
 
 
 class Counter:
@@ -94,7 +76,8 @@ class StreamUsage:
 
 
 async def pieces(front_end: FrontEnd, asked: Sequence[Asked], *, is_streaming: bool) -> AsyncGenerator[Piece, None]:
-    """All that comes for several prompts, computed side by side, in the order in which it comes."""
+    """All that comes for several prompts, computed side by side, in the order in which it comes. Not streamed, each
+    answer is one piece."""
 
     async def of(prompt: int, one: Asked) -> AsyncGenerator[Piece, None]:
         async with contextlib.aclosing(await front_end.generate(one, is_streaming=is_streaming)) as answers:
