@@ -104,7 +104,7 @@ class LLM:
     enforce_eager             False: Run transformers' modules as they are written; slower.
     torch_compile             False: Compile the model with torch.compile; starting takes minutes.
     cpu_threads               None (its cores, one less in short steps): Threads of a worker without GPU.
-    allow_generic             False: Try an architecture that nobody has tested, as plain attention.
+    allow_generic             False: Try an untested architecture, as plain attention.
     trust_remote_code         False: Run Python files that come with the checkpoint.
     generation_config         'auto': "auto": sample as the checkpoint asks, unless a request does; "none": do not. What
                               it asks is in its generation_config.json.

@@ -23,7 +23,7 @@ WAITS_S = (0.1, 0.5, 2.0, 5.0)
 
 
 async def answer(app: ASGIApp, text: bytes, number: int) -> str | None:
-    """The result of a line, itself a line of JSON; None when the engine can not answer, however often it is asked."""
+    """The result of a line, itself a line of JSON; None when the engine cannot answer, however often it is asked."""
     line = read_line(text, number)
     if isinstance(line, Refused):
         return refusal(line)
@@ -64,7 +64,7 @@ async def post(app: ASGIApp, line: Line) -> tuple[int, Any]:
     async def receive() -> Message:
         if unread:
             return unread.pop()
-        await asyncio.Event().wait()  # whoever asks stays, and has nothing more to say
+        await asyncio.Event().wait()  # the client stays connected and sends nothing more
         raise AssertionError
 
     async def send(message: Message) -> None:

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from ..start.launch import RunningEngine
 
 AHEAD = 2
-"""Lines in flight for each request that an engine runs at once: so that somebody always waits."""
+"""Lines in flight for each request that an engine runs at once. More than 1, so that a request always waits."""
 
 REFUSED, STOPPED = 3, 130
 """Exit statuses beside 0 (done) and 2 (nothing could be done as asked)."""
 
 END_WITHIN_S = 1.8
-"""Once somebody asks us to stop. What is done is in the journal."""
+"""Time to end after a signal to stop. Finished lines are in the journal."""
 
 TELL_EVERY_S = 10.0
 """Where there is no screen to draw a bar on."""
@@ -61,7 +61,7 @@ class BatchSettings:
 
 
 async def run_batch(settings: BatchSettings, engine: EngineSettings) -> Outcome | None:
-    """What came of the lines, when every line has its result; None when somebody stopped it before.
+    """What came of the lines, when every line has its result; None when a signal stopped it before.
 
     Raises `InvalidSetting` for files that do not fit, `EngineUnavailable` when all engines are gone; what is done is
     kept for the next run then.
@@ -180,7 +180,7 @@ async def _engines(count: int, settings: EngineSettings) -> "AsyncIterator[list[
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[asyncio.Future[None]]:
-    """Done when somebody asks us to stop."""
+    """Done when a signal asks us to stop."""
     loop = asyncio.get_running_loop()
     stopped: asyncio.Future[None] = loop.create_future()
 

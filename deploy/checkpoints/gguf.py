@@ -1,7 +1,7 @@
 """A GGUF file is converted once into a checkpoint folder of the user's cache, and served as any checkpoint.
 
 The folder's name ends with the first digits of the file's SHA-256, so another file is another folder. It is made under
-another name and then renamed: whoever sees it sees the whole of it. Two processes that want the same one take turns.
+another name and then renamed: a reader never sees half of it. Two processes that want the same one take turns.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def converted(name: str, files: Sequence[Path], pinned: str | None = None) -> Pa
     pinned: the SHA-256 that the file must have. Where its folder is there already, nothing is read.
 
     Raises `ModelNotFound`, `CorruptCheckpoint` (cut off, or another sum), `UnsupportedModel` (an architecture that is
-    not known) or `InvalidSetting` (the converter is not installed; no room, or a cache that can not be written).
+    not known) or `InvalidSetting` (the converter is not installed; no room, or a cache that cannot be written).
     """
     if pinned is not None and (ready := _folder(name, pinned)).is_dir():
         return ready
@@ -81,7 +81,7 @@ def _folder(name: str, found: str) -> Path:
 
 
 def _check(file: Path) -> int:
-    """How many parameters it has. Raises `ModelError` for a file that can not be converted, `InvalidSetting` where
+    """How many parameters it has. Raises `ModelError` for a file that cannot be converted, `InvalidSetting` where
     nothing can be."""
     header = read_gguf_header(file)
     if header.architecture not in ARCHITECTURES:
@@ -101,7 +101,7 @@ def _sum(files: Sequence[Path]) -> str:
         for piece in _pieces(files):
             digest.update(piece)
     except OSError as error:
-        raise CorruptCheckpoint(f"{files[0]} can not be read: {error.strerror}", field="model") from None
+        raise CorruptCheckpoint(f"{files[0]} cannot be read: {error.strerror}", field="model") from None
     return digest.hexdigest()
 
 
@@ -185,12 +185,12 @@ def _failed(source: Path, folder: Path, code: int, said: list[str]) -> ModelErro
         return _unwritable(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     if code == -9:
         last = "it was killed, as happens where memory runs out"
-    return CorruptCheckpoint(f"{source} can not be converted: {clipped(last, 300)}", field="model")
+    return CorruptCheckpoint(f"{source} cannot be converted: {clipped(last, 300)}", field="model")
 
 
 def _unwritable(error: OSError) -> InvalidSetting:
     return InvalidSetting(
-        f"converted models are kept in {cache_folder()}, which can not be written: {error.strerror}. Name another "
+        f"converted models are kept in {cache_folder()}, which cannot be written: {error.strerror}. Name another "
         "place by INTARSIA_CACHE.",
         field="INTARSIA_CACHE",
     )

@@ -23,7 +23,7 @@ HEADER_BYTES_PER_TENSOR = 256
 
 
 def convert(source: Path, folder: Path) -> None:
-    """Raises what transformers raises for a file that it can not read."""
+    """Raises what transformers raises for a file that it cannot read."""
     from transformers import AutoConfig, AutoTokenizer
 
     gguf: Any = importlib.import_module("gguf")  # the library: to a type checker, `import gguf` is our module

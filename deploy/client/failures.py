@@ -58,7 +58,7 @@ def typed(error: Any, address: str) -> IntarsiaError:
 def _lack_of_tls(details: str, address: str) -> str | None:
     """What is wrong with how a server was met, if it is TLS. details: gRPC's words."""
     if "CERTIFICATE_VERIFY_FAILED" in details:
-        return f"has a certificate that nobody known here has signed. {HOW_WITH_TLS}"
+        return f"has a certificate that no authority known here has signed. {HOW_WITH_TLS}"
     if "WRONG_VERSION_NUMBER" in details:
         return "speaks no TLS; leave --ssl-ca-certs out (in Python: tls=)"
     if "refused" not in details and "resolution" not in details and _speaks_tls(address):

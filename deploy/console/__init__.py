@@ -121,7 +121,7 @@ def _packed(shown: dict[str, Any], takes_gzip: bool) -> Response:
 
 
 def _policy(page: str) -> str:
-    """Only what stands in the page may run, and it may talk to nobody but its server."""
+    """Only the page's own scripts may run, and they may talk to its server only."""
 
     def hashes(tag: str) -> str:
         found = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)

@@ -50,7 +50,7 @@ CRUDE = re.compile(
     r"turd|fart|scrotum|masturbat|orgasm|suicid|hitler|slut|boob|breast|tits|damn)\w*",
     re.IGNORECASE,
 )
-"""Paragraphs with these are left out: nobody wants to meet them in a demo."""
+"""Paragraphs with these words are left out of the demo."""
 
 PLAIN = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "—": "-", "–": "-", "…": "...", "{": "", "}": ""})
 

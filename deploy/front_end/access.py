@@ -71,7 +71,7 @@ RPCS: Mapping[str, Level] = {
 SCHEME = "bearer "
 
 TENANT: ContextVar[str] = ContextVar("tenant", default="")
-"""Whose key the call that is being answered came with; empty: one that is nobody's in particular, or none."""
+"""The tenant whose key came with the call that is being answered; empty: the key has no tenant, or none came."""
 
 VIEWER: ContextVar[str | None] = ContextVar("viewer", default=None)
 """Whose figures the caller may see: those of the tenant of this name; None: everybody's."""
@@ -95,10 +95,10 @@ class AccessSettings:
 
 
 class Access:
-    """What both servers of a process ask about whoever connects."""
+    """Decides for both servers of a process which clients may connect, and with which keys."""
 
     def __init__(self, settings: AccessSettings | None = None):
-        """Raises `InvalidSetting` for files that can not be read or do not fit together."""
+        """Raises `InvalidSetting` for files that cannot be read or do not fit together."""
         self.settings = settings = settings or AccessSettings()
         self._keys = _all_keys("api_key", settings.api_key, settings.api_key_file)
         self._admin_keys = _all_keys("admin_key", settings.admin_key, settings.admin_key_file)
@@ -159,7 +159,7 @@ class Access:
         return digest
 
     def _check_admin_key(self, authorization: str | None) -> bytes:
-        """Without one nobody may see the console."""
+        """The console is closed without an admin key."""
         if not self._admin_keys:
             raise Unauthenticated(
                 "the console is closed: to open it, start the server with --admin-key-file (in Serve: admin_key_file)",
@@ -267,7 +267,7 @@ def _keys_of(field: str, file: str | None) -> dict[str, str]:
     try:
         lines = Path(file).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidSetting(f"{field} {file} can not be read: {error}", field=field) from None
+        raise InvalidSetting(f"{field} {file} cannot be read: {error}", field=field) from None
     parts = [line.split() for line in lines if line.strip() and not line.startswith("#")]
     for number, words in enumerate(parts, 1):
         if len(words) > 2 or len(words[-1]) > MAX_TENANT_CHARS:

@@ -39,7 +39,7 @@ MAX_WAITING = 4096
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """What somebody waits for."""
+    """A piece of work whose result a task waits for."""
 
     do: Callable[[], Any]
     size_bytes: int

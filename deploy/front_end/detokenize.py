@@ -31,7 +31,7 @@ async def with_text(
     """
     if tokenizer is None:
         if sampling.stops:
-            raise InvalidRequest("this model has no tokenizer, so it can not stop at a text", field="stop")
+            raise InvalidRequest("this model has no tokenizer, so it cannot stop at a text", field="stop")
         async for delta in generation:
             for part in _parts(delta):
                 yield part, ""

@@ -3,7 +3,7 @@
     https://images.example/oak.png     a host of the list     its bytes
                                        any other              a refusal that names the list
 
-A server that fetches what clients name reaches what they can not: so no host is fetched from unless it is listed, and a
+A server that fetches what clients name reaches what they cannot: so no host is fetched from unless it is listed, and a
 redirect is followed only to one that is.
 """
 
@@ -116,4 +116,4 @@ def _fits(host: str, port: int, pattern: str) -> bool:
 
 
 def _failed(url: str, why: str) -> InvalidRequest:
-    return InvalidRequest(f"the image at {clipped(url, 200)} can not be fetched: {why}", field="images")
+    return InvalidRequest(f"the image at {clipped(url, 200)} cannot be fetched: {why}", field="images")

@@ -53,7 +53,7 @@ class ImageReader:
                 f"{len(data)} bytes of an image are none of the formats {', '.join(FORMATS)}", field="images"
             ) from None
         except Exception as error:  # noqa: BLE001  decoders raise whatever they like on broken files
-            raise InvalidRequest(f"an image can not be decoded: {clipped(str(error))}", field="images") from None
+            raise InvalidRequest(f"an image cannot be decoded: {clipped(str(error))}", field="images") from None
         return Image(data, count_tiles(self._processor, width, height) * self._tile_tokens)
 
 

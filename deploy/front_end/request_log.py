@@ -176,7 +176,7 @@ class RequestLog:
             dropped, self._dropped = self._dropped, 0
             if dropped:
                 text += f"{self._written({'time': _now(), 'dropped_requests': dropped})}\n"
-            with contextlib.suppress(OSError, ValueError):  # nobody reads any more
+            with contextlib.suppress(OSError, ValueError):  # the reader is gone
                 output = self._output or sys.stderr
                 output.write(text)
                 output.flush()

@@ -91,7 +91,7 @@ class Fleet:
         return next((each for each in others if each is not gone and each.is_there), None)
 
     async def close(self) -> None:
-        """All connections but the own engine's, which belongs to whoever made it."""
+        """Close all connections but the own engine's: its maker closes that one."""
         self._looking.cancel()
         await asyncio.gather(self._looking, return_exceptions=True)
         for name in set(self._engines) - {self._own}:

@@ -34,7 +34,7 @@ OPEN_END = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class Refused(Exception):
-    """The template, or we, can not do with these messages."""
+    """The template, or we, cannot do with these messages."""
 
 
 class TooLong(Exception):

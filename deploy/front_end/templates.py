@@ -98,7 +98,7 @@ def _complaint(head: Mapping[str, Any], limits: Limits) -> InvalidRequest:
             limit=head["too_long"],
         )
     return InvalidRequest(
-        f"the chat template can not render these messages within {limits.template_timeout_s:g} s and "
+        f"the chat template cannot render these messages within {limits.template_timeout_s:g} s and "
         f"{limits.max_template_memory >> 20} MiB; send fewer or simpler ones",
         field="messages",
     )

@@ -60,7 +60,7 @@ def read_template(file: str) -> str:
             template = opened.read(MAX_TEMPLATE_CHARS + 1)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
-        raise InvalidSetting(f"chat_template: {file} can not be read: {why}", field="chat_template") from None
+        raise InvalidSetting(f"chat_template: {file} cannot be read: {why}", field="chat_template") from None
     if not template.strip() or len(template) > MAX_TEMPLATE_CHARS:
         raise InvalidSetting(
             f"chat_template: {file} {'is too long' if template.strip() else 'is empty'}; a template has 1 to "
@@ -81,7 +81,7 @@ def read_template(file: str) -> str:
 
 
 def _unreadable(path: Path, error: Exception) -> CorruptCheckpoint:
-    return CorruptCheckpoint(f"the tokenizer in {path} can not be read: {clipped(str(error), 400)}", field="model")
+    return CorruptCheckpoint(f"the tokenizer in {path} cannot be read: {clipped(str(error), 400)}", field="model")
 
 
 class Tokenizer:
@@ -103,7 +103,7 @@ class Tokenizer:
     def load(
         cls, model_dir: str | Path, *, trust_remote_code: bool = False, chat_template: str | None = None
     ) -> "Tokenizer | None":
-        """None if the directory has no tokenizer files. Raises `CorruptCheckpoint` if they can not be read.
+        """None if the directory has no tokenizer files. Raises `CorruptCheckpoint` if they cannot be read.
 
         chat_template: a file, instead of the directory's own; raises `InvalidSetting` for one that is no template"""
         path = Path(model_dir)
@@ -145,7 +145,7 @@ class Tokenizer:
             if type(error).__name__ != "PanicException":  # Rust's, of which there is no class to import
                 raise
         raise InvalidRequest(
-            f"the tokenizer can not read this text of {len(text)} characters; is one of them there millions of times "
+            f"the tokenizer cannot read this text of {len(text)} characters; is one of them there millions of times "
             "in a row?",
             field="prompt",
         )
@@ -363,7 +363,7 @@ class TextStream:
 
 
 def text_notes(tokenizer: Tokenizer | None) -> Iterator[str]:
-    """What a model can not do for want of files beside its weights, for people."""
+    """What a model cannot do for want of files beside its weights, for people."""
     if tokenizer is None:
         yield "no tokenizer: prompts and answers are token ids (return_token_ids); --tokenizer FOLDER gives it one"
     elif not tokenizer.has_chat:

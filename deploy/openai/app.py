@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse, "description": description}
     for status, description in (
-        (400, "The request can not be served as asked; `param` names the field."),
+        (400, "The request cannot be served as asked; `param` names the field."),
         (401, "A key is wanted, and this is none."),
         (404, "No such model, or no such place."),
         (413, "The body is too large."),

@@ -181,7 +181,7 @@ class CompletionCall:
         }
 
     def _told(self, piece: Piece) -> Piece:
-        """Without the token that nobody asked for."""
+        """Leaves out the token that is drawn although `max_tokens` is 0."""
         if self._body.max_tokens != 0:
             return piece
         delta = piece.delta._replace(token_ids=(), logprobs=None, finish_reason=piece.delta.finish_reason and "length")

@@ -57,7 +57,7 @@ def judged(model: str, settings: EngineSettings) -> EngineSettings:
 
 
 def check_engine(settings: EngineSettings) -> None:
-    """Raises `InvalidSetting` and `ModelError` for what can not become an engine here."""
+    """Raises `InvalidSetting` and `ModelError` for what cannot become an engine here."""
     checkpoint = Checkpoint(settings.model.model_dir)
     check_tokenizer(settings.model)
     text = text_config(checkpoint.config)

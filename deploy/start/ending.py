@@ -1,4 +1,4 @@
-"""How a process of the command line ends when somebody asks it to: at once while it starts, in time while it serves.
+"""How a process of the command line ends when a signal asks it to: at once while it starts, in time while it serves.
 
 Python hears a signal when its first thread is between two of its own instructions. While that thread is in Ray, or in
 an import, it is not. So a thread of our own waits for the byte that Python's handler writes anyhow (`set_wakeup_fd`).
@@ -64,7 +64,7 @@ _spared: set[int] = set()
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end this process and all that it started, whatever it does, until somebody else hears them."""
+    """Ctrl-C and SIGTERM end this process and all that it started, whatever it does, until other handlers take over."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     before = [signal.signal(number, _ignore) for number in SIGNALS]  # what counts is the byte

@@ -81,11 +81,11 @@ class RunningEngine:
         return self._actors.process.pid
 
     async def leave(self, within_s: float) -> None:
-        """Wait until nobody is answered any more, having told other front ends to ask elsewhere."""
+        """Tell other front ends to ask elsewhere, then wait until no request is being answered."""
         await answer(self._controller.leave.remote(), "controller")
         deadline = time.monotonic() + within_s
         quiet = 0
-        while quiet < QUIET_LOOKS and time.monotonic() < deadline:  # whoever asked before we left may just be coming
+        while quiet < QUIET_LOOKS and time.monotonic() < deadline:  # a request sent before we left may still arrive
             load = await self.client.load()
             quiet = quiet + 1 if load.running + load.waiting == 0 else 0
             await asyncio.sleep(LOOK_EVERY_S)

@@ -235,7 +235,7 @@ def ensure_ray(workers: int, *, is_insecure_fine: bool = False) -> OwnRay | None
             ray.init(namespace=NAMESPACE, **QUIET)
         except (ConnectionError, AuthenticationError, RuntimeError, ValueError) as error:
             why = str(error).strip().splitlines()[0]
-            raise EngineUnavailable(f"the Ray cluster that RAY_ADDRESS names can not be joined: {why}") from error
+            raise EngineUnavailable(f"the Ray cluster that RAY_ADDRESS names cannot be joined: {why}") from error
         return None
     check_start(is_insecure_fine=is_insecure_fine)
     return OwnRay(workers)

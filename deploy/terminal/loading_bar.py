@@ -1,4 +1,4 @@
-"""A sign of life while something slow is done, and a bar that fills, where somebody sits at a terminal to see it."""
+"""Shows on a terminal that something slow goes on: a spinner first, then a bar that fills."""
 
 import contextlib
 import sys

@@ -66,7 +66,7 @@ class ChatServer:
         try:
             self._tls = ssl.create_default_context(cafile=ca_certs) if url.startswith("https") else None
         except OSError as error:
-            raise InvalidSetting(f"{ca_certs} can not be read: {error}", field="ssl_ca_certs") from None
+            raise InvalidSetting(f"{ca_certs} cannot be read: {error}", field="ssl_ca_certs") from None
 
     def model(self) -> str:
         """What the server serves first."""

@@ -87,7 +87,7 @@ def _port_of(url: str) -> int | None:
     try:
         return urllib.parse.urlsplit(url).port
     except ValueError:
-        return 0  # of nobody
+        return 0  # no server has it
 
 
 def look(server: Server, since_step: int = 0) -> dict[str, Any]:

@@ -132,7 +132,7 @@ LOOKS_AHEAD = {"type": "object", "properties": {"a": {"type": "string", "pattern
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "plane"}}])
-def test_a_tool_whose_schema_can_not_be_used_is_named_with_the_place_and_the_whole_reason(api: Api, choice: Any):
+def test_a_tool_whose_schema_cannot_be_used_is_named_with_the_place_and_the_whole_reason(api: Api, choice: Any):
     tools = [SAW, {"type": "function", "function": {"name": "plane", "parameters": LOOKS_AHEAD}}]
     status, answer, _ = call(api, CHAT, ask(CHAT, tools=tools, tool_choice=choice))
     assert (status, answer["error"]["param"]) == (400, "tools.1.function.parameters"), answer
@@ -142,7 +142,7 @@ def test_a_tool_whose_schema_can_not_be_used_is_named_with_the_place_and_the_who
     )
 
 
-def test_a_schema_that_can_not_be_used_is_refused_with_the_place_and_the_whole_reason(api: Api):
+def test_a_schema_that_cannot_be_used_is_refused_with_the_place_and_the_whole_reason(api: Api):
     wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": LOOKS_AHEAD}}
     status, answer, _ = call(api, CHAT, ask(CHAT, response_format=wanted))
     assert (status, answer["error"]["param"]) == (400, "response_format"), answer
