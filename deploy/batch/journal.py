@@ -164,7 +164,7 @@ class Journal:
 
 
 def partial_of(out: Path) -> Path:
-    """Where the journal of a result is."""
+    """The path of a result's journal."""
     return out.with_name(out.name + ".partial")
 
 
@@ -175,7 +175,7 @@ def begin_anew(out: Path) -> None:
 
 
 def _place_of(line: bytes, count: int) -> int | None:
-    """Whose result a line of the journal is; None if it is not whole."""
+    """The index of the batch line that a line of the journal answers; None if the line is cut."""
     if not line.endswith(b"\n"):
         return None
     try:

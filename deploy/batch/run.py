@@ -45,7 +45,7 @@ TELL_EVERY_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    """What is answered, and where the results go."""
+    """Names the batch to answer and the file for its results."""
 
     source: Path
     out: Path
@@ -61,7 +61,7 @@ class BatchSettings:
 
 
 async def run_batch(settings: BatchSettings, engine: EngineSettings) -> Outcome | None:
-    """What came of the lines, when every line has its result; None when a signal stopped it before.
+    """Answer all lines and return the outcome; None when a signal stopped it before.
 
     Raises `InvalidSetting` for files that do not fit, `EngineUnavailable` when all engines are gone; what is done is
     kept for the next run then.
@@ -239,7 +239,7 @@ async def _report(console: Console, journal: Journal, engines: "list[RunningEngi
 
 
 def _fingerprint(engine: EngineSettings) -> str:
-    """By which results of the same model and settings are known."""
+    """A name that results of the same model and settings share."""
     model = engine.model
     folder = Path(model.model_dir)
     digest = hashlib.sha256(f"{model.dtype} {engine.max_model_len} {engine.served_model_name}".encode())

@@ -159,7 +159,7 @@ def _check_room(folder: Path, weight_bytes: int) -> None:
 
 
 def _convert(source: Path, folder: Path, watch: Callable[[int, int], None] | None) -> None:
-    """In a process of its own: it needs torch, and who calls may not."""
+    """Convert in a process of its own: conversion needs torch, which the caller may not have."""
     command = [sys.executable, "-m", "intarsia.deploy.checkpoints.gguf_convert", str(source), str(folder)]
     with (
         tempfile.TemporaryFile("w+", errors="replace") as said,

@@ -63,7 +63,7 @@ def hub_folder(name: str) -> Path | None:
 
 
 def hub_cache() -> Path:
-    """Where huggingface_hub keeps what it downloads."""
+    """The folder in which huggingface_hub keeps its downloads."""
     if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(cache).expanduser()
     general = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

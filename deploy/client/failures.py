@@ -56,7 +56,7 @@ def typed(error: Any, address: str) -> IntarsiaError:
 
 
 def _lack_of_tls(details: str, address: str) -> str | None:
-    """What is wrong with how a server was met, if it is TLS. details: gRPC's words."""
+    """Says what is wrong with TLS on one of both sides, if it is TLS. details: gRPC's words."""
     if "CERTIFICATE_VERIFY_FAILED" in details:
         return f"has a certificate that no authority known here has signed. {HOW_WITH_TLS}"
     if "WRONG_VERSION_NUMBER" in details:

@@ -28,7 +28,7 @@ REPLACED = (
 
 
 def without_async(program: str) -> str:
-    """The same program, written for callers that wait."""
+    """Turn a program for asyncio into one whose callers wait."""
     for found, instead in REPLACED:
         program = re.sub(found, instead, program)
     return HEADER + program

@@ -170,7 +170,7 @@ def _loss(model: Gemma3ForCausalLM, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _save(model: Gemma3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """As any checkpoint is: bfloat16 on disk, to be computed in float32."""
+    """Save it as any checkpoint is saved: bfloat16 on disk, to be computed in float32."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     weights = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}

@@ -169,7 +169,7 @@ class Access:
         return _digest(_given(authorization))
 
     def ssl_options(self) -> Mapping[str, object]:
-        """For uvicorn."""
+        """The options that uvicorn takes for TLS."""
         settings = self.settings
         if not self.has_tls:
             return {}
@@ -225,7 +225,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _check(authorization: str | None, keys: Mapping[bytes, str], field: str) -> str:
-    """Whose key it is."""
+    """The owner of the key."""
     if not (authorization or "").lower().startswith(SCHEME):
         raise Unauthenticated("a key is wanted: send the header 'Authorization: Bearer KEY'", field=field)
     found = _found(authorization, keys)
@@ -235,7 +235,7 @@ def _check(authorization: str | None, keys: Mapping[bytes, str], field: str) -> 
 
 
 def _found(authorization: str | None, keys: Mapping[bytes, str]) -> list[str]:
-    """Whose key it is, if it is one of these."""
+    """The owner of the key, if it is one of these."""
     digest = _digest(_given(authorization))
     return [tenant for key, tenant in keys.items() if hmac.compare_digest(digest, key)]  # all, to take the same time
 

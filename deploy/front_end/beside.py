@@ -64,7 +64,7 @@ class Beside:
         weakref.finalize(self, _end, self._todo, threads)
 
     async def run(self, tenant: str, work: Callable[[], Result], size_bytes: int = 0) -> Result:
-        """What `work` returns or raises. Given up before it has begun, it is not done.
+        """Do the work and return or raise what it does. A caller that gives up early cancels it.
 
         size_bytes: what it keeps in memory while it waits. Raises `Overloaded` when too much of the tenant's waits.
         """
@@ -102,7 +102,7 @@ class Beside:
             self._begin(tenant, one)
 
     def _next_tenant(self) -> str | None:
-        """Whose turn it is, if anybody's. Those who have a thread wait for those who have none."""
+        """The tenant whose turn it is; None if no work waits. Tenants with a thread wait for those without."""
         if self._running.total() >= self._threads or not self._waiting:
             return None
         tenant = min(self._waiting, key=self._running.__getitem__)  # of several, the first in turn

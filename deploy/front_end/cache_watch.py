@@ -19,7 +19,7 @@ MOST_UNREAD_NAMES = 65_536
 
 
 class Mirror:
-    """What is known in the cache, as far as it was told."""
+    """A copy of what the engine's cache knows, kept up to date by its events."""
 
     def __init__(self) -> None:
         self._groups: dict[int, tuple[str, int, dict[bytes, None]]] = {}  # kind, block tokens and names

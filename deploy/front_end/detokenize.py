@@ -14,7 +14,7 @@ AT_ONCE_VALUES = 512
 
 
 class Deltas(Protocol):
-    """What a `Generation` is to us."""
+    """The part of a `Generation` that is used here."""
 
     def __aiter__(self) -> AsyncIterator[Delta]: ...
 
@@ -62,7 +62,7 @@ def _parts(delta: Delta) -> Iterable[Delta]:
 
 
 def parts_of(delta: Delta, tokens: int) -> Iterator[Delta]:
-    """Of so many tokens each. What is said of the prompt comes with the first, how it ends with the last."""
+    """Cut a delta into parts of so many tokens. The first brings what is said of the prompt, the last how it ends."""
     for start in range(0, len(delta.token_ids), tokens):
         end = start + tokens
         yield delta._replace(
@@ -134,7 +134,7 @@ class StopGate:
         return text, False
 
     def rest(self) -> str:
-        """What was kept back and became nothing."""
+        """The text that was kept back and did not become a stop string."""
         waiting, self._waiting = self._waiting, ""
         return waiting
 

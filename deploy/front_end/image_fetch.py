@@ -104,7 +104,7 @@ def check_hosts(hosts: Sequence[str]) -> None:
 
 
 def is_address(file: bytes | str) -> TypeGuard[str]:
-    """Is it to be fetched, rather than a file or a data URL?"""
+    """Is it an address to fetch from, rather than a file or a data URL?"""
     return isinstance(file, str) and file[:5].lower() != "data:"
 
 

@@ -37,7 +37,7 @@ class ImageReader:
 
     @classmethod
     def of(cls, info: EngineInfo) -> "ImageReader | None":
-        """For the model of a running engine; None if it takes no images."""
+        """The reader for the model of a running engine; None if it takes no images."""
         return cls(info.model_dir, info.max_images_per_request) if info.image_token_id is not None else None
 
     def read(self, data: bytes) -> Image:

@@ -70,7 +70,7 @@ class Record:
         self.prompt_tokens += prompt_tokens
 
     async def watch(self, pieces: AsyncGenerator[tuple[Delta, str], None]) -> AsyncGenerator[tuple[Delta, str], None]:
-        """The same, for one prompt's answers."""
+        """Pass one prompt's answers on, and count them."""
         cached_tokens = 0
         try:
             async with contextlib.aclosing(pieces):
@@ -92,7 +92,7 @@ class Record:
         self.ends.add(type(error).__name__)
 
     def fields(self) -> dict[str, Any]:
-        """In the order of a line."""
+        """The fields of a line, in their order."""
         return {
             "id": self.request_id[:LONGEST_WORD_CHARS],
             "tenant": (self.tenant or TENANT.get())[:LONGEST_WORD_CHARS],
@@ -109,7 +109,7 @@ class Record:
         }
 
     def _end(self) -> str:
-        """Where no answer said it."""
+        """How a request ended whose answers did not say so."""
         if self.status is not None and self.status >= 400 and self.status != CLIENT_CLOSED:
             return "refused" if self.status < 500 else "error"
         return "left" if self.prompt_tokens or self.status in (None, CLIENT_CLOSED) else "done"
@@ -125,7 +125,7 @@ def logged(log: "RequestLog | None", endpoint: str) -> contextlib.AbstractContex
 
 
 def note_error(error: IntarsiaError) -> None:
-    """That a call is refused for."""
+    """Keep the error that a call is refused with."""
     if (record := RECORD.get()) is not None:
         record.failed(error)
 

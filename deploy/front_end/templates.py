@@ -158,7 +158,7 @@ class _Child:
         return bool(poll.poll(within_s * 1000))
 
     def end(self) -> None:
-        """At once."""
+        """End the child process at once."""
         self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:

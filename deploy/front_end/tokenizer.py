@@ -33,7 +33,7 @@ OURS = {"self", "messages"}
 
 
 def check_tokenizer(settings: ModelSettings) -> None:
-    """What is wrong with its files, without torch or transformers. Raises `CorruptCheckpoint` and `InvalidSetting`."""
+    """Check the tokenizer's files without torch or transformers. Raises `CorruptCheckpoint` and `InvalidSetting`."""
     path = Path(settings.text_dir)
     if settings.tokenizer_dir is not None and not any((path / name).is_file() for name in FILES):
         raise InvalidSetting(
@@ -151,13 +151,14 @@ class Tokenizer:
         )
 
     def encode_bounded(self, text: str, bound: TextBound, add_special_tokens: bool = True) -> list[int]:
-        """The same. Raises `RequestTooLarge` for far more tokens than `bound` has, without making them all."""
+        """Encode a text of any length. Raises `RequestTooLarge` for far more tokens than `bound` has, without making
+        them all."""
         bound.check_tokens(text, lambda piece: len(self.encode(piece, add_special_tokens=False)), "prompt")
         return self.encode(text, add_special_tokens)
 
     @cached_property
     def longest_token_bytes(self) -> int | None:
-        """Of a text; None: of any length."""
+        """The most bytes of text in one token; None: no bound is known."""
         return longest_token_bytes(self._fast)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -175,7 +176,7 @@ class Tokenizer:
         return text
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Of one token, which may be a part of a character."""
+        """The bytes of one token, which may be a part of a character."""
         text = self.text_of(token_id)
         own = half_character(self._fast, token_id) if HALF in text else None
         return own if own is not None else text.encode()

@@ -106,7 +106,7 @@ class DoorProtocol(HttpToolsProtocol):
         return self._parsed_bytes < len(self._unparsed)
 
     def _parse(self) -> None:
-        """As far as requests are not too many at once; what follows waits, and nothing more is read meanwhile."""
+        """Parse as long as not too many requests run at once; the rest waits, and reading pauses."""
         while self._has_unparsed and len(self.pipeline) < MOST_PIPELINED:
             if self.transport.is_closing() or self.parser is None:
                 return

@@ -106,7 +106,8 @@ async def json_response(front_end: FrontEnd, answer: pydantic.BaseModel) -> Resp
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it, in many small steps where pydantic would make one long one. Without what is left out."""
+    """Turn a model into plain values, in many small steps where pydantic takes one long one. Null extensions are left
+    out."""
     if isinstance(value, pydantic.BaseModel):
         value = {name: getattr(value, name) for name in type(value).model_fields}
     if isinstance(value, dict):

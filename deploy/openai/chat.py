@@ -103,7 +103,7 @@ class ChatCall:
             yield _choice(said, {"content": self._echo})
 
     def _told(self, said: Said) -> dict[str, Any] | None:
-        """What there is to tell of it, if anything."""
+        """The choice that an event shows for it; None if there is nothing to show."""
         delta: dict[str, Any] = {}
         logprobs = self._logprobs(said) if said.delta.token_ids else None
         ids = said.delta.token_ids if self._body.return_token_ids else ()
@@ -140,7 +140,7 @@ def _choice(said: Said, delta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _last_words(body: ChatRequest) -> str:
-    """Of the assistant, where the last message is its own: the answer goes on from there."""
+    """The text of the last message, where it is the assistant's: the answer goes on from there."""
     last = body.messages[-1]
     if last.role != "assistant" or last.content is None:
         return ""

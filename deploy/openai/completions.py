@@ -129,7 +129,7 @@ class CompletionCall:
         yield "[DONE]"
 
     async def _pieces(self, counter: Counter, *, is_streaming: bool) -> AsyncGenerator[Piece, None]:
-        """What comes of all answers, and is to be told. Counts it."""
+        """All pieces of all answers that the client is to see. Counts them."""
         with in_own_words(self._body):
             async for piece in pieces(self.front_end, self._asked, is_streaming=is_streaming):
                 piece = self._told(piece)

@@ -100,11 +100,11 @@ class Conversation:
 
     @property
     def must_call(self) -> bool:
-        """Is an answer nothing but calls?"""
+        """Must an answer consist of calls?"""
         return self._use is not None and self._use.form is not None
 
     async def say(self, counter: Counter, *, is_streaming: bool) -> AsyncGenerator[Said, None]:
-        """What comes, of all answers in one stream. Counts it."""
+        """The pieces of all answers in one stream. Counts them."""
         readers = [CallReader(self._use) for _ in range(self.asked.sampling.n)] if self._use else None
         is_single = self._body.parallel_tool_calls is False
         with in_own_words(self._body), naming_tools(self._use) if self._use else contextlib.nullcontext():

@@ -71,7 +71,7 @@ class Named:
         await self._app(inner, receive, send_named)
 
     def _id_of(self, scope: Scope) -> str:
-        """As its header says; empty if it says none that can be one."""
+        """The id in a request's header; empty if there is none, or none that is valid."""
         given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         try:
             check_id(given, self._limits)
@@ -167,7 +167,7 @@ class Bodies:
             await self._app(scope, self._whole(receive, share), send)
 
     def _whole(self, receive: Receive, share: Share) -> Receive:
-        """The same with the body in one message."""
+        """A `receive` that gives the body in one message."""
         is_read = False
 
         async def receive_whole() -> Message:

@@ -158,7 +158,7 @@ def _first_fault(error: RequestValidationError, path: str) -> tuple[str, str | N
 
 
 def _beyond(fault: Any, place: str) -> tuple[str, str | None, str]:
-    """What is said of a number that is too small or too large."""
+    """The sentence about a number that is too small or too large."""
     word, sentence = BOUNDS[fault["type"]]
     kind = "integer" if all(isinstance(each, int) for each in fault["ctx"].values()) else "decimal"
     bounds = {name: int(bound) if bound == int(bound) else bound for name, bound in fault["ctx"].items()}
@@ -167,7 +167,7 @@ def _beyond(fault: Any, place: str) -> tuple[str, str | None, str]:
 
 
 def _place(parts: Sequence[str | int], value: Any) -> Iterator[str]:
-    """Of the parts, those that lead into `value`: others name one of several kinds that a value may have."""
+    """The parts of a place that lead into `value`: others name one of several kinds that a value may have."""
     for n, part in enumerate(parts):
         if isinstance(value, dict) and value.get("type") == part and n + 1 < len(parts) and parts[n + 1] in value:
             continue  # the kind, although there is a member of that name, too

@@ -107,7 +107,7 @@ def is_neutral(name: str, value: Any) -> bool:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """As JSON has it: 1 is 1.0, and not true."""
+    """Are two values equal as JSON has it? 1 is 1.0, and not true."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 

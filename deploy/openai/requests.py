@@ -45,7 +45,7 @@ ANY_OBJECT = json.dumps({"type": "object"})
 
 
 def shape_of(front_end: FrontEnd) -> Shape:
-    """What becomes of schemas, as the server's settings have it."""
+    """How the server's settings want schemas to be shaped."""
     return as_given if front_end.settings.open_objects else closed
 
 
@@ -162,7 +162,7 @@ def terms_of(body: Sampling) -> Terms:
 
 @contextlib.contextmanager
 def in_own_words(body: Sampling) -> Iterator[None]:
-    """What the engine refuses names the field of the request that it is about."""
+    """Make refusals of the engine name the request's own field."""
     try:
         yield
     except InvalidRequest as error:

@@ -222,7 +222,7 @@ def _new_id(kind: str) -> str:
 
 
 def _told_tool(tool: ResponseTool | NamespaceTool) -> dict[str, Any]:
-    """As the answer tells it again."""
+    """A tool as the answer shows it again."""
     told = tool.model_dump(exclude_none=True)
     if isinstance(tool, NamespaceTool):
         return told | {"tools": [_told_tool(inner) for inner in tool.tools]}
@@ -262,7 +262,7 @@ def _as_function(name: str, tool: ResponseTool) -> dict[str, Any]:
 
 
 def _as_chat(body: ResponsesRequest) -> ChatRequest:
-    """The same request in the words of chat."""
+    """Translate the request into one of chat."""
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})

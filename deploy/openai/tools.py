@@ -62,7 +62,7 @@ class ToolUse(NamedTuple):
 
 
 def tool_use(body: ChatRequest, shaped: Shape = closed) -> ToolUse | None:
-    """None where no call is wanted. Raises `InvalidRequest`, naming the field."""
+    """Read the fields about tools; None where no call is wanted. Raises `InvalidRequest`, naming the field."""
     tools = body.tools or []
     choice = body.tool_choice
     if not tools:
@@ -93,7 +93,7 @@ def tool_use(body: ChatRequest, shaped: Shape = closed) -> ToolUse | None:
 
 @contextlib.contextmanager
 def naming_tools(use: ToolUse) -> Iterator[None]:
-    """What is complained of in the schema of a tool names the tool, and its field of the request."""
+    """Make complaints about a tool's schema name the tool, and its field of the request."""
     try:
         yield
     except InvalidRequest as error:
@@ -169,7 +169,7 @@ class CallReader:
         return self._calls.count > 0
 
     def push(self, text: str) -> tuple[str, list[CallPiece]]:
-        """What is said and what is called by now, beyond doubt."""
+        """Take more text. Returns the text and the pieces of calls that are certain by now."""
         if self._holds:
             return "", self._hold(text)
         text = self._waiting + text
@@ -281,7 +281,7 @@ class _Calls:
         return [self._first(begun["name"], begun["arguments"] or "")] if begun is not None else []
 
     def _begin(self, pieces: list[CallPiece]) -> bool:
-        """Is there more to be read?"""
+        """Look for the next call. Returns whether there is more to read."""
         if self._object is None:
             at = self._text.find("{")
             self._text = self._text[at:] if at >= 0 else ""
@@ -326,7 +326,7 @@ class _Calls:
 
 
 class _Object:
-    """Where a JSON object ends that comes in pieces."""
+    """Finds the end of a JSON object that comes in pieces."""
 
     def __init__(self) -> None:
         self._depth = 0

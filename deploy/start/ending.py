@@ -107,7 +107,7 @@ def _wait(reader: socket.socket) -> None:
 
 
 def say(what: str) -> None:
-    """To the terminal, if there is one."""
+    """Print to the terminal, if there is one."""
     with contextlib.suppress(OSError, ValueError):
         print(what, flush=True)
 

@@ -141,7 +141,7 @@ def _check_cluster(is_insecure_fine: bool) -> None:
 
 
 def _addresses() -> set[str]:
-    """Of the cluster's machines."""
+    """The addresses of the cluster's machines."""
     return {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
 
@@ -214,7 +214,7 @@ class _Actors:
         return actors
 
     async def start(self, watch: Watch | None) -> Address:
-        """Where front ends connect, when all is loaded."""
+        """Start the engine. Returns the address for front ends, when all is loaded."""
         return await _watched(self.controller, self._begin(is_new=True), watch)
 
     def _begin(self, *, is_new: bool) -> Coroutine[Any, Any, Address]:
@@ -223,7 +223,7 @@ class _Actors:
         )
 
     async def start_again(self) -> Address:
-        """With another controller in place of the one that has gone, or does not answer. Raises `EngineUnavailable`
+        """Start another controller in place of the one that has gone, or does not answer. Raises `EngineUnavailable`
         when none could be had for `give_up_after_s`."""
         started = time.monotonic()
         if ray.is_initialized():
@@ -302,8 +302,8 @@ async def _watched(controller: Any, starting: Coroutine[Any, Any, Address], watc
 
 
 def _create(name: str | None) -> Any:
-    """On this node, because its front end is here, and goes with it. Ray does not keep to a mere preference (`soft`)
-    when an actor asks for no CPUs."""
+    """Create it on this node, because its front end is here, and goes with it. Ray does not keep to a mere preference
+    (`soft`) when an actor asks for no CPUs."""
     make: Any = ControllerActor
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     try:

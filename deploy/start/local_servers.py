@@ -78,7 +78,7 @@ def not_asked(url: str, error: Exception) -> IntarsiaError:
 
 
 def folder() -> Path:
-    """Where the files are. Raises `InvalidSetting` for a folder that others could have put there."""
+    """The folder of the files. Raises `InvalidSetting` for a folder that others could have put there."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     path = Path(runtime) / "intarsia" if runtime else Path(tempfile.gettempdir()) / f"intarsia-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)

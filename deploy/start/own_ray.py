@@ -134,7 +134,7 @@ def asks_for_token(gcs_address: str) -> bool:
 
 
 def _is_token_mode() -> bool:
-    """Of this process: Ray has no public way to ask."""
+    """Does this process use Ray's tokens? Ray has no public way to ask."""
     try:
         from ray._private.authentication.authentication_utils import is_token_auth_enabled
     except ImportError:
@@ -144,7 +144,7 @@ def _is_token_mode() -> bool:
 
 @contextlib.contextmanager
 def _own_environment() -> Iterator[None]:
-    """What Ray's processes are started with; as it was afterwards, for whatever cluster is next."""
+    """Set the environment for Ray's processes, and restore it afterwards, for the next cluster."""
     before = {name: os.environ.get(name) for name in _OURS}
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would let our workers yield to every other process
     # Ray's own metrics have no reader where it has no dashboard; to send them wakes all its processes again and again.

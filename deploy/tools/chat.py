@@ -69,7 +69,7 @@ class ChatServer:
             raise InvalidSetting(f"{ca_certs} cannot be read: {error}", field="ssl_ca_certs") from None
 
     def model(self) -> str:
-        """What the server serves first."""
+        """The first model that the server lists."""
         with self._told(), self._ask("/v1/models") as answer:
             return json.load(answer)["data"][0]["id"]
 
@@ -98,7 +98,7 @@ class ChatServer:
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
-        """What goes wrong in it is one of our errors."""
+        """Turns failures of the connection into our errors."""
         try:
             yield
         except urllib.error.HTTPError as error:
@@ -112,7 +112,7 @@ class ChatServer:
 
 
 class Conversation:
-    """What was said, as the model is told it."""
+    """The turns of a conversation, as the model gets them."""
 
     def __init__(self, system: str | None = None):
         self._system, self._turns = system, list[Message]()
@@ -239,7 +239,7 @@ def _server_here() -> Iterator[str]:
 
 
 def _wait_for(server: "subprocess.Popen[bytes]") -> str:
-    """Where it listens, once it does. Raises `EngineUnavailable`."""
+    """Wait until the server listens. Returns its address. Raises `EngineUnavailable`."""
     deadline = time.monotonic() + START_WITHIN_S
     while time.monotonic() < deadline and server.poll() is None:
         for each in running():
@@ -262,7 +262,7 @@ def _measured(usage: dict[str, Any], first_s: float | None, total_s: float) -> M
 
 
 def _message(body: str) -> str:
-    """Of an error as OpenAI words it, or the beginning of whatever it is."""
+    """The message of an error in OpenAI's form; of any other text, its beginning."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):

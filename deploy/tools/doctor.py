@@ -99,7 +99,7 @@ def _home() -> list[Finding]:
 
 
 def _ports() -> list[Finding]:
-    """Those that `serve` listens on unless told otherwise. One in use is a remark: a server of ours may be running."""
+    """Look at the ports that `serve` listens on by default. One in use is a remark: a server of ours may be running."""
     found = []
     for name, port in (("HTTP", 8000), ("gRPC", 50051)):
         with socket.socket() as probe:

@@ -110,7 +110,7 @@ def look(server: Server, since_step: int = 0) -> dict[str, Any]:
 
 
 def show_once(server: Server, *, as_json: bool) -> None:
-    """As it is now. Rates are those of the second between two looks."""
+    """Print the state once. Rates are those of the second between two looks."""
     before = look(server)
     time.sleep(EVERY_S)
     view = look(server)
@@ -146,7 +146,7 @@ def gone(error: EngineUnavailable, answered_s: float) -> Text:
 
 
 def told(server: Server) -> Text:
-    """Which server this is, and how to watch another of this user's when several run."""
+    """The line that says which server this is, and how to watch another of this user's."""
     others = [each.url for each in running() if not _is_same(each.url, server.url)]
     line = Text(server.url, style="dim")
     if others:
@@ -155,7 +155,7 @@ def told(server: Server) -> Text:
 
 
 def facts(view: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """For programs: all but the map, and the rates."""
+    """The state for programs: all but the map, and the rates."""
     shown = {name: value for name, value in view.items() if name not in ("pool", "recount", "faults")}
     for request in (*shown["requests"], *shown["ended"]):
         del request["blocks"]
