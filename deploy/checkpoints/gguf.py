@@ -162,8 +162,8 @@ def _convert(source: Path, folder: Path, watch: Callable[[int, int], None] | Non
     """Convert in a process of its own: conversion needs torch, which the caller may not have."""
     command = [sys.executable, "-m", "intarsia.deploy.checkpoints.gguf_convert", str(source), str(folder)]
     with (
-        tempfile.TemporaryFile("w+", errors="replace") as said,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, cwd="/") as child,
+        tempfile.TemporaryFile("w+", errors="replace") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd="/") as child,
     ):
         try:
             assert child.stdout is not None
@@ -175,12 +175,12 @@ def _convert(source: Path, folder: Path, watch: Callable[[int, int], None] | Non
             child.kill()
             raise
         if child.wait():
-            said.seek(0)
-            raise _failed(source, folder, child.returncode, said.read().strip().splitlines())
+            errors.seek(0)
+            raise _failed(source, folder, child.returncode, errors.read().strip().splitlines())
 
 
-def _failed(source: Path, folder: Path, code: int, said: list[str]) -> ModelError | InvalidSetting:
-    last = said[-1] if said else f"it ended with {code}"
+def _failed(source: Path, folder: Path, code: int, errors: list[str]) -> ModelError | InvalidSetting:
+    last = errors[-1] if errors else f"it ended with {code}"
     if os.strerror(errno.ENOSPC) in last or not shutil.disk_usage(folder).free:
         return _unwritable(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     if code == -9:

@@ -10,7 +10,7 @@ from .engine_client import Delta
 from .tokenizer import Tokenizer
 
 AT_ONCE_VALUES = 512
-"""Tokens and log-probabilities that are told before others have their turn: it takes about a millisecond."""
+"""Tokens and log-probabilities that are handed on before others have their turn: it takes about a millisecond."""
 
 
 class Deltas(Protocol):
@@ -24,7 +24,7 @@ class Deltas(Protocol):
 async def with_text(
     generation: Deltas, tokenizer: Tokenizer | None, sampling: SamplingParams
 ) -> AsyncGenerator[tuple[Delta, str], None]:
-    """Each delta with the text that may be told by now; the last one of each answer has a finish reason. Text is empty
+    """Each delta with the text that is certain by now; the last one of each answer has a finish reason. Text is empty
     without a tokenizer. An answer that comes to a stop string is ended; the caller closes `generation`.
 
     Raises `InvalidRequest` for stop strings without a tokenizer.
@@ -95,15 +95,15 @@ class _Answer:
         self._tokens = 0
 
     def push(self, delta: Delta) -> tuple[str, bool]:
-        """The text that may be told now, and whether a stop string has come."""
+        """The text that is certain now, and whether a stop string has come."""
         self._tokens += len(delta.token_ids)
         piece = self._stream.push(delta.token_ids)
         if delta.finish_reason is not None:
             piece += self._stream.finish()
-        told, stopped = self._gate.push(piece, may_stop=self._tokens >= self._min_tokens)
+        text, stopped = self._gate.push(piece, may_stop=self._tokens >= self._min_tokens)
         if stopped or delta.finish_reason is None:
-            return told, stopped
-        return told + self._gate.rest(), False
+            return text, stopped
+        return text + self._gate.rest(), False
 
 
 class StopGate:
@@ -118,7 +118,7 @@ class StopGate:
         self._waiting = ""
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
-        """The text that may be told now, and whether a stop string has come. may_stop: else it is text like any."""
+        """The text that is certain now, and whether a stop string has come. may_stop: else it is text like any."""
         if not self._stops:
             return text, False
         text = self._waiting + text

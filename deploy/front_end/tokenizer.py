@@ -323,7 +323,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
         self._settled = 0  # tokens before this one are no longer looked at
-        self._told = 0  # tokens whose text has been handed out
+        self._sent = 0  # tokens whose text has been handed out
 
     def push(self, token_ids: Sequence[int]) -> str:
         """New text, which may be empty."""
@@ -331,25 +331,25 @@ class TextStream:
         before, now = self._texts()
         if not now.endswith(HALF):
             return self._tell(len(self._tokens), before, now)
-        if len(self._tokens) - self._told > LONGEST_HALF_TOKENS:
+        if len(self._tokens) - self._sent > LONGEST_HALF_TOKENS:
             return self._tell_what_stays_broken(before, now)
         return ""  # in the middle of a character
 
     def finish(self) -> str:
         """The rest, be it half a character."""
         before, now = self._texts()
-        self._settled = self._told = len(self._tokens)
+        self._settled = self._sent = len(self._tokens)
         return now[len(before) :]
 
     def _texts(self) -> tuple[str, str]:
         decode = self._tokenizer.decode
-        return decode(self._tokens[self._settled : self._told]), decode(self._tokens[self._settled :])
+        return decode(self._tokens[self._settled : self._sent]), decode(self._tokens[self._settled :])
 
     def _tell(self, end: int, before: str, now: str) -> str:
         """now: the text up to token `end`."""
         if len(now) <= len(before):
             return ""
-        self._settled, self._told = self._told, end
+        self._settled, self._sent = self._sent, end
         return now[len(before) :]
 
     def _tell_what_stays_broken(self, before: str, now: str) -> str:

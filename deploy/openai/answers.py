@@ -44,9 +44,9 @@ class Counter:
         self._completion_tokens += len(piece.delta.token_ids)
         self._cached[piece.prompt] = max(self._cached[piece.prompt], piece.delta.num_cached_tokens)
 
-    def usage(self, untold: int = 0) -> Usage:
-        """untold: tokens that have been counted, and are left out."""
-        completion_tokens = self._completion_tokens - untold
+    def usage(self, unsent: int = 0) -> Usage:
+        """unsent: tokens that have been counted, and are left out."""
+        completion_tokens = self._completion_tokens - unsent
         return Usage(
             prompt_tokens=self._prompt_tokens,
             completion_tokens=completion_tokens,
@@ -63,10 +63,10 @@ class StreamUsage:
         self._always = bool(self._at_end and options and options.continuous_usage_stats)
         self._counter = counter
 
-    def put_into(self, event: dict[str, Any], untold: int = 0) -> dict[str, Any]:
-        """Any event but the last. untold: tokens that have come, and are told by a later event."""
+    def put_into(self, event: dict[str, Any], unsent: int = 0) -> dict[str, Any]:
+        """Any event but the last. unsent: tokens that have come, and are told by a later event."""
         if self._at_end:
-            event["usage"] = self._counter.usage(untold).model_dump() if self._always else None
+            event["usage"] = self._counter.usage(unsent).model_dump() if self._always else None
         return event
 
     def last(self, event: dict[str, Any]) -> Iterator[dict[str, Any]]:

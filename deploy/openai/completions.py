@@ -51,7 +51,7 @@ class CompletionCall:
         self._request_id = request_id
         self._created = now_s()
         self._fingerprint = fingerprint_of(front_end.info)
-        # Where nothing is to be said a token is drawn still, and not told.
+        # With max_tokens 0 a token is drawn all the same, and not sent.
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
         shaped = shape_of(front_end)
         self._sampling = sampling_of(body, front_end.info, max_tokens, body.logprobs, shaped=shaped)
@@ -132,7 +132,7 @@ class CompletionCall:
         """All pieces of all answers that the client is to see. Counts them."""
         with in_own_words(self._body):
             async for piece in pieces(self.front_end, self._asked, is_streaming=is_streaming):
-                piece = self._told(piece)
+                piece = self._without_unasked(piece)
                 counter.add(piece)
                 yield piece
 
@@ -159,16 +159,16 @@ class CompletionCall:
             event = usage.put_into(self._event([entry | {"finish_reason": piece.delta.finish_reason}]))
             return len(choice.text), as_json(event) if size >= FEW_VALUES else event
 
-        told, event = await self.front_end.aside(size, made)
-        offsets[index] = offset + told
+        sent, event = await self.front_end.aside(size, made)
+        offsets[index] = offset + sent
         return event
 
     def _size(self, piece: Piece) -> int:
         """About how many values the piece brings."""
         delta = piece.delta
-        told = num_values(delta.logprobs) + num_values(delta.prompt_logprobs) + len(delta.token_ids)
+        values = num_values(delta.logprobs) + num_values(delta.prompt_logprobs) + len(delta.token_ids)
         tells_prompt = self._body.echo or self._body.return_token_ids
-        return told + (len(self._asked[piece.prompt].prompt) if tells_prompt else 0)
+        return values + (len(self._asked[piece.prompt].prompt) if tells_prompt else 0)
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -180,7 +180,7 @@ class CompletionCall:
             "choices": choices,
         }
 
-    def _told(self, piece: Piece) -> Piece:
+    def _without_unasked(self, piece: Piece) -> Piece:
         """Leaves out the token that is drawn although `max_tokens` is 0."""
         if self._body.max_tokens != 0:
             return piece

@@ -25,7 +25,7 @@ from .requests import (
 from .tools import CallPiece, CallReader, naming_tools, tool_use
 
 
-class Said(NamedTuple):
+class AnswerPart(NamedTuple):
     """What came for one answer."""
 
     delta: Delta
@@ -103,7 +103,7 @@ class Conversation:
         """Must an answer consist of calls?"""
         return self._use is not None and self._use.form is not None
 
-    async def say(self, counter: Counter, *, is_streaming: bool) -> AsyncGenerator[Said, None]:
+    async def parts(self, counter: Counter, *, is_streaming: bool) -> AsyncGenerator[AnswerPart, None]:
         """The pieces of all answers in one stream. Counts them."""
         readers = [CallReader(self._use) for _ in range(self.asked.sampling.n)] if self._use else None
         is_single = self._body.parallel_tool_calls is False
@@ -111,7 +111,7 @@ class Conversation:
             async for piece in pieces(self.front_end, [self.asked], is_streaming=is_streaming):
                 counter.add(piece)
                 if readers is None:
-                    yield Said(piece.delta, piece.text, [])
+                    yield AnswerPart(piece.delta, piece.text, [])
                     continue
                 reader = readers[piece.delta.answer]
                 text, calls = reader.push(piece.text)
@@ -120,4 +120,4 @@ class Conversation:
                     text, calls = text + rest, calls + last
                 if is_single:
                     calls = [call for call in calls if call.place == 0]
-                yield Said(piece.delta, text, calls, reader.has_called)
+                yield AnswerPart(piece.delta, text, calls, reader.has_called)

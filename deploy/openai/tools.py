@@ -1,6 +1,6 @@
 """Calls of tools: how an answer is made to be one, and how one is found in an answer.
 
-Models write calls in the form they were trained on; three are known, and told by how the answer goes:
+Models write calls in the form they were trained on; three are known, and an answer shows which it is by how it begins:
 
     <tool_call>{"name": .., "arguments": ..}</tool_call>      Qwen, Hermes, Granite, ..
     [TOOL_CALLS][{"name": .., "arguments": ..}]               Mistral; the marker itself may be no text
@@ -56,9 +56,9 @@ class CallPiece(NamedTuple):
 class ToolUse(NamedTuple):
     """What a request says about tools."""
 
-    tools: Sequence[Tool]  # that the model is told of
+    tools: Sequence[Tool]  # offered to the model
     form: dict[str, Any] | None  # of an answer that must be a call
-    called: str | None  # the one that must be called, if it is said which
+    called: str | None  # the tool that must be called, if the request names one
 
 
 def tool_use(body: ChatRequest, shaped: Shape = closed) -> ToolUse | None:
@@ -154,11 +154,11 @@ def _calls_schema(tools: Sequence[Tool], is_parallel: bool | None, shaped: Shape
 
 
 class CallReader:
-    """Parts the text of one answer, as it grows, into what is said and what is called."""
+    """Parts the text of one answer, as it grows, into words and calls."""
 
     def __init__(self, use: ToolUse):
         self._use = use
-        self._has_said = False
+        self._has_text = False
         self._waiting = ""  # may begin a marker
         self._held: list[str] = []  # of a call, or what looks like one; nothing once a call has begun
         self._holds = use.form is not None
@@ -174,7 +174,7 @@ class CallReader:
             return "", self._hold(text)
         text = self._waiting + text
         self._waiting = ""
-        if not self._has_said:
+        if not self._has_text:
             begun = text.lstrip()
             if begun in ("", "["):
                 self._waiting = text
@@ -205,7 +205,7 @@ class CallReader:
         return pieces
 
     def _say(self, text: str) -> str:
-        self._has_said = self._has_said or bool(text.strip())
+        self._has_text = self._has_text or bool(text.strip())
         return text
 
 
@@ -260,7 +260,7 @@ class _Calls:
         self._seen: list[str] = []  # of it
         self._seen_chars = 0
         self._id = ""
-        self._arguments: _Object | None = None  # that are being told
+        self._arguments: _Object | None = None  # whose pieces are being sent
 
     def push(self, text: str) -> list[CallPiece]:
         self._text += text
@@ -309,14 +309,14 @@ class _Calls:
     def _go_on(self, pieces: list[CallPiece]) -> bool:
         assert self._arguments is not None
         end = self._arguments.end_in(self._text)
-        told, self._text = self._text[:end], self._text[end:]
+        arguments, self._text = self._text[:end], self._text[end:]
         if self._arguments.is_whole:
             self._arguments = None
-        if told:
+        if arguments:
             if pieces and pieces[-1].id == self._id:
-                pieces[-1] = pieces[-1]._replace(arguments=pieces[-1].arguments + told)
+                pieces[-1] = pieces[-1]._replace(arguments=pieces[-1].arguments + arguments)
             else:
-                pieces.append(CallPiece(self.count - 1, self._id, None, told))
+                pieces.append(CallPiece(self.count - 1, self._id, None, arguments))
         return self._arguments is None
 
     def _first(self, name: str, arguments: str) -> CallPiece:

@@ -70,14 +70,14 @@ class ChatServer:
 
     def model(self) -> str:
         """The first model that the server lists."""
-        with self._told(), self._ask("/v1/models") as answer:
+        with self._own_errors(), self._ask("/v1/models") as answer:
             return json.load(answer)["data"][0]["id"]
 
     def answer(self, model: str, messages: list[Message]) -> Generator[str | Measured, None, None]:
         """The answer piece by piece, and at its end what it took."""
         body = {"model": model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
         began_s, first_s = time.monotonic(), None
-        with self._told(), self._ask("/v1/chat/completions", body) as lines:
+        with self._own_errors(), self._ask("/v1/chat/completions", body) as lines:
             for event in _events(lines):
                 if error := event.get("error"):
                     raise EngineUnavailable(str(error.get("message", error)))
@@ -97,16 +97,16 @@ class ChatServer:
         return urllib.request.urlopen(request, timeout=ANSWER_WITHIN_S, context=self._tls)
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _own_errors(self) -> Iterator[None]:
         """Turns failures of the connection into our errors."""
         try:
             yield
         except urllib.error.HTTPError as error:
-            said = _message(error.read().decode(errors="replace"))
+            message = _message(error.read().decode(errors="replace"))
             if error.code == 401:
                 raise Unauthenticated(f"{self._url} wants a key: --api-key KEY", field="api_key") from None
             kind = EngineUnavailable if error.code in (429, 503) or error.code >= 500 else InvalidRequest
-            raise kind(f"{self._url} answers {error.code}: {said}") from None
+            raise kind(f"{self._url} answers {error.code}: {message}") from None
         except (OSError, ValueError, LookupError, http.client.HTTPException) as error:
             raise not_asked(self._url, error) from None
 
@@ -172,21 +172,21 @@ class Terminal:
 
     def _say(self, question: str) -> None:
         """An answer that was stopped or broke off is remembered as far as it came, so that it can be gone on with."""
-        said, measured = "", None
+        text, measured = "", None
         try:
             with contextlib.closing(self._server.answer(self._model, self._conversation.asked(question))) as answer:
                 for piece in answer:
                     if isinstance(piece, Measured):
                         measured = piece
                         continue
-                    said += piece
+                    text += piece
                     self._console.out(piece, end="")
         except KeyboardInterrupt:
             measured = "stopped"
         except IntarsiaError as error:
             measured = f"error: {error}"
-        if said:
-            self._conversation.answered(question, said)
+        if text:
+            self._conversation.answered(question, text)
         self._console.out("")
         self._dim(str(measured or "the answer broke off"))
 

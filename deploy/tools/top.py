@@ -101,10 +101,10 @@ def look(server: Server, since_step: int = 0) -> dict[str, Any]:
         with urllib.request.urlopen(request, timeout=ANSWER_WITHIN_S, context=context) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
-        said = error.read().decode(errors="replace")
+        message = error.read().decode(errors="replace")
         if error.code == 401:
             raise Unauthenticated(f"{server.url} wants its admin key: --admin-key KEY", field="admin_key") from None
-        raise EngineUnavailable(f"{server.url} answers {error.code}: {said[:300]}") from None
+        raise EngineUnavailable(f"{server.url} answers {error.code}: {message[:300]}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise not_asked(server.url, error) from None
 
@@ -117,7 +117,7 @@ def show_once(server: Server, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(facts(view, before), indent=2))
     else:
-        Console(highlight=False).print(told(server), screen(view, before), sep="\n")
+        Console(highlight=False).print(server_line(server), screen(view, before), sep="\n")
 
 
 def show(server: Server) -> None:
@@ -125,7 +125,7 @@ def show(server: Server) -> None:
     view = before = look(server)
     steps = view["steps"]
     answered_s = time.time()
-    with Live(Group(told(server), screen(view, before, steps)), screen=True, auto_refresh=False) as live:
+    with Live(Group(server_line(server), screen(view, before, steps)), screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(EVERY_S)
             try:
@@ -136,7 +136,7 @@ def show(server: Server) -> None:
                 continue
             answered_s = time.time()
             steps = [*steps, *view["steps"]][-600:]
-            live.update(Group(told(server), screen(view, before, steps)), refresh=True)
+            live.update(Group(server_line(server), screen(view, before, steps)), refresh=True)
 
 
 def gone(error: EngineUnavailable, answered_s: float) -> Text:
@@ -145,7 +145,7 @@ def gone(error: EngineUnavailable, answered_s: float) -> Text:
     return Text(f"no answer since {at}, {ago_s:.0f} s ago; asking again each second. {error}", style="not dim red")
 
 
-def told(server: Server) -> Text:
+def server_line(server: Server) -> Text:
     """The line that says which server this is, and how to watch another of this user's."""
     others = [each.url for each in running() if not _is_same(each.url, server.url)]
     line = Text(server.url, style="dim")
