@@ -30,7 +30,7 @@ from .terminal.loading_bar import loading_bar
 Prompt = str | Sequence[int]
 
 GIVE_UP_WITHIN_S = 5.0
-"""For the started processes to end after an interrupted start."""
+"""Time for the started processes to end after an interrupted start."""
 
 
 @dataclass(frozen=True, slots=True)

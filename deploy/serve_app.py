@@ -39,11 +39,11 @@ from .start.launch import RunningEngine, find_engines, start_engine
 from .start.serve import ServerSettings, server_settings
 
 MAX_ONGOING_REQUESTS = 1024
-"""Of a replica. The engine queues by itself, in its own order; Serve should not do so before it."""
+"""The most requests of a replica. The engine queues by itself, in its own order; Serve should not do so before it."""
 
 STREAM_INTERVAL_S = 0.1
-"""Between the pieces of a streamed answer: each is a message between Serve's processes, which take as long for one as
-a small model for a token. A reader sees text flow ten times a second."""
+"""Time between the pieces of a streamed answer: each is a message between Serve's processes, which take as long for one
+as a small model for a token. A reader sees text flow ten times a second."""
 
 BEHIND_A_PROXY = {"api_key_file", "admin_key_file", "console_prompts", "image_hosts", "open_objects", "request_log"}
 """Settings of a server that hold behind Serve's proxy, too, beside the interval and the limits. Files are those of the

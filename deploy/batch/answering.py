@@ -13,13 +13,14 @@ from .lines import Line, Refused, read_line, refusal, result
 logger = logging.getLogger(__name__)
 
 OFFLINE = Limits(max_key_bodies_bytes=1 << 40)
-"""Of front ends that answer batches: lines of any length may wait to be read, since there are no other clients."""
+"""The limits of front ends that answer batches: lines of any length may wait to be read, since there are no other
+clients."""
 
 TRY_AGAIN = (429, 503)
 """The engine is busy or gone: nothing is wrong with the request."""
 
 WAITS_S = (0.1, 0.5, 2.0, 5.0)
-"""Before each further try."""
+"""The waits before each further try."""
 
 
 async def answer(app: ASGIApp, text: bytes, number: int) -> str | None:

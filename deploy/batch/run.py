@@ -40,7 +40,7 @@ END_WITHIN_S = 1.8
 """Time to end after a signal to stop. Finished lines are in the journal."""
 
 TELL_EVERY_S = 10.0
-"""Where there is no screen to draw a bar on."""
+"""Seconds between two lines of progress, where there is no screen to draw a bar on."""
 
 
 @dataclass(frozen=True, slots=True)

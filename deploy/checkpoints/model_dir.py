@@ -15,11 +15,11 @@ HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}", re.ASCII)
 """ORGANISATION/MODEL"""
 
 SIMILAR = 0.7
-"""Of two spellings, from 0 to 1."""
+"""The least likeness of two spellings that counts as a slip, from 0 to 1."""
 
 
 FEWEST_CHARS = 5
-"""Of a name that is taken for the beginning of a known one."""
+"""The fewest characters of a name that is taken for the beginning of a known one."""
 
 
 class FoundModel(NamedTuple):

@@ -29,7 +29,7 @@ HOW_WITH_KEY = "Give a key that it knows: --api-key KEY or INTARSIA_API_KEY (in 
 HOW_WITH_TLS = "Say who may have signed its certificate: --ssl-ca-certs FILE (in Python: tls=Tls(ca_certs=FILE))"
 
 TRIAL_S = 1.0
-"""To find out why a server does not answer."""
+"""Time to find out why a server does not answer."""
 
 
 def typed(error: Any, address: str) -> IntarsiaError:

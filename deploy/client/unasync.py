@@ -24,7 +24,7 @@ REPLACED = (
     (r"__a(enter|exit)__", r"__\1__"),
     (r"grpc\.aio", "grpc"),
 )
-"""In this order: what is found, and what stands in its place."""
+"""Patterns, applied in this order, and what replaces them."""
 
 
 def without_async(program: str) -> str:

@@ -28,7 +28,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenize
 OUT = Path(__file__).parent / "model"
 
 TEXT_SHA256 = "40dfb4b98191a670a09a183d5798d50f243d23fdbd1495dcc0aca2ce5895ba97"
-"""Of the unpacked text."""
+"""The hash of the unpacked text."""
 
 END = "<end>"  # between paragraphs that do not belong together
 

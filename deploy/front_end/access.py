@@ -48,7 +48,7 @@ ROUTES: Mapping[str, Level] = {
     "/tokenize": Level.KEY,
     "/detokenize": Level.KEY,
 }
-"""Of HTTP, every path there is. What is not here, which is nothing that exists, is treated as `KEY`."""
+"""The level of every path of HTTP. A path that does not exist needs a key."""
 
 RPCS: Mapping[str, Level] = {
     "/intarsia.v1.Inference/Generate": Level.KEY,
@@ -66,7 +66,7 @@ RPCS: Mapping[str, Level] = {
     "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": Level.KEY,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Level.KEY,
 }
-"""The same of gRPC."""
+"""The level of every method of gRPC."""
 
 SCHEME = "bearer "
 
@@ -74,10 +74,10 @@ TENANT: ContextVar[str] = ContextVar("tenant", default="")
 """The tenant whose key came with the call that is being answered; empty: the key has no tenant, or none came."""
 
 VIEWER: ContextVar[str | None] = ContextVar("viewer", default=None)
-"""Whose figures the caller may see: those of the tenant of this name; None: everybody's."""
+"""The tenant whose figures the caller may see; None: those of all tenants."""
 
 CALLER: ContextVar[str] = ContextVar("caller", default="")
-"""Which key the call came with, as a digest; empty: none. What one key may have at once is counted by it."""
+"""A digest of the key that came with the call; empty: none came. The limits of a key are counted by it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,12 @@ THREADS = 3
 """One tenant alone gets all but one of them, so that another's first work begins at once."""
 
 LARGE_BYTES = 1 << 18
-"""Of work. What it took besides is given back to the machine afterwards, of which the C library would keep hundreds of
+"""Work of this size and more gives its memory back to the machine afterwards: the C library would keep hundreds of
 megabytes for each thread."""
 
 SWITCH_S = 0.0005
-"""That a thread may run on while the loop waits for the interpreter: Python's own 5 ms passed at every write of every
-stream, since a loop lets go of the interpreter to write."""
+"""Time that a thread may run on while the loop waits for the interpreter: Python's own 5 ms passed at every write of
+every stream, since a loop lets go of the interpreter to write."""
 
 MAX_WAITING = 4096
 """Pieces of work of one tenant."""

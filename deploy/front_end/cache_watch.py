@@ -15,7 +15,7 @@ from ...errors import IntarsiaError, Overloaded
 from ...kvcache.events import Cleared, Event, Events, Removed, Stored, parts
 
 MOST_UNREAD_NAMES = 65_536
-"""Of blocks, for a watcher who does not say how many."""
+"""The most names of blocks that wait for a watcher who gives no number."""
 
 
 class Mirror:

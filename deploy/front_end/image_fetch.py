@@ -20,7 +20,7 @@ from ...workers.checkpoint.json_file import clipped
 from .images import MAX_IMAGE_BYTES
 
 FETCH_S = 10.0
-"""For one image, redirects included."""
+"""Time to fetch one image, redirects included."""
 
 MAX_REDIRECTS = 3
 

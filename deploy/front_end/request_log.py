@@ -33,13 +33,13 @@ MOST_AT_ONCE = 256
 """Lines in one write."""
 
 LONGEST_WORD_CHARS = 256
-"""Of what a client chose: its id, its tenant, a path."""
+"""The most characters of a word that a client chose: its id, its tenant, a path."""
 
 PLAIN = re.compile(r"[\w./:@+,-]+", re.ASCII)
 """What stands in a line as it is. Anything else is quoted as JSON has it, so that a line is one request."""
 
 LOGGED = ("/intarsia.v1.Inference/Generate", "/intarsia.v1.Inference/GenerateBatch")
-"""Of gRPC. A batch is one request."""
+"""The methods of gRPC that have a line. A batch is one request."""
 
 CLIENT_CLOSED = 499
 """nginx's status for a client that has left."""
@@ -116,7 +116,7 @@ class Record:
 
 
 RECORD: ContextVar[Record | None] = ContextVar("request record", default=None)
-"""Of the call that is being answered, where it is logged. Each call has a task of its own."""
+"""The record of the call that is being answered, where it is logged. Each call has a task of its own."""
 
 
 def logged(log: "RequestLog | None", endpoint: str) -> contextlib.AbstractContextManager[Any]:

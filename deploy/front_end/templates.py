@@ -18,10 +18,10 @@ from .json_pieces import json_pieces
 from .template_child import LONGEST_COMPLAINT_CHARS as LONGEST_COMPLAINT_CHARS
 
 CHILDREN = 4
-"""At most, at once. Each begins when all others are busy."""
+"""The most child processes at once. Each begins when all others are busy."""
 
 PATIENCE_S = 5.0
-"""Beyond the time that a template has: then its child is not even there to end itself."""
+"""Time beyond a template's own, in which its child ends itself. Later the child is killed."""
 
 CHILD = Path(__file__).with_name("template_child.py")
 

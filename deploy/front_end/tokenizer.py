@@ -23,10 +23,11 @@ with an empty vocabulary, to which every text is no tokens at all."""
 MAX_TEMPLATE_CHARS = 2**20
 
 LONG_DECODING_TOKENS = 1024
-"""For more, the tokenizer is called in a way that takes longer for few and lets other threads run meanwhile."""
+"""For more tokens, the tokenizer is called in a way that takes longer for few and lets other threads run meanwhile."""
 
 VARIABLES_THAT_ARE_PARAMETERS = {"documents", "reasoning_effort"}
-"""Of templates: `apply_chat_template` has parameters of these names, and hands them on."""
+"""Variables of templates that are not passed as such: `apply_chat_template` has parameters of these names, and hands
+them on."""
 
 OURS = {"self", "messages"}
 """Names that no template option may have beside those of parameters."""
@@ -305,7 +306,7 @@ LONGEST_CHARACTER_TOKENS = 4
 """It has four bytes."""
 
 LONGEST_HALF_TOKENS = 16
-"""So many without an end are not on their way to become a character."""
+"""So many tokens without the end of a character do not become one."""
 
 
 class TextStream:

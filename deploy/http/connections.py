@@ -10,7 +10,7 @@ from ...errors import Overloaded
 from ..settings.limits import Limits
 
 FILES_PER_CONNECTION = 2
-"""Of those that the process may open, so many for each connection: the engine, its files and gRPC need some, too."""
+"""Files that the process may open, for each connection: the engine, its files and gRPC need some, too."""
 
 
 class Connection(Protocol):

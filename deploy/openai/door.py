@@ -28,14 +28,14 @@ UNASKED = ("GET", "HEAD", "OPTIONS")
 """What these ask for costs little, and is asked for again and again by what watches a server."""
 
 KEY = "intarsia.key"
-"""Where a scope has what its key is known by."""
+"""The entry of a scope with the digest of its key."""
 
 WINDOW_S = 10.0
-"""In each of which a body must come at its lowest rate or faster: who sent much before may not hold it for longer."""
+"""A body must come at the lowest rate or faster in each window: a fast beginning does not excuse a slow end."""
 
 
 REQUEST_ID = "intarsia.request_id"
-"""Where a scope has the `Called` of its request."""
+"""The entry of a scope with the `Called` of its request."""
 
 
 @dataclass

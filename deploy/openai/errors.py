@@ -59,7 +59,8 @@ BODIES: dict[str, tuple[type[pydantic.BaseModel], ...]] = {
 """What is posted where."""
 
 LONGEST_MISSPELT_CHARS = 64
-"""Of names among which a similar one is looked for: it takes long for a long one, and no name of ours is longer."""
+"""The longest name for which a similar one is looked for: the search takes long for a long one, and no name of ours is
+longer."""
 
 LONGEST_PLACE_CHARS = 120
 
@@ -69,7 +70,7 @@ BOUNDS = {
     "less_than": ("above_max_value", "above maximum value. Expected a value < {lt}, but got {input} instead"),
     "less_than_equal": ("above_max_value", "above maximum value. Expected a value <= {le}, but got {input} instead"),
 }
-"""Of faults of numbers: how OpenAI's one word goes on, and its sentence."""
+"""For each fault of a number, the end of OpenAI's code and its sentence."""
 
 
 def shape(error: IntarsiaError) -> tuple[int, dict[str, Any]]:

@@ -69,7 +69,7 @@ def reading_route(front_end: Callable[[], FrontEnd], limits: Limits) -> type[API
 
 
 RELEASE = "intarsia.release_body"
-"""Where a scope has what to call once a body has become a request."""
+"""The entry of a scope with the function to call once a body has become a request."""
 
 
 def _is_json(request: Request) -> bool:

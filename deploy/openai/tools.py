@@ -38,10 +38,10 @@ OPENINGS = ("", "{", '{"')
 LONGEST_HEAD_CHARS = 512
 
 MOST_NAMES = 16
-"""Of tools, in an error."""
+"""The most names of tools in an error."""
 
 MOST_FALSE_BEGINNINGS = 16
-"""Of an object in a text that is none: from each the text may be read to its end."""
+"""The most braces in a text that begin no object: from each the text may be read to its end."""
 
 
 class CallPiece(NamedTuple):

@@ -30,7 +30,7 @@ DRAWN_REQUESTS = 10_000
 """Drawn from formats that hold distributions instead of requests."""
 
 MINUTES_APART = 2
-"""Between the starts of two sessions, where a trace has sessions without a common clock."""
+"""Time between the starts of two sessions, where a trace has sessions without a common clock."""
 
 
 def read_trace(

@@ -33,7 +33,7 @@ DEVICES = "/dev/nvidia0", "/dev/kfd"
 """Without one of these, no GPU is here that torch could use."""
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float": 4}
-"""Of one number, by dtype; of others: 2."""
+"""Bytes of one number, by dtype; of others: 2."""
 
 NOT_TEXT = "vision", "visual", "audio", "multi_modal", "multimodal", "mtp."
 """Parts of tensors' names that are not loaded, mostly: to take them for loaded would refuse what fits."""

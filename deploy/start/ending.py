@@ -52,7 +52,7 @@ while bytes_heard.recv(1, socket.MSG_PEEK) and not end.poll(1000 * after_s) and 
 """Its program. What our thread ends this process for it leaves where it is."""
 
 TIDY = b"\r\33[K\33[?25h"
-"""To a terminal: the line is empty, and the cursor can be seen. A bar that is not finished leaves neither."""
+"""Empties a terminal's line and shows the cursor. A bar that is not finished leaves neither."""
 
 ERROR = 2
 """The file of standard error. `sys.stderr` may be a bar's."""

@@ -36,13 +36,13 @@ from .processes import end_processes, processes_of_ray
 logger = logging.getLogger(__name__)
 
 SHUTDOWN_TIMEOUT_S = 1.0
-"""For a controller to tell who waits, and its workers, that it goes."""
+"""Time for a controller to tell waiting clients and its workers that it ends."""
 
 GIVE_UP_START_S = 3.0
-"""For a Ray that starts to notice that its processes are gone."""
+"""Time for a Ray that starts to notice that its processes are gone."""
 
 DISMISS_TIMEOUT_S = 10.0
-"""For Ray to end our actors in a cluster that lives on."""
+"""Time for Ray to end our actors in a cluster that lives on."""
 
 NAME_TIMEOUT_S = 10.0
 
@@ -98,7 +98,7 @@ class RunningEngine:
 
 
 Watch = Callable[[int, int], None]
-"""Told how many of how many parameters are loaded."""
+"""Called with the number of parameters loaded and their total."""
 
 
 async def start_engine(settings: EngineSettings, watch: Watch | None = None) -> RunningEngine:

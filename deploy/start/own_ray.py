@@ -32,13 +32,13 @@ from .ray_address import CHECK_ALIVE, check_address
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "intarsia"
-"""Of all named actors of ours within a Ray cluster."""
+"""The namespace of all our named actors within a Ray cluster."""
 
 POLITE_S = 0.3
-"""For Ray to end by itself. Nothing of it is worth more: our workers have been left by then."""
+"""Time for Ray to end by itself. It needs no more: our workers have been left by then."""
 
 STUCK_S = 2.0
-"""For Ray to notice that its processes are gone. It does not when the GCS went before."""
+"""Time for Ray to notice that its processes are gone. It does not when the GCS went before."""
 
 ASK_TIMEOUT_S = 5.0
 

@@ -16,7 +16,7 @@ ANSWER_WITHIN_S = 4.0
 CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 
 NO_GRPC = "http2 header"
-"""In the details of gRPC's error where a server of another kind has answered."""
+"""Stands in the details of gRPC's error where a server of another kind has answered."""
 
 
 class Standing(enum.Enum):

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from .launch import RunningEngine
 
 LAST_WORDS_S = 0.5
-"""For the last answers to reach their clients."""
+"""Time for the last answers to reach their clients."""
 
 END_WITHIN_S = 1.5
-"""Of the process, from then on."""
+"""Time for the process to end, from then on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 Watch = Callable[[int, int], None]
-"""Told how many of how many are done."""
+"""Called with the number done and their total."""
 
 
 def loading_bar(console: Console | None = None) -> contextlib.AbstractContextManager[Watch | None]:

@@ -10,7 +10,7 @@ from ...workers.checkpoint.json_file import clipped
 from ..checkpoints.known_models import known_model
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
-"""Of one cached number."""
+"""Bytes of one cached number."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ def _port_of(url: str) -> int | None:
         return 0  # no server has it
 
 
-def look(server: Server, since_step: int = 0) -> dict[str, Any]:
+def fetch_snapshot(server: Server, since_step: int = 0) -> dict[str, Any]:
     """What the server shows. Raises `Unauthenticated` or `EngineUnavailable`."""
     url = f"{server.url}{VIEW_PATH}?pool=0&since={since_step}"
     if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
@@ -111,9 +111,9 @@ def look(server: Server, since_step: int = 0) -> dict[str, Any]:
 
 def show_once(server: Server, *, as_json: bool) -> None:
     """Print the state once. Rates are those of the second between two looks."""
-    before = look(server)
+    before = fetch_snapshot(server)
     time.sleep(EVERY_S)
-    view = look(server)
+    view = fetch_snapshot(server)
     if as_json:
         print(json.dumps(facts(view, before), indent=2))
     else:
@@ -122,14 +122,14 @@ def show_once(server: Server, *, as_json: bool) -> None:
 
 def show(server: Server) -> None:
     """Until Ctrl-C. A server that is away for a while is waited for."""
-    view = before = look(server)
+    view = before = fetch_snapshot(server)
     steps = view["steps"]
     answered_s = time.time()
     with Live(Group(server_line(server), screen(view, before, steps)), screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(EVERY_S)
             try:
-                before, view = view, look(server, steps[-1]["number"] if steps else 0)
+                before, view = view, fetch_snapshot(server, steps[-1]["number"] if steps else 0)
             except EngineUnavailable as error:
                 shown = Group(gone(error, answered_s), Text(), screen(view, before, steps))
                 live.update(Styled(shown, "dim"), refresh=True)

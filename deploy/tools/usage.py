@@ -15,7 +15,8 @@ from ...errors import IntarsiaError
 from ..settings.other_flags import OTHER_FLAGS
 
 SIMILAR = 0.8
-"""Of two spellings, from 0 to 1. Less alike ones mean different things: --seed is no --insecure."""
+"""The least likeness of two spellings that counts as a slip, from 0 to 1. Less alike ones mean different things: --seed
+is no --insecure."""
 
 
 INTERRUPTED = 130
