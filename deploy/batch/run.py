@@ -68,6 +68,7 @@ async def run_batch(settings: BatchSettings, engine: EngineSettings) -> Outcome 
     """
     console = Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())  # a log has whole lines
     source = Input(settings.source)
+    # A finished batch is not answered twice, unless --restart says so.
     if settings.restart:
         begin_anew(settings.out)
     elif is_there(settings.out, source):
@@ -77,6 +78,7 @@ async def run_batch(settings: BatchSettings, engine: EngineSettings) -> Outcome 
     served = engine.served_model_name or Path(engine.model.model_dir).name
     for note in survey(source, served).notes(served):
         console.print(f"note: {note}", markup=False)
+    # The journal holds what earlier runs answered; the rest is answered now.
     journal = Journal(settings.out, source, {"model": _fingerprint(engine)})
     try:
         if journal.resumed:
@@ -148,6 +150,7 @@ async def _share(source: Input, journal: Journal, engines: "list[RunningEngine]"
             else:
                 journal.add(place, done)
 
+    # Each engine has a front end, and as many tasks as lines in flight.
     front_end_settings = FrontEndSettings(max_streams=AHEAD * settings.scheduler.max_num_seqs, seeds_by_id=True)
     workers = []
     for engine in engines:
@@ -155,6 +158,7 @@ async def _share(source: Input, journal: Journal, engines: "list[RunningEngine]"
         app = make_app(lambda front_end=front_end: front_end)
         workers += [work(engine, app) for _ in range(AHEAD * settings.scheduler.max_num_seqs)]
     await asyncio.gather(*workers)
+    # All engines have gone before the lines were done.
     if not journal.is_complete:
         failure = next((engine.client.failure for engine in engines if engine.client.failure), None)
         raise failure or EngineUnavailable("lines were left over; run the same command again")

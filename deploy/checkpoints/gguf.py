@@ -51,13 +51,16 @@ def converted(name: str, files: Sequence[Path], pinned: str | None = None) -> Pa
     Raises `ModelNotFound`, `CorruptCheckpoint` (cut off, or another sum), `UnsupportedModel` (an architecture that is
     not known) or `InvalidSetting` (the converter is not installed; no room, or a cache that cannot be written).
     """
+    # A pinned file that was converted before need not be read.
     if pinned is not None and (ready := _folder(name, pinned)).is_dir():
         return ready
+    # Check the cheap things first: the files are there, and a single one has a good header.
     for file in files:
         if not os.path.isfile(file):  # also where that can be no path
             raise ModelNotFound(f"there is no file at {clipped(str(file), LONGEST_PATH_CHARS)}", field="model")
     if len(files) == 1:
         _check(files[0])  # before anything takes time
+    # The sum names the folder, and must be the pinned one.
     found = _sum(files)
     if pinned is not None and found != pinned:
         raise CorruptCheckpoint(
@@ -66,6 +69,7 @@ def converted(name: str, files: Sequence[Path], pinned: str | None = None) -> Pa
             field="model",
         )
     folder = _folder(name, found)
+    # One process converts; others wait for it and find the folder.
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _alone(folder):

@@ -29,6 +29,7 @@ async def with_text(
 
     Raises `InvalidRequest` for stop strings without a tokenizer.
     """
+    # Without a tokenizer there are tokens only, and no text to stop at.
     if tokenizer is None:
         if sampling.stops:
             raise InvalidRequest("this model has no tokenizer, so it cannot stop at a text", field="stop")
@@ -38,6 +39,7 @@ async def with_text(
                 if part is not delta:
                     await asyncio.sleep(0)
         return
+    # Each answer has its own text and its own stop.
     answers = [_Answer(tokenizer, sampling) for _ in range(sampling.n)]
     ended: set[int] = set()
     async for delta in generation:

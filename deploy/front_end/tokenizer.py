@@ -218,6 +218,7 @@ class Tokenizer:
         `ContextTooLong` when their text is longer than the bound.
         """
         self.check_variables(variables or {})
+        # Some models render conversations by code and not by a template.
         if self._has_chat_of_its_own:
             if add_special_tokens:
                 raise InvalidRequest(
@@ -227,6 +228,7 @@ class Tokenizer:
             options = {"continue_final_message": True} if continue_final_message else {}
             options |= {"add_generation_prompt": add_generation_prompt, **(variables or {})}
             return self._chat_of_its_own(messages, tools, options)
+        # The others have a template, which runs in a child process within bounds.
         template = self._template(tools)
         given = {**self._fast.special_tokens_map, **(variables or {})}
         limits = limits or Limits()
@@ -241,6 +243,7 @@ class Tokenizer:
                 raise
             what = f"the chat template makes a text of more than {most} bytes of these messages"
             raise bound.too_long(what, most + 1, "messages") from None
+        # The rendered text is encoded; a bound keeps a long one from being encoded whole.
         if bound is None:
             return self.encode(text, add_special_tokens)
         return self.encode_bounded(text, bound, add_special_tokens)

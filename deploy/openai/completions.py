@@ -67,6 +67,7 @@ class CompletionCall:
             self._sampling = replace(self._sampling, bad_token_ids=bad)
         terms = terms_of(self._body)
         self.front_end.check_room(terms.tenant)
+        # A prompt is a text or token ids; there may be several, up to a limit.
         is_one = isinstance(given, str) or isinstance(given[0], int)
         limit = self.front_end.limits.max_prompts
         if not is_one and len(given) > limit:
@@ -76,6 +77,7 @@ class CompletionCall:
                 asked=len(given),
                 limit=limit,
             )
+        # Texts become tokens. One that is to be cut may be longer than the model takes.
         is_cut = self._body.truncate_prompt_tokens is not None
         if isinstance(given, str):
             prompts = [await self.front_end.encode(given, only_counted=is_cut)]
@@ -87,6 +89,7 @@ class CompletionCall:
             prompts = await self.front_end.encode_all(given)
         else:
             prompts = [list(tokens) for tokens in given]
+        # Prompts are cut to what leaves room for the answer, and each becomes a request.
         longest = self.front_end.info.longest_request - self._sampling.max_tokens
         prompts = [truncated(prompt, self._body, longest) for prompt in prompts]
         ids = [self._request_id if len(prompts) == 1 else f"{self._request_id}-{n}" for n in range(len(prompts))]

@@ -67,6 +67,7 @@ class Conversation:
         body, front_end = self._body, self.front_end
         terms = terms_of(body)
         front_end.check_room(terms.tenant)
+        # The template gets turns, tools and variables, and makes the prompt.
         turns, urls = await turns_aside(front_end, body.messages)
         variables = dict(body.chat_template_kwargs or {})
         for name in ("reasoning_effort", "verbosity"):
@@ -84,6 +85,7 @@ class Conversation:
         )
         with in_own_words(body):
             images = await front_end.read_images(urls)
+        # The prompt is cut where that is wanted; the answer has the rest, or what was asked for.
         longest, asked = front_end.info.longest_request, body.max_completion_tokens or body.max_tokens
         prompt = truncated(prompt, body, longest - (asked or 1))
         max_tokens = asked or max(1, longest - len(prompt))

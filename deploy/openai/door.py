@@ -183,6 +183,7 @@ class Bodies:
         limits, body = self._limits, bytearray()
         window_ends_s, wanted = time.monotonic() + WINDOW_S, limits.min_body_bytes_per_s * WINDOW_S
         while True:
+            # Wait for the next part until the window ends. A body that came too slowly is refused then.
             try:
                 async with asyncio.timeout(max(0.0, window_ends_s - time.monotonic())):
                     message = await receive()
@@ -196,8 +197,10 @@ class Bodies:
                 window_ends_s = time.monotonic() + WINDOW_S
                 wanted = len(body) + limits.min_body_bytes_per_s * WINDOW_S
                 continue
+            # The client left.
             if message["type"] != "http.request":
                 return message
+            # A part has come: it must fit, and its bytes count against the limits of its key.
             part, is_more = message.get("body", b""), message.get("more_body", False)
             if len(body) + len(part) > limits.max_body_bytes:
                 raise HTTPException(413, f"the body has more than {limits.max_body_bytes} bytes (max_body_bytes)")

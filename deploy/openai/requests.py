@@ -214,9 +214,11 @@ def turns_of(messages: list[Message]) -> tuple[list[dict[str, Any]], list[str]]:
         turn = message.model_dump(
             exclude_none=True, exclude={"content", "tool_calls", "annotations", "cache_control", "reasoning"}
         )
+        # Fields that have two names get the one that templates read.
         if message.reasoning_content is None and message.reasoning is not None:
             turn["reasoning_content"] = message.reasoning
         turn["role"] = "system" if message.role == "developer" else message.role
+        # Content in parts: images leave a mark in the turn, and texts alone become one text.
         if isinstance(message.content, list):
             parts = []
             for part in message.content:
@@ -232,6 +234,7 @@ def turns_of(messages: list[Message]) -> tuple[list[dict[str, Any]], list[str]]:
             turn["content"] = "\n".join(part["text"] for part in parts) if is_text else parts
         else:
             turn["content"] = message.content if message.content is not None else ""
+        # Calls have their arguments as objects, not as JSON in a text.
         if message.tool_calls:
             turn["tool_calls"] = [
                 {

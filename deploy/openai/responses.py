@@ -270,6 +270,7 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
         messages.append({"role": "system", "content": body.instructions})
     thoughts: list[str] = []  # that belong to the next turn of the model
     items = [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    # Items become messages. What the model thought belongs to its next turn.
     for item in items:
         match item:
             case InputMessage(role=role, content=content):
@@ -296,11 +297,13 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
         raise InvalidRequest("input has thoughts alone; give a message with them", field="input")
     messages += _thoughts_alone(thoughts)
     tools = list(_tools(body))
+    # A tool is chosen by the name that the model knows.
     choice: Any = body.tool_choice
     if isinstance(choice, ResponseToolName):
         choice = {"type": "function", "function": {"name": _chosen(choice.name, tools)}}
     elif choice == "auto" and not tools:
         choice = None  # which is what it says
+    # Fields go over one by one; null ones are left out.
     given: dict[str, Any] = {
         "model": body.model,
         "messages": messages,

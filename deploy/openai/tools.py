@@ -65,6 +65,7 @@ def tool_use(body: ChatRequest, shaped: Shape = closed) -> ToolUse | None:
     """Read the fields about tools; None where no call is wanted. Raises `InvalidRequest`, naming the field."""
     tools = body.tools or []
     choice = body.tool_choice
+    # Without tools nothing may be chosen.
     if not tools:
         if choice not in (None, "none"):
             raise InvalidRequest(
@@ -74,11 +75,13 @@ def tool_use(body: ChatRequest, shaped: Shape = closed) -> ToolUse | None:
         return None
     if choice == "none":
         return None
+    # A required call is a form, and a request has one form.
     if choice not in (None, "auto") and body.structured_outputs is not None:
         raise InvalidRequest(
             "tool_choice and structured_outputs both say what the answer looks like; give one of them",
             field="structured_outputs",
         )
+    # A named tool: the answer is its arguments. Any tool: the answer is an array of calls. Else the answer is free.
     if isinstance(choice, NamedTool):
         name = choice.function.name
         at = next((n for n, tool in enumerate(tools) if tool.function.name == name), None)

@@ -163,6 +163,7 @@ async def _beside(work: Callable[..., Any], *arguments: Any) -> Any:
             result, error = work(*arguments), None
         except BaseException as raised:  # noqa: BLE001  it is raised where this is awaited
             result, error = None, raised
+        # Nothing hears the result if the loop has gone; a Ray that was started is stopped then.
         try:
             loop.call_soon_threadsafe(tell, result, error)
         except RuntimeError:  # the loop has gone

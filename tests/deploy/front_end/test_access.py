@@ -24,7 +24,7 @@ from intarsia.deploy.grpc.server import GrpcServer
 from intarsia.deploy.http.server import HttpServer
 from intarsia.deploy.openai.app import make_app
 from intarsia.deploy.tools.chat import ChatServer
-from intarsia.deploy.tools.top import Server, look
+from intarsia.deploy.tools.top import Server, fetch_snapshot
 from intarsia.errors import EngineUnavailable, InvalidSetting, Overloaded, Unauthenticated
 from intarsia.proto import inference_pb2 as pb
 from intarsia.proto import inference_pb2_grpc as pb_grpc
@@ -228,7 +228,7 @@ def test_a_client_without_tls_is_told_that_the_server_speaks_it(start: Start, fi
         client.model_info()
 
 
-@pytest.mark.parametrize("ask", [lambda url: look(Server(url)), lambda url: ChatServer(url).model()])
+@pytest.mark.parametrize("ask", [lambda url: fetch_snapshot(Server(url)), lambda url: ChatServer(url).model()])
 def test_top_and_chat_are_told_whether_a_server_speaks_tls(start: Start, files: Files, ask: Callable):
     safe = start(AccessSettings(ssl_certfile=files.server[0], ssl_keyfile=files.server[1])).http
     with pytest.raises(InvalidSetting, match=r"no authority known here has signed.*--ssl-ca-certs FILE"):
