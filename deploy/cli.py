@@ -102,7 +102,7 @@ def batch(
     """Answer all requests of a file. Interrupted or killed, the same command goes on where it was.
 
     Exit status: 0 when every line has its result; 3 when none of them is an answer, when a line is no request (no JSON,
-    or without custom_id), or with --strict when any was refused; 2 for a setting that can not work; 130 when it was
+    or without custom_id), or with --strict when any was refused; 2 for a setting that cannot work; 130 when it was
     stopped.
 
     In a Ray cluster: ray job submit -- intarsia batch IN.jsonl -o OUT.jsonl --model MODEL_DIR

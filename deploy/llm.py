@@ -16,7 +16,7 @@ from ..errors import EngineUnavailable, InvalidRequest
 from ..kvcache.check import Recount
 from ..proto.request import USUAL_TERMS, Image, SamplingParams, Terms
 from ..proto.status import EngineInfo
-from .front_end.detokenize import with_text
+from .front_end.detokenize import whole_answers, with_text
 from .front_end.engine_client import Delta, EngineClient, TokenLogprobs
 from .front_end.images import ImageReader, read_images
 from .front_end.tokenizer import Tokenizer, encode_prompt
@@ -30,7 +30,7 @@ from .terminal.loading_bar import loading_bar
 Prompt = str | Sequence[int]
 
 GIVE_UP_WITHIN_S = 5.0
-"""For the started processes to end after an interrupted start."""
+"""Time for the started processes to end after an interrupted start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,28 +70,6 @@ class RequestOutput:
         return self.outputs[0].logprobs
 
 
-class _Growing:
-    """An answer as it grows."""
-
-    def __init__(self, index: int):
-        self._index = index
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._text = ""
-        self._finish_reason: str | None = None
-
-    def add(self, delta: Delta, text: str) -> None:
-        self._token_ids += delta.token_ids
-        self._logprobs += delta.logprobs or ()
-        self._text += text
-        self._finish_reason = delta.finish_reason
-
-    def finished(self, wants_logprobs: bool) -> CompletionOutput:
-        assert self._finish_reason is not None
-        logprobs = tuple(self._logprobs) if wants_logprobs else None
-        return CompletionOutput(self._index, tuple(self._token_ids), self._text, self._finish_reason, logprobs)
-
-
 class LLM:
     """A started engine. It starts Ray, or joins the one at hand; `shutdown` ends what was started.
 
@@ -126,7 +104,7 @@ class LLM:
     enforce_eager             False: Run transformers' modules as they are written; slower.
     torch_compile             False: Compile the model with torch.compile; starting takes minutes.
     cpu_threads               None (its cores, one less in short steps): Threads of a worker without GPU.
-    allow_generic             False: Try an architecture that nobody has tested, as plain attention.
+    allow_generic             False: Try an untested architecture, as plain attention.
     trust_remote_code         False: Run Python files that come with the checkpoint.
     generation_config         'auto': "auto": sample as the checkpoint asks, unless a request does; "none": do not. What
                               it asks is in its generation_config.json.
@@ -252,22 +230,18 @@ class LLM:
     async def _generate(
         self, client: EngineClient, prompt: list[int], params: SamplingParams, images: list[Image], terms: Terms
     ) -> RequestOutput:
-        answers = [_Growing(index) for index in range(params.n)]
-        cached_tokens, prompt_logprobs = 0, None
         # Texts to stop at must be looked for while tokens come; otherwise one piece at the end is enough.
         interval_s = 0.0 if params.stops else math.inf
         asked = client.generate(prompt, params, images=images, terms=terms, stream_interval_s=interval_s)
         async with contextlib.aclosing(asked) as generation:
-            async for delta, text in with_text(generation, self._tokenizer, params):
-                answers[delta.answer].add(delta, text)
-                if delta.answer == 0:
-                    cached_tokens = delta.num_cached_tokens
-                    prompt_logprobs = tuple(delta.prompt_logprobs or ()) or prompt_logprobs
+            pieces = whole_answers(with_text(generation, self._tokenizer, params))
+            answers = sorted([piece async for piece in pieces], key=lambda piece: piece[0].answer)
+        first, _ = answers[0]
         return RequestOutput(
             prompt_token_ids=tuple(prompt),
-            num_cached_tokens=cached_tokens,
-            outputs=tuple(answer.finished(params.logprobs is not None) for answer in answers),
-            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=first.num_cached_tokens,
+            outputs=tuple(_output(delta, text, params) for delta, text in answers),
+            prompt_logprobs=tuple(first.prompt_logprobs or ()) or None,
         )
 
     def _running(self) -> RunningEngine:
@@ -297,6 +271,13 @@ class LLM:
                 await asyncio.wait(others, timeout=GIVE_UP_WITHIN_S)
 
         self._await(end())
+
+
+def _output(delta: Delta, text: str, params: SamplingParams) -> CompletionOutput:
+    """A whole answer."""
+    assert delta.finish_reason is not None
+    logprobs = tuple(delta.logprobs or ()) if params.logprobs is not None else None
+    return CompletionOutput(delta.answer, delta.token_ids, text, delta.finish_reason, logprobs)
 
 
 def _is_single(prompts: Any) -> bool:

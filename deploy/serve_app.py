@@ -39,11 +39,11 @@ from .start.launch import RunningEngine, find_engines, start_engine
 from .start.serve import ServerSettings, server_settings
 
 MAX_ONGOING_REQUESTS = 1024
-"""Of a replica. The engine queues by itself, in its own order; Serve should not do so before it."""
+"""The most requests of a replica. The engine queues by itself, in its own order; Serve should not do so before it."""
 
 STREAM_INTERVAL_S = 0.1
-"""Between the pieces of a streamed answer: each is a message between Serve's processes, which take as long for one as
-a small model for a token. A reader sees text flow ten times a second."""
+"""Time between the pieces of a streamed answer: each is a message between Serve's processes, which take as long for one
+as a small model for a token. A reader sees text flow ten times a second."""
 
 BEHIND_A_PROXY = {"api_key_file", "admin_key_file", "console_prompts", "image_hosts", "open_objects", "request_log"}
 """Settings of a server that hold behind Serve's proxy, too, beside the interval and the limits. Files are those of the
@@ -154,17 +154,17 @@ class Replica:
         return await self._answer(self._servicer.GetModelInfo, request, grpc_context)
 
     async def GetLoad(self, request: pb.GetLoadRequest, grpc_context: RayServegRPCContext) -> pb.Load:
-        """Of the replica that happens to be asked."""
+        """Answers for the replica that Serve picks."""
         return await self._answer(self._servicer.GetLoad, request, grpc_context, Level.FIGURES)
 
     async def GetCacheState(self, request: pb.GetCacheStateRequest, grpc_context: RayServegRPCContext) -> pb.CacheState:
-        """Of the replica that happens to be asked."""
+        """Answers for the replica that Serve picks."""
         return await self._answer(self._servicer.GetCacheState, request, grpc_context, Level.FIGURES)
 
     async def WatchCacheEvents(
         self, request: pb.WatchCacheEventsRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[pb.CacheEvents, None]:
-        """Of the replica that happens to be asked."""
+        """Answers for the replica that Serve picks."""
         async for events in self._stream(self._servicer.WatchCacheEvents, request, grpc_context, Level.FIGURES):
             yield events
 
@@ -188,7 +188,7 @@ class Replica:
         context: RayServegRPCContext,
         level: Level = Level.KEY,
     ) -> AsyncGenerator[Any, None]:
-        """The same of a method with many answers."""
+        """Answer a call of a method with many answers."""
         path = f"/{SERVICE}/{method.__name__}"
         with noting() as refused, logged(self._request_log if path in LOGGED else None, path):
             self._check(context, level)
@@ -203,7 +203,7 @@ class Replica:
 
 
 def _refused(context: RayServegRPCContext, error: IntarsiaError) -> RuntimeError:
-    """What ends a call of Serve's, whose status is set then."""
+    """The exception that ends a call of Serve's, with its status set."""
     status = status_of(error)
     context.set_code(status.code)
     context.set_details(status.details)
@@ -212,7 +212,8 @@ def _refused(context: RayServegRPCContext, error: IntarsiaError) -> RuntimeError
 
 
 def engine_name(name: str | None, settings: Mapping[str, Any]) -> str:
-    """Of a replica's engine. All that comes before the last hyphen is common to replicas that serve the same."""
+    """The name of a replica's engine. All that comes before the last hyphen is common to replicas that serve the
+    same."""
     here = serve.get_replica_context()
     digest = hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:8]
     return f"{name or here.app_name}-{here.deployment}-{digest}-{here.replica_id.unique_id}"

@@ -13,17 +13,18 @@ from .lines import Line, Refused, read_line, refusal, result
 logger = logging.getLogger(__name__)
 
 OFFLINE = Limits(max_key_bodies_bytes=1 << 40)
-"""Of front ends that answer batches: lines of any length may wait to be read, since there are no other clients."""
+"""The limits of front ends that answer batches: lines of any length may wait to be read, since there are no other
+clients."""
 
 TRY_AGAIN = (429, 503)
 """The engine is busy or gone: nothing is wrong with the request."""
 
 WAITS_S = (0.1, 0.5, 2.0, 5.0)
-"""Before each further try."""
+"""The waits before each further try."""
 
 
 async def answer(app: ASGIApp, text: bytes, number: int) -> str | None:
-    """The result of a line, itself a line of JSON; None when the engine can not answer, however often it is asked."""
+    """The result of a line, itself a line of JSON; None when the engine cannot answer, however often it is asked."""
     line = read_line(text, number)
     if isinstance(line, Refused):
         return refusal(line)
@@ -64,7 +65,7 @@ async def post(app: ASGIApp, line: Line) -> tuple[int, Any]:
     async def receive() -> Message:
         if unread:
             return unread.pop()
-        await asyncio.Event().wait()  # whoever asks stays, and has nothing more to say
+        await asyncio.Event().wait()  # the client stays connected and sends nothing more
         raise AssertionError
 
     async def send(message: Message) -> None:

@@ -28,7 +28,7 @@ class Input:
     """A file of lines, of any length: what is kept in memory is where each begins."""
 
     def __init__(self, path: Path):
-        """Raises `InvalidSetting` if it can not be read. Empty lines are none, but are counted as lines of the file."""
+        """Raises `InvalidSetting` if it cannot be read. Empty lines are none, but are counted as lines of the file."""
         self.path = path
         self.offsets = array("Q")
         self.numbers = array("L")  # of the lines in the file, from 1
@@ -43,7 +43,7 @@ class Input:
                         self.numbers.append(number)
                     at += len(line)
         except OSError as error:
-            raise InvalidSetting(f"the batch {path} can not be read: {error.strerror}", field="input") from None
+            raise InvalidSetting(f"the batch {path} cannot be read: {error.strerror}", field="input") from None
         self.sha256 = digest.hexdigest()
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class Journal:
         try:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise InvalidSetting(f"{self.path} can not be written: {error.strerror}", field="out") from None
+            raise InvalidSetting(f"{self.path} cannot be written: {error.strerror}", field="out") from None
         try:
             self._lock()
             self._recover(header)
@@ -164,7 +164,7 @@ class Journal:
 
 
 def partial_of(out: Path) -> Path:
-    """Where the journal of a result is."""
+    """The path of a result's journal."""
     return out.with_name(out.name + ".partial")
 
 
@@ -175,7 +175,7 @@ def begin_anew(out: Path) -> None:
 
 
 def _place_of(line: bytes, count: int) -> int | None:
-    """Whose result a line of the journal is; None if it is not whole."""
+    """The index of the batch line that a line of the journal answers; None if the line is cut."""
     if not line.endswith(b"\n"):
         return None
     try:

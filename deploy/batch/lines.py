@@ -49,6 +49,7 @@ def read_line(text: str | bytes, number: int) -> Line | Refused:
     def refuse(message: str, custom_id: str | None = None) -> Refused:
         return Refused(custom_id, request_id, f"line {number}: {message}")
 
+    # The line must be an object, and be found again by its custom_id.
     try:
         asked = json.loads(raw)
     except ValueError as error:
@@ -58,10 +59,12 @@ def read_line(text: str | bytes, number: int) -> Line | Refused:
     custom_id = asked.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
         return refuse("custom_id must be a text, by which the result is found")
+    # It must be a request that one can post here.
     if asked.get("method", "POST") != "POST":
         return refuse(f"method must be POST, got {asked['method']!r}", custom_id)
     if asked.get("url") not in URLS:
         return refuse(f"url must be one of {', '.join(URLS)}; got {asked.get('url')!r}", custom_id)
+    # Its body must have one answer, not a stream.
     body = asked.get("body")
     if not isinstance(body, dict):
         return refuse("body must be a JSON object: what would be posted", custom_id)

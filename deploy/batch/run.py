@@ -31,21 +31,21 @@ if TYPE_CHECKING:
     from ..start.launch import RunningEngine
 
 AHEAD = 2
-"""Lines in flight for each request that an engine runs at once: so that somebody always waits."""
+"""Lines in flight for each request that an engine runs at once. More than 1, so that a request always waits."""
 
 REFUSED, STOPPED = 3, 130
 """Exit statuses beside 0 (done) and 2 (nothing could be done as asked)."""
 
 END_WITHIN_S = 1.8
-"""Once somebody asks us to stop. What is done is in the journal."""
+"""Time to end after a signal to stop. Finished lines are in the journal."""
 
 TELL_EVERY_S = 10.0
-"""Where there is no screen to draw a bar on."""
+"""Seconds between two lines of progress, where there is no screen to draw a bar on."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    """What is answered, and where the results go."""
+    """Names the batch to answer and the file for its results."""
 
     source: Path
     out: Path
@@ -61,13 +61,14 @@ class BatchSettings:
 
 
 async def run_batch(settings: BatchSettings, engine: EngineSettings) -> Outcome | None:
-    """What came of the lines, when every line has its result; None when somebody stopped it before.
+    """Answer all lines and return the outcome; None when a signal stopped it before.
 
     Raises `InvalidSetting` for files that do not fit, `EngineUnavailable` when all engines are gone; what is done is
     kept for the next run then.
     """
     console = Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())  # a log has whole lines
     source = Input(settings.source)
+    # A finished batch is not answered twice, unless --restart says so.
     if settings.restart:
         begin_anew(settings.out)
     elif is_there(settings.out, source):
@@ -77,6 +78,7 @@ async def run_batch(settings: BatchSettings, engine: EngineSettings) -> Outcome 
     served = engine.served_model_name or Path(engine.model.model_dir).name
     for note in survey(source, served).notes(served):
         console.print(f"note: {note}", markup=False)
+    # The journal holds what earlier runs answered; the rest is answered now.
     journal = Journal(settings.out, source, {"model": _fingerprint(engine)})
     try:
         if journal.resumed:
@@ -148,6 +150,7 @@ async def _share(source: Input, journal: Journal, engines: "list[RunningEngine]"
             else:
                 journal.add(place, done)
 
+    # Each engine has a front end, and as many tasks as lines in flight.
     front_end_settings = FrontEndSettings(max_streams=AHEAD * settings.scheduler.max_num_seqs, seeds_by_id=True)
     workers = []
     for engine in engines:
@@ -155,6 +158,7 @@ async def _share(source: Input, journal: Journal, engines: "list[RunningEngine]"
         app = make_app(lambda front_end=front_end: front_end)
         workers += [work(engine, app) for _ in range(AHEAD * settings.scheduler.max_num_seqs)]
     await asyncio.gather(*workers)
+    # All engines have gone before the lines were done.
     if not journal.is_complete:
         failure = next((engine.client.failure for engine in engines if engine.client.failure), None)
         raise failure or EngineUnavailable("lines were left over; run the same command again")
@@ -180,7 +184,7 @@ async def _engines(count: int, settings: EngineSettings) -> "AsyncIterator[list[
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[asyncio.Future[None]]:
-    """Done when somebody asks us to stop."""
+    """Done when a signal asks us to stop."""
     loop = asyncio.get_running_loop()
     stopped: asyncio.Future[None] = loop.create_future()
 
@@ -239,7 +243,7 @@ async def _report(console: Console, journal: Journal, engines: "list[RunningEngi
 
 
 def _fingerprint(engine: EngineSettings) -> str:
-    """By which results of the same model and settings are known."""
+    """A name that results of the same model and settings share."""
     model = engine.model
     folder = Path(model.model_dir)
     digest = hashlib.sha256(f"{model.dtype} {engine.max_model_len} {engine.served_model_name}".encode())

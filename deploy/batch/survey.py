@@ -14,7 +14,7 @@ from .lines import Line, read_line
 
 @dataclass(slots=True)
 class Survey:
-    """Of the lines of a batch."""
+    """Counts the lines of a batch."""
 
     lines: int = 0
     strangers: Counter[str] = field(default_factory=Counter)  # lines by the model that they name, where it is another
@@ -69,7 +69,7 @@ NO_REQUEST = "line"
 
 @dataclass(slots=True)
 class Outcome:
-    """Of all lines, once each has its result."""
+    """Counts the results of all lines, once each has its result."""
 
     answered: int = 0
     refused: Counter[str] = field(default_factory=Counter)  # by status, or `NO_REQUEST`
@@ -84,7 +84,7 @@ class Outcome:
 
 
 def outcome(out: Path, numbers: "array[int]") -> Outcome:
-    """Of finished results. numbers: of the lines in the file that they answer."""
+    """Count finished results. numbers: those of the lines that they answer."""
     found = Outcome()
     with out.open("rb") as file:
         for number, text in zip(numbers, file):

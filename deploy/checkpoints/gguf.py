@@ -1,7 +1,7 @@
 """A GGUF file is converted once into a checkpoint folder of the user's cache, and served as any checkpoint.
 
 The folder's name ends with the first digits of the file's SHA-256, so another file is another folder. It is made under
-another name and then renamed: whoever sees it sees the whole of it. Two processes that want the same one take turns.
+another name and then renamed: a reader never sees half of it. Two processes that want the same one take turns.
 """
 
 import contextlib
@@ -49,15 +49,18 @@ def converted(name: str, files: Sequence[Path], pinned: str | None = None) -> Pa
     pinned: the SHA-256 that the file must have. Where its folder is there already, nothing is read.
 
     Raises `ModelNotFound`, `CorruptCheckpoint` (cut off, or another sum), `UnsupportedModel` (an architecture that is
-    not known) or `InvalidSetting` (the converter is not installed; no room, or a cache that can not be written).
+    not known) or `InvalidSetting` (the converter is not installed; no room, or a cache that cannot be written).
     """
+    # A pinned file that was converted before need not be read.
     if pinned is not None and (ready := _folder(name, pinned)).is_dir():
         return ready
+    # Check the cheap things first: the files are there, and a single one has a good header.
     for file in files:
         if not os.path.isfile(file):  # also where that can be no path
             raise ModelNotFound(f"there is no file at {clipped(str(file), LONGEST_PATH_CHARS)}", field="model")
     if len(files) == 1:
         _check(files[0])  # before anything takes time
+    # The sum names the folder, and must be the pinned one.
     found = _sum(files)
     if pinned is not None and found != pinned:
         raise CorruptCheckpoint(
@@ -66,6 +69,7 @@ def converted(name: str, files: Sequence[Path], pinned: str | None = None) -> Pa
             field="model",
         )
     folder = _folder(name, found)
+    # One process converts; others wait for it and find the folder.
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _alone(folder):
@@ -81,7 +85,7 @@ def _folder(name: str, found: str) -> Path:
 
 
 def _check(file: Path) -> int:
-    """How many parameters it has. Raises `ModelError` for a file that can not be converted, `InvalidSetting` where
+    """How many parameters it has. Raises `ModelError` for a file that cannot be converted, `InvalidSetting` where
     nothing can be."""
     header = read_gguf_header(file)
     if header.architecture not in ARCHITECTURES:
@@ -101,7 +105,7 @@ def _sum(files: Sequence[Path]) -> str:
         for piece in _pieces(files):
             digest.update(piece)
     except OSError as error:
-        raise CorruptCheckpoint(f"{files[0]} can not be read: {error.strerror}", field="model") from None
+        raise CorruptCheckpoint(f"{files[0]} cannot be read: {error.strerror}", field="model") from None
     return digest.hexdigest()
 
 
@@ -159,11 +163,11 @@ def _check_room(folder: Path, weight_bytes: int) -> None:
 
 
 def _convert(source: Path, folder: Path, watch: Callable[[int, int], None] | None) -> None:
-    """In a process of its own: it needs torch, and who calls may not."""
+    """Convert in a process of its own: conversion needs torch, which the caller may not have."""
     command = [sys.executable, "-m", "intarsia.deploy.checkpoints.gguf_convert", str(source), str(folder)]
     with (
-        tempfile.TemporaryFile("w+", errors="replace") as said,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, cwd="/") as child,
+        tempfile.TemporaryFile("w+", errors="replace") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd="/") as child,
     ):
         try:
             assert child.stdout is not None
@@ -175,22 +179,22 @@ def _convert(source: Path, folder: Path, watch: Callable[[int, int], None] | Non
             child.kill()
             raise
         if child.wait():
-            said.seek(0)
-            raise _failed(source, folder, child.returncode, said.read().strip().splitlines())
+            errors.seek(0)
+            raise _failed(source, folder, child.returncode, errors.read().strip().splitlines())
 
 
-def _failed(source: Path, folder: Path, code: int, said: list[str]) -> ModelError | InvalidSetting:
-    last = said[-1] if said else f"it ended with {code}"
+def _failed(source: Path, folder: Path, code: int, errors: list[str]) -> ModelError | InvalidSetting:
+    last = errors[-1] if errors else f"it ended with {code}"
     if os.strerror(errno.ENOSPC) in last or not shutil.disk_usage(folder).free:
         return _unwritable(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     if code == -9:
         last = "it was killed, as happens where memory runs out"
-    return CorruptCheckpoint(f"{source} can not be converted: {clipped(last, 300)}", field="model")
+    return CorruptCheckpoint(f"{source} cannot be converted: {clipped(last, 300)}", field="model")
 
 
 def _unwritable(error: OSError) -> InvalidSetting:
     return InvalidSetting(
-        f"converted models are kept in {cache_folder()}, which can not be written: {error.strerror}. Name another "
+        f"converted models are kept in {cache_folder()}, which cannot be written: {error.strerror}. Name another "
         "place by INTARSIA_CACHE.",
         field="INTARSIA_CACHE",
     )

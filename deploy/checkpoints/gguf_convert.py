@@ -23,7 +23,7 @@ HEADER_BYTES_PER_TENSOR = 256
 
 
 def convert(source: Path, folder: Path) -> None:
-    """Raises what transformers raises for a file that it can not read."""
+    """Raises what transformers raises for a file that it cannot read."""
     from transformers import AutoConfig, AutoTokenizer
 
     gguf: Any = importlib.import_module("gguf")  # the library: to a type checker, `import gguf` is our module
@@ -43,7 +43,7 @@ class _Weights:
 
     def __init__(self, file: Any, reader: Any):
         self._file, self._reader = file, reader
-        self._said: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        self._header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         self._end = 0
 
     def write(self, config: Any) -> None:
@@ -51,7 +51,7 @@ class _Weights:
         self._file.seek(8 + room)
         for name, tensor in self._tensors(config):
             self._add(name, tensor)
-        header = json.dumps(self._said).encode()
+        header = json.dumps(self._header).encode()
         assert len(header) <= room, "names of tensors are longer than was thought"
         self._file.seek(0)
         self._file.write(room.to_bytes(8, "little") + header.ljust(room))
@@ -61,7 +61,7 @@ class _Weights:
     def _add(self, name: str, tensor: torch.Tensor) -> None:
         data = tensor.to(torch.bfloat16).contiguous()
         start, self._end = self._end, self._end + data.numel() * 2
-        self._said[name] = {"dtype": "BF16", "shape": list(data.shape), "data_offsets": [start, self._end]}
+        self._header[name] = {"dtype": "BF16", "shape": list(data.shape), "data_offsets": [start, self._end]}
         self._file.write(data.view(torch.uint8).reshape(-1).numpy().data)
 
     def _tensors(self, config: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -53,7 +53,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
             field="model",
         ) from None
     except (OSError, ValueError) as error:
-        raise CorruptCheckpoint(f"{path} can not be read: {clipped(str(error))}", field="model") from None
+        raise CorruptCheckpoint(f"{path} cannot be read: {clipped(str(error))}", field="model") from None
 
 
 class _Reader:
@@ -71,7 +71,7 @@ class _Reader:
             raise self._fault(f"is of version {version} of the format; 2 and 3 can be read")
         num_tensors, num_keys = self._number("<Q"), self._number("<Q")
         if num_tensors > MAX_TENSORS or num_keys > MAX_KEYS:
-            raise self._fault(f"says that it holds {num_tensors} tensors and {num_keys} values; that can not be")
+            raise self._fault(f"says that it holds {num_tensors} tensors and {num_keys} values; that cannot be")
         values = {self._text(): self._value(self._number("<I")) for _ in range(num_keys)}
         architecture = values.get("general.architecture")
         if not isinstance(architecture, str):
@@ -83,7 +83,7 @@ class _Reader:
         sizes = [self._tensor() for _ in range(count)]
         alignment = values.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 1 <= alignment <= 2**20:
-            raise self._fault(f"aligns its tensors to {clipped(str(alignment))} bytes; that can not be")
+            raise self._fault(f"aligns its tensors to {clipped(str(alignment))} bytes; that cannot be")
         start = -(-self._at // alignment) * alignment
         needed = start + max((offset + size for _, offset, size in sizes), default=0)
         if needed > len(self._data):
@@ -116,7 +116,7 @@ class _Reader:
     def _list(self) -> None:
         kind, count = self._number("<I"), self._number("<Q")
         if count > MAX_ITEMS or kind not in (*SCALARS, TEXT):
-            raise self._fault(f"holds a list of {count} values of type {kind}; that can not be")
+            raise self._fault(f"holds a list of {count} values of type {kind}; that cannot be")
         if kind in SCALARS:
             self._skip(count * struct.calcsize(SCALARS[kind]))
             return

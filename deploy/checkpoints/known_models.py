@@ -101,7 +101,7 @@ def _alike(wanted: str) -> list[str]:
 
 
 def _first_word(name: str) -> str:
-    """Of a model's name: "gemma" of "gemma3-27b"."""
+    """The letters that a model's name begins with: "gemma" of "gemma3-27b"."""
     found = re.match(r"[^\W\d_]+", name)
     return found[0] if found else name
 

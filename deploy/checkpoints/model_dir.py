@@ -15,11 +15,11 @@ HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}", re.ASCII)
 """ORGANISATION/MODEL"""
 
 SIMILAR = 0.7
-"""Of two spellings, from 0 to 1."""
+"""The least likeness of two spellings that counts as a slip, from 0 to 1."""
 
 
 FEWEST_CHARS = 5
-"""Of a name that is taken for the beginning of a known one."""
+"""The fewest characters of a name that is taken for the beginning of a known one."""
 
 
 class FoundModel(NamedTuple):
@@ -63,7 +63,7 @@ def hub_folder(name: str) -> Path | None:
 
 
 def hub_cache() -> Path:
-    """Where huggingface_hub keeps what it downloads."""
+    """The folder in which huggingface_hub keeps its downloads."""
     if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(cache).expanduser()
     general = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

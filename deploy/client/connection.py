@@ -41,4 +41,4 @@ def _read(file: str | None) -> bytes | None:
     try:
         return Path(file).read_bytes() if file is not None else None
     except OSError as error:
-        raise InvalidSetting(f"{file} can not be read: {error.strerror}", field="tls") from None
+        raise InvalidSetting(f"{file} cannot be read: {error.strerror}", field="tls") from None

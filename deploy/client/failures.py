@@ -29,7 +29,7 @@ HOW_WITH_KEY = "Give a key that it knows: --api-key KEY or INTARSIA_API_KEY (in 
 HOW_WITH_TLS = "Say who may have signed its certificate: --ssl-ca-certs FILE (in Python: tls=Tls(ca_certs=FILE))"
 
 TRIAL_S = 1.0
-"""To find out why a server does not answer."""
+"""Time to find out why a server does not answer."""
 
 
 def typed(error: Any, address: str) -> IntarsiaError:
@@ -56,9 +56,9 @@ def typed(error: Any, address: str) -> IntarsiaError:
 
 
 def _lack_of_tls(details: str, address: str) -> str | None:
-    """What is wrong with how a server was met, if it is TLS. details: gRPC's words."""
+    """Says what is wrong with TLS on one of both sides, if it is TLS. details: gRPC's words."""
     if "CERTIFICATE_VERIFY_FAILED" in details:
-        return f"has a certificate that nobody known here has signed. {HOW_WITH_TLS}"
+        return f"has a certificate that no authority known here has signed. {HOW_WITH_TLS}"
     if "WRONG_VERSION_NUMBER" in details:
         return "speaks no TLS; leave --ssl-ca-certs out (in Python: tls=)"
     if "refused" not in details and "resolution" not in details and _speaks_tls(address):

@@ -24,11 +24,11 @@ REPLACED = (
     (r"__a(enter|exit)__", r"__\1__"),
     (r"grpc\.aio", "grpc"),
 )
-"""In this order: what is found, and what stands in its place."""
+"""Patterns, applied in this order, and what replaces them."""
 
 
 def without_async(program: str) -> str:
-    """The same program, written for callers that wait."""
+    """Turn a program for asyncio into one whose callers wait."""
     for found, instead in REPLACED:
         program = re.sub(found, instead, program)
     return HEADER + program

@@ -35,7 +35,7 @@ VIEW_PATH = "/console/view"
 
 @dataclass(frozen=True, slots=True)
 class ConsoleSettings:
-    """What the console may show."""
+    """Settings of the console: what it may show."""
 
     show_prompts: bool = False
 
@@ -113,7 +113,7 @@ def _text(data: bytes) -> str:
 
 
 def _packed(shown: dict[str, Any], takes_gzip: bool) -> Response:
-    """As JSON; most of it is long runs of the same byte."""
+    """Packs the answer as JSON, by gzip where the client takes it: most of it is long runs of the same byte."""
     body, headers = json.dumps(shown).encode(), {"Cache-Control": "no-store"}
     if takes_gzip:
         body, headers = gzip.compress(body, 1), headers | {"Content-Encoding": "gzip"}
@@ -121,7 +121,7 @@ def _packed(shown: dict[str, Any], takes_gzip: bool) -> Response:
 
 
 def _policy(page: str) -> str:
-    """Only what stands in the page may run, and it may talk to nobody but its server."""
+    """Only the page's own scripts may run, and they may talk to its server only."""
 
     def hashes(tag: str) -> str:
         found = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)

@@ -28,7 +28,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenize
 OUT = Path(__file__).parent / "model"
 
 TEXT_SHA256 = "40dfb4b98191a670a09a183d5798d50f243d23fdbd1495dcc0aca2ce5895ba97"
-"""Of the unpacked text."""
+"""The hash of the unpacked text."""
 
 END = "<end>"  # between paragraphs that do not belong together
 
@@ -50,7 +50,7 @@ CRUDE = re.compile(
     r"turd|fart|scrotum|masturbat|orgasm|suicid|hitler|slut|boob|breast|tits|damn)\w*",
     re.IGNORECASE,
 )
-"""Paragraphs with these are left out: nobody wants to meet them in a demo."""
+"""Paragraphs with these words are left out of the demo."""
 
 PLAIN = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "—": "-", "–": "-", "…": "...", "{": "", "}": ""})
 
@@ -170,7 +170,7 @@ def _loss(model: Gemma3ForCausalLM, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _save(model: Gemma3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """As any checkpoint is: bfloat16 on disk, to be computed in float32."""
+    """Save it as any checkpoint is saved: bfloat16 on disk, to be computed in float32."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     weights = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}

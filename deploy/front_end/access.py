@@ -48,7 +48,7 @@ ROUTES: Mapping[str, Level] = {
     "/tokenize": Level.KEY,
     "/detokenize": Level.KEY,
 }
-"""Of HTTP, every path there is. What is not here, which is nothing that exists, is treated as `KEY`."""
+"""The level of every path of HTTP. A path that does not exist needs a key."""
 
 RPCS: Mapping[str, Level] = {
     "/intarsia.v1.Inference/Generate": Level.KEY,
@@ -66,18 +66,18 @@ RPCS: Mapping[str, Level] = {
     "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": Level.KEY,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Level.KEY,
 }
-"""The same of gRPC."""
+"""The level of every method of gRPC."""
 
 SCHEME = "bearer "
 
 TENANT: ContextVar[str] = ContextVar("tenant", default="")
-"""Whose key the call that is being answered came with; empty: one that is nobody's in particular, or none."""
+"""The tenant whose key came with the call that is being answered; empty: the key has no tenant, or none came."""
 
 VIEWER: ContextVar[str | None] = ContextVar("viewer", default=None)
-"""Whose figures the caller may see: those of the tenant of this name; None: everybody's."""
+"""The tenant whose figures the caller may see; None: those of all tenants."""
 
 CALLER: ContextVar[str] = ContextVar("caller", default="")
-"""Which key the call came with, as a digest; empty: none. What one key may have at once is counted by it."""
+"""A digest of the key that came with the call; empty: none came. The limits of a key are counted by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +95,10 @@ class AccessSettings:
 
 
 class Access:
-    """What both servers of a process ask about whoever connects."""
+    """Decides for both servers of a process which clients may connect, and with which keys."""
 
     def __init__(self, settings: AccessSettings | None = None):
-        """Raises `InvalidSetting` for files that can not be read or do not fit together."""
+        """Raises `InvalidSetting` for files that cannot be read or do not fit together."""
         self.settings = settings = settings or AccessSettings()
         self._keys = _all_keys("api_key", settings.api_key, settings.api_key_file)
         self._admin_keys = _all_keys("admin_key", settings.admin_key, settings.admin_key_file)
@@ -159,7 +159,7 @@ class Access:
         return digest
 
     def _check_admin_key(self, authorization: str | None) -> bytes:
-        """Without one nobody may see the console."""
+        """The console is closed without an admin key."""
         if not self._admin_keys:
             raise Unauthenticated(
                 "the console is closed: to open it, start the server with --admin-key-file (in Serve: admin_key_file)",
@@ -169,7 +169,7 @@ class Access:
         return _digest(_given(authorization))
 
     def ssl_options(self) -> Mapping[str, object]:
-        """For uvicorn."""
+        """The options that uvicorn takes for TLS."""
         settings = self.settings
         if not self.has_tls:
             return {}
@@ -225,7 +225,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _check(authorization: str | None, keys: Mapping[bytes, str], field: str) -> str:
-    """Whose key it is."""
+    """The owner of the key."""
     if not (authorization or "").lower().startswith(SCHEME):
         raise Unauthenticated("a key is wanted: send the header 'Authorization: Bearer KEY'", field=field)
     found = _found(authorization, keys)
@@ -235,7 +235,7 @@ def _check(authorization: str | None, keys: Mapping[bytes, str], field: str) -> 
 
 
 def _found(authorization: str | None, keys: Mapping[bytes, str]) -> list[str]:
-    """Whose key it is, if it is one of these."""
+    """The owner of the key, if it is one of these."""
     digest = _digest(_given(authorization))
     return [tenant for key, tenant in keys.items() if hmac.compare_digest(digest, key)]  # all, to take the same time
 
@@ -267,7 +267,7 @@ def _keys_of(field: str, file: str | None) -> dict[str, str]:
     try:
         lines = Path(file).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidSetting(f"{field} {file} can not be read: {error}", field=field) from None
+        raise InvalidSetting(f"{field} {file} cannot be read: {error}", field=field) from None
     parts = [line.split() for line in lines if line.strip() and not line.startswith("#")]
     for number, words in enumerate(parts, 1):
         if len(words) > 2 or len(words[-1]) > MAX_TENANT_CHARS:

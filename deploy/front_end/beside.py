@@ -26,12 +26,12 @@ THREADS = 3
 """One tenant alone gets all but one of them, so that another's first work begins at once."""
 
 LARGE_BYTES = 1 << 18
-"""Of work. What it took besides is given back to the machine afterwards, of which the C library would keep hundreds of
+"""Work of this size and more gives its memory back to the machine afterwards: the C library would keep hundreds of
 megabytes for each thread."""
 
 SWITCH_S = 0.0005
-"""That a thread may run on while the loop waits for the interpreter: Python's own 5 ms passed at every write of every
-stream, since a loop lets go of the interpreter to write."""
+"""Time that a thread may run on while the loop waits for the interpreter: Python's own 5 ms passed at every write of
+every stream, since a loop lets go of the interpreter to write."""
 
 MAX_WAITING = 4096
 """Pieces of work of one tenant."""
@@ -39,7 +39,7 @@ MAX_WAITING = 4096
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """What somebody waits for."""
+    """A piece of work whose result a task waits for."""
 
     do: Callable[[], Any]
     size_bytes: int
@@ -64,7 +64,7 @@ class Beside:
         weakref.finalize(self, _end, self._todo, threads)
 
     async def run(self, tenant: str, work: Callable[[], Result], size_bytes: int = 0) -> Result:
-        """What `work` returns or raises. Given up before it has begun, it is not done.
+        """Do the work and return or raise what it does. A caller that gives up early cancels it.
 
         size_bytes: what it keeps in memory while it waits. Raises `Overloaded` when too much of the tenant's waits.
         """
@@ -102,7 +102,7 @@ class Beside:
             self._begin(tenant, one)
 
     def _next_tenant(self) -> str | None:
-        """Whose turn it is, if anybody's. Those who have a thread wait for those who have none."""
+        """The tenant whose turn it is; None if no work waits. Tenants with a thread wait for those without."""
         if self._running.total() >= self._threads or not self._waiting:
             return None
         tenant = min(self._waiting, key=self._running.__getitem__)  # of several, the first in turn

@@ -15,11 +15,11 @@ from ...errors import IntarsiaError, Overloaded
 from ...kvcache.events import Cleared, Event, Events, Removed, Stored, parts
 
 MOST_UNREAD_NAMES = 65_536
-"""Of blocks, for a watcher who does not say how many."""
+"""The most names of blocks that wait for a watcher who gives no number."""
 
 
 class Mirror:
-    """What is known in the cache, as far as it was told."""
+    """A copy of what the engine's cache knows, kept up to date by its events."""
 
     def __init__(self) -> None:
         self._groups: dict[int, tuple[str, int, dict[bytes, None]]] = {}  # kind, block tokens and names

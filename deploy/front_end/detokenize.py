@@ -10,11 +10,11 @@ from .engine_client import Delta
 from .tokenizer import Tokenizer
 
 AT_ONCE_VALUES = 512
-"""Tokens and log-probabilities that are told before others have their turn: it takes about a millisecond."""
+"""Tokens and log-probabilities that are handed on before others have their turn: it takes about a millisecond."""
 
 
 class Deltas(Protocol):
-    """What a `Generation` is to us."""
+    """The part of a `Generation` that is used here."""
 
     def __aiter__(self) -> AsyncIterator[Delta]: ...
 
@@ -24,20 +24,22 @@ class Deltas(Protocol):
 async def with_text(
     generation: Deltas, tokenizer: Tokenizer | None, sampling: SamplingParams
 ) -> AsyncGenerator[tuple[Delta, str], None]:
-    """Each delta with the text that may be told by now; the last one of each answer has a finish reason. Text is empty
+    """Each delta with the text that is certain by now; the last one of each answer has a finish reason. Text is empty
     without a tokenizer. An answer that comes to a stop string is ended; the caller closes `generation`.
 
     Raises `InvalidRequest` for stop strings without a tokenizer.
     """
+    # Without a tokenizer there are tokens only, and no text to stop at.
     if tokenizer is None:
         if sampling.stops:
-            raise InvalidRequest("this model has no tokenizer, so it can not stop at a text", field="stop")
+            raise InvalidRequest("this model has no tokenizer, so it cannot stop at a text", field="stop")
         async for delta in generation:
             for part in _parts(delta):
                 yield part, ""
                 if part is not delta:
                     await asyncio.sleep(0)
         return
+    # Each answer has its own text and its own stop.
     answers = [_Answer(tokenizer, sampling) for _ in range(sampling.n)]
     ended: set[int] = set()
     async for delta in generation:
@@ -62,7 +64,7 @@ def _parts(delta: Delta) -> Iterable[Delta]:
 
 
 def parts_of(delta: Delta, tokens: int) -> Iterator[Delta]:
-    """Of so many tokens each. What is said of the prompt comes with the first, how it ends with the last."""
+    """Cut a delta into parts of so many tokens. The first brings what is said of the prompt, the last how it ends."""
     for start in range(0, len(delta.token_ids), tokens):
         end = start + tokens
         yield delta._replace(
@@ -76,24 +78,13 @@ def parts_of(delta: Delta, tokens: int) -> Iterator[Delta]:
 async def whole_answers(
     pieces: AsyncIterator[tuple[Delta, str]],
 ) -> AsyncGenerator[tuple[Delta, str], None]:
-    """The same with each answer in one."""
+    """The same pieces, joined: each answer comes as one piece, when it has ended."""
     begun: dict[int, list[tuple[Delta, str]]] = {}  # by answer
     async for delta, text in pieces:
         begun.setdefault(delta.answer, []).append((delta, text))
         if delta.finish_reason is not None:
-            yield _joined(begun.pop(delta.answer))
-
-
-def _joined(pieces: Sequence[tuple[Delta, str]]) -> tuple[Delta, str]:
-    last, _ = pieces[-1]
-    deltas = [delta for delta, _ in pieces]
-    has_logprobs = last.logprobs is not None
-    whole = last._replace(
-        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
-        logprobs=tuple(row for delta in deltas for row in delta.logprobs or ()) if has_logprobs else None,
-        prompt_logprobs=deltas[0].prompt_logprobs,
-    )
-    return whole, "".join(text for _, text in pieces)
+            deltas, texts = zip(*begun.pop(delta.answer), strict=True)
+            yield Delta.join(deltas), "".join(texts)
 
 
 class _Answer:
@@ -106,15 +97,15 @@ class _Answer:
         self._tokens = 0
 
     def push(self, delta: Delta) -> tuple[str, bool]:
-        """The text that may be told now, and whether a stop string has come."""
+        """The text that is certain now, and whether a stop string has come."""
         self._tokens += len(delta.token_ids)
         piece = self._stream.push(delta.token_ids)
         if delta.finish_reason is not None:
             piece += self._stream.finish()
-        told, stopped = self._gate.push(piece, may_stop=self._tokens >= self._min_tokens)
+        text, stopped = self._gate.push(piece, may_stop=self._tokens >= self._min_tokens)
         if stopped or delta.finish_reason is None:
-            return told, stopped
-        return told + self._gate.rest(), False
+            return text, stopped
+        return text + self._gate.rest(), False
 
 
 class StopGate:
@@ -129,7 +120,7 @@ class StopGate:
         self._waiting = ""
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
-        """The text that may be told now, and whether a stop string has come. may_stop: else it is text like any."""
+        """The text that is certain now, and whether a stop string has come. may_stop: else it is text like any."""
         if not self._stops:
             return text, False
         text = self._waiting + text
@@ -145,7 +136,7 @@ class StopGate:
         return text, False
 
     def rest(self) -> str:
-        """What was kept back and became nothing."""
+        """The text that was kept back and did not become a stop string."""
         waiting, self._waiting = self._waiting, ""
         return waiting
 

@@ -3,7 +3,7 @@
     https://images.example/oak.png     a host of the list     its bytes
                                        any other              a refusal that names the list
 
-A server that fetches what clients name reaches what they can not: so no host is fetched from unless it is listed, and a
+A server that fetches what clients name reaches what they cannot: so no host is fetched from unless it is listed, and a
 redirect is followed only to one that is.
 """
 
@@ -20,7 +20,7 @@ from ...workers.checkpoint.json_file import clipped
 from .images import MAX_IMAGE_BYTES
 
 FETCH_S = 10.0
-"""For one image, redirects included."""
+"""Time to fetch one image, redirects included."""
 
 MAX_REDIRECTS = 3
 
@@ -104,7 +104,7 @@ def check_hosts(hosts: Sequence[str]) -> None:
 
 
 def is_address(file: bytes | str) -> TypeGuard[str]:
-    """Is it to be fetched, rather than a file or a data URL?"""
+    """Is it an address to fetch from, rather than a file or a data URL?"""
     return isinstance(file, str) and file[:5].lower() != "data:"
 
 
@@ -116,4 +116,4 @@ def _fits(host: str, port: int, pattern: str) -> bool:
 
 
 def _failed(url: str, why: str) -> InvalidRequest:
-    return InvalidRequest(f"the image at {clipped(url, 200)} can not be fetched: {why}", field="images")
+    return InvalidRequest(f"the image at {clipped(url, 200)} cannot be fetched: {why}", field="images")

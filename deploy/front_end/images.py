@@ -37,7 +37,7 @@ class ImageReader:
 
     @classmethod
     def of(cls, info: EngineInfo) -> "ImageReader | None":
-        """For the model of a running engine; None if it takes no images."""
+        """The reader for the model of a running engine; None if it takes no images."""
         return cls(info.model_dir, info.max_images_per_request) if info.image_token_id is not None else None
 
     def read(self, data: bytes) -> Image:
@@ -53,7 +53,7 @@ class ImageReader:
                 f"{len(data)} bytes of an image are none of the formats {', '.join(FORMATS)}", field="images"
             ) from None
         except Exception as error:  # noqa: BLE001  decoders raise whatever they like on broken files
-            raise InvalidRequest(f"an image can not be decoded: {clipped(str(error))}", field="images") from None
+            raise InvalidRequest(f"an image cannot be decoded: {clipped(str(error))}", field="images") from None
         return Image(data, count_tiles(self._processor, width, height) * self._tile_tokens)
 
 

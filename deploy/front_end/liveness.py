@@ -67,4 +67,4 @@ async def meet(address: Address) -> tuple[Line, EngineInfo]:
     except (ChannelClosed, OSError) as error:
         for stream in streams:
             stream.drop()
-        raise EngineUnavailable(f"the engine at {address.host}:{address.port} can not be reached: {error}") from error
+        raise EngineUnavailable(f"the engine at {address.host}:{address.port} cannot be reached: {error}") from error

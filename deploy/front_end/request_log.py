@@ -33,13 +33,13 @@ MOST_AT_ONCE = 256
 """Lines in one write."""
 
 LONGEST_WORD_CHARS = 256
-"""Of what a client chose: its id, its tenant, a path."""
+"""The most characters of a word that a client chose: its id, its tenant, a path."""
 
 PLAIN = re.compile(r"[\w./:@+,-]+", re.ASCII)
 """What stands in a line as it is. Anything else is quoted as JSON has it, so that a line is one request."""
 
 LOGGED = ("/intarsia.v1.Inference/Generate", "/intarsia.v1.Inference/GenerateBatch")
-"""Of gRPC. A batch is one request."""
+"""The methods of gRPC that have a line. A batch is one request."""
 
 CLIENT_CLOSED = 499
 """nginx's status for a client that has left."""
@@ -70,7 +70,7 @@ class Record:
         self.prompt_tokens += prompt_tokens
 
     async def watch(self, pieces: AsyncGenerator[tuple[Delta, str], None]) -> AsyncGenerator[tuple[Delta, str], None]:
-        """The same, for one prompt's answers."""
+        """Pass one prompt's answers on, and count them."""
         cached_tokens = 0
         try:
             async with contextlib.aclosing(pieces):
@@ -92,7 +92,7 @@ class Record:
         self.ends.add(type(error).__name__)
 
     def fields(self) -> dict[str, Any]:
-        """In the order of a line."""
+        """The fields of a line, in their order."""
         return {
             "id": self.request_id[:LONGEST_WORD_CHARS],
             "tenant": (self.tenant or TENANT.get())[:LONGEST_WORD_CHARS],
@@ -109,14 +109,14 @@ class Record:
         }
 
     def _end(self) -> str:
-        """Where no answer said it."""
+        """How a request ended whose answers did not say so."""
         if self.status is not None and self.status >= 400 and self.status != CLIENT_CLOSED:
             return "refused" if self.status < 500 else "error"
         return "left" if self.prompt_tokens or self.status in (None, CLIENT_CLOSED) else "done"
 
 
 RECORD: ContextVar[Record | None] = ContextVar("request record", default=None)
-"""Of the call that is being answered, where it is logged. Each call has a task of its own."""
+"""The record of the call that is being answered, where it is logged. Each call has a task of its own."""
 
 
 def logged(log: "RequestLog | None", endpoint: str) -> contextlib.AbstractContextManager[Any]:
@@ -125,7 +125,7 @@ def logged(log: "RequestLog | None", endpoint: str) -> contextlib.AbstractContex
 
 
 def note_error(error: IntarsiaError) -> None:
-    """That a call is refused for."""
+    """Keep the error that a call is refused with."""
     if (record := RECORD.get()) is not None:
         record.failed(error)
 
@@ -176,7 +176,7 @@ class RequestLog:
             dropped, self._dropped = self._dropped, 0
             if dropped:
                 text += f"{self._written({'time': _now(), 'dropped_requests': dropped})}\n"
-            with contextlib.suppress(OSError, ValueError):  # nobody reads any more
+            with contextlib.suppress(OSError, ValueError):  # the reader is gone
                 output = self._output or sys.stderr
                 output.write(text)
                 output.flush()

@@ -41,7 +41,7 @@ Discover = Callable[[Collection[str]], Awaitable[Mapping[str, Address]]]
 
 
 def burden(probe: Probe, prompt_tokens: int) -> int:
-    """What is to be computed before the first token, and beside it, in tokens."""
+    """Tokens to compute before the first token of a request, and beside it."""
     return prompt_tokens - probe.cached_tokens + probe.queued_tokens + DECODING_TOKENS * probe.running
 
 
@@ -67,13 +67,14 @@ class Fleet:
 
     @property
     def engines(self) -> Mapping[str, EngineClient]:
-        """By name, the own one first."""
+        """All engines by name, the own one first."""
         return dict(self._engines)
 
     async def choose(
         self, prompt: Sequence[int], terms: Terms = USUAL_TERMS, full: Collection[EngineClient] = ()
     ) -> EngineClient | None:
-        """Where a request with this prompt is answered soonest. full: those that have refused it; None if all have."""
+        """The engine that answers a request with this prompt soonest. full: those that have refused it; None if all
+        have."""
         engines = {name: engine for name, engine in self._engines.items() if engine not in full}
         # Those that would refuse others of its tenant at this moment only where there is none else.
         engines = {name: each for name, each in engines.items() if not each.is_full(terms.tenant)} or engines
@@ -91,7 +92,7 @@ class Fleet:
         return next((each for each in others if each is not gone and each.is_there), None)
 
     async def close(self) -> None:
-        """All connections but the own engine's, which belongs to whoever made it."""
+        """Close all connections but the own engine's: its maker closes that one."""
         self._looking.cancel()
         await asyncio.gather(self._looking, return_exceptions=True)
         for name in set(self._engines) - {self._own}:

@@ -34,7 +34,7 @@ OPEN_END = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class Refused(Exception):
-    """The template, or we, can not do with these messages."""
+    """The template, or we, cannot do with these messages."""
 
 
 class TooLong(Exception):
@@ -102,7 +102,7 @@ def _strftime_now(form: str) -> str:
 
 @lru_cache(16)
 def compiled(template: str) -> jinja2.Template:
-    """As transformers compiles it."""
+    """Compile the template as transformers does."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
@@ -137,7 +137,7 @@ def render(question: dict[str, Any], max_bytes: int) -> str:
 
 
 def _turn(message: dict[str, Any]) -> dict[str, Any]:
-    """Without what is null, and with reasoning under each name that templates read."""
+    """Leave null fields out, and give the reasoning under each name that templates read."""
     message = {name: value for name, value in message.items() if value is not None}
     reasoning = next((message[name] for name in REASONING if name in message), None)
     if reasoning is not None:

@@ -18,10 +18,10 @@ from .json_pieces import json_pieces
 from .template_child import LONGEST_COMPLAINT_CHARS as LONGEST_COMPLAINT_CHARS
 
 CHILDREN = 4
-"""At most, at once. Each begins when all others are busy."""
+"""The most child processes at once. Each begins when all others are busy."""
 
 PATIENCE_S = 5.0
-"""Beyond the time that a template has: then its child is not even there to end itself."""
+"""Time beyond a template's own, in which its child ends itself. Later the child is killed."""
 
 CHILD = Path(__file__).with_name("template_child.py")
 
@@ -98,7 +98,7 @@ def _complaint(head: Mapping[str, Any], limits: Limits) -> InvalidRequest:
             limit=head["too_long"],
         )
     return InvalidRequest(
-        f"the chat template can not render these messages within {limits.template_timeout_s:g} s and "
+        f"the chat template cannot render these messages within {limits.template_timeout_s:g} s and "
         f"{limits.max_template_memory >> 20} MiB; send fewer or simpler ones",
         field="messages",
     )
@@ -158,7 +158,7 @@ class _Child:
         return bool(poll.poll(within_s * 1000))
 
     def end(self) -> None:
-        """At once."""
+        """End the child process at once."""
         self._process.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:

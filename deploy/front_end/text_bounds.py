@@ -85,7 +85,7 @@ def _knows_every_character(model: Any, vocab: dict[str, int], has_bytes_as_chara
 
 
 class TextBound(NamedTuple):
-    """Of the texts whose tokens are to be no more than `max_tokens`."""
+    """Bounds the length of texts that may have at most `max_tokens` tokens."""
 
     max_tokens: int
     max_bytes: int | None  # None: any number of bytes may be few tokens
@@ -115,5 +115,5 @@ class TextBound(NamedTuple):
 
 
 def bytes_of(text: str) -> int:
-    """In UTF-8."""
+    """The length of a text in UTF-8, in bytes."""
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))

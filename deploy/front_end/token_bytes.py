@@ -9,7 +9,8 @@ BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def half_character(fast: Any, token_id: int) -> bytes | None:
-    """None where the vocabulary's name of the token says no bytes. fast: a tokenizer of transformers."""
+    """The bytes of a token that is a part of a character; None where the vocabulary's name of it says no bytes. fast: a
+    tokenizer of transformers."""
     name = fast.convert_ids_to_tokens(token_id)
     if not isinstance(name, str):
         return None

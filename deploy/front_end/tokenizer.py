@@ -23,17 +23,18 @@ with an empty vocabulary, to which every text is no tokens at all."""
 MAX_TEMPLATE_CHARS = 2**20
 
 LONG_DECODING_TOKENS = 1024
-"""For more, the tokenizer is called in a way that takes longer for few and lets other threads run meanwhile."""
+"""For more tokens, the tokenizer is called in a way that takes longer for few and lets other threads run meanwhile."""
 
 VARIABLES_THAT_ARE_PARAMETERS = {"documents", "reasoning_effort"}
-"""Of templates: `apply_chat_template` has parameters of these names, and hands them on."""
+"""Variables of templates that are not passed as such: `apply_chat_template` has parameters of these names, and hands
+them on."""
 
 OURS = {"self", "messages"}
 """Names that no template option may have beside those of parameters."""
 
 
 def check_tokenizer(settings: ModelSettings) -> None:
-    """What is wrong with its files, without torch or transformers. Raises `CorruptCheckpoint` and `InvalidSetting`."""
+    """Check the tokenizer's files without torch or transformers. Raises `CorruptCheckpoint` and `InvalidSetting`."""
     path = Path(settings.text_dir)
     if settings.tokenizer_dir is not None and not any((path / name).is_file() for name in FILES):
         raise InvalidSetting(
@@ -60,7 +61,7 @@ def read_template(file: str) -> str:
             template = opened.read(MAX_TEMPLATE_CHARS + 1)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
-        raise InvalidSetting(f"chat_template: {file} can not be read: {why}", field="chat_template") from None
+        raise InvalidSetting(f"chat_template: {file} cannot be read: {why}", field="chat_template") from None
     if not template.strip() or len(template) > MAX_TEMPLATE_CHARS:
         raise InvalidSetting(
             f"chat_template: {file} {'is too long' if template.strip() else 'is empty'}; a template has 1 to "
@@ -81,7 +82,7 @@ def read_template(file: str) -> str:
 
 
 def _unreadable(path: Path, error: Exception) -> CorruptCheckpoint:
-    return CorruptCheckpoint(f"the tokenizer in {path} can not be read: {clipped(str(error), 400)}", field="model")
+    return CorruptCheckpoint(f"the tokenizer in {path} cannot be read: {clipped(str(error), 400)}", field="model")
 
 
 class Tokenizer:
@@ -103,7 +104,7 @@ class Tokenizer:
     def load(
         cls, model_dir: str | Path, *, trust_remote_code: bool = False, chat_template: str | None = None
     ) -> "Tokenizer | None":
-        """None if the directory has no tokenizer files. Raises `CorruptCheckpoint` if they can not be read.
+        """None if the directory has no tokenizer files. Raises `CorruptCheckpoint` if they cannot be read.
 
         chat_template: a file, instead of the directory's own; raises `InvalidSetting` for one that is no template"""
         path = Path(model_dir)
@@ -145,19 +146,20 @@ class Tokenizer:
             if type(error).__name__ != "PanicException":  # Rust's, of which there is no class to import
                 raise
         raise InvalidRequest(
-            f"the tokenizer can not read this text of {len(text)} characters; is one of them there millions of times "
+            f"the tokenizer cannot read this text of {len(text)} characters; is one of them there millions of times "
             "in a row?",
             field="prompt",
         )
 
     def encode_bounded(self, text: str, bound: TextBound, add_special_tokens: bool = True) -> list[int]:
-        """The same. Raises `RequestTooLarge` for far more tokens than `bound` has, without making them all."""
+        """Encode a text of any length. Raises `RequestTooLarge` for far more tokens than `bound` has, without making
+        them all."""
         bound.check_tokens(text, lambda piece: len(self.encode(piece, add_special_tokens=False)), "prompt")
         return self.encode(text, add_special_tokens)
 
     @cached_property
     def longest_token_bytes(self) -> int | None:
-        """Of a text; None: of any length."""
+        """The most bytes of text in one token; None: no bound is known."""
         return longest_token_bytes(self._fast)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -175,7 +177,7 @@ class Tokenizer:
         return text
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Of one token, which may be a part of a character."""
+        """The bytes of one token, which may be a part of a character."""
         text = self.text_of(token_id)
         own = half_character(self._fast, token_id) if HALF in text else None
         return own if own is not None else text.encode()
@@ -216,6 +218,7 @@ class Tokenizer:
         `ContextTooLong` when their text is longer than the bound.
         """
         self.check_variables(variables or {})
+        # Some models render conversations by code and not by a template.
         if self._has_chat_of_its_own:
             if add_special_tokens:
                 raise InvalidRequest(
@@ -225,6 +228,7 @@ class Tokenizer:
             options = {"continue_final_message": True} if continue_final_message else {}
             options |= {"add_generation_prompt": add_generation_prompt, **(variables or {})}
             return self._chat_of_its_own(messages, tools, options)
+        # The others have a template, which runs in a child process within bounds.
         template = self._template(tools)
         given = {**self._fast.special_tokens_map, **(variables or {})}
         limits = limits or Limits()
@@ -239,6 +243,7 @@ class Tokenizer:
                 raise
             what = f"the chat template makes a text of more than {most} bytes of these messages"
             raise bound.too_long(what, most + 1, "messages") from None
+        # The rendered text is encoded; a bound keeps a long one from being encoded whole.
         if bound is None:
             return self.encode(text, add_special_tokens)
         return self.encode_bounded(text, bound, add_special_tokens)
@@ -304,7 +309,7 @@ LONGEST_CHARACTER_TOKENS = 4
 """It has four bytes."""
 
 LONGEST_HALF_TOKENS = 16
-"""So many without an end are not on their way to become a character."""
+"""So many tokens without the end of a character do not become one."""
 
 
 class TextStream:
@@ -322,7 +327,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
         self._settled = 0  # tokens before this one are no longer looked at
-        self._told = 0  # tokens whose text has been handed out
+        self._sent = 0  # tokens whose text has been handed out
 
     def push(self, token_ids: Sequence[int]) -> str:
         """New text, which may be empty."""
@@ -330,25 +335,25 @@ class TextStream:
         before, now = self._texts()
         if not now.endswith(HALF):
             return self._tell(len(self._tokens), before, now)
-        if len(self._tokens) - self._told > LONGEST_HALF_TOKENS:
+        if len(self._tokens) - self._sent > LONGEST_HALF_TOKENS:
             return self._tell_what_stays_broken(before, now)
         return ""  # in the middle of a character
 
     def finish(self) -> str:
         """The rest, be it half a character."""
         before, now = self._texts()
-        self._settled = self._told = len(self._tokens)
+        self._settled = self._sent = len(self._tokens)
         return now[len(before) :]
 
     def _texts(self) -> tuple[str, str]:
         decode = self._tokenizer.decode
-        return decode(self._tokens[self._settled : self._told]), decode(self._tokens[self._settled :])
+        return decode(self._tokens[self._settled : self._sent]), decode(self._tokens[self._settled :])
 
     def _tell(self, end: int, before: str, now: str) -> str:
         """now: the text up to token `end`."""
         if len(now) <= len(before):
             return ""
-        self._settled, self._told = self._told, end
+        self._settled, self._sent = self._sent, end
         return now[len(before) :]
 
     def _tell_what_stays_broken(self, before: str, now: str) -> str:
@@ -363,7 +368,7 @@ class TextStream:
 
 
 def text_notes(tokenizer: Tokenizer | None) -> Iterator[str]:
-    """What a model can not do for want of files beside its weights, for people."""
+    """What a model cannot do for want of files beside its weights, for people."""
     if tokenizer is None:
         yield "no tokenizer: prompts and answers are token ids (return_token_ids); --tokenizer FOLDER gives it one"
     elif not tokenizer.has_chat:

@@ -92,7 +92,7 @@ class Overdue:
         self._seen: dict[Unread, int] = {}  # how often more than allowed was seen to wait
 
     def look(self, running: Collection[Unread]) -> None:
-        """To be called `LOOKS` times in `unread_timeout_s`."""
+        """Look for clients that do not read. Call it `LOOKS` times in `unread_timeout_s`."""
         most = self._limits.max_unread_bytes
         self._seen = {each: self._seen.get(each, -1) + 1 for each in running if each.unread_bytes > most}
         for each in [each for each, seen in self._seen.items() if seen >= LOOKS]:

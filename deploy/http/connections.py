@@ -10,11 +10,11 @@ from ...errors import Overloaded
 from ..settings.limits import Limits
 
 FILES_PER_CONNECTION = 2
-"""Of those that the process may open, so many for each connection: the engine, its files and gRPC need some, too."""
+"""Files that the process may open, for each connection: the engine, its files and gRPC need some, too."""
 
 
 class Connection(Protocol):
-    """What is known of one of them."""
+    """What is known of one connection."""
 
     @property
     def is_idle(self) -> bool:
@@ -27,7 +27,8 @@ class Connection(Protocol):
 
 
 class Connections:
-    """Those of one server. A connection that has not shown a key makes room for a new one while it is idle."""
+    """The connections of one server. A connection that has not shown a key makes room for a new one while it is
+    idle."""
 
     def __init__(self, limits: Limits, *, wants_key: bool):
         self._most = min(limits.max_connections, max(1, _files(limits.max_connections) // FILES_PER_CONNECTION))
@@ -123,7 +124,7 @@ class Held:
 
     @contextmanager
     def share(self, key: bytes) -> Iterator["Share"]:
-        """What one request holds; all of it is given back at the end."""
+        """A share for one request; all of it is given back at the end."""
         share = Share(self, key)
         try:
             yield share
@@ -132,7 +133,7 @@ class Held:
 
 
 class Share:
-    """What one request holds of `Held`."""
+    """The bytes that one request holds of `Held`."""
 
     def __init__(self, held: Held, key: bytes):
         self._held = held

@@ -14,7 +14,7 @@ OPENING, CLOSING = b"[{", b"]}"
 
 
 class Extent(NamedTuple):
-    """Of a JSON text."""
+    """How many values and levels a JSON text has."""
 
     items: int  # values, counted by commas and brackets
     levels: int  # of lists and objects within each other

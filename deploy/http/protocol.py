@@ -27,8 +27,8 @@ PHRASES = {408: "Request Timeout", 431: "Request Header Fields Too Large", 503: 
 CONNECTION = "intarsia.connection"
 """Where an application finds the connection of a request in its scope."""
 
-NOBODY = b""
-"""Whose key a head comes with: that is not known yet."""
+NO_KEY = b""
+"""Stands for the key of a request whose head has not been read."""
 
 
 class _TooLong(Exception):
@@ -106,7 +106,7 @@ class DoorProtocol(HttpToolsProtocol):
         return self._parsed_bytes < len(self._unparsed)
 
     def _parse(self) -> None:
-        """As far as requests are not too many at once; what follows waits, and nothing more is read meanwhile."""
+        """Parse as long as not too many requests run at once; the rest waits, and reading pauses."""
         while self._has_unparsed and len(self.pipeline) < MOST_PIPELINED:
             if self.transport.is_closing() or self.parser is None:
                 return
@@ -135,7 +135,7 @@ class DoorProtocol(HttpToolsProtocol):
         """Whether bytes that may be of a head may be read."""
         while True:
             try:
-                self.held.take(NOBODY, count)
+                self.held.take(NO_KEY, count)
                 break
             except Overloaded as error:
                 if not self._open.make_room():
@@ -203,7 +203,7 @@ class DoorProtocol(HttpToolsProtocol):
             self._head_timer = None
 
     def _forget_raw(self) -> None:
-        self.held.give_back(NOBODY, self._raw_bytes)
+        self.held.give_back(NO_KEY, self._raw_bytes)
         self._raw_bytes = 0
 
     def _head_is_late(self) -> None:

@@ -75,7 +75,7 @@ class HttpServer:
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 8000) -> str:
-        """Listen; port 0 takes a free one. Returns the URL. Raises `InvalidSetting` if that can not be."""
+        """Listen; port 0 takes a free one. Returns the URL. Raises `InvalidSetting` if that cannot be."""
         self._access.check_host(host)
         give_back_large_blocks()
         opened = listening(host, port)

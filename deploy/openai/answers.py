@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from ...errors import IntarsiaError
-from ...proto.reply import Delta, TokenLogprobs
+from ...proto.reply import Delta
 from ..front_end.front_end import FEW_VALUES, Asked, FrontEnd, side_by_side
 from ..front_end.json_pieces import json_pieces, size_of
 from ..front_end.request_log import CLIENT_CLOSED as CLIENT_CLOSED
@@ -32,24 +32,6 @@ class Piece(NamedTuple):
     text: str
 
 
-class Collected:
-    """One whole answer."""
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: Sequence[TokenLogprobs] | None = None
-        self.finish_reason: str | None = None
-
-    def add(self, piece: Piece) -> None:
-        self.text += piece.text
-        self.token_ids += piece.delta.token_ids
-        self.logprobs += piece.delta.logprobs or ()
-        self.prompt_logprobs = self.prompt_logprobs or piece.delta.prompt_logprobs
-        self.finish_reason = piece.delta.finish_reason
-
-
 class Counter:
     """Usage over all prompts and answers of a request, as it grows."""
 
@@ -62,9 +44,9 @@ class Counter:
         self._completion_tokens += len(piece.delta.token_ids)
         self._cached[piece.prompt] = max(self._cached[piece.prompt], piece.delta.num_cached_tokens)
 
-    def usage(self, untold: int = 0) -> Usage:
-        """untold: tokens that have been counted, and are left out."""
-        completion_tokens = self._completion_tokens - untold
+    def usage(self, unsent: int = 0) -> Usage:
+        """unsent: tokens that have been counted, and are left out."""
+        completion_tokens = self._completion_tokens - unsent
         return Usage(
             prompt_tokens=self._prompt_tokens,
             completion_tokens=completion_tokens,
@@ -81,10 +63,10 @@ class StreamUsage:
         self._always = bool(self._at_end and options and options.continuous_usage_stats)
         self._counter = counter
 
-    def put_into(self, event: dict[str, Any], untold: int = 0) -> dict[str, Any]:
-        """Any event but the last. untold: tokens that have come, and are told by a later event."""
+    def put_into(self, event: dict[str, Any], unsent: int = 0) -> dict[str, Any]:
+        """Any event but the last. unsent: tokens that have come, and are told by a later event."""
         if self._at_end:
-            event["usage"] = self._counter.usage(untold).model_dump() if self._always else None
+            event["usage"] = self._counter.usage(unsent).model_dump() if self._always else None
         return event
 
     def last(self, event: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -94,7 +76,8 @@ class StreamUsage:
 
 
 async def pieces(front_end: FrontEnd, asked: Sequence[Asked], *, is_streaming: bool) -> AsyncGenerator[Piece, None]:
-    """All that comes for several prompts, computed side by side, in the order in which it comes."""
+    """All that comes for several prompts, computed side by side, in the order in which it comes. Not streamed, each
+    answer is one piece."""
 
     async def of(prompt: int, one: Asked) -> AsyncGenerator[Piece, None]:
         async with contextlib.aclosing(await front_end.generate(one, is_streaming=is_streaming)) as answers:
@@ -123,7 +106,8 @@ async def json_response(front_end: FrontEnd, answer: pydantic.BaseModel) -> Resp
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it, in many small steps where pydantic would make one long one. Without what is left out."""
+    """Turn a model into plain values, in many small steps where pydantic takes one long one. Null extensions are left
+    out."""
     if isinstance(value, pydantic.BaseModel):
         value = {name: getattr(value, name) for name in type(value).model_fields}
     if isinstance(value, dict):

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse, "description": description}
     for status, description in (
-        (400, "The request can not be served as asked; `param` names the field."),
+        (400, "The request cannot be served as asked; `param` names the field."),
         (401, "A key is wanted, and this is none."),
         (404, "No such model, or no such place."),
         (413, "The body is too large."),
@@ -96,9 +96,9 @@ def make_app(
     whose scripts may ask. request_log: has a line of each request that asks for something. tells_ids: answers have the
     header `X-Request-Id`, which some proxies add themselves."""
     app = FastAPI(title="Intarsia", version="1", docs_url=None, redoc_url=None)
-    created = now_s()
     limits = limits or Limits()
     app.router.route_class = reading_route(front_end, limits)
+    # What is added later sees a request earlier.
     app.add_middleware(Bodies, limits=limits)
     app.add_middleware(Keys, access=access or Access())
     if request_log is not None:
@@ -116,6 +116,16 @@ def make_app(
         )
     answer_errors(app)
     _describe(app, front_end)
+    _add_generation(app, front_end)
+    _add_models(app, front_end)
+    _add_tokens(app, front_end)
+    _add_health(app, front_end)
+    add_console(app, front_end, console or ConsoleSettings())
+    return app
+
+
+def _add_generation(app: FastAPI, front_end: Callable[[], FrontEnd]) -> None:
+    """The three ways to ask the model for an answer."""
 
     @app.post("/v1/completions", response_model=Completion, responses=STREAMED, operation_id="complete")
     async def complete(body: CompletionRequest, request: Request, x_request_id: RequestId = None) -> Response:
@@ -132,6 +142,11 @@ def make_app(
         call = ResponsesCall(front_end(), body, _request_id(body, request))
         return await _answered(call, bool(body.stream), request)
 
+
+def _add_models(app: FastAPI, front_end: Callable[[], FrontEnd]) -> None:
+    """The served model, in a list and by its name."""
+    created = now_s()
+
     @app.get("/v1/models", response_model=ModelList, responses={503: ERRORS[503]}, operation_id="list_models")
     async def models() -> ModelList:
         return ModelList(data=[_card(front_end(), created)])
@@ -140,6 +155,10 @@ def make_app(
     async def model(model: str) -> ModelCard:
         check_model(model, front_end().info.model)
         return _card(front_end(), created)
+
+
+def _add_tokens(app: FastAPI, front_end: Callable[[], FrontEnd]) -> None:
+    """Text to tokens, and back."""
 
     @app.post("/tokenize", response_model=Tokens, responses=ERRORS, operation_id="tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
@@ -150,6 +169,10 @@ def make_app(
         here = front_end()
         check_model(body.model, here.info.model)
         return await json_response(here, PlainText(prompt=await here.detokenize(body.tokens)))
+
+
+def _add_health(app: FastAPI, front_end: Callable[[], FrontEnd]) -> None:
+    """What operators ask: the version, whether the engine is ready, and its figures."""
 
     @app.get("/version", operation_id="version")
     async def version() -> dict[str, str]:
@@ -165,9 +188,6 @@ def make_app(
         here = front_end()
         text, content_type = render(here.info, *await here.measured(), request.headers.get("Accept", ""))
         return Response(text, headers={"Content-Type": content_type})
-
-    add_console(app, front_end, console or ConsoleSettings())
-    return app
 
 
 class Call(Protocol):

@@ -7,7 +7,7 @@ from ...errors import InvalidRequest
 from ...proto.reply import num_values
 from ..front_end.front_end import FrontEnd
 from .answers import Counter, StreamUsage, now_s
-from .conversation import Conversation, Said
+from .conversation import AnswerPart, Conversation
 from .logprobs import Spelling, of_chat, of_prompt
 from .protocol import AnswerMessage, ChatChoice, ChatCompletion, ChatLogprobs, ChatRequest, TextPart
 from .requests import fingerprint_of
@@ -40,11 +40,11 @@ class ChatCall:
         asked = self._conversation.asked
         counter = Counter([asked])
         # Not streamed, each answer comes as a whole.
-        said = [each async for each in self._conversation.say(counter, is_streaming=False)]
-        said.sort(key=lambda each: each.delta.answer)
-        about_prompt = next((each.delta.prompt_logprobs for each in said if each.delta.prompt_logprobs), None)
-        rows = (about_prompt, *(each.delta.logprobs for each in said))
-        size = sum(map(num_values, rows)) + sum(len(each.delta.token_ids) for each in said)
+        parts = [each async for each in self._conversation.parts(counter, is_streaming=False)]
+        parts.sort(key=lambda each: each.delta.answer)
+        about_prompt = next((each.delta.prompt_logprobs for each in parts if each.delta.prompt_logprobs), None)
+        rows = (about_prompt, *(each.delta.logprobs for each in parts))
+        size = sum(map(num_values, rows)) + sum(len(each.delta.token_ids) for each in parts)
 
         def made() -> ChatCompletion:
             completion = ChatCompletion(
@@ -52,7 +52,7 @@ class ChatCall:
                 created=self._created,
                 model=self.front_end.info.model,
                 system_fingerprint=self._fingerprint,
-                choices=[self._choice(each) for each in said],
+                choices=[self._choice(each) for each in parts],
                 usage=counter.usage(),
                 prompt_token_ids=asked.prompt if self._body.return_token_ids else None,
             )
@@ -63,57 +63,58 @@ class ChatCall:
 
         return await self.front_end.aside(size, made)
 
-    def _choice(self, said: Said) -> ChatChoice:
-        calls = calls_of(said.calls)
-        text = self._echo + said.text
+    def _choice(self, part: AnswerPart) -> ChatChoice:
+        calls = calls_of(part.calls)
+        has_content = not (calls or self._conversation.must_call)
+        text = self._echo + part.text
         return ChatChoice(
-            index=said.delta.answer,
-            message=AnswerMessage(content=text if text or not calls else None, tool_calls=calls or None),
-            logprobs=self._logprobs(said),
-            finish_reason=said.finish_reason,  # type: ignore[arg-type]
-            token_ids=list(said.delta.token_ids) if self._body.return_token_ids else None,
+            index=part.delta.answer,
+            message=AnswerMessage(content=text if text or has_content else None, tool_calls=calls or None),
+            logprobs=self._logprobs(part),
+            finish_reason=part.finish_reason,  # type: ignore[arg-type]
+            token_ids=list(part.delta.token_ids) if self._body.return_token_ids else None,
         )
 
     async def events(self) -> AsyncGenerator[dict[str, Any] | str, None]:
         counter = Counter([self._conversation.asked])
         usage = StreamUsage(self._body.stream_options, counter)
         begun: set[int] = set()
-        async for said in self._conversation.say(counter, is_streaming=True):
-            choice = self._told(said)
+        async for part in self._conversation.parts(counter, is_streaming=True):
+            choice = self._streamed(part)
             if choice is None:
                 continue
-            if said.delta.answer not in begun:
-                begun.add(said.delta.answer)
-                beginnings = [self._event([first]) for first in self._beginning(said)]
+            if part.delta.answer not in begun:
+                begun.add(part.delta.answer)
+                beginnings = [self._event([first]) for first in self._beginning(part)]
                 if len(begun) == 1 and self._body.return_token_ids:
                     beginnings[0]["prompt_token_ids"] = self._conversation.asked.prompt
                 for event in beginnings:
-                    yield usage.put_into(event, untold=len(said.delta.token_ids))
+                    yield usage.put_into(event, unsent=len(part.delta.token_ids))
             yield usage.put_into(self._event([choice]))
         for event in usage.last(self._event([])):
             yield event
         yield "[DONE]"
 
-    def _beginning(self, said: Said) -> Iterator[dict[str, Any]]:
+    def _beginning(self, part: AnswerPart) -> Iterator[dict[str, Any]]:
         """The role alone, and what is echoed. Before a call there is no content."""
-        is_call = self._conversation.must_call or (bool(said.calls) and not said.text)
-        yield _choice(said, {"role": "assistant", "content": None if is_call else ""})
+        is_call = self._conversation.must_call or (bool(part.calls) and not part.text)
+        yield _choice(part, {"role": "assistant", "content": None if is_call else ""})
         if self._echo:
-            yield _choice(said, {"content": self._echo})
+            yield _choice(part, {"content": self._echo})
 
-    def _told(self, said: Said) -> dict[str, Any] | None:
-        """What there is to tell of it, if anything."""
+    def _streamed(self, part: AnswerPart) -> dict[str, Any] | None:
+        """The choice that an event shows for it; None if there is nothing to show."""
         delta: dict[str, Any] = {}
-        logprobs = self._logprobs(said) if said.delta.token_ids else None
-        ids = said.delta.token_ids if self._body.return_token_ids else ()
-        # A token may be a part of a character, which has no text yet, and its log-probability is told all the same.
-        if said.text or (logprobs and not said.calls and not self._conversation.must_call):
-            delta["content"] = said.text
-        if said.calls:
-            delta["tool_calls"] = list(map(_call_piece, said.calls))
-        if not (delta or logprobs or ids or said.finish_reason):
+        logprobs = self._logprobs(part) if part.delta.token_ids else None
+        ids = part.delta.token_ids if self._body.return_token_ids else ()
+        # A token may be a part of a character, which has no text yet, and its log-probability is sent all the same.
+        if part.text or (logprobs and not part.calls and not self._conversation.must_call):
+            delta["content"] = part.text
+        if part.calls:
+            delta["tool_calls"] = list(map(_call_piece, part.calls))
+        if not (delta or logprobs or ids or part.finish_reason):
             return None
-        choice = _choice(said, delta) | {"finish_reason": said.finish_reason}
+        choice = _choice(part, delta) | {"finish_reason": part.finish_reason}
         if logprobs:
             choice["logprobs"] = logprobs.model_dump()
         if self._body.return_token_ids:
@@ -130,16 +131,16 @@ class ChatCall:
             "choices": choices,
         }
 
-    def _logprobs(self, said: Said) -> ChatLogprobs | None:
-        return of_chat(said.delta.logprobs or (), self._spelling) if self._body.logprobs else None
+    def _logprobs(self, part: AnswerPart) -> ChatLogprobs | None:
+        return of_chat(part.delta.logprobs or (), self._spelling) if self._body.logprobs else None
 
 
-def _choice(said: Said, delta: dict[str, Any]) -> dict[str, Any]:
-    return {"index": said.delta.answer, "delta": delta, "logprobs": None, "finish_reason": None}
+def _choice(part: AnswerPart, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": part.delta.answer, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
 def _last_words(body: ChatRequest) -> str:
-    """Of the assistant, where the last message is its own: the answer goes on from there."""
+    """The text of the last message, where it is the assistant's: the answer goes on from there."""
     last = body.messages[-1]
     if last.role != "assistant" or last.content is None:
         return ""

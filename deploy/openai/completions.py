@@ -9,7 +9,6 @@ from ...proto.reply import num_values
 from ..front_end.front_end import FEW_VALUES, SHORT_TEXT_CHARS, Asked, FrontEnd
 from ..front_end.json_pieces import at_once
 from .answers import (
-    Collected,
     Counter,
     Piece,
     StreamUsage,
@@ -52,7 +51,7 @@ class CompletionCall:
         self._request_id = request_id
         self._created = now_s()
         self._fingerprint = fingerprint_of(front_end.info)
-        # Where nothing is to be said a token is drawn still, and not told.
+        # With max_tokens 0 a token is drawn all the same, and not sent.
         max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
         shaped = shape_of(front_end)
         self._sampling = sampling_of(body, front_end.info, max_tokens, body.logprobs, shaped=shaped)
@@ -68,6 +67,7 @@ class CompletionCall:
             self._sampling = replace(self._sampling, bad_token_ids=bad)
         terms = terms_of(self._body)
         self.front_end.check_room(terms.tenant)
+        # A prompt is a text or token ids; there may be several, up to a limit.
         is_one = isinstance(given, str) or isinstance(given[0], int)
         limit = self.front_end.limits.max_prompts
         if not is_one and len(given) > limit:
@@ -77,6 +77,7 @@ class CompletionCall:
                 asked=len(given),
                 limit=limit,
             )
+        # Texts become tokens. One that is to be cut may be longer than the model takes.
         is_cut = self._body.truncate_prompt_tokens is not None
         if isinstance(given, str):
             prompts = [await self.front_end.encode(given, only_counted=is_cut)]
@@ -88,6 +89,7 @@ class CompletionCall:
             prompts = await self.front_end.encode_all(given)
         else:
             prompts = [list(tokens) for tokens in given]
+        # Prompts are cut to what leaves room for the answer, and each becomes a request.
         longest = self.front_end.info.longest_request - self._sampling.max_tokens
         prompts = [truncated(prompt, self._body, longest) for prompt in prompts]
         ids = [self._request_id if len(prompts) == 1 else f"{self._request_id}-{n}" for n in range(len(prompts))]
@@ -95,10 +97,8 @@ class CompletionCall:
 
     async def answer(self) -> Completion:
         counter = Counter(self._asked)
-        collected = [[Collected() for _ in range(self._sampling.n)] for _ in self._asked]
-        async for piece in self._pieces(counter, is_streaming=False):
-            collected[piece.prompt][piece.delta.answer].add(piece)
-        answers = [(prompt, n, one) for prompt, own in enumerate(collected) for n, one in enumerate(own)]
+        answers = [piece async for piece in self._pieces(counter, is_streaming=False)]
+        answers.sort(key=self._index)
 
         def made() -> Completion:
             return Completion(
@@ -106,16 +106,16 @@ class CompletionCall:
                 created=self._created,
                 model=self.front_end.info.model,
                 system_fingerprint=self._fingerprint,
-                choices=[self._choice(*answer) for answer in answers],
+                choices=[self._choice(answer) for answer in answers],
                 usage=counter.usage(),
             )
 
-        return await self.front_end.aside(sum(self._size(prompt, one) for prompt, _, one in answers), made)
+        return await self.front_end.aside(sum(map(self._size, answers)), made)
 
     async def events(self) -> AsyncGenerator[dict[str, Any] | str, None]:
         counter = Counter(self._asked)
         usage = StreamUsage(self._body.stream_options, counter)
-        offsets: dict[tuple[int, int], int] = {}  # by prompt and answer: characters told
+        offsets: dict[int, int] = {}  # by index of the answer: characters sent
         body = self._body
         is_plain = body.logprobs is None and not (
             body.echo or body.return_token_ids or body.prompt_logprobs is not None
@@ -132,41 +132,46 @@ class CompletionCall:
         yield "[DONE]"
 
     async def _pieces(self, counter: Counter, *, is_streaming: bool) -> AsyncGenerator[Piece, None]:
-        """What comes of all answers, and is to be told. Counts it."""
+        """All pieces of all answers that the client is to see. Counts them."""
         with in_own_words(self._body):
             async for piece in pieces(self.front_end, self._asked, is_streaming=is_streaming):
-                piece = self._told(piece)
+                piece = self._without_unasked(piece)
                 counter.add(piece)
                 yield piece
 
-    def _entry(self, piece: Piece) -> dict[str, Any]:
-        """What most events hold, made in as little time as most of them deserve."""
-        index = piece.prompt * self._sampling.n + piece.delta.answer
-        return {"index": index, "text": piece.text, "logprobs": None, "finish_reason": piece.delta.finish_reason}
+    def _index(self, piece: Piece) -> int:
+        """The place of its answer among all answers of all prompts."""
+        return piece.prompt * self._sampling.n + piece.delta.answer
 
-    async def _rich_event(
-        self, piece: Piece, offsets: dict[tuple[int, int], int], usage: StreamUsage
-    ) -> dict[str, Any] | str:
-        one, key = Collected(), (piece.prompt, piece.delta.answer)
-        one.add(piece)
-        offset, is_first = offsets.get(key, 0), key not in offsets
+    def _entry(self, piece: Piece) -> dict[str, Any]:
+        """The usual event, which has no extras. It is made for every token, so it takes little time."""
+        return {
+            "index": self._index(piece),
+            "text": piece.text,
+            "logprobs": None,
+            "finish_reason": piece.delta.finish_reason,
+        }
+
+    async def _rich_event(self, piece: Piece, offsets: dict[int, int], usage: StreamUsage) -> dict[str, Any] | str:
+        index, size = self._index(piece), self._size(piece)
+        offset, is_first = offsets.get(index, 0), index not in offsets
 
         def made() -> tuple[int, dict[str, Any] | str]:
-            choice = self._choice(*key, one, offset=offset, is_first=is_first)
+            choice = self._choice(piece, offset=offset, is_first=is_first)
             entry = {name: value for name, value in plain(choice).items() if value is not None}
-            event = usage.put_into(self._event([entry | {"finish_reason": one.finish_reason}]))
+            event = usage.put_into(self._event([entry | {"finish_reason": piece.delta.finish_reason}]))
             return len(choice.text), as_json(event) if size >= FEW_VALUES else event
 
-        size = self._size(piece.prompt, one)
-        told, event = await self.front_end.aside(size, made)
-        offsets[key] = offset + told
+        sent, event = await self.front_end.aside(size, made)
+        offsets[index] = offset + sent
         return event
 
-    def _size(self, prompt: int, one: Collected) -> int:
-        """Values that an answer tells of, about."""
-        told = num_values(one.logprobs) + num_values(one.prompt_logprobs) + len(one.token_ids)
+    def _size(self, piece: Piece) -> int:
+        """About how many values the piece brings."""
+        delta = piece.delta
+        values = num_values(delta.logprobs) + num_values(delta.prompt_logprobs) + len(delta.token_ids)
         tells_prompt = self._body.echo or self._body.return_token_ids
-        return told + (len(self._asked[prompt].prompt) if tells_prompt else 0)
+        return values + (len(self._asked[piece.prompt].prompt) if tells_prompt else 0)
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -178,34 +183,36 @@ class CompletionCall:
             "choices": choices,
         }
 
-    def _told(self, piece: Piece) -> Piece:
-        """Without the token that nobody asked for."""
+    def _without_unasked(self, piece: Piece) -> Piece:
+        """Leaves out the token that is drawn although `max_tokens` is 0."""
         if self._body.max_tokens != 0:
             return piece
         delta = piece.delta._replace(token_ids=(), logprobs=None, finish_reason=piece.delta.finish_reason and "length")
         return piece._replace(delta=delta, text="")
 
-    def _choice(
-        self, prompt: int, answer: int, one: Collected, *, offset: int = 0, is_first: bool = True
-    ) -> CompletionChoice:
-        tokenizer, asked = self.front_end.tokenizer, self._asked[prompt]
-        text, rows = one.text, list(one.logprobs)
+    def _choice(self, piece: Piece, *, offset: int = 0, is_first: bool = True) -> CompletionChoice:
+        tokenizer, asked = self.front_end.tokenizer, self._asked[piece.prompt]
+        text, delta = piece.text, piece.delta
         echoes = bool(self._body.echo) and is_first
         logprobs = None
         if self._body.logprobs is not None:
             logprobs = of_completion(
-                asked.prompt if echoes else None, one.prompt_logprobs or (), rows, self._spelling, offset
+                asked.prompt if echoes else None,
+                delta.prompt_logprobs or (),
+                delta.logprobs or (),
+                self._spelling,
+                offset,
             )
         if echoes:
             text = (tokenizer.decode(asked.prompt) if tokenizer is not None else "") + text
         wants_ids = bool(self._body.return_token_ids)
-        about_prompt = one.prompt_logprobs if self._body.prompt_logprobs is not None else None
+        about_prompt = delta.prompt_logprobs if self._body.prompt_logprobs is not None else None
         choice = CompletionChoice(
-            index=prompt * self._sampling.n + answer,
+            index=self._index(piece),
             text=text,
             logprobs=logprobs,
-            finish_reason=one.finish_reason,  # type: ignore[arg-type]
-            token_ids=one.token_ids if wants_ids else None,
+            finish_reason=delta.finish_reason,  # type: ignore[arg-type]
+            token_ids=list(delta.token_ids) if wants_ids else None,
             prompt_token_ids=asked.prompt if wants_ids and is_first else None,
         )
         # Afterwards, since pydantic would look at all of it in one step.

@@ -25,7 +25,7 @@ from .requests import (
 from .tools import CallPiece, CallReader, naming_tools, tool_use
 
 
-class Said(NamedTuple):
+class AnswerPart(NamedTuple):
     """What came for one answer."""
 
     delta: Delta
@@ -67,6 +67,7 @@ class Conversation:
         body, front_end = self._body, self.front_end
         terms = terms_of(body)
         front_end.check_room(terms.tenant)
+        # The template gets turns, tools and variables, and makes the prompt.
         turns, urls = await turns_aside(front_end, body.messages)
         variables = dict(body.chat_template_kwargs or {})
         for name in ("reasoning_effort", "verbosity"):
@@ -84,6 +85,7 @@ class Conversation:
         )
         with in_own_words(body):
             images = await front_end.read_images(urls)
+        # The prompt is cut where that is wanted; the answer has the rest, or what was asked for.
         longest, asked = front_end.info.longest_request, body.max_completion_tokens or body.max_tokens
         prompt = truncated(prompt, body, longest - (asked or 1))
         max_tokens = asked or max(1, longest - len(prompt))
@@ -100,18 +102,18 @@ class Conversation:
 
     @property
     def must_call(self) -> bool:
-        """Is an answer nothing but calls?"""
+        """Must an answer consist of calls?"""
         return self._use is not None and self._use.form is not None
 
-    async def say(self, counter: Counter, *, is_streaming: bool) -> AsyncGenerator[Said, None]:
-        """What comes, of all answers in one stream. Counts it."""
+    async def parts(self, counter: Counter, *, is_streaming: bool) -> AsyncGenerator[AnswerPart, None]:
+        """The pieces of all answers in one stream. Counts them."""
         readers = [CallReader(self._use) for _ in range(self.asked.sampling.n)] if self._use else None
         is_single = self._body.parallel_tool_calls is False
         with in_own_words(self._body), naming_tools(self._use) if self._use else contextlib.nullcontext():
             async for piece in pieces(self.front_end, [self.asked], is_streaming=is_streaming):
                 counter.add(piece)
                 if readers is None:
-                    yield Said(piece.delta, piece.text, [])
+                    yield AnswerPart(piece.delta, piece.text, [])
                     continue
                 reader = readers[piece.delta.answer]
                 text, calls = reader.push(piece.text)
@@ -120,4 +122,4 @@ class Conversation:
                     text, calls = text + rest, calls + last
                 if is_single:
                     calls = [call for call in calls if call.place == 0]
-                yield Said(piece.delta, text, calls, reader.has_called)
+                yield AnswerPart(piece.delta, text, calls, reader.has_called)

@@ -28,14 +28,14 @@ UNASKED = ("GET", "HEAD", "OPTIONS")
 """What these ask for costs little, and is asked for again and again by what watches a server."""
 
 KEY = "intarsia.key"
-"""Where a scope has what its key is known by."""
+"""The entry of a scope with the digest of its key."""
 
 WINDOW_S = 10.0
-"""In each of which a body must come at its lowest rate or faster: who sent much before may not hold it for longer."""
+"""A body must come at the lowest rate or faster in each window: a fast beginning does not excuse a slow end."""
 
 
 REQUEST_ID = "intarsia.request_id"
-"""Where a scope has the `Called` of its request."""
+"""The entry of a scope with the `Called` of its request."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Named:
         await self._app(inner, receive, send_named)
 
     def _id_of(self, scope: Scope) -> str:
-        """As its header says; empty if it says none that can be one."""
+        """The id in a request's header; empty if there is none, or none that is valid."""
         given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         try:
             check_id(given, self._limits)
@@ -167,7 +167,7 @@ class Bodies:
             await self._app(scope, self._whole(receive, share), send)
 
     def _whole(self, receive: Receive, share: Share) -> Receive:
-        """The same with the body in one message."""
+        """A `receive` that gives the body in one message."""
         is_read = False
 
         async def receive_whole() -> Message:
@@ -183,6 +183,7 @@ class Bodies:
         limits, body = self._limits, bytearray()
         window_ends_s, wanted = time.monotonic() + WINDOW_S, limits.min_body_bytes_per_s * WINDOW_S
         while True:
+            # Wait for the next part until the window ends. A body that came too slowly is refused then.
             try:
                 async with asyncio.timeout(max(0.0, window_ends_s - time.monotonic())):
                     message = await receive()
@@ -196,8 +197,10 @@ class Bodies:
                 window_ends_s = time.monotonic() + WINDOW_S
                 wanted = len(body) + limits.min_body_bytes_per_s * WINDOW_S
                 continue
+            # The client left.
             if message["type"] != "http.request":
                 return message
+            # A part has come: it must fit, and its bytes count against the limits of its key.
             part, is_more = message.get("body", b""), message.get("more_body", False)
             if len(body) + len(part) > limits.max_body_bytes:
                 raise HTTPException(413, f"the body has more than {limits.max_body_bytes} bytes (max_body_bytes)")

@@ -59,7 +59,8 @@ BODIES: dict[str, tuple[type[pydantic.BaseModel], ...]] = {
 """What is posted where."""
 
 LONGEST_MISSPELT_CHARS = 64
-"""Of names among which a similar one is looked for: it takes long for a long one, and no name of ours is longer."""
+"""The longest name for which a similar one is looked for: the search takes long for a long one, and no name of ours is
+longer."""
 
 LONGEST_PLACE_CHARS = 120
 
@@ -69,7 +70,7 @@ BOUNDS = {
     "less_than": ("above_max_value", "above maximum value. Expected a value < {lt}, but got {input} instead"),
     "less_than_equal": ("above_max_value", "above maximum value. Expected a value <= {le}, but got {input} instead"),
 }
-"""Of faults of numbers: how OpenAI's one word goes on, and its sentence."""
+"""For each fault of a number, the end of OpenAI's code and its sentence."""
 
 
 def shape(error: IntarsiaError) -> tuple[int, dict[str, Any]]:
@@ -158,7 +159,7 @@ def _first_fault(error: RequestValidationError, path: str) -> tuple[str, str | N
 
 
 def _beyond(fault: Any, place: str) -> tuple[str, str | None, str]:
-    """What is said of a number that is too small or too large."""
+    """The sentence about a number that is too small or too large."""
     word, sentence = BOUNDS[fault["type"]]
     kind = "integer" if all(isinstance(each, int) for each in fault["ctx"].values()) else "decimal"
     bounds = {name: int(bound) if bound == int(bound) else bound for name, bound in fault["ctx"].items()}
@@ -167,7 +168,7 @@ def _beyond(fault: Any, place: str) -> tuple[str, str | None, str]:
 
 
 def _place(parts: Sequence[str | int], value: Any) -> Iterator[str]:
-    """Of the parts, those that lead into `value`: others name one of several kinds that a value may have."""
+    """The parts of a place that lead into `value`: others name one of several kinds that a value may have."""
     for n, part in enumerate(parts):
         if isinstance(value, dict) and value.get("type") == part and n + 1 < len(parts) and parts[n + 1] in value:
             continue  # the kind, although there is a member of that name, too

@@ -22,12 +22,13 @@ class Spelling(NamedTuple):
         return self.tokenizer.text_of(token_id)
 
     def bytes_of(self, token_id: int) -> list[int]:
-        """Of the token itself, which may be a part of a character, whatever its spelling."""
+        """The bytes of the token itself, which may be a part of a character, whatever its spelling."""
         return list(self.tokenizer.bytes_of(token_id) if self.tokenizer is not None else self.text(token_id).encode())
 
 
 def of_prompt(rows: Sequence[TokenLogprobs] | None, spelling: Spelling) -> Series | None:
-    """As `prompt_logprobs` has it: nothing of the first token, then {id: {logprob, rank, text}} of each."""
+    """The rows of a prompt as `prompt_logprobs` shows them: nothing of the first token, then {id: {logprob, rank,
+    text}} of each."""
     if rows is None:
         return None
 

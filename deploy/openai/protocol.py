@@ -20,7 +20,7 @@ from pydantic import (
 from ...proto.request import MAX_ANSWERS, MAX_BAD, MAX_LOGPROBS, MAX_PRIORITY, MAX_STOP_CHARS, MAX_STOPS
 
 TOKEN_FORMAT = "token"
-"""Of token ids in the OpenAPI document, which says of the served model how many there are."""
+"""The format of token ids in the OpenAPI document, which says of the served model how many there are."""
 
 Text = Annotated[str, StringConstraints(min_length=1)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -107,7 +107,7 @@ def is_neutral(name: str, value: Any) -> bool:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """As JSON has it: 1 is 1.0, and not true."""
+    """Are two values equal as JSON has it? 1 is 1.0, and not true."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 

@@ -69,7 +69,7 @@ def reading_route(front_end: Callable[[], FrontEnd], limits: Limits) -> type[API
 
 
 RELEASE = "intarsia.release_body"
-"""Where a scope has what to call once a body has become a request."""
+"""The entry of a scope with the function to call once a body has become a request."""
 
 
 def _is_json(request: Request) -> bool:
@@ -130,7 +130,7 @@ class BodyReader:
             )
 
     def _check_lists(self, body: dict[str, Any]) -> None:
-        """Those at the top, and those of messages."""
+        """Check the lists at the top of a body, and those in its messages."""
         limits = self._limits
         _check_members(body, "the body", None, MEMBERS)
         for name, limit in (("logit_bias", MAX_BIASES), ("metadata", MEMBERS)):

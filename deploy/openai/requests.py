@@ -45,7 +45,7 @@ ANY_OBJECT = json.dumps({"type": "object"})
 
 
 def shape_of(front_end: FrontEnd) -> Shape:
-    """What becomes of schemas, as the server's settings have it."""
+    """How the server's settings want schemas to be shaped."""
     return as_given if front_end.settings.open_objects else closed
 
 
@@ -162,7 +162,7 @@ def terms_of(body: Sampling) -> Terms:
 
 @contextlib.contextmanager
 def in_own_words(body: Sampling) -> Iterator[None]:
-    """What the engine refuses names the field of the request that it is about."""
+    """Make refusals of the engine name the request's own field."""
     try:
         yield
     except InvalidRequest as error:
@@ -214,9 +214,11 @@ def turns_of(messages: list[Message]) -> tuple[list[dict[str, Any]], list[str]]:
         turn = message.model_dump(
             exclude_none=True, exclude={"content", "tool_calls", "annotations", "cache_control", "reasoning"}
         )
+        # Fields that have two names get the one that templates read.
         if message.reasoning_content is None and message.reasoning is not None:
             turn["reasoning_content"] = message.reasoning
         turn["role"] = "system" if message.role == "developer" else message.role
+        # Content in parts: images leave a mark in the turn, and texts alone become one text.
         if isinstance(message.content, list):
             parts = []
             for part in message.content:
@@ -232,6 +234,7 @@ def turns_of(messages: list[Message]) -> tuple[list[dict[str, Any]], list[str]]:
             turn["content"] = "\n".join(part["text"] for part in parts) if is_text else parts
         else:
             turn["content"] = message.content if message.content is not None else ""
+        # Calls have their arguments as objects, not as JSON in a text.
         if message.tool_calls:
             turn["tool_calls"] = [
                 {

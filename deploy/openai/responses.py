@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from ...errors import InvalidRequest
 from ..front_end.front_end import FrontEnd
 from .answers import Counter, now_s
-from .conversation import Conversation, Said
+from .conversation import AnswerPart, Conversation
 from .logprobs import Spelling, of_chat
 from .protocol import (
     ChatRequest,
@@ -36,7 +36,7 @@ from .requests import check_streaming
 from .tools import CallPiece
 
 LOGPROBS = "message.output_text.logprobs"
-"""What `include` has where log-probabilities are to be told."""
+"""The entry of `include` that asks for log-probabilities."""
 
 AS_IN_CHAT = (
     "stop", "seed", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos",
@@ -64,13 +64,13 @@ class ResponsesCall:
 
     async def answer(self) -> ResponseBody:
         counter, items = Counter([self._conversation.asked]), _Items(self._names)
-        [said] = [each async for each in self._conversation.say(counter, is_streaming=False)]
+        [part] = [each async for each in self._conversation.parts(counter, is_streaming=False)]
         for _ in (
-            *items.told(said.text, said.calls, self._logprobs(said)),
-            *items.end(is_cut=said.finish_reason == "length"),
+            *items.add(part.text, part.calls, self._logprobs(part)),
+            *items.end(is_cut=part.finish_reason == "length"),
         ):
-            pass  # what a stream would be told
-        return self._response(items.done, said, counter)
+            pass  # the events that a stream would have
+        return self._response(items.done, part, counter)
 
     async def events(self) -> AsyncGenerator[dict[str, Any] | str, None]:
         counter, items = Counter([self._conversation.asked]), _Items(self._names)
@@ -78,8 +78,8 @@ class ResponsesCall:
         yield items.event("created", response=begun)
         yield items.event("in_progress", response=begun)
         last = None
-        async for last in self._conversation.say(counter, is_streaming=True):
-            for event in items.told(last.text, last.calls, self._logprobs(last)):
+        async for last in self._conversation.parts(counter, is_streaming=True):
+            for event in items.add(last.text, last.calls, self._logprobs(last)):
                 yield event
         assert last is not None, "an answer ends with a delta"
         for event in items.end(is_cut=last.finish_reason == "length"):
@@ -87,14 +87,16 @@ class ResponsesCall:
         whole = self._response(items.done, last, counter)
         yield items.event(whole.status, response=whole.model_dump())
 
-    def _logprobs(self, said: Said) -> list[dict[str, Any]]:
-        rows = said.delta.logprobs if self._wants_logprobs else None
+    def _logprobs(self, part: AnswerPart) -> list[dict[str, Any]]:
+        rows = part.delta.logprobs if self._wants_logprobs else None
         return of_chat(rows, Spelling(self.front_end.tokenizer)).model_dump()["content"] if rows else []
 
-    def _response(self, output: list[OutputMessage | OutputCall], said: Said | None, counter: Counter) -> ResponseBody:
-        """said: the last of the answer; None: it has not begun."""
-        body, is_cut = self._body, said is not None and said.finish_reason == "length"
-        status = "in_progress" if said is None else "incomplete" if is_cut else "completed"
+    def _response(
+        self, output: list[OutputMessage | OutputCall], part: AnswerPart | None, counter: Counter
+    ) -> ResponseBody:
+        """part: the last of the answer; None: it has not begun."""
+        body, is_cut = self._body, part is not None and part.finish_reason == "length"
+        status = "in_progress" if part is None else "incomplete" if is_cut else "completed"
         choice, sampling = body.tool_choice or "auto", self._conversation.asked.sampling
         return ResponseBody(
             id=self._id,
@@ -110,10 +112,10 @@ class ResponsesCall:
             temperature=sampling.temperature,
             text=body.text.model_dump(exclude_none=True, by_alias=True) if body.text else {"format": {"type": "text"}},
             tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
-            tools=[_told_tool(tool) for tool in body.tools or ()],
+            tools=[_shown_tool(tool) for tool in body.tools or ()],
             top_p=sampling.top_p,
             truncation=body.truncation or "disabled",
-            usage=_usage(counter) if said is not None else None,
+            usage=_usage(counter) if part is not None else None,
             user=body.user,
             top_logprobs=body.top_logprobs,
             prompt_cache_key=body.prompt_cache_key,
@@ -138,7 +140,7 @@ class _Items:
         self._number += 1
         return {"type": f"response.{kind}", "sequence_number": self._number, **fields}
 
-    def told(self, text: str, calls: Sequence[CallPiece], logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def add(self, text: str, calls: Sequence[CallPiece], logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """More of the answer has come. logprobs: of its tokens, when asked for."""
         if text or (logprobs and isinstance(self._open, OutputMessage)):
             yield from self._say(text, logprobs)
@@ -221,12 +223,12 @@ def _new_id(kind: str) -> str:
     return f"{kind}_{uuid.uuid4().hex}"
 
 
-def _told_tool(tool: ResponseTool | NamespaceTool) -> dict[str, Any]:
-    """As the answer tells it again."""
-    told = tool.model_dump(exclude_none=True)
+def _shown_tool(tool: ResponseTool | NamespaceTool) -> dict[str, Any]:
+    """A tool as the answer shows it again."""
+    shown = tool.model_dump(exclude_none=True)
     if isinstance(tool, NamespaceTool):
-        return told | {"tools": [_told_tool(inner) for inner in tool.tools]}
-    return {"strict": None, "parameters": None} | told
+        return shown | {"tools": [_shown_tool(inner) for inner in tool.tools]}
+    return {"strict": None, "parameters": None} | shown
 
 
 def _tools(body: ResponsesRequest) -> Iterator[tuple[str, str | None, ResponseTool]]:
@@ -262,12 +264,13 @@ def _as_function(name: str, tool: ResponseTool) -> dict[str, Any]:
 
 
 def _as_chat(body: ResponsesRequest) -> ChatRequest:
-    """The same request in the words of chat."""
+    """Translate the request into one of chat."""
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
     thoughts: list[str] = []  # that belong to the next turn of the model
     items = [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    # Items become messages. What the model thought belongs to its next turn.
     for item in items:
         match item:
             case InputMessage(role=role, content=content):
@@ -294,11 +297,13 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
         raise InvalidRequest("input has thoughts alone; give a message with them", field="input")
     messages += _thoughts_alone(thoughts)
     tools = list(_tools(body))
+    # A tool is chosen by the name that the model knows.
     choice: Any = body.tool_choice
     if isinstance(choice, ResponseToolName):
         choice = {"type": "function", "function": {"name": _chosen(choice.name, tools)}}
     elif choice == "auto" and not tools:
         choice = None  # which is what it says
+    # Fields go over one by one; null ones are left out.
     given: dict[str, Any] = {
         "model": body.model,
         "messages": messages,
@@ -336,8 +341,8 @@ def _thoughts(thoughts: list[str], role: str) -> dict[str, str]:
 
 def _thoughts_alone(thoughts: list[str]) -> list[dict[str, Any]]:
     """A turn of the model that came no further, which is taken from the list."""
-    told = _thoughts(thoughts, "assistant")
-    return [{"role": "assistant", "content": None} | told] if told else []
+    turn = _thoughts(thoughts, "assistant")
+    return [{"role": "assistant", "content": None} | turn] if turn else []
 
 
 def _part(part: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Calls of tools: how an answer is made to be one, and how one is found in an answer.
 
-Models write calls in the form they were trained on; three are known, and told by how the answer goes:
+Models write calls in the form they were trained on; three are known, and an answer shows which it is by how it begins:
 
     <tool_call>{"name": .., "arguments": ..}</tool_call>      Qwen, Hermes, Granite, ..
     [TOOL_CALLS][{"name": .., "arguments": ..}]               Mistral; the marker itself may be no text
@@ -32,14 +32,16 @@ PLACE = re.compile(r"#/\$defs/(?P<tool>\d+)(?P<rest>.*)", re.DOTALL)
 BEGUN_CALL = re.compile(r'\{"name":"(?P<name>[^"]*)"(?:,"arguments":(?P<arguments>.*))?', re.DOTALL)
 """A call within the array that `_calls_schema` asks for, from its beginning to where the answer was cut."""
 
+OPENINGS = ("", "{", '{"')
+"""Beginnings of arguments that say nothing yet."""
 
 LONGEST_HEAD_CHARS = 512
 
 MOST_NAMES = 16
-"""Of tools, in an error."""
+"""The most names of tools in an error."""
 
 MOST_FALSE_BEGINNINGS = 16
-"""Of an object in a text that is none: from each the text may be read to its end."""
+"""The most braces in a text that begin no object: from each the text may be read to its end."""
 
 
 class CallPiece(NamedTuple):
@@ -54,15 +56,16 @@ class CallPiece(NamedTuple):
 class ToolUse(NamedTuple):
     """What a request says about tools."""
 
-    tools: Sequence[Tool]  # that the model is told of
+    tools: Sequence[Tool]  # offered to the model
     form: dict[str, Any] | None  # of an answer that must be a call
-    called: str | None  # the one that must be called, if it is said which
+    called: str | None  # the tool that must be called, if the request names one
 
 
 def tool_use(body: ChatRequest, shaped: Shape = closed) -> ToolUse | None:
-    """None where no call is wanted. Raises `InvalidRequest`, naming the field."""
+    """Read the fields about tools; None where no call is wanted. Raises `InvalidRequest`, naming the field."""
     tools = body.tools or []
     choice = body.tool_choice
+    # Without tools nothing may be chosen.
     if not tools:
         if choice not in (None, "none"):
             raise InvalidRequest(
@@ -72,11 +75,13 @@ def tool_use(body: ChatRequest, shaped: Shape = closed) -> ToolUse | None:
         return None
     if choice == "none":
         return None
+    # A required call is a form, and a request has one form.
     if choice not in (None, "auto") and body.structured_outputs is not None:
         raise InvalidRequest(
             "tool_choice and structured_outputs both say what the answer looks like; give one of them",
             field="structured_outputs",
         )
+    # A named tool: the answer is its arguments. Any tool: the answer is an array of calls. Else the answer is free.
     if isinstance(choice, NamedTool):
         name = choice.function.name
         at = next((n for n, tool in enumerate(tools) if tool.function.name == name), None)
@@ -91,7 +96,7 @@ def tool_use(body: ChatRequest, shaped: Shape = closed) -> ToolUse | None:
 
 @contextlib.contextmanager
 def naming_tools(use: ToolUse) -> Iterator[None]:
-    """What is complained of in the schema of a tool names the tool, and its field of the request."""
+    """Make complaints about a tool's schema name the tool, and its field of the request."""
     try:
         yield
     except InvalidRequest as error:
@@ -152,11 +157,11 @@ def _calls_schema(tools: Sequence[Tool], is_parallel: bool | None, shaped: Shape
 
 
 class CallReader:
-    """Parts the text of one answer, as it grows, into what is said and what is called."""
+    """Parts the text of one answer, as it grows, into words and calls."""
 
     def __init__(self, use: ToolUse):
         self._use = use
-        self._has_said = False
+        self._has_text = False
         self._waiting = ""  # may begin a marker
         self._held: list[str] = []  # of a call, or what looks like one; nothing once a call has begun
         self._holds = use.form is not None
@@ -167,12 +172,12 @@ class CallReader:
         return self._calls.count > 0
 
     def push(self, text: str) -> tuple[str, list[CallPiece]]:
-        """What is said and what is called by now, beyond doubt."""
+        """Take more text. Returns the text and the pieces of calls that are certain by now."""
         if self._holds:
             return "", self._hold(text)
         text = self._waiting + text
         self._waiting = ""
-        if not self._has_said:
+        if not self._has_text:
             begun = text.lstrip()
             if begun in ("", "["):
                 self._waiting = text
@@ -203,7 +208,7 @@ class CallReader:
         return pieces
 
     def _say(self, text: str) -> str:
-        self._has_said = self._has_said or bool(text.strip())
+        self._has_text = self._has_text or bool(text.strip())
         return text
 
 
@@ -218,22 +223,28 @@ def calls_of(pieces: Iterable[CallPiece]) -> list[ToolCall]:
 
 
 class _NamedCall:
-    """One call, whose arguments are all that comes."""
+    """One call, whose arguments are all that comes. It begins with the first arguments that say something: an answer
+    that is cut before that has no call."""
 
     def __init__(self, name: str):
         self.count = 0
         self._name = name
         self._id = _new_id()
-        self._space = ""  # may be the end of the answer, and is no part of the arguments then
+        self._waiting = ""  # before the call begins, its opening; later, space that may be the end of the answer
 
     def push(self, text: str) -> list[CallPiece]:
-        text = self._space + text if self.count else text.lstrip()
-        told = text.rstrip()
-        self._space = text[len(told) :]
-        return [self._piece(told)] if told else []
+        text = self._waiting + text
+        if not self.count:
+            text = text.lstrip()
+            if "".join(text.split()) in OPENINGS:
+                self._waiting = text
+                return []
+        arguments = text.rstrip()
+        self._waiting = text[len(arguments) :]
+        return [self._piece(arguments)] if arguments else []
 
     def finish(self, *, is_required: bool) -> list[CallPiece]:
-        return [] if self.count else [self._piece("")]
+        return []
 
     def _piece(self, arguments: str) -> CallPiece:
         is_first, self.count = not self.count, 1
@@ -252,7 +263,7 @@ class _Calls:
         self._seen: list[str] = []  # of it
         self._seen_chars = 0
         self._id = ""
-        self._arguments: _Object | None = None  # that are being told
+        self._arguments: _Object | None = None  # whose pieces are being sent
 
     def push(self, text: str) -> list[CallPiece]:
         self._text += text
@@ -273,7 +284,7 @@ class _Calls:
         return [self._first(begun["name"], begun["arguments"] or "")] if begun is not None else []
 
     def _begin(self, pieces: list[CallPiece]) -> bool:
-        """Is there more to be read?"""
+        """Look for the next call. Returns whether there is more to read."""
         if self._object is None:
             at = self._text.find("{")
             self._text = self._text[at:] if at >= 0 else ""
@@ -301,14 +312,14 @@ class _Calls:
     def _go_on(self, pieces: list[CallPiece]) -> bool:
         assert self._arguments is not None
         end = self._arguments.end_in(self._text)
-        told, self._text = self._text[:end], self._text[end:]
+        arguments, self._text = self._text[:end], self._text[end:]
         if self._arguments.is_whole:
             self._arguments = None
-        if told:
+        if arguments:
             if pieces and pieces[-1].id == self._id:
-                pieces[-1] = pieces[-1]._replace(arguments=pieces[-1].arguments + told)
+                pieces[-1] = pieces[-1]._replace(arguments=pieces[-1].arguments + arguments)
             else:
-                pieces.append(CallPiece(self.count - 1, self._id, None, told))
+                pieces.append(CallPiece(self.count - 1, self._id, None, arguments))
         return self._arguments is None
 
     def _first(self, name: str, arguments: str) -> CallPiece:
@@ -318,7 +329,7 @@ class _Calls:
 
 
 class _Object:
-    """Where a JSON object ends that comes in pieces."""
+    """Finds the end of a JSON object that comes in pieces."""
 
     def __init__(self) -> None:
         self._depth = 0

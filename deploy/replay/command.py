@@ -36,7 +36,7 @@ def run(
 
 
 def replay_operations(path: Path, *, as_json: bool, strategy: str | None, policy: str | None) -> None:
-    """Print one answer per operation. Raises `InvalidSetting` for a header or a line that can not be read."""
+    """Print one answer per operation. Raises `InvalidSetting` for a header or a line that cannot be read."""
     lines = read_operations(path)
     first = next(lines, None)
     if first is None:

@@ -27,7 +27,7 @@ HUGE_BYTES = 1 << 60
 def make_manager(header: Mapping[str, Any], strategy: str | None = None, policy: str | None = None) -> CacheManager:
     """The manager that a header describes. strategy, policy: instead of the header's own.
 
-    Raises `InvalidSetting`, naming the field, for whatever can not be.
+    Raises `InvalidSetting`, naming the field, for whatever cannot be.
     """
     layers, max_tokens = _layers(header)
     settings = PlanSettings(

@@ -24,16 +24,20 @@ def replay_lru(requests: Iterable[TraceRequest], blocks: int | None, *, full_blo
     hits = evictions = 0
     for request in requests:
         ids, limit = request.ids, len(request.ids)
+        # An engine caches full blocks only, and computes the last token anew.
         if full_blocks_only:
             ids = ids[: request.length // request.block_tokens]
             limit = min(len(ids), (request.length - 1) // request.block_tokens)
+        # The hit is the longest cached prefix.
         hit = 0
         while hit < limit and ids[hit] in cache:
             hit += 1
         hits += hit
+        # Cached blocks of the request are touched before anything is evicted.
         for block in ids:
             if block in cache:
                 cache.move_to_end(block)
+        # Blocks enter from tail to head, so that the head is evicted last.
         for block in reversed(ids if blocks is None else ids[:blocks]):
             if block in cache:
                 cache.move_to_end(block)

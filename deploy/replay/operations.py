@@ -1,6 +1,6 @@
 """Operation traces: what is asked of the manager, line by line, and what it answers.
 
-One operation, one answer. An operation that can not be done is answered with `ok: false` and the reason, and nothing
+One operation, one answer. An operation that cannot be done is answered with `ok: false` and the reason, and nothing
 else is disturbed.
 """
 
@@ -44,7 +44,7 @@ class OperationRunner:
     """Runs the operations of a trace over one manager, and times them."""
 
     def __init__(self, header: Mapping[str, Any], strategy: str | None = None, policy: str | None = None):
-        """Raises `InvalidSetting` for a header that can not be."""
+        """Raises `InvalidSetting` for a header that cannot be."""
         self.manager: CacheManager = make_manager(header, strategy, policy)
         self._chunk = header.get("chunk", CHUNK_TOKENS)
         if not isinstance(self._chunk, int) or self._chunk < 1:

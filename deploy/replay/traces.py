@@ -30,7 +30,7 @@ DRAWN_REQUESTS = 10_000
 """Drawn from formats that hold distributions instead of requests."""
 
 MINUTES_APART = 2
-"""Between the starts of two sessions, where a trace has sessions without a common clock."""
+"""Time between the starts of two sessions, where a trace has sessions without a common clock."""
 
 
 def read_trace(
@@ -72,13 +72,13 @@ def detect(path: Path) -> str:
 
 
 def open_text(path: Path) -> io.TextIOBase:
-    """A text file, packed or not. Raises `InvalidSetting` when it can not be read."""
+    """A text file, packed or not. Raises `InvalidSetting` when it cannot be read."""
     try:
         with path.open("rb") as file:
             packed = file.read(2) == b"\x1f\x8b"
         return gzip.open(path, "rt") if packed else path.open()  # type: ignore[return-value]
     except OSError as error:
-        raise InvalidSetting(f"{path} can not be read: {error.strerror}", field="trace") from None
+        raise InvalidSetting(f"{path} cannot be read: {error.strerror}", field="trace") from None
 
 
 def _mooncake(lines: io.TextIOBase, block_tokens: int, longest: int | None) -> Iterator[TraceRequest]:
@@ -88,7 +88,7 @@ def _mooncake(lines: io.TextIOBase, block_tokens: int, longest: int | None) -> I
 
 
 class _Unique:
-    """Ids that nobody shares."""
+    """Ids that occur once."""
 
     def __init__(self) -> None:
         self._next = -1

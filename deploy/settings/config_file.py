@@ -54,7 +54,7 @@ def _read(path: Path, known: set[str]) -> dict[str, Any]:
     try:
         found = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidSetting(f"the configuration {path} can not be read: {error}", field="config") from None
+        raise InvalidSetting(f"the configuration {path} cannot be read: {error}", field="config") from None
     except yaml.YAMLError as error:
         raise InvalidSetting(f"the configuration {path} is no YAML: {error}", field="config") from None
     if found is None:

@@ -32,7 +32,7 @@ def with_settings(rows: Sequence[Setting]) -> Callable[[Command], Command]:
 
 
 def _parameter(row: Setting) -> inspect.Parameter:
-    """As typer reads the parameters of a command."""
+    """A setting as a parameter that typer reads."""
     kind, default = _kind(row), row.for_servers
     return inspect.Parameter(
         row.name,
@@ -43,7 +43,8 @@ def _parameter(row: Setting) -> inspect.Parameter:
 
 
 def _kind(row: Setting) -> Any:
-    """What one value is on the command line. Numbers of tokens are read at once; of bytes, when all flags are known."""
+    """The type of one value on the command line. Numbers of tokens are read at once; of bytes, when all flags are
+    known."""
     if row.read is tokens:
         return int
     if row.read is several:

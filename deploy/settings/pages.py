@@ -59,7 +59,7 @@ def _sentences(row: Setting) -> str:
 
 
 def arguments() -> str:
-    """Those of `LLM`, as lines of its docstring."""
+    """The arguments of `LLM`, as lines of its docstring."""
     return "\n".join(line for row in ENGINE for line in _argument(row))
 
 

@@ -33,7 +33,7 @@ def refusal(host: str, port: int, field: str, error: Exception) -> InvalidSettin
         return InvalidSetting(f"host {host!r} is no address of this machine: {why}", field="host")
     flag = f"--{field.replace('_', '-')}"
     return InvalidSetting(
-        f"can not listen on {host}:{port}: {why}. Choose another port ({flag}), or 0 for a free one.",
+        f"cannot listen on {host}:{port}: {why}. Choose another port ({flag}), or 0 for a free one.",
         field=field,
         asked=port,
     )

@@ -40,7 +40,7 @@ class Setting:
         return self.default if self.serving is None else self.serving
 
     def value(self, given: Mapping[str, Any]) -> Any:
-        """What the field becomes. Raises `InvalidSetting`."""
+        """The value that the field gets. Raises `InvalidSetting`."""
         value = given.get(self.name, self.default)
         return value if self.read is None else self.read(value, self.name)
 
@@ -52,7 +52,7 @@ def rows_of(keys: Any, **same: Any) -> Iterator[Setting]:
 
 
 def in_order(rows: Sequence[Setting]) -> list[Setting]:
-    """As --help shows them."""
+    """Settings in the order in which --help shows them."""
     ordered = [row for row in rows if not row.follows]
     for row in rows:
         if row.follows:

@@ -98,7 +98,7 @@ class EngineArguments(TypedDict, total=False):
     cpu_threads: Annotated[int | None, Setting(
         None, "model.cpu_threads", "Threads of a worker without GPU.", "its cores, one less in short steps")]
     allow_generic: Annotated[bool, Setting(
-        False, "model.allow_generic", "Try an architecture that nobody has tested, as plain attention.")]
+        False, "model.allow_generic", "Try an untested architecture, as plain attention.")]
     trust_remote_code: Annotated[bool, Setting(
         False, "model.trust_remote_code", "Run Python files that come with the checkpoint.")]
     generation_config: Annotated[str, Setting(

@@ -52,5 +52,5 @@ def _close_at_exit() -> None:
 
 
 def _is_waited_for(thread: threading.Thread) -> bool:
-    """By Python, before it ends."""
+    """Does Python wait for the thread before it ends?"""
     return not thread.daemon and thread not in (threading.main_thread(), threading.current_thread())

@@ -15,7 +15,7 @@ TARGET_POOL_USE = 0.8
 
 
 class Situation(Protocol):
-    """What we look at of Ray Serve's `AutoscalingContext`."""
+    """The part of Ray Serve's `AutoscalingContext` that decides here."""
 
     @property
     def current_num_replicas(self) -> int: ...

@@ -17,8 +17,8 @@ OBJECT_STORE_BYTES = 256 << 20
 """Engines put nothing there. Ray's own choice, a third of the memory, is address space of each of its processes."""
 
 MIN_ADDRESS_SPACE_BYTES = 3_000_000_000
-"""Of each process. With 2 GB a process of Ray's ends without a word, or one waits for it for ever; with 3 GB a small
-model is served."""
+"""The least address space of each process. With 2 GB a process of Ray's ends without a word, or one waits for it for
+ever; with 3 GB a small model is served."""
 
 
 def check_start(*, is_insecure_fine: bool) -> None:

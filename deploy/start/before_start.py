@@ -33,7 +33,7 @@ DEVICES = "/dev/nvidia0", "/dev/kfd"
 """Without one of these, no GPU is here that torch could use."""
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float": 4}
-"""Of one number, by dtype; of others: 2."""
+"""Bytes of one number, by dtype; of others: 2."""
 
 NOT_TEXT = "vision", "visual", "audio", "multi_modal", "multimodal", "mtp."
 """Parts of tensors' names that are not loaded, mostly: to take them for loaded would refuse what fits."""
@@ -46,7 +46,7 @@ SHARES_NOTHING = {"gemma2", "gemma3_text", "llama", "mistral", "ministral", "min
 
 
 def judged(model: str, settings: EngineSettings) -> EngineSettings:
-    """The same settings, if an engine can be made of them here. model: as it was named. Raises as `check_engine`."""
+    """Return the settings, if an engine can be made of them here. model: as it was named. Raises as `check_engine`."""
     try:
         check_engine(settings)
     except ModelNotFound as error:
@@ -57,7 +57,7 @@ def judged(model: str, settings: EngineSettings) -> EngineSettings:
 
 
 def check_engine(settings: EngineSettings) -> None:
-    """Raises `InvalidSetting` and `ModelError` for what can not become an engine here."""
+    """Raises `InvalidSetting` and `ModelError` for what cannot become an engine here."""
     checkpoint = Checkpoint(settings.model.model_dir)
     check_tokenizer(settings.model)
     text = text_config(checkpoint.config)
@@ -121,7 +121,7 @@ def _check_backend(name: str | None, *, has_gpu: bool) -> None:
 
 
 def weight_bytes(checkpoint: Checkpoint, dtype: str) -> int:
-    """What the weights take on all ranks together, at the least."""
+    """The least bytes that the weights take on all ranks together."""
     numbers = sum(
         math.prod(checkpoint.shape(name)) for name in checkpoint.names() if not any(part in name for part in NOT_TEXT)
     )
@@ -129,7 +129,7 @@ def weight_bytes(checkpoint: Checkpoint, dtype: str) -> int:
 
 
 def check_memory(weights: int, settings: EngineSettings, free: int) -> None:
-    """Of a machine without GPUs, where all workers share it. All in bytes. Raises `InvalidSetting`."""
+    """Check the memory of a machine without GPUs, where all workers share it. All in bytes. Raises `InvalidSetting`."""
     ranks = settings.model.tensor_parallel_size
     cache = settings.plan.memory_bytes * ranks
     if weights + cache <= free:
@@ -146,7 +146,7 @@ def check_memory(weights: int, settings: EngineSettings, free: int) -> None:
 
 
 def _item_bytes(text: Mapping[str, Any], dtype: str, whole: Mapping[str, Any] | None = None) -> int:
-    """Of one number."""
+    """The bytes of one number of the weights."""
     said = [each.get(name) for each in (text, whole or {}) for name in ("dtype", "torch_dtype")]
     name = dtype if dtype != "auto" else next((one for one in said if isinstance(one, str)), "float32")
     return ITEM_BYTES.get(name.removeprefix("torch."), 2)

@@ -59,7 +59,7 @@ def settings_before_start(params: Mapping[str, Any]) -> EngineSettings:
 
 
 def _of(rows: Iterable[Setting], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the parameters of a command, those that are in these rows."""
+    """The parameters of a command that are in these rows."""
     return {row.name: params[row.name] for row in rows if row.name in params}
 
 

@@ -1,4 +1,4 @@
-"""How a process of the command line ends when somebody asks it to: at once while it starts, in time while it serves.
+"""How a process of the command line ends when a signal asks it to: at once while it starts, in time while it serves.
 
 Python hears a signal when its first thread is between two of its own instructions. While that thread is in Ray, or in
 an import, it is not. So a thread of our own waits for the byte that Python's handler writes anyhow (`set_wakeup_fd`).
@@ -52,7 +52,7 @@ while bytes_heard.recv(1, socket.MSG_PEEK) and not end.poll(1000 * after_s) and 
 """Its program. What our thread ends this process for it leaves where it is."""
 
 TIDY = b"\r\33[K\33[?25h"
-"""To a terminal: the line is empty, and the cursor can be seen. A bar that is not finished leaves neither."""
+"""Empties a terminal's line and shows the cursor. A bar that is not finished leaves neither."""
 
 ERROR = 2
 """The file of standard error. `sys.stderr` may be a bar's."""
@@ -64,7 +64,7 @@ _spared: set[int] = set()
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end this process and all that it started, whatever it does, until somebody else hears them."""
+    """Ctrl-C and SIGTERM end this process and all that it started, whatever it does, until other handlers take over."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     before = [signal.signal(number, _ignore) for number in SIGNALS]  # what counts is the byte
@@ -107,7 +107,7 @@ def _wait(reader: socket.socket) -> None:
 
 
 def say(what: str) -> None:
-    """To the terminal, if there is one."""
+    """Print to the terminal, if there is one."""
     with contextlib.suppress(OSError, ValueError):
         print(what, flush=True)
 

@@ -36,13 +36,13 @@ from .processes import end_processes, processes_of_ray
 logger = logging.getLogger(__name__)
 
 SHUTDOWN_TIMEOUT_S = 1.0
-"""For a controller to tell who waits, and its workers, that it goes."""
+"""Time for a controller to tell waiting clients and its workers that it ends."""
 
 GIVE_UP_START_S = 3.0
-"""For a Ray that starts to notice that its processes are gone."""
+"""Time for a Ray that starts to notice that its processes are gone."""
 
 DISMISS_TIMEOUT_S = 10.0
-"""For Ray to end our actors in a cluster that lives on."""
+"""Time for Ray to end our actors in a cluster that lives on."""
 
 NAME_TIMEOUT_S = 10.0
 
@@ -81,11 +81,11 @@ class RunningEngine:
         return self._actors.process.pid
 
     async def leave(self, within_s: float) -> None:
-        """Wait until nobody is answered any more, having told other front ends to ask elsewhere."""
+        """Tell other front ends to ask elsewhere, then wait until no request is being answered."""
         await answer(self._controller.leave.remote(), "controller")
         deadline = time.monotonic() + within_s
         quiet = 0
-        while quiet < QUIET_LOOKS and time.monotonic() < deadline:  # whoever asked before we left may just be coming
+        while quiet < QUIET_LOOKS and time.monotonic() < deadline:  # a request sent before we left may still arrive
             load = await self.client.load()
             quiet = quiet + 1 if load.running + load.waiting == 0 else 0
             await asyncio.sleep(LOOK_EVERY_S)
@@ -98,7 +98,7 @@ class RunningEngine:
 
 
 Watch = Callable[[int, int], None]
-"""Told how many of how many parameters are loaded."""
+"""Called with the number of parameters loaded and their total."""
 
 
 async def start_engine(settings: EngineSettings, watch: Watch | None = None) -> RunningEngine:
@@ -141,7 +141,7 @@ def _check_cluster(is_insecure_fine: bool) -> None:
 
 
 def _addresses() -> set[str]:
-    """Of the cluster's machines."""
+    """The addresses of the cluster's machines."""
     return {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
 
@@ -163,6 +163,7 @@ async def _beside(work: Callable[..., Any], *arguments: Any) -> Any:
             result, error = work(*arguments), None
         except BaseException as raised:  # noqa: BLE001  it is raised where this is awaited
             result, error = None, raised
+        # Nothing hears the result if the loop has gone; a Ray that was started is stopped then.
         try:
             loop.call_soon_threadsafe(tell, result, error)
         except RuntimeError:  # the loop has gone
@@ -214,7 +215,7 @@ class _Actors:
         return actors
 
     async def start(self, watch: Watch | None) -> Address:
-        """Where front ends connect, when all is loaded."""
+        """Start the engine. Returns the address for front ends, when all is loaded."""
         return await _watched(self.controller, self._begin(is_new=True), watch)
 
     def _begin(self, *, is_new: bool) -> Coroutine[Any, Any, Address]:
@@ -223,7 +224,7 @@ class _Actors:
         )
 
     async def start_again(self) -> Address:
-        """With another controller in place of the one that has gone, or does not answer. Raises `EngineUnavailable`
+        """Start another controller in place of the one that has gone, or does not answer. Raises `EngineUnavailable`
         when none could be had for `give_up_after_s`."""
         started = time.monotonic()
         if ray.is_initialized():
@@ -302,8 +303,8 @@ async def _watched(controller: Any, starting: Coroutine[Any, Any, Address], watc
 
 
 def _create(name: str | None) -> Any:
-    """On this node, because its front end is here, and goes with it. Ray does not keep to a mere preference (`soft`)
-    when an actor asks for no CPUs."""
+    """Create it on this node, because its front end is here, and goes with it. Ray does not keep to a mere preference
+    (`soft`) when an actor asks for no CPUs."""
     make: Any = ControllerActor
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     try:

@@ -27,7 +27,7 @@ class Running(NamedTuple):
 
 @contextlib.contextmanager
 def announced(url: str, admin_key: str | None) -> Iterator[None]:
-    """Others of this user find the server while this lasts. A place where that can not be is no reason not to serve."""
+    """Others of this user find the server while this lasts. A place where that cannot be is no reason not to serve."""
     path = None
     with contextlib.suppress(OSError, InvalidSetting):
         path = folder() / f"{os.getpid()}.json"
@@ -62,7 +62,7 @@ def not_asked(url: str, error: Exception) -> IntarsiaError:
     why = (reason.strerror if isinstance(reason, OSError) else None) or str(reason)
     if isinstance(reason, ssl.SSLCertVerificationError):
         return InvalidSetting(
-            f"{url} has a certificate that nobody known here has signed for this name. Say who may have: "
+            f"{url} has a certificate that no authority known here has signed for this name. Name its authority: "
             "--ssl-ca-certs FILE",
             field="ssl_ca_certs",
         )
@@ -78,11 +78,11 @@ def not_asked(url: str, error: Exception) -> IntarsiaError:
 
 
 def folder() -> Path:
-    """Where the files are. Raises `InvalidSetting` for a folder that others could have put there."""
+    """The folder of the files. Raises `InvalidSetting` for a folder that others could have put there."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     path = Path(runtime) / "intarsia" if runtime else Path(tempfile.gettempdir()) / f"intarsia-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     facts = path.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
-        raise InvalidSetting(f"{path} must be a folder that nobody else can open", field="XDG_RUNTIME_DIR")
+        raise InvalidSetting(f"{path} must be a folder that only its owner can open", field="XDG_RUNTIME_DIR")
     return path

@@ -8,8 +8,8 @@ from ..settings.table import LogLevel as LogLevel
 
 
 def log_from(level: LogLevel) -> None:
-    """For this process, and for those that it starts from now on. Other libraries log from warnings on. gRPC does so
-    from errors on: it tells of each handshake of a stranger that fails."""
+    """Set the log level of this process, and of those that it starts from now on. Other libraries log from warnings on.
+    gRPC does so from errors on: it tells of each handshake of a stranger that fails."""
     os.environ[LOG_LEVEL] = level
     if level is not LogLevel.DEBUG:
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read when its library is loaded

@@ -32,13 +32,13 @@ from .ray_address import CHECK_ALIVE, check_address
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "intarsia"
-"""Of all named actors of ours within a Ray cluster."""
+"""The namespace of all our named actors within a Ray cluster."""
 
 POLITE_S = 0.3
-"""For Ray to end by itself. Nothing of it is worth more: our workers have been left by then."""
+"""Time for Ray to end by itself. It needs no more: our workers have been left by then."""
 
 STUCK_S = 2.0
-"""For Ray to notice that its processes are gone. It does not when the GCS went before."""
+"""Time for Ray to notice that its processes are gone. It does not when the GCS went before."""
 
 ASK_TIMEOUT_S = 5.0
 
@@ -134,7 +134,7 @@ def asks_for_token(gcs_address: str) -> bool:
 
 
 def _is_token_mode() -> bool:
-    """Of this process: Ray has no public way to ask."""
+    """Does this process use Ray's tokens? Ray has no public way to ask."""
     try:
         from ray._private.authentication.authentication_utils import is_token_auth_enabled
     except ImportError:
@@ -144,7 +144,7 @@ def _is_token_mode() -> bool:
 
 @contextlib.contextmanager
 def _own_environment() -> Iterator[None]:
-    """What Ray's processes are started with; as it was afterwards, for whatever cluster is next."""
+    """Set the environment for Ray's processes, and restore it afterwards, for the next cluster."""
     before = {name: os.environ.get(name) for name in _OURS}
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would let our workers yield to every other process
     # Ray's own metrics have no reader where it has no dashboard; to send them wakes all its processes again and again.
@@ -235,7 +235,7 @@ def ensure_ray(workers: int, *, is_insecure_fine: bool = False) -> OwnRay | None
             ray.init(namespace=NAMESPACE, **QUIET)
         except (ConnectionError, AuthenticationError, RuntimeError, ValueError) as error:
             why = str(error).strip().splitlines()[0]
-            raise EngineUnavailable(f"the Ray cluster that RAY_ADDRESS names can not be joined: {why}") from error
+            raise EngineUnavailable(f"the Ray cluster that RAY_ADDRESS names cannot be joined: {why}") from error
         return None
     check_start(is_insecure_fine=is_insecure_fine)
     return OwnRay(workers)

@@ -58,12 +58,12 @@ def _is_ray(pid: int) -> bool:
 
 
 def _is_there(pid: int) -> bool:
-    """And no corpse that its parent has not looked at."""
+    """Does the process run? A zombie does not."""
     with contextlib.suppress(OSError):
         return _stat(pid)[0] not in "ZX"
     return False
 
 
 def _stat(pid: int) -> list[str]:
-    """Of a process, from its state on."""
+    """The fields of a process in /proc/PID/stat, from its state on."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

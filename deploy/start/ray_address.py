@@ -16,11 +16,11 @@ ANSWER_WITHIN_S = 4.0
 CHECK_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 
 NO_GRPC = "http2 header"
-"""In the details of gRPC's error where a server of another kind has answered."""
+"""Stands in the details of gRPC's error where a server of another kind has answered."""
 
 
 class Standing(enum.Enum):
-    """What a cluster makes of the process that asks."""
+    """How a cluster answers the process that asks."""
 
     WELCOME = "answers"
     REFUSED = "refuses this process"
@@ -28,7 +28,7 @@ class Standing(enum.Enum):
 
 
 def check_address() -> None:
-    """Of the cluster that RAY_ADDRESS names, if it names one. Raises `InvalidSetting` for what is no address, and
+    """Check the cluster that RAY_ADDRESS names, if it names one. Raises `InvalidSetting` for what is no address, and
     `EngineUnavailable` where no cluster is, or one that refuses us."""
     address = os.environ.get("RAY_ADDRESS", "")
     if address in ("", "auto", "local"):
@@ -93,7 +93,7 @@ def is_token_mode() -> bool:
 
 
 def token() -> str | None:
-    """That Ray would show, looked for where Ray looks."""
+    """The token that Ray would show, looked for where Ray looks."""
     if given := os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return given
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")

@@ -12,6 +12,7 @@ from ...errors import IntarsiaError, InvalidSetting
 from ...proto.tracing import tracer_of
 from ...proto.worker import ModelSettings
 from ..console import ConsoleSettings
+from ..demo import demo_notes
 from ..front_end.access import Access, AccessSettings
 from ..front_end.front_end import FrontEnd, FrontEndSettings
 from ..front_end.request_log import FORMS, RequestLog
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
     from .launch import RunningEngine
 
 LAST_WORDS_S = 0.5
-"""For the last answers to reach their clients."""
+"""Time for the last answers to reach their clients."""
 
 END_WITHIN_S = 1.5
-"""Of the process, from then on."""
+"""Time for the process to end, from then on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,8 @@ async def serve(settings: EngineSettings, server: ServerSettings) -> None:
             loop.add_signal_handler(number, stops.release)
         freeze_startup_objects()
         info = served.engine.client.info
-        print_banner(info._replace(notes=(*info.notes, *text_notes(served.front_end.tokenizer))), *served.at)
+        notes = *info.notes, *demo_notes(settings.model.model_dir), *text_notes(served.front_end.tokenizer)
+        print_banner(info._replace(notes=notes), *served.at)
         say("ready; stop with Ctrl-C")
         gone = asyncio.ensure_future(served.engine.client.wait_gone())
         await _first(stops.acquire(), gone)

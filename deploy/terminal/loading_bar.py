@@ -1,4 +1,4 @@
-"""A sign of life while something slow is done, and a bar that fills, where somebody sits at a terminal to see it."""
+"""Shows on a terminal that something slow goes on: a spinner first, then a bar that fills."""
 
 import contextlib
 import sys
@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 Watch = Callable[[int, int], None]
-"""Told how many of how many are done."""
+"""Called with the number done and their total."""
 
 
 def loading_bar(console: Console | None = None) -> contextlib.AbstractContextManager[Watch | None]:

@@ -66,18 +66,18 @@ class ChatServer:
         try:
             self._tls = ssl.create_default_context(cafile=ca_certs) if url.startswith("https") else None
         except OSError as error:
-            raise InvalidSetting(f"{ca_certs} can not be read: {error}", field="ssl_ca_certs") from None
+            raise InvalidSetting(f"{ca_certs} cannot be read: {error}", field="ssl_ca_certs") from None
 
     def model(self) -> str:
-        """What the server serves first."""
-        with self._told(), self._ask("/v1/models") as answer:
+        """The first model that the server lists."""
+        with self._own_errors(), self._ask("/v1/models") as answer:
             return json.load(answer)["data"][0]["id"]
 
     def answer(self, model: str, messages: list[Message]) -> Generator[str | Measured, None, None]:
         """The answer piece by piece, and at its end what it took."""
         body = {"model": model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
         began_s, first_s = time.monotonic(), None
-        with self._told(), self._ask("/v1/chat/completions", body) as lines:
+        with self._own_errors(), self._ask("/v1/chat/completions", body) as lines:
             for event in _events(lines):
                 if error := event.get("error"):
                     raise EngineUnavailable(str(error.get("message", error)))
@@ -97,22 +97,22 @@ class ChatServer:
         return urllib.request.urlopen(request, timeout=ANSWER_WITHIN_S, context=self._tls)
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        """What goes wrong in it is one of our errors."""
+    def _own_errors(self) -> Iterator[None]:
+        """Turns failures of the connection into our errors."""
         try:
             yield
         except urllib.error.HTTPError as error:
-            said = _message(error.read().decode(errors="replace"))
+            message = _message(error.read().decode(errors="replace"))
             if error.code == 401:
                 raise Unauthenticated(f"{self._url} wants a key: --api-key KEY", field="api_key") from None
             kind = EngineUnavailable if error.code in (429, 503) or error.code >= 500 else InvalidRequest
-            raise kind(f"{self._url} answers {error.code}: {said}") from None
+            raise kind(f"{self._url} answers {error.code}: {message}") from None
         except (OSError, ValueError, LookupError, http.client.HTTPException) as error:
             raise not_asked(self._url, error) from None
 
 
 class Conversation:
-    """What was said, as the model is told it."""
+    """The turns of a conversation, as the model gets them."""
 
     def __init__(self, system: str | None = None):
         self._system, self._turns = system, list[Message]()
@@ -172,21 +172,21 @@ class Terminal:
 
     def _say(self, question: str) -> None:
         """An answer that was stopped or broke off is remembered as far as it came, so that it can be gone on with."""
-        said, measured = "", None
+        text, measured = "", None
         try:
             with contextlib.closing(self._server.answer(self._model, self._conversation.asked(question))) as answer:
                 for piece in answer:
                     if isinstance(piece, Measured):
                         measured = piece
                         continue
-                    said += piece
+                    text += piece
                     self._console.out(piece, end="")
         except KeyboardInterrupt:
             measured = "stopped"
         except IntarsiaError as error:
             measured = f"error: {error}"
-        if said:
-            self._conversation.answered(question, said)
+        if text:
+            self._conversation.answered(question, text)
         self._console.out("")
         self._dim(str(measured or "the answer broke off"))
 
@@ -239,7 +239,7 @@ def _server_here() -> Iterator[str]:
 
 
 def _wait_for(server: "subprocess.Popen[bytes]") -> str:
-    """Where it listens, once it does. Raises `EngineUnavailable`."""
+    """Wait until the server listens. Returns its address. Raises `EngineUnavailable`."""
     deadline = time.monotonic() + START_WITHIN_S
     while time.monotonic() < deadline and server.poll() is None:
         for each in running():
@@ -262,7 +262,7 @@ def _measured(usage: dict[str, Any], first_s: float | None, total_s: float) -> M
 
 
 def _message(body: str) -> str:
-    """Of an error as OpenAI words it, or the beginning of whatever it is."""
+    """The message of an error in OpenAI's form; of any other text, its beginning."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):

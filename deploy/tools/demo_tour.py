@@ -18,7 +18,7 @@ from ...proto.request import SamplingParams
 from ...proto.status import CacheState
 from ..checkpoints.real_models import installed_files
 from ..client import Client, Usage
-from ..demo import DEMO
+from ..demo import DEMO, TOY
 from ..settings.options import engine_settings
 from ..start.launch import RunningEngine
 from ..start.serve import ServerSettings, serving
@@ -63,7 +63,7 @@ TINY = Play(
     "In the early days of computing, programmers",
     "In the",
     SamplingParams(temperature=0.3, seed=1, max_tokens=160),
-    "it is a toy of 2 MB: its words are words, and that is all",
+    f"it is {TOY}",
 )
 
 GEMMA = Play(

@@ -56,7 +56,7 @@ def examine() -> list[Finding]:
         try:
             found += check()
         except Exception as error:  # noqa: BLE001  a broken installation may raise anything
-            found.append(Finding(topic, f"can not be told: {type(error).__name__}: {error}", False))
+            found.append(Finding(topic, f"cannot be told: {type(error).__name__}: {error}", False))
     return found
 
 
@@ -95,11 +95,11 @@ def _home() -> list[Finding]:
     if os.access(home, os.W_OK):
         return [Finding("home", home)]
     advice = f"compiled kernels are kept in {kept}; INTARSIA_CACHE_DIR names a folder that lasts longer"
-    return [Finding("home", f"{home} can not be written", True, advice)]
+    return [Finding("home", f"{home} cannot be written", True, advice)]
 
 
 def _ports() -> list[Finding]:
-    """Those that `serve` listens on unless told otherwise. One in use is a remark: a server of ours may be running."""
+    """Look at the ports that `serve` listens on by default. One in use is a remark: a server of ours may be running."""
     found = []
     for name, port in (("HTTP", 8000), ("gRPC", 50051)):
         with socket.socket() as probe:

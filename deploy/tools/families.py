@@ -134,7 +134,8 @@ def _divides(example: _Example, ranks: int) -> bool:
 
 
 def _kinds(layers: Sequence[LayerSpec]) -> str:
-    """As in "10 full + 52 sliding-1024", in the order of their first layers; sharing layers counted apart."""
+    """The kinds of layers, as in "10 full + 52 sliding-1024", in the order of their first layers; sharing layers
+    counted apart."""
     counts: dict[str, int] = {}
     for layer in layers:
         kind = layer.reach.name + (" (latent)" if layer.value_dim == 0 and layer.reach.keeps is Keeps.TOKENS else "")
@@ -144,7 +145,7 @@ def _kinds(layers: Sequence[LayerSpec]) -> str:
 
 
 def _prefix_cache(layers: Sequence[LayerSpec]) -> str:
-    """Where the next request with the same beginning can go on."""
+    """The places at which the next request with the same beginning can go on."""
     keeps = {layer.reach.keeps for layer in layers}
     where = "at saved states" if Keeps.STATE in keeps else "at any token"
     return f"{where}, images by content" if Keeps.ENCODER in keeps else where

@@ -59,7 +59,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise InvalidRequest(f"{path} can not be read: {error.strerror}", field="images") from None
+        raise InvalidRequest(f"{path} cannot be read: {error.strerror}", field="images") from None
 
 
 def _prompt(text: str | None, token_ids: str | None) -> str | list[int]:

@@ -10,7 +10,7 @@ from ...workers.checkpoint.json_file import clipped
 from ..checkpoints.known_models import known_model
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
-"""Of one cached number."""
+"""Bytes of one cached number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class ModelLayers:
 
 
 def model_layers(model: str, tensor_parallel_size: int = 1, dtype: str = "bfloat16") -> ModelLayers:
-    """Raises `InvalidSetting` for a model nobody knows, `ModelError` for a config that can not be read."""
+    """Raises `InvalidSetting` for an unknown model, `ModelError` for a config that cannot be read."""
     if tensor_parallel_size < 1:
         raise InvalidSetting(
             f"tensor_parallel_size must be at least 1, got {tensor_parallel_size}", field="tensor_parallel_size"

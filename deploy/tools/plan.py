@@ -110,7 +110,8 @@ def _capacity(model: ModelLayers, settings: PlanSettings, plan: MemoryPlan, leng
 
 
 def _saved(model: ModelLayers, settings: PlanSettings, plan: MemoryPlan, length: int) -> float:
-    """Of the bytes that a request takes when every layer keeps every token, those of an encoder included."""
+    """The share of bytes saved, of those that a request takes when every layer keeps every token, an encoder's
+    included."""
     everything = 0
     for layer in model.layers:
         if layer.shares is None:

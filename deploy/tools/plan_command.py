@@ -41,4 +41,4 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text)
     except OSError as error:
-        raise InvalidSetting(f"{path} can not be written: {error.strerror}", field="svg") from None
+        raise InvalidSetting(f"{path} cannot be written: {error.strerror}", field="svg") from None

@@ -87,10 +87,10 @@ def _port_of(url: str) -> int | None:
     try:
         return urllib.parse.urlsplit(url).port
     except ValueError:
-        return 0  # of nobody
+        return 0  # no server has it
 
 
-def look(server: Server, since_step: int = 0) -> dict[str, Any]:
+def fetch_snapshot(server: Server, since_step: int = 0) -> dict[str, Any]:
     """What the server shows. Raises `Unauthenticated` or `EngineUnavailable`."""
     url = f"{server.url}{VIEW_PATH}?pool=0&since={since_step}"
     if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
@@ -101,42 +101,42 @@ def look(server: Server, since_step: int = 0) -> dict[str, Any]:
         with urllib.request.urlopen(request, timeout=ANSWER_WITHIN_S, context=context) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
-        said = error.read().decode(errors="replace")
+        message = error.read().decode(errors="replace")
         if error.code == 401:
             raise Unauthenticated(f"{server.url} wants its admin key: --admin-key KEY", field="admin_key") from None
-        raise EngineUnavailable(f"{server.url} answers {error.code}: {said[:300]}") from None
+        raise EngineUnavailable(f"{server.url} answers {error.code}: {message[:300]}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise not_asked(server.url, error) from None
 
 
 def show_once(server: Server, *, as_json: bool) -> None:
-    """As it is now. Rates are those of the second between two looks."""
-    before = look(server)
+    """Print the state once. Rates are those of the second between two looks."""
+    before = fetch_snapshot(server)
     time.sleep(EVERY_S)
-    view = look(server)
+    view = fetch_snapshot(server)
     if as_json:
         print(json.dumps(facts(view, before), indent=2))
     else:
-        Console(highlight=False).print(told(server), screen(view, before), sep="\n")
+        Console(highlight=False).print(server_line(server), screen(view, before), sep="\n")
 
 
 def show(server: Server) -> None:
     """Until Ctrl-C. A server that is away for a while is waited for."""
-    view = before = look(server)
+    view = before = fetch_snapshot(server)
     steps = view["steps"]
     answered_s = time.time()
-    with Live(Group(told(server), screen(view, before, steps)), screen=True, auto_refresh=False) as live:
+    with Live(Group(server_line(server), screen(view, before, steps)), screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(EVERY_S)
             try:
-                before, view = view, look(server, steps[-1]["number"] if steps else 0)
+                before, view = view, fetch_snapshot(server, steps[-1]["number"] if steps else 0)
             except EngineUnavailable as error:
                 shown = Group(gone(error, answered_s), Text(), screen(view, before, steps))
                 live.update(Styled(shown, "dim"), refresh=True)
                 continue
             answered_s = time.time()
             steps = [*steps, *view["steps"]][-600:]
-            live.update(Group(told(server), screen(view, before, steps)), refresh=True)
+            live.update(Group(server_line(server), screen(view, before, steps)), refresh=True)
 
 
 def gone(error: EngineUnavailable, answered_s: float) -> Text:
@@ -145,8 +145,8 @@ def gone(error: EngineUnavailable, answered_s: float) -> Text:
     return Text(f"no answer since {at}, {ago_s:.0f} s ago; asking again each second. {error}", style="not dim red")
 
 
-def told(server: Server) -> Text:
-    """Which server this is, and how to watch another of this user's when several run."""
+def server_line(server: Server) -> Text:
+    """The line that says which server this is, and how to watch another of this user's."""
     others = [each.url for each in running() if not _is_same(each.url, server.url)]
     line = Text(server.url, style="dim")
     if others:
@@ -155,7 +155,7 @@ def told(server: Server) -> Text:
 
 
 def facts(view: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """For programs: all but the map, and the rates."""
+    """The state for programs: all but the map, and the rates."""
     shown = {name: value for name, value in view.items() if name not in ("pool", "recount", "faults")}
     for request in (*shown["requests"], *shown["ended"]):
         del request["blocks"]

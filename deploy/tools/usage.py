@@ -15,7 +15,8 @@ from ...errors import IntarsiaError
 from ..settings.other_flags import OTHER_FLAGS
 
 SIMILAR = 0.8
-"""Of two spellings, from 0 to 1. Less alike ones mean different things: --seed is no --insecure."""
+"""The least likeness of two spellings that counts as a slip, from 0 to 1. Less alike ones mean different things: --seed
+is no --insecure."""
 
 
 INTERRUPTED = 130
@@ -36,7 +37,7 @@ class Commands(TyperGroup):
 
 
 class OneSentence(ClickException):
-    """Told without the usage: it would push the sentence off the screen."""
+    """An error shown without the usage, which would push the sentence off the screen."""
 
     exit_code = 2
 
@@ -71,13 +72,13 @@ def _worded(error: UsageError, words: Sequence[str]) -> str:
 
 
 def _whole(flag: str, words: Sequence[str]) -> str:
-    """Of -pp, typer knows the first letter only."""
+    """The whole flag that was given: of -pp, typer knows the first letter only."""
     given = (word.partition("=")[0] for word in words)
     return flag if flag.startswith("--") else next((word for word in given if word.startswith(flag)), flag)
 
 
 def _instead(flag: str, context: Context, command: str) -> str:
-    """What to give instead of a flag, or how to find out."""
+    """The sentence about what to give instead of a flag, or how to find out."""
     ours = [name for param in context.command.params for name in (*param.opts, *param.secondary_opts)]
     if "--tensor-parallel-size" in ours and flag in OTHER_FLAGS:
         return f": {OTHER_FLAGS[flag]}."

@@ -26,7 +26,7 @@ from intarsia.deploy.openai.app import make_app
 from intarsia.deploy.settings.options import engine_settings
 from intarsia.deploy.start.launch import RunningEngine, start_engine
 from intarsia.deploy.start.local_servers import announced
-from intarsia.deploy.tools.top import Server, facts, gone, look, screen, told
+from intarsia.deploy.tools.top import Server, facts, fetch_snapshot, gone, screen, server_line
 from intarsia.errors import EngineUnavailable, InvalidSetting, Unauthenticated
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.conftest import Loop
@@ -452,9 +452,9 @@ def test_private_words_are_explained_by_keyboard(console: Console, page: Page):
 
 
 def test_top_shows_what_the_console_shows(console: Console, streams: list):
-    before = look(Server(console.url, KEY))
+    before = fetch_snapshot(Server(console.url, KEY))
     time.sleep(0.5)  # for a step between the two
-    view = look(Server(console.url, KEY))
+    view = fetch_snapshot(Server(console.url, KEY))
     assert view["pool"] is None
     states = [request["state"] for request in view["requests"]]
     assert 5 <= len(states) <= 8 and set(states) <= {"running", "waiting"}
@@ -468,9 +468,9 @@ def test_top_shows_what_the_console_shows(console: Console, streams: list):
 
 
 def test_top_fits_80_columns_and_says_since_when_a_server_is_gone(console: Console, streams: list):
-    before = look(Server(console.url, KEY))
+    before = fetch_snapshot(Server(console.url, KEY))
     time.sleep(0.5)
-    view = look(Server(console.url, KEY))
+    view = fetch_snapshot(Server(console.url, KEY))
     terminal = Terminal(width=80, record=True, file=io.StringIO())
     terminal.print(screen(view, before))
     lines = terminal.export_text().splitlines()
@@ -485,16 +485,16 @@ def test_top_fits_80_columns_and_says_since_when_a_server_is_gone(console: Conso
 
 def test_top_says_that_a_key_is_wanted(console: Console):
     with pytest.raises(Unauthenticated, match="admin key"):
-        look(Server(console.url, "oak"))
+        fetch_snapshot(Server(console.url, "oak"))
 
 
 def test_top_refuses_what_is_no_server():
     with pytest.raises(InvalidSetting, match="no URL"):
-        look(Server("file:///etc"))
+        fetch_snapshot(Server("file:///etc"))
 
 
 def test_top_says_which_server_it_watches_and_how_to_choose_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with announced("http://127.0.0.1:8001", None):
-        assert told(Server("http://127.0.0.1:8001")).plain == "http://127.0.0.1:8001"
-        assert "top --url http://127.0.0.1:8001" in told(Server("http://127.0.0.1:8002")).plain
+        assert server_line(Server("http://127.0.0.1:8001")).plain == "http://127.0.0.1:8001"
+        assert "top --url http://127.0.0.1:8001" in server_line(Server("http://127.0.0.1:8002")).plain

@@ -479,7 +479,7 @@ def test_images_go_through_grpc_to_the_vision_towers_of_two_workers(ray_cluster:
             with ThreadPoolExecutor() as pool:
                 asked = zip(model.prompts, model.images, strict=True)
                 answers = [pool.submit(client.complete, prompt, greedy, images=about) for prompt, about in asked]
-                with pytest.raises(InvalidRequest, match="can not be decoded"):
+                with pytest.raises(InvalidRequest, match="cannot be decoded"):
                     client.complete(model.prompts[1], greedy, images=[model.images[1][0][:80]])
                 with pytest.raises(InvalidRequest, match=r"has 1 image tokens .* and the request 2 images"):
                     client.complete(model.prompts[1], greedy, images=model.images[1] * 2)

@@ -80,7 +80,7 @@ def test_llm_without_params_samples_as_the_checkpoint_asks(ray_cluster: None, as
         assert usual == greedy
 
 
-def test_what_can_not_be_asked_of_sampling_is_left_out_with_a_note(asking: Path):
+def test_what_cannot_be_asked_of_sampling_is_left_out_with_a_note(asking: Path):
     info = asyncio.run(make_engine(asking)).info
     assert info.sampling_defaults == (("temperature", 0.0), ("top_p", 0.9))
     assert [note for note in info.notes if "top_k" in note] == [

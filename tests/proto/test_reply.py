@@ -30,6 +30,23 @@ def test_delta_is_the_same_on_the_other_side_of_the_wire():
         assert decode(pack(delta), Delta) == delta
 
 
+def test_deltas_of_an_answer_joined_are_all_tokens_with_the_beginning_and_the_end_told():
+    deltas = [
+        Delta((5,), Rows.of([row(5)]), None, 7, Rows.of([row(1)]), 3, 0.5),
+        Delta((), Rows(), None, 7, answer=3),
+        Delta((6, 7), Rows.of([row(6), row(7)]), "stop", 8, answer=3),
+    ]
+    rows = Rows.of([row(5), row(6), row(7)])
+    assert Delta.join(deltas) == Delta((5, 6, 7), rows, "stop", 8, Rows.of([row(1)]), 3, 0.5)
+    assert Delta.join(deltas[:1]) == deltas[0]
+    assert Delta.join([Delta((1,)), Delta((2,))]) == Delta((1, 2))
+
+
+def test_deltas_of_several_answers_are_not_joined():
+    with pytest.raises(AssertionError, match="several answers"):
+        Delta.join([Delta((1,)), Delta((2,), answer=1)])
+
+
 def test_what_waited_is_taken_in_pieces_of_bounded_size_answer_by_answer():
     backlog = Backlog()
     for n in range(150):

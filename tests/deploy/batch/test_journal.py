@@ -103,5 +103,5 @@ def test_a_file_that_is_no_journal_is_refused_and_left_alone(tmp_path: Path):
 
 
 def test_a_batch_that_is_not_there_is_refused(tmp_path: Path):
-    with pytest.raises(InvalidSetting, match="can not be read"):
+    with pytest.raises(InvalidSetting, match="cannot be read"):
         Input(tmp_path / "nothing.jsonl")

@@ -34,7 +34,7 @@ def test_a_line_is_read():
         (line(body={"stream": True}), "stream has no place in a batch"),
     ],
 )
-def test_what_can_not_be_asked_is_refused_in_words(text: str, message: str):
+def test_what_cannot_be_asked_is_refused_in_words(text: str, message: str):
     refused = read_line(text, 7)
     assert isinstance(refused, Refused)
     told = json.loads(refusal(refused))

@@ -70,10 +70,10 @@ def test_a_file_that_ends_early_is_told_wherever_it_was_cut(tmp_path: Path):
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"", "can not be read"),
+        (b"", "cannot be read"),
         (b"safetensors, perhaps", "is no GGUF file"),
         (b"GGUF" + struct.pack("<IQQ", 9, 1, 1), "version 9"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 1), "that can not be"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 1), "that cannot be"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 2**62), "ends within its header"),
         (small_gguf(data_bytes=17), "was cut off"),
     ],
@@ -161,16 +161,16 @@ def test_a_full_disk_is_told_before_anything_is_written(
     assert not [path for path in cache.iterdir() if path.is_dir()]
 
 
-def test_a_cache_that_can_not_be_written_is_told(quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_cache_that_cannot_be_written_is_told(quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("INTARSIA_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(InvalidSetting, match="which can not be written: Not a directory"):
+    with pytest.raises(InvalidSetting, match="which cannot be written: Not a directory"):
         converted("small", [write(tmp_path, small_gguf())])
 
 
 def test_a_converter_that_fails_is_told_in_one_sentence(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gguf, "find_spec", lambda _: object())
-    with pytest.raises(CorruptCheckpoint, match=r"small\.gguf can not be converted: ") as told:
+    with pytest.raises(CorruptCheckpoint, match=r"small\.gguf cannot be converted: ") as told:
         converted("small", [write(tmp_path, small_gguf())])
     assert len(str(told.value).splitlines()) == 1
 

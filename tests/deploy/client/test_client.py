@@ -76,7 +76,7 @@ def test_iterator_given_up_stops_the_generation(serve_script, ending):
 
 
 @pytest.mark.parametrize("prompt", [[-1], [2**32], [1.5], ["a"], "half a surrogate \udc80"])
-def test_prompt_that_can_not_be_sent_is_an_invalid_request(prompt):
+def test_prompt_that_cannot_be_sent_is_an_invalid_request(prompt):
     with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequest) as refusal:
         client.complete(prompt)
     assert refusal.value.field == "prompt"

@@ -24,7 +24,7 @@ from intarsia.deploy.grpc.server import GrpcServer
 from intarsia.deploy.http.server import HttpServer
 from intarsia.deploy.openai.app import make_app
 from intarsia.deploy.tools.chat import ChatServer
-from intarsia.deploy.tools.top import Server, look
+from intarsia.deploy.tools.top import Server, fetch_snapshot
 from intarsia.errors import EngineUnavailable, InvalidSetting, Overloaded, Unauthenticated
 from intarsia.proto import inference_pb2 as pb
 from intarsia.proto import inference_pb2_grpc as pb_grpc
@@ -185,7 +185,7 @@ def test_the_tenant_of_a_key_is_whose_the_request_is_whatever_it_says(start: Sta
         assert (engine.terms.tenant, engine.terms.salt) == (tenant, salt)
 
 
-def test_a_tenant_can_not_stop_another_s_request(start: Start, tmp_path: Path):
+def test_a_tenant_cannot_stop_another_s_request(start: Start, tmp_path: Path):
     (tmp_path / "keys").write_text("oak carpenters\nash smiths\n")
     here = start(AccessSettings(api_key_file=str(tmp_path / "keys")), script=(Delta((5,)), HANG))
     with Client(here.grpc, api_key="oak") as mine, Client(here.grpc, api_key="ash") as theirs:
@@ -223,15 +223,15 @@ def test_a_client_without_tls_is_told_that_the_server_speaks_it(start: Start, fi
     unmet = pytest.raises(EngineUnavailable, match=r"speaks TLS.*--ssl-ca-certs FILE")
     with Client(here.grpc, timeout_s=20) as client, unmet:
         client.model_info()
-    unmet = pytest.raises(EngineUnavailable, match=r"nobody known here has signed.*--ssl-ca-certs FILE")
+    unmet = pytest.raises(EngineUnavailable, match=r"no authority known here has signed.*--ssl-ca-certs FILE")
     with Client(here.grpc, timeout_s=20, tls=Tls(ca_certs=files.other_ca)) as client, unmet:
         client.model_info()
 
 
-@pytest.mark.parametrize("ask", [lambda url: look(Server(url)), lambda url: ChatServer(url).model()])
+@pytest.mark.parametrize("ask", [lambda url: fetch_snapshot(Server(url)), lambda url: ChatServer(url).model()])
 def test_top_and_chat_are_told_whether_a_server_speaks_tls(start: Start, files: Files, ask: Callable):
     safe = start(AccessSettings(ssl_certfile=files.server[0], ssl_keyfile=files.server[1])).http
-    with pytest.raises(InvalidSetting, match=r"nobody known here has signed.*--ssl-ca-certs FILE"):
+    with pytest.raises(InvalidSetting, match=r"no authority known here has signed.*--ssl-ca-certs FILE"):
         ask(safe)
     plain = safe.replace("https:", "http:")
     with pytest.raises(EngineUnavailable, match=f"{plain} cannot be asked: .*If it speaks TLS: --url {safe}"):

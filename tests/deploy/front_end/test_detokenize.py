@@ -120,7 +120,7 @@ def test_a_stop_before_min_tokens_is_text_like_any(byte_tokenizer: Tokenizer):
 
 def test_stop_strings_without_a_tokenizer_are_refused():
     assert told_by(None, "", SamplingParams())[-1] == ("", "length")
-    with pytest.raises(InvalidRequest, match="no tokenizer, so it can not stop at a text") as caught:
+    with pytest.raises(InvalidRequest, match="no tokenizer, so it cannot stop at a text") as caught:
         told_by(None, "", SamplingParams(stop="x"))
     assert caught.value.field == "stop"
 

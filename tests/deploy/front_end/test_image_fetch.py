@@ -123,7 +123,7 @@ def test_a_slow_server_is_given_up(server: Server, monkeypatch: pytest.MonkeyPat
 
 def test_a_certificate_that_is_not_trusted_is_no_image(server: Server, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("SSL_CERT_FILE")
-    with pytest.raises(InvalidRequest, match="can not be fetched"):
+    with pytest.raises(InvalidRequest, match="cannot be fetched"):
         fetch([server.host], server.url("/oak.png"))
     assert not Pictures.asked
 

@@ -131,7 +131,7 @@ def test_a_text_that_the_tokenizers_library_breaks_on_is_refused():
     backend = Backend(models.BPE(vocab={"a": 0}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s*[\r\n]+|\s+"), "isolated")
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
-    with pytest.raises(InvalidRequest, match="can not read this text of 11000000 characters") as refused:
+    with pytest.raises(InvalidRequest, match="cannot read this text of 11000000 characters") as refused:
         tokenizer.encode(" " * 11_000_000)
     assert refused.value.field == "prompt"
     assert tokenizer.encode("a a") == [0, 0]
@@ -214,7 +214,7 @@ def test_a_template_that_refuses_is_the_callers_error(byte_tokenizer: Tokenizer,
     assert caught.value.field == "messages"
 
 
-def test_a_template_can_not_reach_out_of_its_sandbox(byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+def test_a_template_cannot_reach_out_of_its_sandbox(byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(byte_tokenizer._fast, "chat_template", "{{ ''.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(InvalidRequest, match="refuses these messages"):
         byte_tokenizer.chat([{"role": "you", "content": "hi"}])

@@ -1,4 +1,4 @@
-"""What a schema can not say of a request, for schemathesis: each rule makes a request that breaks it one that keeps it.
+"""What a schema cannot say of a request, for schemathesis: each rule makes a request that breaks it one that keeps it.
 
 Rules between fields (`min_tokens` and `max_tokens`), rules of other languages (a regular expression that is one), and
 what the served model can do: talker takes no images, knows no text of no characters, and at most 512 tokens. Requests

@@ -132,7 +132,7 @@ LOOKS_AHEAD = {"type": "object", "properties": {"a": {"type": "string", "pattern
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "plane"}}])
-def test_a_tool_whose_schema_can_not_be_used_is_named_with_the_place_and_the_whole_reason(api: Api, choice: Any):
+def test_a_tool_whose_schema_cannot_be_used_is_named_with_the_place_and_the_whole_reason(api: Api, choice: Any):
     tools = [SAW, {"type": "function", "function": {"name": "plane", "parameters": LOOKS_AHEAD}}]
     status, answer, _ = call(api, CHAT, ask(CHAT, tools=tools, tool_choice=choice))
     assert (status, answer["error"]["param"]) == (400, "tools.1.function.parameters"), answer
@@ -142,7 +142,7 @@ def test_a_tool_whose_schema_can_not_be_used_is_named_with_the_place_and_the_who
     )
 
 
-def test_a_schema_that_can_not_be_used_is_refused_with_the_place_and_the_whole_reason(api: Api):
+def test_a_schema_that_cannot_be_used_is_refused_with_the_place_and_the_whole_reason(api: Api):
     wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": LOOKS_AHEAD}}
     status, answer, _ = call(api, CHAT, ask(CHAT, response_format=wanted))
     assert (status, answer["error"]["param"]) == (400, "response_format"), answer
@@ -262,6 +262,17 @@ def test_a_call_that_is_cut_is_part_of_a_call_and_never_text(api: Api):
     found = events(api, CHAT, body)
     assert not any(event["choices"][0]["delta"].get("content") for event in found)
     assert found[-1]["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_call_that_is_cut_before_its_arguments_is_neither_a_call_nor_text(api: Api, choice: Any):
+    body = {"messages": ASK, "tools": [SAW], "tool_choice": choice, "max_tokens": 1}
+    [whole] = call(api, CHAT, body)[1]["choices"]
+    assert whole["finish_reason"] == "length"
+    assert "tool_calls" not in whole["message"] and whole["message"]["content"] is None
+    found = [event["choices"][0] for event in events(api, CHAT, body)]
+    assert not any(each["delta"].get("tool_calls") or each["delta"].get("content") for each in found)
+    assert found[-1]["finish_reason"] == "length"
 
 
 def test_a_tool_that_no_call_can_be_held_to_is_named(api: Api):

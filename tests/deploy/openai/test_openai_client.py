@@ -274,7 +274,7 @@ def test_stops_end_answers_before_them(api: Api, client: openai.OpenAI):
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_can_not_be_served_is_refused_by_name(
+def test_what_cannot_be_served_is_refused_by_name(
     client: openai.OpenAI, fields: dict, kind: type, param: str, message: str, stream: bool
 ):
     with pytest.raises(kind) as refused:

@@ -182,6 +182,29 @@ def test_a_named_call_is_its_arguments():
     assert read(' {"cm": 5}', 3, tool_choice=named) == ("", [("saw", {"cm": 5})])
 
 
+@pytest.mark.parametrize("size", [1, 9])
+@pytest.mark.parametrize(
+    ("text", "called"),
+    [
+        ("", []),
+        ("{", []),
+        (' {\n"', []),
+        ('{"c', ['{"c']),
+        ('{ "cm": 1 ', ['{ "cm": 1']),
+        ("{}", ["{}"]),
+        ('{"cm":1}\n', ['{"cm":1}']),
+    ],
+)
+def test_a_named_call_that_is_cut_is_a_call_once_its_arguments_say_something(text: str, called: list[str], size: int):
+    use = tool_use(request(tool_choice={"type": "function", "function": {"name": "saw"}}))
+    assert use is not None
+    reader = CallReader(use)
+    pieces = [piece for at in range(0, len(text), size) for piece in reader.push(text[at : at + size])[1]]
+    said, rest = reader.finish()
+    assert said == "" and [call.function.arguments for call in calls_of([*pieces, *rest])] == called
+    assert reader.has_called == bool(called)
+
+
 def test_no_call_is_wanted_without_tools_or_by_choice():
     assert tool_use(request(tool_choice="none")) is None
     assert tool_use(request(tools=None)) is None

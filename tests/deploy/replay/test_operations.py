@@ -140,7 +140,7 @@ def test_forks_resets_and_encoders_run_over_every_kind_of_layer():
         ({"op": "fill", "len": 0}, "len must be a whole number of at least 1"),
     ],
 )
-def test_what_can_not_be_done_is_answered_and_disturbs_nothing(operation: dict[str, Any], says: str):
+def test_what_cannot_be_done_is_answered_and_disturbs_nothing(operation: dict[str, Any], says: str):
     r = runner()
     r.run({"op": "add", "id": "live", "segs": [[5, 9]]})
     before = r.manager.table(next(iter(r.manager._rows)))
@@ -202,7 +202,7 @@ def test_for_people_every_operation_is_a_line(tmp_path):
         ([{"layers": [FULL]}], "line 1 of"),
     ],
 )
-def test_a_trace_that_can_not_be_read_is_one_line_and_exit_2(tmp_path, lines: list[Any], says: str):
+def test_a_trace_that_cannot_be_read_is_one_line_and_exit_2(tmp_path, lines: list[Any], says: str):
     result = run(tmp_path / "t", *lines)
     assert result.exit_code == 2
     assert says in result.stderr

@@ -55,7 +55,7 @@ def test_an_unknown_file_is_refused_with_what_is_known(tmp_path, content: str, s
 
 
 def test_a_missing_file_and_a_broken_line_are_said(tmp_path):
-    with pytest.raises(InvalidSetting, match="can not be read: No such file"):
+    with pytest.raises(InvalidSetting, match="cannot be read: No such file"):
         list(read_trace(tmp_path / "none"))
     with pytest.raises(InvalidSetting, match="not what its format promises"):
         list(read_trace(write(tmp_path / "t", {"hash_ids": [1]})))

@@ -59,10 +59,10 @@ def test_every_setting_is_a_variable():
         ("max_num_seq: 3", "sets max_num_seq, which is no setting. Did you mean max_num_seqs?"),
         ("- 3", "must map settings to values"),
         ("a: [", "is no YAML"),
-        (None, "can not be read"),
+        (None, "cannot be read"),
     ],
 )
-def test_a_file_that_can_not_be_used_is_one_line(tmp_path: Path, text: str | None, said: str):
+def test_a_file_that_cannot_be_used_is_one_line(tmp_path: Path, text: str | None, said: str):
     path = tmp_path / "serve.yaml"
     if text is not None:
         path.write_text(text)
@@ -111,16 +111,16 @@ def test_the_doctor_goes_on_when_a_check_breaks(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(doctor, "CHECKS", {"machine": broken, "python": doctor._python})
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1
-    assert "can not be told: OSError: no such file" in " ".join(result.stdout.split())
+    assert "cannot be told: OSError: no such file" in " ".join(result.stdout.split())
     assert "python" in result.stdout
 
 
-def test_the_doctor_tells_of_a_home_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_the_doctor_tells_of_a_home_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert doctor.CHECKS["home"]() == [doctor.Finding("home", str(tmp_path))]
     monkeypatch.setenv("HOME", "/proc/none")
     [found] = doctor.CHECKS["home"]()
-    assert (found.topic, found.fact) == ("home", "/proc/none can not be written")
+    assert (found.topic, found.fact) == ("home", "/proc/none cannot be written")
     assert "INTARSIA_CACHE_DIR" in found.advice
 
 

@@ -1,4 +1,4 @@
-"""Where a server listens, and what is said when it can not."""
+"""Where a server listens, and what is said when it cannot."""
 
 import socket
 

@@ -83,7 +83,7 @@ def test_the_server_starts_where_no_home_can_be_written():
     assert server.wait(60) == 0 and "Traceback" not in "".join(told) and any("ready" in line for line in told), told
 
 
-def test_a_ray_that_can_not_be_started_is_one_sentence_and_leaves_nothing():
+def test_a_ray_that_cannot_be_started_is_one_sentence_and_leaves_nothing():
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     done = subprocess.run(
         [str(Path(sys.executable).with_name("intarsia")), "serve", "demo", "--port", "0", "--grpc-port", "0"],

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -37,13 +38,12 @@ def test_serve_starts_one_fork_server_and_of_ray_only_what_one_machine_needs():
     command = [sys.executable, "-c", "from intarsia.deploy.cli import main; main()", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        for line in server.stdout:
-            if line.startswith("ready"):
-                break
+        banner = [*takewhile(lambda line: not line.startswith("ready"), server.stdout)]
         commands = [_command(pid) for pid in descendants(of=server.pid)]
         servers = _fork_servers_of(server.pid)
         server.send_signal(signal.SIGINT)
         server.wait(60)
+    assert any("the demo model is a toy" in line for line in banner), banner
     told = "\n".join(commands)
     assert not re.search(r"monitor\.py|dashboard\.py|log_monitor", told), told
     assert sum("gcs_server" in each for each in commands) == 1

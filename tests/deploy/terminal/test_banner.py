@@ -3,6 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
+from intarsia.deploy.demo import DEMO_MODEL_DIR, demo_notes
 from intarsia.deploy.terminal.banner import banner, human_bytes
 from intarsia.tests.deploy.scripted import INFO
 
@@ -26,6 +27,14 @@ def test_banner_tells_how_a_checkpoint_wants_to_be_sampled():
     text = printed(INFO._replace(sampling_defaults=wanted))
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
     assert "temperature 0.6, top_k 64, top_p 0.95" in text and "generation_config.json" in text
+
+
+def test_banner_of_the_demo_model_says_that_its_text_is_a_toys():
+    text = printed(INFO._replace(notes=tuple(demo_notes(str(DEMO_MODEL_DIR)))))
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+    [line] = [line for line in text.splitlines() if line.startswith("note")]
+    assert line.split(maxsplit=1)[1].rstrip() == "the demo model is a toy of 2 MB: its words are words, and that is all"
+    assert not list(demo_notes("/models/gemma-3-27b-it"))
 
 
 def test_banner_of_many_layers_still_fits_80_columns():

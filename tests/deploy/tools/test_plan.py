@@ -104,11 +104,11 @@ def test_a_directory_and_its_config_are_read_as_the_engine_reads_them(tiny):
         (["gemma-3-27b", "--tensor-parallel-size", "3"], "does not divide the 16 key-value heads"),
         (["gemma-3-27b", "--dtype", "int3"], "dtype must be one of bfloat16"),
         (["gemma-3-27b", "--expected-average-seq-len", "0"], "positive whole number of tokens, got '0'"),
-        (["gemma-3-27b", "--svg", "/nowhere/plan.svg"], "can not be written"),
+        (["gemma-3-27b", "--svg", "/nowhere/plan.svg"], "cannot be written"),
         (["no-such-model"], "neither a directory, nor a config.json, nor a known model"),
     ],
 )
-def test_what_can_not_be_planned_is_one_line_and_exit_2(arguments: list[str], says: str):
+def test_what_cannot_be_planned_is_one_line_and_exit_2(arguments: list[str], says: str):
     result = run(*arguments)
     assert result.exit_code == 2
     assert says in result.stderr
