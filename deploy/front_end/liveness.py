@@ -1,15 +1,21 @@
 """The connections of a front end to an engine, and how long the engine may keep it waiting."""
 
 import asyncio
+import logging
 import secrets
-from collections.abc import Awaitable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
-from ...errors import EngineUnavailable
+from ...errors import EngineUnavailable, IntarsiaError
 from ...proto.channel import TAKEN_WITHIN_S, Address, ChannelClosed, Stream
 from ...proto.codec import read
 from ...proto.messages import FROM_FRONT_END, Idle, Pair
 from ...proto.status import EngineInfo
+
+logger = logging.getLogger(__name__)
+
+HUNG_AFTER_S = 5.0
+"""That an engine may take to answer a question, where another one can come in its place."""
 
 LOOKS = 10
 """For its answer, in that time. However long one takes because this process stands still, it is one of them."""
@@ -28,6 +34,24 @@ async def while_we_run(work: Awaitable[Result], within_s: float) -> Result:
         raise TimeoutError
     finally:
         task.cancel()
+
+
+async def watch_over(ask: Callable[[], Awaitable[Any]], drop: Callable[[], None]) -> None:
+    """Drop the line to an engine that leaves two questions in a row unanswered. Until cancelled."""
+    misses = 0
+    while True:
+        await asyncio.sleep(HUNG_AFTER_S)
+        try:
+            await while_we_run(ask(), HUNG_AFTER_S)
+            misses = 0
+        except TimeoutError:
+            misses += 1
+        except IntarsiaError:
+            misses = 0  # the engine is lost, and its connection knows it
+        if misses == 2:
+            logger.warning("the engine says nothing for %g s; it is given up", 2 * HUNG_AFTER_S)
+            drop()
+            misses = 0  # the engine that comes in its place may hang at once, too
 
 
 class Line:
@@ -67,4 +91,4 @@ async def meet(address: Address) -> tuple[Line, EngineInfo]:
     except (ChannelClosed, OSError) as error:
         for stream in streams:
             stream.drop()
-        raise EngineUnavailable(f"the engine at {address.host}:{address.port} can not be reached: {error}") from error
+        raise EngineUnavailable(f"the engine at {address.host}:{address.port} cannot be reached: {error}") from error
