@@ -93,8 +93,8 @@ class EngineClient:
             sampling = replace(sampling, seed=secrets.randbits(63))
         prompt = list(prompt_token_ids)
         asked = GenerateRequest(prompt, sampling, images, terms, stream_interval_s, len(prompt), is_known=False)
-        recovery = Recovery(asked, self, instead, with_room)
-        return Generation(request_id or uuid.uuid4().hex, sampling.n, recovery)
+        request_id = request_id or uuid.uuid4().hex
+        return Generation(request_id, sampling.n, Recovery(request_id, asked, self, instead, with_room))
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
@@ -198,7 +198,7 @@ class Attempt:
         self._in_pieces = in_pieces
         self._backlog = Backlog()
         self._end: IntarsiaError | Lost | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()  # something has come
         self._is_behind = False  # what was taken last had waited
 
     @property
@@ -210,27 +210,24 @@ class Attempt:
         cached_tokens = max(cached_tokens, delta.num_cached_tokens)
         self._answers[handle] = answer, cached_tokens
         self._backlog.put(delta._replace(answer=answer, num_cached_tokens=cached_tokens))
-        self._wake()
+        self._news.set()
 
     def put_token(self, handle: int, token: int) -> None:
         answer, cached_tokens = self._answers[handle]
         self._backlog.put(Delta((token,), None, None, cached_tokens, None, answer))
-        self._wake()
+        self._news.set()
 
     def end_with(self, why: IntarsiaError | Lost) -> None:
         self._end = self._end or why
-        self._wake()
+        self._news.set()
 
     async def take(self) -> Delta | IntarsiaError | Lost:
         """For one reader. Others get their turn between two pieces of what has waited."""
         if self._is_behind:
             await asyncio.sleep(0)
         while not self._backlog and self._end is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            self._news.clear()
+            await self._news.wait()
         if self._backlog:
             delta = self._backlog.take(in_pieces=self._in_pieces)
             self._is_behind = len(delta.token_ids) > 1
@@ -246,10 +243,6 @@ class Attempt:
         """The engine refused the request, or is lost. Whatever still comes is dropped."""
         for answer in list(self.handles):
             self.finish(answer, is_aborted=False)
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class Generation(AsyncIterator[Delta]):
@@ -277,17 +270,22 @@ class Generation(AsyncIterator[Delta]):
                 if self._attempt is None:
                     await self._recovery.begin(self._said, self._submit)
                     continue
-                # What comes is a delta, the end of the attempt, or the end of the request.
+                # What comes is a delta, or the end of the attempt, or the end of the request.
                 item = await self._attempt.take()
-                if isinstance(item, Delta):
-                    if item.answer in self._said:  # else it has said enough
-                        return self._noted(item)
-                elif isinstance(item, Lost | Overloaded):
+                if isinstance(item, Lost | Overloaded):
                     self._attempt.leave()
                     self._attempt = None
                     await self._recovery.go_on_after(item, self._said, self._submit)
-                else:
+                elif isinstance(item, IntarsiaError):
                     raise item
+                # An answer that was ended may have come a little further.
+                elif item.answer in self._said:
+                    self._said[item.answer] += item.token_ids
+                    if self._recovery.moves_in_vain:
+                        self._recovery.progress()
+                    if item.finish_reason is not None:
+                        self._finish(item.answer, is_aborted=False)
+                    return item
         except BaseException:
             await self.aclose()
             raise
@@ -296,14 +294,6 @@ class Generation(AsyncIterator[Delta]):
 
     def _submit(self, engine: EngineClient, requests: Mapping[int, GenerateRequest], answers: int) -> None:
         self._attempt = engine.submit(self.request_id, requests, answers)
-
-    def _noted(self, delta: Delta) -> Delta:
-        self._said[delta.answer] += delta.token_ids
-        if self._recovery.moves_in_vain:
-            self._recovery.progress()
-        if delta.finish_reason is not None:
-            self._finish(delta.answer, is_aborted=False)
-        return delta
 
     @property
     def unread_bytes(self) -> int:

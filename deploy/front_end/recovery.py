@@ -71,6 +71,7 @@ class Recovery(Generic[Engine]):
 
     def __init__(
         self,
+        request_id: str,
         asked: GenerateRequest,
         engine: Engine,
         instead: Instead[Engine] | None,
@@ -79,6 +80,7 @@ class Recovery(Generic[Engine]):
         """engine: is asked first. instead, with_room: as `EngineClient.generate` has them."""
         self.moves_in_vain = 0  # since the last token
         self._lost_since_s = 0.0  # when the first of these moves was
+        self._request_id = request_id
         self._asked = asked
         self._engine = engine
         self._instead = instead
@@ -118,7 +120,6 @@ class Recovery(Generic[Engine]):
             await self._turn_to_another(end)
             await self.begin(said, submit)
         else:
-            self.end_turn()
             if not self.moves_in_vain:
                 self._lost_since_s = time.monotonic()
             self.moves_in_vain += 1
@@ -142,6 +143,7 @@ class Recovery(Generic[Engine]):
         self._engine = other
 
     async def _move(self, error: IntarsiaError, said: Said, submit: Submit[Engine]) -> None:
+        self.end_turn()
         if is_the_cause(self.moves_in_vain, self._lost_since_s, MOST_MOVES_IN_VAIN):
             raise EngineUnavailable(
                 f"engines were lost {self.moves_in_vain} times while this request ran, without a token of it between; "
@@ -165,7 +167,7 @@ class Recovery(Generic[Engine]):
                 error = failure
                 self.end_turn()
             else:
-                logger.info("a request goes on where an engine is")
+                logger.info("request %s goes on where an engine is", self._request_id)
                 return
         raise error
 
