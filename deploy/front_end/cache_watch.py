@@ -3,8 +3,8 @@
     engine ──► Subscription ──► Mirror            what is known now, for those who come later
                            └──► Watch, Watch ...  what each has not taken yet: bounded
 
-Who comes is told all that is known, then what changes. Who does not keep up is told to begin anew, and what waited for
-it is given back at once.
+A new watcher is told all that is known, then what changes. A watcher that does not keep up is told to begin anew, and
+what waited for it is dropped at once.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ UNWATCH_AFTER_S = 1.0
 """How long a subscription outlives its last watcher. To begin anew costs the engine more than to go on."""
 
 MOST_UNREAD_NAMES = 65_536
-"""Of blocks, for a watcher who does not say how many."""
+"""Names of blocks that may wait for a watcher, where it does not say how many."""
 
 
 class Mirror:
@@ -108,7 +108,7 @@ class Watch:
 
 
 class Subscription:
-    """What the engine tells a front end, and those here who watch. Ends with its engine."""
+    """What the engine tells a front end, and the watchers here. Ends with its engine."""
 
     def __init__(self) -> None:
         self.watches: set[Watch] = set()

@@ -198,7 +198,7 @@ class Attempt:
         self._in_pieces = in_pieces
         self._backlog = Backlog()
         self._end: IntarsiaError | Lost | None = None
-        self._news = asyncio.Event()  # something has come
+        self._waiter: asyncio.Future[None] | None = None  # done, once something has come
         self._is_behind = False  # what was taken last had waited
 
     @property
@@ -210,30 +210,34 @@ class Attempt:
         cached_tokens = max(cached_tokens, delta.num_cached_tokens)
         self._answers[handle] = answer, cached_tokens
         self._backlog.put(delta._replace(answer=answer, num_cached_tokens=cached_tokens))
-        self._news.set()
+        self._wake()
 
     def put_token(self, handle: int, token: int) -> None:
         answer, cached_tokens = self._answers[handle]
         self._backlog.put(Delta((token,), None, None, cached_tokens, None, answer))
-        self._news.set()
+        self._wake()
 
     def end_with(self, why: IntarsiaError | Lost) -> None:
         self._end = self._end or why
-        self._news.set()
+        self._wake()
 
     async def take(self) -> Delta | IntarsiaError | Lost:
         """For one reader. Others get their turn between two pieces of what has waited."""
         if self._is_behind:
             await asyncio.sleep(0)
         while not self._backlog and self._end is None:
-            self._news.clear()
-            await self._news.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         if self._backlog:
             delta = self._backlog.take(in_pieces=self._in_pieces)
             self._is_behind = len(delta.token_ids) > 1
             return delta
         assert self._end is not None
         return self._end
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def finish(self, answer: int, *, is_aborted: bool) -> None:
         """As `EngineClient.finish`."""
@@ -272,20 +276,20 @@ class Generation(AsyncIterator[Delta]):
                     continue
                 # What comes is a delta, or the end of the attempt, or the end of the request.
                 item = await self._attempt.take()
-                if isinstance(item, Lost | Overloaded):
-                    self._attempt.leave()
-                    self._attempt = None
-                    await self._recovery.go_on_after(item, self._said, self._submit)
-                elif isinstance(item, IntarsiaError):
-                    raise item
-                # An answer that was ended may have come a little further.
-                elif item.answer in self._said:
+                if isinstance(item, Delta):
+                    if item.answer not in self._said:
+                        continue  # it was ended, and had come a little further
                     self._said[item.answer] += item.token_ids
                     if self._recovery.moves_in_vain:
                         self._recovery.progress()
                     if item.finish_reason is not None:
                         self._finish(item.answer, is_aborted=False)
                     return item
+                if not isinstance(item, Lost | Overloaded):
+                    raise item
+                self._attempt.leave()
+                self._attempt = None
+                await self._recovery.go_on_after(item, self._said, self._submit)
         except BaseException:
             await self.aclose()
             raise

@@ -118,9 +118,9 @@ class FrontEnd:
         self._fetcher = ImageFetcher(self.settings.image_hosts) if self.settings.image_hosts else None
         self._running: dict[tuple[str, str], Answers] = {}  # by tenant of a key, and request id
         self._is_leaving = False
-        self._changed = asyncio.Event()  # somebody has been answered
+        self._changed = asyncio.Event()  # a request has been answered
         self._overdue = Overdue(self.limits)
-        self._looking: asyncio.TimerHandle | None = None  # at those who do not read, while anybody is answered
+        self._looking: asyncio.TimerHandle | None = None  # at clients that do not read, while requests are answered
 
     @property
     def info(self) -> EngineInfo:
@@ -136,7 +136,7 @@ class FrontEnd:
         self._is_leaving = True
 
     async def idle(self) -> None:
-        """Wait until nobody is being answered."""
+        """Wait until no request is being answered."""
         while self._running:
             self._changed.clear()
             await self._changed.wait()
@@ -147,7 +147,7 @@ class FrontEnd:
         await self._engine.questions.load()
 
     async def engine_gone(self) -> None:
-        """Wait until the engine can not be reached."""
+        """Wait until the engine cannot be reached."""
         await self._engine.connection.away()
 
     async def engine_back(self) -> bool:
@@ -188,8 +188,8 @@ class FrontEnd:
                     yield events
 
     def check_room(self, tenant: str) -> None:
-        """Raises `Overloaded` where all engines have just said that they take nobody of `tenant`: whoever asks before
-        the prompt is read spares this process what nobody would go on with. tenant: as the request says it."""
+        """Raises `Overloaded` where all engines have just said that they take no request of `tenant`. Asked before the
+        prompt is read, it spares this process work that would be in vain. tenant: as the request says it."""
         tenant = TENANT.get() or tenant  # the key says it better
         if all(engine.connection.refusals.is_full(tenant) for engine in self.engines().values()):
             self._engine.connection.refusals.check_room(tenant)
@@ -380,7 +380,7 @@ class FrontEnd:
             )
         interval_s = self.settings.stream_interval_s if is_streaming else math.inf
         if asked.sampling.stops:
-            interval_s = 0.0  # whoever looks for a text to stop at has to read along
+            interval_s = 0.0  # to find a text to stop at, one has to read along
         if self.settings.seeds_by_id and asked.sampling.seed is None:
             asked = asked._replace(sampling=replace(asked.sampling, seed=_seed_of(asked.request_id)))
         span = None

@@ -18,14 +18,14 @@ HUNG_AFTER_S = 5.0
 """That an engine may take to answer a question, where another one can come in its place."""
 
 LOOKS = 10
-"""For its answer, in that time. However long one takes because this process stands still, it is one of them."""
+"""Waits in which the answer is looked for. A wait that takes long because this process stands still counts once."""
 
 Result = TypeVar("Result")
 
 
 async def while_we_run(work: Awaitable[Result], within_s: float) -> Result:
-    """As `asyncio.wait_for`, by the time in which this process runs: where it stood still, be it stopped or busy, what
-    came meanwhile is read before anybody is blamed. Raises `TimeoutError`."""
+    """As `asyncio.wait_for`, but only the time counts in which this process runs. Where it stood still, what
+    came meanwhile is read before the other side is blamed. Raises `TimeoutError`."""
     task = asyncio.ensure_future(work)
     try:
         for _ in range(LOOKS):
@@ -78,7 +78,7 @@ class Line:
 
 
 async def meet(address: Address) -> tuple[Line, EngineInfo]:
-    """Connect to an engine; who it is. Raises `EngineUnavailable`."""
+    """Connect to an engine; returns what it says of itself, too. Raises `EngineUnavailable`."""
     streams: list[Stream] = []
     try:
         for taken_within_s in (TAKEN_WITHIN_S, None):

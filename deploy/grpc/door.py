@@ -1,11 +1,12 @@
-"""What every call of gRPC meets before its method: whose it is, whether its message comes and is one, what it may hold;
-and afterwards, whether anybody reads the answer.
+"""What every call of gRPC meets before its method: its key, whether its message comes, whether that is a message, and
+what it may hold. Afterwards, whether the client reads the answer.
 
     headers ─► key? ─► message, in time? ─► within its bounds? ─► parsed ─► the method ─► answers, taken in time?
 
 gRPC reads a message by itself before it calls a method, for as long as that takes. Here every method is one that takes
-a stream, so that messages are read by us: nothing is read of who has no key, and who sends half a message is not waited
-for. All methods share it, those of health and reflection, too.
+a stream, so that we read the messages. Of a call without a key nothing is read, and half a message is not waited for.
+All methods share the door, those of health and reflection, too. It sees how a call begins and ends; the pieces of an
+answer are written by `server.py`.
 """
 
 import asyncio
@@ -43,7 +44,7 @@ MOST_LEFT, MOST_LEFT_OF_CALLER = 512, 64
 """Answers that were ended because their clients do not read, and whose last piece is still to be read."""
 
 SWEEPS = 8
-"""In the time that a client may take nothing: how often it is looked whether somebody does."""
+"""Looks at all calls in the time that a client may take nothing."""
 
 
 class Door(grpc.aio.ServerInterceptor):
@@ -207,7 +208,7 @@ def _checked(request: Any) -> Any:
 
 
 Reader = Callable[[bytes], Awaitable[Any]]
-"""Makes a request of bytes, or an error that says why it can not."""
+"""Makes a request of bytes, or an error that says why it cannot."""
 
 
 class WrittenCall:
@@ -242,8 +243,9 @@ class Unread:
 
     def check(self) -> None:
         """Raises `Overloaded` for a caller who has left too many."""
-        with self._left.one():
-            pass
+        if self._ends:  # the only ones that count
+            with self._left.one():
+                pass
 
     @contextlib.contextmanager
     def of_this_call(self, context: Any) -> Iterator[WrittenCall]:

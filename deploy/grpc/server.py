@@ -153,17 +153,17 @@ class GrpcServer:
         add_reflection((SERVICE, HEALTH), self._server)
 
     async def start(self, host: str = "127.0.0.1", port: int = 50051) -> str:
-        """Listen; port 0 takes a free one. Returns the address. Raises `InvalidSetting` if that can not be."""
+        """Listen; port 0 takes a free one. Returns the address. Raises `InvalidSetting` if that cannot be."""
         self._access.check_host(host)
         target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        listening(host, port, "grpc_port").close()  # gRPC says why it can not in a line of its own
+        listening(host, port, "grpc_port").close()  # gRPC says why it cannot in a line of its own
         credentials = self._access.grpc_credentials()
         try:
             if credentials is None:
                 port = self._server.add_insecure_port(target)
             else:
                 port = self._server.add_secure_port(target, credentials)
-        except RuntimeError as error:  # somebody was quicker
+        except RuntimeError as error:  # another process was quicker
             raise refusal(host, port, "grpc_port", error) from error
         await self._server.start()
         self._health.set(is_serving=True)
