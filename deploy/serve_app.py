@@ -113,7 +113,8 @@ class Replica:
 
     async def check_health(self) -> None:
         """Called by Serve. An engine that is gone makes the replica start again; a busy one does not."""
-        failure = self._engine.client.failure if self._engine else EngineUnavailable("the engine was shut down")
+        engine = self._engine
+        failure = engine.client.connection.failure if engine else EngineUnavailable("the engine was shut down")
         if failure is not None:
             raise failure
 

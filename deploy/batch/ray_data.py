@@ -50,7 +50,7 @@ class BatchLines:
             asked.append(answer(self._app, line.encode(), seen[line]))
         results = await asyncio.gather(*asked)
         if None in results:
-            raise self._engine.client.failure or EngineUnavailable("the engine is busy for others")
+            raise self._engine.client.connection.failure or EngineUnavailable("the engine is busy for others")
         return [result for result in results if result is not None]
 
     def _await(self, work: Coroutine[Any, Any, Any]) -> Any:

@@ -140,7 +140,7 @@ async def _share(source: Input, journal: Journal, engines: "list[RunningEngine]"
     given_up: list[tuple[int, bytes]] = []  # by engines that have gone
 
     async def work(engine: "RunningEngine", app: ASGIApp) -> None:
-        while engine.client.failure is None:
+        while engine.client.connection.failure is None:
             place, text = given_up.pop() if given_up else next(todo, (None, b""))
             if place is None:
                 return
@@ -160,7 +160,9 @@ async def _share(source: Input, journal: Journal, engines: "list[RunningEngine]"
     await asyncio.gather(*workers)
     # All engines have gone before the lines were done.
     if not journal.is_complete:
-        failure = next((engine.client.failure for engine in engines if engine.client.failure), None)
+        failure = next(
+            (engine.client.connection.failure for engine in engines if engine.client.connection.failure), None
+        )
         raise failure or EngineUnavailable("lines were left over; run the same command again")
 
 
@@ -231,7 +233,9 @@ async def _tell(bar: Progress, task: TaskID, console: Console, journal: Journal,
 
 
 async def _report(console: Console, journal: Journal, engines: "list[RunningEngine]", took_s: float) -> None:
-    loads: list[EngineLoad] = [await engine.client.load() for engine in engines if engine.client.failure is None]
+    loads: list[EngineLoad] = [
+        await engine.client.questions.load() for engine in engines if engine.client.connection.failure is None
+    ]
     prompts, cached, generated = (
         sum(getattr(load, name) for load in loads) for name in ("prompt_tokens", "cached_tokens", "generated_tokens")
     )

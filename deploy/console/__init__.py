@@ -61,7 +61,7 @@ def add_console(app: FastAPI, front_end: Callable[[], FrontEnd], settings: Conso
         name = engine or next(iter(engines))
         if name not in engines:
             raise InvalidRequest(f"there is no engine {name!r}; there are {', '.join(engines)}", field="engine")
-        seen = await engines[name].view(Look(since, pool, settings.show_prompts, recount))
+        seen = await engines[name].questions.view(Look(since, pool, settings.show_prompts, recount))
         takes_gzip = "gzip" in request.headers.get("accept-encoding", "")
         shown = {"engines": sorted(engines), "engine": name}
         return await asyncio.to_thread(

@@ -3,19 +3,25 @@
     engine ──► Subscription ──► Mirror            what is known now, for those who come later
                            └──► Watch, Watch ...  what each has not taken yet: bounded
 
-Who comes is told all that is known, then what changes. Who does not keep up is told to begin anew, and what waited for
-it is given back at once.
+A new watcher is told all that is known, then what changes. A watcher that does not keep up is told to begin anew, and
+what waited for it is dropped at once.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any
 
 from ...errors import IntarsiaError, Overloaded
 from ...kvcache.events import Cleared, Event, Events, Removed, Stored, parts
+from ...proto.messages import CACHE_EVENTS, UnwatchCache, WatchCache
+from .connection import Connection
+
+UNWATCH_AFTER_S = 1.0
+"""How long a subscription outlives its last watcher. To begin anew costs the engine more than to go on."""
 
 MOST_UNREAD_NAMES = 65_536
-"""The most names of blocks that wait for a watcher who gives no number."""
+"""Names of blocks that may wait for a watcher, where it does not say how many."""
 
 
 class Mirror:
@@ -102,7 +108,7 @@ class Watch:
 
 
 class Subscription:
-    """What the engine tells a front end, and those here who watch. Ends with its engine."""
+    """What the engine tells a front end, and the watchers here. Ends with its engine."""
 
     def __init__(self) -> None:
         self.watches: set[Watch] = set()
@@ -132,6 +138,65 @@ class Subscription:
             self.begun.exception()  # it may be that no caller waits
         for watch in self.watches:
             watch.end(error)
+
+
+class CacheWatches:
+    """The subscriptions of a front end at one engine: one for each viewer, from its first watcher to its last."""
+
+    def __init__(self, connection: Connection):
+        self._connection = connection
+        self._subscriptions: dict[int, Subscription] = {}  # by handle
+        self._handles: dict[str | None, int] = {}  # by viewer
+
+    async def watch(
+        self, viewer: str | None = None, most_unread_names: int = MOST_UNREAD_NAMES
+    ) -> AsyncGenerator[Events, None]:
+        """What becomes known in the prefix cache and what is forgotten, as it happens. All that is known already comes
+        first, after a `Cleared`. Close it to stop. The engine tells it once, however many watch here.
+
+        viewer: of the blocks of this salt. None: of all.
+        Raises `Overloaded` when more has happened than the caller has taken: what is known must be asked for anew.
+        Raises `EngineUnavailable` when the engine is lost.
+        """
+        if viewer not in self._handles:
+            self._handles[viewer] = handle = self._connection.ask(WatchCache, viewer)
+            self._subscriptions[handle] = Subscription()
+        subscription = self._subscriptions[self._handles[viewer]]
+        watch: Watch | None = None
+        try:
+            watch = await subscription.watch(most_unread_names)
+            while True:
+                yield await watch.take()
+        finally:
+            subscription.leave(watch)
+            if not subscription.watches:
+                asyncio.get_running_loop().call_later(UNWATCH_AFTER_S, self._unwatch, viewer, subscription)
+
+    def _unwatch(self, viewer: str | None, subscription: Subscription) -> None:
+        """If no watcher has come meanwhile."""
+        handle = self._handles.get(viewer)
+        if handle is None or self._subscriptions.get(handle) is not subscription or subscription.watches:
+            return
+        del self._handles[viewer], self._subscriptions[handle]
+        self._connection.send(UnwatchCache(handle))
+
+    def hear(self, handle: int, events: Sequence[Sequence[Any]]) -> None:
+        """What has changed. A subscription may have ended before the engine heard of it."""
+        if (subscription := self._subscriptions.get(handle)) is not None:
+            subscription.hear(Events(list(map(CACHE_EVENTS.read, events))))
+
+    def begin(self, handle: int) -> bool:
+        """All that was known has been told. False if the handle is of no subscription."""
+        subscription = self._subscriptions.get(handle)
+        if subscription is not None and not subscription.begun.done():
+            subscription.begun.set_result(None)
+        return subscription is not None
+
+    def end(self, error: IntarsiaError) -> None:
+        """The engine is lost."""
+        subscriptions, self._subscriptions, self._handles = self._subscriptions, {}, {}
+        for subscription in subscriptions.values():
+            subscription.end(error)
 
 
 def _size(events: Sequence[Event]) -> int:

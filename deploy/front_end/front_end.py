@@ -118,9 +118,9 @@ class FrontEnd:
         self._fetcher = ImageFetcher(self.settings.image_hosts) if self.settings.image_hosts else None
         self._running: dict[tuple[str, str], Answers] = {}  # by tenant of a key, and request id
         self._is_leaving = False
-        self._changed = asyncio.Event()  # somebody has been answered
+        self._changed = asyncio.Event()  # a request has been answered
         self._overdue = Overdue(self.limits)
-        self._looking: asyncio.TimerHandle | None = None  # at those who do not read, while anybody is answered
+        self._looking: asyncio.TimerHandle | None = None  # at clients that do not read, while requests are answered
 
     @property
     def info(self) -> EngineInfo:
@@ -136,7 +136,7 @@ class FrontEnd:
         self._is_leaving = True
 
     async def idle(self) -> None:
-        """Wait until nobody is being answered."""
+        """Wait until no request is being answered."""
         while self._running:
             self._changed.clear()
             await self._changed.wait()
@@ -144,15 +144,15 @@ class FrontEnd:
     async def check_ready(self) -> None:
         """Raises `EngineUnavailable` when new requests had better go elsewhere."""
         self._check_stays()
-        await self._engine.load()
+        await self._engine.questions.load()
 
     async def engine_gone(self) -> None:
-        """Wait until the engine can not be reached."""
-        await self._engine.away()
+        """Wait until the engine cannot be reached."""
+        await self._engine.connection.away()
 
     async def engine_back(self) -> bool:
         """Wait until it can be, or never again. Whether it can."""
-        return await self._engine.back()
+        return await self._engine.connection.back()
 
     def _check_stays(self) -> None:
         if self._is_leaving:
@@ -160,14 +160,15 @@ class FrontEnd:
 
     async def load(self) -> EngineLoad:
         """Of what the caller may see: a tenant's own requests."""
-        return await self._engine.load(VIEWER.get())
+        return await self._engine.questions.load(VIEWER.get())
 
     async def measured(self) -> tuple[EngineLoad, CacheState | None, Metrics | None]:
         """What the engine has to say of itself over time. To a tenant: the counts of its own requests."""
         load = await self.load()
         if VIEWER.get() is not None:
             return load, None, None
-        return load, await self._engine.cache_state(), await self._engine.metrics()
+        questions = self._engine.questions
+        return load, await questions.cache_state(), await questions.metrics()
 
     def engines(self) -> Mapping[str, EngineClient]:
         """All engines that it sends requests to, its own first."""
@@ -175,23 +176,23 @@ class FrontEnd:
 
     async def cache_state(self) -> CacheState:
         """Of what the caller may see: what a tenant's own requests hold."""
-        return await self._engine.cache_state(VIEWER.get())
+        return await self._engine.questions.cache_state(VIEWER.get())
 
     async def watch_cache(self) -> AsyncGenerator[Events, None]:
-        """Of what the caller may see, as `EngineClient.watch_cache` has it. Raises `Overloaded` when as many watch as
+        """Of what the caller may see, as `CacheWatches.watch` has it. Raises `Overloaded` when as many watch as
         may."""
         with self._watchers.one():
-            watch = self._engine.watch_cache(VIEWER.get(), self.limits.max_unread_names)
+            watch = self._engine.cache_watches.watch(VIEWER.get(), self.limits.max_unread_names)
             async with contextlib.aclosing(watch) as told:
                 async for events in told:
                     yield events
 
     def check_room(self, tenant: str) -> None:
-        """Raises `Overloaded` where all engines have just said that they take nobody of `tenant`: whoever asks before
-        the prompt is read spares this process what nobody would go on with. tenant: as the request says it."""
+        """Raises `Overloaded` where all engines have just said that they take no request of `tenant`. Asked before the
+        prompt is read, it spares this process work that would be in vain. tenant: as the request says it."""
         tenant = TENANT.get() or tenant  # the key says it better
-        if all(engine.is_full(tenant) for engine in self.engines().values()):
-            self._engine.check_room(tenant)
+        if all(engine.connection.refusals.is_full(tenant) for engine in self.engines().values()):
+            self._engine.connection.refusals.check_room(tenant)
 
     def _text_bound(self) -> TextBound:
         """Of a prompt."""
@@ -379,7 +380,7 @@ class FrontEnd:
             )
         interval_s = self.settings.stream_interval_s if is_streaming else math.inf
         if asked.sampling.stops:
-            interval_s = 0.0  # whoever looks for a text to stop at has to read along
+            interval_s = 0.0  # to find a text to stop at, one has to read along
         if self.settings.seeds_by_id and asked.sampling.seed is None:
             asked = asked._replace(sampling=replace(asked.sampling, seed=_seed_of(asked.request_id)))
         span = None

@@ -1,25 +1,31 @@
 """The connections of a front end to an engine, and how long the engine may keep it waiting."""
 
 import asyncio
+import logging
 import secrets
-from collections.abc import Awaitable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
-from ...errors import EngineUnavailable
+from ...errors import EngineUnavailable, IntarsiaError
 from ...proto.channel import TAKEN_WITHIN_S, Address, ChannelClosed, Stream
 from ...proto.codec import read
 from ...proto.messages import FROM_FRONT_END, Idle, Pair
 from ...proto.status import EngineInfo
 
+logger = logging.getLogger(__name__)
+
+HUNG_AFTER_S = 5.0
+"""That an engine may take to answer a question, where another one can come in its place."""
+
 LOOKS = 10
-"""For its answer, in that time. However long one takes because this process stands still, it is one of them."""
+"""Waits in which the answer is looked for. A wait that takes long because this process stands still counts once."""
 
 Result = TypeVar("Result")
 
 
 async def while_we_run(work: Awaitable[Result], within_s: float) -> Result:
-    """As `asyncio.wait_for`, by the time in which this process runs: where it stood still, be it stopped or busy, what
-    came meanwhile is read before anybody is blamed. Raises `TimeoutError`."""
+    """As `asyncio.wait_for`, but only the time counts in which this process runs. Where it stood still, what
+    came meanwhile is read before the other side is blamed. Raises `TimeoutError`."""
     task = asyncio.ensure_future(work)
     try:
         for _ in range(LOOKS):
@@ -28,6 +34,24 @@ async def while_we_run(work: Awaitable[Result], within_s: float) -> Result:
         raise TimeoutError
     finally:
         task.cancel()
+
+
+async def watch_over(ask: Callable[[], Awaitable[Any]], drop: Callable[[], None]) -> None:
+    """Drop the line to an engine that leaves two questions in a row unanswered. Until cancelled."""
+    misses = 0
+    while True:
+        await asyncio.sleep(HUNG_AFTER_S)
+        try:
+            await while_we_run(ask(), HUNG_AFTER_S)
+            misses = 0
+        except TimeoutError:
+            misses += 1
+        except IntarsiaError:
+            misses = 0  # the engine is lost, and its connection knows it
+        if misses == 2:
+            logger.warning("the engine says nothing for %g s; it is given up", 2 * HUNG_AFTER_S)
+            drop()
+            misses = 0  # the engine that comes in its place may hang at once, too
 
 
 class Line:
@@ -54,7 +78,7 @@ class Line:
 
 
 async def meet(address: Address) -> tuple[Line, EngineInfo]:
-    """Connect to an engine; who it is. Raises `EngineUnavailable`."""
+    """Connect to an engine; returns what it says of itself, too. Raises `EngineUnavailable`."""
     streams: list[Stream] = []
     try:
         for taken_within_s in (TAKEN_WITHIN_S, None):

@@ -77,7 +77,9 @@ class Fleet:
         have."""
         engines = {name: engine for name, engine in self._engines.items() if engine not in full}
         # Those that would refuse others of its tenant at this moment only where there is none else.
-        engines = {name: each for name, each in engines.items() if not each.is_full(terms.tenant)} or engines
+        engines = {
+            name: each for name, each in engines.items() if not each.connection.refusals.is_full(terms.tenant)
+        } or engines
         first = next(iter(engines.values()), None)
         if first is None or len(engines) == 1 or len(prompt) >= first.info.max_model_len:  # too long, wherever it goes
             return first
@@ -89,7 +91,7 @@ class Fleet:
         """An engine for the answers of one that is gone: the own one, or else any. None when there is none."""
         own = self._engines[self._own]
         others = [own, *self._engines.values()]
-        return next((each for each in others if each is not gone and each.is_there), None)
+        return next((each for each in others if each is not gone and each.connection.is_there), None)
 
     async def close(self) -> None:
         """Close all connections but the own engine's: its maker closes that one."""
@@ -100,7 +102,7 @@ class Fleet:
 
     async def _probe(self, engine: EngineClient, prompt: Sequence[int], salt: str) -> Probe | None:
         try:
-            return await asyncio.wait_for(engine.probe(prompt, salt), ANSWER_WITHIN_S)
+            return await asyncio.wait_for(engine.questions.probe(prompt, salt), ANSWER_WITHIN_S)
         except (IntarsiaError, TimeoutError):
             return None
 
@@ -115,7 +117,7 @@ class Fleet:
 
     async def _forget_gone(self) -> None:
         for name in set(self._engines) - {self._own}:
-            if self._engines[name].failure is not None:
+            if self._engines[name].connection.failure is not None:
                 await self._engines.pop(name).close()
 
     async def _meet(self, found: Mapping[str, Address]) -> None:

@@ -1,4 +1,4 @@
-"""Protobuf messages to our values and back. The public protocol and the engine meet in this file only."""
+"""Protobuf messages to our values and back. All but the pieces of an answer, which `server.py` writes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,7 @@ from ...errors import (
 )
 from ...kvcache.events import Cleared, Event, Removed, Stored
 from ...proto import inference_pb2 as pb
-from ...proto.reply import Delta, TokenLogprobs
+from ...proto.reply import TokenLogprobs
 from ...proto.request import MAX_BAD, MAX_BIASES, MAX_FORM_CHARS, MAX_STOPS, SamplingParams, Terms
 from ...proto.status import CacheState, EngineInfo, EngineLoad, GroupInfo, GroupState
 from ...proto.step import MAX_BAD_TOKENS
@@ -103,7 +103,8 @@ def most_counted_tokens(limits: Limits, info: EngineInfo) -> Most:
 def check_lists(request: pb.GenerateRequest, limits: Limits, info: EngineInfo) -> None:
     """Before anything is made of them. Raises `RequestTooLarge`, naming the field."""
     sampling = request.sampling
-    check_id(request.request_id, limits)
+    if request.request_id:
+        check_id(request.request_id, limits)
     most_prompt_tokens(info).check(len(request.token_ids.ids))
     most_stop_tokens(limits).check(len(sampling.stop_token_ids))
     Most(limits.max_images, "images", "images").check(len(request.images))
@@ -162,29 +163,6 @@ def prompt_to_proto(request: pb.GenerateRequest, prompt: str | Sequence[int]) ->
         raise InvalidRequest(
             f"prompt must be text or token ids from 0 to {2**32 - 1}: {error}", field="prompt"
         ) from error
-
-
-def response_to_proto(
-    request_id: str, delta: Delta, text: str, prompt_tokens: int, completion_tokens: int
-) -> pb.GenerateResponse:
-    response = pb.GenerateResponse(
-        request_id=request_id,
-        token_ids=delta.token_ids,
-        text=text,
-        finish_reason=FINISH_REASONS[delta.finish_reason],
-        logprobs=[_logprobs_to_proto(row) for row in delta.logprobs or ()],
-        index=delta.answer,
-        prompt_logprobs=[_logprobs_to_proto(row) for row in delta.prompt_logprobs or ()],
-    )
-    if delta.finish_reason is not None:
-        response.usage.CopyFrom(
-            pb.Usage(
-                prompt_tokens=prompt_tokens,
-                cached_tokens=delta.num_cached_tokens,
-                completion_tokens=completion_tokens,
-            )
-        )
-    return response
 
 
 def finish_reason_from_proto(number: pb.FinishReason) -> str | None:
@@ -315,6 +293,6 @@ def _shorten(text: str, limit_chars: int) -> str:
     return text if len(text) <= limit_chars else text[: limit_chars - 4] + " ..."
 
 
-def _logprobs_to_proto(row: TokenLogprobs) -> pb.TokenLogprobs:
+def logprobs_to_proto(row: TokenLogprobs) -> pb.TokenLogprobs:
     top = [pb.TokenLogprobs.Alternative(token_id=token, logprob=logprob) for token, logprob in row.top]
     return pb.TokenLogprobs(token_id=row.token_id, logprob=row.logprob, top=top, rank=row.rank)

@@ -1,18 +1,20 @@
-"""What every call of gRPC meets before its method: whose it is, whether its message comes and is one, what it may hold;
-and afterwards, whether anybody reads the answer.
+"""What every call of gRPC meets before its method: its key, whether its message comes, whether that is a message, and
+what it may hold. Afterwards, whether the client reads the answer.
 
     headers ─► key? ─► message, in time? ─► within its bounds? ─► parsed ─► the method ─► answers, taken in time?
 
 gRPC reads a message by itself before it calls a method, for as long as that takes. Here every method is one that takes
-a stream, so that messages are read by us: nothing is read of who has no key, and who sends half a message is not waited
-for. All methods share it, those of health and reflection, too.
+a stream, so that we read the messages. Of a call without a key nothing is read, and half a message is not waited for.
+All methods share the door, those of health and reflection, too. It sees how a call begins and ends; the pieces of an
+answer are written by `server.py`.
 """
 
 import asyncio
 import contextlib
 import logging
+import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +27,7 @@ from ...errors import DeadlineExceeded, IntarsiaError, InvalidRequest, Overloade
 from ..front_end.access import RPCS, TENANT, Access, Level
 from ..front_end.beside import Beside
 from ..front_end.counted import Counted
-from ..front_end.request_log import LOGGED, RequestLog, logged
+from ..front_end.request_log import LOGGED, RequestLog
 from ..settings.limits import Limits
 from .convert import error_to_status
 from .wire import Bounds, check_wire, kind_of
@@ -42,7 +44,7 @@ MOST_LEFT, MOST_LEFT_OF_CALLER = 512, 64
 """Answers that were ended because their clients do not read, and whose last piece is still to be read."""
 
 SWEEPS = 8
-"""In the time that a client may take nothing: how often it is looked whether somebody does."""
+"""Looks at all calls in the time that a client may take nothing."""
 
 
 class Door(grpc.aio.ServerInterceptor):
@@ -54,14 +56,17 @@ class Door(grpc.aio.ServerInterceptor):
         limits: Limits,
         beside: Beside,
         bounds: Mapping[str, Bounds],
+        write: "Write",
         request_log: RequestLog | None = None,
     ):
-        """bounds: of the messages of each method, by its path; others have their fields counted."""
+        """bounds: of the messages of each method, by its path; others have their fields counted.
+        write: writes what a method answers to a client"""
         self._log = request_log
         self._access = access
         self._limits = limits
         self._beside = beside
         self._bounds = bounds
+        self._write = write
         self._usual = Bounds(limits.max_json_items)
         per_message = limits.max_message_bytes
         self._slow = Counted(
@@ -76,11 +81,13 @@ class Door(grpc.aio.ServerInterceptor):
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], handler_call_details: Any
     ) -> Any:
         level = RPCS.get(handler_call_details.method, Level.KEY)
-        log = self._log if handler_call_details.method in LOGGED else None
+        logged = contextlib.nullcontext[Any]
+        if self._log is not None and handler_call_details.method in LOGGED:
+            logged = partial(self._log.one, handler_call_details.method)
         try:
             self._access.check(level, dict(handler_call_details.invocation_metadata).get("authorization"))
         except Unauthenticated as error:
-            with contextlib.suppress(Unauthenticated), logged(log, handler_call_details.method):
+            with contextlib.suppress(Unauthenticated), logged():
                 raise error
             return _refusal(error)
         handler = await continuation(handler_call_details)
@@ -91,50 +98,41 @@ class Door(grpc.aio.ServerInterceptor):
             return self._talking(handler, read)
         if not handler.response_streaming:
             return self._answering(handler, read)
-        return self._streaming(handler, read, partial(logged, log, handler_call_details.method))
+        return self._streaming(handler, read, logged)
 
     # -- kinds of methods --------------------------------------------------------------------------------------------
 
     def _streaming(
         self, handler: Any, read: "Reader", logged: Callable[[], contextlib.AbstractContextManager[Any]]
     ) -> Any:
-        async def answers(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+        async def answer(messages: AsyncIterator[bytes], context: Any) -> None:
             with logged():
                 self._unread.check()
                 request = _checked(await read(await self._one(messages)))
-                async with contextlib.aclosing(handler.unary_stream(request, context)) as responses:
-                    with self._unread.of_this_call(context) as written:
-                        async for response in responses:
-                            written(False)
-                            yield response
-                            written(True)
+                with self._unread.of_this_call(context) as call:
+                    # In a task of its own, so that a piece of the answer does not pass through here.
+                    await asyncio.create_task(self._write(handler.unary_stream(request, context), call))
 
-        return grpc.stream_stream_rpc_method_handler(_relayed(answers), None, handler.response_serializer)
+        return grpc.stream_stream_rpc_method_handler(_ended(answer), None, handler.response_serializer)
 
     def _answering(self, handler: Any, read: "Reader") -> Any:
         async def answer(messages: AsyncIterator[bytes], context: Any) -> Any:
-            with noting() as refused:
-                return await handler.unary_unary(_checked(await read(await self._one(messages))), context)
-            return await _end_call(context, refused.pop())
+            return await handler.unary_unary(_checked(await read(await self._one(messages))), context)
 
-        return grpc.stream_unary_rpc_method_handler(answer, None, handler.response_serializer)  # type: ignore[arg-type]
+        return grpc.stream_unary_rpc_method_handler(_ended(answer), None, handler.response_serializer)
 
     def _talking(self, handler: Any, read: "Reader") -> Any:
         """One that really takes a stream: there are few at once, and each ends when nothing is asked for a while."""
 
-        async def answers(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
+        async def answer(messages: AsyncIterator[bytes], context: Any) -> None:
             async def asked() -> AsyncIterator[Any]:
                 while (data := await self._next(messages)) is not None:
                     yield _checked(await read(data))
 
-            with self._streams.one(), self._unread.of_this_call(context) as written:
-                async with contextlib.aclosing(handler.stream_stream(asked(), context)) as responses:
-                    async for response in responses:
-                        written(False)
-                        yield response
-                        written(True)
+            with self._streams.one(), self._unread.of_this_call(context) as call:
+                await self._write(handler.stream_stream(asked(), context), call)
 
-        return grpc.stream_stream_rpc_method_handler(_relayed(answers), None, handler.response_serializer)
+        return grpc.stream_stream_rpc_method_handler(_ended(answer), None, handler.response_serializer)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -210,7 +208,23 @@ def _checked(request: Any) -> Any:
 
 
 Reader = Callable[[bytes], Awaitable[Any]]
-"""Makes a request of bytes, or an error that says why it can not."""
+"""Makes a request of bytes, or an error that says why it cannot."""
+
+
+class WrittenCall:
+    """A call whose answer is being written. It may wait for its client."""
+
+    __slots__ = ("context", "task", "variables", "waiting_since_s")
+
+    def __init__(self, task: asyncio.Task[Any], context: Any):
+        self.task = task
+        self.context = context
+        self.variables = copy_context()
+        self.waiting_since_s: float | None = None  # that a piece waits to be taken, on the monotonic clock
+
+
+Write = Callable[[Any, WrittenCall], Coroutine[Any, Any, None]]
+"""Writes what an asynchronous generator brings, closes it, and keeps `waiting_since_s` up to date."""
 
 
 class Unread:
@@ -222,35 +236,30 @@ class Unread:
 
     def __init__(self, timeout_s: float):
         self._timeout_s = timeout_s
-        self._since_s: dict[_Writing, float] = {}
+        self._calls: set[WrittenCall] = set()
         self._left = Counted("answers that you do not read", MOST_LEFT, MOST_LEFT_OF_CALLER)
         self._ends: set[asyncio.Task[None]] = set()
-        self._sweep: asyncio.TimerHandle | None = None
+        self._sweep: asyncio.TimerHandle | None = None  # while there are calls
 
     def check(self) -> None:
         """Raises `Overloaded` for a caller who has left too many."""
-        with self._left.one():
-            pass
+        if self._ends:  # the only ones that count
+            with self._left.one():
+                pass
 
     @contextlib.contextmanager
-    def of_this_call(self, context: Any) -> Iterator[Callable[[bool], None]]:
-        """Gives what to call before (False) and after (True) each piece is written."""
+    def of_this_call(self, context: Any) -> Iterator[WrittenCall]:
+        """While this lasts, the call of the current task is ended when a piece waits for too long."""
         task = asyncio.current_task()
         assert task is not None
-        writing, since_s = _Writing(task, context), self._since_s
-
-        def written(done: bool) -> None:
-            if done:
-                since_s.pop(writing, None)
-            else:
-                since_s[writing] = time.monotonic()
-                if self._sweep is None:
-                    self._look_later()
-
+        call = WrittenCall(task, context)
+        self._calls.add(call)
+        if self._sweep is None:
+            self._look_later()
         try:
-            yield written
+            yield call
         finally:
-            since_s.pop(writing, None)
+            self._calls.discard(call)
 
     def _look_later(self) -> None:
         self._sweep = asyncio.get_running_loop().call_later(self._timeout_s / SWEEPS, self._look)
@@ -258,35 +267,24 @@ class Unread:
     def _look(self) -> None:
         self._sweep = None
         before_s = time.monotonic() - self._timeout_s
-        for writing in [writing for writing, since_s in self._since_s.items() if since_s < before_s]:
-            del self._since_s[writing]
-            end = writing.task.get_loop().create_task(self._end(writing), context=writing.variables)
+        for call in [each for each in self._calls if (each.waiting_since_s or math.inf) < before_s]:
+            self._calls.discard(call)
+            end = call.task.get_loop().create_task(self._end(call), context=call.variables)
             self._ends.add(end)
             end.add_done_callback(self._ends.discard)
-        if self._since_s:
+        if self._calls:
             self._look_later()
 
-    async def _end(self, writing: "_Writing") -> None:
+    async def _end(self, call: WrittenCall) -> None:
         logger.info("a call is given up: its client has not read for %g s", self._timeout_s)
-        writing.task.cancel()
-        await asyncio.wait([writing.task])
+        call.task.cancel()
+        await asyncio.wait([call.task])
         error = DeadlineExceeded(
             f"the client has not read for {self._timeout_s:g} s (unread_timeout_s), so its answer was ended",
             limit=self._timeout_s,
         )
         with self._left.any_one(), contextlib.suppress(Exception):  # it has gone, or has its status
-            await writing.context.abort_with_status(status_of(error))
-
-
-class _Writing:
-    """A call that may wait for its client."""
-
-    __slots__ = ("context", "task", "variables")
-
-    def __init__(self, task: asyncio.Task[Any], context: Any):
-        self.task = task
-        self.context = context
-        self.variables = copy_context()
+            await call.context.abort_with_status(status_of(error))
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
@@ -329,19 +327,16 @@ def noting() -> Iterator[list[IntarsiaError]]:
         refused.append(IntarsiaError("internal error; the server's log has the details"))
 
 
-def _relayed(answers: Callable[[Any, Any], AsyncIterator[Any]]) -> Any:
-    """A method that says what `answers` does, and ends with a status where that ends with an error. gRPC keeps the
+def _ended(answer: Callable[[Any, Any], Awaitable[Any]]) -> Any:
+    """A method that does what `answer` does, and ends with a status where that ends with an error. gRPC keeps the
     frames through which it ends a call, so nothing of what was asked is in this one."""
 
-    async def relay(messages: Any, context: Any) -> AsyncIterator[Any]:
+    async def method(messages: Any, context: Any) -> Any:
         with noting() as refused:
-            async with contextlib.aclosing(answers(messages, context)) as responses:  # type: ignore[type-var]
-                async for response in responses:
-                    yield response
-        if refused:
-            await _end_call(context, refused.pop())
+            return await answer(messages, context)
+        return await _end_call(context, refused.pop())
 
-    return relay
+    return method
 
 
 async def _end_call(context: Any, error: IntarsiaError) -> None:

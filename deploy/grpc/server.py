@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,38 +13,31 @@ from grpc_health.v1 import health_pb2_grpc
 from ...errors import IntarsiaError, InvalidRequest
 from ...proto import inference_pb2 as pb
 from ...proto import inference_pb2_grpc as pb_grpc
-from ...proto.reply import num_values
-from ...proto.status import EngineInfo
+from ...proto.reply import Delta, num_values
 from ...proto.tracing import INCOMING
 from ..front_end.access import TENANT, Access
 from ..front_end.front_end import Asked, FrontEnd, side_by_side
 from ..front_end.request_log import RequestLog
-from ..settings.limits import Limits, check_id
+from ..settings.limits import check_id
 from ..settings.ports import listening, refusal
+from .bounds import SERVICE, bounds_of, options_of
 from .convert import (
-    MOST_BAD,
-    MOST_OF_ROW,
+    FINISH_REASONS,
     cache_state_to_proto,
     check_lists,
     error_to_proto,
     events_to_proto,
     info_to_proto,
     load_to_proto,
+    logprobs_to_proto,
     most_batch_requests,
-    most_counted_tokens,
-    most_prompt_tokens,
-    most_stop_tokens,
-    response_to_proto,
     sampling_from_proto,
     terms_from_proto,
 )
-from .door import Door
+from .door import Door, WrittenCall
 from .health import SERVICE_NAME as HEALTH
 from .health import HealthServicer
 from .reflection import add_reflection
-from .wire import Bounds
-
-SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
 SHUTDOWN_GRACE_S = 5.0
 
@@ -118,8 +112,8 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             async for delta, text in answers:
                 completion_tokens += len(delta.token_ids)
                 made = partial(response_to_proto, answers.request_id, delta, text, len(asked.prompt), completion_tokens)
-                size = num_values(delta.logprobs) + num_values(delta.prompt_logprobs)
-                yield await self._front_end.aside(size, made)
+                values = num_values(delta.logprobs) + num_values(delta.prompt_logprobs)
+                yield await self._front_end.aside(values, made) if values else made()
 
     async def _asked(self, request: pb.GenerateRequest, time_remaining_s: float | None) -> Asked:
         check_lists(request, self._front_end.limits, self._front_end.info)
@@ -150,8 +144,8 @@ class GrpcServer:
         limits = front_end.limits
         self._access = access or Access()
         self._front_end = front_end
-        door = Door(self._access, limits, front_end.beside, _bounds(limits, front_end.info), request_log)
-        self._server = grpc.aio.server(interceptors=[door], options=_options(limits))
+        door = Door(self._access, limits, front_end.beside, bounds_of(limits, front_end.info), _write, request_log)
+        self._server = grpc.aio.server(interceptors=[door], options=options_of(limits))
         self._health = HealthServicer(("", SERVICE), limits.max_keyless_connections)
         self._following: asyncio.Task[None] | None = None
         pb_grpc.add_InferenceServicer_to_server(InferenceServicer(front_end), self._server)
@@ -159,17 +153,17 @@ class GrpcServer:
         add_reflection((SERVICE, HEALTH), self._server)
 
     async def start(self, host: str = "127.0.0.1", port: int = 50051) -> str:
-        """Listen; port 0 takes a free one. Returns the address. Raises `InvalidSetting` if that can not be."""
+        """Listen; port 0 takes a free one. Returns the address. Raises `InvalidSetting` if that cannot be."""
         self._access.check_host(host)
         target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        listening(host, port, "grpc_port").close()  # gRPC says why it can not in a line of its own
+        listening(host, port, "grpc_port").close()  # gRPC says why it cannot in a line of its own
         credentials = self._access.grpc_credentials()
         try:
             if credentials is None:
                 port = self._server.add_insecure_port(target)
             else:
                 port = self._server.add_secure_port(target, credentials)
-        except RuntimeError as error:  # somebody was quicker
+        except RuntimeError as error:  # another process was quicker
             raise refusal(host, port, "grpc_port", error) from error
         await self._server.start()
         self._health.set(is_serving=True)
@@ -197,43 +191,39 @@ class GrpcServer:
         await self._server.stop(grace_s)
 
 
+def response_to_proto(
+    request_id: str, delta: Delta, text: str, prompt_tokens: int, completion_tokens: int
+) -> pb.GenerateResponse:
+    """One piece of an answer. The last one says what the answer took."""
+    response = pb.GenerateResponse(
+        request_id=request_id,
+        token_ids=delta.token_ids,
+        text=text,
+        finish_reason=FINISH_REASONS[delta.finish_reason],
+        logprobs=[logprobs_to_proto(row) for row in delta.logprobs or ()],
+        index=delta.answer,
+        prompt_logprobs=[logprobs_to_proto(row) for row in delta.prompt_logprobs or ()],
+    )
+    if delta.finish_reason is not None:
+        response.usage.CopyFrom(
+            pb.Usage(
+                prompt_tokens=prompt_tokens,
+                cached_tokens=delta.num_cached_tokens,
+                completion_tokens=completion_tokens,
+            )
+        )
+    return response
+
+
+async def _write(responses: AsyncGenerator[Any, None], call: WrittenCall) -> None:
+    """Write what a method answers. While a piece waits for its client, the call says since when."""
+    async with contextlib.aclosing(responses):
+        async for response in responses:
+            call.waiting_since_s = time.monotonic()
+            await call.context.write(response)
+            call.waiting_since_s = None
+
+
 def _note_trace(context: Any) -> None:
     """In which trace a call comes, if in any."""
     INCOMING.set(str(dict(context.invocation_metadata() or ()).get("traceparent", "")))
-
-
-def _options(limits: Limits) -> tuple[tuple[str, int], ...]:
-    """What gRPC itself limits. Each was tried with real sockets (tests/deploy/test_grpc_limits.py)."""
-    return (
-        ("grpc.max_receive_message_length", limits.max_message_bytes),
-        ("grpc.max_send_message_length", limits.max_message_bytes),
-        ("grpc.max_metadata_size", limits.max_head_bytes),
-        ("grpc.absolute_max_metadata_size", limits.max_head_bytes),
-        ("grpc.max_allowed_incoming_connections", limits.max_connections),
-        ("grpc.server_handshake_timeout_ms", _ms(limits.head_timeout_s)),  # until HTTP/2 is spoken, TLS included
-        ("grpc.max_connection_idle_ms", _ms(limits.idle_timeout_s)),  # without a call
-        ("grpc.keepalive_time_ms", _ms(limits.idle_timeout_s)),  # is a client still there that has one?
-        ("grpc.keepalive_timeout_ms", _ms(limits.head_timeout_s)),
-        ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server behind it
-    )
-
-
-def _ms(seconds: float) -> int:
-    return min(max(1, round(seconds * 1000)), 2**31 - 1)
-
-
-def _bounds(limits: Limits, info: EngineInfo) -> Mapping[str, Bounds]:
-    """Of messages, by method. The requests of a batch are judged one by one, when it is parsed."""
-    fields = max(limits.max_json_items, info.max_model_len)
-    lists = f"{pb.SamplingParams.DESCRIPTOR.full_name}.stop_token_ids", f"{pb.TokenIds.DESCRIPTOR.full_name}.ids"
-    most = {
-        "Generate": {
-            lists[0]: most_stop_tokens(limits),
-            lists[1]: most_prompt_tokens(info),
-            f"{pb.SamplingParams.DESCRIPTOR.full_name}.bad_token_ids": MOST_BAD,
-            f"{pb.TokenRow.DESCRIPTOR.full_name}.ids": MOST_OF_ROW,
-        },
-        "GenerateBatch": {f"{pb.GenerateBatchRequest.DESCRIPTOR.full_name}.requests": most_batch_requests(limits)},
-        "Detokenize": {lists[1]: most_counted_tokens(limits, info)},
-    }
-    return {f"/{SERVICE}/{method}": Bounds(fields, lists) for method, lists in most.items()}

@@ -86,7 +86,7 @@ class RunningEngine:
         deadline = time.monotonic() + within_s
         quiet = 0
         while quiet < QUIET_LOOKS and time.monotonic() < deadline:  # a request sent before we left may still arrive
-            load = await self.client.load()
+            load = await self.client.questions.load()
             quiet = quiet + 1 if load.running + load.waiting == 0 else 0
             await asyncio.sleep(LOOK_EVERY_S)
 

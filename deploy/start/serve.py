@@ -184,7 +184,7 @@ async def serve(settings: EngineSettings, server: ServerSettings) -> None:
         notes = *info.notes, *demo_notes(settings.model.model_dir), *text_notes(served.front_end.tokenizer)
         print_banner(info._replace(notes=notes), *served.at)
         say("ready; stop with Ctrl-C")
-        gone = asyncio.ensure_future(served.engine.client.wait_gone())
+        gone = asyncio.ensure_future(served.engine.client.connection.wait_failed())
         await _first(stops.acquire(), gone)
         if not gone.done() and (running := served.front_end.num_running):
             say(f"stopping when {running} requests have their answers; Ctrl-C stops at once")

@@ -128,7 +128,7 @@ def _ask(address: str, play: Play, prompt: str, console: Console) -> tuple[Usage
 
 
 async def _report(engine: RunningEngine, *answers: tuple[Usage, float]) -> Table:
-    stats, count, cache = await engine.stats(), await engine.recount(), await engine.client.cache_state()
+    stats, count, cache = await engine.stats(), await engine.recount(), await engine.client.questions.cache_state()
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")

@@ -20,9 +20,10 @@ from intarsia.controller.admission.overload import OverloadGuard
 from intarsia.controller.delivery import MESSAGE_BYTES, MOST_UNSENT_BYTES, Outbox
 from intarsia.controller.engine import Engine
 from intarsia.controller.server import EngineServer
-from intarsia.deploy.front_end import engine_client as client_module
+from intarsia.deploy.front_end import cache_watch, liveness, recovery
 from intarsia.deploy.front_end.engine_client import EngineClient
 from intarsia.deploy.front_end.liveness import while_we_run
+from intarsia.deploy.front_end.questions import Questions
 from intarsia.errors import DeadlineExceeded, EngineUnavailable, InvalidRequest, Overloaded
 from intarsia.kvcache.events import Cleared, Event, Removed, Stored
 from intarsia.proto.channel import Address, ChannelClosed, Stream, StreamServer
@@ -115,7 +116,7 @@ def test_front_end_that_vanishes_frees_all_its_blocks():
         running = [client.generate([n], SamplingParams(max_tokens=90)) for n in range(3)]
         for generator in running:
             await anext(generator)
-        await client._line.stream.close()  # as when its process is killed
+        await client.connection.line.stream.close()  # as when its process is killed
         await all_free(engine)
         return engine.stats.aborted_requests
 
@@ -152,7 +153,7 @@ def test_what_the_engine_refuses_a_tenant_is_refused_before_it_hears_of_it(monke
         for _ in range(10):
             with pytest.raises(Overloaded, match="would come late"):
                 await ask("flood")
-        assert (await client.load()).refused_requests == 10
+        assert (await client.questions.load()).refused_requests == 10
         await ask("other")
         assert asked == ["flood", "other"]
         await asyncio.sleep(1.0)
@@ -221,7 +222,7 @@ def test_answers_go_on_with_another_engine_when_theirs_is_gone(taken: int, answe
 
 def test_a_bug_that_one_request_meets_ends_that_request_alone(monkeypatch: pytest.MonkeyPatch):
     """The engine stops on it, and is started again; whoever is innocent goes on."""
-    monkeypatch.setattr(client_module, "TURN_PAUSE_S", 0.01)
+    monkeypatch.setattr(recovery, "TURN_PAUSE_S", 0.01)
     monkeypatch.setattr(losses_module, "SUSPECT_FOR_S", 0.0)
     poison = [7, *PROMPT]
     running: list[tuple[EngineServer, asyncio.Task[None]]] = []
@@ -301,12 +302,12 @@ def test_engine_that_goes_is_told_to_waiting_and_later_callers():
 
 
 def test_engine_that_says_nothing_is_given_up_and_so_is_the_next_one(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(client_module, "HUNG_AFTER_S", 0.01)
+    monkeypatch.setattr(liveness, "HUNG_AFTER_S", 0.01)
 
-    async def say_nothing(client: EngineClient) -> None:
+    async def say_nothing(questions: Questions) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(EngineClient, "load", say_nothing)
+    monkeypatch.setattr(Questions, "load", say_nothing)
 
     async def scenario(engine: Engine, address: Address) -> None:
         came, third = 0, asyncio.Event()
@@ -609,7 +610,7 @@ class Mirror:
         self.task = asyncio.ensure_future(self._follow(client))
 
     async def _follow(self, client: EngineClient) -> None:
-        async with contextlib.aclosing(client.watch_cache()) as watch:
+        async with contextlib.aclosing(client.cache_watches.watch()) as watch:
             async for events in watch:
                 for event in events:
                     self._apply(event)
@@ -651,7 +652,7 @@ def test_watchers_see_the_cache_as_it_is_whenever_they_come():
             await asyncio.gather(mirror.task, return_exceptions=True)
         while engine._manager.pool.known.log is not None:  # nobody listens, so nothing is collected
             await asyncio.sleep(0.001)
-        state = await client.cache_state()
+        state = await client.questions.cache_state()
         await client.close()
         await other.close()
         return engine, state
@@ -680,11 +681,11 @@ def test_the_end_of_a_connection_ends_its_watch():
 
 
 def test_a_watcher_who_does_not_read_is_told_to_begin_anew(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(client_module, "UNWATCH_AFTER_S", 0.01)
+    monkeypatch.setattr(cache_watch, "UNWATCH_AFTER_S", 0.01)
 
     async def scenario(engine: Engine, address: Address):
         client = await EngineClient.connect(address)
-        async with contextlib.aclosing(client.watch_cache(None, 10)) as watch:
+        async with contextlib.aclosing(client.cache_watches.watch(None, 10)) as watch:
             assert await anext(watch) == [Cleared()]
             for n in range(6):
                 await collect(client, [n] * 40, SamplingParams(max_tokens=1))

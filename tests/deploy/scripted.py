@@ -50,6 +50,7 @@ class ScriptedEngine:
         self.full: Overloaded | None = None  # what it has just said
         self.server: Any = None  # the GrpcServer in front
         self._script = script
+        self.connection = self.questions = self.refusals = self
         self._gone, self._here = asyncio.Event(), asyncio.Event()
 
     def is_full(self, tenant: str) -> bool:

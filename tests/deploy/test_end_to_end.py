@@ -18,7 +18,7 @@ import pytest
 
 from intarsia import SamplingParams
 from intarsia.deploy.client import Asked, AsyncClient, Client
-from intarsia.deploy.front_end import engine_client as client_module
+from intarsia.deploy.front_end import liveness
 from intarsia.deploy.front_end.front_end import FrontEnd
 from intarsia.deploy.front_end.tokenizer import Tokenizer
 from intarsia.deploy.grpc.server import GrpcServer
@@ -441,7 +441,7 @@ def test_controller_and_worker_killed_at_once_are_both_replaced(loaded: Loaded, 
 def test_stopped_controller_is_given_up_and_replaced(
     loaded: Loaded, undisturbed: list[Any], loop: Loop, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(client_module, "HUNG_AFTER_S", 0.5)  # the watch looks at it again when its wait is over
+    monkeypatch.setattr(liveness, "HUNG_AFTER_S", 0.5)  # the watch looks at it again when its wait is over
     stopped = loaded.engine.controller_process_id
 
     async def stop() -> None:

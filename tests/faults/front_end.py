@@ -17,7 +17,7 @@ async def main() -> None:
     client = await EngineClient.connect(Address(host, port, bytes.fromhex(secret)))
     server = GrpcServer(FrontEnd(client, Tokenizer.load(str(DEMO_MODEL_DIR))))
     print(await server.start(port=0), flush=True)
-    await client.wait_gone()
+    await client.connection.wait_failed()
 
 
 if __name__ == "__main__":

@@ -404,7 +404,7 @@ async def run(requests: int, forms: int, seed: int) -> dict[str, Any]:
         await canary.stop()
         await fuzz.close()
         await http.stop()
-        while (load := await served.engine.client.load()).running + load.waiting:
+        while (load := await served.engine.client.questions.load()).running + load.waiting:
             await asyncio.sleep(0.01)
         count = await served.engine.recount()
         return {

@@ -154,13 +154,13 @@ async def run(rounds: int, seed: int) -> dict[str, Any]:
             kind = KINDS[n % len(KINDS)]
             found.append(await _round(rng, traffic, targets, kind, when_back=n % 4 == 3))
             print(found[-1], file=sys.stderr, flush=True)
-            if served.engine.client.failure is not None:
+            if served.engine.client.connection.failure is not None:
                 break
         return await _result(served, traffic, found, seed)
 
 
 async def _result(served: Service, traffic: Traffic, found: list[dict[str, Any]], seed: int) -> dict[str, Any]:
-    failure = served.engine.client.failure
+    failure = served.engine.client.connection.failure
     if failure is None:
         await traffic.stop()
     return {

@@ -76,7 +76,7 @@ async def run(batches: int, seed: int) -> dict[str, Any]:
         for each in asked:
             await served.engine.reset_prefix_cache()
             alone.append(await answer(client, each))
-        before = await client.load()
+        before = await client.questions.load()
         started_s = time.monotonic()
         faults: list[str] = []
         answers = 0
@@ -84,7 +84,7 @@ async def run(batches: int, seed: int) -> dict[str, Any]:
 
         async def go_on() -> None:
             nonlocal answers, worst
-            while (await client.load()).steps - before.steps < batches:
+            while (await client.questions.load()).steps - before.steps < batches:
                 n = rng.randrange(len(asked))
                 said = await answer(client, asked[n])
                 answers += 1
@@ -97,7 +97,7 @@ async def run(batches: int, seed: int) -> dict[str, Any]:
                     faults.append(f"{asked[n].sampling}: log-probabilities differ by {far:.2g}")
 
         await asyncio.gather(*(go_on() for _ in range(AT_ONCE)))
-        load = await client.load()
+        load = await client.questions.load()
         return {
             "seed": seed,
             "batches": load.steps - before.steps,

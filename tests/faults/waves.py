@@ -52,7 +52,7 @@ class Watch:
 
     async def _look(self) -> None:
         while True:
-            load = await self._client.load()
+            load = await self._client.questions.load()
             self.looks.append((time.monotonic(), load))
             await asyncio.sleep(LOOK_EVERY_S)
 
@@ -140,13 +140,13 @@ async def run(streams: int, seed: int) -> dict[str, Any]:
     async with service(kv_cache_memory="32MiB", max_num_seqs=128) as served, AsyncClient(served.address) as client:
         stays = await answered(client, draw(rng, 40, *STAYING))
         leaves = draw(rng, 40, ENDLESS, ENDLESS)
-        before = await served.engine.client.load()
+        before = await served.engine.client.questions.load()
         watch = Watch(served)
         started_s = time.monotonic()
         about = served.address, stays, leaves, streams, rng.randrange(2**32)
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as clients:
             came = await asyncio.get_running_loop().run_in_executor(clients, _run_clients, *about)
-        while (load := await served.engine.client.load()).running + load.waiting:
+        while (load := await served.engine.client.questions.load()).running + load.waiting:
             await asyncio.sleep(0.01)
         await asyncio.sleep(10 * LOOK_EVERY_S)
         await watch.stop()

@@ -142,10 +142,10 @@ def test_a_request_is_refused_where_no_engine_has_room_and_not_before(answers: i
 def test_an_engine_that_has_just_said_that_it_is_full_is_left_for_another():
     async def scenario(two: Two):
         refusal = Overloaded("its turn would come late", full_for_s=60.0)
-        two.clients["own"]._note_refusal("flood", refusal)
+        two.clients["own"].connection.refusals.note("flood", refusal)
         assert await two.fleet.choose(PROMPT, Terms(tenant="flood")) is not two.clients["own"]
         assert await two.chosen(PROMPT) == "own"
-        two.fleet._engines["other"]._note_refusal("flood", refusal)
+        two.fleet._engines["other"].connection.refusals.note("flood", refusal)
         assert await two.fleet.choose(PROMPT, Terms(tenant="flood")) is two.clients["own"]
         assert await two.fleet.choose(PROMPT, full=list(two.fleet.engines.values())) is None
 
@@ -177,7 +177,7 @@ def test_an_engine_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.Monk
 
         async for _ in two.clients["other"].generate(PROMPT, SamplingParams(max_tokens=2)):
             pass
-        monkeypatch.setattr(two.fleet._engines["other"], "probe", never)
+        monkeypatch.setattr(two.fleet._engines["other"].questions, "probe", never)
         assert await two.chosen(PROMPT) == "own"
 
     run(scenario)

@@ -7,7 +7,6 @@ import pytest
 from intarsia.deploy.grpc import convert
 from intarsia.errors import ERRORS, EngineUnavailable, IntarsiaError, InvalidRequest, ModelError, PoolExhausted
 from intarsia.proto import inference_pb2 as pb
-from intarsia.proto.reply import Delta, Rows, TokenLogprobs
 from intarsia.proto.request import FinishReason, SamplingParams
 from intarsia.proto.status import EngineInfo, GroupInfo
 from intarsia.tests.deploy.scripted import INFO
@@ -65,19 +64,6 @@ def test_sampling_params_out_of_range_name_the_field(field: str, value: float):
 def test_model_info_survives_the_trip_but_for_the_servers_folder():
     message = pb.ModelInfo.FromString(convert.info_to_proto(INFO).SerializeToString())
     assert convert.info_from_proto(message) == INFO._replace(model_dir="")
-
-
-def test_logprobs_survive_the_trip():
-    rows = (TokenLogprobs(5, -0.5, ((5, -0.5), (9, -1.25))), TokenLogprobs(6, float("-inf"), ()))
-    response = convert.response_to_proto("r", Delta((5, 6), Rows.of(rows), None, 0), "", 3, 2)
-    assert convert.logprobs_from_proto(response.logprobs) == rows
-
-
-def test_usage_comes_with_the_last_message_only():
-    running = convert.response_to_proto("r", Delta((5,), None, None, 2), "a", 3, 1)
-    last = convert.response_to_proto("r", Delta((6,), None, "stop", 2), "b", 3, 2)
-    assert not running.HasField("usage")
-    assert (last.usage.prompt_tokens, last.usage.cached_tokens, last.usage.completion_tokens) == (3, 2, 2)
 
 
 @pytest.mark.parametrize("cls", ERRORS.values())

@@ -11,11 +11,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
 from intarsia.deploy.front_end.front_end import FrontEnd
-from intarsia.deploy.grpc.server import GrpcServer
+from intarsia.deploy.grpc.convert import logprobs_from_proto
+from intarsia.deploy.grpc.server import GrpcServer, response_to_proto
 from intarsia.errors import InvalidSetting, Overloaded, RequestTooLarge
 from intarsia.proto import inference_pb2 as pb
 from intarsia.proto import inference_pb2_grpc as pb_grpc
-from intarsia.proto.reply import Delta
+from intarsia.proto.reply import Delta, Rows, TokenLogprobs
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.deploy.scripted import HANG, ScriptedEngine
 
@@ -195,3 +196,16 @@ def test_port_in_use_is_refused_with_a_way_out(serve_script, loop, capfd):
         loop.run(start())
     assert refusal.value.field == "grpc_port"
     assert capfd.readouterr().err == ""  # gRPC itself has nothing to add
+
+
+def test_logprobs_survive_the_trip():
+    rows = (TokenLogprobs(5, -0.5, ((5, -0.5), (9, -1.25))), TokenLogprobs(6, float("-inf"), ()))
+    response = response_to_proto("r", Delta((5, 6), Rows.of(rows), None, 0), "", 3, 2)
+    assert logprobs_from_proto(response.logprobs) == rows
+
+
+def test_usage_comes_with_the_last_message_only():
+    running = response_to_proto("r", Delta((5,), None, None, 2), "a", 3, 1)
+    last = response_to_proto("r", Delta((6,), None, "stop", 2), "b", 3, 2)
+    assert not running.HasField("usage")
+    assert (last.usage.prompt_tokens, last.usage.cached_tokens, last.usage.completion_tokens) == (3, 2, 2)

@@ -168,7 +168,7 @@ def test_a_prompt_that_nobody_would_compute_is_not_read(
 
     note("encode")
     note("encode_chat")
-    api.engine.client._note_refusal("flood", Overloaded("its turn would come late", full_for_s=60.0))
+    api.engine.client.connection.refusals.note("flood", Overloaded("its turn would come late", full_for_s=60.0))
     code, found, _ = call(api, path, about | {"user": "flood"})
     assert code == 429 and "its turn would come late" in found["error"]["message"]
     assert not read

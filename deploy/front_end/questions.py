@@ -1,0 +1,67 @@
+"""What a front end asks an engine beside requests: how busy it is, what is in its cache, what was measured."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from ...controller.metrics import Metrics
+from ...controller.snapshot import EngineView
+from ...errors import IntarsiaError
+from ...proto.codec import read
+from ...proto.messages import AskCacheState, AskLoad, AskMetrics, AskProbe, AskSnapshot
+from ...proto.status import CacheState, EngineLoad, Look, Probe
+from .connection import Connection
+
+Known = TypeVar("Known")
+
+
+class Questions:
+    """Questions that wait for their answers. Each raises `EngineUnavailable` when the engine is lost meanwhile.
+
+    A viewer is a salt: the answer is about its requests. None: about all.
+    """
+
+    def __init__(self, connection: Connection):
+        self._connection = connection
+        self._waiting: dict[int, asyncio.Future[Any]] = {}  # by handle
+
+    async def load(self, viewer: str | None = None) -> EngineLoad:
+        """How busy the engine is."""
+        return await self._ask(AskLoad, viewer, kind=EngineLoad)
+
+    async def cache_state(self, viewer: str | None = None) -> CacheState:
+        """Where the pool's blocks are."""
+        return await self._ask(AskCacheState, viewer, kind=CacheState)
+
+    async def probe(self, tokens: Sequence[int], salt: str = "") -> Probe:
+        """What a request with this prompt would meet."""
+        return await self._ask(AskProbe, list(tokens), salt, kind=Probe)
+
+    async def metrics(self) -> Metrics:
+        """What was measured since the start."""
+        return await self._ask(AskMetrics, kind=Metrics)
+
+    async def view(self, look: Look) -> EngineView:
+        """All there is to see at one moment."""
+        return await self._ask(AskSnapshot, look, kind=EngineView)
+
+    async def _ask(self, question: type, *about: Any, kind: type[Known]) -> Known:
+        handle = self._connection.ask(question, *about)
+        self._waiting[handle] = asyncio.get_running_loop().create_future()
+        try:
+            return read(await self._waiting[handle], kind)
+        finally:
+            self._waiting.pop(handle, None)
+
+    def answer(self, handle: int, value: Any) -> None:
+        """The engine has answered. An asker may have left before."""
+        waiting = self._waiting.get(handle)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(value)
+
+    def end(self, error: IntarsiaError) -> None:
+        """The engine is lost: no answer comes any more."""
+        asked, self._waiting = self._waiting, {}
+        for waiting in asked.values():
+            if not waiting.done():
+                waiting.set_exception(error)
