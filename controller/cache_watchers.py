@@ -28,7 +28,7 @@ class CacheWatchers:
         """
         self._events, self.is_watched = self._manager.pool.listen(), True
         self.send()  # what the others have not been sent yet is part of what is known now
-        mark = None if viewer is None else self._manager.mark(viewer.encode())
+        mark = None if viewer is None else self._manager.namer.mark(viewer.encode())
         self._watchers.append((watcher, mark))
         return _visible([Cleared(), *self._manager.pool.stored()], mark)
 

@@ -53,10 +53,10 @@ class CacheManager:
         self.is_caching = settings.prefix_caching
         self._score = policy if isinstance(policy, GreedyDualPolicy) else None
         self._tables = Tables(plan, self.pool, caching=self.is_caching, snapshot_share=settings.snapshot_share)
-        self._namer = Namer(hash_key, plan.block_tokens)
+        self.namer = Namer(hash_key, plan.block_tokens)
         self._name_every = name_every(plan)
         self._lookup = Lookup(self._tables, self.pool, plan.block_tokens)
-        self._hints = Hints(self.pool, plan, settings.pinned_share, clock)
+        self.hints = Hints(self.pool, plan, settings.pinned_share, clock)
         self._room = Room(self._tables, self.pool)
         self._swapping = Swapping(self._tables, self.pool, plan)
         self._rows: dict[RequestId, Row] = {}
@@ -68,11 +68,7 @@ class CacheManager:
 
         encoder: what the text is read beside, which is part of its names.
         """
-        return self._namer.chain(tokens, salt, encoder)
-
-    def mark(self, salt: bytes) -> bytes:
-        """How the names of a salt end."""
-        return self._namer.mark(salt)
+        return self.namer.chain(tokens, salt, encoder)
 
     def names(self, group: int, chain: Chain) -> list[bytes]:
         """The names of the full blocks of a sequence in a group, in order."""
@@ -97,7 +93,7 @@ class CacheManager:
         if last is not None and self._lookup.is_current(last, chain):
             return last
         if encoder is not None:
-            encoder = self._namer.of_owner(encoder, salt, chain.mark)
+            encoder = self.namer.of_owner(encoder, salt, chain.mark)
         if not self.is_caching:
             return Hit(0, chain, encoder=encoder)
         return self._lookup.find(chain, encoder)
@@ -116,21 +112,11 @@ class CacheManager:
         """Where a chunk of prefill up to `length` had better end."""
         return self._room.chunk_end(self._rows[request], length)
 
-    @property
-    def is_full(self) -> bool:
-        """Every block is held or cached: new ones are made free by eviction."""
-        return self.pool.num_free_pages == 0
-
     # -- asking for what is there ------------------------------------------------------------------------------------
 
     @property
     def num_open(self) -> int:
         return len(self._rows)
-
-    @property
-    def num_pinned(self) -> int:
-        """Large pages that stay because a request pinned what they hold."""
-        return self._hints.num_pinned
 
     def table(self, request: RequestId) -> list[list[BlockId]]:
         """The blocks of a request, [group][block of the sequence]; null where they were given back."""
@@ -178,8 +164,8 @@ class CacheManager:
             settled = self._tables.moving
         for table in settled:
             table.settle(row)
-        if self._hints.are_any:
-            self._hints.expire()
+        if self.hints.are_any:
+            self.hints.expire()
         # Then blocks for the coming one.
         taken = self.pool.take(self._tables.missing(row, length), request)
         copies = self._copies(row, taken) if row.sources is HELD else ()
@@ -239,7 +225,7 @@ class CacheManager:
             for table in self._tables.each:
                 table.settle(row)
             if retain.is_lasting:
-                self._hints.retain(request, [table.held(request) for table in self._tables.each], retain)
+                self.hints.retain(request, [table.held(request) for table in self._tables.each], retain)
         if self._score is not None:
             self._score.begin_release(row.extent, self.plan.bytes_held(max(1, row.extent)))
         for table in self._tables.each:
@@ -303,7 +289,7 @@ class CacheManager:
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix and every pin. Open requests keep their blocks."""
-        self._hints.forget_all()
+        self.hints.forget_all()
         self.pool.forget_all()
         self._lookup.forget()
 
@@ -312,7 +298,7 @@ class CacheManager:
     def held(self) -> list[Counter[int]]:
         """[group]: how often tables, pins and copies under way name each block."""
         counts = [table.count_held() for table in self._tables.each]
-        for g, block in self._hints.pinned:
+        for g, block in self.hints.pinned:
             counts[g][block] += 1
         return counts
 

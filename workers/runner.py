@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..kernels.paged_attention import GroupBatch
-from ..kernels.state import SaveAt, StateBatch
 from ..kvcache.plan import MemoryPlan
 from ..kvcache.reach import Reach
 from ..proto.step import Logprobs, PromptLogprobs, Step
@@ -18,14 +17,12 @@ from .cpu.threads import Threads
 from .grammar.matcher import Grammars
 from .graphs import DecodeGraphs, DecodeStep
 from .layers.attention import step_masks
+from .layers.states import Save, saves_in, state_batch
 from .models.loaded_model import LoadedModel
 from .prompt_logprobs import prompt_logprobs
 from .sampler import sample
 from .slots import Slot, SlotTables
 from .tensor_parallel import TensorParallel
-
-Save = tuple[int, int, int, int]
-"""(slot, group, tokens, block): see `Step.saves`."""
 
 
 class Drawn(NamedTuple):
@@ -136,7 +133,10 @@ class ModelRunner:
         tokens = self._tokens(rows, kv_lens)
         positions = np.arange(ends[-1]) + np.repeat(rows.computed - starts, rows.query_lens)
         batches = [self._batch(g, mask, rows, kv_lens) for g, mask in self._masks]
-        states = {g: self._state_batch(g, rows, saves) for g in self._state_groups}
+        states = {
+            g: state_batch(self.tables.block_tables[g], rows.slots, rows.query_lens, rows.computed, saves_in(g, saves))
+            for g in self._state_groups
+        }
         # A step that only decodes is replayed, where steps are recorded.
         if self.graphs is not None and not saves and not len(asked) and _is_plain_decode(rows):
             logits = self.graphs.run(DecodeStep(tokens, positions, batches, states))
@@ -191,19 +191,6 @@ class ModelRunner:
             block_tokens=group.block_tokens,
             window_tokens=mask.window_tokens,
             chunk_tokens=mask.chunk_tokens,
-        )
-
-    def _state_batch(self, g: int, rows: Rows, saves: Sequence[Save]) -> StateBatch:
-        row_of = {slot: row for row, slot in enumerate(rows.slots.tolist())} if saves else {}
-        return StateBatch(
-            pages=self.tables.block_tables[g][rows.slots, 0],
-            query_lens=rows.query_lens,
-            is_new=rows.computed == 0,
-            saves=[
-                SaveAt(row := row_of[slot], length - int(rows.computed[row]), block)
-                for slot, group, length, block in saves
-                if group == g
-            ],
         )
 
     # -- from logits to tokens ---------------------------------------------------------------------------------------

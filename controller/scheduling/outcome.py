@@ -1,4 +1,4 @@
-"""What a step brought, as the scheduler tells the engine."""
+"""What the scheduler remembers of a step, and what it tells the engine when its result comes."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -6,6 +6,15 @@ from typing import NamedTuple
 from ...proto.request import FinishReason
 from ...proto.step import Logprobs
 from ..request import Request
+
+
+class StepUnderWay(NamedTuple):
+    """What the scheduler remembers of a step until its result comes."""
+
+    drawing: Sequence[Request]  # those that get a token by it, in the order of the result
+    prompts: Sequence[tuple[Request, int]]  # those of which it computes a prompt, and the slot they had
+    decoding: int  # requests that decode
+    prompt_tokens: int
 
 
 class Progress(NamedTuple):

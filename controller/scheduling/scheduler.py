@@ -10,7 +10,7 @@ This file has the decisions. Most steps need few of them: requests that decode a
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...kvcache.ids import RequestId
 from ...kvcache.manager import CacheManager
@@ -20,7 +20,7 @@ from .chunks import Chunks
 from .deadlines import Deadlines
 from .fair_queue import FairQueue
 from .live_requests import LiveRequests
-from .outcome import Outcome, Progress
+from .outcome import Outcome, Progress, StepUnderWay
 from .preemption import Preemption
 from .prefill_budget import MOST_WAITING, PrefillBudget, StepBudget
 from .prefixes import lookup
@@ -33,15 +33,6 @@ from .step_times import MOST_UNLEARNT, StepTimes
 
 MOST_DEFERRED = 8
 """Requests that may be passed over in one step because another one computes their prompt."""
-
-
-class StepUnderWay(NamedTuple):
-    """What the scheduler remembers of a step until its result comes."""
-
-    drawing: Sequence[Request]  # those that get a token by it, in the order of the result
-    prompts: Sequence[tuple[Request, int]]  # those of which it computes a prompt, and the slot they had
-    decoding: int  # requests that decode
-    prompt_tokens: int
 
 
 class Scheduler:
@@ -233,7 +224,7 @@ class Scheduler:
         # Blocks that running requests lack are not given to others.
         admitted = 0 if is_short and self._seats.running else self._admit_waiting(budget, now_s)
         self.is_full = bool(self._queue.waiting)
-        if self.is_full and self._manager.is_full and (admitted or self._draft.has_prompts):
+        if self.is_full and not self._manager.pool.num_free_pages and (admitted or self._draft.has_prompts):
             self._sharing.keep_for(self._queue.next_few(MOST_KEPT_FOR))
         lacks_room = self._held_up is not None and bool(self._seats.free_slots)
         self._lacks_blocks = self.is_full and (is_short or lacks_room or bool(self._quarantine.suspects))

@@ -196,48 +196,60 @@ class Attempt:
         self._engine = engine
         self._answers = {handle: (answer, 0) for answer, handle in handles.items()}  # and cached tokens of its prompt
         self._in_pieces = in_pieces
-        self._backlog = Backlog()
+        self._backlog: Backlog | None = None  # none while nothing waits
         self._end: IntarsiaError | Lost | None = None
-        self._waiter: asyncio.Future[None] | None = None  # done, once something has come
+        self._reader: asyncio.Future[Delta | None] | None = None  # it waits for what comes next
         self._is_behind = False  # what was taken last had waited
 
     @property
     def unread_bytes(self) -> int:
-        return self._backlog.num_bytes
+        return 0 if self._backlog is None else self._backlog.num_bytes
 
     def put(self, handle: int, delta: Delta) -> None:
         answer, cached_tokens = self._answers[handle]
         cached_tokens = max(cached_tokens, delta.num_cached_tokens)
         self._answers[handle] = answer, cached_tokens
-        self._backlog.put(delta._replace(answer=answer, num_cached_tokens=cached_tokens))
-        self._wake()
+        self._put(delta._replace(answer=answer, num_cached_tokens=cached_tokens))
 
     def put_token(self, handle: int, token: int) -> None:
         answer, cached_tokens = self._answers[handle]
-        self._backlog.put(Delta((token,), None, None, cached_tokens, None, answer))
-        self._wake()
+        self._put(Delta((token,), None, None, cached_tokens, None, answer))
 
     def end_with(self, why: IntarsiaError | Lost) -> None:
         self._end = self._end or why
-        self._wake()
+        self._hand_to_reader(None)
 
     async def take(self) -> Delta | IntarsiaError | Lost:
         """For one reader. Others get their turn between two pieces of what has waited."""
         if self._is_behind:
             await asyncio.sleep(0)
-        while not self._backlog and self._end is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        if self._backlog:
+        # Mostly the reader is faster, and is handed the next delta as it comes.
+        if self._backlog is None and self._end is None:
+            self._reader = asyncio.get_running_loop().create_future()
+            if (delta := await self._reader) is not None:
+                return delta
+        if self._backlog is not None:
             delta = self._backlog.take(in_pieces=self._in_pieces)
+            self._backlog = self._backlog or None
             self._is_behind = len(delta.token_ids) > 1
             return delta
-        assert self._end is not None
+        assert self._end is not None, "a reader was woken for nothing"
         return self._end
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def _put(self, delta: Delta) -> None:
+        is_small = len(delta.token_ids) == 1 or not self._in_pieces
+        if is_small and self._hand_to_reader(delta):
+            return
+        self._backlog = self._backlog or Backlog()
+        self._backlog.put(delta)
+        self._hand_to_reader(None)
+
+    def _hand_to_reader(self, delta: Delta | None) -> bool:
+        """Wake the reader if it waits: with a delta, or to look for itself."""
+        if self._reader is None or self._reader.done():
+            return False
+        self._reader.set_result(delta)
+        return True
 
     def finish(self, answer: int, *, is_aborted: bool) -> None:
         """As `EngineClient.finish`."""

@@ -112,8 +112,11 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             async for delta, text in answers:
                 completion_tokens += len(delta.token_ids)
                 made = partial(response_to_proto, answers.request_id, delta, text, len(asked.prompt), completion_tokens)
-                values = num_values(delta.logprobs) + num_values(delta.prompt_logprobs)
-                yield await self._front_end.aside(values, made) if values else made()
+                if delta.logprobs or delta.prompt_logprobs:
+                    values = num_values(delta.logprobs) + num_values(delta.prompt_logprobs)
+                    yield await self._front_end.aside(values, made)
+                else:
+                    yield made()
 
     async def _asked(self, request: pb.GenerateRequest, time_remaining_s: float | None) -> Asked:
         check_lists(request, self._front_end.limits, self._front_end.info)

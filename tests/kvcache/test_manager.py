@@ -392,13 +392,13 @@ def test_pinned_blocks_stay_until_their_time_is_over_and_only_up_to_the_share():
     m = manager(Full(), blocks=41, clock=lambda: now[0], pinned_share=0.25)  # 10 blocks
     serve(m, list(range(32)), pin=True, ttl_s=60)
     serve(m, list(range(100, 132)), pin=True)  # 8 more would be too many: kept as usual
-    assert m.num_pinned == 8
+    assert m.hints.num_pinned == 8
     fill_up(m)
     assert m.lookup(list(range(32))).tokens == 31
     assert m.lookup(list(range(100, 132))).tokens == 0
     now[0] = 61
     fill_up(m, 20_000)
-    assert (m.num_pinned, m.lookup(list(range(32))).tokens) == (0, 0)
+    assert (m.hints.num_pinned, m.lookup(list(range(32))).tokens) == (0, 0)
     recount(m)
 
 

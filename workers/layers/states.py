@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from ...kernels.state import CONVOLUTION, STATE_BACKENDS, Recurrence, StateBatch, select_state_backend
+from ...kernels.state import CONVOLUTION, STATE_BACKENDS, Recurrence, SaveAt, StateBatch, select_state_backend
 from ..pages import Pages
 from ..tensor_parallel import Section, TensorParallel
 
@@ -23,6 +23,31 @@ CONV, RECURRENT = 0, 1
 
 SPARE = -1
 """The page behind those of the plan: see `Pages`."""
+
+Save = tuple[int, int, int, int]
+"""(slot, group, tokens, block): see `Step.saves`."""
+
+
+def saves_in(g: int, saves: Sequence[Save]) -> list[Save]:
+    """Those of one group."""
+    return [save for save in saves if save[1] == g]
+
+
+def state_batch(
+    blocks: np.ndarray, slots: np.ndarray, query_lens: np.ndarray, computed: np.ndarray, saves: Sequence[Save]
+) -> StateBatch:
+    """What the states of one group go through in a step.
+
+    blocks [slots,1]: the page of each slot. slots, query_lens, computed [R]: of each row, as the runner has them
+    saves: of this group
+    """
+    row_of = {slot: row for row, slot in enumerate(slots.tolist())} if saves else {}
+    return StateBatch(
+        pages=blocks[slots, 0],
+        query_lens=query_lens,
+        is_new=computed == 0,
+        saves=[SaveAt(row := row_of[slot], length - int(computed[row]), block) for slot, _, length, block in saves],
+    )
 
 
 class PagedStates:
