@@ -5,14 +5,14 @@ sentence. Programs read `field` (what was wrong), `details` (the numbers) and `r
 later?). Anything that is not an `IntarsiaError` is a bug of ours.
 
     IntarsiaError
-    ├── InvalidRequest       a request that can not be served as asked: change it
+    ├── InvalidRequest       a request that cannot be served as asked: change it
     │   ├── RequestTooLarge  ... because it would not fit even with the whole pool to itself
     │   │   └── ContextTooLong  ... because its prompt is longer than the model takes
     │   └── UnknownModel     ... because it names a model that is not served here
-    ├── InvalidSetting       a setting that can not work: change how the engine is started
+    ├── InvalidSetting       a setting that cannot work: change how the engine is started
     ├── ModelError           the checkpoint is at fault
     │   ├── ModelNotFound    there is no checkpoint at that place
-    │   ├── CorruptCheckpoint  there is one, and it can not be read
+    │   ├── CorruptCheckpoint  there is one, and it cannot be read
     │   └── UnsupportedModel   it can be read, and we do not know how to run it
     ├── Unauthenticated      the server wants a key, and this is none of its keys
     ├── RequestAborted       another caller asked to stop it
@@ -70,7 +70,7 @@ class IntarsiaError(Exception):
 
 
 class InvalidRequest(IntarsiaError):
-    """The request can not be served as asked; the same request will be refused again."""
+    """The request cannot be served as asked; the same request will be refused again."""
 
 
 class RequestTooLarge(InvalidRequest):
@@ -98,7 +98,7 @@ class UnknownModel(InvalidRequest):
 
 
 class InvalidSetting(IntarsiaError):
-    """The engine can not be started with these settings."""
+    """The engine cannot be started with these settings."""
 
 
 class ModelError(IntarsiaError):
@@ -110,7 +110,7 @@ class ModelNotFound(ModelError):
 
 
 class CorruptCheckpoint(ModelError):
-    """The checkpoint exists and can not be read."""
+    """The checkpoint exists and cannot be read."""
 
 
 class UnsupportedModel(ModelError):

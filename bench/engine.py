@@ -247,7 +247,7 @@ async def _null_model(count: int, rounds: int, is_full: bool = False) -> dict[st
     from intarsia.kvcache.spec import LayerSpec
     from intarsia.kvcache.strategies import plan_memory
     from intarsia.proto.codec import pack
-    from intarsia.proto.request import USUAL_TERMS, GenerateRequest, SamplingParams
+    from intarsia.proto.request import USUAL_OPTIONS, GenerateRequest, SamplingParams
     from intarsia.proto.status import EngineInfo
     from intarsia.proto.step import Step, StepResult
 
@@ -316,7 +316,7 @@ async def _null_model(count: int, rounds: int, is_full: bool = False) -> dict[st
         for n in range(count):
             prompt = [rng.randrange(512) for _ in range(512 + rng.randrange(256))]
             sampling = SamplingParams(temperature=0, max_tokens=512, ignore_eos=True)
-            engine.submit(GenerateRequest(prompt, sampling, (), USUAL_TERMS, 0.0, len(prompt), False), n, sink)
+            engine.submit(GenerateRequest(prompt, sampling, (), USUAL_OPTIONS, 0.0, len(prompt), False), n, sink)
         while engine.stats.generated_tokens < (round_ * 512 + 2) * count:  # all decode
             await asyncio.sleep(0)
         before = (engine.stats.steps, engine.stats.plan_us, engine.stats.commit_us, time.perf_counter())

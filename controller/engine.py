@@ -93,7 +93,7 @@ class Engine:
         try:
             requests = self._admission.admit(asked)
         except Overloaded:
-            self.telemetry.refused(1, asked.terms.salt)
+            self.telemetry.refused(1, asked.options.salt)
             raise
         finally:
             self._subscribers.press(self._overload.is_pressed, self._live.values())

@@ -8,7 +8,7 @@ from typing import Any
 from ..kvcache.ids import RequestId
 from ..kvcache.lookup import Hit
 from ..kvcache.prefix import TokenChain
-from ..proto.request import USUAL_TERMS, FinishReason, SamplingParams, Terms
+from ..proto.request import USUAL_OPTIONS, FinishReason, RequestOptions, SamplingParams
 from ..proto.step import Logprobs, PromptLogprobs
 from .images import Gallery
 
@@ -43,7 +43,7 @@ class Request:
     seed: int
     stop_token_ids: frozenset[int]
     max_total_tokens: int  # the sequence ends here at the latest
-    terms: Terms = USUAL_TERMS
+    options: RequestOptions = USUAL_OPTIONS
     subscriber: Any = None  # is sent its tokens; see `delivery.py`
     arrival_s: float = 0.0
     admitted_s: float = 0.0  # for the first time

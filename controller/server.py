@@ -61,7 +61,7 @@ class EngineServer:
         return await self._server.start(host)
 
     async def close(self, failure: IntarsiaError | None = None) -> None:
-        """failure: why the engine can not go on; None: it is stopped."""
+        """failure: why the engine cannot go on; None: it is stopped."""
         if failure is not None:
             for stream in self._streams:
                 stream.send_message(FROM_ENGINE.plain(EngineLost(failure, self._engine.is_broken)))
@@ -156,7 +156,7 @@ class _Connection:
         taking.add_done_callback(self._snapshots.discard)
 
     async def _send_snapshot(self, message: AskSnapshot) -> None:
-        self._send(Answer(message.handle, await self._engine.status.view(message.look)))
+        self._send(Answer(message.handle, await self._engine.status.snapshot(message.query)))
 
     def _watch(self, message: WatchCache) -> None:
         self._watchers[message.handle] = partial(self._send_events, message.handle)
@@ -210,5 +210,5 @@ def _check_handle(message: Any) -> None:
 
 def _check_request(request: GenerateRequest) -> None:
     """Raises `ValueError` for what no user could have given."""
-    if not request.stream_interval_s >= 0 or not isinstance(request.terms.trace, str):
+    if not request.stream_interval_s >= 0 or not isinstance(request.options.trace, str):
         raise ValueError("its interval is below 0, or its trace no text")

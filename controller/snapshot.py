@@ -22,7 +22,7 @@ MOST_TEXT_TOKENS = 256
 """Of a prompt and of its answer, where they are asked for."""
 
 
-class RequestView(NamedTuple):
+class RequestSnapshot(NamedTuple):
     """One answer."""
 
     id: int
@@ -43,7 +43,7 @@ class RequestView(NamedTuple):
     tokens: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # the end of its prompt, and of its answer
 
 
-class StepView(NamedTuple):
+class StepSnapshot(NamedTuple):
     """One step. Times are in microseconds, of the controller but for `run_us`."""
 
     number: int
@@ -61,15 +61,15 @@ class StepView(NamedTuple):
     preempted: int  # requests, since the step before
 
 
-class EngineView(NamedTuple):
+class EngineSnapshot(NamedTuple):
     """All of it, of one moment."""
 
     clock_s: float  # the engine's, which all ages and times are of
     load: EngineLoad
     cache: CacheState
-    requests: tuple[RequestView, ...]  # running ones first
-    ended: tuple[RequestView, ...]  # latest last
-    steps: tuple[StepView, ...]  # since the number asked for
+    requests: tuple[RequestSnapshot, ...]  # running ones first
+    ended: tuple[RequestSnapshot, ...]  # latest last
+    steps: tuple[StepSnapshot, ...]  # since the number asked for
     workers: tuple[WorkerStatus, ...]  # in the order of ranks; empty when they are lost
     pool: PoolMap | None
     recount: Recount | None  # None: not asked for
@@ -77,13 +77,13 @@ class EngineView(NamedTuple):
     latencies: Latencies = Latencies()
 
 
-def request_views(
+def request_snapshots(
     requests: Iterable[Request], manager: CacheManager, now_s: float, *, with_blocks: bool, with_tokens: bool
-) -> tuple[RequestView, ...]:
+) -> tuple[RequestSnapshot, ...]:
     """Of those that go on: the running ones by their slots, then the waiting ones by their arrival."""
     ordered = sorted(requests, key=lambda r: (r.slot is None, r.slot if r.slot is not None else r.arrival_s))
     return tuple(
-        request_view(
+        request_snapshot(
             request,
             _state(request),
             now_s,
@@ -112,15 +112,15 @@ def _state(request: Request) -> str:
     return "preempted" if request.preemptions else "waiting"
 
 
-def request_view(
+def request_snapshot(
     request: Request, state: str, now_s: float, blocks: tuple[bytes, ...], *, with_tokens: bool
-) -> RequestView:
+) -> RequestSnapshot:
     was_admitted = request.seniority is not None
     cached, lost = request.cached_tokens, request.lost_tokens
     if not was_admitted:  # what it would find, if it was looked up already
         cached, lost = (request.hit.tokens, request.hit.lost) if request.hit is not None else (None, {})
     prompt = request.prompt_tokens
-    return RequestView(
+    return RequestSnapshot(
         request.id,
         state,
         prompt,
@@ -132,8 +132,8 @@ def request_view(
         now_s - request.arrival_s,
         (request.admitted_s if was_admitted else now_s) - request.arrival_s,
         request.slot,
-        request.terms.priority,
-        request.terms.tenant,
+        request.options.priority,
+        request.options.tenant,
         request.preemptions,
         blocks,
         (_end_of(request.tokens, 0, prompt), _end_of(request.tokens, prompt, len(request.tokens)))

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from ..errors import IntarsiaError
 from ..kvcache.ids import RequestId
 from ..kvcache.manager import CacheManager
-from ..proto.status import CacheState, EngineInfo, EngineLoad, GroupState, Look, Probe
+from ..proto.status import CacheState, EngineInfo, EngineLoad, GroupState, Probe, SnapshotQuery
 from .metrics import Metrics
 from .request import Request
 from .scheduling.scheduler import Scheduler
-from .snapshot import EngineView, counted, request_views
+from .snapshot import EngineSnapshot, counted, request_snapshots
 from .step_runner import StepRunner
 from .telemetry import Telemetry
 
@@ -78,7 +78,7 @@ class Status:
     def metrics(self) -> Metrics:
         return self._telemetry.meter.read(self._manager)
 
-    async def view(self, look: Look) -> EngineView:
+    async def snapshot(self, query: SnapshotQuery) -> EngineSnapshot:
         """All there is to see."""
         try:
             workers = tuple(await self._workers.status())
@@ -86,18 +86,18 @@ class Status:
             workers = ()
         # From here on nothing is awaited, so that all parts are of one moment.
         now_s = time.monotonic()
-        recount, faults = counted(self._manager) if look.with_recount else (None, "")
-        return EngineView(
+        recount, faults = counted(self._manager) if query.with_recount else (None, "")
+        return EngineSnapshot(
             clock_s=now_s,
             load=self.load(),
             cache=self.cache_state(),
-            requests=request_views(
-                self._live.values(), self._manager, now_s, with_blocks=look.with_pool, with_tokens=look.with_tokens
+            requests=request_snapshots(
+                self._live.values(), self._manager, now_s, with_blocks=query.with_pool, with_tokens=query.with_tokens
             ),
-            ended=self._telemetry.journal.all_ended(look.with_tokens),
-            steps=self._telemetry.journal.steps(look.since_step),
+            ended=self._telemetry.journal.all_ended(query.with_tokens),
+            steps=self._telemetry.journal.steps(query.since_step),
             workers=workers,
-            pool=self._manager.pool.map() if look.with_pool else None,
+            pool=self._manager.pool.map() if query.with_pool else None,
             recount=recount,
             faults=faults,
             latencies=self._telemetry.meter.latencies(now_s),
@@ -107,7 +107,7 @@ class Status:
 
     def _load_of(self, viewer: str) -> EngineLoad:
         """Of the pool: how full it would be with the tenant's own running requests alone."""
-        own = [request for request in self._live.values() if request.terms.salt == viewer]
+        own = [request for request in self._live.values() if request.options.salt == viewer]
         running = [request for request in own if request.slot is not None]
         pages = sum(self._manager.plan.blocks_alone(len(request.tokens)) for request in running)
         # What requests have done is counted when they leave; those that have not left are asked.
@@ -126,7 +126,7 @@ class Status:
 
     def _cache_state_of(self, viewer: str) -> CacheState:
         """What the tenant's own running requests hold. Nothing of the pool's pages, nor of what is known."""
-        running = [each for each in self._live.values() if each.terms.salt == viewer and each.slot is not None]
+        running = [each for each in self._live.values() if each.options.salt == viewer and each.slot is not None]
         held = [0] * len(self._info.groups)
         for request in running:
             for group, blocks in enumerate(self._manager.held_blocks(request.id)[: len(held)]):

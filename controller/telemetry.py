@@ -22,7 +22,7 @@ from .metrics import MOST_UNMEASURED, Meter
 from .request import Request
 from .scheduling.outcome import Outcome
 from .scheduling.scheduler import Scheduler
-from .snapshot import RequestView, StepView, request_view
+from .snapshot import RequestSnapshot, StepSnapshot, request_snapshot
 
 KEPT_STEPS = 600
 """Latest steps that are remembered: some seconds of a small model, a minute of a large one."""
@@ -80,19 +80,19 @@ class Journal:
     """The latest steps and the latest requests that ended."""
 
     def __init__(self) -> None:
-        self._steps: deque[StepView] = deque(maxlen=KEPT_STEPS)
-        self._ended: deque[RequestView] = deque(maxlen=KEPT_ENDED)
+        self._steps: deque[StepSnapshot] = deque(maxlen=KEPT_STEPS)
+        self._ended: deque[RequestSnapshot] = deque(maxlen=KEPT_ENDED)
 
-    def stepped(self, step: StepView) -> None:
+    def stepped(self, step: StepSnapshot) -> None:
         self._steps.append(step)
 
-    def ended(self, request: RequestView) -> None:
+    def ended(self, request: RequestSnapshot) -> None:
         self._ended.append(request)
 
-    def steps(self, since: int) -> tuple[StepView, ...]:
+    def steps(self, since: int) -> tuple[StepSnapshot, ...]:
         return tuple(step for step in self._steps if step.number > since)
 
-    def all_ended(self, with_tokens: bool) -> tuple[RequestView, ...]:
+    def all_ended(self, with_tokens: bool) -> tuple[RequestSnapshot, ...]:
         return tuple(self._ended) if with_tokens else tuple(each._replace(tokens=None) for each in self._ended)
 
 
@@ -138,7 +138,7 @@ class Telemetry:
 
     def left(self, request: Request) -> None:
         """It is live no longer. `ended` follows, unless it was never queued."""
-        tenant = self._tenant(request.terms.salt)
+        tenant = self._tenant(request.options.salt)
         tenant["generated_tokens"] += len(request.tokens) - request.prompt_tokens
         tenant["preemptions"] += request.preemptions
 
@@ -149,16 +149,16 @@ class Telemetry:
             self._count(request, counter, 1)
         if counter == "finished_requests":
             self.meter.finished(request, how, now_s)
-            if self.tracer is not None and request.terms.trace:
+            if self.tracer is not None and request.options.trace:
                 _trace(self.tracer, request, now_s)
         else:
             self.meter.ended(how)
-        self.journal.ended(request_view(request, how, now_s, (), with_tokens=True))
+        self.journal.ended(request_snapshot(request, how, now_s, (), with_tokens=True))
 
     def _count(self, request: Request, name: str, count: int) -> None:
         """For the engine and for the request's tenant."""
         setattr(self.stats, name, getattr(self.stats, name) + count)
-        self._tenant(request.terms.salt)[name] += count
+        self._tenant(request.options.salt)[name] += count
 
     def _tenant(self, salt: str) -> Counter[str]:
         """The oldest tenant is forgotten for one too many."""
@@ -191,7 +191,7 @@ class Telemetry:
         if len(self.meter.steps) >= MOST_UNMEASURED:
             self.meter.measure_steps()
         self.journal.stepped(
-            StepView(
+            StepSnapshot(
                 number=step.number,
                 ended_s=now_s,
                 plan_us=int(times.plan_us),
@@ -235,8 +235,8 @@ def _trace(tracer: Tracer, request: Request, ended_s: float) -> None:
     }
     first_s = request.first_token_s or request.admitted_s  # it may have had tokens when it came
     for name, start_s, end_s, about in (
-        ("queue", request.arrival_s, request.admitted_s, {"intarsia.priority": request.terms.priority}),
+        ("queue", request.arrival_s, request.admitted_s, {"intarsia.priority": request.options.priority}),
         ("prefill", request.admitted_s, first_s, prompt),
         ("decode", first_s, ended_s, answer),
     ):
-        tracer.record(name, [request.terms.trace], start_s, end_s, about)
+        tracer.record(name, [request.options.trace], start_s, end_s, about)

@@ -186,7 +186,7 @@ def generate(
     ] = None,
 ) -> None:
     """Ask a running server, and print the answer as it comes. Sampling is as the checkpoint asks unless options say."""
-    from ..proto.request import Terms
+    from ..proto.request import RequestOptions
     from .tools.generate import Server, run
 
     sampling = dict[str, Any](
@@ -205,8 +205,11 @@ def generate(
         choice=tuple(choice or ()),
         ignore_eos=ignore_eos,
     )
-    server, terms = Server(address, api_key, ssl_ca_certs), Terms(priority=priority, timeout_s=timeout_s)
-    run(server, prompt, token_ids, image or (), terms, sampling)
+    server, request_options = (
+        Server(address, api_key, ssl_ca_certs),
+        RequestOptions(priority=priority, timeout_s=timeout_s),
+    )
+    run(server, prompt, token_ids, image or (), request_options, sampling)
 
 
 @app.command()

@@ -14,7 +14,7 @@ from typing import Any, Unpack
 
 from ..errors import EngineUnavailable, InvalidRequest
 from ..kvcache.check import Recount
-from ..proto.request import USUAL_TERMS, Image, SamplingParams, Terms
+from ..proto.request import USUAL_OPTIONS, Image, RequestOptions, SamplingParams
 from ..proto.status import EngineInfo
 from .front_end.detokenize import whole_answers, with_text
 from .front_end.engine_client import Delta, EngineClient, TokenLogprobs
@@ -147,13 +147,13 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         images: Sequence[Sequence[bytes]] | None = None,
-        terms: Terms = USUAL_TERMS,
+        options: RequestOptions = USUAL_OPTIONS,
     ) -> list[RequestOutput]:
         """Complete all prompts (texts or token ids), batched as the engine sees fit; outputs in the prompts' order.
 
         sampling_params: one for all prompts, or one for each; None: as the checkpoint asks, `info.sampling()`
         images: of each prompt, files in a usual format, one for each image token of it
-        terms: priority, tenant and time limit of all of them
+        options: priority, tenant and time limit of all of them
 
         Raises `InvalidRequest` for the first prompt that cannot be served; the others are stopped.
         """
@@ -168,7 +168,7 @@ class LLM:
                 f"there are {len(listed)} prompts and {len(pictures)} lists of images; give one for each",
                 field="images",
             )
-        return self._await(self._generate_all(engine.client, tokenised, params, pictures, terms))
+        return self._await(self._generate_all(engine.client, tokenised, params, pictures, options))
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None
@@ -220,19 +220,24 @@ class LLM:
         prompts: list[list[int]],
         params: list[SamplingParams],
         images: list[list[Image]],
-        terms: Terms,
+        options: RequestOptions,
     ) -> list[RequestOutput]:
         async with asyncio.TaskGroup() as group:
             asked = zip(prompts, params, images, strict=True)
-            tasks = [group.create_task(self._generate(client, *each, terms)) for each in asked]
+            tasks = [group.create_task(self._generate(client, *each, options)) for each in asked]
         return [task.result() for task in tasks]
 
     async def _generate(
-        self, client: EngineClient, prompt: list[int], params: SamplingParams, images: list[Image], terms: Terms
+        self,
+        client: EngineClient,
+        prompt: list[int],
+        params: SamplingParams,
+        images: list[Image],
+        options: RequestOptions,
     ) -> RequestOutput:
         # Texts to stop at must be looked for while tokens come; otherwise one piece at the end is enough.
         interval_s = 0.0 if params.stops else math.inf
-        asked = client.generate(prompt, params, images=images, terms=terms, stream_interval_s=interval_s)
+        asked = client.generate(prompt, params, images=images, options=options, stream_interval_s=interval_s)
         async with contextlib.aclosing(asked) as generation:
             pieces = whole_answers(with_text(generation, self._tokenizer, params))
             answers = sorted([piece async for piece in pieces], key=lambda piece: piece[0].answer)

@@ -78,7 +78,7 @@ class LayerSpec:
 
 
 def check_layers(layers: Sequence[LayerSpec]) -> None:
-    """Raises `InvalidSetting` for layers that can not be one model's."""
+    """Raises `InvalidSetting` for layers that cannot be one model's."""
     owners = {layer.index: layer for layer in layers if layer.shares is None}
     if not owners:
         raise InvalidSetting("a model needs at least one layer that keeps something", field="layers")

@@ -66,7 +66,7 @@ def reading(what: str) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
-        raise CorruptFrame(f"{what} can not be read: {str(error)[:200]}") from error
+        raise CorruptFrame(f"{what} cannot be read: {str(error)[:200]}") from error
 
 
 class _Reader(asyncio.StreamReader):

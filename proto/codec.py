@@ -43,7 +43,7 @@ def _plain_value(value: Any) -> Any:
         return value.to_wire()
     if dataclasses.is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    raise TypeError(f"a {type(value).__name__} can not travel")
+    raise TypeError(f"a {type(value).__name__} cannot travel")
 
 
 def unpack(data: bytes) -> Any:
@@ -125,7 +125,7 @@ def _reader(kind: Any, checked: bool) -> Reader:
         return _named_tuple(kind, checked)
     if dataclasses.is_dataclass(kind):
         return _dataclass(kind)
-    raise TypeError(f"{kind} can not travel: see the kinds in {__name__}")
+    raise TypeError(f"{kind} cannot travel: see the kinds in {__name__}")
 
 
 def _plain(kinds: set[type]) -> Reader:

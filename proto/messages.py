@@ -18,7 +18,7 @@ from ..errors import IntarsiaError
 from ..kvcache.events import Cleared, Removed, Stored
 from .codec import Tagged
 from .reply import Delta
-from .status import Look
+from .status import SnapshotQuery
 
 # -- from a front end ------------------------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ class AskMetrics(NamedTuple):
 
 class AskSnapshot(NamedTuple):
     handle: int
-    look: Look
+    query: SnapshotQuery
 
 
 class WatchCache(NamedTuple):

@@ -122,7 +122,7 @@ class SamplingParams:
         _check_int("min_tokens", self.min_tokens, low=0)
         if self.min_tokens > self.max_tokens:
             raise InvalidRequest(
-                f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}; it can not be more",
+                f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}; it cannot be more",
                 field="min_tokens",
                 asked=self.min_tokens,
                 limit=self.max_tokens,
@@ -266,7 +266,7 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class RequestOptions:
     """How urgent a request is, and on whose behalf it comes.
 
     priority   smaller comes first; waiting makes up for it (see `scheduling/fair_queue.py`)
@@ -296,7 +296,7 @@ class Terms:
             _check_number("timeout_s", self.timeout_s, low=0.0, high=math.inf, low_open=True, high_open=True)
 
 
-USUAL_TERMS = Terms()
+USUAL_OPTIONS = RequestOptions()
 
 
 class Image(NamedTuple):
@@ -314,7 +314,7 @@ class GenerateRequest(NamedTuple):
     ]  # the prompt and, of an answer that began elsewhere, what is known of it; the engine judges them
     sampling: SamplingParams
     images: Sequence[Image]
-    terms: Terms
+    options: RequestOptions
     stream_interval_s: float  # from one delta of an answer to its next; 0: each token at once; infinite: one for all
     prompt_tokens: int  # of `tokens`
     is_known: bool  # it was taken before, by an engine that is lost

@@ -67,7 +67,7 @@ class CacheState(NamedTuple):
     groups: tuple[GroupState, ...]
 
 
-class Look(NamedTuple):
+class SnapshotQuery(NamedTuple):
     """What is to be in a snapshot."""
 
     since_step: int = 0  # steps after this one

@@ -135,7 +135,7 @@ class StepResult(NamedTuple):
     tokens: tuple[int, ...]  # a new one for each slot whose last known token was computed: `decode`, then `advance`
     logprobs: tuple[tuple[int, Logprobs], ...] = ()  # (place in `tokens`, ...) of those who asked
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    failures: tuple[tuple[int, str], ...] = ()  # (place in `tokens`, why) of those whose answer can not go on
+    failures: tuple[tuple[int, str], ...] = ()  # (place in `tokens`, why) of those whose answer cannot go on
     run_us: int = 0  # time the worker spent on the step
     error: str | None = None
     fault: Fault | None = None  # of what kind the error is

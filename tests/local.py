@@ -13,7 +13,7 @@ from intarsia.deploy.settings.options import engine_settings
 from intarsia.errors import IntarsiaError
 from intarsia.kvcache.plan import MemoryPlan
 from intarsia.proto.messages import Delivery
-from intarsia.proto.request import USUAL_TERMS, GenerateRequest, Image, SamplingParams, Terms
+from intarsia.proto.request import USUAL_OPTIONS, GenerateRequest, Image, RequestOptions, SamplingParams
 from intarsia.proto.step import Step, StepResult
 from intarsia.proto.worker import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
 from intarsia.workers.worker import Worker
@@ -55,11 +55,14 @@ class LocalWorkers:
 
 
 def asking(
-    tokens: Sequence[int], sampling: SamplingParams, images: Sequence[Image] = (), terms: Terms = USUAL_TERMS
+    tokens: Sequence[int],
+    sampling: SamplingParams,
+    images: Sequence[Image] = (),
+    options: RequestOptions = USUAL_OPTIONS,
 ) -> GenerateRequest:
     """A new request that wants each token at once."""
     return GenerateRequest(
-        tokens, sampling, images, terms, stream_interval_s=0.0, prompt_tokens=len(tokens), is_known=False
+        tokens, sampling, images, options, stream_interval_s=0.0, prompt_tokens=len(tokens), is_known=False
     )
 
 

@@ -24,7 +24,7 @@ from intarsia.kvcache.manager import CacheManager
 from intarsia.kvcache.plan import Group
 from intarsia.kvcache.reach import Chunked, Full, Sliding, State
 from intarsia.kvcache.settings import CacheSettings
-from intarsia.proto.request import FinishReason, SamplingParams, Terms
+from intarsia.proto.request import FinishReason, RequestOptions, SamplingParams
 from intarsia.proto.step import StepResult
 from intarsia.tests.kvcache.plans import plan_of
 from intarsia.tests.simulated import VOCAB, SimulatedWorker, continuation
@@ -136,7 +136,7 @@ class Scenario:
         prompt = [rng.randint(0, 1) for _ in range(rng.randint(1, LONGEST - 8))]
         count = rng.randint(1, 8)
         stops = rng.choice([(), (), tuple(range(0, VOCAB, 9))])
-        terms = Terms(
+        options = RequestOptions(
             priority=rng.choice([0, 0, 0, 1, -1, 5]),
             tenant=rng.choice(["", "", "a", "b"]),
             timeout_s=rng.choice([None, None, None, 0.001, 0.05, 0.5]),
@@ -151,7 +151,7 @@ class Scenario:
                 seed=0,
                 stop_token_ids=frozenset(stops),
                 max_total_tokens=len(prompt) + count,
-                terms=terms,
+                options=options,
             )
             _check(self._manager.plan.fits(request.max_total_tokens), "the pool is too small for the scenario")
             self._requests[request.id] = request

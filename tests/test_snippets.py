@@ -5,7 +5,7 @@
     ```python    a program
     ```          a picture or an output: nothing to run
 
-A line `...` in an output stands for any lines; all others must come as they stand, in their order. What can not be run
+A line `...` in an output stands for any lines; all others must come as they stand, in their order. What cannot be run
 here has the reason in the line before: <!-- not run: it downloads 5 GB -->
 
 Checkpoints, ports and sizes are those of this machine; all else is typed as it stands.

@@ -35,7 +35,7 @@ class Admission:
         gallery = lay_out_images(asked.tokens[:prompt_tokens], asked.images, self._info, self._plan)
         if not asked.is_known:
             image_bytes = sum(len(image.data) for image in asked.images)
-            self._overload.check(asked.terms.tenant, prompt_tokens, image_bytes, sampling.n, asked.terms.timeout_s)
+            self._overload.check(asked.options.tenant, prompt_tokens, image_bytes, sampling.n, asked.options.timeout_s)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         ends = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
@@ -49,7 +49,7 @@ class Admission:
                 seed=(seed + answer) % 2**63,
                 stop_token_ids=ends,
                 max_total_tokens=max_total_tokens,
-                terms=asked.terms,
+                options=asked.options,
                 gallery=gallery,
                 # They are the same for all answers, and are told with the first one.
                 prompt_logprobs=[] if sampling.prompt_logprobs is not None and not answer else None,

@@ -218,7 +218,7 @@ class OverloadGuard:
     def entered(self, requests: Iterable[Request], *, is_known: bool = False) -> None:
         """They wait from now on. is_known: another engine had taken them before it was lost; they count as running."""
         for request in requests:
-            tenant = request.terms.tenant
+            tenant = request.options.tenant
             self._present[tenant] = self._present.get(tenant, 0) + 1
             if is_known:
                 self._begin(request)
@@ -242,7 +242,7 @@ class OverloadGuard:
             self._sum_began_s -= began_s
             self._stays_s.append(self._clock() - began_s)
             self._note(self._ends)
-        _count_down(self._present, request.terms.tenant)
+        _count_down(self._present, request.options.tenant)
 
     def _note(self, cadence: _Cadence) -> None:
         if self._waiting and self._seats.is_full:
@@ -257,7 +257,7 @@ class OverloadGuard:
     def _stop_waiting(self, request: Request) -> bool:
         if self._waiting.pop(request.id, None) is None:
             return False
-        _count_down(self._by_tenant, request.terms.tenant)
+        _count_down(self._by_tenant, request.options.tenant)
         self._tokens -= request.prompt_tokens
         self._bytes -= _image_bytes(request)
         if not self._waiting:

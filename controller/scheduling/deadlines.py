@@ -17,8 +17,8 @@ class Deadlines:
 
     def add(self, request: Request) -> None:
         """Note when the time of a request that has just arrived is over, if it has a time."""
-        if request.terms.timeout_s is not None:
-            request.deadline_s = request.arrival_s + request.terms.timeout_s
+        if request.options.timeout_s is not None:
+            request.deadline_s = request.arrival_s + request.options.timeout_s
             heapq.heappush(self._heap, (request.deadline_s, request.id))
             self.next_s = self._heap[0][0]
 
@@ -36,7 +36,7 @@ def exceeded(request: Request) -> DeadlineExceeded:
     generated = len(request.tokens) - request.prompt_tokens
     state = f"{generated} tokens of at most {request.max_total_tokens - request.prompt_tokens} were generated"
     return DeadlineExceeded(
-        f"the request's {request.terms.timeout_s:g} s are over; {state}. Give it more time, or ask less.",
+        f"the request's {request.options.timeout_s:g} s are over; {state}. Give it more time, or ask less.",
         field="timeout_s",
         generated_tokens=generated,
     )

@@ -62,22 +62,22 @@ class FairQueue:
 
     def enter(self, request: Request) -> None:
         """A new request has come; it does not wait yet."""
-        tenant = self.tenants.get(request.terms.tenant)
+        tenant = self.tenants.get(request.options.tenant)
         if tenant is None:
             least = min((other.served for other in self.tenants.values()), default=0.0)
-            tenant = self.tenants[request.terms.tenant] = Tenant(
-                max(least, self._absent.pop(request.terms.tenant, 0.0))
+            tenant = self.tenants[request.options.tenant] = Tenant(
+                max(least, self._absent.pop(request.options.tenant, 0.0))
             )
         tenant.present += 1
 
     def leave(self, request: Request) -> None:
         """A request has ended, for whatever reason."""
         assert request.id not in self.waiting, f"request {request.id} has ended and still waits"
-        tenant = self.tenants[request.terms.tenant]
+        tenant = self.tenants[request.options.tenant]
         tenant.present -= 1
         if not tenant.present:
-            del self.tenants[request.terms.tenant]
-            self._absent[request.terms.tenant] = tenant.served
+            del self.tenants[request.options.tenant]
+            self._absent[request.options.tenant] = tenant.served
             if len(self._absent) > REMEMBERED_TENANTS:
                 self._absent.popitem(last=False)
 
@@ -85,7 +85,7 @@ class FairQueue:
         """A request waits, for the first time or again."""
         assert request.id not in self.waiting, f"request {request.id} waits already"
         self.waiting[request.id] = request
-        heapq.heappush(self.tenants[request.terms.tenant].heap, (self.due_s(request), request.id))
+        heapq.heappush(self.tenants[request.options.tenant].heap, (self.due_s(request), request.id))
 
     def remove(self, request: Request) -> None:
         """A request waits no more."""
@@ -93,11 +93,11 @@ class FairQueue:
 
     def due_s(self, request: Request) -> float:
         """The smaller, the earlier it is the request's turn among those of its tenant."""
-        return request.arrival_s + request.terms.priority * self._ageing_s
+        return request.arrival_s + request.options.priority * self._ageing_s
 
     def is_behind(self, one: Request, other: Request) -> bool:
         """Does `one` come after `other`, if both wait? Of two tenants the turn decides, not the requests: then yes."""
-        return one.terms.tenant != other.terms.tenant or self.due_s(one) > self.due_s(other)
+        return one.options.tenant != other.options.tenant or self.due_s(one) > self.due_s(other)
 
     # -- whose turn it is --------------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class FairQueue:
 
     def after(self, passed: Collection[Request]) -> Request | None:
         """The next request when these are passed over; of the same tenant as the first of them."""
-        tenant = self.tenants[next(iter(passed)).terms.tenant]
+        tenant = self.tenants[next(iter(passed)).options.tenant]
         return next((each for each in self._first(tenant, LOOK_AHEAD + len(passed)) if each not in passed), None)
 
     def next_few(self, count: int) -> list[Request]:
@@ -130,9 +130,9 @@ class FairQueue:
     def count(self, decode: Sequence[Request], work: Sequence[tuple[Request, Advance]]) -> None:
         """Count what a step does for each tenant: decoded tokens, and those of prompts."""
         for request in decode:
-            self.served(request.terms.tenant, DECODE_WEIGHT)
+            self.served(request.options.tenant, DECODE_WEIGHT)
         for request, advance in work:
-            self.served(request.terms.tenant, DECODE_WEIGHT if request.is_decoding else advance.tokens)
+            self.served(request.options.tenant, DECODE_WEIGHT if request.is_decoding else advance.tokens)
 
     def served(self, tenant: str, tokens: int) -> None:
         """Count so many tokens for a tenant."""

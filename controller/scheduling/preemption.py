@@ -40,12 +40,12 @@ class Preemption:
 
     def seniority(self, request: Request, now_s: float) -> tuple[float, int]:
         """What it was given at its first admission, or what it would be given now. The smaller, the more senior."""
-        return request.seniority or (now_s + request.terms.priority * self._ageing_s, request.id)
+        return request.seniority or (now_s + request.options.priority * self._ageing_s, request.id)
 
     def gives_way(self, running: Request, waiting: Request, now_s: float) -> bool:
         """Is there reason to preempt `running` for a request that waits, apart from a lack of blocks?"""
         assert running.seniority is not None, f"request {running.id} runs without seniority"
-        is_lower = running.terms.priority > waiting.terms.priority
+        is_lower = running.options.priority > waiting.options.priority
         return is_lower and running.seniority > self.seniority(waiting, now_s)
 
     # -- blocks ------------------------------------------------------------------------------------------------------

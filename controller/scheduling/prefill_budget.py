@@ -43,9 +43,9 @@ class StepBudget:
 
         running: those whose prompts are under way, most senior first; waiting: those that may begin in this step
         """
-        first = running[0].terms.tenant
-        needed = sum(each.remaining_tokens for each in running if each.terms.tenant != first)
-        needed += sum(len(each.tokens) for each in waiting if each.terms.tenant != first)
+        first = running[0].options.tenant
+        needed = sum(each.remaining_tokens for each in running if each.options.tenant != first)
+        needed += sum(len(each.tokens) for each in waiting if each.options.tenant != first)
         self._first_tenant, self._left_for_first = first, self.left - min(self.left // 2, needed)
 
     def left_for(self, tenant: str) -> int:

@@ -11,7 +11,7 @@ from ..request import Request
 def named(request: Request, manager: CacheManager) -> tuple[TokenChain, Encoder | None]:
     """The names of its prefixes, computed once, and the images that its text is read beside."""
     encoder = request.gallery.encoder if request.gallery is not None else None
-    salt = request.terms.salt.encode()
+    salt = request.options.salt.encode()
     if encoder is not None and salt:
         encoder = encoder._replace(content=sha256(salt).digest() + encoder.content)
     if request.chain is None:

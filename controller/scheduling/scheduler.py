@@ -247,12 +247,12 @@ class Scheduler:
             if request.slot is None:
                 continue  # preempted by a more senior one just now
             is_decoding = request.is_decoding
-            tokens = 1 if is_decoding else self._chunks.tokens(request, budget.left_for(request.terms.tenant))
+            tokens = 1 if is_decoding else self._chunks.tokens(request, budget.left_for(request.options.tenant))
             if tokens and not self._chunks.advance(request, tokens, self._draft):
                 is_short = True
                 tokens = self._advance_under_pressure(request, tokens)
             if not is_decoding:
-                budget.spend(request.terms.tenant, tokens)
+                budget.spend(request.options.tenant, tokens)
         if is_short:
             self._draft.leave_out_preempted()
         return is_short
@@ -302,7 +302,7 @@ class Scheduler:
 
     def _admit(self, request: Request, budget: StepBudget, now_s: float) -> bool:
         tokens = self._live.admit(request, budget.left, now_s, self._draft)
-        budget.spend(request.terms.tenant, tokens)
+        budget.spend(request.options.tenant, tokens)
         return tokens > 0
 
     def _next_waiting(self, now_s: float) -> Request | None:
@@ -362,5 +362,5 @@ class Scheduler:
             admit=tuple(draft.admits),
             advance=tuple([advance for _, advance in draft.work]),
             decode=tuple(slots),
-            traces=tuple([trace for request, _ in prompts if (trace := request.terms.trace)]),
+            traces=tuple([trace for request, _ in prompts if (trace := request.options.trace)]),
         )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ...errors import IntarsiaError, InvalidRequest
 from ...proto import inference_pb2 as pb
 from ...proto.reply import TokenLogprobs
-from ...proto.request import USUAL_TERMS, SamplingParams, Terms
+from ...proto.request import USUAL_OPTIONS, RequestOptions, SamplingParams
 from ..grpc.convert import (
     error_from_proto,
     finish_reason_from_proto,
@@ -58,7 +58,7 @@ class Asked(NamedTuple):
     sampling: SamplingParams | None = None  # 16 tokens, as the checkpoint asks
     images: Sequence[bytes] = ()  # files in a usual format, one for each image token of the prompt
     request_id: str = ""
-    terms: Terms = USUAL_TERMS
+    options: RequestOptions = USUAL_OPTIONS
 
 
 class Batch:
@@ -84,9 +84,9 @@ def request_of(asked: Asked) -> pb.GenerateRequest:
         request_id=asked.request_id,
         sampling=sampling_to_proto(asked.sampling) if asked.sampling is not None else None,
         images=asked.images,
-        priority=asked.terms.priority,
-        tenant=asked.terms.tenant,
-        timeout_s=asked.terms.timeout_s,
+        priority=asked.options.priority,
+        tenant=asked.options.tenant,
+        timeout_s=asked.options.timeout_s,
     )
     prompt_to_proto(request, asked.prompt)
     return request

@@ -10,7 +10,7 @@ from ...errors import IntarsiaError
 from ...kvcache.events import Event
 from ...proto import inference_pb2 as pb
 from ...proto import inference_pb2_grpc as pb_grpc
-from ...proto.request import USUAL_TERMS, SamplingParams, Terms
+from ...proto.request import USUAL_OPTIONS, RequestOptions, SamplingParams
 from ...proto.status import CacheState, EngineInfo, EngineLoad
 from ..grpc.convert import cache_state_from_proto, events_from_proto, info_from_proto, load_from_proto
 from .connection import Tls, call_options, open_channel
@@ -42,18 +42,18 @@ class Client:
         *,
         images: Sequence[bytes] = (),
         request_id: str = "",
-        terms: Terms = USUAL_TERMS,
+        options: RequestOptions = USUAL_OPTIONS,
     ) -> Generator[Chunk, None, None]:
         """Tokens as they come, of all answers; each chunk says which answer it is of. Closing the generator before its
         end stops the generation.
 
         sampling: None: 16 tokens, as the checkpoint asks
         images: files in a usual format, one for each image token of the prompt
-        terms: priority, tenant and time limit
+        options: priority, tenant and time limit
 
         Raises the server's errors as they were: `InvalidRequest`, `EngineUnavailable`, ...
         """
-        request = request_of(Asked(prompt, sampling, images, request_id, terms))
+        request = request_of(Asked(prompt, sampling, images, request_id, options))
         call = self._stub.Generate(request, **self._options)
         try:
             for response in call:

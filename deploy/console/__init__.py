@@ -22,10 +22,10 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
-from ...controller.snapshot import EngineView, RequestView
+from ...controller.snapshot import EngineSnapshot, RequestSnapshot
 from ...errors import InvalidRequest
 from ...kvcache.pool_map import PoolMap
-from ...proto.status import EngineInfo, Look
+from ...proto.status import EngineInfo, SnapshotQuery
 from ..front_end.front_end import FrontEnd
 
 PAGE = (Path(__file__).parent / "page.html").read_text()
@@ -61,7 +61,7 @@ def add_console(app: FastAPI, front_end: Callable[[], FrontEnd], settings: Conso
         name = engine or next(iter(engines))
         if name not in engines:
             raise InvalidRequest(f"there is no engine {name!r}; there are {', '.join(engines)}", field="engine")
-        seen = await engines[name].questions.view(Look(since, pool, settings.show_prompts, recount))
+        seen = await engines[name].questions.snapshot(SnapshotQuery(since, pool, settings.show_prompts, recount))
         takes_gzip = "gzip" in request.headers.get("accept-encoding", "")
         shown = {"engines": sorted(engines), "engine": name}
         return await asyncio.to_thread(
@@ -69,7 +69,7 @@ def add_console(app: FastAPI, front_end: Callable[[], FrontEnd], settings: Conso
         )
 
 
-def as_json(info: EngineInfo, seen: EngineView, front_end: FrontEnd) -> dict[str, Any]:
+def as_json(info: EngineInfo, seen: EngineSnapshot, front_end: FrontEnd) -> dict[str, Any]:
     """A view as plain values; bytes in base64."""
     return {
         "model": info.model,
@@ -89,7 +89,7 @@ def as_json(info: EngineInfo, seen: EngineView, front_end: FrontEnd) -> dict[str
     }
 
 
-def _request(request: RequestView, front_end: FrontEnd) -> dict[str, Any]:
+def _request(request: RequestSnapshot, front_end: FrontEnd) -> dict[str, Any]:
     shown = request._asdict()
     shown["blocks"] = [_text(blocks) for blocks in request.blocks]
     del shown["tokens"]

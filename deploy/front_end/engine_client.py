@@ -20,7 +20,7 @@ from ...errors import EngineUnavailable, IntarsiaError, InvalidRequest, Overload
 from ...proto.channel import Address, ChannelClosed
 from ...proto.messages import FROM_ENGINE, Abort, Answer, CacheEvents, Delivery, EngineLost, Submit
 from ...proto.reply import Backlog, Delta, TokenLogprobs
-from ...proto.request import USUAL_TERMS, GenerateRequest, Image, SamplingParams, Terms
+from ...proto.request import USUAL_OPTIONS, GenerateRequest, Image, RequestOptions, SamplingParams
 from ...proto.status import EngineInfo
 from .cache_watch import CacheWatches
 from .connection import Again, Connection
@@ -77,7 +77,7 @@ class EngineClient:
         sampling: SamplingParams,
         request_id: str | None = None,
         images: Sequence[Image] = (),
-        terms: Terms = USUAL_TERMS,
+        options: RequestOptions = USUAL_OPTIONS,
         stream_interval_s: float = 0.0,
         instead: "Instead[EngineClient] | None" = None,
         with_room: "WithRoom[EngineClient] | None" = None,
@@ -92,7 +92,7 @@ class EngineClient:
         if sampling.seed is None:
             sampling = replace(sampling, seed=secrets.randbits(63))
         prompt = list(prompt_token_ids)
-        asked = GenerateRequest(prompt, sampling, images, terms, stream_interval_s, len(prompt), is_known=False)
+        asked = GenerateRequest(prompt, sampling, images, options, stream_interval_s, len(prompt), is_known=False)
         request_id = request_id or uuid.uuid4().hex
         return Generation(request_id, sampling.n, Recovery(request_id, asked, self, instead, with_room))
 
@@ -105,7 +105,7 @@ class EngineClient:
         """
         self.connection.check_there()
         any_request = next(iter(requests.values()))
-        name = any_request.terms.salt, request_id  # ids are a tenant's own
+        name = any_request.options.salt, request_id  # ids are a tenant's own
         if name in self._request_ids:
             raise InvalidRequest(f"request id {request_id!r} is in use", field="request_id")
         self._request_ids.add(name)

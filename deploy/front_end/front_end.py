@@ -20,7 +20,7 @@ from ...errors import (
     RequestTooLarge,
 )
 from ...kvcache.events import Events
-from ...proto.request import USUAL_TERMS, Image, SamplingParams, Terms
+from ...proto.request import USUAL_OPTIONS, Image, RequestOptions, SamplingParams
 from ...proto.status import CacheState, EngineInfo, EngineLoad
 from ...proto.tracing import INCOMING, Span, Tracer
 from ..settings.limits import Limits
@@ -64,7 +64,7 @@ class Asked(NamedTuple):
     prompt: list[int]
     sampling: SamplingParams
     images: Sequence[Image] = ()
-    terms: Terms = USUAL_TERMS
+    options: RequestOptions = USUAL_OPTIONS
     request_id: str = ""
 
 
@@ -386,18 +386,18 @@ class FrontEnd:
         span = None
         if self._tracer is not None:
             span = self._tracer.begin("request", INCOMING.get())
-            asked = asked._replace(terms=replace(asked.terms, trace=span.traceparent))
+            asked = asked._replace(options=replace(asked.options, trace=span.traceparent))
         if tenant := TENANT.get():  # whatever the request says: the key says it better
-            asked = asked._replace(terms=replace(asked.terms, tenant=tenant, salt=tenant))
+            asked = asked._replace(options=replace(asked.options, tenant=tenant, salt=tenant))
         fleet = self._fleet
-        with_room = None if fleet is None else partial(fleet.choose, asked.prompt, asked.terms)
+        with_room = None if fleet is None else partial(fleet.choose, asked.prompt, asked.options)
         engine = (with_room and await with_room()) or self._engine
         generation = engine.generate(
             asked.prompt,
             asked.sampling,
             asked.request_id or None,
             asked.images,
-            asked.terms,
+            asked.options,
             interval_s,
             None if fleet is None else fleet.instead,
             with_room,
@@ -405,7 +405,7 @@ class FrontEnd:
         if self._looking is None:
             self._look_again()
         if (record := RECORD.get()) is not None:
-            record.asked(generation.request_id, asked.terms.tenant, self.info.model, len(asked.prompt))
+            record.asked(generation.request_id, asked.options.tenant, self.info.model, len(asked.prompt))
         return Answers(generation, self.tokenizer, asked, self._running, self._changed, is_streaming, span, record)
 
     def _look_again(self) -> None:

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from ...controller.metrics import Metrics
-from ...controller.snapshot import EngineView
+from ...controller.snapshot import EngineSnapshot
 from ...errors import IntarsiaError
 from ...proto.codec import read
 from ...proto.messages import AskCacheState, AskLoad, AskMetrics, AskProbe, AskSnapshot
-from ...proto.status import CacheState, EngineLoad, Look, Probe
+from ...proto.status import CacheState, EngineLoad, Probe, SnapshotQuery
 from .connection import Connection
 
 Known = TypeVar("Known")
@@ -41,9 +41,9 @@ class Questions:
         """What was measured since the start."""
         return await self._ask(AskMetrics, kind=Metrics)
 
-    async def view(self, look: Look) -> EngineView:
+    async def snapshot(self, query: SnapshotQuery) -> EngineSnapshot:
         """All there is to see at one moment."""
-        return await self._ask(AskSnapshot, look, kind=EngineView)
+        return await self._ask(AskSnapshot, query, kind=EngineSnapshot)
 
     async def _ask(self, question: type, *about: Any, kind: type[Known]) -> Known:
         handle = self._connection.ask(question, *about)

@@ -94,9 +94,9 @@ class Recovery(Generic[Engine]):
 
         Raises `Overloaded` when all engines are, and what `go_on_after` raises.
         """
-        asked, tenant = self._asked, self._asked.terms.tenant
-        if asked.terms.timeout_s is not None:
-            self._deadline_s = min(self._deadline_s, time.monotonic() + asked.terms.timeout_s)
+        asked, tenant = self._asked, self._asked.options.tenant
+        if asked.options.timeout_s is not None:
+            self._deadline_s = min(self._deadline_s, time.monotonic() + asked.options.timeout_s)
         while said:
             try:
                 self._engine.connection.refusals.check_room(tenant)
@@ -116,7 +116,7 @@ class Recovery(Generic[Engine]):
         Raises `EngineUnavailable` for a request that must be taken for the cause of losses.
         """
         if isinstance(end, Overloaded):
-            self._engine.connection.refusals.note(self._asked.terms.tenant, end)
+            self._engine.connection.refusals.note(self._asked.options.tenant, end)
             await self._turn_to_another(end)
             await self.begin(said, submit)
         else:
@@ -181,9 +181,9 @@ class Recovery(Generic[Engine]):
 def _rest_of(asked: GenerateRequest, said: Said, deadline_s: float) -> Mapping[int, GenerateRequest]:
     """For each answer, a request that goes on from its tokens. Draws are keyed by seed and position, so the answer
     continues as it would have. deadline_s: of the whole request, on the monotonic clock."""
-    terms = asked.terms
-    if terms.timeout_s is not None:
-        terms = replace(terms, timeout_s=max(1e-3, deadline_s - time.monotonic()))
+    options = asked.options
+    if options.timeout_s is not None:
+        options = replace(options, timeout_s=max(1e-3, deadline_s - time.monotonic()))
     assert asked.sampling.seed is not None
     requests = {}
     for answer, tokens in said.items():
@@ -195,6 +195,6 @@ def _rest_of(asked: GenerateRequest, said: Said, deadline_s: float) -> Mapping[i
             prompt_logprobs=None if is_prompt_told else asked.sampling.prompt_logprobs,
         )
         requests[answer] = asked._replace(
-            tokens=[*asked.tokens, *tokens], sampling=sampling, terms=terms, is_known=True
+            tokens=[*asked.tokens, *tokens], sampling=sampling, options=options, is_known=True
         )
     return requests

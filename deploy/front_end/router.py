@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from ...errors import IntarsiaError
 from ...proto.channel import Address
-from ...proto.request import USUAL_TERMS, Terms
+from ...proto.request import USUAL_OPTIONS, RequestOptions
 from ...proto.status import Probe
 from .engine_client import EngineClient
 
@@ -71,19 +71,19 @@ class Fleet:
         return dict(self._engines)
 
     async def choose(
-        self, prompt: Sequence[int], terms: Terms = USUAL_TERMS, full: Collection[EngineClient] = ()
+        self, prompt: Sequence[int], options: RequestOptions = USUAL_OPTIONS, full: Collection[EngineClient] = ()
     ) -> EngineClient | None:
         """The engine that answers a request with this prompt soonest. full: those that have refused it; None if all
         have."""
         engines = {name: engine for name, engine in self._engines.items() if engine not in full}
         # Those that would refuse others of its tenant at this moment only where there is none else.
         engines = {
-            name: each for name, each in engines.items() if not each.connection.refusals.is_full(terms.tenant)
+            name: each for name, each in engines.items() if not each.connection.refusals.is_full(options.tenant)
         } or engines
         first = next(iter(engines.values()), None)
         if first is None or len(engines) == 1 or len(prompt) >= first.info.max_model_len:  # too long, wherever it goes
             return first
-        probes = await asyncio.gather(*[self._probe(engine, prompt, terms.salt) for engine in engines.values()])
+        probes = await asyncio.gather(*[self._probe(engine, prompt, options.salt) for engine in engines.values()])
         answered = {name: probe for name, probe in zip(engines, probes, strict=True) if probe is not None}
         return engines.get(choose(answered, self._own, len(prompt)), first)
 

@@ -27,7 +27,7 @@ from ...errors import (
 from ...kvcache.events import Cleared, Event, Removed, Stored
 from ...proto import inference_pb2 as pb
 from ...proto.reply import TokenLogprobs
-from ...proto.request import MAX_BAD, MAX_BIASES, MAX_FORM_CHARS, MAX_STOPS, SamplingParams, Terms
+from ...proto.request import MAX_BAD, MAX_BIASES, MAX_FORM_CHARS, MAX_STOPS, RequestOptions, SamplingParams
 from ...proto.status import CacheState, EngineInfo, EngineLoad, GroupInfo, GroupState
 from ...proto.step import MAX_BAD_TOKENS
 from ..settings.limits import Limits, check_id
@@ -144,12 +144,12 @@ def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
     )
 
 
-def terms_from_proto(request: pb.GenerateRequest, time_remaining_s: float | None) -> Terms:
+def options_from_proto(request: pb.GenerateRequest, time_remaining_s: float | None) -> RequestOptions:
     """time_remaining_s: of the call. Raises `InvalidRequest`, naming the field."""
     limits = [request.timeout_s] if request.HasField("timeout_s") else []
     if time_remaining_s is not None and time_remaining_s < LONGEST_DEADLINE_S:
         limits.append(max(time_remaining_s, 0.001))
-    return Terms(priority=request.priority, tenant=request.tenant, timeout_s=min(limits, default=None))
+    return RequestOptions(priority=request.priority, tenant=request.tenant, timeout_s=min(limits, default=None))
 
 
 def prompt_to_proto(request: pb.GenerateRequest, prompt: str | Sequence[int]) -> None:

@@ -31,8 +31,8 @@ from .convert import (
     load_to_proto,
     logprobs_to_proto,
     most_batch_requests,
+    options_from_proto,
     sampling_from_proto,
-    terms_from_proto,
 )
 from .door import Door, WrittenCall
 from .health import SERVICE_NAME as HEALTH
@@ -121,11 +121,11 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     async def _asked(self, request: pb.GenerateRequest, time_remaining_s: float | None) -> Asked:
         check_lists(request, self._front_end.limits, self._front_end.info)
         sampling = sampling_from_proto(request.sampling, self._front_end.info)
-        terms = terms_from_proto(request, time_remaining_s)
-        self._front_end.check_room(terms.tenant)
+        options = options_from_proto(request, time_remaining_s)
+        self._front_end.check_room(options.tenant)
         prompt = await self._prompt(request)
         images = await self._front_end.read_images(request.images)
-        return Asked(prompt, sampling, images, terms, request.request_id)
+        return Asked(prompt, sampling, images, options, request.request_id)
 
     async def _prompt(self, request: pb.GenerateRequest) -> list[int]:
         kind = request.WhichOneof("prompt")

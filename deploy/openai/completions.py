@@ -25,9 +25,9 @@ from .requests import (
     check_streaming,
     fingerprint_of,
     in_own_words,
+    options_of,
     sampling_of,
     shape_of,
-    terms_of,
     truncated,
 )
 
@@ -65,8 +65,8 @@ class CompletionCall:
         given: Any = self._body.prompt
         if bad := await bad_token_ids(self.front_end, self._body.bad_words):
             self._sampling = replace(self._sampling, bad_token_ids=bad)
-        terms = terms_of(self._body)
-        self.front_end.check_room(terms.tenant)
+        options = options_of(self._body)
+        self.front_end.check_room(options.tenant)
         # A prompt is a text or token ids; there may be several, up to a limit.
         is_one = isinstance(given, str) or isinstance(given[0], int)
         limit = self.front_end.limits.max_prompts
@@ -93,7 +93,9 @@ class CompletionCall:
         longest = self.front_end.info.longest_request - self._sampling.max_tokens
         prompts = [truncated(prompt, self._body, longest) for prompt in prompts]
         ids = [self._request_id if len(prompts) == 1 else f"{self._request_id}-{n}" for n in range(len(prompts))]
-        self._asked = [Asked(prompt, self._sampling, (), terms, own) for prompt, own in zip(prompts, ids, strict=True)]
+        self._asked = [
+            Asked(prompt, self._sampling, (), options, own) for prompt, own in zip(prompts, ids, strict=True)
+        ]
 
     async def answer(self) -> Completion:
         counter = Counter(self._asked)

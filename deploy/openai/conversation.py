@@ -16,9 +16,9 @@ from .requests import (
     check_model,
     check_streaming,
     in_own_words,
+    options_of,
     sampling_of,
     shape_of,
-    terms_of,
     truncated,
     turns_aside,
 )
@@ -65,8 +65,8 @@ class Conversation:
         """The template is applied, images are looked at. Raises `InvalidRequest`, or `Overloaded` where that would be
         in vain."""
         body, front_end = self._body, self.front_end
-        terms = terms_of(body)
-        front_end.check_room(terms.tenant)
+        options = options_of(body)
+        front_end.check_room(options.tenant)
         # The template gets turns, tools and variables, and makes the prompt.
         turns, urls = await turns_aside(front_end, body.messages)
         variables = dict(body.chat_template_kwargs or {})
@@ -93,7 +93,7 @@ class Conversation:
         form = self._use.form if self._use else None
         bad = await bad_token_ids(front_end, body.bad_words)
         sampling = sampling_of(body, front_end.info, max_tokens, logprobs, form, bad, shape_of(front_end))
-        self._asked = Asked(prompt, sampling, images, terms, self._request_id)
+        self._asked = Asked(prompt, sampling, images, options, self._request_id)
 
     @property
     def asked(self) -> Asked:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ... import __version__
 from ...errors import InvalidRequest, UnknownModel
-from ...proto.request import SamplingParams, Terms
+from ...proto.request import RequestOptions, SamplingParams
 from ...proto.status import EngineInfo
 from ..front_end.front_end import FEW_VALUES, FrontEnd
 from ..front_end.json_pieces import size_of
@@ -155,9 +155,9 @@ def fingerprint_of(info: EngineInfo) -> str:
     return f"fp_{blake2b(repr(facts).encode(), digest_size=5).hexdigest()}"
 
 
-def terms_of(body: Sampling) -> Terms:
+def options_of(body: Sampling) -> RequestOptions:
     """Raises `InvalidRequest`."""
-    return Terms(priority=body.priority or 0, tenant=body.user or "")
+    return RequestOptions(priority=body.priority or 0, tenant=body.user or "")
 
 
 @contextlib.contextmanager

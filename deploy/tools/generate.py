@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import InvalidRequest
-from ...proto.request import SamplingParams, Terms
+from ...proto.request import RequestOptions, SamplingParams
 from ..client import Client, Tls, Usage
 
 
@@ -27,7 +27,7 @@ def run(
     prompt: str | None,
     token_ids: str | None,
     images: Sequence[Path],
-    terms: Terms,
+    options: RequestOptions,
     sampling: dict[str, Any],
 ) -> None:
     """Print one answer: text for a text, token ids for token ids.
@@ -39,7 +39,7 @@ def run(
     asked = _prompt(prompt, token_ids)
     with server.connect() as client:
         params, usage = client.model_info().sampling(**given), None
-        for chunk in client.generate(asked, params, images=[_read(path) for path in images], terms=terms):
+        for chunk in client.generate(asked, params, images=[_read(path) for path in images], options=options):
             text = chunk.text if isinstance(asked, str) else "".join(f"{token} " for token in chunk.token_ids)
             print(text, end="", flush=True)
             usage = chunk.usage or usage

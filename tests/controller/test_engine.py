@@ -29,7 +29,7 @@ from intarsia.kvcache.manager import CacheManager
 from intarsia.kvcache.plan import MemoryPlan
 from intarsia.kvcache.reach import Full, Sliding
 from intarsia.proto.messages import Delivery
-from intarsia.proto.request import SamplingParams, Terms
+from intarsia.proto.request import RequestOptions, SamplingParams
 from intarsia.proto.status import EngineInfo, GroupInfo
 from intarsia.proto.step import Step, StepResult
 from intarsia.proto.worker import WorkerStatus
@@ -76,7 +76,7 @@ class SimulatedGroup:
         if text == "slow":
             await asyncio.sleep(3600)
         if text != "good":
-            raise InvalidRequest(f"{kind} can not be used: {text}", field=kind)
+            raise InvalidRequest(f"{kind} cannot be used: {text}", field=kind)
 
 
 def make_engine(
@@ -612,7 +612,7 @@ def test_a_form_that_can_not_be_compiled_is_told_and_disturbs_nobody(monkeypatch
     plain, good, bad, slow = running(engine, scenario())
     assert plain.token_ids == good.token_ids == continuation(PROMPT, 8)
     assert isinstance(bad.error, InvalidRequest)
-    assert (bad.error.message, bad.error.field) == ("regex can not be used: bad", "regex")
+    assert (bad.error.message, bad.error.field) == ("regex cannot be used: bad", "regex")
     assert isinstance(slow.error, InvalidRequest)
     assert "could not be compiled within 0.05 s" in slow.error.message
     assert engine.recount().all_free
@@ -643,7 +643,7 @@ def test_a_request_whose_time_is_over_hears_how_far_it_came():
 
     async def scenario() -> Completion:
         completion = Completion()
-        engine.submit(asking(PROMPT, SAMPLING, terms=Terms(timeout_s=0.02)), 0, completion.sink)
+        engine.submit(asking(PROMPT, SAMPLING, options=RequestOptions(timeout_s=0.02)), 0, completion.sink)
         await settle()
         workers.allowed.release()
         await settle()

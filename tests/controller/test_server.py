@@ -40,7 +40,7 @@ from intarsia.proto.messages import (
     Submit,
 )
 from intarsia.proto.reply import TOKEN_BYTES, Delta, Rows, TokenLogprobs
-from intarsia.proto.request import SamplingParams, Terms
+from intarsia.proto.request import RequestOptions, SamplingParams
 from intarsia.tests.controller.test_engine import PROMPT, make_engine
 from intarsia.tests.proto.test_channel import far  # noqa: F401 - a fixture
 from intarsia.tests.simulated import continuation
@@ -148,7 +148,9 @@ def test_what_the_engine_refuses_a_tenant_is_refused_before_it_hears_of_it(monke
         client = await EngineClient.connect(address)
 
         async def ask(tenant: str) -> Delta:
-            return await anext(client.generate(PROMPT, SamplingParams(max_tokens=1), terms=Terms(tenant=tenant)))
+            return await anext(
+                client.generate(PROMPT, SamplingParams(max_tokens=1), options=RequestOptions(tenant=tenant))
+            )
 
         for _ in range(10):
             with pytest.raises(Overloaded, match="would come late"):
@@ -326,7 +328,7 @@ def test_engine_that_says_nothing_is_given_up_and_so_is_the_next_one(monkeypatch
     served(scenario)
 
 
-USUAL = [(1, 2, 3), SamplingParams(), [], Terms(), 0.0, 3, False]
+USUAL = [(1, 2, 3), SamplingParams(), [], RequestOptions(), 0.0, 3, False]
 """A request, field by field."""
 
 
@@ -590,7 +592,9 @@ def test_time_that_is_over_ends_the_stream_with_a_typed_error():
     async def scenario(engine: Engine, address: Address):
         client = await EngineClient.connect(address)
         with pytest.raises(DeadlineExceeded, match="s are over") as caught:
-            async for _ in client.generate(PROMPT, SamplingParams(max_tokens=90), terms=Terms(timeout_s=0.0001)):
+            async for _ in client.generate(
+                PROMPT, SamplingParams(max_tokens=90), options=RequestOptions(timeout_s=0.0001)
+            ):
                 pass
         await client.close()
         return caught.value

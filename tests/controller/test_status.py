@@ -5,12 +5,12 @@ from array import array
 from typing import Any
 
 from intarsia.controller.engine import Engine
-from intarsia.proto.request import SamplingParams, Terms
-from intarsia.proto.status import Look
+from intarsia.proto.request import RequestOptions, SamplingParams
+from intarsia.proto.status import SnapshotQuery
 from intarsia.tests.controller.test_engine import PROMPT, make_engine, running, submit
 from intarsia.tests.local import Completion, asking
 
-ALL = Look(with_tokens=True, with_recount=True)
+ALL = SnapshotQuery(with_tokens=True, with_recount=True)
 
 
 def slow(engine: Engine) -> Engine:
@@ -23,7 +23,7 @@ def test_idle_engine_shows_an_empty_pool_that_was_counted():
     engine = make_engine(blocks=32)
 
     async def scenario() -> None:
-        seen = await engine.status.view(ALL)
+        seen = await engine.status.snapshot(ALL)
         assert seen.requests == seen.ended == seen.steps == ()
         assert seen.recount is not None and seen.recount.blank == 31 and seen.faults == ""
         assert len(seen.workers) == 1 and seen.pool is not None
@@ -38,7 +38,7 @@ def test_running_and_waiting_requests_are_shown_with_the_blocks_they_hold():
         completions = [submit(engine, [n + 1] * (6 + n), SamplingParams(max_tokens=30)) for n in range(7)]
         while engine.stats.steps < 8:
             await asyncio.sleep(0.001)
-        seen = await engine.status.view(ALL)
+        seen = await engine.status.snapshot(ALL)
         assert [each.state for each in seen.requests] == ["running"] * 4 + ["waiting"] * 3  # four seats
         assert [each.slot for each in seen.requests[:4]] == [0, 1, 2, 3]
         assert seen.recount is not None
@@ -59,14 +59,14 @@ def test_only_new_steps_and_no_text_are_shown_unless_asked_for():
 
     async def scenario() -> None:
         await submit(engine, PROMPT).done.wait()
-        every = (await engine.status.view(Look())).steps
+        every = (await engine.status.snapshot(SnapshotQuery())).steps
         assert [step.number for step in every] == list(range(1, len(every) + 1))
         assert (every[0].prompt_tokens, every[0].began) == (len(PROMPT), 1)
         assert sum(step.decoding for step in every) == 7 and every[-1].ended + every[-2].ended == 1
-        later = await engine.status.view(Look(since_step=3, with_pool=False))
+        later = await engine.status.snapshot(SnapshotQuery(since_step=3, with_pool=False))
         assert later.steps == every[3:] and later.pool is None and later.recount is None
         assert all(each.tokens is None and each.blocks == () for each in later.ended)
-        [ended] = (await engine.status.view(ALL)).ended
+        [ended] = (await engine.status.snapshot(ALL)).ended
         assert ended.tokens is not None and ended.tokens[0] == tuple(PROMPT)
 
     running(engine, scenario())
@@ -78,13 +78,17 @@ def test_ended_requests_say_why():
     async def scenario() -> None:
         whole = submit(engine, PROMPT)
         late = Completion()
-        in_time = Terms(timeout_s=0.02)
-        engine.submit(asking([7] * 5, SamplingParams(max_tokens=90), terms=in_time), 0, late.sink)
+        in_time = RequestOptions(timeout_s=0.02)
+        engine.submit(asking([7] * 5, SamplingParams(max_tokens=90), options=in_time), 0, late.sink)
         [left] = engine.submit(asking([8] * 5, SamplingParams(max_tokens=90)), 0, Completion().sink)
         await whole.done.wait()
         engine.abort(left)
         await late.done.wait()
-        assert {each.state for each in (await engine.status.view(Look())).ended} == {"length", "deadline", "abort"}
+        assert {each.state for each in (await engine.status.snapshot(SnapshotQuery())).ended} == {
+            "length",
+            "deadline",
+            "abort",
+        }
         assert engine.status.metrics().finished == {"length": 1, "deadline": 1, "abort": 1}
 
     running(engine, scenario())
@@ -96,7 +100,7 @@ def test_tokens_that_were_evicted_are_shown_as_lost():
     async def scenario() -> None:
         for prompt in ([1] * 40, [2] * 40, [3] * 40, [1] * 40):
             await submit(engine, prompt, SamplingParams(max_tokens=2)).done.wait()
-        first, *_, again = (await engine.status.view(Look())).ended
+        first, *_, again = (await engine.status.snapshot(SnapshotQuery())).ended
         assert first.lost_tokens == {} and again.lost_tokens.get("evicted", 0) > 0
         assert engine.status.metrics().lost_tokens["evicted"] == again.lost_tokens["evicted"]
 
@@ -112,7 +116,7 @@ def test_a_tenant_is_told_of_its_own_requests_only():
     async def scenario() -> None:
         completions = [Completion() for _ in range(3)]
         for completion, salt in zip(completions, ("alice", "alice", "bob"), strict=True):
-            request = asking([1] * 6, SamplingParams(max_tokens=8), terms=Terms(salt=salt))
+            request = asking([1] * 6, SamplingParams(max_tokens=8), options=RequestOptions(salt=salt))
             engine.submit(request, 0, completion.sink)
         while engine.stats.steps < 4:
             await asyncio.sleep(0.001)

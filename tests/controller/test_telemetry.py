@@ -13,7 +13,7 @@ from intarsia.controller.telemetry import COUNTS, KEPT_ENDED, MOST_TENANTS, Loop
 from intarsia.kvcache.ids import RequestId
 from intarsia.kvcache.manager import CacheManager
 from intarsia.kvcache.reach import Full
-from intarsia.proto.request import FinishReason, SamplingParams, Terms
+from intarsia.proto.request import FinishReason, RequestOptions, SamplingParams
 from intarsia.proto.status import EngineLoad
 from intarsia.proto.step import Advance, Step, StepResult
 from intarsia.tests.kvcache.plans import plan_of
@@ -28,7 +28,7 @@ def request(number: int = 1, salt: str = "", answer: int = 1, **known: Any) -> R
     """With a prompt of four tokens and so many of its answer."""
     return Request(
         id=RequestId(number), tokens=[1] * (4 + answer), prompt_tokens=4, sampling=SamplingParams(), seed=0,
-        stop_token_ids=frozenset(), max_total_tokens=20, terms=Terms(salt=salt), **known,
+        stop_token_ids=frozenset(), max_total_tokens=20, options=RequestOptions(salt=salt), **known,
     )  # fmt: skip
 
 

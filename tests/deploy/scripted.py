@@ -8,7 +8,7 @@ from typing import Any
 
 from intarsia.errors import Overloaded
 from intarsia.proto.reply import Delta
-from intarsia.proto.request import USUAL_TERMS, Image, SamplingParams, Terms
+from intarsia.proto.request import USUAL_OPTIONS, Image, RequestOptions, SamplingParams
 from intarsia.proto.status import EngineInfo, EngineLoad, GroupInfo
 
 HANG: Any = "hang"
@@ -85,13 +85,13 @@ class ScriptedEngine:
         sampling: SamplingParams,
         request_id: str | None = None,
         images: Sequence[Image] = (),
-        terms: Terms = USUAL_TERMS,
+        options: RequestOptions = USUAL_OPTIONS,
         stream_interval_s: float = 0.0,
         instead: Any = None,
         with_room: Any = None,
     ) -> "ScriptedGeneration":
         self.asked.append((list(prompt_token_ids), sampling, request_id))
-        self.terms = terms
+        self.options = options
         return ScriptedGeneration(self._script, self.closed, request_id or uuid.uuid4().hex)
 
 

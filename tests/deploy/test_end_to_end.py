@@ -32,7 +32,7 @@ from intarsia.errors import (
     RequestTooLarge,
 )
 from intarsia.kvcache.events import Cleared, Stored
-from intarsia.proto.request import Terms
+from intarsia.proto.request import RequestOptions
 from intarsia.tests import models
 from intarsia.tests.conftest import Loop, TinyModel
 
@@ -141,7 +141,9 @@ def test_several_answers_prompt_logprobs_and_time_limits_over_the_wire(service: 
         params = SamplingParams(temperature=0, max_tokens=24, n=3, prompt_logprobs=2)
         tokens: list[list[int]] = [[], [], []]
         reasons, about_prompt = {}, ()
-        for chunk in client.generate(model.prompts[2], params, terms=Terms(priority=-1, tenant="a", timeout_s=60)):
+        for chunk in client.generate(
+            model.prompts[2], params, options=RequestOptions(priority=-1, tenant="a", timeout_s=60)
+        ):
             tokens[chunk.index] += chunk.token_ids
             about_prompt = about_prompt or chunk.prompt_logprobs
             reasons[chunk.index] = chunk.finish_reason
@@ -149,7 +151,11 @@ def test_several_answers_prompt_logprobs_and_time_limits_over_the_wire(service: 
         assert reasons == dict.fromkeys(range(3), "length")
         assert [row.token_id for row in about_prompt] == model.prompts[2][1:]
         with pytest.raises(DeadlineExceeded, match=r"0\.001 s are over") as late:
-            list(client.generate(model.prompts[2], SamplingParams(max_tokens=100), terms=Terms(timeout_s=0.001)))
+            list(
+                client.generate(
+                    model.prompts[2], SamplingParams(max_tokens=100), options=RequestOptions(timeout_s=0.001)
+                )
+            )
         assert (late.value.field, late.value.retryable) == ("timeout_s", True)
         with pytest.raises(InvalidRequest, match="no end token, so an answer of a given form could not end"):
             client.complete(model.prompts[2], SamplingParams(choice=("a", "b")))

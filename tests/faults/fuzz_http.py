@@ -49,7 +49,7 @@ class Case(NamedTuple):
     is_http: bool  # false: the head itself is wrong, and the answer may be words, or none
     is_whole: bool  # false: it ends too early
     is_head: bool  # asked with HEAD, whose answer has no body
-    may_enter: bool | None  # false: without a key that opens it; None: can not be told
+    may_enter: bool | None  # false: without a key that opens it; None: cannot be told
     read_bytes: int | None  # the client leaves when it has read so much; None: it stays
     is_at_once: bool  # it is short and sent as one, so that no answer can be lost to bytes that still come
     about: str

@@ -47,7 +47,7 @@ class Seen:
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     silence_s: float = 0.0
-    own_lag_s: float = 0.0  # how late this process itself was: more than that can not be told
+    own_lag_s: float = 0.0  # how late this process itself was: more than that cannot be told
 
 
 class Guests:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from intarsia import SamplingParams
 from intarsia.deploy.front_end.engine_client import EngineClient
-from intarsia.proto.request import Terms
+from intarsia.proto.request import RequestOptions
 
 from .program import program
 from .service import PROMPTS, service
@@ -35,7 +35,7 @@ class Said(NamedTuple):
 class Asked(NamedTuple):
     prompt: list[int]
     sampling: SamplingParams
-    terms: Terms
+    options: RequestOptions
 
 
 def draw(rng: random.Random, n: int) -> Asked:
@@ -48,13 +48,15 @@ def draw(rng: random.Random, n: int) -> Asked:
         {"n": 3}, {"logprobs": 0}, {"prompt_logprobs": 2}, {"n": 2, "temperature": 0.0, "top_k": 3},
     ]  # fmt: skip
     wanted = {"max_tokens": rng.randint(1, 60), "seed": n, "temperature": 0.9} | kinds[n % len(kinds)]
-    return Asked(prompt, SamplingParams(**wanted), Terms(priority=rng.randint(-3, 3), tenant=rng.choice("abc")))
+    return Asked(
+        prompt, SamplingParams(**wanted), RequestOptions(priority=rng.randint(-3, 3), tenant=rng.choice("abc"))
+    )
 
 
 async def answer(client: EngineClient, asked: Asked) -> Said:
     tokens: list[list[int]] = [[] for _ in range(asked.sampling.n)]
     logprobs: list[list[float]] = [[] for _ in tokens]
-    async for delta in client.generate(asked.prompt, asked.sampling, terms=asked.terms):
+    async for delta in client.generate(asked.prompt, asked.sampling, options=asked.options):
         tokens[delta.answer] += delta.token_ids
         logprobs[delta.answer] += [row.logprob for row in (*(delta.prompt_logprobs or ()), *(delta.logprobs or ()))]
     return Said(tuple(map(tuple, tokens)), tuple(map(tuple, logprobs)))

@@ -159,7 +159,7 @@ def far() -> Iterator[str]:
     try:
         ip(f"netns add {name}")
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"networks can not be made here: {error}")
+        pytest.skip(f"networks cannot be made here: {error}")
     try:
         ip(f"link add {name}a type veth peer name {name}b")
         ip(f"link set {name}b netns {name}")

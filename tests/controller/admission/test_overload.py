@@ -9,7 +9,7 @@ from intarsia.controller.admission.overload import FEWEST, LONGEST_FULL_S, MIB, 
 from intarsia.controller.request import Request
 from intarsia.errors import InvalidSetting, Overloaded
 from intarsia.kvcache.ids import RequestId
-from intarsia.proto.request import SamplingParams, Terms
+from intarsia.proto.request import RequestOptions, SamplingParams
 
 NUMBERS = count()
 
@@ -42,7 +42,14 @@ class Bench:
     def come(self, tenant: str = "", tokens: int = 10, timeout_s: float | None = None) -> Request:
         self.guard.check(tenant, tokens, 0, 1, timeout_s)
         request = Request(
-            RequestId(next(NUMBERS)), [1] * tokens, tokens, SamplingParams(), 0, frozenset(), 100, Terms(tenant=tenant)
+            RequestId(next(NUMBERS)),
+            [1] * tokens,
+            tokens,
+            SamplingParams(),
+            0,
+            frozenset(),
+            100,
+            RequestOptions(tenant=tenant),
         )
         self.guard.entered([request])
         self.waiting.append(request)

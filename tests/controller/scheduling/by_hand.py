@@ -13,7 +13,7 @@ from intarsia.kvcache.ids import RequestId
 from intarsia.kvcache.manager import CacheManager
 from intarsia.kvcache.reach import Reach
 from intarsia.kvcache.settings import CacheSettings
-from intarsia.proto.request import USUAL_TERMS, FinishReason, SamplingParams, Terms
+from intarsia.proto.request import USUAL_OPTIONS, FinishReason, RequestOptions, SamplingParams
 from intarsia.proto.step import StepResult
 from intarsia.tests.kvcache.plans import plan_of
 from intarsia.tests.simulated import SimulatedWorker
@@ -27,7 +27,7 @@ def request_of(
     number: int = 1,
     *,
     stop: Sequence[int] = (),
-    terms: Terms = USUAL_TERMS,
+    options: RequestOptions = USUAL_OPTIONS,
     arrival_s: float = 0.0,
 ) -> Request:
     return Request(
@@ -38,7 +38,7 @@ def request_of(
         seed=0,
         stop_token_ids=frozenset(stop),
         max_total_tokens=len(prompt) + max_tokens,
-        terms=terms,
+        options=options,
         arrival_s=arrival_s,
     )
 
@@ -77,9 +77,9 @@ class Bench:
         self._under_way: deque[StepResult] = deque()
 
     def add(
-        self, prompt: list[int], max_tokens: int, stop: tuple[int, ...] = (), terms: Terms = USUAL_TERMS
+        self, prompt: list[int], max_tokens: int, stop: tuple[int, ...] = (), options: RequestOptions = USUAL_OPTIONS
     ) -> Request:
-        return self.add_family(prompt, max_tokens, 1, stop, terms)[0]
+        return self.add_family(prompt, max_tokens, 1, stop, options)[0]
 
     def add_family(
         self,
@@ -87,16 +87,16 @@ class Bench:
         max_tokens: int,
         answers: int,
         stop: tuple[int, ...] = (),
-        terms: Terms = USUAL_TERMS,
+        options: RequestOptions = USUAL_OPTIONS,
     ) -> list[Request]:
         """A request with forks: several answers to one prompt."""
-        family = [self._request(prompt, max_tokens, stop, terms) for _ in range(answers)]
+        family = [self._request(prompt, max_tokens, stop, options) for _ in range(answers)]
         self.scheduler.add(family[0], family[1:])
         return family
 
-    def _request(self, prompt: list[int], max_tokens: int, stop: tuple[int, ...], terms: Terms) -> Request:
+    def _request(self, prompt: list[int], max_tokens: int, stop: tuple[int, ...], options: RequestOptions) -> Request:
         self._count += 1
-        request = request_of(prompt, max_tokens, self._count, stop=stop, terms=terms)
+        request = request_of(prompt, max_tokens, self._count, stop=stop, options=options)
         assert self.manager.plan.fits(request.max_total_tokens)
         self.generated[request.id] = []
         return request

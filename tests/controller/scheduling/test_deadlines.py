@@ -4,13 +4,13 @@ from intarsia.controller.request import Request
 from intarsia.controller.scheduling.deadlines import Deadlines
 from intarsia.kvcache.check import recount
 from intarsia.kvcache.reach import Full
-from intarsia.proto.request import Terms
+from intarsia.proto.request import RequestOptions
 from intarsia.tests.controller.scheduling.by_hand import PROMPT, Bench, request_of
 from intarsia.tests.simulated import continuation
 
 
 def request(number: int, timeout_s: float | None) -> Request:
-    return request_of(number=number, terms=Terms(timeout_s=timeout_s), arrival_s=100.0)
+    return request_of(number=number, options=RequestOptions(timeout_s=timeout_s), arrival_s=100.0)
 
 
 def test_deadlines_pass_in_their_order_and_once():
@@ -36,8 +36,8 @@ def test_a_request_without_a_time_limit_has_no_deadline():
 
 def test_a_request_whose_time_is_over_is_given_up_wherever_it_is():
     bench = Bench(Full(), max_num_seqs=1, depth=2)
-    runs = bench.add(PROMPT, max_tokens=50, terms=Terms(timeout_s=5.0))
-    waits = bench.add(PROMPT, max_tokens=50, terms=Terms(timeout_s=4.0))
+    runs = bench.add(PROMPT, max_tokens=50, options=RequestOptions(timeout_s=5.0))
+    waits = bench.add(PROMPT, max_tokens=50, options=RequestOptions(timeout_s=4.0))
     patient = bench.add([1, 2, 3], max_tokens=3)
     for _ in range(3):
         bench.step()
@@ -54,7 +54,7 @@ def test_a_request_whose_time_is_over_is_given_up_wherever_it_is():
 
 def test_a_deadline_that_is_met_is_forgotten():
     bench = Bench(Full())
-    bench.add(PROMPT, max_tokens=3, terms=Terms(timeout_s=5.0))
+    bench.add(PROMPT, max_tokens=3, options=RequestOptions(timeout_s=5.0))
     bench.run()
     bench.now_s += 10
     bench.scheduler.plan_step()

@@ -3,12 +3,12 @@ import random
 from intarsia.controller.request import Request
 from intarsia.controller.scheduling.fair_queue import FairQueue
 from intarsia.kvcache.reach import Full
-from intarsia.proto.request import Terms
+from intarsia.proto.request import RequestOptions
 from intarsia.tests.controller.scheduling.by_hand import PROMPT, Bench, request_of
 
 
 def request(number: int, arrival_s: float = 0.0, *, priority: int = 0, tenant: str = "") -> Request:
-    return request_of(number=number, terms=Terms(priority=priority, tenant=tenant), arrival_s=arrival_s)
+    return request_of(number=number, options=RequestOptions(priority=priority, tenant=tenant), arrival_s=arrival_s)
 
 
 def queue_of(*requests: Request, ageing_s: float = 10.0) -> FairQueue:
@@ -24,7 +24,7 @@ def drain(queue: FairQueue, tokens: int = 0) -> list[int]:
     order = []
     while (head := queue.head()) is not None:
         queue.remove(head)
-        queue.served(head.terms.tenant, tokens)
+        queue.served(head.options.tenant, tokens)
         order.append(head.id)
     return order
 
@@ -95,10 +95,10 @@ def test_random_use_serves_all_requests_once_in_the_order_that_was_promised():
                     continue
                 head = queue.head()
                 assert head is not None
-                mine = [w for w in waiting.values() if w.terms.tenant == head.terms.tenant]
-                assert head is min(mine, key=lambda w: (w.arrival_s + w.terms.priority * 10.0, w.id))
+                mine = [w for w in waiting.values() if w.options.tenant == head.options.tenant]
+                assert head is min(mine, key=lambda w: (w.arrival_s + w.options.priority * 10.0, w.id))
                 queue.remove(head)
-                queue.served(head.terms.tenant, rng.randint(1, 9))
+                queue.served(head.options.tenant, rng.randint(1, 9))
                 if rng.random() < 0.3:
                     queue.add(head)  # preempted
                 else:
@@ -113,9 +113,9 @@ def test_random_use_serves_all_requests_once_in_the_order_that_was_promised():
 
 def test_a_flood_of_one_tenant_does_not_hold_up_another():
     bench = Bench(Full(), max_num_seqs=1, blocks=64)
-    flood = [bench.add([n] * 6, max_tokens=4, terms=Terms(tenant="flood")) for n in range(6)]
+    flood = [bench.add([n] * 6, max_tokens=4, options=RequestOptions(tenant="flood")) for n in range(6)]
     bench.step()
-    single = bench.add(PROMPT, max_tokens=4, terms=Terms(tenant="single"))
+    single = bench.add(PROMPT, max_tokens=4, options=RequestOptions(tenant="single"))
     bench.run()
     assert bench.order_of_ends[:2] == [flood[0].id, single.id]
 

@@ -7,7 +7,7 @@ from intarsia.controller.scheduling.step_times import StepTimes
 from intarsia.kvcache.check import recount
 from intarsia.kvcache.manager import CacheManager
 from intarsia.kvcache.reach import Full, Sliding, State
-from intarsia.proto.request import Terms
+from intarsia.proto.request import RequestOptions
 from intarsia.tests.controller.scheduling.by_hand import PROMPT, Bench, request_of
 from intarsia.tests.kvcache.plans import plan_of
 from intarsia.tests.simulated import continuation
@@ -24,7 +24,7 @@ def test_short_pool_preempts_the_youngest_and_loses_no_token():
 
 def test_short_pool_preempts_the_least_urgent_even_if_it_came_first():
     bench = Bench(Full(), blocks=13, caching=False)
-    patient = bench.add([1] * 8, max_tokens=24, terms=Terms(priority=3))
+    patient = bench.add([1] * 8, max_tokens=24, options=RequestOptions(priority=3))
     urgent = bench.add([2] * 8, max_tokens=24)
     bench.run()
     assert (urgent.preemptions, patient.preemptions > 0) == (0, True)
@@ -32,7 +32,7 @@ def test_short_pool_preempts_the_least_urgent_even_if_it_came_first():
 
 def test_urgent_request_takes_the_slot_of_a_less_urgent_one_which_loses_no_token():
     bench = Bench(Full(), max_num_seqs=1)
-    patient = bench.add(PROMPT, max_tokens=20, terms=Terms(priority=5))
+    patient = bench.add(PROMPT, max_tokens=20, options=RequestOptions(priority=5))
     for _ in range(3):
         bench.step()
     urgent = bench.add([9, 8, 7], max_tokens=4)
@@ -45,7 +45,7 @@ def test_urgent_request_takes_the_slot_of_a_less_urgent_one_which_loses_no_token
 
 def test_urgent_request_does_not_displace_one_that_has_run_for_long_enough():
     bench = Bench(Full(), max_num_seqs=1, ageing_s=10.0)
-    patient = bench.add(PROMPT, max_tokens=20, terms=Terms(priority=1))
+    patient = bench.add(PROMPT, max_tokens=20, options=RequestOptions(priority=1))
     bench.step()
     bench.now_s += 11
     urgent = bench.add([9, 8, 7], max_tokens=4)
@@ -73,7 +73,9 @@ def test_equal_priorities_do_not_displace_each_other():
 )
 def test_a_running_request_gives_way_to_a_more_urgent_one_that_would_be_senior(running, waiting, gives_way: bool):
     preemption = Preemption(SchedulerSettings(ageing_s=10.0), CacheManager(plan_of(Full())), StepTimes())
-    first, second = (request_of(number=n, terms=Terms(priority=each[0])) for n, each in enumerate((running, waiting)))
+    first, second = (
+        request_of(number=n, options=RequestOptions(priority=each[0])) for n, each in enumerate((running, waiting))
+    )
     first.seniority = preemption.seniority(first, 100.0 - running[1])
     assert preemption.gives_way(first, second, 100.0) == gives_way
 

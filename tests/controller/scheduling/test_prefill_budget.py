@@ -6,7 +6,7 @@ from intarsia.controller.scheduling.prefill_budget import PrefillBudget, StepBud
 from intarsia.controller.scheduling.settings import SchedulerSettings
 from intarsia.controller.scheduling.step_times import StepTimes
 from intarsia.kvcache.reach import Full
-from intarsia.proto.request import Terms
+from intarsia.proto.request import RequestOptions
 from intarsia.tests.controller.scheduling.by_hand import Bench, request_of
 from intarsia.tests.simulated import continuation
 
@@ -116,7 +116,7 @@ def test_steps_shrink_to_a_block_at_most_and_never_grow_by_it(most_tokens: int, 
 
 
 def prompt(tenant: str, tokens: int) -> Request:
-    return request_of([1] * tokens, terms=Terms(tenant=tenant))
+    return request_of([1] * tokens, options=RequestOptions(tenant=tenant))
 
 
 @pytest.mark.parametrize(
@@ -165,9 +165,9 @@ def test_a_long_prompt_leaves_half_of_the_time_to_those_who_decode():
 @pytest.mark.parametrize("count", [1, 3, 9])
 def test_short_prompts_of_a_tenant_do_not_wait_for_a_long_one_of_another_that_is_under_way(count: int):
     bench = Bench(Full(), max_num_seqs=16, blocks=256, caching=False)
-    long = bench.add([1] * 320, max_tokens=1, terms=Terms(tenant="long"))
+    long = bench.add([1] * 320, max_tokens=1, options=RequestOptions(tenant="long"))
     bench.step()
-    short = [bench.add([n] * 7, max_tokens=1, terms=Terms(tenant="short")) for n in range(count)]
+    short = [bench.add([n] * 7, max_tokens=1, options=RequestOptions(tenant="short")) for n in range(count)]
     steps = 0
     while not all(bench.generated[each.id] for each in short):
         computed = bench.worker.computed_tokens
@@ -181,9 +181,9 @@ def test_short_prompts_of_a_tenant_do_not_wait_for_a_long_one_of_another_that_is
 
 def test_long_prompts_of_two_tenants_share_each_step():
     bench = Bench(Full(), max_num_seqs=4, blocks=256, caching=False)
-    first = bench.add([1] * 96, max_tokens=1, terms=Terms(tenant="first"))
+    first = bench.add([1] * 96, max_tokens=1, options=RequestOptions(tenant="first"))
     bench.step()
-    second = bench.add([2] * 160, max_tokens=1, terms=Terms(tenant="second"))
+    second = bench.add([2] * 160, max_tokens=1, options=RequestOptions(tenant="second"))
     for _ in range(2):
         bench.step()
     assert (first.computed_tokens, second.computed_tokens) == (64, 32)

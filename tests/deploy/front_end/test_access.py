@@ -29,7 +29,7 @@ from intarsia.errors import EngineUnavailable, InvalidSetting, Overloaded, Unaut
 from intarsia.proto import inference_pb2 as pb
 from intarsia.proto import inference_pb2_grpc as pb_grpc
 from intarsia.proto.reply import Delta
-from intarsia.proto.request import Terms
+from intarsia.proto.request import RequestOptions
 from intarsia.tests.deploy.scripted import HANG, ScriptedEngine
 
 SCRIPT = (Delta((5,)), Delta((6,), finish_reason="length"))
@@ -177,12 +177,12 @@ def test_the_tenant_of_a_key_is_whose_the_request_is_whatever_it_says(start: Sta
     engine: Any = here.front_end._engine
     for key, tenant, salt in (("oak", "carpenters", "carpenters"), ("ash", "mine", "")):
         with Client(here.grpc, api_key=key) as client:
-            list(client.generate([1, 2], terms=Terms(tenant="mine")))
-        assert (engine.terms.tenant, engine.terms.salt) == (tenant, salt)
+            list(client.generate([1, 2], options=RequestOptions(tenant="mine")))
+        assert (engine.options.tenant, engine.options.salt) == (tenant, salt)
         openai.OpenAI(base_url=f"{here.http}/v1", api_key=key).completions.create(
             model="tiny-hybrid", prompt=[1, 2], user="mine"
         )
-        assert (engine.terms.tenant, engine.terms.salt) == (tenant, salt)
+        assert (engine.options.tenant, engine.options.salt) == (tenant, salt)
 
 
 def test_a_tenant_cannot_stop_another_s_request(start: Start, tmp_path: Path):

@@ -10,7 +10,7 @@ from intarsia.deploy.front_end.engine_client import EngineClient
 from intarsia.deploy.front_end.recovery import MOST_MOVES_TOGETHER, Lost, Recovery
 from intarsia.errors import EngineUnavailable, RequestAborted
 from intarsia.proto.channel import Address
-from intarsia.proto.request import GenerateRequest, SamplingParams, Terms
+from intarsia.proto.request import GenerateRequest, RequestOptions, SamplingParams
 from intarsia.tests.controller.test_engine import PROMPT
 from intarsia.tests.controller.test_server import served
 
@@ -19,7 +19,7 @@ GONE = Lost(EngineUnavailable("the engine has gone"))
 
 def asked(**about: Any) -> GenerateRequest:
     sampling = SamplingParams(n=3, seed=7, prompt_logprobs=1)
-    return GenerateRequest(PROMPT, sampling, (), Terms(**about), 0.0, len(PROMPT), is_known=False)
+    return GenerateRequest(PROMPT, sampling, (), RequestOptions(**about), 0.0, len(PROMPT), is_known=False)
 
 
 def test_each_answer_goes_on_from_its_tokens_with_the_draws_it_would_have_had():
@@ -38,7 +38,7 @@ def test_each_answer_goes_on_from_its_tokens_with_the_draws_it_would_have_had():
     assert {answer: each.tokens for answer, each in rest.items()} == {0: PROMPT, 2: [*PROMPT, 8, 9]}
     assert {answer: each.sampling.seed for answer, each in rest.items()} == {0: 7, 2: 9}
     assert {answer: each.sampling.prompt_logprobs for answer, each in rest.items()} == {0: 1, 2: None}
-    assert all(each.is_known and each.sampling.n == 1 and 50 < each.terms.timeout_s <= 60 for each in rest.values())
+    assert all(each.is_known and each.sampling.n == 1 and 50 < each.options.timeout_s <= 60 for each in rest.values())
 
 
 def test_a_request_closed_while_it_waits_for_its_turn_sends_nothing_and_gives_the_turn_back():

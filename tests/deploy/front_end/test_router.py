@@ -16,7 +16,7 @@ from intarsia.deploy.front_end.engine_client import EngineClient
 from intarsia.deploy.front_end.router import DECODING_TOKENS, MOVE_TOKENS, Fleet, choose
 from intarsia.errors import Overloaded
 from intarsia.proto.channel import Address
-from intarsia.proto.request import USUAL_TERMS, SamplingParams, Terms
+from intarsia.proto.request import USUAL_OPTIONS, RequestOptions, SamplingParams
 from intarsia.proto.status import Probe
 from intarsia.tests.controller.test_engine import make_engine
 
@@ -121,7 +121,7 @@ def test_a_request_is_refused_where_no_engine_has_room_and_not_before(answers: i
             workers: Any = engine._workers
             workers.step_s = 0.005
         sampling = SamplingParams(max_tokens=80, n=answers)
-        with_room = partial(two.fleet.choose, [1, 2], USUAL_TERMS)
+        with_room = partial(two.fleet.choose, [1, 2], USUAL_OPTIONS)
         asked = [two.clients["own"].generate([1, 2], sampling, f"mine-{n}", with_room=with_room) for n in range(3)]
         first = [await anext(each) for each in asked[:2]]
         assert [engine.status.load().refused_requests for engine in two.engines.values()] == [1, 0]
@@ -143,10 +143,10 @@ def test_an_engine_that_has_just_said_that_it_is_full_is_left_for_another():
     async def scenario(two: Two):
         refusal = Overloaded("its turn would come late", full_for_s=60.0)
         two.clients["own"].connection.refusals.note("flood", refusal)
-        assert await two.fleet.choose(PROMPT, Terms(tenant="flood")) is not two.clients["own"]
+        assert await two.fleet.choose(PROMPT, RequestOptions(tenant="flood")) is not two.clients["own"]
         assert await two.chosen(PROMPT) == "own"
         two.fleet._engines["other"].connection.refusals.note("flood", refusal)
-        assert await two.fleet.choose(PROMPT, Terms(tenant="flood")) is two.clients["own"]
+        assert await two.fleet.choose(PROMPT, RequestOptions(tenant="flood")) is two.clients["own"]
         assert await two.fleet.choose(PROMPT, full=list(two.fleet.engines.values())) is None
 
     run(scenario)
