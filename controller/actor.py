@@ -12,7 +12,7 @@ from ..proto.channel import Address
 from ..proto.worker import Process
 from ..workers.process.actor import own_process
 from .engine import Engine
-from .placement import Crew
+from .placement import Placement
 from .server import EngineServer
 from .startup import EngineSettings, build_engine
 from .worker_group import WorkerGroup
@@ -34,10 +34,12 @@ class ControllerActor:
         """Where we run."""
         return own_process()
 
-    async def start(self, settings: EngineSettings, crew: Crew, *, is_new: bool, host: str | None = None) -> Address:
+    async def start(
+        self, settings: EngineSettings, placement: Placement, *, is_new: bool, host: str | None = None
+    ) -> Address:
         """Load and allocate everything; or, with workers that had another controller, as much as they have not. Returns
         where front ends connect: at `host`, or None, where other machines can."""
-        self._workers = WorkerGroup(crew)
+        self._workers = WorkerGroup(placement)
         await (self._workers.assemble() if is_new else self._workers.take_over())
         self._engine = await build_engine(settings, self._workers)
         door = EngineServer(self._engine)

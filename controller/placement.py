@@ -28,42 +28,42 @@ BESIDE_US_TIMEOUT_S = 2.0
 KILL_WITHIN_S = 10.0
 
 
-class Crew(NamedTuple):
+class Placement(NamedTuple):
     """All ranks in order, each an actor in a bundle of the placement group."""
 
-    placement: PlacementGroup
+    group: PlacementGroup
     actors: list[Any]
 
     @property
     def bundle(self) -> dict[str, float]:
         """What each of them has."""
-        return self.placement.bundle_specs[0]
+        return self.group.bundle_specs[0]
 
     @property
     def has_gpus(self) -> bool:
         return bool(self.bundle.get("GPU"))
 
 
-async def hire(size: int) -> Crew:
+async def place_workers(size: int) -> Placement:
     """Place `size` workers, one GPU each where the cluster has them, else one CPU each. They begin to start.
 
     Raises `InvalidSetting` when the cluster is too small, `EngineUnavailable` when it has no room in time.
     """
-    placement = await _place(size)
-    crew = Crew(placement, [])
-    options = {"num_cpus": 1, "num_gpus": crew.bundle.get("GPU", 0), "max_restarts": -1}
+    group = await _place(size)
+    placement = Placement(group, [])
+    options = {"num_cpus": 1, "num_gpus": placement.bundle.get("GPU", 0), "max_restarts": -1}
     make: Any = WorkerActor
     for rank in range(size):
-        strategy = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank)
-        crew.actors.append(make.options(scheduling_strategy=strategy, **options).remote(rank, size))
-    return crew
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
+        placement.actors.append(make.options(scheduling_strategy=strategy, **options).remote(rank, size))
+    return placement
 
 
-def dismiss(crew: Crew) -> None:
+def release_workers(placement: Placement) -> None:
     """End all workers and give their resources back."""
-    for actor in crew.actors:
+    for actor in placement.actors:
         ray.kill(actor)
-    remove_placement_group(crew.placement)
+    remove_placement_group(placement.group)
 
 
 async def end_process(process: Process) -> None:

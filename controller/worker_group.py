@@ -21,7 +21,7 @@ from ..proto.channel import ChannelClosed, CorruptFrame, Stream, reading
 from ..proto.step import Fault, Step, StepResult
 from ..proto.worker import ModelFacts, ModelSettings, Process, RunnerLimits, WorkerStatus
 from .losses import NoRoom
-from .placement import Crew, dismiss, end_process, hire
+from .placement import Placement, end_process, place_workers, release_workers
 from .ray_calls import LOOPBACK, answer
 
 logger = logging.getLogger(__name__)
@@ -47,11 +47,11 @@ GONE_AFTER_S = 3.0
 class WorkerGroup:
     """All ranks of one model. Ranks are in order: rank 0 samples and meets the others."""
 
-    def __init__(self, crew: Crew):
-        self._crew = crew
+    def __init__(self, placement: Placement):
+        self._placement = placement
         self._streams: list[Stream] = []  # for steps
         self._beside: list[Beside] = []  # for what goes on beside them
-        self._processes: list[Process | None] = [None] * len(crew.actors)  # None: not known
+        self._processes: list[Process | None] = [None] * len(placement.actors)  # None: not known
         self._serving: list[Any] = []  # calls of `serve` that have not returned
         self._answering = asyncio.Lock()  # one reader at a time, first come first served
         self._unanswered = 0  # steps
@@ -67,7 +67,7 @@ class WorkerGroup:
     @classmethod
     async def create(cls, size: int) -> "WorkerGroup":
         """Workers of its own. Raises `InvalidSetting` or `EngineUnavailable` when the cluster has no room for them."""
-        group = cls(await hire(size))
+        group = cls(await place_workers(size))
         try:
             await group.assemble()
         except BaseException:
@@ -93,7 +93,7 @@ class WorkerGroup:
         """
         self._drop_streams()
         lost = self._failed | self._hung | self._gone
-        if lost and self._crew.has_gpus:
+        if lost and self._placement.has_gpus:
             lost = self._all_ranks  # NCCL does not let go of a lost peer
         try:
             await self.leave(lost)
@@ -114,7 +114,7 @@ class WorkerGroup:
         except TimeoutError:
             free = ray.available_resources()
             raise NoRoom(
-                f"{len(self._crew.actors)} workers of {self._crew.bundle} could not be had again within "
+                f"{len(self._placement.actors)} workers of {self._placement.bundle} could not be had again within "
                 f"{REBUILD_TIMEOUT_S:g} s; free are {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs. "
                 "Bring the lost node back, or add another, and start the engine again."
             ) from None
@@ -135,7 +135,7 @@ class WorkerGroup:
     async def _present(self, rank: int, is_lost: bool) -> Process:
         """Who is there: the process that was, as soon as it is done with what it does; or the one that Ray starts in
         place of one that is lost, or not done in time."""
-        known, actor = self._processes[rank], self._crew.actors[rank]
+        known, actor = self._processes[rank], self._placement.actors[rank]
         if not is_lost:
             try:
                 return Process(*await asyncio.wait_for(answer(actor.process.remote(), "worker"), SETTLE_TIMEOUT_S))
@@ -159,7 +159,7 @@ class WorkerGroup:
         if known is not None:
             await end_process(known)  # Ray asks a process to end, and one that is stopped hears nothing
         else:
-            ray.kill(self._crew.actors[rank], no_restart=False)
+            ray.kill(self._placement.actors[rank], no_restart=False)
 
     async def leave(self, lost: Collection[int] = ()) -> None:
         """Give up what is under way; end those who are lost and may not know it."""
@@ -186,7 +186,7 @@ class WorkerGroup:
 
     @property
     def _all_ranks(self) -> set[int]:
-        return set(range(len(self._crew.actors)))
+        return set(range(len(self._placement.actors)))
 
     async def load(self, settings: ModelSettings) -> ModelFacts:
         await self._stop_serving()
@@ -207,7 +207,7 @@ class WorkerGroup:
         else:
             await self._all("allocate", plan, limits)
         self._allocated, self._may_keep = (plan, limits), False
-        self._serving = [actor.call.remote("serve") for actor in self._crew.actors]
+        self._serving = [actor.call.remote("serve") for actor in self._placement.actors]
 
     async def spare_memory(self, trial: MemoryPlan, limits: RunnerLimits, share: float) -> int | None:
         """Bytes for pages on the rank that has least; None where devices have no memory of their own."""
@@ -297,7 +297,7 @@ class WorkerGroup:
     async def close(self) -> None:
         """End all workers and give their resources back."""
         await self.leave()
-        dismiss(self._crew)
+        release_workers(self._placement)
 
     async def _result(self, rank: int, stream: Stream, step: Step) -> StepResult:
         """A rank's answer to `step`. Answers to steps that were given up are dropped."""
@@ -316,12 +316,12 @@ class WorkerGroup:
 
     async def _each(self, verb: str, arguments: list[Any]) -> list[Any]:
         """Call a method of every rank at once, each with its own argument."""
-        calls = [actor.call.remote(verb, arg) for actor, arg in zip(self._crew.actors, arguments, strict=True)]
+        calls = [actor.call.remote(verb, arg) for actor, arg in zip(self._placement.actors, arguments, strict=True)]
         return await asyncio.gather(*(answer(call, "worker") for call in calls))
 
     async def _all(self, verb: str, *arguments: Any) -> list[Any]:
         """Call a method of every rank at once; the first error counts."""
-        calls = [actor.call.remote(verb, *arguments) for actor in self._crew.actors]
+        calls = [actor.call.remote(verb, *arguments) for actor in self._placement.actors]
         return await asyncio.gather(*(answer(call, "worker") for call in calls))
 
 

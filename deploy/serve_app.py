@@ -26,7 +26,7 @@ from ..proto.tracing import tracer_of
 from .front_end.access import Access, Level
 from .front_end.front_end import FrontEnd
 from .front_end.request_log import LOGGED, RequestLog, logged
-from .front_end.router import Fleet
+from .front_end.router import Router
 from .front_end.tokenizer import Tokenizer
 from .grpc.door import noting, status_of
 from .grpc.server import SERVICE, InferenceServicer
@@ -87,12 +87,12 @@ class Replica:
         tokenizer = Tokenizer.of(wanted.model)
         self._engine: RunningEngine | None = await start_engine(wanted)
         alike = name.rpartition("-")[0]
-        self._fleet = Fleet(self._engine.client, name, partial(find_engines, f"{alike}-"))
+        self._router = Router(self._engine.client, name, partial(find_engines, f"{alike}-"))
         self._front_end = FrontEnd(
             self._engine.client,
             tokenizer,
             server.front_end,
-            self._fleet,
+            self._router,
             tracer_of("front-end", wanted.model.traces_endpoint),
             server.limits,
         )
@@ -128,7 +128,7 @@ class Replica:
         if engine is not None:
             with contextlib.suppress(IntarsiaError):  # it is gone already
                 await engine.leave(self._drain_timeout_s)  # other replicas' front ends may have requests there
-            await self._fleet.close()
+            await self._router.close()
             await engine.shutdown()
 
     # -- gRPC: Serve calls the method of the RPC's name --------------------------------------------------------------

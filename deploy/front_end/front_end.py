@@ -33,7 +33,7 @@ from .image_fetch import ImageFetcher, check_hosts, is_address
 from .images import ImageReader, check_images, read_images
 from .json_pieces import CHARS_OF_A_VALUE, size_of, texts_in
 from .request_log import RECORD, Record
-from .router import Fleet
+from .router import Router
 from .text_bounds import TextBound, bytes_of
 from .tokenizer import Tokenizer, encode_prompt
 from .unread import LOOKS, Overdue
@@ -98,11 +98,11 @@ class FrontEnd:
         engine: EngineClient,
         tokenizer: Tokenizer | None,
         settings: FrontEndSettings | None = None,
-        fleet: Fleet | None = None,
+        router: Router | None = None,
         tracer: Tracer | None = None,
         limits: Limits | None = None,
     ):
-        """fleet: to choose among for each request; None: there is but this engine. tracer: who is told of requests.
+        """router: to choose among for each request; None: there is but this engine. tracer: who is told of requests.
         limits: of what clients may send; both servers read them here."""
         self._tracer = tracer
         self.limits = limits or Limits()
@@ -113,7 +113,7 @@ class FrontEnd:
         self.beside = Beside(max_waiting=waiting[0], max_waiting_bytes=waiting[1])
         self._beside_short = Beside(max_waiting=waiting[0], max_waiting_bytes=waiting[1])
         self._engine = engine
-        self._fleet = fleet
+        self._router = router
         self._images = ImageReader.of(engine.info)
         self._fetcher = ImageFetcher(self.settings.image_hosts) if self.settings.image_hosts else None
         self._running: dict[tuple[str, str], Answers] = {}  # by tenant of a key, and request id
@@ -172,7 +172,7 @@ class FrontEnd:
 
     def engines(self) -> Mapping[str, EngineClient]:
         """All engines that it sends requests to, its own first."""
-        return {self.info.model: self._engine} if self._fleet is None else self._fleet.engines
+        return {self.info.model: self._engine} if self._router is None else self._router.engines
 
     async def cache_state(self) -> CacheState:
         """Of what the caller may see: what a tenant's own requests hold."""
@@ -389,8 +389,8 @@ class FrontEnd:
             asked = asked._replace(options=replace(asked.options, trace=span.traceparent))
         if tenant := TENANT.get():  # whatever the request says: the key says it better
             asked = asked._replace(options=replace(asked.options, tenant=tenant, salt=tenant))
-        fleet = self._fleet
-        with_room = None if fleet is None else partial(fleet.choose, asked.prompt, asked.options)
+        router = self._router
+        with_room = None if router is None else partial(router.choose, asked.prompt, asked.options)
         engine = (with_room and await with_room()) or self._engine
         generation = engine.generate(
             asked.prompt,
@@ -399,7 +399,7 @@ class FrontEnd:
             asked.images,
             asked.options,
             interval_s,
-            None if fleet is None else fleet.instead,
+            None if router is None else router.instead,
             with_room,
         )
         if self._looking is None:

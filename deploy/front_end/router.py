@@ -55,7 +55,7 @@ def choose(probes: Mapping[str, Probe], own: str, prompt_tokens: int) -> str:
     return min(staying, key=lambda name: (cost(name), name != own), default=own)
 
 
-class Fleet:
+class Router:
     """Lives on the event loop of its own engine's connection."""
 
     def __init__(self, own: EngineClient, name: str, discover: Discover):

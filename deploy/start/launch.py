@@ -1,4 +1,4 @@
-"""Start an engine from an ordinary process: start or join Ray, hire workers, create the controller, connect to it.
+"""Start an engine from an ordinary process: start or join Ray, place workers, create the controller, connect to it.
 
 The process that starts an engine owns all its actors. When the controller dies, it makes another one for the workers
 that are there; its requests go on by themselves (`front_end/engine_client.py`).
@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ...controller.actor import ControllerActor
 from ...controller.losses import Losses
-from ...controller.placement import Crew, dismiss, end_process, hire
+from ...controller.placement import Placement, end_process, place_workers, release_workers
 from ...controller.ray_calls import LOOPBACK, answer
 from ...controller.startup import EngineSettings
 from ...errors import EngineUnavailable, IntarsiaError, InvalidSetting
@@ -41,7 +41,7 @@ SHUTDOWN_TIMEOUT_S = 1.0
 GIVE_UP_START_S = 3.0
 """Time for a Ray that starts to notice that its processes are gone."""
 
-DISMISS_TIMEOUT_S = 10.0
+RELEASE_TIMEOUT_S = 10.0
 """Time for Ray to end our actors in a cluster that lives on."""
 
 NAME_TIMEOUT_S = 10.0
@@ -150,7 +150,7 @@ async def _end(actors: "_Actors | None", own_ray: OwnRay | None) -> None:
         await _beside(own_ray.stop)
     elif actors is not None:
         with contextlib.suppress(TimeoutError):  # a cluster without its GCS gives no answer
-            await asyncio.wait_for(_beside(actors.dismiss), DISMISS_TIMEOUT_S)
+            await asyncio.wait_for(_beside(actors.release), RELEASE_TIMEOUT_S)
 
 
 async def _beside(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -188,11 +188,11 @@ async def _beside(work: Callable[..., Any], *arguments: Any) -> Any:
 class _Actors:
     """The actors of an engine: workers, and a controller that can be replaced."""
 
-    def __init__(self, settings: EngineSettings, controller: Any, process: Process, crew: Crew):
+    def __init__(self, settings: EngineSettings, controller: Any, process: Process, placement: Placement):
         self.controller = controller
         self.process = process
         self._settings = settings
-        self._crew = crew
+        self._placement = placement
         self._host: str | None = None  # where front ends come to; None: on the network, since other machines have some
 
     @classmethod
@@ -201,11 +201,11 @@ class _Actors:
         settings = replace(settings, name=settings.name or f"engine-{uuid.uuid4().hex[:8]}")
         controller = _create(settings.name)
         try:
-            crew = await hire(settings.model.tensor_parallel_size)
+            placement = await place_workers(settings.model.tensor_parallel_size)
             try:
-                actors = cls(settings, controller, await _process_of(controller), crew)
+                actors = cls(settings, controller, await _process_of(controller), placement)
             except BaseException:
-                dismiss(crew)
+                release_workers(placement)
                 raise
         except BaseException:
             ray.kill(controller)
@@ -220,7 +220,7 @@ class _Actors:
 
     def _begin(self, *, is_new: bool) -> Coroutine[Any, Any, Address]:
         return answer(
-            self.controller.start.remote(self._settings, self._crew, is_new=is_new, host=self._host), "controller"
+            self.controller.start.remote(self._settings, self._placement, is_new=is_new, host=self._host), "controller"
         )
 
     async def start_again(self) -> Address:
@@ -251,10 +251,10 @@ class _Actors:
         with contextlib.suppress(IntarsiaError, TimeoutError):  # it is gone, or it hangs: killing is all that is left
             await asyncio.wait_for(answer(self.controller.shutdown.remote(), "controller"), SHUTDOWN_TIMEOUT_S)
 
-    def dismiss(self) -> None:
+    def release(self) -> None:
         """End them all."""
         ray.kill(self.controller)
-        dismiss(self._crew)
+        release_workers(self._placement)
 
 
 async def _process_of(controller: Any) -> Process:

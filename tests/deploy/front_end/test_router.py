@@ -13,7 +13,7 @@ from intarsia.controller.engine import Engine
 from intarsia.controller.server import EngineServer
 from intarsia.deploy.front_end import router as fleet_module
 from intarsia.deploy.front_end.engine_client import EngineClient
-from intarsia.deploy.front_end.router import DECODING_TOKENS, MOVE_TOKENS, Fleet, choose
+from intarsia.deploy.front_end.router import DECODING_TOKENS, MOVE_TOKENS, Router, choose
 from intarsia.errors import Overloaded
 from intarsia.proto.channel import Address
 from intarsia.proto.request import USUAL_OPTIONS, RequestOptions, SamplingParams
@@ -52,15 +52,15 @@ def test_where_none_answers_the_own_engine_is_asked():
 
 
 class Two:
-    """Two engines, and a fleet at the first of them."""
+    """Two engines, and a router at the first of them."""
 
-    def __init__(self, engines: Mapping[str, Engine], clients: Mapping[str, EngineClient], fleet: Fleet):
+    def __init__(self, engines: Mapping[str, Engine], clients: Mapping[str, EngineClient], router: Router):
         self.engines = engines
         self.clients = clients
-        self.fleet = fleet
+        self.router = router
 
     async def chosen(self, prompt: list[int]) -> str:
-        client = await self.fleet.choose(prompt)
+        client = await self.router.choose(prompt)
         return "own" if client is self.clients["own"] else "other"
 
 
@@ -75,13 +75,13 @@ async def two_engines() -> AsyncIterator[Two]:
         return {name: address for name, address in addresses.items() if name not in known}
 
     clients = {name: await EngineClient.connect(address) for name, address in addresses.items()}
-    fleet = Fleet(clients["own"], "own", discover)
+    router = Router(clients["own"], "own", discover)
     try:
-        while len(fleet._engines) < 2:
+        while len(router._engines) < 2:
             await asyncio.sleep(0.001)
-        yield Two(engines, clients, fleet)
+        yield Two(engines, clients, router)
     finally:
-        await fleet.close()
+        await router.close()
         for closing in (*clients.values(), *doors.values()):
             await closing.close()
         for loop in loops:
@@ -121,7 +121,7 @@ def test_a_request_is_refused_where_no_engine_has_room_and_not_before(answers: i
             workers: Any = engine._workers
             workers.step_s = 0.005
         sampling = SamplingParams(max_tokens=80, n=answers)
-        with_room = partial(two.fleet.choose, [1, 2], USUAL_OPTIONS)
+        with_room = partial(two.router.choose, [1, 2], USUAL_OPTIONS)
         asked = [two.clients["own"].generate([1, 2], sampling, f"mine-{n}", with_room=with_room) for n in range(3)]
         first = [await anext(each) for each in asked[:2]]
         assert [engine.status.load().refused_requests for engine in two.engines.values()] == [1, 0]
@@ -143,11 +143,11 @@ def test_an_engine_that_has_just_said_that_it_is_full_is_left_for_another():
     async def scenario(two: Two):
         refusal = Overloaded("its turn would come late", full_for_s=60.0)
         two.clients["own"].connection.refusals.note("flood", refusal)
-        assert await two.fleet.choose(PROMPT, RequestOptions(tenant="flood")) is not two.clients["own"]
+        assert await two.router.choose(PROMPT, RequestOptions(tenant="flood")) is not two.clients["own"]
         assert await two.chosen(PROMPT) == "own"
-        two.fleet._engines["other"].connection.refusals.note("flood", refusal)
-        assert await two.fleet.choose(PROMPT, RequestOptions(tenant="flood")) is two.clients["own"]
-        assert await two.fleet.choose(PROMPT, full=list(two.fleet.engines.values())) is None
+        two.router._engines["other"].connection.refusals.note("flood", refusal)
+        assert await two.router.choose(PROMPT, RequestOptions(tenant="flood")) is two.clients["own"]
+        assert await two.router.choose(PROMPT, full=list(two.router.engines.values())) is None
 
     run(scenario)
 
@@ -156,12 +156,12 @@ def test_an_engine_that_has_gone_is_asked_no_more(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(fleet_module, "LOOK_AROUND_EVERY_S", 0.01)
 
     async def scenario(two: Two):
-        other = two.fleet._engines["other"]
+        other = two.router._engines["other"]
         async for _ in two.clients["other"].generate(PROMPT, SamplingParams(max_tokens=2)):
             pass
         await other.close()
         assert await two.chosen(PROMPT) == "own"
-        while two.fleet._engines.get("other") in (None, other):  # it listens still, so it is met again
+        while two.router._engines.get("other") in (None, other):  # it listens still, so it is met again
             await asyncio.sleep(0.001)
         assert await two.chosen(PROMPT) == "other"
 
@@ -177,7 +177,7 @@ def test_an_engine_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.Monk
 
         async for _ in two.clients["other"].generate(PROMPT, SamplingParams(max_tokens=2)):
             pass
-        monkeypatch.setattr(two.fleet._engines["other"].questions, "probe", never)
+        monkeypatch.setattr(two.router._engines["other"].questions, "probe", never)
         assert await two.chosen(PROMPT) == "own"
 
     run(scenario)
