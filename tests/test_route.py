@@ -49,16 +49,13 @@ OF_A_QUIET_STEP = {
     "kernels/paged_attention/plain_torch.py",
     "proto/channel.py",
     "proto/codec.py",
-    "proto/reply.py",
     "workers/cpu/linear.py",
     "workers/sampler.py",
     "workers/worker.py",
 }
 
 WHEN_BLOCKS_MOVE = {
-    "controller/scheduling/live_requests.py",
     "controller/scheduling/step_draft.py",
-    "controller/scheduling/step_times.py",
     "controller/request.py",
     "controller/scheduling/chunks.py",
     "controller/scheduling/fair_queue.py",
@@ -77,16 +74,18 @@ WHEN_BLOCKS_MOVE = {
 }
 
 OF_A_FIRST_PREFILL = {
-    "controller/metrics.py",
-    "controller/server.py",
     "controller/admission/admission.py",
     "controller/admission/overload.py",
     "controller/admission/validation.py",
+    "controller/metrics.py",
     "controller/scheduling/deadlines.py",
+    "controller/scheduling/live_requests.py",
     "controller/scheduling/preemption.py",
     "controller/scheduling/prefixes.py",
     "controller/scheduling/seats.py",
     "controller/scheduling/sharing.py",
+    "controller/scheduling/step_times.py",
+    "controller/server.py",
     "deploy/front_end/access.py",
     "deploy/front_end/connection.py",
     "deploy/front_end/front_end.py",
@@ -108,7 +107,7 @@ LEAVES = {
 }
 """Beside the spine, what each kind of step may enter."""
 
-MOST_SPINE_LINES = 2500
+MOST_SPINE_LINES = 2499
 MOST_FILES = {"quiet": 17, "blocks move": 35, "prefill with a hit": 58}
 """Ceilings that only fall."""
 
