@@ -69,51 +69,53 @@ def reading(what: str) -> Iterator[None]:
         raise CorruptFrame(f"{what} cannot be read: {str(error)[:200]}") from error
 
 
-class _Reader(asyncio.StreamReader):
-    """Tells of its end even while it is not read."""
+class _Connected(asyncio.StreamReaderProtocol):
+    """Tells of the other side's end even while its stream is not read."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(self, reader: asyncio.StreamReader, loop: asyncio.AbstractEventLoop):
+        super().__init__(reader, loop=loop)
         self.ended = asyncio.Event()
 
-    def feed_eof(self) -> None:
-        super().feed_eof()
+    def eof_received(self) -> bool | None:
         self.ended.set()
+        return super().eof_received()
 
-    def set_exception(self, exc: Exception) -> None:
-        super().set_exception(exc)
+    def connection_lost(self, exc: Exception | None) -> None:
         self.ended.set()
+        super().connection_lost(exc)
 
 
 class Stream:
     """One connection, seen from an event loop. Frames arrive in the order they were sent."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ended: asyncio.Event | None = None):
+        """ended: is set when the other side is gone. None for streams that were accepted: they are read until then."""
         self._reader = reader
         self._writer = writer
+        self._ended = ended
 
     @classmethod
     async def connect(cls, address: Address, taken_within_s: float | None = TAKEN_WITHIN_S) -> "Stream":
         """taken_within_s: see `tune`"""
         loop = asyncio.get_running_loop()
-        reader = _Reader(loop=loop)
-        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+        reader = asyncio.StreamReader(loop=loop)
+        protocol = _Connected(reader, loop)
         transport, _ = await loop.create_connection(lambda: protocol, address.host, address.port)
         tune(transport.get_extra_info("socket"), taken_within_s)
-        stream = cls(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
+        stream = cls(reader, asyncio.StreamWriter(transport, protocol, reader, loop), protocol.ended)
         stream.send(address.secret)
         return stream
 
     async def wait_gone(self) -> None:
         """Wait until the other side is gone. Another task may read meanwhile. Of connected streams only."""
-        assert isinstance(self._reader, _Reader), "a stream that was accepted is read until its end"
-        await self._reader.ended.wait()
+        assert self._ended is not None, "a stream that was accepted is read until its end"
+        await self._ended.wait()
 
     @property
     def is_gone(self) -> bool:
         """Whether the other side is known to be gone. Of connected streams only."""
-        assert isinstance(self._reader, _Reader), "a stream that was accepted is read until its end"
-        return self._reader.ended.is_set()
+        assert self._ended is not None, "a stream that was accepted is read until its end"
+        return self._ended.is_set()
 
     def send(self, payload: bytes) -> None:
         """Queue one frame. Returns at once; a closed connection shows at the next `receive`."""
