@@ -41,7 +41,7 @@ def test_what_a_dead_server_left_is_cleared_away():
 
 def test_a_folder_that_others_can_open_is_not_used(tmp_path: Path):
     (tmp_path / "intarsia").mkdir(mode=0o755)
-    with pytest.raises(InvalidSetting, match="nobody else"):
+    with pytest.raises(InvalidSetting, match="only its owner"):
         running()
     with announced("http://127.0.0.1:1", "walnut"):  # the server itself goes on without
         assert list((tmp_path / "intarsia").iterdir()) == []
