@@ -32,6 +32,7 @@ class BlockPool:
         self.known = Known()
         self._kinds = [(group.reach.name, group.block_tokens) for group in plan.groups]
         self._arenas = [LargePages(arena, policy) for arena in plan.arenas]
+        self._free = [pages.free for pages in self._arenas]
         self.groups: list[GroupBlocks] = [self._group(plan, g, policy) for g in range(len(plan.groups))]
         assert self.groups, "a model without layers needs no pool"
 
@@ -96,10 +97,6 @@ class BlockPool:
                 room[group.arena] += group.pages_freed_without(without)
         return self._fits(room, [group.least_pages(n, without) for group, n in zip(self.groups, wants, strict=True)])
 
-    def _are_free(self, count: int) -> bool:
-        """Has each arena so many free pages?"""
-        return min([len(pages.free) for pages in self._arenas]) >= count
-
     def _pages_to_open(self, wants: Sequence[int], request: RequestId) -> list[int]:
         return [group.pages_to_open(count, request) for group, count in zip(self.groups, wants, strict=True)]
 
@@ -114,9 +111,8 @@ class BlockPool:
     def take(self, wants: Sequence[int], request: RequestId) -> list[list[BlockId]]:
         """`wants[g]` blocks of each group, each held once. All or nothing: raises `PoolExhausted` and takes none."""
         groups, arenas = self.groups, self._arenas
-        assert len(wants) == len(groups), f"{len(wants)} groups want blocks, and there are {len(groups)}"
         # One block of each at most, and a free page for each: nothing has to be weighed.
-        if max(wants) == 1 and self._are_free(len(wants)):
+        if max(wants) == 1 and min(map(len, self._free)) >= len(wants):
             return [[group.take_one(request)] if n else [] for group, n in zip(groups, wants, strict=True)]  # type: ignore[return-value]
         # Free pages for all that they open: no group takes any from another one.
         if self._fits([len(pages.free) for pages in arenas], self._pages_to_open(wants, request)):
@@ -158,15 +154,21 @@ class BlockPool:
 
         Raises `PoolExhausted` when there are too few.
         """
-        if not self.room_for(wants, request):
-            raise self._exhausted(wants)
-        if not self._has_room(wants):
+        least, beyond = self._dealt_out(wants)
+        if min(beyond) < 0:
+            if not self._has_room(wants, without=request):
+                raise self._exhausted(wants)
             self.end(request)  # a large page becomes free by it
+            least, beyond = self._dealt_out(wants)
+            assert min(beyond) >= 0, "there was room, and now there is none"
+        return least, beyond
+
+    def _dealt_out(self, wants: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Large pages that each group needs at least, and those of each arena that are left then; below 0: lacking."""
         least = [group.least_pages(count) for group, count in zip(self.groups, wants, strict=True)]
         beyond = [pages.num_available for pages in self._arenas]
         for group, pages in zip(self.groups, least, strict=True):
             beyond[group.arena] -= pages
-        assert min(beyond) >= 0, "there was room, and now there is none"
         return least, beyond
 
     def _exhausted(self, wants: Sequence[int]) -> PoolExhausted:

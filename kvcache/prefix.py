@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Sequence
 from hashlib import sha256
 from itertools import pairwise
+from struct import iter_unpack
 from typing import NamedTuple, Protocol
 
 HASH_BLOCK_BYTES = 64  # of SHA-256: a padded key of this size costs one compression, once
@@ -124,9 +125,9 @@ class TokenChain:
         if first < end:
             packed = array("I", self.tokens[first:end]).tobytes()
             update, digest, append = self._running.update, self._running.digest, names.append
-            block_bytes, mark = size * 4, self.mark
-            for start in range(0, len(packed), block_bytes):
-                update(packed[start : start + block_bytes])
+            mark = self.mark
+            for (block,) in iter_unpack(f"{size * 4}s", packed):
+                update(block)
                 append(digest()[:-MARK_BYTES] + mark)
         return names
 

@@ -152,6 +152,8 @@ class StateTable(GroupTable[StateRow]):
         if not self._caching:
             return []
         first = row.extent - row.extent % self._every + self._every
+        if length < first and (not row.marks or length < row.marks[0] or row.extent >= row.marks[-1]):
+            return []  # as in most decode steps
         lengths = {*range(first, length + 1, self._every), *(m for m in row.marks if row.extent < m <= length)}
         names, size = row.chain.names, self._size
         return sorted(m for m in lengths if m // size <= len(names) and names[m // size - 1] not in self._index)
