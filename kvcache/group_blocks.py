@@ -140,7 +140,6 @@ class GroupBlocks(ABC):
     def name(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
         """Remember what held blocks hold. The first block of a name stays the known one."""
         assert self.holders[blocks[0]], f"block {blocks[0]} of group {self.group} is named and not held"
-        assert len(blocks) == len(names), f"{len(blocks)} blocks of group {self.group} are given {len(names)} names"
         index, name_of, evicted, known = self.index, self._name_of, self._evicted, self._known
         known.version += 1
         # One block that is new, as most decode steps have it.

@@ -54,6 +54,7 @@ class CacheManager:
         self._score = policy if isinstance(policy, GreedyDualPolicy) else None
         self._tables = Tables(plan, self.pool, caching=self.is_caching, snapshot_share=settings.snapshot_share)
         self.namer = Namer(hash_key, plan.block_tokens)
+        self._missing, self._next_event = self._tables.missing, self._tables.next_event
         self._name_every = name_every(plan)
         self._lookup = Lookup(self._tables, self.pool, plan.block_tokens)
         self.hints = Hints(self.pool, plan, settings.pinned_share, clock)
@@ -167,13 +168,13 @@ class CacheManager:
         if self.hints.are_any:
             self.hints.expire()
         # Then blocks for the coming one.
-        taken = self.pool.take(self._tables.missing(row, length), request)
+        taken = self.pool.take(self._missing(row, length), request)
         copies = self._copies(row, taken) if row.sources is HELD else ()
         for table, new in zip(self._tables.each, taken, strict=True):
             table.append(row, new)
         saves = self._take_saves(row, length) if self._tables.states else ()
         row.extent = max(row.extent, length)
-        row.quiet_until = self._tables.next_event(row)
+        row.quiet_until = self._next_event(row)
         return Growth(taken, copies, saves)
 
     def commit(self, request: RequestId) -> None:
