@@ -10,6 +10,8 @@ tokens per second and of the front end's CPU seconds for a round.
 
 import argparse
 import asyncio
+import contextlib
+import importlib
 import importlib.util
 import json
 import os
@@ -23,6 +25,13 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
 WAYS = ("engine", "http")
+PLACES = (
+    "deploy.front_end.front_end", "deploy.http.server", "deploy.openai.app", "deploy.settings.options",
+    "deploy.start.launch", "deploy.start.own_ray",
+    "deploy.front_end", "deploy.http_server", "deploy.settings", "deploy.launch", "controller.launch",
+)  # fmt: skip
+"""Where modules of the package are, and where they were in earlier checkouts."""
+
 FIGURES = ("tokens_per_s", "front_end_cpu_s")
 
 
@@ -85,16 +94,9 @@ async def _serve_rounds(checkout: Path, args: argparse.Namespace) -> None:
     """By that checkout's own code, its benchmark's streams included."""
     import ray
 
-    from intarsia.deploy.front_end.front_end import FrontEnd, FrontEndSettings
-    from intarsia.deploy.http.server import HttpServer
-    from intarsia.deploy.openai.app import make_app
-    from intarsia.deploy.settings.options import engine_settings
-    from intarsia.deploy.start.launch import start_engine
-
-    try:
-        from intarsia.deploy.start.own_ray import ensure_ray
-    except ImportError:  # where it was before
-        from intarsia.deploy.start.launch import ensure_ray
+    front_end_settings = _of_ours("FrontEndSettings")
+    make_front_end, make_server, make_app = _of_ours("FrontEnd"), _of_ours("HttpServer"), _of_ours("make_app")
+    engine_settings, start_engine, ensure_ray = map(_of_ours, ("engine_settings", "start_engine", "ensure_ray"))
 
     os.environ["HF_HUB_OFFLINE"] = "1"
     serving = _module(checkout / "bench/serving.py")
@@ -105,8 +107,8 @@ async def _serve_rounds(checkout: Path, args: argparse.Namespace) -> None:
             model, kv_cache_memory="256MiB", enable_prefix_caching=False, max_num_seqs=args.streams
         )
         engine = await start_engine(settings)
-        front_end = FrontEnd(engine.client, None, FrontEndSettings(0.0))
-        server = HttpServer(make_app(lambda: front_end))
+        front_end = make_front_end(engine.client, None, front_end_settings(0.0))
+        server = make_server(make_app(lambda: front_end))
         port = int((await server.start(port=0)).rpartition(":")[2])
         while way := (await asyncio.to_thread(sys.stdin.readline)).strip():
             began_s = time.process_time()
@@ -119,6 +121,14 @@ async def _serve_rounds(checkout: Path, args: argparse.Namespace) -> None:
         await server.stop()
         await engine.shutdown()
     ray.shutdown()
+
+
+def _of_ours(name: str) -> Any:
+    """Something of that checkout, in the first module of `PLACES` that has it."""
+    for place in PLACES:
+        with contextlib.suppress(ImportError, AttributeError):
+            return getattr(importlib.import_module(f"intarsia.{place}"), name)
+    raise SystemExit(f"this checkout has no {name} where it was at any time")
 
 
 def _module(path: Path) -> Any:

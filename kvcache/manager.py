@@ -48,8 +48,7 @@ class CacheManager:
     ):
         """hash_key: secret that keys the prefix names; drawn when None. clock: seconds, for retention hints."""
         settings = settings or CacheSettings()
-        self.plan = plan
-        self.pool = BlockPool(plan, policy)
+        self.plan, self.pool = plan, BlockPool(plan, policy)
         self.is_caching = settings.prefix_caching
         self._score = policy if isinstance(policy, GreedyDualPolicy) else None
         self._tables = Tables(plan, self.pool, caching=self.is_caching, snapshot_share=settings.snapshot_share)
