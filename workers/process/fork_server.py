@@ -163,7 +163,7 @@ def start_ahead() -> str:
         environment = {**os.environ, OWNER: name_of_process(os.getpid())}
         # It may outlive this process, for another one of its owners: our output must come to its end all the same.
         arguments = (name, environment, subprocess.DEVNULL)
-        threading.Thread(target=_start, args=arguments, name="fork server", daemon=True).start()
+        threading.Thread(target=_try_to_start, args=arguments, name="fork server", daemon=True).start()
     return name.removeprefix("\0")
 
 
@@ -189,6 +189,12 @@ def _user_of(connection: socket.socket) -> int:
     """Whose process is at the other end."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return _CREDENTIALS.unpack(credentials)[1]
+
+
+def _try_to_start(name: str, environment: Mapping[str, str], output: int) -> None:
+    """A start that is interrupted, since this process ends, is no error. Any other one is tried again by an actor."""
+    with contextlib.suppress(subprocess.CalledProcessError):
+        _start(name, environment, output)
 
 
 def _start(name: str, environment: Mapping[str, str] = os.environ, output: int | None = None) -> None:
