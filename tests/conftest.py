@@ -85,8 +85,8 @@ class Loop:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
-    def run(self, work: Coroutine) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=240)
+    def run(self, work: Coroutine, limit_s: float = 240.0) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=limit_s)
 
 
 @pytest.fixture(scope="session")

@@ -33,6 +33,9 @@ ROOT = Path(__file__).parents[2]
 TIE = 1e-4
 """Logits of the reference that lie closer together than this may trade places."""
 
+SLOW_S = 3600.0
+"""For twenty long pieces, on two cores."""
+
 LENGTHS = [round(50 * 60 ** (n / 19)) for n in range(20)]
 """Tokens of the pieces: 50 to 3,000."""
 
@@ -131,8 +134,8 @@ def test_perplexity_of_a_text_is_transformers(real: Real, loop: Loop):
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_twenty_pieces_are_transformers_twice_and_preempted(real: Real, loop: Loop):
-    loop.run(check_twice(real, None, LENGTHS, 200, kv_cache_memory="2GiB"))
-    loop.run(check_preempted(real, None, LENGTHS, 200, "192MiB"))
+    loop.run(check_twice(real, None, LENGTHS, 200, kv_cache_memory="2GiB"), limit_s=SLOW_S)
+    loop.run(check_preempted(real, None, LENGTHS, 200, "192MiB"), limit_s=SLOW_S)
 
 
 @pytest.mark.slow
@@ -142,8 +145,8 @@ def test_twenty_pieces_on_two_workers_are_transformers_twice_and_preempted(real:
         with pytest.raises(InvalidSetting, match="does not divide the model's 9 query heads"):
             loop.run(check_twice(real, two_workers, LENGTHS, 1, kv_cache_memory="2GiB"))
         return
-    loop.run(check_twice(real, two_workers, LENGTHS, 200, kv_cache_memory="2GiB"))
-    loop.run(check_preempted(real, two_workers, LENGTHS, 200, "192MiB"))
+    loop.run(check_twice(real, two_workers, LENGTHS, 200, kv_cache_memory="2GiB"), limit_s=SLOW_S)
+    loop.run(check_preempted(real, two_workers, LENGTHS, 200, "192MiB"), limit_s=SLOW_S)
 
 
 @pytest.mark.slow
