@@ -91,11 +91,7 @@ class BlockPool:
     def _has_room(self, wants: Sequence[int], without: RequestId | None = None) -> bool:
         """Are there as many large pages as `wants` takes at least? without: that request gives up what is reserved for
         it."""
-        room = [pages.num_available for pages in self._arenas]
-        if without is not None:
-            for group in self.groups:
-                room[group.arena] += group.pages_freed_without(without)
-        return self._fits(room, [group.least_pages(n, without) for group, n in zip(self.groups, wants, strict=True)])
+        return min(self._dealt_out(wants, without)[1]) >= 0
 
     def _pages_to_open(self, wants: Sequence[int], request: RequestId) -> list[int]:
         return [group.pages_to_open(count, request) for group, count in zip(self.groups, wants, strict=True)]
@@ -163,12 +159,15 @@ class BlockPool:
             assert min(beyond) >= 0, "there was room, and now there is none"
         return least, beyond
 
-    def _dealt_out(self, wants: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Large pages that each group needs at least, and those of each arena that are left then; below 0: lacking."""
-        least = [group.least_pages(count) for group, count in zip(self.groups, wants, strict=True)]
+    def _dealt_out(self, wants: Sequence[int], without: RequestId | None = None) -> tuple[list[int], list[int]]:
+        """Large pages that each group needs at least, and those of each arena that are left then; below 0: lacking.
+        without: that request gives up what is reserved for it."""
+        least = [group.least_pages(count, without) for group, count in zip(self.groups, wants, strict=True)]
         beyond = [pages.num_available for pages in self._arenas]
         for group, pages in zip(self.groups, least, strict=True):
             beyond[group.arena] -= pages
+            if without is not None:
+                beyond[group.arena] += group.pages_freed_without(without)
         return least, beyond
 
     def _exhausted(self, wants: Sequence[int]) -> PoolExhausted:

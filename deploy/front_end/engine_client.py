@@ -223,6 +223,7 @@ class Attempt:
         """For one reader. Others get their turn between two pieces of what has waited."""
         if self._is_behind:
             await asyncio.sleep(0)
+            self._is_behind = False
         # Mostly the reader is faster, and is handed the next delta as it comes.
         if self._backlog is None and self._end is None:
             self._reader = asyncio.get_running_loop().create_future()
@@ -237,8 +238,7 @@ class Attempt:
         return self._end
 
     def _put(self, delta: Delta) -> None:
-        is_small = len(delta.token_ids) == 1 or not self._in_pieces
-        if is_small and self._hand_to_reader(delta):
+        if (len(delta.token_ids) == 1 or not self._in_pieces) and self._hand_to_reader(delta):
             return
         self._backlog = self._backlog or Backlog()
         self._backlog.put(delta)
