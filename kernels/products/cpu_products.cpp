@@ -1,0 +1,221 @@
+// Products of tokens with constant weights, on a CPU: out[r][n] = sum over k of x[r][k] * weight[n][k]. Plain C ABI; see
+// products/cpu.py.
+//
+// Weights are packed once, into panels of 64 outputs. A panel is a run of steps; a step holds one 32-bit word of each of
+// the 64 outputs: one float32, or two bfloat16 that are neighbours along k. A row of x is the same words, side by side.
+//
+//     panel   [steps][64 outputs] words                one line of memory from its beginning to its end
+//     block   [rows <= MOST_ROWS][64 outputs] sums     in registers: per step, each row's word meets all 64
+//
+// The lanes of a vector are outputs, so each sum runs over k from first to last, in one order: for one row as for a
+// thousand, whichever thread computes it, however rows are put into blocks and k is cut.
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "numbers.h"
+#include "vectors.h"
+
+extern "C" {
+
+struct Product {
+    const void* x;          // [rows of x, depth], the numbers of a row side by side
+    const void* packed;     // [groups][panels][steps][64] words
+    const void* bias;       // [groups][outputs], or null
+    void* out;              // [rows, outputs]
+    const int64_t* row_of;  // [rows]: which row of x, or null: the same
+    const int64_t* first_row;  // [groups + 1]: the rows of each group of weights
+    int64_t x_stride, out_stride;  // between rows, in numbers
+    int32_t groups, outputs, depth, kind;
+};
+
+}  // extern "C"
+
+namespace {
+
+constexpr int OUTPUTS = 64;             // of a panel
+constexpr int STEP_LANES = OUTPUTS / WIDTH;  // vectors of a step
+constexpr int CACHED_STEPS = 1024;      // of a panel: 256 KiB, which stay in a core's second cache for all rows
+constexpr int FEW_ROWS = 16;
+constexpr int SHARE_ROWS = 192;         // of x that a thread takes at a time
+
+// How many rows and vectors a block has, so that its sums fit the registers.
+constexpr int MOST_ROWS = 6;
+constexpr int most_vectors(int rows) {
+    const int room = REGISTERS - REGISTERS / 4;
+    int vectors = STEP_LANES;
+    while (rows * vectors > room) vectors /= 2;
+    return vectors;
+}
+
+template <class T>
+constexpr int NUMBERS = 4 / sizeof(T);  // of a word
+
+// sums[r][v] over the steps of a panel, for R rows and V vectors of outputs.
+template <class T, int R, int V>
+inline void block(const uint32_t* const* x, int64_t from, const uint32_t* panel, int64_t steps, float* sums) {
+    Lanes total[R][V];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) total[r][v] = load_lanes(sums + r * OUTPUTS + v * WIDTH);
+    for (int64_t s = 0; s < steps; s++) {
+        Words weight[V];
+        for (int v = 0; v < V; v++) weight[v] = load_words(panel + s * OUTPUTS + v * WIDTH);
+        if (V == STEP_LANES) prefetch(panel + (s + 12) * OUTPUTS);
+        for (int r = 0; r < R; r++) {
+            const Words word = all_words(x[r][from + s]);
+            for (int v = 0; v < V; v++) total[r][v] = add_product<T>(total[r][v], weight[v], word);
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) store_lanes(total[r][v], sums + r * OUTPUTS + v * WIDTH);
+}
+
+template <class T, int R>
+void rows_of_block(const uint32_t* const* x, int64_t from, const uint32_t* panel, int64_t steps, float* sums) {
+    constexpr int V = most_vectors(R);
+    for (int v = 0; v < STEP_LANES; v += V)
+        block<T, R, V>(x, from, panel + v * WIDTH, steps, sums + v * WIDTH);
+}
+
+template <class T>
+void some_rows(int rows, const uint32_t* const* x, int64_t from, const uint32_t* panel, int64_t steps, float* sums) {
+    switch (rows) {
+        case 1: return rows_of_block<T, 1>(x, from, panel, steps, sums);
+        case 2: return rows_of_block<T, 2>(x, from, panel, steps, sums);
+        case 3: return rows_of_block<T, 3>(x, from, panel, steps, sums);
+        case 4: return rows_of_block<T, 4>(x, from, panel, steps, sums);
+        case 5: return rows_of_block<T, 5>(x, from, panel, steps, sums);
+        default: return rows_of_block<T, 6>(x, from, panel, steps, sums);
+    }
+}
+
+struct Room {
+    std::vector<float> sums;
+    std::vector<const uint32_t*> x;
+};
+
+// The outputs of one panel for rows [first, last) of a group.
+template <class T>
+void panel_of_rows(const Product& a, int group, int panel, int64_t first, int64_t last, Room& room) {
+    const int64_t steps = (a.depth + NUMBERS<T> - 1) / NUMBERS<T>, rows = last - first;
+    const int64_t panels = (a.outputs + OUTPUTS - 1) / OUTPUTS;
+    const uint32_t* weight = static_cast<const uint32_t*>(a.packed) + (group * panels + panel) * steps * OUTPUTS;
+    room.sums.assign(rows * OUTPUTS, 0.0f);
+    room.x.resize(rows);
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t row = a.row_of ? a.row_of[first + r] : first + r;
+        room.x[r] = reinterpret_cast<const uint32_t*>(static_cast<const T*>(a.x) + row * a.x_stride);
+    }
+    // Blocks of nearly equal size, none of them of a row or two beside others of six.
+    const int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
+    for (int64_t from = 0; from < steps; from += CACHED_STEPS) {
+        const int64_t here = std::min<int64_t>(CACHED_STEPS, steps - from);
+        for (int64_t b = 0; b < blocks; b++) {
+            const int64_t begin = b * rows / blocks, end = (b + 1) * rows / blocks;
+            some_rows<T>(int(end - begin), room.x.data() + begin, from, weight + from * OUTPUTS, here,
+                         room.sums.data() + begin * OUTPUTS);
+        }
+    }
+    const int count = std::min(OUTPUTS, a.outputs - panel * OUTPUTS);
+    const T* bias = a.bias ? static_cast<const T*>(a.bias) + int64_t(group) * a.outputs + panel * OUTPUTS : nullptr;
+    for (int64_t r = 0; r < rows; r++) {
+        float* sums = room.sums.data() + r * OUTPUTS;
+        T* out = static_cast<T*>(a.out) + (first + r) * a.out_stride + panel * OUTPUTS;
+        if (bias)
+            for (int n = 0; n < count; n++) sums[n] += to_float(bias[n]);
+        int n = 0;
+        for (; n + LANES <= count; n += LANES) store(load(sums + n), out + n);
+        for (; n < count; n++) from_float(sums[n], out + n);
+    }
+}
+
+template <class T>
+void product(const Product& a) {
+    const int64_t panels = (a.outputs + OUTPUTS - 1) / OUTPUTS;
+    // Work is a panel and a share of the rows of its group, in the order in which panels lie in memory.
+    struct Work {
+        int group;
+        int64_t first, last;
+    };
+    std::vector<Work> shares;
+    for (int g = 0; g < a.groups; g++) {
+        const int64_t first = a.first_row[g], rows = a.first_row[g + 1] - first;
+        const int64_t count = (rows + SHARE_ROWS - 1) / SHARE_ROWS;
+        for (int64_t c = 0; c < count; c++) shares.push_back({g, first + c * rows / count, first + (c + 1) * rows / count});
+    }
+    const int64_t work = int64_t(shares.size()) * panels;
+#pragma omp parallel
+    {
+        Room room;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t n = 0; n < work; n++) {
+            const Work& share = shares[n / panels];
+            panel_of_rows<T>(a, share.group, int(n % panels), share.first, share.last, room);
+        }
+    }
+}
+
+template <class T>
+void pack(const T* weight, int64_t stride, uint32_t* packed, int64_t outputs, int64_t depth) {
+    constexpr int N = NUMBERS<T>;
+    const int64_t steps = (depth + N - 1) / N, panels = (outputs + OUTPUTS - 1) / OUTPUTS;
+#pragma omp parallel for schedule(static)
+    for (int64_t panel = 0; panel < panels; panel++) {
+        T* to = reinterpret_cast<T*>(packed + panel * steps * OUTPUTS);
+        std::memset(static_cast<void*>(to), 0, steps * OUTPUTS * 4);
+        const int64_t count = std::min<int64_t>(OUTPUTS, outputs - panel * OUTPUTS);
+        for (int64_t n = 0; n < count; n++) {
+            const T* row = weight + (panel * OUTPUTS + n) * stride;
+            for (int64_t k = 0; k < depth; k++) to[(k / N * OUTPUTS + n) * N + k % N] = row[k];
+        }
+    }
+}
+
+template <class T>
+void unpack(const uint32_t* packed, const int64_t* rows, int64_t count, T* out, int64_t depth) {
+    constexpr int N = NUMBERS<T>;
+    const int64_t steps = (depth + N - 1) / N;
+#pragma omp parallel for schedule(static) if (count * depth > (1 << 15))
+    for (int64_t r = 0; r < count; r++) {
+        const int64_t row = rows[r];
+        const T* from = reinterpret_cast<const T*>(packed + row / OUTPUTS * steps * OUTPUTS) + row % OUTPUTS * N;
+        for (int64_t k = 0; k < depth; k++) out[r * depth + k] = from[k / N * OUTPUTS * N + k % N];
+    }
+}
+
+// Weights are float32 or bfloat16.
+template <class Function>
+void with_weight(int kind, Function what) {
+    if (kind)
+        what(static_cast<bfloat16*>(nullptr));
+    else
+        what(static_cast<float*>(nullptr));
+}
+
+}  // namespace
+
+extern "C" {
+
+void intarsia_product(const Product* a) {
+    with_weight(a->kind, [&](auto* number) { product<std::remove_pointer_t<decltype(number)>>(*a); });
+}
+
+// weight: [outputs, depth], rows `stride` numbers apart; packed: [panels][steps][64] words
+void intarsia_pack(const void* weight, int64_t stride, void* packed, int64_t outputs, int64_t depth, int32_t kind) {
+    with_weight(kind, [&](auto* number) {
+        using T = std::remove_pointer_t<decltype(number)>;
+        pack(static_cast<const T*>(weight), stride, static_cast<uint32_t*>(packed), outputs, depth);
+    });
+}
+
+// Rows of the weight as it was: out [count, depth].
+void intarsia_unpack(const void* packed, const int64_t* rows, int64_t count, void* out, int64_t depth, int32_t kind) {
+    with_weight(kind, [&](auto* number) {
+        using T = std::remove_pointer_t<decltype(number)>;
+        unpack(static_cast<const uint32_t*>(packed), rows, count, static_cast<T*>(out), depth);
+    });
+}
+
+}  // extern "C"

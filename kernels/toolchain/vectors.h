@@ -1,0 +1,92 @@
+// The widest vectors of this processor, whose lanes are independent of one another: sums over lanes are not here. Every
+// operation is one instruction, so that a sum comes out the same wherever it is written; a compiler may not join or
+// split them.
+
+#pragma once
+
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
+#include <immintrin.h>
+#endif
+
+#include "numbers.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+
+constexpr int WIDTH = 16, REGISTERS = 32;
+typedef __m512 Lanes;
+typedef __m512i Words;
+inline Lanes load_lanes(const float* from) { return _mm512_loadu_ps(from); }
+inline void store_lanes(Lanes v, float* to) { _mm512_storeu_ps(to, v); }
+inline Words load_words(const uint32_t* from) { return _mm512_loadu_si512(from); }
+inline Words all_words(uint32_t word) { return _mm512_set1_epi32(int(word)); }
+inline Lanes as_lanes(Words v) { return _mm512_castsi512_ps(v); }
+inline Words low_halves(Words v) { return _mm512_slli_epi32(v, 16); }
+inline Words high_halves(Words v) { return _mm512_and_si512(v, _mm512_set1_epi32(int(0xFFFF0000u))); }
+inline Lanes fused(Lanes a, Lanes b, Lanes sum) { return _mm512_fmadd_ps(a, b, sum); }
+
+#elif defined(__AVX2__) && defined(__FMA__)
+
+constexpr int WIDTH = 8, REGISTERS = 16;
+typedef __m256 Lanes;
+typedef __m256i Words;
+inline Lanes load_lanes(const float* from) { return _mm256_loadu_ps(from); }
+inline void store_lanes(Lanes v, float* to) { _mm256_storeu_ps(to, v); }
+inline Words load_words(const uint32_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+inline Words all_words(uint32_t word) { return _mm256_set1_epi32(int(word)); }
+inline Lanes as_lanes(Words v) { return _mm256_castsi256_ps(v); }
+inline Words low_halves(Words v) { return _mm256_slli_epi32(v, 16); }
+inline Words high_halves(Words v) { return _mm256_and_si256(v, _mm256_set1_epi32(int(0xFFFF0000u))); }
+inline Lanes fused(Lanes a, Lanes b, Lanes sum) { return _mm256_fmadd_ps(a, b, sum); }
+
+#else
+
+constexpr int WIDTH = 4, REGISTERS = 16;
+typedef float Lanes __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
+inline Lanes load_lanes(const float* from) {
+    Lanes v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+inline void store_lanes(Lanes v, float* to) { std::memcpy(to, &v, sizeof v); }
+inline Words load_words(const uint32_t* from) {
+    Words v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+inline Words all_words(uint32_t word) { return Words{} + word; }
+inline Lanes as_lanes(Words v) {
+    Lanes result;
+    std::memcpy(&result, &v, sizeof v);
+    return result;
+}
+inline Words low_halves(Words v) { return v << 16; }
+inline Words high_halves(Words v) { return v & 0xFFFF0000u; }
+inline Lanes fused(Lanes a, Lanes b, Lanes sum) { return a * b + sum; }
+
+#endif
+
+inline void prefetch(const void* at) { __builtin_prefetch(at); }
+
+// sum + a * b for each lane, of one float32, or of two bfloat16 one after the other.
+template <class T>
+inline Lanes add_product(Lanes sum, Words a, Words b);
+
+template <>
+inline Lanes add_product<float>(Lanes sum, Words a, Words b) {
+    return fused(as_lanes(a), as_lanes(b), sum);
+}
+
+template <>
+inline Lanes add_product<bfloat16>(Lanes sum, Words a, Words b) {
+#if defined(__AVX512BF16__)
+    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+#else
+    sum = fused(as_lanes(low_halves(a)), as_lanes(low_halves(b)), sum);
+    return fused(as_lanes(high_halves(a)), as_lanes(high_halves(b)), sum);
+#endif
+}
+
+}  // namespace
