@@ -4,9 +4,9 @@ import numpy as np
 import torch
 
 from ..errors import UnsupportedModel
+from ..kernels.products import compile_products
 from ..proto.worker import ModelSettings
 from .cpu.fused import fuse
-from .cpu.linear import compile_products
 from .graphs import DecodeGraphs, recorder
 from .runner import ModelRunner, Rows
 from .slots import GREEDY, Slot

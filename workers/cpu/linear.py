@@ -1,106 +1,40 @@
-"""Matrix products with constant weights on a CPU: weights are packed once, in the order oneDNN's kernels read them.
+"""Which weights of a model are packed, on a CPU, and which products are one: see `kernels/products`."""
 
-A step of 32 tokens through a 256 x 1024 layer takes 91 us instead of 126, of 4 tokens 26 instead of 55, of 128 tokens
-314 instead of 517 (two threads, float32). `F.linear` packs them anew in every call. torch's own compiler packs once, by
-these very operators, which have no public name.
-
-oneDNN compiles code for each shape: 0.26 ms and 0.57 MB. A step may have any number of tokens, so products have one of
-a few: what is missing is filled up with zeros. Most are compiled before requests come.
-"""
-
-import time
-from collections import Counter
-from collections.abc import Callable, Sequence, Set
-from itertools import islice, product
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-EXACT_ROWS = 16
-"""A product of up to so many rows takes equally long for each number of them."""
-
-MOST_SPARE_ROWS = 64
-
-MOST_COMPILED, COMPILE_WITHIN_S = 320, 1.0
-"""Products, before requests come. oneDNN keeps the code of 512 (`environment.py`)."""
-
-PACKED_DTYPES = (torch.float32, torch.bfloat16)
-
-
-class PackedLinear(nn.Linear):
-    """An `nn.Linear` for inference. `weight` is unpacked on each request, and not kept."""
-
-    packed: Any
-
-    @classmethod
-    def take_over(cls, linear: nn.Linear) -> None:
-        """Change this very module, so that its hooks and references to it stay."""
-        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight, None)
-        del linear._parameters["weight"]
-        linear.__class__ = cls
-        linear.packed = packed
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        return self.packed.to_dense()
-
-    def forward(self, input: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():  # any number of rows is one program there
-            return self._product(input)
-        rows = input.shape[:-1].numel()
-        spare = padded_rows(rows) - rows
-        if not spare:
-            return self._product(input)
-        padded = nn.functional.pad(input.reshape(rows, -1), (0, 0, 0, spare))
-        return self._product(padded)[:rows].view(*input.shape[:-1], -1)
-
-    def _product(self, input: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(input, self.packed, self.bias, "none", [], "")
-
-
-def padded_rows(rows: int) -> int:
-    """The next of four sizes per doubling, which beyond 256 are multiples of 64."""
-    if rows <= EXACT_ROWS:
-        return rows
-    step = min(MOST_SPARE_ROWS, 1 << ((rows - 1).bit_length() - 3))
-    return -(-rows // step) * step
-
-
-def most_rows_within(size: int) -> int:
-    """The most rows that are filled up to no more than this."""
-    return next(rows for rows in range(size, -1, -1) if padded_rows(rows) <= size)
+from ...kernels.products import PackedLinear, linear_kind
 
 
 def pack_linears(module: nn.Module, device: torch.device, leave: Set[str] = frozenset()) -> None:
-    """Pack every plain `nn.Linear` whose weight no other module uses. On a CPU; elsewhere nothing happens.
+    """Pack every plain `nn.Linear` on a CPU whose weight no other module uses, but for an embedding. Elsewhere nothing
+    happens.
 
     leave: names of modules whose weight is read as it is
     """
-    if device.type != "cpu" or not _can_pack():
-        return
-    uses = Counter(id(parameter) for owner in module.modules() for parameter in owner.parameters(recurse=False))
+    owners = _owners(module)
     for name, child in module.named_modules():
-        is_own = type(child) is nn.Linear and uses[id(child.weight)] == 1 and child.weight.dtype in PACKED_DTYPES
-        if is_own and name.rpartition(".")[2] not in leave:
-            PackedLinear.take_over(child)  # pyright: ignore[reportArgumentType]
+        if type(child) is not nn.Linear or name.rpartition(".")[2] in leave:
+            continue
+        kind = linear_kind(child.weight.dtype, device)
+        others = [owner for owner in owners[id(child.weight)] if owner is not child]
+        if kind is None or (others and not (kind.looks_up and all(map(_only_looks_up, others)))):
+            continue
+        linear = kind.take_over(child)
+        for embedding in others:
+            _take_embedding(embedding, linear)
 
 
-@torch.inference_mode()
-def compile_products(module: nn.Module, most_rows: int, before_rows: Callable[[int], object] = lambda _: None) -> None:
-    """Run every packed product of a module once, those of few rows first, as far as time and memory allow.
-
-    before_rows: sets up what products of so many rows are run with
-    """
-    packed = (child for child in module.modules() if isinstance(child, PackedLinear))
-    kinds = {(child.packed.shape, child.packed.dtype, child.bias is None): child for child in packed}
-    sizes = sorted({padded_rows(rows) for rows in range(1, most_rows + 1)})
-    until_s = time.monotonic() + COMPILE_WITHIN_S
-    for rows, linear in islice(product(sizes, kinds.values()), MOST_COMPILED):
-        if time.monotonic() > until_s:
-            return
-        before_rows(rows)
-        linear._product(torch.zeros(rows, linear.packed.shape[1], dtype=linear.packed.dtype))  # without hooks
+def _owners(module: nn.Module) -> dict[int, list[nn.Module]]:
+    """Of each parameter, by its identity."""
+    owners: dict[int, list[nn.Module]] = {}
+    for owner in module.modules():
+        for parameter in owner.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(owner)
+    return owners
 
 
 def merge_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
@@ -115,8 +49,36 @@ def merge_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
     return merged
 
 
-def _can_pack() -> bool:
-    operators = torch.ops.mkldnn
-    return torch.backends.mkldnn.is_available() and all(
-        hasattr(operators, name) for name in ("_reorder_linear_weight", "_linear_pointwise")
-    )
+# -- an embedding that shares its weight with the output -------------------------------------------------------------
+
+
+class PackedEmbedding(nn.Embedding):
+    """An `nn.Embedding` that looks its rows up in the packed weight of the output, so that there is one of it."""
+
+    output: PackedLinear
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.output.rows(input.flatten()).view(*input.shape, -1)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """Its dtype and shape, for code that asks; there are no numbers to compute with."""
+        output = self.output
+        return torch.empty(output.outputs, output.in_features, dtype=output.packed.dtype, device="meta")
+
+
+def _only_looks_up(module: nn.Module) -> bool:
+    """Whether it is an embedding as torch computes it. A class of transformers may scale what that returns."""
+    if not isinstance(module, nn.Embedding) or "forward" in vars(module):
+        return False
+    return not (module.max_norm or module.sparse)
+
+
+def _take_embedding(module: nn.Module, output: PackedLinear) -> None:
+    """Change this very module. What its class does before and after the look-up stays: `super()` finds ours."""
+    embedding: Any = module
+    theirs = type(embedding)
+    del embedding._parameters["weight"]
+    bases = (PackedEmbedding,) if theirs is nn.Embedding else (theirs, PackedEmbedding)
+    embedding.__class__ = type(theirs.__name__, bases, {"__module__": theirs.__module__})
+    object.__setattr__(embedding, "output", output)  # no part of it, but a neighbour

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ...environment import threads_per_worker
-from .linear import most_rows_within
 
 SHORT_STEP_S = 0.02
 """With few threads. On two cores, with the controller, a front end and clients, 16 streams of the demo model have a
@@ -68,7 +67,7 @@ class Threads:
             return
         row_s = (_shared_s(run_rows, many, share) - few_s) / max(1, many - few)
         if row_s > 0:
-            self.short_rows = most_rows_within(int(few + (SHORT_STEP_S - few_s) / row_s))
+            self.short_rows = few + (SHORT_STEP_S - few_s) / row_s
 
 
 def _shared_s(run_rows: Callable[[int], object], rows: int, share: Callable[[Tensor], object]) -> float:

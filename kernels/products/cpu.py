@@ -1,0 +1,130 @@
+"""Products in C++ on a CPU, out of one packed layout: at memory's speed for few rows, at torch's for many.
+
+Each output is summed in one order, from the first input to the last, so a row's result depends on that row alone: not
+on how many there are, nor on the number of threads (`cpu_products.cpp`).
+"""
+
+import ctypes
+import functools
+from ctypes import c_int32, c_int64, c_void_p
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..toolchain import cpp
+from .protocol import PackedLinear
+
+PANEL_OUTPUTS = 64
+"""As many as lie side by side."""
+
+WORD_BYTES = 4
+
+
+class _Product(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "packed", "bias", "out", "first_row", "row_of")),
+        *((name, c_int64) for name in ("rows", "x_stride")),
+        *((name, c_int32) for name in ("groups", "outputs", "depth", "kind")),
+    ]
+
+
+@functools.cache
+def _library() -> Any:
+    library: Any = cpp.library("products/cpu_products")
+    if not isinstance(library, str):
+        library.intarsia_pack.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int32]
+        library.intarsia_unpack.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int32]
+    return library
+
+
+class PackedWeights:
+    """Weights [G,outputs,inputs] of one or more groups, packed."""
+
+    def __init__(self, weights: Tensor, biases: Tensor | None = None):
+        """biases: [G,outputs]"""
+        self.groups, self.outputs, self.inputs = weights.shape
+        self.dtype = weights.dtype
+        self._steps = -(-self.inputs * weights.itemsize // WORD_BYTES)
+        group_words = -(-self.outputs // PANEL_OUTPUTS) * self._steps * PANEL_OUTPUTS
+        self._words = torch.empty(self.groups, group_words, dtype=torch.int32)
+        self._biases = None if biases is None else biases.to(self.dtype).contiguous()
+        for weight, words in zip(weights, self._words, strict=True):
+            weight = weight if weight.stride(1) == 1 else weight.contiguous()
+            shape = (self.outputs, self.inputs)
+            _library().intarsia_pack(weight.data_ptr(), weight.stride(0), words.data_ptr(), *shape, self._kind)
+        self._call = _Product(
+            packed=self._words.data_ptr(),
+            bias=None if self._biases is None else self._biases.data_ptr(),
+            groups=self.groups,
+            outputs=self.outputs,
+            depth=self._steps * WORD_BYTES // weights.itemsize,
+            kind=self._kind,
+        )
+
+    @property
+    def _kind(self) -> int:
+        return cpp.KINDS[self.dtype]
+
+    def product(self, x_RI: Tensor) -> Tensor:
+        """Of every row with the first group's weight. Returns [R,outputs]."""
+        return self._run(x_RI, len(x_RI))
+
+    def grouped_product(self, x_RI: Tensor, first_row: Tensor, row_of: Tensor | None = None) -> Tensor:
+        """Rows first_row[g] to first_row[g + 1] of the result [N,outputs] are those of group g.
+
+        first_row: [G+1] int64, from 0 to N. row_of: [N] int64: which row of x each of them is; None: the same
+        """
+        count = len(x_RI) if row_of is None else len(row_of)
+        return self._run(x_RI, count, first_row.data_ptr(), None if row_of is None else row_of.data_ptr())
+
+    def _run(self, x_RI: Tensor, count: int, first_row: int | None = None, row_of: int | None = None) -> Tensor:
+        assert x_RI.is_cpu, "C++ reads the host's memory"
+        call = self._call
+        if self.inputs != call.depth:  # a word has two numbers, and the last one lacks its second
+            x_RI = F.pad(x_RI, (0, call.depth - self.inputs))
+        if x_RI.stride(1) != 1:
+            x_RI = x_RI.contiguous()
+        out = x_RI.new_empty(count, self.outputs)
+        call.x, call.out, call.rows, call.x_stride = x_RI.data_ptr(), out.data_ptr(), count, x_RI.stride(0)
+        call.first_row, call.row_of = first_row, row_of
+        _library().intarsia_product(ctypes.byref(call))
+        return out
+
+    def rows(self, numbers: Tensor, group: int = 0) -> Tensor:
+        """Rows [N,inputs] of a group's weight as it was, by their numbers [N]."""
+        numbers = numbers.to(torch.int64).contiguous()
+        out = torch.empty(len(numbers), self.inputs, dtype=self.dtype)
+        words = self._words[group].data_ptr()
+        _library().intarsia_unpack(words, numbers.data_ptr(), len(numbers), out.data_ptr(), self.inputs, self._kind)
+        return out
+
+
+class NativeLinear(PackedLinear):
+    """The default on a CPU with a C++ compiler."""
+
+    dtypes: ClassVar[frozenset[torch.dtype]] = frozenset({torch.float32, torch.bfloat16})
+    looks_up: ClassVar[bool] = True
+
+    packed: PackedWeights
+
+    @classmethod
+    def lacks(cls) -> str | None:
+        library = _library()
+        return f"could not be compiled: {library}" if isinstance(library, str) else None
+
+    def pack(self, weight: Tensor) -> None:
+        self.packed = PackedWeights(weight.unsqueeze(0), None if self.bias is None else self.bias.unsqueeze(0))
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        return self.packed.rows(numbers)
+
+    @property
+    def outputs(self) -> int:
+        return self.packed.outputs
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dim() == 2:
+            return self.packed.product(input)
+        return self.packed.product(input.flatten(0, -2)).view(*input.shape[:-1], self.packed.outputs)

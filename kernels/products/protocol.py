@@ -1,0 +1,54 @@
+"""The words of products with constant weights, and what a way to compute them must do.
+
+    linear.__class__ = kind, by kind.take_over(linear)      # once: its weight is packed, and not kept as it was
+    y = linear(x)                                           # x [.., inputs] -> [.., outputs], as before
+
+A module that is taken over keeps its hooks and whoever refers to it. `reference.py` shows the arithmetic.
+"""
+
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+
+class PackedLinear(nn.Linear):
+    """An `nn.Linear` for inference, whose weight lies in the order in which its product reads it."""
+
+    dtypes: ClassVar[frozenset[torch.dtype]]
+    """Of weights that it takes. Inputs have the same."""
+
+    looks_up: ClassVar[bool]
+    """Whether `rows` reads those rows alone."""
+
+    @classmethod
+    def lacks(cls) -> str | None:
+        """What this machine lacks for it, in words; None if nothing. May compile."""
+        raise NotImplementedError
+
+    @classmethod
+    def take_over(cls, linear: nn.Linear) -> Self:
+        """Change this very module. Of its weight, which may be shared, only the packed copy is kept."""
+        module: Any = linear
+        weight = module._parameters.pop("weight")
+        module.__class__ = cls
+        module.pack(weight.detach())
+        return module
+
+    def pack(self, weight: Tensor) -> None:
+        """weight: [outputs, inputs]"""
+        raise NotImplementedError
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Rows [N, inputs] of the weight as it was, by their numbers [N]."""
+        raise NotImplementedError
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The weight as it was [outputs, inputs]. It is unpacked on each request, and not kept."""
+        return self.rows(torch.arange(self.outputs))
+
+    @property
+    def outputs(self) -> int:
+        """May be fewer than `out_features`, where a rank has a part."""
+        raise NotImplementedError
