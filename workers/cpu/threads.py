@@ -30,8 +30,7 @@ TIMED_STEPS = 2
 class Threads:
     """Of one worker: `few` for steps of no more than `short_rows` rows, `most` for all others.
 
-    Rows that are filled up to one shape of a product have one number of threads, so that it is compiled once. Another
-    rank's numbers of threads may differ, on a machine of more cores.
+    Another rank's numbers of threads may differ, on a machine of more cores.
     """
 
     def __init__(self, most: int, few: int | None = None):

@@ -58,11 +58,6 @@ def test_no_more_rows_are_timed_than_a_step_may_have():
     assert {rows for rows, _ in seen} == {4}
 
 
-def test_steps_that_are_filled_up_to_one_shape_take_the_same_number_of_threads():
-    threads, _ = learned(row_s=SHORT_STEP_S / 70)
-    assert len({used(threads, rows) for rows in range(65, 81)}) == 1
-
-
 def test_threads_that_a_user_asks_for_compute_every_step():
     threads = Threads.of_worker(1, torch.device("cpu"), asked=3)
     threads.learn(lambda rows: pytest.fail("a step was run"), 16)
