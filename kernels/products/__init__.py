@@ -9,7 +9,7 @@ oneDNN where nothing can be compiled (`onednn.py`).
 
 import torch
 
-from .cpu import NativeLinear, PackedWeights
+from .cpu import NativeLinear, PackedWeights, combine
 from .onednn import OneDnnLinear, compile_products
 from .protocol import PackedLinear
 
@@ -19,6 +19,7 @@ __all__ = [
     "OneDnnLinear",
     "PackedLinear",
     "PackedWeights",
+    "combine",
     "compile_products",
     "linear_kind",
 ]

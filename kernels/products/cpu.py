@@ -35,6 +35,7 @@ def _library() -> Any:
     library: Any = cpp.library("products/cpu_products")
     if not isinstance(library, str):
         library.intarsia_pack.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int32]
+        library.intarsia_combine.argtypes = [c_void_p] * 4 + [c_int64] * 3 + [c_int32]
         library.intarsia_unpack.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int32]
     return library
 
@@ -79,6 +80,14 @@ class PackedWeights:
         count = len(x_RI) if row_of is None else len(row_of)
         return self._run(x_RI, count, first_row.data_ptr(), None if row_of is None else row_of.data_ptr())
 
+    def product_of_each(self, x_TGI: Tensor) -> Tensor:
+        """Each token has a row for each group, as for each head. Returns [T,G,outputs]."""
+        tokens, groups, _ = x_TGI.shape
+        row_of = torch.arange(tokens * groups).view(tokens, groups).T.flatten()
+        first_row = torch.arange(groups + 1) * tokens
+        out = self.grouped_product(x_TGI.flatten(0, 1), first_row, row_of)
+        return out.view(groups, tokens, self.outputs).transpose(0, 1)
+
     def _run(self, x_RI: Tensor, count: int, first_row: int | None = None, row_of: int | None = None) -> Tensor:
         assert x_RI.is_cpu, "C++ reads the host's memory"
         call = self._call
@@ -99,6 +108,15 @@ class PackedWeights:
         words = self._words[group].data_ptr()
         _library().intarsia_unpack(words, numbers.data_ptr(), len(numbers), out.data_ptr(), self.inputs, self._kind)
         return out
+
+
+def combine(x_ND: Tensor, row_of: Tensor, shares: Tensor) -> Tensor:
+    """Rows of x, added up by their shares in float32. row_of [R,K] int64, shares [R,K]. Returns [R,D]."""
+    shares, row_of = shares.float().contiguous(), row_of.contiguous()
+    out = x_ND.new_empty(len(row_of), x_ND.shape[1])
+    pointers = [tensor.data_ptr() for tensor in (x_ND, row_of, shares, out)]
+    _library().intarsia_combine(*pointers, *row_of.shape, x_ND.shape[1], cpp.KINDS[x_ND.dtype])
+    return out
 
 
 class NativeLinear(PackedLinear):

@@ -186,6 +186,23 @@ void unpack(const uint32_t* packed, const int64_t* rows, int64_t count, T* out, 
     }
 }
 
+// out[r] = sum over j of shares[r][j] * x[row_of[r][j]], from first to last
+template <class T>
+void combine(const T* x, const int64_t* row_of, const float* shares, T* out, int64_t rows, int64_t count, int64_t width) {
+#pragma omp parallel for schedule(static) if (rows * count * width > (1 << 15))
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t d = 0; d < width; d += LANES) {
+            const int here = int(std::min<int64_t>(LANES, width - d));
+            float sums[LANES] = {};
+            for (int64_t j = 0; j < count; j++) {
+                const T* from = x + row_of[r * count + j] * width + d;
+                const float share = shares[r * count + j];
+                for (int i = 0; i < here; i++) sums[i] = __builtin_fmaf(share, to_float(from[i]), sums[i]);
+            }
+            for (int i = 0; i < here; i++) from_float(sums[i], out + r * width + d + i);
+        }
+}
+
 // Weights are float32 or bfloat16.
 template <class Function>
 void with_weight(int kind, Function what) {
@@ -216,6 +233,15 @@ void intarsia_unpack(const void* packed, const int64_t* rows, int64_t count, voi
     with_weight(kind, [&](auto* number) {
         using T = std::remove_pointer_t<decltype(number)>;
         unpack(static_cast<const uint32_t*>(packed), rows, count, static_cast<T*>(out), depth);
+    });
+}
+
+// x: [.., width]; row_of, shares: [rows, count]; out: [rows, width]
+void intarsia_combine(const void* x, const int64_t* row_of, const float* shares, void* out, int64_t rows, int64_t count,
+                      int64_t width, int32_t kind) {
+    with_weight(kind, [&](auto* number) {
+        using T = std::remove_pointer_t<decltype(number)>;
+        combine(static_cast<const T*>(x), row_of, shares, static_cast<T*>(out), rows, count, width);
     });
 }
 

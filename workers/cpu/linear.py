@@ -1,6 +1,6 @@
 """Which weights of a model are packed, on a CPU, and which products are one: see `kernels/products`."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,15 +9,12 @@ from torch import Tensor, nn
 from ...kernels.products import PackedLinear, linear_kind
 
 
-def pack_linears(module: nn.Module, device: torch.device, leave: Set[str] = frozenset()) -> None:
+def pack_linears(module: nn.Module, device: torch.device) -> None:
     """Pack every plain `nn.Linear` on a CPU whose weight no other module uses, but for an embedding. Elsewhere nothing
-    happens.
-
-    leave: names of modules whose weight is read as it is
-    """
+    happens."""
     owners = _owners(module)
-    for name, child in module.named_modules():
-        if type(child) is not nn.Linear or name.rpartition(".")[2] in leave:
+    for child in list(module.modules()):
+        if type(child) is not nn.Linear:
             continue
         kind = linear_kind(child.weight.dtype, device)
         others = [owner for owner in owners[id(child.weight)] if owner is not child]

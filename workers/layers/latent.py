@@ -9,16 +9,18 @@ Suffixes: T tokens    H heads of this rank    N size of a head without its rotar
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...kernels.paged_attention import LayerParams
+from ...kernels.products import NativeLinear, PackedWeights
 from .attention import PagedAttention
 
-READ_WEIGHTS = frozenset({"kv_b_proj"})
-"""Linear modules that are not called: their weight is."""
+HeadProduct = Callable[[Tensor], Tensor]
+"""Of each head's numbers with its weight: [T,H,inputs] -> [T,H,outputs]."""
 
 
 class LatentAttention:
@@ -28,6 +30,7 @@ class LatentAttention:
         self._module = module
         self._paged = paged
         self._modeling = sys.modules[type(module).__module__]
+        self._made: tuple[HeadProduct, HeadProduct] | None = None
 
     def __call__(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: Any, **__: Any
@@ -38,11 +41,8 @@ class LatentAttention:
         q_THN, q_rot = q_THD.split([module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
         latent, k_rot = module.kv_a_proj_with_mqa(hidden_states).split([rank, module.qk_rope_head_dim], dim=-1)
         q_rot, k_rot = self._rotate(q_rot.transpose(1, 2), k_rot.unsqueeze(1), *position_embeddings)
-        to_keys_HNR, to_values_HVR = (
-            module.kv_b_proj.weight.unflatten(0, (q_THN.shape[2], -1))
-            .split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
-        )  # fmt: skip
-        q_latent = torch.einsum("bthn,hnr->bhtr", q_THN, to_keys_HNR)
+        to_latent, to_values = self._products()
+        q_latent = to_latent(q_THN[0]).transpose(0, 1).unsqueeze(0)
         keys = torch.cat((module.kv_a_layernorm(latent).unsqueeze(1), k_rot), dim=-1)
         out_THR = self._paged.attend(
             module.layer_idx,
@@ -51,8 +51,19 @@ class LatentAttention:
             keys[..., :0],
             LayerParams(module.scaling, latent_values=rank),
         )
-        out = torch.einsum("bthr,hvr->bthv", out_THR, to_values_HVR)
-        return module.o_proj(out.flatten(2)), None
+        return module.o_proj(to_values(out_THR[0]).flatten(1).unsqueeze(0)), None
+
+    def _products(self) -> tuple[HeadProduct, HeadProduct]:
+        """Of queries into the latent's space, and of what comes out into that of values; made of the weights once."""
+        if self._made is None:
+            module = self._module
+            widths = [module.qk_nope_head_dim, module.v_head_dim]
+            weight_HOR = module.kv_b_proj.weight.detach().unflatten(0, (-1, sum(widths)))
+            to_keys_HNR, to_values_HVR = weight_HOR.split(widths, dim=1)
+            product = _packed if isinstance(module.kv_b_proj, NativeLinear) else _plain
+            self._made = product(to_keys_HNR.mT), product(to_values_HVR)
+            module.kv_b_proj = None  # which is not called: its weight was read
+        return self._made
 
     def _queries(self, hidden_states: Tensor) -> Tensor:
         module = self._module
@@ -64,3 +75,11 @@ class LatentAttention:
         if self._module.config.rope_interleave:
             return self._modeling.apply_rotary_pos_emb_interleave(q, k, cos, sin)
         return self._modeling.apply_rotary_pos_emb(q, k, cos, sin)
+
+
+def _packed(weight_HOI: Tensor) -> HeadProduct:
+    return PackedWeights(weight_HOI).product_of_each
+
+
+def _plain(weight_HOI: Tensor) -> HeadProduct:
+    return lambda x_THI: torch.einsum("thi,hoi->tho", x_THI, weight_HOI)

@@ -18,12 +18,12 @@ from ...proto.worker import ModelFacts, ModelSettings
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.json_file import clipped
 from ..checkpoint.layer_specs import complete_layer_types, read_layers
+from ..cpu.experts import pack_experts
 from ..cpu.linear import pack_linears
 from ..known_families import check_family
 from ..layers.adapters import Paged, bind
 from ..layers.attention import IMPLEMENTATION, PagedAttention
 from ..layers.cross import CrossAttention
-from ..layers.latent import READ_WEIGHTS
 from ..layers.patches import patch_rotary_dim
 from ..layers.states import PagedStates
 from ..memory import is_lack_of_memory
@@ -117,7 +117,8 @@ def _load(
         notes=tuple(filter(None, notes)),
     )
     if not settings.torch_compile:  # which sees no further than an operator it does not know
-        pack_linears(module, device, leave=READ_WEIGHTS)
+        pack_linears(module, device)
+        pack_experts(module, device)
     return LoadedModel(module.eval(), attention, states, cross, facts, device, is_tested=family_note is None)
 
 

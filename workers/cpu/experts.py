@@ -1,0 +1,128 @@
+"""Experts by products of our own, on a CPU: each token's row meets the weights of its experts, all in one call.
+
+transformers lets others compute the experts of a layer, by a function that is named in the config. Ours computes what
+`grouped_mm` does there, and a token's result depends on that token alone. What chooses the experts, the router, is a
+product as well; its weight is a parameter that a function of torch multiplies with, so it is a tensor that knows how.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+
+from ...kernels.products import NativeLinear, PackedWeights, combine
+from ...kernels.tokenwise import cpu as tokenwise
+from .fused_table import ACTIVATIONS
+
+IMPLEMENTATION = "intarsia"
+"""The name that transformers looks our function up by."""
+
+
+class _Experts(NamedTuple):
+    up: PackedWeights
+    down: PackedWeights
+
+
+def pack_experts(model: nn.Module, device: torch.device) -> None:
+    """Take over the experts and routers of all layers that transformers lets others compute. On a CPU with a compiler;
+    elsewhere nothing happens."""
+    if device.type != "cpu" or NativeLinear.lacks() is not None:
+        return
+    for module in model.modules():
+        if _has_experts(module):
+            _take_experts(module)
+        elif _is_router(module):
+            module.weight = _RoutingWeight.of(module._parameters.pop("weight"))  # type: ignore[assignment]
+
+
+def _has_experts(module: Any) -> bool:
+    down = module._parameters.get("down_proj")
+    is_theirs = hasattr(module, "is_transposed") and hasattr(module, "has_post_expert_norm")
+    return is_theirs and down is not None and down.dim() == 3 and down.dtype in NativeLinear.dtypes
+
+
+def _take_experts(module: Any) -> None:
+    names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    module.packed = _Experts(*(_packed(module, name) for name in names))
+    module.config._experts_implementation = IMPLEMENTATION
+
+
+def _packed(module: Any, name: str) -> PackedWeights:
+    weights = module._parameters.pop(name).detach()
+    bias = module._parameters.pop(f"{name}_bias").detach() if module.has_bias else None
+    return PackedWeights(weights.transpose(1, 2) if module.is_transposed else weights, bias)
+
+
+def _experts_forward(module: Any, hidden_TD: Tensor, experts_TK: Tensor, shares_TK: Tensor) -> Tensor:
+    """Returns [T,D]: of each token its experts' outputs, by their shares."""
+    packed: _Experts = module.packed
+    count = experts_TK.shape[1]
+    # The rows of one expert lie side by side.
+    experts, order = experts_TK.flatten().sort(stable=True)
+    first_row = torch.searchsorted(experts, torch.arange(packed.up.groups + 1))
+    up = packed.up.grouped_product(hidden_TD, first_row, order // count)
+    down = packed.down.grouped_product(_gated(module, up), first_row)
+    if module.has_post_expert_norm:
+        down = module.post_expert_norm(down)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order))
+    return combine(down, place.view(-1, count), shares_TK)
+
+
+def _gated(module: Any, up: Tensor) -> Tensor:
+    if not module.has_gate:
+        return module.act_fn(up)
+    activation = ACTIVATIONS.get(type(getattr(module, "act_fn", None)).__name__)
+    if activation is None or type(module)._apply_gate is not _default_apply_gate:
+        return module._apply_gate(up)
+    return tokenwise.gate(up, activation)
+
+
+ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
+
+
+# -- routers ---------------------------------------------------------------------------------------------------------
+
+
+def _is_router(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    is_product = type(module).__name__.endswith(("Router", "TopKGating")) and not isinstance(module, nn.Linear)
+    return is_product and weight is not None and weight.dim() == 2 and weight.dtype in NativeLinear.dtypes
+
+
+class _RoutingWeight(Tensor):
+    """A weight that torch's `linear` multiplies by our product; anything else sees the numbers as they are."""
+
+    packed: dict[torch.dtype, PackedWeights]
+
+    @classmethod
+    def of(cls, weight: Tensor) -> "_RoutingWeight":
+        routing: Any = torch.Tensor._make_subclass(cls, weight.detach())
+        routing.packed = {}
+        return routing
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is F.linear and isinstance(args[1], cls):
+            x, weight, bias = (*args, None)[:3]
+            return weight.product(x, kwargs.get("bias", bias))
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **kwargs)
+        # Some routers widen the weight before its product.
+        if function in (Tensor.type, Tensor.float, Tensor.to) and isinstance(args[0], cls):
+            return args[0].widened(result)
+        return result
+
+    def widened(self, wide: Tensor) -> "_RoutingWeight":
+        routing = _RoutingWeight.of(wide.as_subclass(Tensor))
+        routing.packed = self.packed
+        return routing
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.dtype not in self.packed:
+            weight = self.as_subclass(Tensor).unsqueeze(0)
+            self.packed[self.dtype] = PackedWeights(weight, None if bias is None else bias.unsqueeze(0))
+        return self.packed[self.dtype].product(x.flatten(0, -2)).view(*x.shape[:-1], len(self))
