@@ -70,35 +70,44 @@ void rotate_pairs(T* head, const T* cos, const T* sin, int width) {
     }
 }
 
-// x / (1 + exp(-s)), which is x * sigmoid(s)
-inline float gate(float x, float s) { return x / (1.0f + std::exp(std::min(-s, 80.0f))); }
+// x / (1 + exp(-s)), which is x * sigmoid(s), by an exponential that is at most 1
+inline Vec gate(Vec x, Vec s) {
+    const Vec power = two_to((s < 0.0f ? s : -s) * 1.44269504f);
+    return x * (s < 0.0f ? power : Vec{} + 1.0f) / (1.0f + power);
+}
 
 enum Activation { SILU = 0, GELU_TANH = 1, GELU = 2 };
 
 template <Activation A>
-inline float activate(float x) {
+inline Vec activate(Vec x) {
     if constexpr (A == SILU) return gate(x, x);
     if constexpr (A == GELU_TANH)  // 0.5 (1 + tanh(u)) is sigmoid(2u)
         return gate(x, 1.5957691216f * (x + 0.044715f * x * x * x));
-    return 0.5f * x * (1.0f + std::erf(x * 0.70710678f));
+    for (int i = 0; i < LANES; i++) x[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * 0.70710678f));
+    return x;
+}
+
+template <Activation A, class T>
+inline void gate_vector(const T* gates, const T* up, T* out) {
+    Vec activated = activate<A>(load(gates));
+    if (!std::is_same_v<T, float>) {  // transformers multiplies what was rounded
+        T rounded[LANES];
+        store(activated, rounded);
+        activated = load(rounded);
+    }
+    store(activated * load(up), out);
 }
 
 template <Activation A, class T>
 void gate_row(const T* gate_up, T* out, int width) {
-    constexpr int TILE = 64;
-    float gates[TILE];
-    for (int start = 0; start < width; start += TILE) {
-        const int count = std::min(TILE, width - start);
-        for (int i = 0; i < count; i++) gates[i] = to_float(gate_up[start + i]);
-        for (int i = 0; i < count; i++) gates[i] = activate<A>(gates[i]);
-        if (!std::is_same_v<T, float>)  // transformers multiplies what was rounded
-            for (int i = 0; i < count; i++) {
-                T rounded;
-                from_float(gates[i], &rounded);
-                gates[i] = to_float(rounded);
-            }
-        for (int i = 0; i < count; i++) from_float(gates[i] * to_float(gate_up[width + start + i]), out + start + i);
-    }
+    int d = 0;
+    for (; d + LANES <= width; d += LANES) gate_vector<A>(gate_up + d, gate_up + width + d, out + d);
+    if (d == width) return;
+    T gates[LANES] = {}, up[LANES] = {}, last[LANES];
+    std::copy(gate_up + d, gate_up + width, gates);
+    std::copy(gate_up + width + d, gate_up + 2 * width, up);
+    gate_vector<A>(gates, up, last);
+    std::copy(last, last + width - d, out + d);
 }
 
 template <class T>

@@ -24,8 +24,18 @@ logger = logging.getLogger(__name__)
 TOOLCHAIN = Path(__file__).resolve().parent
 KERNELS = TOOLCHAIN.parent
 
-COMPILE_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffast-math", "-fopenmp", "-fPIC", "-c")
-LINK_FLAGS = ("-shared", "-fopenmp")  # without -ffast-math, which would change the whole process's rounding to zero
+# Without -ffast-math: it would let the compiler add up in one order here and in another there.
+COMPILE_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp",
+    "-fPIC",
+    "-c",
+)
+LINK_FLAGS = ("-shared", "-fopenmp")
 
 COMPILE_TIMEOUT_S = 120
 

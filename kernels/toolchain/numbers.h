@@ -55,10 +55,13 @@ inline Vec load(const float16* from) {
     std::memcpy(&narrow, from, sizeof narrow);
     return __builtin_convertvector(narrow, Vec);
 }
+// Halves are added, then quarters, and so on: always in this order.
 inline float sum(Vec v) {
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += v[i];
-    return total;
+    typedef int32_t Places __attribute__((vector_size(4 * LANES)));
+    v += __builtin_shuffle(v, Places{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
+    v += __builtin_shuffle(v, Places{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
+    v += __builtin_shuffle(v, Places{2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
+    return v[0] + v[1];
 }
 // 2 to the power of each, which is at most 0; of what is below -100, nothing. To about the last bit of a float. Less
 // would be subnormal as soon as it is multiplied, and some processors take many times as long for such numbers.
@@ -82,9 +85,16 @@ inline Vec two_to(Vec x) {
     return y;
 }
 inline void store(Vec v, float* to) { std::memcpy(to, &v, sizeof v); }
-template <class T>
-inline void store(Vec v, T* to) {
-    for (int i = 0; i < LANES; i++) from_float(v[i], to + i);
+inline void store(Vec v, float16* to) {
+    const Float16s narrow = __builtin_convertvector(v, Float16s);
+    std::memcpy(to, &narrow, sizeof narrow);
+}
+inline void store(Vec v, bfloat16* to) {  // as from_float does
+    Bits bits;
+    std::memcpy(&bits, &v, sizeof bits);
+    const Bits rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    const Half narrow = __builtin_convertvector((bits & 0x7FFFFFFF) > 0x7F800000 ? Bits{} + 0x7FC0 : rounded, Half);
+    std::memcpy(to, &narrow, sizeof narrow);
 }
 
 // Calls `what` with a null pointer to the type of numbers that `kind` names, as cpp.py counts them.

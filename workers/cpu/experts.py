@@ -30,8 +30,10 @@ def pack_experts(model: nn.Module, device: torch.device) -> None:
     elsewhere nothing happens."""
     if device.type != "cpu" or NativeLinear.lacks() is not None:
         return
-    for module in model.modules():
-        if _has_experts(module):
+    for module in list(model.modules()):
+        if type(module).__name__ == "Llama4TextMoe":
+            _take_llama4(module)
+        elif _has_experts(module):
             _take_experts(module)
         elif _is_router(module):
             module.weight = _RoutingWeight.of(module._parameters.pop("weight"))  # type: ignore[assignment]
@@ -58,17 +60,28 @@ def _packed(module: Any, name: str) -> PackedWeights:
 def _experts_forward(module: Any, hidden_TD: Tensor, experts_TK: Tensor, shares_TK: Tensor) -> Tensor:
     """Returns [T,D]: of each token its experts' outputs, by their shares."""
     packed: _Experts = module.packed
-    count = experts_TK.shape[1]
-    # The rows of one expert lie side by side.
-    experts, order = experts_TK.flatten().sort(stable=True)
-    first_row = torch.searchsorted(experts, torch.arange(packed.up.groups + 1))
-    up = packed.up.grouped_product(hidden_TD, first_row, order // count)
-    down = packed.down.grouped_product(_gated(module, up), first_row)
+    rows = _rows(experts_TK, packed.up.groups)
+    up = packed.up.grouped_product(hidden_TD, rows.first, rows.token)
+    down = packed.down.grouped_product(_gated(module, up), rows.first)
     if module.has_post_expert_norm:
         down = module.post_expert_norm(down)
+    return combine(down, rows.place_TK, shares_TK)
+
+
+class _Rows(NamedTuple):
+    """A row for each token and expert of it, those of one expert side by side. N rows."""
+
+    first: Tensor  # [experts + 1]
+    token: Tensor  # [N]
+    place_TK: Tensor  # which row each of a token's experts has
+
+
+def _rows(experts_TK: Tensor, count: int) -> _Rows:
+    experts, order = experts_TK.flatten().sort(stable=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order))
-    return combine(down, place.view(-1, count), shares_TK)
+    first = torch.searchsorted(experts, torch.arange(count + 1))
+    return _Rows(first, order // experts_TK.shape[1], place.view(experts_TK.shape))
 
 
 def _gated(module: Any, up: Tensor) -> Tensor:
@@ -81,6 +94,38 @@ def _gated(module: Any, up: Tensor) -> Tensor:
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
+
+
+# -- Llama 4, which has experts of another form --------------------------------------------------------------------
+
+
+def _take_llama4(module: Any) -> None:
+    """Inputs, not outputs, are multiplied by their share. transformers computes all experts of every token, and those
+    that were not chosen with inputs of zero; ours computes the chosen ones."""
+    experts, router = module.experts, module.router
+    if experts.down_proj.dtype not in NativeLinear.dtypes:
+        return
+    names = ("gate_up_proj", "down_proj")
+    packed = _Experts(*(PackedWeights(experts._parameters.pop(name).detach().mT) for name in names))
+    NativeLinear.take_over(router)
+    activation = ACTIVATIONS[type(experts.act_fn).__name__]
+
+    def experts_forward(hidden_TD: Tensor, experts_TK: Tensor, shares_TK: Tensor) -> Tensor:
+        rows = _rows(experts_TK, packed.up.groups)
+        share_N = torch.empty_like(shares_TK.flatten()).scatter_(0, rows.place_TK.flatten(), shares_TK.flatten())
+        up = packed.up.grouped_product(hidden_TD[rows.token] * share_N.unsqueeze(1), rows.first)
+        down = packed.down.grouped_product(tokenwise.gate(up, activation), rows.first)
+        return combine(down, rows.place_TK, torch.ones(rows.place_TK.shape))
+
+    def forward(hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        hidden_TD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
+        logits_TE = router(hidden_TD)
+        best_TK, experts_TK = logits_TE.topk(module.top_k, dim=1)
+        shares_TK = best_TK.float().sigmoid().to(hidden_TD.dtype)
+        return module.shared_expert(hidden_TD) + experts(hidden_TD, experts_TK, shares_TK), logits_TE
+
+    experts.forward = experts_forward  # still called as a module: a hook of it adds up what the ranks have
+    module.forward = forward
 
 
 # -- routers ---------------------------------------------------------------------------------------------------------
