@@ -33,6 +33,7 @@ def _library() -> Any:
     library: Any = cpp.library("tokenwise/cpu_tokenwise")
     if not isinstance(library, str):
         library.intarsia_rms_norm.argtypes = [c_void_p] * 3 + [c_int64, c_int32, c_float, c_int32, c_int32]
+        library.intarsia_activate.argtypes = [c_void_p] * 2 + [c_int64, c_int32, c_int32]
         library.intarsia_gate.argtypes = [c_void_p] * 2 + [c_int64, c_int32, c_int32, c_int32]
     return library
 
@@ -51,6 +52,13 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
         norm.rounds_first,
         cpp.KINDS[x.dtype],
     )
+    return out
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _library().intarsia_activate(x.data_ptr(), out.data_ptr(), x.numel(), activation, cpp.KINDS[x.dtype])
     return out
 
 

@@ -76,15 +76,38 @@ inline Vec gate(Vec x, Vec s) {
     return x * (s < 0.0f ? power : Vec{} + 1.0f) / (1.0f + power);
 }
 
-enum Activation { SILU = 0, GELU_TANH = 1, GELU = 2 };
+enum Activation { SILU = 0, GELU_TANH = 1, GELU = 2, SIGMOID = 3 };
 
 template <Activation A>
 inline Vec activate(Vec x) {
     if constexpr (A == SILU) return gate(x, x);
+    if constexpr (A == SIGMOID) return gate(Vec{} + 1.0f, x);
     if constexpr (A == GELU_TANH)  // 0.5 (1 + tanh(u)) is sigmoid(2u)
         return gate(x, 1.5957691216f * (x + 0.044715f * x * x * x));
     for (int i = 0; i < LANES; i++) x[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * 0.70710678f));
     return x;
+}
+
+// Calls `what` with the activation as a constant.
+template <class Function>
+inline void with_activation(int activation, Function what) {
+    switch (activation) {
+        case SILU: return what(std::integral_constant<Activation, SILU>());
+        case GELU_TANH: return what(std::integral_constant<Activation, GELU_TANH>());
+        case GELU: return what(std::integral_constant<Activation, GELU>());
+        default: return what(std::integral_constant<Activation, SIGMOID>());
+    }
+}
+
+template <Activation A, class T>
+void activate_numbers(const T* x, T* out, int64_t count) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        const int64_t here = std::min<int64_t>(LANES, count - i);
+        T some[LANES] = {};
+        std::copy(x + i, x + i + here, some);
+        store(activate<A>(load(some)), some);
+        std::copy(some, some + here, out + i);
+    }
 }
 
 template <Activation A, class T>
@@ -108,15 +131,6 @@ void gate_row(const T* gate_up, T* out, int width) {
     std::copy(gate_up + width + d, gate_up + 2 * width, up);
     gate_vector<A>(gates, up, last);
     std::copy(last, last + width - d, out + d);
-}
-
-template <class T>
-void gate_row(int activation, const T* gate_up, T* out, int width) {
-    switch (activation) {
-        case SILU: return gate_row<SILU>(gate_up, out, width);
-        case GELU_TANH: return gate_row<GELU_TANH>(gate_up, out, width);
-        default: return gate_row<GELU>(gate_up, out, width);
-    }
 }
 
 }  // namespace
@@ -190,9 +204,26 @@ void intarsia_gate(const void* gate_up, void* out, int64_t rows, int32_t width, 
         using T = std::remove_pointer_t<decltype(number)>;
         const T* from = static_cast<const T*>(gate_up);
         T* to = static_cast<T*>(out);
+        with_activation(activation, [&](auto constant) {
 #pragma omp parallel for schedule(static) if (rows * width >= WORTH_SHARING / 4)
-        for (int64_t row = 0; row < rows; row++)
-            gate_row(activation, from + row * 2 * width, to + row * width, width);
+            for (int64_t row = 0; row < rows; row++)
+                gate_row<decltype(constant)::value>(from + row * 2 * width, to + row * width, width);
+        });
+    });
+}
+
+// x, out: [count]
+void intarsia_activate(const void* x, void* out, int64_t count, int32_t activation, int32_t kind) {
+    constexpr int64_t TILE = 4096;
+    with_kind(kind, [&](auto* number) {
+        using T = std::remove_pointer_t<decltype(number)>;
+        const T* from = static_cast<const T*>(x);
+        T* to = static_cast<T*>(out);
+        with_activation(activation, [&](auto constant) {
+#pragma omp parallel for schedule(static) if (count >= WORTH_SHARING / 4)
+            for (int64_t i = 0; i < count; i += TILE)
+                activate_numbers<decltype(constant)::value>(from + i, to + i, std::min(TILE, count - i));
+        });
     });
 }
 

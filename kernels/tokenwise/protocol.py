@@ -26,8 +26,9 @@ class Rotary(enum.IntEnum):
 
 
 class Activation(enum.IntEnum):
-    """Of the gates of a gated MLP. Numbered as in `cpu_tokenwise.cpp`."""
+    """Of numbers by themselves. Numbered as in `cpu_tokenwise.cpp`."""
 
     SILU = 0
     GELU_TANH = 1
     GELU = 2
+    SIGMOID = 3

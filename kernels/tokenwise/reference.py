@@ -10,6 +10,7 @@ _ACTIVATE = {
     Activation.SILU: F.silu,
     Activation.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
     Activation.GELU: F.gelu,
+    Activation.SIGMOID: torch.sigmoid,
 }
 
 
@@ -20,6 +21,11 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     if norm.rounds_first:
         wide = wide.to(x.dtype)
     return (wide * norm.scale).to(x.dtype)
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """Returns x's shape and dtype."""
+    return _ACTIVATE[activation](x.float()).to(x.dtype)
 
 
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:

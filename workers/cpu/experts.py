@@ -5,7 +5,7 @@ transformers lets others compute the experts of a layer, by a function that is n
 product as well; its weight is a parameter that a function of torch multiplies with, so it is a tensor that knows how.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from ...kernels.products import NativeLinear, PackedWeights, combine
+from ...kernels.tokenwise import Activation
 from ...kernels.tokenwise import cpu as tokenwise
 from .fused_table import ACTIVATIONS
 
@@ -23,6 +24,7 @@ IMPLEMENTATION = "intarsia"
 class _Experts(NamedTuple):
     up: PackedWeights
     down: PackedWeights
+    gates: Activation | None = None  # None: the module's own function does it
 
 
 def pack_experts(model: nn.Module, device: torch.device) -> None:
@@ -47,7 +49,10 @@ def _has_experts(module: Any) -> bool:
 
 def _take_experts(module: Any) -> None:
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-    module.packed = _Experts(*(_packed(module, name) for name in names))
+    is_plain = module.has_gate and type(module)._apply_gate is _default_apply_gate
+    activation = ACTIVATIONS.get(type(module.act_fn).__name__) if is_plain else None
+    up, down = (_packed(module, name) for name in names)
+    module.packed = _Experts(up, down, activation)
     module.config._experts_implementation = IMPLEMENTATION
 
 
@@ -85,12 +90,10 @@ def _rows(experts_TK: Tensor, count: int) -> _Rows:
 
 
 def _gated(module: Any, up: Tensor) -> Tensor:
-    if not module.has_gate:
-        return module.act_fn(up)
-    activation = ACTIVATIONS.get(type(getattr(module, "act_fn", None)).__name__)
-    if activation is None or type(module)._apply_gate is not _default_apply_gate:
-        return module._apply_gate(up)
-    return tokenwise.gate(up, activation)
+    activation = module.packed.gates
+    if activation is not None:
+        return tokenwise.gate(up, activation)
+    return module._apply_gate(up) if module.has_gate else module.act_fn(up)
 
 
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
@@ -106,7 +109,8 @@ def _take_llama4(module: Any) -> None:
     if experts.down_proj.dtype not in NativeLinear.dtypes:
         return
     names = ("gate_up_proj", "down_proj")
-    packed = _Experts(*(PackedWeights(experts._parameters.pop(name).detach().mT) for name in names))
+    up, down = (PackedWeights(experts._parameters.pop(name).detach().mT) for name in names)
+    packed = _Experts(up, down)
     NativeLinear.take_over(router)
     activation = ACTIVATIONS[type(experts.act_fn).__name__]
 
@@ -152,8 +156,8 @@ class _RoutingWeight(Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is F.linear and isinstance(args[1], cls):
-            x, weight, bias = (*args, None)[:3]
-            return weight.product(x, kwargs.get("bias", bias))
+            x, weight, bias = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("bias")
+            return weight.product(x, bias)
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **kwargs)
         # Some routers widen the weight before its product.
@@ -170,4 +174,14 @@ class _RoutingWeight(Tensor):
         if self.dtype not in self.packed:
             weight = self.as_subclass(Tensor).unsqueeze(0)
             self.packed[self.dtype] = PackedWeights(weight, None if bias is None else bias.unsqueeze(0))
-        return self.packed[self.dtype].product(x.flatten(0, -2)).view(*x.shape[:-1], len(self))
+        logits = self.packed[self.dtype].product(x.flatten(0, -2)).view(*x.shape[:-1], len(self))
+        return logits.as_subclass(_RoutingLogits)
+
+
+class _RoutingLogits(Tensor):
+    """What some routers take the sigmoid of: each of its numbers by itself. Anything else makes plain tensors of it."""
+
+    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
+
+    def sigmoid(self) -> Tensor:
+        return tokenwise.activate(self.as_subclass(Tensor), Activation.SIGMOID)

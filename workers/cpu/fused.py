@@ -37,7 +37,12 @@ def fuse(model: nn.Module, attention: PagedAttention, device: torch.device) -> N
     """
     if device.type != "cpu" or not native.is_available():
         return
-    takers = {"attention": partial(_take_attention, attention), "MLP": _take_mlp, "norm": _take_norm}
+    takers = {
+        "attention": partial(_take_attention, attention),
+        "MLP": _take_mlp,
+        "norm": _take_norm,
+        "activation": _take_activation,
+    }
     counts = {name: sum(map(take, list(model.modules()))) for name, take in takers.items()}
     logger.info("computed in one call each: %s", ", ".join(f"{count} x {name}" for name, count in counts.items()))
 
@@ -92,6 +97,27 @@ def _norm_of(module: Any) -> Norm | None:
         return None
     eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
     return Norm((weight.float() + kind.offset).contiguous(), eps, kind.rounds_first)
+
+
+# -- activations that are left -----------------------------------------------------------------------------------------
+
+
+class FusedActivation(nn.Module):
+    activation: Activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return native.activate(x, self.activation)
+
+
+def _take_activation(module: nn.Module) -> bool:
+    """torch computes the last numbers of a tensor in another way than the others, so that a token's may depend on how
+    many there are."""
+    activation = ACTIVATIONS.get(type(module).__name__) if _is_as_written(module) else None
+    if activation is None:
+        return False
+    module.__class__ = FusedActivation
+    module.activation = activation  # type: ignore[assignment]
+    return True
 
 
 # -- gated MLPs ------------------------------------------------------------------------------------------------------

@@ -60,8 +60,8 @@ class PackedEmbedding(nn.Embedding):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """Its dtype and shape, for code that asks; there are no numbers to compute with."""
-        output = self.output
-        return torch.empty(output.outputs, output.in_features, dtype=output.packed.dtype, device="meta")
+        packed: Any = self.output.packed
+        return torch.empty(self.output.outputs, self.output.in_features, dtype=packed.dtype, device="meta")
 
 
 def _only_looks_up(module: nn.Module) -> bool:

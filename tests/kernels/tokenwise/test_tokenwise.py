@@ -53,6 +53,19 @@ def test_gates_far_from_zero_neither_overflow_nor_vanish(activation: Activation)
     close(native.gate(gate_up, activation), reference.gate(gate_up, activation))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", list(Activation))
+def test_activations_are_the_reference_and_each_number_has_the_same_bits_anywhere(
+    dtype: torch.dtype, activation: Activation
+):
+    x = (torch.randn(7, 9001) * 4).to(dtype)
+    found = native.activate(x, activation)
+    close(found, reference.activate(x, activation))
+    for first, count in ((3, 1), (40, 17), (8990, 11)):
+        part = x[3, first : first + count]
+        assert torch.equal(native.activate(part, activation), found[3, first : first + count])
+
+
 @pytest.mark.parametrize(
     ("rotary", "own_angles"),
     [(Rotary.NONE, True), (Rotary.PAIRS, True), (Rotary.HALVES, True), (Rotary.HALVES, False)],
