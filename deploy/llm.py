@@ -92,6 +92,8 @@ class LLM:
     attention_backend         None (the first that fits): native, triton, flash, flash-legacy, torch or reference.
     max_images_per_request    1: Where the model takes images.
     prefill_share             0.5: Share of a step's time that prompts get at least while others decode; 1: all.
+    token_interval_ms         None (as prefill_share has it): Milliseconds wanted between two tokens of an answer.
+                              Prompts get what is left of them, and a block per step at least.
     priority_ageing_s         30.0: Seconds of waiting that make up for one level of priority.
     longest_prefix_first      False: Of those next in turn, take the one with most in the cache.
     swap_space                0: Host memory per worker for the blocks of preempted requests, e.g. 4GiB. They wait there

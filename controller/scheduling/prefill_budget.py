@@ -1,8 +1,9 @@
 """How many tokens of prompts a step may hold.
 
 A request that decodes waits for the whole step, the prompts in it included. So a step's time is shared. Prompts get the
-share that they have by number among all requests of the step, and never less than `prefill_share`. Nothing is limited
-before it is known what steps take (`step_times.py`).
+share that they have by number among all requests of the step, and never less than `prefill_share`; or, with
+`token_interval_ms`, what is left of that time after the tokens of answers. Nothing is limited before it is known what
+steps take (`step_times.py`).
 
 Prompts of one tenant leave up to half of what a step holds to those of other tenants. After a step that did not fit in
 memory, steps hold fewer tokens of prompts, and more again after a while.
@@ -65,6 +66,7 @@ class PrefillBudget:
         """block_tokens: that many are always worth computing, however long the step takes."""
         self._most_tokens = settings.max_num_batched_tokens
         self._least_share = settings.prefill_share
+        self._interval_us = None if settings.token_interval_ms is None else settings.token_interval_ms * 1000
         self._block_tokens = block_tokens
         self._times = times
         self._max_tokens = self._most_tokens  # less, after a step that did not fit in memory
@@ -84,12 +86,17 @@ class PrefillBudget:
     def fair_tokens(self, decoding: int, prompts: int) -> float:
         """Tokens of prompts that take no more of a step's time than is fair to so many requests that decode.
 
-        At least so many that they take as long as prompts take for being there. Infinite while times are not known.
+        At least so many that they take as long as prompts take for being there, or what the wanted interval leaves.
+        Infinite while times are not known.
         """
         step_us, added_us = self._times.decode_us(decoding), self._times.prompts_us()
-        if step_us is None or added_us is None or self._least_share >= 1:
+        if step_us is None or added_us is None:
             return float("inf")
         fixed_us, token_us = added_us
+        if self._interval_us is not None:
+            return (self._interval_us - step_us - fixed_us) / token_us
+        if self._least_share >= 1:
+            return float("inf")
         share = max(self._least_share, prompts / (prompts + decoding))
         return max(step_us * share / (1 - share) - fixed_us, fixed_us) / token_us
 

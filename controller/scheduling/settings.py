@@ -13,6 +13,7 @@ class SchedulerSettings:
     max_num_batched_tokens: int = 2048  # tokens of one step, over all requests
     max_prefill_chunk_tokens: int | None = None  # prompt tokens of one request in one step; None: what the step holds
     prefill_share: float = 0.5  # of a step's time, at least, for prompts while others decode; 1: all they need
+    token_interval_ms: float | None = None  # wanted between the tokens of an answer; None: as prefill_share has it
     ageing_s: float = 30.0  # seconds of waiting that make up for one level of priority
     longest_prefix_first: bool = False  # of the next few, the one with the longest cached prefix
     swap_bytes: int = 0  # of host memory per worker, for preempted requests that are dear to compute anew
@@ -34,6 +35,11 @@ class SchedulerSettings:
             )
         if not 0 < self.prefill_share <= 1:
             raise InvalidSetting(f"prefill_share must lie in (0, 1], got {self.prefill_share}", field="prefill_share")
+        if self.token_interval_ms is not None and not self.token_interval_ms > 0:
+            raise InvalidSetting(
+                f"token_interval_ms must be more than 0 milliseconds, got {self.token_interval_ms}",
+                field="token_interval_ms",
+            )
         if self.swap_bytes < 0:
             raise InvalidSetting(f"swap_space must be at least 0 bytes, got {self.swap_bytes}", field="swap_space")
         if not self.ageing_s > 0:

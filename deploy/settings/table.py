@@ -74,6 +74,9 @@ class EngineArguments(TypedDict, total=False):
     prefill_share: Annotated[float, Setting(
         0.5, "scheduler.prefill_share",
         "Share of a step's time that prompts get at least while others decode; 1: all.")]
+    token_interval_ms: Annotated[float | None, Setting(
+        None, "scheduler.token_interval_ms", "Milliseconds wanted between two tokens of an answer.",
+        "as prefill_share has it", more="Prompts get what is left of them, and a block per step at least.")]
     priority_ageing_s: Annotated[float, Setting(
         30.0, "scheduler.ageing_s", "Seconds of waiting that make up for one level of priority.")]
     longest_prefix_first: Annotated[bool, Setting(

@@ -51,6 +51,13 @@ def test_a_share_of_one_limits_nothing():
     assert budget_of(known_times(), share=1.0).fair_tokens(10, 1) == float("inf")
 
 
+@pytest.mark.parametrize(("interval_ms", "tokens"), [(12.0, 20), (40.0, 300), (10.0, 4), (3.0, 4)])
+def test_a_wanted_interval_leaves_prompts_what_answers_do_not_take(interval_ms: float, tokens: int):
+    settings = SchedulerSettings(max_num_batched_tokens=1 << 20, prefill_share=0.9, token_interval_ms=interval_ms)
+    budget = PrefillBudget(settings, 4, known_times()).open(0, 10, 1)
+    assert budget.left == pytest.approx(tokens, abs=1)
+
+
 def test_a_block_is_always_worth_computing():
     assert budget_of(known_times(), block_tokens=256).open(0, 10, 1).left == 256
 
