@@ -6,6 +6,7 @@ on how many there are, nor on the number of threads (`cpu_products.cpp`).
 
 import ctypes
 import functools
+import math
 from ctypes import c_int32, c_int64, c_void_p
 from typing import Any, ClassVar
 
@@ -126,6 +127,8 @@ class NativeLinear(PackedLinear):
     looks_up: ClassVar[bool] = True
 
     packed: PackedWeights
+    torch_from_rows: float = math.inf
+    """Products of so many rows and more go torch's way."""
 
     @classmethod
     def lacks(cls) -> str | None:
@@ -143,6 +146,8 @@ class NativeLinear(PackedLinear):
         return self.packed.outputs
 
     def forward(self, input: Tensor) -> Tensor:
+        if input.shape[:-1].numel() >= self.torch_from_rows:
+            return F.linear(input, self.weight, self.bias)
         if input.dim() == 2:
             return self.packed.product(input)
         return self.packed.product(input.flatten(0, -2)).view(*input.shape[:-1], self.packed.outputs)

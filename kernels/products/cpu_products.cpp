@@ -38,7 +38,6 @@ namespace {
 constexpr int OUTPUTS = 64;             // of a panel
 constexpr int STEP_LANES = OUTPUTS / WIDTH;  // vectors of a step
 constexpr int CACHED_STEPS = 1024;      // of a panel: 256 KiB, which stay in a core's second cache for all rows
-constexpr int FEW_ROWS = 16;
 constexpr int SHARE_ROWS = 192;         // of x that a thread takes at a time
 
 // How many rows and vectors a block has, so that its sums fit the registers.

@@ -51,7 +51,7 @@ class Unavailable(Exception):
 def library(name: str) -> ctypes.CDLL | str:
     """The library of kernels/`name`.cpp; or, in words, why there is none. Logged once per process and reason."""
     try:
-        return ctypes.CDLL(str(_built(KERNELS / f"{name}.cpp")))
+        return ctypes.CDLL(str(_built(name)))
     except (Unavailable, OSError) as error:
         _warn_once(str(error))
         return str(error)
@@ -89,16 +89,26 @@ def _temporary_folder() -> Path | None:
     return folder if is_own else None
 
 
-def _built(source: Path) -> Path:
+def identity(name: str) -> str:
+    """What the library of kernels/`name`.cpp depends on: source, compiler, flags, processor. Raises `Unavailable`."""
+    source = KERNELS / f"{name}.cpp"
+    texts = [source.read_text(), *(header.read_text() for header in sorted(TOOLCHAIN.glob("*.h")))]
+    version = _run([_compiler(), "--version"])
+    return sha256("\n".join([*texts, version, *COMPILE_FLAGS, *LINK_FLAGS, _processor()]).encode()).hexdigest()[:20]
+
+
+def _compiler() -> str:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise Unavailable("there is no C++ compiler (g++); install one and start again")
-    version = _run([compiler, "--version"])
-    texts = [source.read_text(), *(header.read_text() for header in sorted(TOOLCHAIN.glob("*.h")))]
-    identity = "\n".join([*texts, version, *COMPILE_FLAGS, *LINK_FLAGS, _processor()])
-    target = cache_folder() / f"{source.stem}-{sha256(identity.encode()).hexdigest()[:20]}.so"
+    return compiler
+
+
+def _built(name: str) -> Path:
+    source = KERNELS / f"{name}.cpp"
+    target = cache_folder() / f"{source.stem}-{identity(name)}.so"
     if not target.exists():
-        _compile(compiler, source, target)
+        _compile(_compiler(), source, target)
     return target
 
 

@@ -1,0 +1,98 @@
+"""Which way products of many rows go on this machine: ours, or torch's over the weight as it was.
+
+Ours sums in one order for any number of rows. torch's may be faster for many, as where the processor multiplies
+matrices in hardware (AMX); the weight is unpacked for each of them then. Which is faster is measured once and kept
+beside the compiled kernels.
+"""
+
+import functools
+import json
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from hashlib import sha256
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..toolchain import cpp
+from .cpu import NativeLinear
+
+logger = logging.getLogger(__name__)
+
+ROWS = 64, 256, 1024
+SIZE = 1024
+"""Inputs and outputs of the weight that is measured."""
+
+REPEATS = 7
+"""The quickest counts."""
+
+WORTH = 1.1
+"""So much faster torch must be: the products of prompts are half of a busy step, so that ours then cost 5 % of it."""
+
+
+class Way(NamedTuple):
+    """Of products of one dtype."""
+
+    torch_from_rows: int | None  # None: ours is as fast, or nearly, for any number
+    torch_gain: float  # how many times faster torch's is for the most rows
+
+    @property
+    def told(self) -> str:
+        if self.torch_from_rows is None:
+            return f"products in C++ for any number of rows, {1 / self.torch_gain:.2f} times as fast as torch's"
+        return (
+            f"products in C++ for fewer than {self.torch_from_rows} rows; for more torch's, "
+            f"{self.torch_gain:.2f} times as fast"
+        )
+
+
+@functools.cache
+def way_of(dtype: torch.dtype) -> Way:
+    """Measured at the first use on a machine, in less than a second."""
+    kept = cpp.cache_folder() / f"products-{_identity(dtype)}.json"
+    try:
+        return Way(*json.loads(kept.read_text()))
+    except (OSError, ValueError, TypeError):
+        way = _measured(dtype)
+    logger.info("%s: %s", str(dtype).removeprefix("torch."), way.told)
+    try:
+        kept.write_text(json.dumps(way))
+    except OSError:
+        logger.debug("%s cannot be written; it is measured again at the next start", kept)
+    return way
+
+
+def _identity(dtype: torch.dtype) -> str:
+    parts = (cpp.identity("products/cpu_products"), torch.__version__, str(dtype))
+    return sha256("\n".join(parts).encode()).hexdigest()[:20]
+
+
+@torch.inference_mode()
+def _measured(dtype: torch.dtype) -> Way:
+    linear = NativeLinear.take_over(nn.Linear(SIZE, SIZE, bias=False).to(dtype))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gains = {}
+    for rows in ROWS:
+        x = torch.randn(rows, SIZE).to(dtype)
+        ways = (partial(linear.packed.product, x), partial(_torch_product, linear, x))
+        ours_s, torch_s = zip(*([_took_s(way) for way in ways] for _ in range(REPEATS)), strict=True)  # in turns
+        gains[rows] = min(ours_s) / min(torch_s)
+    torch.set_num_threads(threads)
+    slower = [rows for rows, gain in gains.items() if gain < WORTH]
+    first = next((rows for rows in ROWS if rows > max(slower, default=0)), None)
+    return Way(first, gains[ROWS[-1]])
+
+
+def _torch_product(linear: NativeLinear, x: Tensor) -> Tensor:
+    return nn.functional.linear(x, linear.weight)
+
+
+def _took_s(run: Callable[[], object]) -> float:
+    """Of this thread's own time: other processes may be busy while a worker starts."""
+    start_s = time.thread_time()
+    run()
+    return time.thread_time() - start_s
