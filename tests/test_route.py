@@ -49,7 +49,7 @@ OF_A_QUIET_STEP = {
     "kernels/paged_attention/plain_torch.py",
     "proto/channel.py",
     "proto/codec.py",
-    "workers/cpu/linear.py",
+    "kernels/products/cpu.py",
     "workers/sampler.py",
     "workers/worker.py",
 }

@@ -9,7 +9,7 @@ oneDNN where nothing can be compiled (`onednn.py`).
 
 import torch
 
-from .cpu import NativeLinear, PackedWeights, combine
+from .cpu import NativeLinear, PackedEmbedding, PackedWeights, combine
 from .onednn import OneDnnLinear, compile_products
 from .protocol import PackedLinear
 
@@ -17,6 +17,7 @@ __all__ = [
     "LINEAR_KINDS",
     "NativeLinear",
     "OneDnnLinear",
+    "PackedEmbedding",
     "PackedLinear",
     "PackedWeights",
     "combine",

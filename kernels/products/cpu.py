@@ -11,7 +11,7 @@ from ctypes import c_int32, c_int64, c_void_p
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..toolchain import cpp
@@ -151,3 +151,18 @@ class NativeLinear(PackedLinear):
         if input.dim() == 2:
             return self.packed.product(input)
         return self.packed.product(input.flatten(0, -2)).view(*input.shape[:-1], self.packed.outputs)
+
+
+class PackedEmbedding(nn.Embedding):
+    """An `nn.Embedding` that looks its rows up in the packed weight of the output, so that there is one of it."""
+
+    output: NativeLinear
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.output.rows(input.flatten()).view(*input.shape, -1)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """Its dtype and shape, for code that asks; there are no numbers to compute with."""
+        packed = self.output.packed
+        return torch.empty(packed.outputs, packed.inputs, dtype=packed.dtype, device="meta")

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ...kernels.products import PackedLinear, linear_kind
+from ...kernels.products import PackedEmbedding, PackedLinear, linear_kind
 
 
 def pack_linears(module: nn.Module, device: torch.device) -> None:
@@ -47,21 +47,6 @@ def merge_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
 
 
 # -- an embedding that shares its weight with the output -------------------------------------------------------------
-
-
-class PackedEmbedding(nn.Embedding):
-    """An `nn.Embedding` that looks its rows up in the packed weight of the output, so that there is one of it."""
-
-    output: PackedLinear
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.output.rows(input.flatten()).view(*input.shape, -1)
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        """Its dtype and shape, for code that asks; there are no numbers to compute with."""
-        packed: Any = self.output.packed
-        return torch.empty(self.output.outputs, self.output.in_features, dtype=packed.dtype, device="meta")
 
 
 def _only_looks_up(module: nn.Module) -> bool:
