@@ -161,7 +161,8 @@ RECURRENCES = ("mamba-2", "gated delta", "mamba-1", "convolution")
 
 
 def states(name: str, rounds: int) -> list[dict[str, Any]]:
-    """A step of 32 rows and a prompt of 1,024 tokens, in the sizes of a small model."""
+    """A step of 32 rows and a prompt of 1,024 tokens, in the sizes of a small model; beside it a plain copy of as many
+    bytes as the states of the rows have, which a step reads and writes as well."""
     import numpy as np
     import torch
     import torch.nn.functional as F
@@ -197,6 +198,8 @@ def states(name: str, rounds: int) -> list[dict[str, Any]]:
         for kind in (state.NativeStates, state.ChunkedStates):
             backend, pages = kind(), torch.zeros(count + 1, *shape)
             calls[kind.name] = partial(backend.scan, recurrence, pages, constants, inputs, backend.prepare(batch, cpu))
+        source, target = torch.zeros(2, count, *shape).unbind()
+        calls["copy"], took["copy"] = partial(target.copy_, source), []
         with torch.inference_mode():
             for which, call in calls.items():
                 results[which] = call()
@@ -210,6 +213,7 @@ def states(name: str, rounds: int) -> list[dict[str, Any]]:
         ratio = statistics.median(b / a for a, b in zip(took["native"], took["torch"], strict=True))
         rows.append(
             {"case": f"{name} {count} x {length}", "native_us": us["native"], "torch_us": us["torch"]}
+            | {"copy_us": us["copy"]}
             | {"native_to_torch": round(ratio, 3)}
         )
     return rows

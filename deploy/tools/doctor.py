@@ -153,7 +153,7 @@ def _kernels() -> list[Finding]:
     from ...kernels.toolchain import cpp
 
     found = []
-    for name, source in (("paged_decode", "paged_attention/cpu_decode"), ("tokenwise", "tokenwise/cpu_tokenwise")):
+    for name, source in (("attention", "paged_attention/cpu_attention"), ("tokenwise", "tokenwise/cpu_tokenwise")):
         library = cpp.library(source)
         if isinstance(library, str):
             has_compiler = shutil.which(os.environ.get("CXX", "g++")) is not None

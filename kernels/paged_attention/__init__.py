@@ -6,8 +6,8 @@
     backend.attend(q, kv_view, params, meta, out)     # ... and every new token looks back
 
 `protocol.py` says what these words mean, and `reference.py` shows the arithmetic one query at a time. It runs in plain
-torch (`plain_torch.py`), with single queries in C++ on a CPU (`cpu.py`), in kernels of our own on a GPU
-(`triton.py`), or in FlashAttention's (`flash.py`).
+torch (`plain_torch.py`), in C++ on a CPU (`cpu.py`), in kernels of our own on a GPU (`triton.py`), or in
+FlashAttention's (`flash.py`).
 """
 
 from collections.abc import Collection, Sequence

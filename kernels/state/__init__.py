@@ -13,14 +13,24 @@ from ...errors import InvalidSetting
 from .cpu import NativeStates
 from .plain_torch import ChunkedStates
 from .protocol import Piece, Recurrence, SaveAt, StateBackend, StateBatch
-from .reference import CONVOLUTION, GATED_DELTA, LINEAR_ATTENTION, SELECTIVE_SCAN, ReferenceStates
+from .reference import (
+    CONVOLUTION,
+    GATED_CONVOLUTION,
+    GATED_DELTA,
+    LINEAR_ATTENTION,
+    SELECTIVE_SCAN,
+    SILU_CONVOLUTION,
+    ReferenceStates,
+)
 from .triton import TritonStates
 
 __all__ = [
     "CONVOLUTION",
+    "GATED_CONVOLUTION",
     "GATED_DELTA",
     "LINEAR_ATTENTION",
     "SELECTIVE_SCAN",
+    "SILU_CONVOLUTION",
     "STATE_BACKENDS",
     "ChunkedStates",
     "NativeStates",

@@ -1,19 +1,25 @@
-"""States in C++ on a CPU, in place: single tokens of every recurrence, and prompts of those that no product of matrices
-would help. Prompts of linear attention and delta nets go in chunks, as `plain_torch.py` does it."""
+"""States in C++ on a CPU, in place, token by token: the bits that come out depend on a row's tokens alone, not on how
+they were cut into pieces, on the rows beside or on the number of threads."""
 
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_int32, c_int64, c_void_p
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..toolchain import cpp
-from .plain_torch import RUNS, run_piece
-from .protocol import Columns, Piece, Recurrence, StateBatch, waves
-from .reference import CONVOLUTION, GATED_DELTA, LINEAR_ATTENTION, SELECTIVE_SCAN
+from .protocol import Columns, Recurrence, StateBatch, Wave, waves
+from .reference import (
+    CONVOLUTION,
+    GATED_CONVOLUTION,
+    GATED_DELTA,
+    LINEAR_ATTENTION,
+    SELECTIVE_SCAN,
+    SILU_CONVOLUTION,
+)
 
 
 class _Pieces(ctypes.Structure):
@@ -26,7 +32,7 @@ class _Heads(ctypes.Structure):
         *((name, c_void_p) for name in ("q", "k", "v", "g", "beta", "out", "pages")),
         *((name, c_int64) for name in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")),
         *((name, c_int64) for name in ("g_token", "g_head", "beta_token", "beta_head", "page_stride")),
-        *((name, c_int32) for name in ("heads", "keys", "values", "kind")),
+        *((name, c_int32) for name in ("heads", "key_heads", "keys", "values", "kind")),
     ]
 
 
@@ -42,29 +48,26 @@ class _Scan(ctypes.Structure):
 class _Convolution(ctypes.Structure):
     _fields_ = [
         ("pieces", _Pieces),
-        *((name, c_void_p) for name in ("weight", "bias", "x", "out", "pages")),
-        *((name, c_int64) for name in ("x_token", "page_stride")),
-        *((name, c_int32) for name in ("channels", "window", "kind")),
+        *((name, c_void_p) for name in ("weight", "bias", "x", "before", "after", "out", "pages")),
+        *((name, c_int64) for name in ("x_token", "before_token", "after_token", "page_stride")),
+        *((name, c_int32) for name in ("channels", "window", "activates", "kind")),
     ]
 
 
-class _Part(NamedTuple):
-    """Some pieces of a wave, and the same as arrays."""
+class _Part:
+    """The pieces of a wave as a kernel takes them."""
 
-    pieces: list[Piece]
-    columns: Columns
+    def __init__(self, wave: Wave):
+        self._columns = Columns.of(wave)
+        self._native = _Pieces(*(column.ctypes.data for column in self._columns), len(wave))
+        self._counts_from_behind = bool((self._columns.page < 0).any())
 
     def native(self, slots: int) -> _Pieces:
-        pages = self.columns.page
-        if (pages < 0).any():
-            pages[pages < 0] += slots  # settled once and for all: every layer of a group has as many
-        return _Pieces(*(column.ctypes.data for column in self.columns), len(self.pieces))
-
-
-class _SplitWave(NamedTuple):
-    every: _Part
-    singles: _Part
-    longer: list[Piece]
+        if self._counts_from_behind:  # settled once and for all: every layer of a group has as many
+            pages = self._columns.page
+            pages[pages < 0] += slots
+            self._counts_from_behind = False
+        return self._native
 
 
 class NativeStates:
@@ -82,20 +85,15 @@ class NativeStates:
         self._library: Any = cpp.library("state/cpu_states")
         self._run = {
             CONVOLUTION.name: self._convolve,
+            SILU_CONVOLUTION.name: self._convolve,
+            GATED_CONVOLUTION.name: self._convolve,
             LINEAR_ATTENTION.name: self._heads,
             GATED_DELTA.name: self._heads,
             SELECTIVE_SCAN.name: self._channels,
         }
 
-    def prepare(self, batch: StateBatch, device: torch.device) -> list[_SplitWave]:
-        return [
-            _SplitWave(
-                _part(wave),
-                _part([piece for piece in wave if piece.is_single]),
-                [piece for piece in wave if not piece.is_single],
-            )
-            for wave in waves(batch)
-        ]
+    def prepare(self, batch: StateBatch, device: torch.device) -> list[_Part]:
+        return [_Part(wave) for wave in waves(batch)]
 
     def frame(self, rows: int, device: torch.device) -> None:
         return None  # on a CPU nothing is gained
@@ -105,46 +103,42 @@ class NativeStates:
 
     def scan(
         self, recurrence: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor],
-        meta: list[_SplitWave],
+        meta: list[_Part],
     ) -> Tensor:  # fmt: skip
         return self._run[recurrence.name](recurrence, pages, constants, inputs, meta)
 
     def _heads(
         self, recurrence: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor],
-        meta: list[_SplitWave],
+        meta: list[_Part],
     ) -> Tensor:  # fmt: skip
         q, k, v, g, *beta = (_dense(values) for values in inputs)
         out = torch.empty(v.shape)
         slots, heads, keys, values = pages.shape
         strides = [stride for x in (q, k, v, g, *(beta or (g,))) for stride in x.stride()[:2]]
         for wave in meta:
-            # Single tokens in C++.
-            if wave.singles.pieces:
-                self._library.intarsia_heads(
-                    ctypes.byref(
-                        _Heads(
-                            wave.singles.native(slots),
-                            *(x.data_ptr() for x in (q, k, v, g)),
-                            beta[0].data_ptr() if beta else None,
-                            out.data_ptr(),
-                            pages.data_ptr(),
-                            *strides,
-                            pages.stride(0),
-                            heads,
-                            keys,
-                            values,
-                            cpp.KINDS[pages.dtype],
-                        )
+            self._library.intarsia_heads(
+                ctypes.byref(
+                    _Heads(
+                        wave.native(slots),
+                        *(x.data_ptr() for x in (q, k, v, g)),
+                        beta[0].data_ptr() if beta else None,
+                        out.data_ptr(),
+                        pages.data_ptr(),
+                        *strides,
+                        pages.stride(0),
+                        heads,
+                        q.shape[1],
+                        keys,
+                        values,
+                        cpp.KINDS[pages.dtype],
                     )
                 )
-            # Longer runs in chunks of matrix products.
-            for piece in wave.longer:
-                out[piece.start : piece.end] = run_piece(RUNS[recurrence.name], pages, constants, inputs, piece)
+            )
         return out
 
     def _channels(
         self, _: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor],
-        meta: list[_SplitWave],
+        meta: list[_Part],
     ) -> Tensor:  # fmt: skip
         A = constants[0].float().contiguous()
         x, dt, B, C = (_dense(values) for values in inputs)
@@ -154,7 +148,7 @@ class NativeStates:
             self._library.intarsia_scan(
                 ctypes.byref(
                     _Scan(
-                        wave.every.native(slots),
+                        wave.native(slots),
                         *(tensor.data_ptr() for tensor in (A, x, dt, B, C, out, pages)),
                         *(tensor.stride(0) for tensor in (x, dt, B, C, pages)),
                         channels,
@@ -166,24 +160,29 @@ class NativeStates:
         return out
 
     def _convolve(
-        self, _: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor],
-        meta: list[_SplitWave],
+        self, recurrence: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor],
+        meta: list[_Part],
     ) -> Tensor:  # fmt: skip
-        weight, bias = (constant.to(pages.dtype).contiguous() for constant in constants)
-        x = inputs[0].to(pages.dtype)
-        x = x if x.stride(-1) == 1 else x.contiguous()
+        weight, bias = (_dense(constant, pages.dtype).contiguous() for constant in constants)
+        given = [_dense(values, pages.dtype) for values in inputs]
+        before, x, after = given if recurrence is GATED_CONVOLUTION else (None, given[0], None)
         out = torch.empty(x.shape, dtype=x.dtype)
         slots, channels, window = pages.shape
         for wave in meta:
             self._library.intarsia_convolve(
                 ctypes.byref(
                     _Convolution(
-                        wave.every.native(slots),
-                        *(tensor.data_ptr() for tensor in (weight, bias, x, out, pages)),
+                        wave.native(slots),
+                        *(tensor.data_ptr() for tensor in (weight, bias, x)),
+                        *(gate.data_ptr() if gate is not None else None for gate in (before, after)),
+                        out.data_ptr(),
+                        pages.data_ptr(),
                         x.stride(0),
+                        *(gate.stride(0) if gate is not None else 0 for gate in (before, after)),
                         pages.stride(0),
                         channels,
                         window,
+                        recurrence is SILU_CONVOLUTION,
                         cpp.KINDS[pages.dtype],
                     )
                 )
@@ -191,11 +190,7 @@ class NativeStates:
         return out
 
 
-def _part(pieces: list[Piece]) -> _Part:
-    return _Part(pieces, Columns.of(pieces))
-
-
-def _dense(values: Tensor) -> Tensor:
-    """Float32, the numbers of the last axis side by side."""
-    values = values.float()
+def _dense(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The numbers of the last axis side by side."""
+    values = values if values.dtype is dtype else values.to(dtype)  # which takes a microsecond to do nothing
     return values if values.stride(-1) == 1 else values.contiguous()

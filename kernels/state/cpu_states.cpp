@@ -1,18 +1,23 @@
-// Recurrences over states in pages, on a CPU, each state in place. Plain C ABI; see state/native.py.
+// Recurrences over states in pages, on a CPU, each state in place. Plain C ABI; see state/cpu.py.
 //
-// Work is cut into parts of a state that no other part depends on: some values of one head, or some channels. What they
-// need of it stays in registers while a token passes. Arithmetic is in float32, as in state/reference.py.
+// A state is cut into parts that no other part depends on: some values of one head, or some channels. A part passes
+// through all tokens of a piece while it lies in the first cache, one token after the other, by the same instructions
+// however many tokens there are. So the bits that come out depend on a row's tokens alone: not on how they were cut
+// into pieces, not on the rows beside, not on the number of threads. Lanes are values or channels, and sums over keys
+// or states go one by one in their order. Arithmetic is in float32, as in state/reference.py; a state whose page has
+// fewer bits is rounded after each token.
 //
 // A piece is [start, start + length) of the packed tokens, from page `page`, or from zeros; its last state also goes to
 // `saved_to`, unless that is negative.
 
-#include <algorithm>
-#include <cmath>
-#include <cstring>
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
 #include <type_traits>
 #include <vector>
 
-#include "numbers.h"
+#include "elementwise.h"
 
 extern "C" {
 
@@ -21,16 +26,16 @@ struct Pieces {
     int64_t count;
 };
 
-struct Heads {  // pieces of one token
+struct Heads {
     Pieces pieces;
-    const float *q, *k, *v, *g, *beta;  // [T, H, K], [T, H, K], [T, H, V], [T, H], [T, H] or null: no delta
+    const float *q, *k, *v, *g, *beta;  // [T, KH, K], [T, KH, K], [T, H, V], [T, H], [T, H] or null: no delta
     float* out;                         // [T, H, V] dense
     void* pages;                        // [pages, H, K, V] dense within a page
     int64_t q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token, beta_head, page_stride;
-    int32_t heads, keys, values, kind;
+    int32_t heads, key_heads, keys, values, kind;  // H / KH neighbours share a key head
 };
 
-struct Scan {  // pieces of any length
+struct Scan {
     Pieces pieces;
     const float *A, *x, *dt, *B, *C;  // [C, S], [T, C], [T, C], [T, S], [T, S]
     float* out;                       // [T, C] dense
@@ -39,167 +44,457 @@ struct Scan {  // pieces of any length
     int32_t channels, states, kind;
 };
 
-struct Convolution {  // pieces of any length
+struct Convolution {
     Pieces pieces;
-    const void *weight, *bias, *x;  // [C, window + 1], [C], [T, C]
-    void *out, *pages;              // [T, C] dense, [pages, C, window] dense within a page
-    int64_t x_token, page_stride;
-    int32_t channels, window, kind;
+    const void *weight, *bias, *x, *before, *after;  // [C, window + 1], [C], [T, C], [T, C] or null, [T, C] or null
+    void *out, *pages;                               // [T, C] dense, [pages, C, window] dense within a page
+    int64_t x_token, before_token, after_token, page_stride;
+    int32_t channels, window, activates, kind;
 };
 
 }  // extern "C"
 
 namespace {
 
-constexpr int BLOCK = 4 * LANES;  // values of a head, or channels, that a thread takes at a time
+constexpr int PART = 2;                     // vectors of values, or of channels, that pass through all tokens together
 constexpr int64_t WORTH_THREADS = 1 << 15;  // numbers of states; below, waking threads takes longer than the work
 
-// One token of one head, values [from, from + 16 * B).
-template <int B, bool DELTA, class T>
-inline void head_step(const Heads& a, const float* q, const float* k, const float* v, float decay, float beta,
-                      const T* old, T* state, T* saved, float* out) {
-    const int64_t row = a.values;
-    Vec added[B], result[B] = {};
-    for (int b = 0; b < B; b++) added[b] = load(v + b * LANES);
-    if (DELTA) {
-        Vec known[B] = {};
-        if (old)
-            for (int i = 0; i < a.keys; i++)
-                for (int b = 0; b < B; b++) known[b] += k[i] * load(old + i * row + b * LANES);
-        for (int b = 0; b < B; b++) added[b] = beta * (added[b] - decay * known[b]);
-    }
-    for (int i = 0; i < a.keys; i++)
-        for (int b = 0; b < B; b++) {
-            Vec s = k[i] * added[b];
-            if (old) s += decay * load(old + i * row + b * LANES);
-            store(s, state + i * row + b * LANES);
-            if (saved) store(s, saved + i * row + b * LANES);
-            result[b] += q[i] * s;
-        }
-    for (int b = 0; b < B; b++) store(result[b], out + b * LANES);
+int64_t tokens_of(const Pieces& pieces) {
+    int64_t tokens = 0;
+    for (int64_t n = 0; n < pieces.count; n++) tokens += pieces.length[n];
+    return tokens;
 }
 
-// The same for the values that fill no vector.
+// The pages of one piece, from the place of some part on.
 template <class T>
-inline void head_rest(const Heads& a, const float* q, const float* k, const float* v, float decay, float beta,
-                      const T* old, T* state, T* saved, float* out, int count) {
-    for (int d = 0; d < count; d++) {
-        float added = v[d], result = 0;
-        if (a.beta) {
-            float known = 0;
-            for (int i = 0; old && i < a.keys; i++) known += k[i] * to_float(old[i * a.values + d]);
-            added = beta * (added - decay * known);
-        }
-        for (int i = 0; i < a.keys; i++) {
-            const float s = k[i] * added + (old ? decay * to_float(old[i * a.values + d]) : 0.0f);
-            from_float(s, state + i * a.values + d);
-            if (saved) from_float(s, saved + i * a.values + d);
-            result += q[i] * s;
-        }
-        out[d] = result;
+struct Place {
+    T *state, *saved;  // saved: or null
+    bool is_new;
+
+    Place(const Pieces& pieces, int64_t piece, void* pages, int64_t page_stride, int64_t offset) {
+        T* first = static_cast<T*>(pages) + offset;
+        const int64_t to = pieces.saved_to[piece];
+        state = first + pieces.page[piece] * page_stride;
+        saved = to < 0 ? nullptr : first + to * page_stride;
+        is_new = pieces.is_new[piece];
     }
+};
+
+// -- heads -------------------------------------------------------------------------------------------------------------
+
+// One head of a wave, and what its tokens bring.
+struct Head {
+    const Heads& a;
+    int64_t head, key_head;
+
+    Head(const Heads& a, int64_t head) : a(a), head(head), key_head(head * a.key_heads / a.heads) {}
+    const float* q(int64_t t) const { return a.q + t * a.q_token + key_head * a.q_head; }
+    const float* k(int64_t t) const { return a.k + t * a.k_token + key_head * a.k_head; }
+    const float* v(int64_t t) const { return a.v + t * a.v_token + head * a.v_head; }
+    float* out(int64_t t) const { return a.out + (t * a.heads + head) * a.values; }
+    float beta(int64_t t) const { return a.beta[t * a.beta_token + head * a.beta_head]; }
+    // Tokens lie apart, so that no processor guesses what is read next.
+    void prefetch_token(int64_t t, int from) const {
+        for (int i = 0; i < a.keys; i += 16) {
+            prefetch(q(t) + i);
+            prefetch(k(t) + i);
+        }
+        for (int i = 0; i < PART * WIDTH; i += 16) prefetch(v(t) + from + i);
+    }
+    // What is left of the state at each of up to WIDTH tokens.
+    void decays(int64_t first, int64_t count, float* to) const {
+        float g[WIDTH] = {};
+        for (int64_t n = 0; n < count; n++) g[n] = a.g[(first + n) * a.g_token + head * a.g_head];
+        store_lanes(exponential(load_lanes(g)), to);
+    }
+};
+
+// known[value] = sum over keys of k[key] * state[key][value], of B vectors of values.
+template <int B, class T>
+inline void recall(const T* state, int64_t row, int keys, const float* k, Lanes* known) {
+    Lanes sums[B] = {};
+    for (int i = 0; i < keys; i++) {
+        const Lanes here = all_lanes(k[i]);
+        for (int b = 0; b < B; b++) sums[b] = fused(here, load_lanes(state + i * row + b * WIDTH), sums[b]);
+    }
+    for (int b = 0; b < B; b++) known[b] = sums[b];
+}
+
+// One token: state = decay * state + k added;  result = q state.  AHEAD: and what the next token's key recalls of it.
+// T: what the state is kept as between tokens.
+template <int B, bool AHEAD, class T, class Kept>
+inline void pass(Kept* state, int64_t row, int keys, float decay, const float* q, const float* k, const float* next,
+                 const Lanes* added, Lanes* result, Lanes* known) {
+    const Lanes left = all_lanes(decay);
+    Lanes own[B], sums[B] = {}, recalled[B] = {};
+    for (int b = 0; b < B; b++) own[b] = added[b];
+    for (int i = 0; i < keys; i++) {
+        const Lanes key = all_lanes(k[i]), query = all_lanes(q[i]), ahead = all_lanes(AHEAD ? next[i] : 0.0f);
+        for (int b = 0; b < B; b++) {
+            Kept* at = state + i * row + b * WIDTH;
+            Lanes s = fused(key, own[b], left * load_lanes(at));
+            sums[b] = fused(query, s, sums[b]);
+            if constexpr (!std::is_same_v<T, Kept>) s = rounded<T>(s);
+            store_lanes(s, at);
+            if (AHEAD) recalled[b] = fused(ahead, s, recalled[b]);
+        }
+    }
+    for (int b = 0; b < B; b++) result[b] = sums[b];
+    for (int b = 0; AHEAD && b < B; b++) known[b] = recalled[b];
+}
+
+// What a token adds to each value: v, or what of it is not known already.
+template <bool DELTA>
+inline Lanes correction(Lanes v, Lanes known, float decay, float beta) {
+    return DELTA ? all_lanes(beta) * fused(all_lanes(-decay), known, v) : v;
+}
+
+// A single token over values [from, from + B * WIDTH) of a state in its page.
+template <int B, bool DELTA, class T>
+inline void single(const Head& h, int64_t t, float decay, T* state, int from) {
+    const float beta = DELTA ? h.beta(t) : 0.0f;
+    Lanes known[B] = {}, added[B], result[B];
+    if (DELTA) recall<B>(state + from, h.a.values, h.a.keys, h.k(t), known);
+    for (int b = 0; b < B; b++)
+        added[b] = correction<DELTA>(load_lanes(h.v(t) + from + b * WIDTH), known[b], decay, beta);
+    pass<B, false, T>(state + from, h.a.values, h.a.keys, decay, h.q(t), h.k(t), nullptr, added, result, nullptr);
+    for (int b = 0; b < B; b++) store_lanes(result[b], h.out(t) + from + b * WIDTH);
+}
+
+// Tokens [start, end) over `count` values, at most B vectors, of a state that was copied to `held` [keys, B * WIDTH].
+template <int B, bool DELTA, class T>
+void many(const Head& h, int64_t start, int64_t end, float* held, int from, int count) {
+    constexpr int ROW = B * WIDTH;
+    Lanes known[B] = {}, added[B], result[B];
+    float decays[WIDTH];
+    if (DELTA) recall<B>(held, ROW, h.a.keys, h.k(start), known);
+    for (int64_t t = start; t < end; t++) {
+        const int64_t turn = (t - start) % WIDTH;
+        if (turn == 0) h.decays(t, std::min<int64_t>(WIDTH, end - t), decays);
+        if (t + 2 < end) h.prefetch_token(t + 2, from);
+        const float decay = decays[turn], beta = DELTA ? h.beta(t) : 0.0f;
+        for (int b = 0; b < B; b++)
+            added[b] = correction<DELTA>(load_some(h.v(t) + from + b * WIDTH, count - b * WIDTH), known[b], decay, beta);
+        if (DELTA && t + 1 < end)
+            pass<B, true, T>(held, ROW, h.a.keys, decay, h.q(t), h.k(t), h.k(t + 1), added, result, known);
+        else
+            pass<B, false, T>(held, ROW, h.a.keys, decay, h.q(t), h.k(t), nullptr, added, result, nullptr);
+        for (int b = 0; b < B; b++) store_some(result[b], h.out(t) + from + b * WIDTH, count - b * WIDTH);
+    }
+}
+
+// Values [from, from + count), at most B vectors, of all tokens of a piece.
+template <int B, bool DELTA, class T>
+void part_of_head(const Head& h, int64_t piece, const Place<T>& place, int from, int count, std::vector<Lanes>& room) {
+    const int keys = h.a.keys;
+    const int64_t start = h.a.pieces.start[piece], row = h.a.values;
+    room.resize(size_t(keys) * B);
+    float* held = reinterpret_cast<float*>(room.data());
+    for (int i = 0; i < keys; i++)
+        for (int b = 0; b < B; b++)
+            room[i * B + b] =
+                place.is_new ? Lanes{} : load_some(place.state + i * row + from + b * WIDTH, count - b * WIDTH);
+    many<B, DELTA, T>(h, start, start + h.a.pieces.length[piece], held, from, count);
+    for (T* to : {place.state, place.saved})
+        for (int i = 0; to && i < keys; i++)
+            for (int b = 0; b < B; b++)
+                store_some(room[i * B + b], to + i * row + from + b * WIDTH, count - b * WIDTH);
+}
+
+// All values of a head for a single token: a state is read once and written once, in the order in which it lies.
+template <bool DELTA, class T>
+void single_head(const Head& h, int64_t piece, const Place<T>& place, std::vector<Lanes>& room) {
+    const int64_t t = h.a.pieces.start[piece], size = int64_t(h.a.keys) * h.a.values;
+    float decays[WIDTH];
+    h.decays(t, 1, decays);
+    if (place.is_new) std::memset(static_cast<void*>(place.state), 0, sizeof(T) * size);
+    int from = 0;
+    if (REGISTERS == 32)
+        for (; from + 8 * WIDTH <= h.a.values; from += 8 * WIDTH)
+            single<8, DELTA, T>(h, t, decays[0], place.state, from);
+    for (; from + 4 * WIDTH <= h.a.values; from += 4 * WIDTH)
+        single<4, DELTA, T>(h, t, decays[0], place.state, from);
+    for (; from + 2 * WIDTH <= h.a.values; from += 2 * WIDTH)
+        single<2, DELTA, T>(h, t, decays[0], place.state, from);
+    for (; from + WIDTH <= h.a.values; from += WIDTH) single<1, DELTA, T>(h, t, decays[0], place.state, from);
+    if (from < h.a.values) part_of_head<1, DELTA, T>(h, piece, place, from, h.a.values - from, room);
+    if (place.saved) std::memcpy(static_cast<void*>(place.saved), place.state, sizeof(T) * size);
 }
 
 template <bool DELTA, class T>
 void heads(const Heads& a) {
-    const int64_t size = int64_t(a.keys) * a.values, work = a.pieces.count * a.heads;
-#pragma omp parallel for schedule(static) if (work * size > WORTH_THREADS)
-    for (int64_t n = 0; n < work; n++) {
-        const int64_t piece = n / a.heads, head = n % a.heads, token = a.pieces.start[piece];
-        T* pages = static_cast<T*>(a.pages) + head * size;
-        T* state = pages + a.pieces.page[piece] * a.page_stride;
-        const int64_t to = a.pieces.saved_to[piece];
-        T* saved = to < 0 ? nullptr : pages + to * a.page_stride;
-        const T* old = a.pieces.is_new[piece] ? nullptr : state;
-        const float *q = a.q + token * a.q_token + head * a.q_head, *k = a.k + token * a.k_token + head * a.k_head;
-        const float* v = a.v + token * a.v_token + head * a.v_head;
-        float* out = a.out + (token * a.heads + head) * a.values;
-        const float decay = std::exp(a.g[token * a.g_token + head * a.g_head]);
-        const float beta = DELTA ? a.beta[token * a.beta_token + head * a.beta_head] : 0.0f;
-        auto at = [](auto* p, int d) { return p ? p + d : nullptr; };
-        int d = 0;
-        for (; d + BLOCK <= a.values; d += BLOCK)
-            head_step<4, DELTA, T>(a, q, k, v + d, decay, beta, at(old, d), state + d, at(saved, d), out + d);
-        for (; d + LANES <= a.values; d += LANES)
-            head_step<1, DELTA, T>(a, q, k, v + d, decay, beta, at(old, d), state + d, at(saved, d), out + d);
-        head_rest<T>(a, q, k, v + d, decay, beta, at(old, d), state + d, at(saved, d), out + d, a.values - d);
+    struct Work {
+        int64_t piece, head;
+        int from;  // the first value of a part; WHOLE: all of a single token
+    };
+    constexpr int WHOLE = -1;
+    const int64_t size = int64_t(a.keys) * a.values;
+    std::vector<Work> works;
+    for (int64_t piece = 0; piece < a.pieces.count; piece++)
+        for (int64_t head = 0; head < a.heads; head++)
+            if (a.pieces.length[piece] == 1)
+                works.push_back({piece, head, WHOLE});
+            else
+                for (int from = 0; from < a.values; from += PART * WIDTH) works.push_back({piece, head, from});
+#pragma omp parallel if (tokens_of(a.pieces) * a.heads * size > WORTH_THREADS)
+    {
+        std::vector<Lanes> room;
+#pragma omp for schedule(dynamic)
+        for (size_t n = 0; n < works.size(); n++) {
+            const auto [piece, head, from] = works[n];
+            const Head h(a, head);
+            const Place<T> place(a.pieces, piece, a.pages, a.page_stride, head * size);
+            const int count = std::min(PART * WIDTH, a.values - from);
+            if (from == WHOLE)
+                single_head<DELTA, T>(h, piece, place, room);
+            else if (count > WIDTH)
+                part_of_head<PART, DELTA, T>(h, piece, place, from, count, room);
+            else
+                part_of_head<1, DELTA, T>(h, piece, place, from, count, room);
+        }
+    }
+}
+
+// -- channels ----------------------------------------------------------------------------------------------------------
+
+#if defined(__SSE2__)
+// Four rows of four numbers as four columns.
+inline void turn_four(const float* from, int64_t from_row, float* to, int64_t to_row) {
+    __m128 a = _mm_loadu_ps(from), b = _mm_loadu_ps(from + from_row);
+    __m128 c = _mm_loadu_ps(from + 2 * from_row), d = _mm_loadu_ps(from + 3 * from_row);
+    _MM_TRANSPOSE4_PS(a, b, c, d);
+    _mm_storeu_ps(to, a);
+    _mm_storeu_ps(to + to_row, b);
+    _mm_storeu_ps(to + 2 * to_row, c);
+    _mm_storeu_ps(to + 3 * to_row, d);
+}
+#else
+inline void turn_four(const float* from, int64_t from_row, float* to, int64_t to_row) {
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 4; j++) to[j * to_row + i] = from[i * from_row + j];
+}
+#endif
+
+// to[column][row] = from[row][column], of numbers of any kind.
+template <class From, class To>
+inline void turn(const From* from, int64_t from_row, int rows, int columns, To* to, int64_t to_row) {
+    if constexpr (std::is_same_v<From, float> && std::is_same_v<To, float>)
+        if (rows % 4 == 0 && columns % 4 == 0) {
+            for (int i = 0; i < rows; i += 4)
+                for (int j = 0; j < columns; j += 4) turn_four(from + i * from_row + j, from_row, to + j * to_row + i, to_row);
+            return;
+        }
+    for (int j = 0; j < columns; j++)
+        for (int i = 0; i < rows; i++) from_float(to_float(from[i * from_row + j]), to + j * to_row + i);
+}
+
+// Tokens of a piece over `count` channels, at most WIDTH: held, A: [states, WIDTH].
+template <class T>
+void scan_channels(const Scan& a, int64_t start, int64_t end, int64_t first, int count, float* held, const float* A) {
+    for (int64_t t = start; t < end; t++) {
+        const float *B = a.B + t * a.B_token, *C = a.C + t * a.C_token;
+        const Lanes dt = load_some(a.dt + t * a.dt_token + first, count);
+        const Lanes added = dt * load_some(a.x + t * a.x_token + first, count), in_powers = dt * all_lanes(LOG2_E);
+        Lanes sum = {};
+        for (int i = 0; i < a.states; i++) {
+            float* at = held + i * WIDTH;
+            const Lanes decay = power_of_two(in_powers * load_lanes(A + i * WIDTH), Lanes{});
+            const Lanes s = fused(added, all_lanes(B[i]), decay * load_lanes(at));
+            sum = fused(s, all_lanes(C[i]), sum);
+            store_lanes(rounded<T>(s), at);
+        }
+        store_some(sum, a.out + t * a.channels + first, count);
     }
 }
 
 template <class T>
 void scan(const Scan& a) {
-    const int64_t blocks = (a.channels + LANES - 1) / LANES;
-    int64_t tokens = 0;
-    for (int64_t n = 0; n < a.pieces.count; n++) tokens += a.pieces.length[n];
-#pragma omp parallel for schedule(dynamic) if (tokens * a.channels * a.states > WORTH_THREADS)
-    for (int64_t work = 0; work < a.pieces.count * blocks; work++) {
-        std::vector<float> held;
-        const int64_t piece = work / blocks, first = work % blocks * LANES;
-        const int64_t last = std::min<int64_t>(first + LANES, a.channels), to = a.pieces.saved_to[piece];
-        T* pages = static_cast<T*>(a.pages) + first * a.states;
-        T* state = pages + a.pieces.page[piece] * a.page_stride;
-        const int64_t size = (last - first) * a.states;
-        held.resize(size);
-        for (int64_t i = 0; i < size; i++) held[i] = a.pieces.is_new[piece] ? 0.0f : to_float(state[i]);
-        for (int64_t t = a.pieces.start[piece]; t < a.pieces.start[piece] + a.pieces.length[piece]; t++) {
-            const float *B = a.B + t * a.B_token, *C = a.C + t * a.C_token;
-            for (int64_t c = first; c < last; c++) {
-                const float dt = a.dt[t * a.dt_token + c], added = dt * a.x[t * a.x_token + c];
-                const float* A = a.A + c * a.states;
-                float* s = held.data() + (c - first) * a.states;
-                float result = 0;
-                for (int i = 0; i < a.states; i++) {
-                    s[i] = std::exp(dt * A[i]) * s[i] + added * B[i];
-                    result += s[i] * C[i];
-                }
-                a.out[t * a.channels + c] = result;
+    constexpr int BLOCK = 4 * WIDTH;
+    const int64_t blocks = (a.channels + BLOCK - 1) / BLOCK;
+#pragma omp parallel if (tokens_of(a.pieces) * a.channels * a.states > WORTH_THREADS)
+    {
+        std::vector<Lanes> room(2 * a.states);
+        float *held = reinterpret_cast<float*>(room.data()), *A = held + a.states * WIDTH;
+#pragma omp for schedule(dynamic)
+        for (int64_t work = 0; work < a.pieces.count * blocks; work++) {
+            const int64_t piece = work / blocks, start = a.pieces.start[piece], end = start + a.pieces.length[piece];
+            const int64_t block = work % blocks * BLOCK, last = std::min<int64_t>(block + BLOCK, a.channels);
+            for (int64_t first = block; first < last; first += WIDTH) {
+                const int count = int(std::min<int64_t>(WIDTH, last - first));
+                const Place<T> place(a.pieces, piece, a.pages, a.page_stride, first * a.states);
+                std::fill(room.begin(), room.end(), Lanes{});
+                turn(a.A + first * a.states, a.states, count, a.states, A, WIDTH);
+                if (!place.is_new) turn(place.state, a.states, count, a.states, held, WIDTH);
+                scan_channels<T>(a, start, end, first, count, held, A);
+                turn(held, WIDTH, a.states, count, place.state, a.states);
+                if (place.saved) turn(held, WIDTH, a.states, count, place.saved, a.states);
             }
         }
-        for (int64_t i = 0; i < size; i++) from_float(held[i], state + i);
-        if (to >= 0) std::copy(state, state + size, pages + to * a.page_stride);
+    }
+}
+
+// Where each lane of W vectors comes from when numbers move among them: `lane[to][v]` chooses between what came of the
+// vectors before v (lanes below WIDTH) and vector v.
+template <int W>
+struct Moves {
+    int32_t lane[W][W][WIDTH] = {};
+
+    template <class Places>
+    constexpr explicit Moves(Places place) {
+        for (int to = 0; to < W; to++)
+            for (int v = 1; v < W; v++)
+                for (int i = 0; i < WIDTH; i++) {
+                    const int at = place(to, i);
+                    lane[to][v][i] = at / WIDTH == v ? WIDTH + at % WIDTH : v == 1 && at < WIDTH ? at : i;
+                }
+    }
+    Lanes to(int to, const Lanes* from) const {
+        Lanes result = from[0];
+        for (int v = 1; v < W; v++) {
+            Ints which;
+            std::memcpy(&which, lane[to][v], sizeof which);
+            result = __builtin_shuffle(result, from[v], which);
+        }
+        return result;
+    }
+};
+// Windows of W numbers of WIDTH channels as W vectors of channels, and back.
+template <int W, class T>
+inline void open_windows(const T* from, Lanes* to) {
+    static constexpr Moves<W> moves([](int w, int c) { return c * W + w; });
+    Lanes numbers[W];
+    for (int w = 0; w < W; w++) numbers[w] = load_lanes(from + w * WIDTH);
+    for (int w = 0; w < W; w++) to[w] = moves.to(w, numbers);
+}
+template <int W, class T>
+inline void close_windows(const Lanes* from, T* to) {
+    static constexpr Moves<W> moves([](int v, int i) { return (v * WIDTH + i) % W * WIDTH + (v * WIDTH + i) / W; });
+    for (int v = 0; v < W; v++) store_lanes(moves.to(v, from), to + v * WIDTH);
+}
+
+// -- convolutions ------------------------------------------------------------------------------------------------------
+
+// Up to WIDTH channels of a convolution: what their tokens bring, and where it goes.
+template <class T>
+struct Channels {
+    const Convolution& a;
+    int64_t first;
+    int count;
+
+    const T* at(const void* tokens, int64_t t, int64_t stride) const {
+        return static_cast<const T*>(tokens) + t * stride + first;
+    }
+    Lanes bias() const { return load_some(at(a.bias, 0, 0), count); }
+    Lanes newest(int64_t t) const {
+        const Lanes x = load_some(at(a.x, t, a.x_token), count);
+        return a.before ? rounded<T>(x * load_some(at(a.before, t, a.before_token), count)) : x;
+    }
+    void finish(Lanes sum, int64_t t) const {
+        if (a.activates) sum = silu(rounded<T>(sum));
+        if (a.after) sum = rounded<T>(sum) * load_some(at(a.after, t, a.after_token), count);
+        store_some(sum, static_cast<T*>(a.out) + t * a.channels + first, count);
+    }
+};
+
+// Tokens [start, end) over W earlier inputs each: weights [W + 1], `padded` apart; x [W + 1], of which the first W are
+// those inputs.
+template <int W, class T>
+inline void convolve_known(const Channels<T>& c, int64_t start, int64_t end, const float* weights, int64_t padded,
+                           Lanes* x) {
+    const Lanes bias = c.bias();
+    Lanes w[W + 1];
+    for (int i = 0; i <= W; i++) w[i] = load_lanes(weights + i * padded);
+    for (int64_t t = start; t < end; t++) {
+        x[W] = c.newest(t);
+        Lanes sum = bias;
+        for (int i = 0; i <= W; i++) sum = fused(w[i], x[i], sum);
+        for (int i = 0; i < W; i++) x[i] = x[i + 1];
+        c.finish(sum, t);
+    }
+}
+
+// The same over any number of earlier inputs.
+template <class T>
+inline void convolve_any(const Channels<T>& c, int64_t start, int64_t end, const float* weights, int64_t padded,
+                         T (*seen)[WIDTH]) {
+    const int window = c.a.window;
+    for (int64_t t = start; t < end; t++) {
+        const Lanes newest = c.newest(t);
+        Lanes sum = c.bias();
+        for (int i = 0; i < window; i++) sum = fused(load_lanes(weights + i * padded), load_lanes(seen[i]), sum);
+        sum = fused(load_lanes(weights + window * padded), newest, sum);
+        for (int i = 0; i + 1 < window; i++) store_lanes(load_lanes(seen[i + 1]), seen[i]);
+        if (window) store_lanes(newest, seen[window - 1]);
+        c.finish(sum, t);
+    }
+}
+
+// Up to WIDTH channels of all tokens of a piece. W: the window, or 0 for any.
+template <int W, class T>
+inline void convolve_channels(const Channels<T>& c, int64_t piece, const float* weights, int64_t padded,
+                              T (*seen)[WIDTH]) {
+    const Convolution& a = c.a;
+    const Place<T> place(a.pieces, piece, a.pages, a.page_stride, c.first * a.window);
+    const int64_t start = a.pieces.start[piece], end = start + a.pieces.length[piece];
+    if constexpr (W > 0) {
+        if (c.count == WIDTH) {
+            Lanes x[W + 1] = {};
+            if (!place.is_new) open_windows<W>(place.state, x);
+            convolve_known<W, T>(c, start, end, weights, padded, x);
+            close_windows<W>(x, place.state);
+            if (place.saved) close_windows<W>(x, place.saved);
+            return;
+        }
+    }
+    std::memset(static_cast<void*>(seen), 0, sizeof(T) * WIDTH * a.window);
+    for (int i = 0; !place.is_new && i < c.count; i++)
+        for (int w = 0; w < a.window; w++) seen[w][i] = place.state[i * a.window + w];
+    convolve_any<T>(c, start, end, weights, padded, seen);
+    for (T* to : {place.state, place.saved})
+        for (int i = 0; to && i < c.count; i++)
+            for (int w = 0; w < a.window; w++) to[i * a.window + w] = seen[w][i];
+}
+
+// The weights of each place in the window side by side: [window + 1, padded].
+template <class T>
+std::vector<float> turned_weights(const Convolution& a, int64_t padded) {
+    const int width = a.window + 1;
+    const T* weight = static_cast<const T*>(a.weight);
+    std::vector<float> result(width * padded), wide(width * WIDTH);
+    for (int64_t c = 0; c < a.channels; c += WIDTH) {
+        const int count = int(std::min<int64_t>(WIDTH, a.channels - c)), numbers = count * width;
+        for (int i = 0; i < numbers; i += WIDTH) store_lanes(load_some(weight + c * width + i, numbers - i), wide.data() + i);
+        turn(wide.data(), width, count, width, result.data() + c, padded);
+    }
+    return result;
+}
+
+template <int W, class T>
+void convolve(const Convolution& a) {
+    constexpr int BLOCK = 4 * WIDTH;
+    const int64_t blocks = (a.channels + BLOCK - 1) / BLOCK, padded = blocks * BLOCK;
+    const std::vector<float> weights = turned_weights<T>(a, padded);
+#pragma omp parallel if (tokens_of(a.pieces) * a.channels * (a.window + 1) > WORTH_THREADS)
+    {
+        std::vector<T> room(a.window * WIDTH + 1);
+        T(*seen)[WIDTH] = reinterpret_cast<T(*)[WIDTH]>(room.data());
+#pragma omp for schedule(dynamic)
+        for (int64_t work = 0; work < a.pieces.count * blocks; work++) {
+            const int64_t block = work % blocks * BLOCK, last = std::min<int64_t>(block + BLOCK, a.channels);
+            for (int64_t first = block; first < last; first += WIDTH) {
+                const Channels<T> c{a, first, int(std::min<int64_t>(WIDTH, last - first))};
+                convolve_channels<W, T>(c, work / blocks, weights.data() + first, padded, seen);
+            }
+        }
     }
 }
 
 template <class T>
 void convolve(const Convolution& a) {
-    const int64_t blocks = (a.channels + BLOCK - 1) / BLOCK;
-    const int width = a.window + 1;
-    int64_t tokens = 0;
-    for (int64_t n = 0; n < a.pieces.count; n++) tokens += a.pieces.length[n];
-#pragma omp parallel for schedule(dynamic) if (tokens * a.channels * width > WORTH_THREADS)
-    for (int64_t work = 0; work < a.pieces.count * blocks; work++) {
-        const int64_t piece = work / blocks, first = work % blocks * BLOCK;
-        const int count = int(std::min<int64_t>(BLOCK, a.channels - first));
-        const int64_t start = a.pieces.start[piece], length = a.pieces.length[piece], to = a.pieces.saved_to[piece];
-        const T* x = static_cast<const T*>(a.x) + first;
-        const T* weight = static_cast<const T*>(a.weight) + first * width;
-        const T* bias = static_cast<const T*>(a.bias) + first;
-        T* state = static_cast<T*>(a.pages) + a.pieces.page[piece] * a.page_stride + first * a.window;
-        if (a.pieces.is_new[piece]) std::memset(static_cast<void*>(state), 0, sizeof(T) * count * a.window);
-        float weights[BLOCK], sums[BLOCK];
-        for (int64_t t = 0; t < length; t++) {
-            for (int c = 0; c < count; c++) sums[c] = to_float(bias[c]);
-            for (int w = 0; w < width; w++) {
-                const int64_t back = t + w - a.window;
-                for (int c = 0; c < count; c++) weights[c] = to_float(weight[c * width + w]);
-                if (back >= 0) {
-                    const T* seen = x + (start + back) * a.x_token;
-                    for (int c = 0; c < count; c++) sums[c] += weights[c] * to_float(seen[c]);
-                } else {
-                    for (int c = 0; c < count; c++) sums[c] += weights[c] * to_float(state[c * a.window + a.window + back]);
-                }
-            }
-            T* out = static_cast<T*>(a.out) + (start + t) * a.channels + first;
-            for (int c = 0; c < count; c++) from_float(sums[c], out + c);
-        }
-        T* saved = to < 0 ? nullptr : static_cast<T*>(a.pages) + to * a.page_stride + first * a.window;
-        for (int c = 0; c < count; c++)
-            for (int w = 0; w < a.window; w++) {  // what is read lies further on than what is written
-                const int64_t back = length - a.window + w;
-                state[c * a.window + w] =
-                    back >= 0 ? x[(start + back) * a.x_token + c] : state[c * a.window + w + length];
-                if (saved) saved[c * a.window + w] = state[c * a.window + w];
-            }
+    switch (a.window) {
+        case 2: return convolve<2, T>(a);
+        case 3: return convolve<3, T>(a);
+        default: return convolve<0, T>(a);
     }
 }
 

@@ -17,7 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .protocol import Piece, Recurrence, StateBatch, waves
-from .reference import CONVOLUTION, GATED_DELTA, LINEAR_ATTENTION, SELECTIVE_SCAN
+from .reference import (
+    CONVOLUTION,
+    GATED_CONVOLUTION,
+    GATED_DELTA,
+    LINEAR_ATTENTION,
+    SELECTIVE_SCAN,
+    SILU_CONVOLUTION,
+    of_each_head,
+)
 
 CHUNK_TOKENS = 64
 
@@ -140,6 +148,17 @@ def convolve(window_CW: Tensor, constants: Sequence[Tensor], inputs: Sequence[Te
     return out[0].T, seen[:, len(x_TC) :]
 
 
+def silu_convolve(window_CW: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    out_TC, window_CW = convolve(window_CW, constants, inputs)
+    return F.silu(out_TC), window_CW
+
+
+def gated_convolve(window_CW: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    before_TC, x_TC, after_TC = inputs
+    out_TC, window_CW = convolve(window_CW, constants, (before_TC * x_TC,))
+    return after_TC * out_TC, window_CW
+
+
 def linear_attention(state_HKV: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     outputs = []
     for q, k, v, g in _chunks(inputs):  # [H,L,..] each
@@ -188,6 +207,8 @@ def selective_scan(state_CS: Tensor, constants: Sequence[Tensor], inputs: Sequen
 
 RUNS: dict[str, Run] = {
     CONVOLUTION.name: convolve,
+    SILU_CONVOLUTION.name: silu_convolve,
+    GATED_CONVOLUTION.name: gated_convolve,
     LINEAR_ATTENTION.name: linear_attention,
     GATED_DELTA.name: gated_delta,
     SELECTIVE_SCAN.name: selective_scan,
@@ -195,8 +216,10 @@ RUNS: dict[str, Run] = {
 
 
 def _chunks(inputs: Sequence[Tensor]):
-    """Inputs [T,H,..] in chunks [H,L,..]."""
-    tokens = len(inputs[0])
+    """Inputs [T,H,..] in chunks [H,L,..], the first two for each head."""
+    q, k, v, *others = inputs
+    inputs = (of_each_head(q, v), of_each_head(k, v), v, *others)
+    tokens = len(v)
     for start in range(0, tokens, CHUNK_TOKENS):
         yield [values[start : start + CHUNK_TOKENS].transpose(0, 1) for values in inputs]
 

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .protocol import Recurrence, StateBatch, Wave, waves
@@ -26,14 +27,42 @@ def convolve_step(window_NCW: Tensor, constants: Sequence[Tensor], inputs: Seque
     return (seen * weight).sum(-1) + bias, seen[..., 1:]
 
 
+def silu_convolve_step(
+    window_NCW: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The same, then x / (1 + exp(-x))."""
+    out, window_NCW = convolve_step(window_NCW, constants, inputs)
+    return F.silu(out), window_NCW
+
+
+def gated_convolve_step(
+    window_NCW: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The same between two gates.
+
+    inputs: before [N,C]  x [N,C]  after [N,C]    returns [N,C]
+    """
+    before, x, after = inputs
+    out, window_NCW = convolve_step(window_NCW, constants, (before * x,))
+    return after * out, window_NCW
+
+
+def of_each_head(x_NGK: Tensor, v_NHV: Tensor) -> Tensor:
+    """[N,H,K]: neighbours among the heads share one of G."""
+    times = v_NHV.shape[1] // x_NGK.shape[1]
+    return x_NGK if times == 1 else x_NGK.repeat_interleave(times, dim=1)
+
+
 def linear_attention_step(
     state_NHKV: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """S = exp(g) S + k v;  o = q S.  Mamba-2 (arXiv 2405.21060) and lightning attention (arXiv 2401.04658) are this.
 
-    inputs: q [N,H,K]  k [N,H,K]  v [N,H,V]  g [N,H], at most 0    returns [N,H,V]
+    inputs: q [N,G,K]  k [N,G,K]  v [N,H,V]  g [N,H], at most 0    returns [N,H,V]
+    H/G neighbours among the heads share q and k.
     """
     q, k, v, g = inputs
+    q, k = of_each_head(q, v), of_each_head(k, v)
     state = g.exp()[..., None, None] * state_NHKV + k.unsqueeze(-1) * v.unsqueeze(-2)
     return (q.unsqueeze(-1) * state).sum(-2), state
 
@@ -43,9 +72,11 @@ def gated_delta_step(
 ) -> tuple[Tensor, Tensor]:
     """S = exp(g) S;  S += k (beta (v - k S));  o = q S.  Gated delta net, arXiv 2412.06464.
 
-    inputs: q [N,H,K]  k [N,H,K]  v [N,H,V]  g [N,H], at most 0  beta [N,H]    returns [N,H,V]
+    inputs: q [N,G,K]  k [N,G,K]  v [N,H,V]  g [N,H], at most 0  beta [N,H]    returns [N,H,V]
+    H/G neighbours among the heads share q and k.
     """
     q, k, v, g, beta = inputs
+    q, k = of_each_head(q, v), of_each_head(k, v)
     state = g.exp()[..., None, None] * state_NHKV
     error = v - (k.unsqueeze(-1) * state).sum(-2)
     state = state + k.unsqueeze(-1) * (beta.unsqueeze(-1) * error).unsqueeze(-2)
@@ -66,6 +97,8 @@ def selective_scan_step(
 
 
 CONVOLUTION = Recurrence("convolution", convolve_step)
+SILU_CONVOLUTION = Recurrence("silu_convolution", silu_convolve_step)
+GATED_CONVOLUTION = Recurrence("gated_convolution", gated_convolve_step)
 LINEAR_ATTENTION = Recurrence("linear_attention", linear_attention_step)
 GATED_DELTA = Recurrence("gated_delta", gated_delta_step)
 SELECTIVE_SCAN = Recurrence("selective_scan", selective_scan_step)

@@ -5,13 +5,22 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..paged_attention.protocol import upload
 from ..toolchain import triton as gpu
 from ..toolchain.triton import LEAST_DOT, power_of_two
 from .protocol import Columns, Piece, Recurrence, StateBatch, waves
-from .reference import CONVOLUTION, GATED_DELTA, LINEAR_ATTENTION, SELECTIVE_SCAN
+from .reference import (
+    CONVOLUTION,
+    GATED_CONVOLUTION,
+    GATED_DELTA,
+    LINEAR_ATTENTION,
+    SELECTIVE_SCAN,
+    SILU_CONVOLUTION,
+    of_each_head,
+)
 
 CHUNKS = {LINEAR_ATTENTION.name: (32, 8), GATED_DELTA.name: (16, 4)}
 """Tokens of a chunk, and warps: the most that spills no registers (`bench/ahead.py`). Of a delta net every token
@@ -68,6 +77,15 @@ class TritonStates:
         self, recurrence: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor],
         meta: list[Launch],
     ) -> Tensor:  # fmt: skip
+        # What goes on around a recurrence is torch's.
+        if recurrence is SILU_CONVOLUTION:
+            return F.silu(self.scan(CONVOLUTION, pages, constants, inputs, meta))
+        if recurrence is GATED_CONVOLUTION:
+            before, x, after = inputs
+            return after * self.scan(CONVOLUTION, pages, constants, (before * x,), meta)
+        if recurrence is LINEAR_ATTENTION or recurrence is GATED_DELTA:
+            q, k, v, *others = inputs
+            inputs = (of_each_head(q, v), of_each_head(k, v), v, *others)
         run = self._run[recurrence.name]
         inputs = [values if values.stride(-1) == 1 else values.contiguous() for values in inputs]
         out = torch.empty_like(inputs[_OUT_LIKE[recurrence.name]], memory_format=torch.contiguous_format)

@@ -19,4 +19,4 @@ class ShortConv(Mixer):
 
     def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         before, after, x = self._module.in_proj(hidden_states[0]).chunk(3, dim=-1)
-        return self._module.out_proj(after * self._convolve(before * x)).unsqueeze(0)
+        return self._module.out_proj(self._convolve_gated(before, x, after)).unsqueeze(0)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.mixers import DeltaSizes, GatedNorm, Order
 from ...kernels.state import GATED_DELTA
 from ..tensor_parallel import Section, TensorParallel
 from .states import RECURRENT, Mixer, PagedStates
@@ -22,8 +22,12 @@ class GatedDeltaNet(Mixer):
         super().__init__(module, states, parallel)
         self._value_heads = len(module.A_log)
         self._values_per_key = module.num_v_heads // module.num_k_heads
-        self._key_width = self._value_heads // self._values_per_key * module.head_k_dim
-        self._A = module.A_log.float().exp()
+        key_heads = self._value_heads // self._values_per_key
+        self._sizes = DeltaSizes(key_heads, module.head_k_dim, self._value_heads, module.head_v_dim)
+        self._A = -module.A_log.float().exp()
+        self._bias = module.dt_bias.float()
+        weight = module.norm.weight.float().repeat(self._value_heads)
+        self._norm = GatedNorm(Order.NORM_FIRST, weight, module.norm.variance_epsilon, module.head_v_dim, rounds=True)
 
     @staticmethod
     def sections(module: Any, ranks: int) -> dict[str, Sequence[Section]]:
@@ -34,34 +38,18 @@ class GatedDeltaNet(Mixer):
         }  # fmt: skip
 
     def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        module = self._module
-        qkv_TC, z_THV, b_TH, a_TH = self._project(hidden_states[0])
-        qkv_TC = self._activate(self._convolve(qkv_TC)).float()
-        widths = [self._key_width, self._key_width, self._value_heads * module.head_v_dim]
-        q, k, v = qkv_TC.split(widths, dim=-1)
-        q_THK, k_THK = (self._keys_of_heads(x) for x in (q, k))
-        decay_TH = -self._A * F.softplus(a_TH.float() + module.dt_bias.float())
-        inputs = (
-            q_THK * module.head_k_dim**-0.5,
-            k_THK,
-            v.unflatten(-1, (self._value_heads, -1)),
-            decay_TH,
-            b_TH.float().sigmoid(),
-        )
+        qkv_TC, z_TC, b_TH, a_TH = self._project(hidden_states[0])
+        qkv_TC = self._convolve(qkv_TC)
+        inputs = self._around.delta_inputs(qkv_TC, a_TH, b_TH, self._A, self._bias, self._sizes)
         out_THV = self._states.scan(self._layer, RECURRENT, GATED_DELTA, (), inputs)
-        out_THV = module.norm(out_THV.to(hidden_states.dtype), z_THV)
-        return module.out_proj(out_THV.flatten(1)).unsqueeze(0)
+        out_TC = self._around.gated_norm(out_THV.flatten(1), z_TC, self._norm)
+        return self._module.out_proj(out_TC).unsqueeze(0)
 
     def _project(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k and v side by side, then z [T,H,V], b and a [T,H]."""
-        module = self._module
-        z_THV = module.in_proj_z(hidden_TD).unflatten(-1, (self._value_heads, -1))
-        return module.in_proj_qkv(hidden_TD), z_THV, module.in_proj_b(hidden_TD), module.in_proj_a(hidden_TD)
-
-    def _keys_of_heads(self, x_TC: Tensor) -> Tensor:
-        x_THK = x_TC.unflatten(-1, (-1, self._module.head_k_dim))
-        x_THK = x_THK * torch.rsqrt(x_THK.pow(2).sum(-1, keepdim=True) + 1e-6)
-        return x_THK.repeat_interleave(self._values_per_key, dim=1)
+        """q, k and v side by side, then z [T,C], b and a [T,H]."""
+        projections = self._module.in_proj_qkv, self._module.in_proj_z, self._module.in_proj_b, self._module.in_proj_a
+        qkv_TC, z_TC, b_TH, a_TH = (project(hidden_TD) for project in projections)
+        return qkv_TC, z_TC, b_TH, a_TH
 
 
 class PackedGatedDeltaNet(GatedDeltaNet):
@@ -84,4 +72,4 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         q, k, v, z = qkvz.split(widths, dim=-1)
         b, a = module.in_proj_ba(hidden_TD).unflatten(-1, (key_heads, -1)).split(ratio, dim=-1)
         qkv = torch.cat([x.flatten(1) for x in (q, k, v)], dim=-1)
-        return qkv, z.reshape(len(z), self._value_heads, -1), b.flatten(1), a.flatten(1)
+        return qkv, z.flatten(1), b.flatten(1), a.flatten(1)

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ...kernels.mixers import Function
 from ...kernels.state import LINEAR_ATTENTION
 from ..tensor_parallel import Section, TensorParallel
-from .states import Mixer, PagedStates
+from .states import Mixer, PagedStates, is_silu
 
 
 class Lightning(Mixer):
@@ -30,9 +30,14 @@ class Lightning(Mixer):
     def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         module = self._module
         hidden = hidden_states[0]
-        qkv = module.act_fn(module.qkv_proj(hidden)).float().unflatten(-1, (len(self._decay_H), -1))
+        qkv = self._activated(module.qkv_proj(hidden)).unflatten(-1, (len(self._decay_H), -1))
         q_THK, k_THK, v_THV = qkv.split(module.head_dim, dim=-1)
         decay_TH = self._decay_H.expand(len(hidden), -1)
         out = self._states.scan(self._layer, 0, LINEAR_ATTENTION, (), (q_THK, k_THK, v_THV, decay_TH))
         out = module.norm(out.flatten(1).to(hidden.dtype))
-        return module.out_proj(torch.sigmoid(module.output_gate(hidden)) * out).unsqueeze(0), None
+        out = self._around.times_mapped(module.output_gate(hidden), Function.SIGMOID, out)
+        return module.out_proj(out).unsqueeze(0), None
+
+    def _activated(self, x_TC: Tensor) -> Tensor:
+        activate = self._module.act_fn
+        return self._around.mapped(x_TC, Function.SILU) if is_silu(activate) else activate(x_TC).float()

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.mixers import Function, GatedNorm, Mamba2Sizes, Order
 from ...kernels.state import LINEAR_ATTENTION, SELECTIVE_SCAN
 from ..tensor_parallel import Section, TensorParallel
 from .states import RECURRENT, Mixer, PagedStates
@@ -34,7 +35,13 @@ class Mamba2(Mixer):
         self._group_of_head = (torch.arange(self._heads, device=module.A_log.device) + first_head) // heads_per_group
         self._groups_span_ranks = parallel.size > 1 and not groups_are_cut
         self._A = -module.A_log.float().exp()
+        self._bias = module.dt_bias.float()
+        self._D = module.D.float().repeat_interleave(module.head_dim)
+        self._sizes = Mamba2Sizes(
+            self._heads, module.head_dim, self._groups, module.ssm_state_size, tuple(module.time_step_limit)
+        )
         self._group_width = module.head_dim * heads_per_group
+        self._norm = self._norm_of(module)
         self._scales = getattr(module, "mup_vector", None)
         if self._scales is not None and parallel.size > 1:
             sections = self.sections(module, parallel.size)["in_proj"]
@@ -55,34 +62,41 @@ class Mamba2(Mixer):
         projected = module.in_proj(hidden_states[0] * getattr(module, "ssm_in_multiplier", 1.0))
         if self._scales is not None:
             projected = projected * self._scales.flatten()
-        gate, conv_in, dt_TH = projected.split([self._inner, self._inner + 2 * self._shared, self._heads], dim=-1)
-        convolved = self._activate(self._convolve(conv_in)).float()
-        x, B, C = convolved.split([self._inner, self._shared, self._shared], dim=-1)
-        x_THV = x.unflatten(-1, (self._heads, -1))
-        k_THK, q_THK = (shared.unflatten(-1, (self._groups, -1))[:, self._group_of_head] for shared in (B, C))
-        dt_TH = F.softplus(dt_TH.float() + module.dt_bias.float()).clamp(*module.time_step_limit)
-        out_THV = self._states.scan(
-            self._layer, RECURRENT, LINEAR_ATTENTION, (), (q_THK, k_THK, x_THV * dt_TH.unsqueeze(-1), dt_TH * self._A)
-        )
-        out_THV = out_THV + module.D.float().unsqueeze(-1) * x_THV
-        return module.out_proj(self._gated(out_THV, gate.float()).to(hidden_states.dtype)).unsqueeze(0)
+        gate_TC, xBC_TC, dt_TH = projected.split([self._inner, self._inner + 2 * self._shared, self._heads], dim=-1)
+        xBC_TC = self._convolve(xBC_TC)
+        q_TGK, k_TGK, x_THV, decay_TH = self._around.mamba2_inputs(xBC_TC, dt_TH, self._A, self._bias, self._sizes)
+        if self._groups_span_ranks:
+            q_TGK, k_TGK = q_TGK[:, self._group_of_head], k_TGK[:, self._group_of_head]
+        inputs = q_TGK, k_TGK, x_THV, decay_TH
+        out_TC = self._states.scan(self._layer, RECURRENT, LINEAR_ATTENTION, (), inputs).flatten(1)
+        skip = self._D, xBC_TC[:, : self._inner]
+        if self._groups_span_ranks and self._norm.order is not Order.NO_NORM:
+            out_TC = self._gated_over_ranks(out_TC, gate_TC.float(), skip)
+        else:
+            out_TC = self._around.gated_norm(out_TC, gate_TC, self._norm, skip)
+        return module.out_proj(out_TC.to(hidden_states.dtype)).unsqueeze(0)
 
-    def _gated(self, x_THV: Tensor, gate_TC: Tensor) -> Tensor:
-        norm = self._module.norm
-        gate_TC = F.silu(gate_TC)
+    def _norm_of(self, module: Any) -> GatedNorm:
+        norm = module.norm
         if not hasattr(norm, "weight"):
-            return x_THV.flatten(1) * gate_TC
-        if getattr(norm, "norm_before_gate", False):
-            return self._normalized(x_THV) * norm.weight * gate_TC
-        gated = x_THV.flatten(1) * gate_TC
-        return self._normalized(gated.view_as(x_THV)) * norm.weight
+            return GatedNorm(Order.NO_NORM, None, 0.0, self._inner)
+        order = Order.NORM_FIRST if getattr(norm, "norm_before_gate", False) else Order.GATE_FIRST
+        return GatedNorm(order, norm.weight.float(), norm.variance_epsilon, self._group_width)
+
+    def _gated_over_ranks(self, y_TC: Tensor, gate_TC: Tensor, skip: tuple[Tensor, Tensor]) -> Tensor:
+        assert self._norm.weight is not None, "there is a norm"
+        D_C, x_TC = skip
+        y_TC, gate_TC = y_TC + D_C * x_TC.float(), F.silu(gate_TC)
+        heads = self._heads, -1
+        if self._norm.order is Order.NORM_FIRST:
+            return self._normalized(y_TC.unflatten(1, heads)) * self._norm.weight * gate_TC
+        return self._normalized((y_TC * gate_TC).unflatten(1, heads)) * self._norm.weight
 
     def _normalized(self, x_THV: Tensor) -> Tensor:
-        """By the mean square of each group, which may have heads on several ranks."""
+        """By the mean square of each group, which has heads on several ranks."""
         groups = x_THV.new_zeros((len(x_THV), self._groups))
         squares_TG = groups.index_add_(1, self._group_of_head, x_THV.pow(2).sum(-1))
-        if self._groups_span_ranks:
-            self._parallel.collectives.all_reduce(squares_TG)
+        self._parallel.collectives.all_reduce(squares_TG)
         scale_TG = torch.rsqrt(squares_TG / self._group_width + self._module.norm.variance_epsilon)
         return (x_THV * scale_TG[:, self._group_of_head].unsqueeze(-1)).flatten(1)
 
@@ -93,6 +107,8 @@ class Mamba1(Mixer):
     def __init__(self, module: Any, states: PagedStates, parallel: TensorParallel):
         super().__init__(module, states, parallel)
         self._A = -module.A_log.float().exp()
+        self._D = module.D.float()
+        self._gate = GatedNorm(Order.NO_NORM, None, 0.0, len(self._A))
 
     @staticmethod
     def sections(module: Any, ranks: int) -> dict[str, Sequence[Section]]:
@@ -105,12 +121,12 @@ class Mamba1(Mixer):
     def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         module = self._module
         x_TC, gate_TC = module.in_proj(hidden_states[0]).chunk(2, dim=-1)
-        x_TC = self._activate(self._convolve(x_TC))
+        x_TC = self._convolve(x_TC)
         sizes = [module.time_step_rank, module.ssm_state_size, module.ssm_state_size]
         time_step, B_TS, C_TS = module.x_proj(x_TC).split(sizes, dim=-1)
-        dt_TC = F.softplus(module.dt_proj(module.dt_layernorm(time_step)).float())
+        dt_TC = self._around.mapped(module.dt_proj(module.dt_layernorm(time_step)), Function.SOFTPLUS)
         B_TS, C_TS = module.b_layernorm(B_TS).float(), module.c_layernorm(C_TS).float()
-        x_TC = x_TC.float()
-        out = self._states.scan(self._layer, RECURRENT, SELECTIVE_SCAN, (self._A,), (x_TC, dt_TC, B_TS, C_TS))
-        out = (out + module.D.float() * x_TC) * F.silu(gate_TC.float())
-        return module.out_proj(out.to(hidden_states.dtype)).unsqueeze(0)
+        inputs = x_TC.float(), dt_TC, B_TS, C_TS
+        out_TC = self._states.scan(self._layer, RECURRENT, SELECTIVE_SCAN, (self._A,), inputs)
+        out_TC = self._around.gated_norm(out_TC, gate_TC, self._gate, (self._D, x_TC))
+        return module.out_proj(out_TC).unsqueeze(0)

@@ -6,15 +6,25 @@ a `Mixer` in place of the module's own, over the module's own weights: there is 
 that name.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from ...kernels.state import CONVOLUTION, STATE_BACKENDS, Recurrence, SaveAt, StateBatch, select_state_backend
+from ...kernels.mixers import cpu, reference
+from ...kernels.state import (
+    CONVOLUTION,
+    GATED_CONVOLUTION,
+    SILU_CONVOLUTION,
+    STATE_BACKENDS,
+    Recurrence,
+    SaveAt,
+    StateBatch,
+    select_state_backend,
+)
 from ..pages import Pages
 from ..tensor_parallel import Section, TensorParallel
 
@@ -50,6 +60,10 @@ def state_batch(
     )
 
 
+def is_silu(activation: Any) -> bool:
+    return isinstance(activation, (torch.nn.SiLU, type(ACT2FN["silu"])))
+
+
 class PagedStates:
     """The states of all layers of one model, and the step they are used in."""
 
@@ -59,7 +73,7 @@ class PagedStates:
         self._pages: Pages | None = None
         self._metas: dict[int, Any] = {}  # group -> from which page each row goes on
         # What rows there are and which pages they have is known step by step, not to a compiler.
-        self.scan = cast(Callable[..., Tensor], torch.compiler.disable(self._scan))
+        self._scan_uncompiled: Any = torch.compiler.disable(self._scan)
 
     def forget_pages(self) -> None:
         self._pages = None
@@ -92,10 +106,16 @@ class PagedStates:
         """Run the next forward pass over metadata that was prepared elsewhere."""
         self._metas = metas
 
-    def _scan(
+    def scan(
         self, layer: int, which: int, recurrence: Recurrence, constants: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> Tensor:
         """Run this step's tokens [T,..] through tensor `which` of a layer's state. Returns [T,..]."""
+        scan = self._scan_uncompiled if torch.compiler.is_compiling() else self._scan
+        return scan(layer, which, recurrence, constants, inputs)
+
+    def _scan(
+        self, layer: int, which: int, recurrence: Recurrence, constants: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> Tensor:
         assert self._pages is not None, "allocate pages first"
         pages = self._pages.states[layer][which]
         meta = self._metas[self._pages.state_group_of(layer)]
@@ -119,6 +139,8 @@ class Mixer:
         self._parallel = parallel
         self._layer: int = module.layer_idx
         self._activate = ACT2FN[getattr(module, "activation", "silu")]
+        self._is_silu = is_silu(self._activate)
+        self._is_native = cpu.is_available() and next(module.parameters()).device.type == "cpu"
 
     @staticmethod
     def sections(module: Any, ranks: int) -> dict[str, Sequence[Section]]:
@@ -128,8 +150,24 @@ class Mixer:
     def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
         raise NotImplementedError
 
+    @property
+    def _around(self) -> Any:
+        """How what goes on around a recurrence is computed: in C++ on a CPU, otherwise by torch."""
+        return cpu if self._is_native and not torch.compiler.is_compiling() else reference
+
     def _convolve(self, x_TC: Tensor) -> Tensor:
+        """Convolved and activated."""
+        if self._is_silu and self._around is cpu:
+            return self._convolve_by(SILU_CONVOLUTION, x_TC)
+        return self._activate(self._convolve_by(CONVOLUTION, x_TC))
+
+    def _convolve_gated(self, before_TC: Tensor, x_TC: Tensor, after_TC: Tensor) -> Tensor:
+        if self._around is cpu:
+            return self._convolve_by(GATED_CONVOLUTION, before_TC, x_TC, after_TC)
+        return after_TC * self._convolve_by(CONVOLUTION, before_TC * x_TC)
+
+    def _convolve_by(self, recurrence: Recurrence, *inputs: Tensor) -> Tensor:
         conv = getattr(self._module, "conv1d", None) or self._module.conv
         weight = conv.weight.squeeze(1)
         bias = conv.bias if conv.bias is not None else weight.new_zeros(len(weight))
-        return self._states.scan(self._layer, CONV, CONVOLUTION, (weight, bias), (x_TC,))
+        return self._states.scan(self._layer, CONV, recurrence, (weight, bias), inputs)

@@ -19,7 +19,6 @@ from intarsia.kernels.paged_attention import (
     TorchBackend,
     TritonBackend,
 )
-from intarsia.kernels.paged_attention import cpu as native_module
 from intarsia.kernels.paged_attention import plain_torch as plain_torch_module
 from intarsia.kernels.paged_attention import triton as triton_module
 from intarsia.tests.kernels.scenes import CPU, Scene, World, assert_exact, check
@@ -60,7 +59,6 @@ KINDS: dict[str, type[Backend]] = {
     "torch in small pieces": TorchBackend,
     "torch in frames": FramedTorch,
     "native": NativeBackend,
-    "native in small pieces": NativeBackend,
     "triton": TritonBackend,
     "triton in splits": TritonBackend,
     "triton in frames": FramedTriton,
@@ -79,8 +77,6 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(plain_torch_module, "SPREAD_TOKENS", 6)
         monkeypatch.setattr(plain_torch_module, "PART_TOKENS", 48)
         monkeypatch.setattr(plain_torch_module, "TILE_QUERIES", 5)
-    if request.param == "native in small pieces":
-        monkeypatch.setattr(native_module, "PIECE_TOKENS", 6)
     backend = kind()
     if request.param == "triton in splits":
         monkeypatch.setattr(triton_module, "LEAST_SPLIT_TOKENS", 4)

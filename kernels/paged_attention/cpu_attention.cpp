@@ -1,0 +1,596 @@
+// Paged attention, and writing new tokens to their pages, on a CPU. Plain C ABI; see paged_attention/cpu.py.
+//
+// What a query reads is summed in one order, given by its position, the keys it sees and the layer alone: the same bits
+// come out for one query as for a thousand, on one thread as on many, wherever a prompt was cut and pages lie.
+//
+//     tile       64 keys, from a multiple of 64. Each score is summed over the numbers of a key from first to last; then a
+//                new maximum, what was summed is rescaled, weights = 2^(score - maximum), and values are added key by key
+//     segment    512 keys, from a multiple of 512: a maximum, a total and sums of its own
+//     result     the segments, merged from first to last
+//
+// What a query does not see has no part in its sums and no place in its maximum. A token that no query of an item sees is
+// never read: its bytes may be NaN.
+//
+// Work is cut into items: some queries of a row, with the query heads that share a kv head, are the rows of products whose
+// lanes are keys (scores) and numbers of a value (sums). A single query turns keys around in registers and reads values
+// where they lie; many queries gather both first. Long items are cut further, between segments, where threads are idle.
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <climits>
+#include <vector>
+
+#include "functions.h"
+
+extern "C" {
+
+struct Attention {
+    const void* query;           // [T, H, Dk], its last axis dense
+    const void* pages;           // [pages, tokens, K, content], its last axis dense
+    void* out;                   // [T, H, Dv], dense
+    const float* sinks;          // [H] or null
+    const int32_t* block_table;  // [rows, table_width]
+    const int32_t *queries, *kv_len;                // [rows]; as many queries as a negative number says are passed over
+    int64_t query_token_stride, query_head_stride;  // all strides in numbers
+    int64_t page_stride, page_token_stride, page_head_stride;
+    int64_t value_offset;        // from a key to its value
+    int32_t rows, heads, kv_heads, key_dim, value_dim, block_tokens, table_width;
+    int32_t window, chunk, is_causal;  // tokens, 0: none
+    float scale, softcap;        // scale is positive; softcap 0: none
+    int32_t kind;                // of numbers: 0 float32, 1 bfloat16, 2 float16
+};
+
+struct Write {
+    const void *key, *value;   // [T, K, Dk] and [T, K, Dv], last axes dense
+    void* pages;
+    const int64_t *page, *offset;  // [T]
+    int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
+    int64_t page_stride, page_token_stride, page_head_stride;
+    int32_t tokens, kv_heads, key_bytes, value_bytes, itemsize;
+};
+
+}  // extern "C"
+
+namespace {
+
+constexpr int KEYS = 64, SEGMENT = 512;  // these two are part of the order
+constexpr int VECTORS = KEYS / WIDTH;
+constexpr int ROWS = 6;                  // of a product whose sums stay in registers
+constexpr int DIRECT_ROWS = REGISTERS / 4;  // beside a square of keys that is turned around
+constexpr int ITEM_ROWS = 384;           // what is summed for them should stay in a core's second cache
+constexpr int LEAST_ROWS = 48;
+constexpr float LOG2_E = 1.44269504f, NOWHERE = -3e38f;
+
+template <class T>
+using Factor = std::conditional_t<PER_WORD<T> == 2, bfloat16, float>;  // of scores: float16 is widened
+constexpr int most_vectors(int rows) {
+    int vectors = 4;
+    while (rows * vectors > REGISTERS - REGISTERS / 4) vectors /= 2;
+    return vectors;
+}
+
+// Calls `what` with 1 to 8 as a constant.
+template <class Function>
+inline void with_constant(int n, Function what) {
+    switch (n) {
+        case 1: return what(std::integral_constant<int, 1>());
+        case 2: return what(std::integral_constant<int, 2>());
+        case 3: return what(std::integral_constant<int, 3>());
+        case 4: return what(std::integral_constant<int, 4>());
+        case 5: return what(std::integral_constant<int, 5>());
+        case 6: return what(std::integral_constant<int, 6>());
+        case 7: return what(std::integral_constant<int, 7>());
+        default: return what(std::integral_constant<int, 8>());
+    }
+}
+
+// ---- What a query sees
+
+// First position that the query at `position` sees, as GroupBatch.oldest_visible has it.
+inline int oldest(const Attention& a, int position) {
+    if (a.chunk) return position - position % a.chunk;
+    return a.window ? std::max(0, position - a.window + 1) : 0;
+}
+// The last query that sees the key at `position`.
+inline int last_to_see(const Attention& a, int position) {
+    if (a.chunk) return position - position % a.chunk + a.chunk - 1;
+    return a.window ? position + a.window - 1 : INT_MAX / 2;
+}
+
+struct Item {  // queries [first, first + count) of a row, and the query heads of one kv head
+    int row, first, count, kv_head;
+    int position;    // of the first one
+    int begin, end;  // positions that they see
+    int64_t token;   // the first one, among those of all rows
+};
+
+// ---- What is summed
+
+struct State {  // of some rows
+    float *sums, *total, *top;  // [rows][width]; [rows][WIDTH], to be added up; [rows]
+};
+
+struct Shape {
+    int group, words, steps, width;  // words of a key; vectors of words of a value, and their numbers
+
+    template <class T>
+    static Shape of(const Attention& a) {
+        const int per_word = PER_WORD<T>, steps = (a.value_dim + WIDTH * per_word - 1) / (WIDTH * per_word);
+        return {a.heads / a.kv_heads, (a.key_dim + per_word - 1) / per_word, steps, steps * WIDTH * per_word};
+    }
+    int64_t state_size(int rows) const { return int64_t(rows) * (width + WIDTH) + (rows + WIDTH - 1) / WIDTH * WIDTH; }
+    State state(float* room, int rows) const {
+        return {room, room + int64_t(rows) * width, room + int64_t(rows) * (width + WIDTH)};
+    }
+};
+
+void clear(const Shape& shape, State state, int rows) {
+    std::fill(state.sums, state.sums + int64_t(rows) * shape.width, 0.0f);
+    std::fill(state.total, state.total + rows * WIDTH, 0.0f);
+    std::fill(state.top, state.top + rows, NOWHERE);
+}
+
+inline float power_of_two(float x) { return power_of_two(all_lanes(x))[0]; }
+
+// The next segment enters what the ones before it have summed. A segment of which a row has seen nothing changes nothing.
+__attribute__((noinline)) void merge(const Shape& shape, State into, State segment, int rows) {
+    for (int m = 0; m < rows; m++) {
+        if (segment.top[m] == NOWHERE) continue;
+        float *sums = into.sums + int64_t(m) * shape.width, *total = into.total + m * WIDTH;
+        const float *more = segment.sums + int64_t(m) * shape.width, *added = segment.total + m * WIDTH;
+        if (into.top[m] == NOWHERE) {
+            std::copy(more, more + shape.width, sums), std::copy(added, added + WIDTH, total);
+            into.top[m] = segment.top[m];
+            continue;
+        }
+        const float top = std::max(into.top[m], segment.top[m]);
+        const Lanes old = all_lanes(power_of_two(into.top[m] - top)), now = all_lanes(power_of_two(segment.top[m] - top));
+        for (int d = 0; d < shape.width; d += WIDTH)
+            store_lanes(fused(load_lanes(sums + d), old, load_lanes(more + d) * now), sums + d);
+        store_lanes(fused(load_lanes(total), old, load_lanes(added) * now), total);
+        into.top[m] = top;
+    }
+}
+
+template <class T>
+void finish(const Attention& a, const Shape& shape, const Item& item, State state) {
+    for (int m = 0; m < item.count * shape.group; m++) {
+        const int head = item.kv_head * shape.group + m % shape.group;
+        const float total = sum_of_lanes(state.total + m * WIDTH);
+        float weight = total > 0 ? 1.0f / total : 0.0f;
+        if (a.sinks) {  // one logit more, without a value
+            const float sink = a.sinks[head] * LOG2_E, top = std::max(state.top[m], sink);
+            const float shrink = power_of_two(state.top[m] - top);
+            weight = shrink / fused(all_lanes(total), all_lanes(shrink), all_lanes(power_of_two(sink - top)))[0];
+        }
+        const float* sums = state.sums + int64_t(m) * shape.width;
+        T* out = static_cast<T*>(a.out) + ((item.token + m / shape.group) * a.heads + head) * a.value_dim;
+        for (int d = 0; d < a.value_dim; d += WIDTH * PER_WORD<T>) {
+            Lanes numbers[PER_WORD<T>];
+            for (int i = 0; i < PER_WORD<T>; i++) numbers[i] = load_lanes(sums + d + i * WIDTH) * all_lanes(weight);
+            narrow(numbers, out + d, a.value_dim - d);
+        }
+    }
+}
+
+// ---- A tile
+
+struct alignas(64) Line {
+    float numbers[16];
+};
+struct Scratch {
+    std::vector<Line> lines;
+    float* of(int64_t numbers) {
+        if (int64_t(lines.size()) * 16 < numbers) lines.resize((numbers + 15) / 16);
+        return lines.data()->numbers;
+    }
+};
+template <class T>
+struct Room {  // of one thread
+    Scratch query, keys, values, scores, done, segment;
+    const T *tokens[KEYS], *ahead[KEYS];
+    const Item* next;  // what this thread is likely to do next, or null
+};
+
+template <class T>
+struct Tile {
+    const Attention& a;
+    const Shape& shape;
+    const uint32_t *query, *keys;  // [rows][words], [words][KEYS]
+    const T* const* values;        // of each key
+    int64_t value_offset;
+    float* scores;                 // [rows][KEYS]
+    State state;
+};
+
+// Where the tokens [from, to) lie; the first of the tile is at `start`.
+template <class T>
+void locate(const Attention& a, const Item& item, int start, int from, int to, const T** tokens) {
+    const T* pages = static_cast<const T*>(a.pages) + item.kv_head * a.page_head_stride;
+    const int32_t* table = a.block_table + int64_t(item.row) * a.table_width;
+    int block = from / a.block_tokens, offset = from - block * a.block_tokens;
+    for (int position = from; position < to; block++, offset = 0) {
+        const T* token = pages + table[block] * a.page_stride + offset * a.page_token_stride;
+        for (; offset < a.block_tokens && position < to; offset++, position++, token += a.page_token_stride)
+            tokens[position - start] = token;
+    }
+}
+
+// In place of tokens that are not seen another one is read, which then has no weight.
+template <class T>
+void fill_up(const T** tokens, int from, int to) {
+    std::fill(tokens, tokens + from, tokens[from]);
+    std::fill(tokens + to, tokens + KEYS, tokens[from]);
+}
+
+// Finds the tokens that are to be fetched from memory in advance: the tile at `start`, or the first one of the next item.
+template <class T>
+void look_ahead(const Attention& a, const Item& item, int start, Room<T>& room) {
+    const bool is_here = start < item.end;
+    if (!is_here && !room.next) return std::copy_n(room.tokens, KEYS, room.ahead), void();
+    const Item& owner = is_here ? item : *room.next;
+    const int from = is_here ? start : owner.begin, first = from / KEYS * KEYS, to = std::min(first + KEYS, owner.end);
+    locate(a, owner, first, from, to, room.ahead);
+    fill_up(room.ahead, from - first, to - first);
+}
+
+// Scores of R rows and the keys [low, high), some more, of a tile whose keys are gathered.
+template <class T, int R, int V>
+inline void scores_of(const Tile<T>& tile, int m, int low, int high) {
+    const int words = tile.shape.words;
+    const uint32_t* query = tile.query + int64_t(m) * words;
+    for (int v = low / (WIDTH * V) * V; v * WIDTH < high; v += V) {
+        Lanes sum[R][V] = {};
+        for (int w = 0; w < words; w++) {
+            Words keys[V];
+            for (int i = 0; i < V; i++) keys[i] = kept(load_words(tile.keys + w * KEYS + (v + i) * WIDTH));
+            for (int r = 0; r < R; r++) {
+                const Words word = all_words(query[r * words + w]);
+                for (int i = 0; i < V; i++) sum[r][i] = add_product<Factor<T>>(sum[r][i], keys[i], word);
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int i = 0; i < V; i++) store_lanes(sum[r][i], tile.scores + (m + r) * KEYS + (v + i) * WIDTH);
+    }
+}
+
+// The same for the few rows of a single query, of keys where they lie.
+template <class T, int R>
+void scores_in_place(const Tile<T>& tile, const T* const* tokens, const T* const* ahead, int low, int high) {
+    constexpr int U = std::min(R < 3 ? 4 : R < 5 ? 2 : 1, VECTORS);  // vectors at once, since each sum is a chain
+    const int words = tile.shape.words, whole = tile.a.key_dim / (4 * PER_WORD<T>) * 4;
+    for (int t = low / (U * WIDTH) * (U * WIDTH); t < high; t += U * WIDTH) {
+        Lanes sum[U][R] = {};
+        const auto add = [&](int w, int count, auto load) {
+            // A line of the next tile's keys and values takes four steps, a quarter of the tokens in each.
+            for (int i = 0; i < U * WIDTH / 4; i++) {
+                const T* token = ahead[t + w / 4 % 4 * (U * WIDTH / 4) + i] + w / 16 * 16 * PER_WORD<T>;
+                prefetch_far(token), prefetch_far(token + tile.value_offset);
+            }
+            Words keys[U][4];
+            for (int u = 0; u < U; u++)
+                load_turned([&](int i) { return load(tokens[t + u * WIDTH + i] + w * PER_WORD<T>); }, keys[u]);
+            for (int i = 0; i < count; i++)
+                for (int r = 0; r < R; r++) {
+                    const Words word = all_words(tile.query[r * words + w + i]);
+                    for (int u = 0; u < U; u++) sum[u][r] = add_product<Factor<T>>(sum[u][r], keys[u][i], word);
+                }
+        };
+        for (int w = 0; w < whole; w += 4) add(w, 4, [](const T* from) { return load_quarter(from); });
+        if (whole < words)
+            add(whole, words - whole, [&](const T* from) {
+                return load_quarter(from, tile.a.key_dim - whole * PER_WORD<T>);
+            });
+        for (int u = 0; u < U; u++)
+            for (int r = 0; r < R; r++) store_lanes(sum[u][r], tile.scores + r * KEYS + t + u * WIDTH);
+    }
+}
+
+// Lanes [first, last); the others are further down than any number.
+inline Lanes only(Lanes v, int first, int last) {
+    return (LANE_NUMBERS >= first) & (LANE_NUMBERS < last) ? v : all_lanes(-__builtin_inff());
+}
+
+// Scores of R rows become weights of the keys [low, high) and 0 elsewhere; what was summed is to shrink.
+template <int R, bool ALL>
+inline void weigh(const Attention& a, float* scores, int low, int high, float* total, float* top, float* shrink) {
+    constexpr int PADDED = (R + WIDTH - 1) / WIDTH * WIDTH;
+    alignas(64) float before[PADDED] = {}, now[PADDED] = {};
+    Lanes added[R];
+    const float factor = a.softcap > 0 ? a.softcap * LOG2_E : a.scale * LOG2_E;
+    for (int r = 0; r < R; r++) {
+        Lanes v[VECTORS];
+        for (int i = 0; i < VECTORS; i++) v[i] = load_lanes(scores + r * KEYS + i * WIDTH);
+        if (a.softcap > 0)
+            for (int i = 0; i < VECTORS; i++) v[i] = tangent(v[i] * all_lanes(a.scale / a.softcap));
+        if (!ALL)
+            for (int i = 0; i < VECTORS; i++) v[i] = only(v[i], low - i * WIDTH, high - i * WIDTH);
+        Lanes most = v[0];
+        for (int i = 1; i < VECTORS; i++) most = greater(most, v[i]);
+        most = greater(greatest(most) * all_lanes(factor), all_lanes(top[r]));
+        before[r] = top[r], now[r] = most[0];
+        for (int i = 0; i < VECTORS; i++) {
+            v[i] = power_of_two(fused(v[i], all_lanes(factor), -most));
+            store_lanes(v[i], scores + r * KEYS + i * WIDTH);
+            added[r] = i ? added[r] + v[i] : v[i];
+        }
+    }
+    for (int r = 0; r < PADDED; r += WIDTH)
+        store_lanes(power_of_two(load_lanes(before + r) - load_lanes(now + r)), shrink + r);
+    for (int r = 0; r < R; r++) {
+        store_lanes(fused(load_lanes(total + r * WIDTH), all_lanes(shrink[r]), added[r]), total + r * WIDTH);
+        top[r] = now[r];
+    }
+}
+
+// Values of the keys [low, high) are added to the sums of R rows: S vectors of words from number `d` on, of which `there`
+// numbers are there.
+template <class T, int R, int S>
+inline void add_values(const Tile<T>& tile, int m, int low, int high, int d, int there, const float* shrink) {
+    constexpr int V = S * PER_WORD<T>;
+    const int width = tile.shape.width;
+    float* sums = tile.state.sums + int64_t(m) * width + d;
+    const float* weights = tile.scores + m * KEYS;
+    Lanes sum[R][V];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) sum[r][v] = load_lanes(sums + r * width + v * WIDTH) * all_lanes(shrink[r]);
+    for (int t = low; t < high; t++) {
+        const T* value = tile.values[t] + tile.value_offset + d;
+        Lanes numbers[V];
+        if (S > 1 || there >= WIDTH * PER_WORD<T>)
+            for (int s = 0; s < S; s++)
+                widen<T>(kept(load_words(value + s * WIDTH * PER_WORD<T>)), numbers + s * PER_WORD<T>);
+        else
+            widen<T>(load_words(value, there), numbers);
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < V; v++)
+                sum[r][v] = fused(numbers[v], all_lanes(weights[r * KEYS + t]), sum[r][v]);
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) store_lanes(sum[r][v], sums + r * width + v * WIDTH);
+}
+
+// R rows, all of which see the keys [low, high) of a tile, or all of it.
+template <class T, int R, bool ALL>
+inline void block(const Tile<T>& tile, int m, int low, int high) {
+    constexpr int V = most_vectors(R), S = V / PER_WORD<T> ? V / PER_WORD<T> : 1;
+    constexpr int FEW = R < 3 ? V : R > 3 && PER_WORD<T> == 1 ? 1 : V / 2;  // enough chains, not too many keys unseen
+    if (tile.keys) scores_of<T, R, ALL ? V : FEW>(tile, m, low, high);
+    alignas(64) float shrink[(R + WIDTH - 1) / WIDTH * WIDTH];
+    weigh<R, ALL>(tile.a, tile.scores + m * KEYS, low, high, tile.state.total + m * WIDTH, tile.state.top + m, shrink);
+    constexpr int NUMBERS = WIDTH * PER_WORD<T>;
+    int d = 0;
+    for (; d + S * NUMBERS <= tile.a.value_dim; d += S * NUMBERS)
+        add_values<T, R, S>(tile, m, low, high, d, S * NUMBERS, shrink);
+    for (; d < tile.a.value_dim; d += NUMBERS)
+        add_values<T, R, 1>(tile, m, low, high, d, tile.a.value_dim - d, shrink);
+}
+
+// Blocks of nearly equal size, none of them of a row or two beside others of six.
+template <class T>
+void rows_of_tile(const Tile<T>& tile, int begin, int end, int low, int high) {
+    const int blocks = (end - begin + ROWS - 1) / ROWS;
+    for (int b = 0; b < blocks; b++) {
+        const int from = begin + (end - begin) * b / blocks, to = begin + (end - begin) * (b + 1) / blocks;
+        with_constant(to - from, [&](auto rows) {
+            constexpr int R = std::min<int>(rows, ROWS);
+            if (low == 0 && high == KEYS)
+                block<T, R, true>(tile, from, low, high);
+            else
+                block<T, R, false>(tile, from, low, high);
+        });
+    }
+}
+
+// Keys [from, to) of a tile as columns, and values side by side.
+template <class T>
+void gather(const Attention& a, const Shape& shape, int from, int to, Room<T>& room) {
+    float* keys = room.keys.of(int64_t(shape.words + 3) * KEYS);
+    alignas(16) static const T nothing[4 * PER_WORD<T>] = {};
+    for (int t = from / WIDTH * WIDTH; t < to; t += WIDTH)
+        for (int w = 0; w < shape.words; w += 4) {
+            const int there = std::min(4 * PER_WORD<T>, a.key_dim - w * PER_WORD<T>);
+            Words square[4];
+            load_turned(
+                [&](int i) {
+                    if (t + i < from || t + i >= to) return load_quarter(nothing);
+                    const T* key = room.tokens[t + i] + w * PER_WORD<T>;
+                    return there == 4 * PER_WORD<T> ? load_quarter(key) : load_quarter(key, there);
+                },
+                square);
+            for (int i = 0; i < 4; i++) store_lanes(as_lanes(square[i]), keys + int64_t(w + i) * KEYS + t);
+        }
+    T* values = reinterpret_cast<T*>(room.values.of(int64_t(KEYS) * shape.width));
+    for (int t = from; t < to; t++) {
+        T* value = values + t * shape.width;
+        std::memcpy(static_cast<void*>(value), room.tokens[t] + a.value_offset, a.value_dim * sizeof(T));
+        room.tokens[t] = value;
+    }
+}
+
+// The tile that begins at `start`, of whose keys those at [from, to) are seen.
+template <class T>
+void do_tile(const Attention& a, const Shape& shape, const Item& item, int start, int from, int to, Room<T>& room,
+             State state) {
+    const int rows = item.count * shape.group;
+    locate(a, item, start, from, to, room.tokens);
+    Tile<T> tile{a, shape, reinterpret_cast<const uint32_t*>(room.query.of(0)), nullptr, room.tokens, a.value_offset,
+                 room.scores.of(int64_t(rows) * KEYS), state};
+    if (item.count == 1 && rows <= DIRECT_ROWS) {
+        fill_up(room.tokens, from - start, to - start);
+        look_ahead(a, item, start + KEYS, room);
+        with_constant(rows, [&](auto R) {
+            scores_in_place<T, std::min<int>(R, DIRECT_ROWS)>(tile, room.tokens, room.ahead, from - start, to - start);
+        });
+        return rows_of_tile(tile, 0, rows, from - start, to - start);
+    }
+    gather(a, shape, from - start, to - start, room);
+    tile.keys = reinterpret_cast<const uint32_t*>(room.keys.of(0)), tile.value_offset = 0;
+    if (!a.is_causal) return rows_of_tile(tile, 0, rows, from - start, to - start);
+    // Those that see some of it, among them those that see all of it.
+    const auto among = [&](int position, int least) { return std::clamp(position - item.position, least, item.count); };
+    const int some = among(start, 0), some_end = among(last_to_see(a, start + KEYS - 1) + 1, some);
+    const int all = among(start + KEYS - 1, some), all_end = among(last_to_see(a, start) + 1, all);
+    for (int q = some; q < some_end; q++) {
+        if (q == all && all < all_end) {
+            rows_of_tile(tile, all * shape.group, all_end * shape.group, 0, KEYS);
+            q = all_end - 1;
+            continue;
+        }
+        const int low = std::max(0, oldest(a, item.position + q) - start);
+        rows_of_tile(tile, q * shape.group, (q + 1) * shape.group, low, std::min(KEYS, item.position + q + 1 - start));
+    }
+}
+
+// ---- An item, and all of them
+
+// The item's queries, side by side; what is no number of theirs is zero.
+template <class T>
+void fetch(const Attention& a, const Shape& shape, const Item& item, Room<T>& room) {
+    float* query = room.query.of(int64_t(item.count) * shape.group * shape.words + WIDTH);
+    for (int m = 0; m < item.count * shape.group; m++) {
+        const T* from = static_cast<const T*>(a.query) + (item.token + m / shape.group) * a.query_token_stride +
+                        (item.kv_head * shape.group + m % shape.group) * a.query_head_stride;
+        for (int w = 0; w < shape.words; w += WIDTH) {
+            const Lanes words = as_lanes(load_words(from + w * PER_WORD<T>, a.key_dim - w * PER_WORD<T>));
+            float* to = query + int64_t(m) * shape.words + w;  // the next row, or room to spare, is behind it
+            store_lanes(words, to);
+        }
+    }
+}
+
+template <class T>
+void do_segment(const Attention& a, const Shape& shape, const Item& item, int from, int to, Room<T>& room, State state) {
+    clear(shape, state, item.count * shape.group);
+    for (int start = from / KEYS * KEYS; start < to; start += KEYS)
+        do_tile(a, shape, item, start, std::max(start, from), std::min(start + KEYS, to), room, state);
+}
+
+inline int end_of_segment(const Item& item, int from) { return std::min(item.end, from / SEGMENT * SEGMENT + SEGMENT); }
+
+template <class T>
+void do_item(const Attention& a, const Shape& shape, const Item& item, Room<T>& room) {
+    const int rows = item.count * shape.group;
+    const State done = shape.state(room.done.of(shape.state_size(rows)), rows);
+    clear(shape, done, rows);
+    for (int from = item.begin; from < item.end; from = end_of_segment(item, from)) {
+        if (from == item.begin) {
+            do_segment(a, shape, item, from, end_of_segment(item, from), room, done);
+        } else {
+            const State segment = shape.state(room.segment.of(shape.state_size(rows)), rows);
+            do_segment(a, shape, item, from, end_of_segment(item, from), room, segment);
+            merge(shape, done, segment, rows);
+        }
+    }
+    finish<T>(a, shape, item, done);
+}
+
+// Those that see most come first, so that no thread is left alone with one of them.
+std::vector<Item> items_of(const Attention& a, const Shape& shape, int item_queries) {
+    std::vector<Item> items;
+    int64_t token = 0;
+    for (int row = 0; row < a.rows; token += std::abs(a.queries[row++]))
+        for (int first = 0; first < a.queries[row]; first += item_queries)
+            for (int head = 0; head < a.kv_heads; head++) {
+                const int count = std::min(item_queries, a.queries[row] - first);
+                const int position = a.kv_len[row] - a.queries[row] + first;
+                items.push_back({row, first, count, head, position, a.is_causal ? oldest(a, position) : 0,
+                                 a.is_causal ? position + count : a.kv_len[row], token + first});
+            }
+    const auto size = [](const Item& item) { return int64_t(item.count) * (item.end - item.begin); };
+    std::stable_sort(items.begin(), items.end(), [&](const Item& x, const Item& y) { return size(x) > size(y); });
+    return items;
+}
+
+struct Piece {  // a segment of an item
+    int item, from;
+    int64_t state;  // where its state lies
+};
+
+// Few items are done segment by segment, each of which may go to another thread.
+template <class T>
+void do_pieces(const Attention& a, const Shape& shape, const std::vector<Item>& items) {
+    std::vector<Piece> pieces;
+    std::vector<int> first_piece;
+    int64_t size = 0;
+    for (int n = 0; n < int(items.size()); n++) {
+        first_piece.push_back(int(pieces.size()));
+        for (int from = items[n].begin; from < items[n].end; from = end_of_segment(items[n], from)) {
+            pieces.push_back({n, from, size});
+            size += (shape.state_size(items[n].count * shape.group) + 15) / 16 * 16;
+        }
+    }
+    first_piece.push_back(int(pieces.size()));
+    Scratch states;
+    float* const states_at = states.of(size);
+#pragma omp parallel
+    {
+        Room<T> room{};
+#pragma omp for schedule(dynamic, 1)
+        for (int p = 0; p < int(pieces.size()); p++) {
+            const Item& item = items[pieces[p].item];
+            fetch(a, shape, item, room);
+            do_segment(a, shape, item, pieces[p].from, end_of_segment(item, pieces[p].from), room,
+                       shape.state(states_at + pieces[p].state, item.count * shape.group));
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int n = 0; n < int(items.size()); n++) {
+            const int rows = items[n].count * shape.group;
+            const State done = shape.state(room.done.of(shape.state_size(rows)), rows);
+            clear(shape, done, rows);
+            for (int p = first_piece[n]; p < first_piece[n + 1]; p++)
+                merge(shape, done, shape.state(states_at + pieces[p].state, rows), rows);
+            finish<T>(a, shape, items[n], done);
+        }
+    }
+}
+
+template <class T>
+void attend(const Attention& a) {
+    const Shape shape = Shape::of<T>(a);
+    const int threads = omp_get_max_threads();
+    int item_queries = std::max(1, ITEM_ROWS / shape.group);
+    std::vector<Item> items = items_of(a, shape, item_queries);
+    while (threads > 1 && int(items.size()) < 3 * threads && item_queries * shape.group >= 2 * LEAST_ROWS)
+        items = items_of(a, shape, item_queries /= 2);
+    if (threads > 1 && int(items.size()) < 2 * threads) return do_pieces<T>(a, shape, items);
+#pragma omp parallel if (items.size() > 1)
+    {
+        Room<T> room{};
+        const int ahead = omp_get_num_threads(), count = int(items.size());
+#pragma omp for schedule(dynamic, 1)
+        for (int n = 0; n < count; n++) {
+            room.next = n + ahead < count ? &items[n + ahead] : nullptr;
+            fetch(a, shape, items[n], room);
+            do_item(a, shape, items[n], room);
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+void intarsia_attend(const Attention* a) {
+    with_kind(a->kind, [&](auto* number) { attend<std::remove_pointer_t<decltype(number)>>(*a); });
+}
+
+void intarsia_write(const Write* w) {
+    const auto* keys = static_cast<const char*>(w->key);
+    const auto* values = static_cast<const char*>(w->value);
+    auto* pages = static_cast<char*>(w->pages);
+    const int64_t size = w->itemsize;
+#pragma omp parallel for schedule(static) if (w->tokens > 256)
+    for (int t = 0; t < w->tokens; t++)
+        for (int h = 0; h < w->kv_heads; h++) {
+            char* to = pages + size * (w->page[t] * w->page_stride + w->offset[t] * w->page_token_stride +
+                                       h * w->page_head_stride);
+            std::memcpy(to, keys + size * (t * w->key_token_stride + h * w->key_head_stride), w->key_bytes);
+            std::memcpy(to + w->key_bytes,
+                        values + size * (t * w->value_token_stride + h * w->value_head_stride), w->value_bytes);
+        }
+}
+
+}  // extern "C"

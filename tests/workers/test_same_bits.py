@@ -1,0 +1,61 @@
+"""What is drawn for a sequence depends on that sequence alone, to the last bit of its logits: not on who else is in a
+step, on how a prompt is cut, on what is found in the cache, on preemption, swapping, or the number of threads."""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from intarsia.proto.request import SamplingParams
+from intarsia.tests.conftest import TinyModel
+from intarsia.tests.local import Completion, complete, make_engine
+from intarsia.tests.models import FAMILIES, WITH_IMAGES, prompts
+from intarsia.tests.workers.test_families import least_memory
+
+ASKED = SamplingParams(temperature=0, max_tokens=24, logprobs=5, ignore_eos=True)
+"""Log-probabilities tell logits apart that differ in their last bit."""
+
+LENGTHS = [5, 33, 47, 80, 130]
+"""Of prompts: beyond a tile of keys, and beyond some chunks."""
+
+Bits = list[tuple[int, Any]]
+
+
+def bits(completions: Sequence[Completion]) -> list[Bits]:
+    return [list(zip(each.token_ids, each.logprobs, strict=True)) for each in completions]
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - WITH_IMAGES))
+def test_logits_have_the_same_bits_whatever_happens_beside(family: str, dtype: str, tiny: Callable):
+    model: TinyModel = tiny(family)
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    asked = prompts(seed, LENGTHS)
+
+    async def run() -> None:
+        engine = await make_engine(model.path, dtype=dtype, enable_prefix_caching=False, cpu_threads=2)
+        wanted = bits(await complete(engine, asked, ASKED))
+        alone = [bits(await complete(engine, [prompt], ASKED))[0] for prompt in asked]
+        assert alone == wanted, "alone"
+        # In pieces, one thread, then out of the cache.
+        for chunk in (7, 64):
+            engine = await make_engine(model.path, dtype=dtype, max_prefill_chunk_tokens=chunk, cpu_threads=1)
+            assert bits(await complete(engine, asked, ASKED)) == wanted, f"chunks of {chunk}"
+            again = await complete(engine, asked, ASKED)
+            assert sum(each.num_cached_tokens for each in again) > 0
+            assert bits(again) == wanted, f"found, after chunks of {chunk}"
+        # In a pool that is too small for all at once.
+        for swap in ("0", "64MiB"):
+            memory = least_memory(model, 16, max(LENGTHS) + ASKED.max_tokens, 1)
+            engine = await make_engine(model.path, dtype=dtype, block_size=16, kv_cache_memory=memory, swap_space=swap)
+            assert bits(await complete(engine, asked, ASKED)) == wanted, f"preempted, swap space {swap}"
+            assert engine.stats.preemptions > 0
+
+    asyncio.run(run())
