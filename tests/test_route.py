@@ -6,6 +6,7 @@ that adds a file to this way fails here.
 """
 
 import asyncio
+import gc
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -142,11 +143,14 @@ class Watched:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
+        gc.collect()
+        gc.disable()  # the collector would end what earlier scenarios left, in the middle of this one
         sys.setprofile(self._enter)
         try:
             yield
         finally:
             sys.setprofile(None)
+            gc.enable()
 
     @property
     def route(self) -> Route:

@@ -124,7 +124,7 @@ class NativeLinear(PackedLinear):
     """The default on a CPU with a C++ compiler."""
 
     dtypes: ClassVar[frozenset[torch.dtype]] = frozenset({torch.float32, torch.bfloat16})
-    looks_up: ClassVar[bool] = True
+    has_neighbours: ClassVar[bool] = True
 
     packed: PackedWeights
     torch_from_rows: float = math.inf
@@ -137,6 +137,12 @@ class NativeLinear(PackedLinear):
 
     def pack(self, weight: Tensor) -> None:
         self.packed = PackedWeights(weight.unsqueeze(0), None if self.bias is None else self.bias.unsqueeze(0))
+
+    def lend(self, linear: nn.Linear) -> None:
+        module: Any = linear
+        del module._parameters["weight"]
+        module.__class__ = type(self)
+        module.packed = self.packed
 
     def rows(self, numbers: Tensor) -> Tensor:
         return self.packed.rows(numbers)

@@ -29,7 +29,7 @@ MOST_COMPILED, COMPILE_WITHIN_S = 320, 1.0
 
 class OneDnnLinear(PackedLinear):
     dtypes: ClassVar[frozenset[torch.dtype]] = frozenset({torch.float32, torch.bfloat16})
-    looks_up: ClassVar[bool] = False
+    has_neighbours: ClassVar[bool] = False
 
     packed: Any
 

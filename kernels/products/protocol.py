@@ -18,8 +18,8 @@ class PackedLinear(nn.Linear):
     dtypes: ClassVar[frozenset[torch.dtype]]
     """Of weights that it takes. Inputs have the same."""
 
-    looks_up: ClassVar[bool]
-    """Whether `rows` reads those rows alone."""
+    has_neighbours: ClassVar[bool]
+    """Whether other modules may read the packed weight: an embedding by `rows`, another linear after `lend`."""
 
     @classmethod
     def lacks(cls) -> str | None:
@@ -37,6 +37,10 @@ class PackedLinear(nn.Linear):
 
     def pack(self, weight: Tensor) -> None:
         """weight: [outputs, inputs]"""
+        raise NotImplementedError
+
+    def lend(self, linear: nn.Linear) -> None:
+        """Change another module, of the same weight and bias: it reads what is packed here."""
         raise NotImplementedError
 
     def rows(self, numbers: Tensor) -> Tensor:

@@ -71,10 +71,13 @@ async def check_preempted(model: TinyModel, workers: Any, block_size: int, ranks
     assert engine.recount().all_free
 
 
-def least_memory(model: TinyModel, block_size: int, tokens: int, ranks: int) -> int:
-    """Bytes on a rank in which a request of so many tokens just fits, to a kibibyte, and a large page to spare."""
+def least_memory(model: TinyModel, block_size: int, tokens: int, ranks: int = 1, item_bytes: int = 4) -> int:
+    """Bytes on a rank in which a request of so many tokens just fits, to a kibibyte, and a large page to spare.
+
+    item_bytes: of a number in the cache
+    """
     config = AutoConfig.from_pretrained(model.path).get_text_config()
-    layers = read_layers(config, ranks, item_bytes=4)
+    layers = read_layers(config, ranks, item_bytes)
     encoder_tokens = 3 * -(-20 // block_size) * block_size if any(model.images) else 0  # 4 tiles of 5, of 3 images
 
     def plan(kibibytes: int) -> MemoryPlan | None:

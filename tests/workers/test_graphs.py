@@ -9,10 +9,12 @@ import pytest
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from intarsia.kernels.mixers import cpu as mixers
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.local import LocalWorkers, complete, make_engine
 from intarsia.workers import graphs, warm_up
 from intarsia.workers.graphs import Replay, padded_pages, padded_rows
+from intarsia.workers.models import load
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
@@ -51,7 +53,11 @@ def taped(monkeypatch: pytest.MonkeyPatch) -> tuple[LocalWorkers, Tape]:
     workers = LocalWorkers()
     tape = Tape(workers)
     monkeypatch.setattr(warm_up, "recorder", lambda device: tape)
-    monkeypatch.setattr(warm_up, "fuse", lambda *_: None)  # C++ leaves nothing on the tape; there is none on a GPU
+    # C++ leaves nothing on the tape. There is none on a GPU.
+    monkeypatch.setattr(warm_up, "fuse", lambda *_: None)
+    monkeypatch.setattr(load, "pack_linears", lambda *_: None)
+    monkeypatch.setattr(load, "pack_experts", lambda *_: None)
+    monkeypatch.setattr(mixers, "is_available", lambda: False)
     return workers, tape
 
 

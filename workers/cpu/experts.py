@@ -37,6 +37,8 @@ def pack_experts(model: nn.Module, device: torch.device) -> None:
             _take_llama4(module)
         elif _has_experts(module):
             _take_experts(module)
+        elif isinstance(gate := getattr(module, "shared_expert_gate", None), NativeLinear):
+            gate.__class__ = _Gate
         elif _is_router(module):
             module.weight = _RoutingWeight.of(module._parameters.pop("weight"))  # type: ignore[assignment]
 
@@ -125,7 +127,7 @@ def _take_llama4(module: Any) -> None:
         hidden_TD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
         logits_TE = router(hidden_TD)
         best_TK, experts_TK = logits_TE.topk(module.top_k, dim=1)
-        shares_TK = best_TK.float().sigmoid().to(hidden_TD.dtype)
+        shares_TK = tokenwise.activate(best_TK.float(), Activation.SIGMOID).to(hidden_TD.dtype)
         return module.shared_expert(hidden_TD) + experts(hidden_TD, experts_TK, shares_TK), logits_TE
 
     experts.forward = experts_forward  # still called as a module: a hook of it adds up what the ranks have
@@ -185,3 +187,10 @@ class _RoutingLogits(Tensor):
 
     def sigmoid(self) -> Tensor:
         return tokenwise.activate(self.as_subclass(Tensor), Activation.SIGMOID)
+
+
+class _Gate(NativeLinear):
+    """One number for each token, of which the module takes the sigmoid."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).as_subclass(_RoutingLogits)

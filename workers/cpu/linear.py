@@ -10,19 +10,27 @@ from ...kernels.products import PackedEmbedding, PackedLinear, linear_kind
 
 
 def pack_linears(module: nn.Module, device: torch.device) -> None:
-    """Pack every plain `nn.Linear` on a CPU whose weight no other module uses, but for an embedding. Elsewhere nothing
-    happens."""
+    """Pack every plain `nn.Linear` on a CPU. A weight of several modules is packed once if they are linears of the same
+    bias or embeddings, else it stays as it is. Elsewhere nothing happens."""
     owners = _owners(module)
     for child in list(module.modules()):
         if type(child) is not nn.Linear:
             continue
         kind = linear_kind(child.weight.dtype, device)
         others = [owner for owner in owners[id(child.weight)] if owner is not child]
-        if kind is None or (others and not (kind.looks_up and all(map(_only_looks_up, others)))):
+        if kind is None or (others and not (kind.has_neighbours and all(_can_read(child, each) for each in others))):
             continue
         linear = kind.take_over(child)
-        for embedding in others:
-            _take_embedding(embedding, linear)
+        for other in others:
+            if isinstance(other, nn.Linear):
+                linear.lend(other)
+            else:
+                _take_embedding(other, linear)
+
+
+def _can_read(linear: nn.Linear, other: nn.Module) -> bool:
+    """Whether another module of this weight can read it packed."""
+    return (type(other) is nn.Linear and other.bias is linear.bias) or _only_looks_up(other)
 
 
 def _owners(module: nn.Module) -> dict[int, list[nn.Module]]:
