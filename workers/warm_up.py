@@ -1,9 +1,12 @@
 """Forward passes over the null block, before requests come: what can be found out, chosen or compiled then is."""
 
+from functools import partial
+
 import numpy as np
 import torch
 
 from ..errors import UnsupportedModel
+from ..kernels.paged_attention import BACKENDS, ORDERED_BACKENDS, select_backend
 from ..kernels.products import compile_products
 from ..proto.worker import ModelSettings
 from .cpu.fused import fuse
@@ -20,7 +23,7 @@ def warm_up(runner: ModelRunner, settings: ModelSettings) -> None:
     model, limits = runner.model, runner.limits
     longest = min(limits.max_num_batched_tokens, limits.max_model_len)
     _take_slot(runner, longest)
-    model.attention.learn(lambda: runner.forward(_rows()), settings.attention_backend)
+    _choose_backend(runner, settings.attention_backend)
     # Fewer calls of Python: by torch's compiler or by ours, for families whose modules the table is tested with.
     if settings.torch_compile:
         _compile(runner)
@@ -45,10 +48,17 @@ def run_largest_steps(runner: ModelRunner, backend: str | None) -> None:
     rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     each = min(limits.max_num_batched_tokens // rows, longest)
     _take_slot(runner, longest)
-    runner.model.attention.learn(lambda: runner.forward(_rows()), backend)
+    _choose_backend(runner, backend)
     runner.forward(_rows(tokens=longest))
     runner.forward(_rows(rows=rows, tokens=each))
     runner.tables.retire(0)
+
+
+def _choose_backend(runner: ModelRunner, name: str | None) -> None:
+    model = runner.model
+    backends = ORDERED_BACKENDS if model.order.is_one else BACKENDS
+    choose = partial(select_backend, device=model.device, name=name, backends=backends)
+    model.attention.learn(lambda: runner.forward(_rows()), choose)
 
 
 def _take_slot(runner: ModelRunner, tokens: int) -> None:

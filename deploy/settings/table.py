@@ -98,6 +98,9 @@ class EngineArguments(TypedDict, total=False):
         False, "model.enforce_eager", "Run transformers' modules as they are written; slower.")]
     torch_compile: Annotated[bool, Setting(
         False, "model.torch_compile", "Compile the model with torch.compile; starting takes minutes.")]
+    same_bits: Annotated[bool, Setting(
+        False, "model.same_bits", "On a CPU: an answer has the same bits in any company, at any price.",
+        more="Without it this holds too, but where torch multiplies prompts much faster; the start tells.")]
     cpu_threads: Annotated[int | None, Setting(
         None, "model.cpu_threads", "Threads of a worker without GPU.", "its cores, one less in short steps")]
     allow_generic: Annotated[bool, Setting(

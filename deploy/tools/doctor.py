@@ -161,7 +161,21 @@ def _kernels() -> list[Finding]:
             found.append(Finding(f"kernel {name}", library, not has_compiler, advice))
         else:
             found.append(Finding(f"kernel {name}", f"compiled, in {cpp.cache_folder()}"))
-    return found
+    return found + _products()
+
+
+def _products() -> list[Finding]:
+    """Which way products go, as measured on this machine; kept beside the compiled kernels."""
+    import torch
+
+    from ...kernels.products import NativeLinear
+    from ...kernels.products.cpu import vectors
+    from ...kernels.products.ways import way_of
+
+    if NativeLinear.lacks() is not None:
+        return [Finding("products", "torch's; the last bits of an answer depend on what is computed beside it")]
+    ways = [Finding(f"products {name}", way_of(getattr(torch, name)).told) for name in ("float32", "bfloat16")]
+    return [Finding("vectors", vectors()), *ways]
 
 
 def _ray() -> list[Finding]:

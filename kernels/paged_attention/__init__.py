@@ -17,7 +17,7 @@ import torch
 from ...errors import UnsupportedModel
 from ..names import no_such_backend
 from .capabilities import Capabilities, Needs
-from .cpu import NativeBackend
+from .cpu import NativeBackend, OrderedBackend
 from .flash import FlashBackend, LegacyFlashBackend
 from .plain_torch import TorchBackend
 from .protocol import Backend, GroupBatch, GroupMeta, LayerParams
@@ -26,6 +26,7 @@ from .triton import TritonBackend
 
 __all__ = [
     "BACKENDS",
+    "ORDERED_BACKENDS",
     "Backend",
     "Capabilities",
     "FlashBackend",
@@ -35,6 +36,7 @@ __all__ = [
     "LegacyFlashBackend",
     "NativeBackend",
     "Needs",
+    "OrderedBackend",
     "ReferenceBackend",
     "TorchBackend",
     "TritonBackend",
@@ -45,6 +47,9 @@ BACKENDS: tuple[type[Backend], ...] = (
     NativeBackend, FlashBackend, LegacyFlashBackend, TritonBackend, TorchBackend, ReferenceBackend
 )  # fmt: skip
 """Fastest first."""
+
+ORDERED_BACKENDS = OrderedBackend, *BACKENDS[1:]
+"""Where sums have to have one order, as far as there is a choice."""
 
 
 def select_backend(

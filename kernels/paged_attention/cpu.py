@@ -2,7 +2,7 @@
 
 Both sum in one order (`cpu_attention.cpp`), so a query's result has the same bits in any company and however a prompt
 was cut. Where the processor multiplies 16-bit matrices in hardware (AMX), prompts in 16 bits go the way of
-`TorchBackend`, which knows how to use it and keeps no order, unless `one_order` asks for it.
+`TorchBackend`, which knows how to use it and keeps no order; `OrderedBackend` does without.
 """
 
 import ctypes
@@ -56,12 +56,11 @@ class _Plan:
 
 
 class NativeBackend(TorchBackend):
-    """The default on a CPU with a C++ compiler.
-
-    one_order  whether prompts, too, always go through the kernel whose sums have one order
-    """
+    """The default on a CPU with a C++ compiler."""
 
     name: ClassVar[str] = "native"
+    one_order: ClassVar[bool] = False
+    """Whether prompts, too, always go through the kernel whose sums have one order."""
     capabilities: ClassVar[Capabilities] = Capabilities(
         devices=frozenset({"cpu"}),
         dtypes=frozenset(cpp.KINDS),
@@ -72,9 +71,8 @@ class NativeBackend(TorchBackend):
         found = cpp.library("paged_attention/cpu_attention")
         return f"could not be compiled: {found}" if isinstance(found, str) else None
 
-    def __init__(self, one_order: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.one_order = one_order
         self._library: Any = cpp.library("paged_attention/cpu_attention")
 
     def prepare(self, batch: GroupBatch, device: torch.device) -> GroupMeta:
@@ -151,6 +149,12 @@ class NativeBackend(TorchBackend):
                 )
             )
         )
+
+
+class OrderedBackend(NativeBackend):
+    """The same with one order of sums on every processor."""
+
+    one_order: ClassVar[bool] = True
 
 
 @cache

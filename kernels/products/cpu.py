@@ -6,8 +6,7 @@ on how many there are, nor on the number of threads (`cpu_products.cpp`).
 
 import ctypes
 import functools
-import math
-from ctypes import c_int32, c_int64, c_void_p
+from ctypes import c_char_p, c_int32, c_int64, c_void_p
 from typing import Any, ClassVar
 
 import torch
@@ -111,6 +110,13 @@ class PackedWeights:
         return out
 
 
+def vectors() -> str:
+    """What the processor's vectors are, as far as products use them."""
+    named = _library().intarsia_vectors
+    named.restype = c_char_p
+    return named().decode()
+
+
 def combine(x_ND: Tensor, row_of: Tensor, shares: Tensor) -> Tensor:
     """Rows of x, added up by their shares in float32. row_of [R,K] int64, shares [R,K]. Returns [R,D]."""
     shares, row_of = shares.float().contiguous(), row_of.contiguous()
@@ -127,8 +133,6 @@ class NativeLinear(PackedLinear):
     has_neighbours: ClassVar[bool] = True
 
     packed: PackedWeights
-    torch_from_rows: float = math.inf
-    """Products of so many rows and more go torch's way."""
 
     @classmethod
     def lacks(cls) -> str | None:
@@ -143,6 +147,7 @@ class NativeLinear(PackedLinear):
         del module._parameters["weight"]
         module.__class__ = type(self)
         module.packed = self.packed
+        module.torch_from_rows = self.torch_from_rows
 
     def rows(self, numbers: Tensor) -> Tensor:
         return self.packed.rows(numbers)

@@ -215,6 +215,8 @@ void with_weight(int kind, Function what) {
 
 extern "C" {
 
+const char* intarsia_vectors() { return VECTORS_NAME; }
+
 void intarsia_product(const Product* a) {
     with_weight(a->kind, [&](auto* number) { product<std::remove_pointer_t<decltype(number)>>(*a); });
 }

@@ -6,6 +6,7 @@
 A module that is taken over keeps its hooks and whoever refers to it. `reference.py` shows the arithmetic.
 """
 
+import math
 from typing import Any, ClassVar, Self
 
 import torch
@@ -20,6 +21,9 @@ class PackedLinear(nn.Linear):
 
     has_neighbours: ClassVar[bool]
     """Whether other modules may read the packed weight: an embedding by `rows`, another linear after `lend`."""
+
+    torch_from_rows: float = math.inf
+    """Products of so many rows and more go torch's way, where that is another."""
 
     @classmethod
     def lacks(cls) -> str | None:

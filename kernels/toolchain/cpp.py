@@ -37,6 +37,9 @@ COMPILE_FLAGS = (
 )
 LINK_FLAGS = ("-shared", "-fopenmp")
 
+NARROWER = {"avx2": ("-mno-avx512f",), "default": ("-mno-avx512f", "-mno-avx2")}
+"""What ATEN_CPU_CAPABILITY, with which torch leaves out wide vectors, leaves out here."""
+
 COMPILE_TIMEOUT_S = 120
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -94,7 +97,11 @@ def identity(name: str) -> str:
     source = KERNELS / f"{name}.cpp"
     texts = [source.read_text(), *(header.read_text() for header in sorted(TOOLCHAIN.glob("*.h")))]
     version = _run([_compiler(), "--version"])
-    return sha256("\n".join([*texts, version, *COMPILE_FLAGS, *LINK_FLAGS, _processor()]).encode()).hexdigest()[:20]
+    return sha256("\n".join([*texts, version, *_compile_flags(), *LINK_FLAGS, _processor()]).encode()).hexdigest()[:20]
+
+
+def _compile_flags() -> tuple[str, ...]:
+    return COMPILE_FLAGS + NARROWER.get(os.environ.get("ATEN_CPU_CAPABILITY", ""), ())
 
 
 def _compiler() -> str:
@@ -117,7 +124,7 @@ def _compile(compiler: str, source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         compiled, linked = Path(folder, "kernel.o"), Path(folder, "kernel.so")
-        _run([compiler, *COMPILE_FLAGS, f"-I{TOOLCHAIN}", str(source), "-o", str(compiled)])
+        _run([compiler, *_compile_flags(), f"-I{TOOLCHAIN}", str(source), "-o", str(compiled)])
         _run([compiler, *LINK_FLAGS, str(compiled), "-o", str(linked)])
         linked.replace(target)
 

@@ -14,6 +14,11 @@ namespace {
 
 #if defined(__AVX512F__)
 
+#if defined(__AVX512BF16__)
+constexpr char VECTORS_NAME[] = "AVX-512 with products of bfloat16";
+#else
+constexpr char VECTORS_NAME[] = "AVX-512";
+#endif
 constexpr int WIDTH = 16, REGISTERS = 32;
 typedef __m512 Lanes;
 typedef __m512i Words;
@@ -28,6 +33,7 @@ inline Lanes fused(Lanes a, Lanes b, Lanes sum) { return _mm512_fmadd_ps(a, b, s
 
 #elif defined(__AVX2__) && defined(__FMA__)
 
+constexpr char VECTORS_NAME[] = "AVX2";
 constexpr int WIDTH = 8, REGISTERS = 16;
 typedef __m256 Lanes;
 typedef __m256i Words;
@@ -42,6 +48,7 @@ inline Lanes fused(Lanes a, Lanes b, Lanes sum) { return _mm256_fmadd_ps(a, b, s
 
 #else
 
+constexpr char VECTORS_NAME[] = "of four numbers";
 constexpr int WIDTH = 4, REGISTERS = 16;
 typedef float Lanes __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));

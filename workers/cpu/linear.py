@@ -1,5 +1,6 @@
 """Which weights of a model are packed, on a CPU, and which products are one: see `kernels/products`."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,9 +10,12 @@ from torch import nn
 from ...kernels.products import PackedEmbedding, PackedLinear, linear_kind
 
 
-def pack_linears(module: nn.Module, device: torch.device) -> None:
+def pack_linears(module: nn.Module, device: torch.device, torch_from_rows: float = math.inf) -> None:
     """Pack every plain `nn.Linear` on a CPU. A weight of several modules is packed once if they are linears of the same
-    bias or embeddings, else it stays as it is. Elsewhere nothing happens."""
+    bias or embeddings, else it stays as it is. Elsewhere nothing happens.
+
+    torch_from_rows: products of so many rows and more go torch's way
+    """
     owners = _owners(module)
     for child in list(module.modules()):
         if type(child) is not nn.Linear:
@@ -21,6 +25,7 @@ def pack_linears(module: nn.Module, device: torch.device) -> None:
         if kind is None or (others and not (kind.has_neighbours and all(_can_read(child, each) for each in others))):
             continue
         linear = kind.take_over(child)
+        linear.torch_from_rows = torch_from_rows
         for other in others:
             if isinstance(other, nn.Linear):
                 linear.lend(other)
@@ -50,7 +55,7 @@ def merge_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
     if any(linear.bias is not None for linear in linears):
         biases = [x.weight.new_zeros(x.out_features) if x.bias is None else x.bias for x in linears]
         merged.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-    pack_linears(merged, merged.weight.device)
+    pack_linears(merged, merged.weight.device, getattr(linears[0], "torch_from_rows", math.inf))
     return merged
 
 

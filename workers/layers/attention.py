@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from ...errors import UnsupportedModel
-from ...kernels.paged_attention import Backend, GroupBatch, GroupMeta, LayerParams, Needs, select_backend
+from ...kernels.paged_attention import Backend, GroupBatch, GroupMeta, LayerParams, Needs
 from ...kvcache.plan import MemoryPlan
 from ...kvcache.reach import Reach
 from ...kvcache.spec import LayerSpec
@@ -83,10 +83,10 @@ class PagedAttention:
         # A page may have been a state's or an encoder's before.
         self._any_bytes = not all(group.reach.keeps_tokens for group in plan.groups)
 
-    def learn(self, forward: Callable[[], object], backend: str | None) -> None:
+    def learn(self, forward: Callable[[], object], choose: Callable[[Sequence[Needs]], Backend]) -> None:
         """Run `forward` once to learn each layer's constants, then choose the backend that covers them all.
 
-        Raises `UnsupportedModel`, naming each backend and why it refused, when none does.
+        Raises `UnsupportedModel`, and what `choose` does when no backend covers them.
         """
         self._backend = None
         forward()
@@ -97,7 +97,7 @@ class PagedAttention:
                 "paged",
                 field="model",
             )
-        self._backend = select_backend(list(dict.fromkeys(self._needs.values())), self._device, backend)
+        self._backend = choose(list(dict.fromkeys(self._needs.values())))
 
     @property
     def backend(self) -> Backend:

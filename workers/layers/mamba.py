@@ -3,6 +3,7 @@
 Suffixes: T packed tokens    C channels    H heads of this rank    G groups of heads that share B and C    K, V, S sizes
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,9 +38,8 @@ class Mamba2(Mixer):
         self._A = -module.A_log.float().exp()
         self._bias = module.dt_bias.float()
         self._D = module.D.float().repeat_interleave(module.head_dim)
-        self._sizes = Mamba2Sizes(
-            self._heads, module.head_dim, self._groups, module.ssm_state_size, tuple(module.time_step_limit)
-        )
+        limits = _as_float32(module.time_step_limit)
+        self._sizes = Mamba2Sizes(self._heads, module.head_dim, self._groups, module.ssm_state_size, limits)
         self._group_width = module.head_dim * heads_per_group
         self._norm = self._norm_of(module)
         self._scales = getattr(module, "mup_vector", None)
@@ -130,3 +130,12 @@ class Mamba1(Mixer):
         out_TC = self._states.scan(self._layer, RECURRENT, SELECTIVE_SCAN, (self._A,), inputs)
         out_TC = self._around.gated_norm(out_TC, gate_TC, self._gate, (self._D, x_TC))
         return module.out_proj(out_TC).unsqueeze(0)
+
+
+def _as_float32(limits: Sequence[float]) -> tuple[float, float]:
+    """The limits of dt, infinity among them. Raises OverflowError for a number that float32 does not have."""
+    shortest, longest = limits
+    for limit in limits:
+        if math.isfinite(limit) and abs(limit) > torch.finfo(torch.float32).max:
+            raise OverflowError(f"time_step_limit {list(limits)} is beyond float32")
+    return shortest, longest

@@ -20,6 +20,7 @@ from ..checkpoint.json_file import clipped
 from ..checkpoint.layer_specs import complete_layer_types, read_layers
 from ..cpu.experts import pack_experts
 from ..cpu.linear import pack_linears
+from ..cpu.order import sum_order
 from ..known_families import check_family
 from ..layers.adapters import Paged, bind
 from ..layers.attention import IMPLEMENTATION, PagedAttention
@@ -86,11 +87,12 @@ def _load(
     whole = _read_config(settings)
     config = whole.get_text_config()
     family_note = check_family((whole.model_type, config.model_type), allow_generic=settings.allow_generic)
-    notes = [complete_layer_types(config, checkpoint.config), family_note]
+    dtype = _dtype(settings, config)
+    order = sum_order(dtype, device, settings.same_bits)
+    notes = [complete_layer_types(config, checkpoint.config), family_note, order.note]
     for note in filter(None, notes):
         logger.warning(note)
     # A module without memory, then its weights.
-    dtype = _dtype(settings, config)
     layers = read_layers(config, parallel.size, dtype.itemsize)
     module = _build(whole, config, dtype, settings)
     vocab_size = module.get_input_embeddings().num_embeddings
@@ -117,9 +119,9 @@ def _load(
         notes=tuple(filter(None, notes)),
     )
     if not settings.torch_compile:  # which sees no further than an operator it does not know
-        pack_linears(module, device)
+        pack_linears(module, device, order.torch_from_rows)
         pack_experts(module, device)
-    return LoadedModel(module.eval(), attention, states, cross, facts, device, is_tested=family_note is None)
+    return LoadedModel(module.eval(), attention, states, cross, facts, device, family_note is None, order)
 
 
 def _build(whole: Any, config: Any, dtype: torch.dtype, settings: ModelSettings) -> Any:

@@ -9,6 +9,7 @@ from torch import nn
 from ...errors import OutOfMemory
 from ...kvcache.plan import MemoryPlan
 from ...proto.worker import ModelFacts
+from ..cpu.order import SumOrder
 from ..layers.attention import PagedAttention
 from ..layers.cross import CrossAttention
 from ..layers.states import PagedStates
@@ -30,6 +31,7 @@ class LoadedModel:
         facts: ModelFacts,
         device: torch.device,
         is_tested: bool,
+        order: SumOrder,
     ):
         """is_tested: of a family that the tests know."""
         self.module = module
@@ -39,6 +41,7 @@ class LoadedModel:
         self.facts = facts
         self.device = device
         self.is_tested = is_tested
+        self.order = order
         self.run: Callable[..., Any] = module  # one forward pass, as transformers' modules are called
         # transformers leaves cross layers out unless it sees an encoder's output; ours know theirs.
         self.extra_inputs = {"cross_attention_states": torch.empty(0)} if cross is not None else {}
