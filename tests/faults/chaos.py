@@ -1,6 +1,7 @@
 """Kill and stop every kind of process under load, again and again.
 
     python -m intarsia.tests.faults.chaos --workers 50 --actors 5 --controllers 10 --stops 10 --front-ends 10
+    python -m intarsia.tests.faults.chaos --dtype bfloat16    # whose sums have one order, so that no bit differs
 
 32 gRPC streams run through a front end all the time, over two tensor-parallel workers. Each answer must be what it is
 undisturbed, token by token, and none may fail. Prints JSON: for each kind of fault how often it was tried, how many
@@ -171,9 +172,9 @@ def _summary(took_s: list[float]) -> dict[str, Any]:
     }
 
 
-async def run(seed: int, **counts: int) -> dict[str, Any]:
+async def run(seed: int, dtype: str, **counts: int) -> dict[str, Any]:
     rng = random.Random(seed)
-    async with service(tensor_parallel_size=2, name=NAME) as served, AsyncClient(served.address) as client:
+    async with service(tensor_parallel_size=2, name=NAME, dtype=dtype) as served, AsyncClient(served.address) as client:
         known = await answered(client, draw(rng, 64, 60, 400))
         started_s = time.monotonic()
         traffic = Traffic(client, known, STREAMS, rng)
@@ -193,6 +194,7 @@ async def run(seed: int, **counts: int) -> dict[str, Any]:
         count = await served.engine.recount()
         return {
             "seed": seed,
+            "dtype": dtype,
             "streams": STREAMS,
             "took_s": round(time.monotonic() - started_s),
             "faults": found,
@@ -211,4 +213,4 @@ def is_fine(found: dict[str, Any]) -> bool:
 
 if __name__ == "__main__":
     kinds = {"workers": 50, "actors": 5, "controllers": 10, "stops": 10, "controller_stops": 3, "front_ends": 10}
-    program(__doc__, run, is_fine, **kinds)
+    program(__doc__, run, is_fine, dtype="auto", **kinds)

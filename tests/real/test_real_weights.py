@@ -41,6 +41,9 @@ LENGTHS = [round(50 * 60 ** (n / 19)) for n in range(20)]
 
 FEW_LENGTHS, FEW_NEW = [50, 250, 700], 16
 
+TEXT_CHARS = 32_000
+"""More than 6,000 tokens."""
+
 
 class Real(NamedTuple):
     path: Path
@@ -57,8 +60,8 @@ def texts(count: int) -> list[str]:
     pages = [page.read_text() for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "LICENSE")]
     topics: dict[str, str] = pydoc_data.topics.topics
     all_of_it = "\n\n".join([*pages, *(topics[name] for name in sorted(topics))])
-    apart = (len(all_of_it) - 16_000) // count
-    return [all_of_it[n * apart : n * apart + 16_000] for n in range(count)]
+    apart = (len(all_of_it) - TEXT_CHARS) // count
+    return [all_of_it[n * apart : n * apart + TEXT_CHARS] for n in range(count)]
 
 
 @pytest.fixture(scope="module", params=list(REAL_MODELS))
@@ -110,17 +113,25 @@ async def check_preempted(real: Real, workers: Any, lengths: Sequence[int], new:
     assert engine.recount().all_free
 
 
-async def check_perplexity(real: Real, tokens: int) -> None:
+async def check_perplexity(real: Real, tokens: int, dtype: str = "float32", within: float = 1e-5) -> None:
+    """within: how far from transformers' in float32, as a share of it"""
     prompt = real.pieces([tokens])[0]
-    engine = await make_engine(real.path, dtype="float32", kv_cache_memory="512MiB")
+    engine = await make_engine(real.path, dtype=dtype, kv_cache_memory="512MiB")
     asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     [answer] = await complete(engine, [prompt], asked)
     ours = math.exp(-sum(row.logprob for row in answer.prompt_logprobs) / (len(prompt) - 1))
-    with torch.inference_mode():
-        rows = real.oracle(torch.tensor([prompt]), use_cache=False).logits[0, :-1].log_softmax(-1)
-        theirs = math.exp(-rows.gather(1, torch.tensor(prompt[1:]).unsqueeze(1)).mean().item())
-    print(f"perplexity {ours:.5f}, transformers' {theirs:.5f}")
-    assert abs(ours - theirs) <= 1e-3
+    theirs = math.exp(-reference_logprobs(real.oracle, prompt).mean().item())
+    print(f"perplexity of {len(prompt)} tokens in {dtype}: {ours:.7f}, transformers' {theirs:.7f}")
+    assert abs(ours / theirs - 1) <= within
+
+
+@torch.inference_mode()
+def reference_logprobs(oracle: Any, prompt: list[int], at_once: int = 500) -> torch.Tensor:
+    """Of each token but the first, in float64. The logits of a long text at once would take gigabytes."""
+    hidden = oracle.model(torch.tensor([prompt]), use_cache=False).last_hidden_state[0, :-1]
+    targets = torch.tensor(prompt[1:]).split(at_once)
+    rows = (oracle.lm_head(part).double().log_softmax(-1) for part in hidden.split(at_once))
+    return torch.cat([row.gather(1, target.unsqueeze(1)) for row, target in zip(rows, targets, strict=True)])
 
 
 def test_greedy_tokens_are_transformers_and_again_out_of_the_cache(real: Real, loop: Loop):
@@ -129,6 +140,10 @@ def test_greedy_tokens_are_transformers_and_again_out_of_the_cache(real: Real, l
 
 def test_perplexity_of_a_text_is_transformers(real: Real, loop: Loop):
     loop.run(check_perplexity(real, 600))
+
+
+def test_perplexity_of_a_text_in_bfloat16_is_near_that_in_float32(real: Real, loop: Loop):
+    loop.run(check_perplexity(real, 600, "bfloat16", within=5e-3))
 
 
 @pytest.mark.slow
@@ -150,8 +165,10 @@ def test_twenty_pieces_on_two_workers_are_transformers_twice_and_preempted(real:
 
 
 @pytest.mark.slow
-def test_perplexity_of_a_long_text_is_transformers(real: Real, loop: Loop):
-    loop.run(check_perplexity(real, 2500))
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("dtype", "within"), [("float32", 1e-5), ("bfloat16", 1e-3)])
+def test_perplexity_of_a_long_text_is_transformers(real: Real, dtype: str, within: float, loop: Loop):
+    loop.run(check_perplexity(real, 6000, dtype, within), limit_s=SLOW_S)
 
 
 QUESTIONS = [

@@ -1,7 +1,7 @@
 """In which order a CPU sums, and what people are told about it.
 
-Kernels of our own sum in one order: a token's logits depend on its sequence alone, whoever is computed beside it and
-however its prompt was cut. Where torch multiplies the rows of prompts much faster, as by matrix units, they go its way,
+Kernels of our own sum in one order: a token's logits depend on its sequence alone, not on what is computed beside it or
+on how its prompt was cut. Where torch multiplies the rows of prompts much faster, as by matrix units, they go its way,
 unless `same_bits` asks for the order at any price.
 """
 
