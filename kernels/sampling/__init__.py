@@ -11,11 +11,11 @@ import torch
 
 from .cpu import NativeSampling
 from .plain_torch import TorchSampling
-from .protocol import TEMPERATURES, About, Changes, Draw, Penalties, SamplingBackend
+from .protocol import PENALTIES, About, Changes, Draw, Penalties, SamplingBackend
 
 __all__ = [
+    "PENALTIES",
     "SAMPLING_BACKENDS",
-    "TEMPERATURES",
     "About",
     "Changes",
     "Draw",

@@ -9,6 +9,7 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <type_traits>
 #include <vector>
 
@@ -244,18 +245,17 @@ inline Lanes weight(Lanes distance) {
 // Of the blocks in [first, last).
 template <class T>
 double sum_of_weights(const Row<T>& row, int64_t first, int64_t last, const float* maxima, const Distance& distance) {
-    Lanes sums = {};
+    typedef double Doubles __attribute__((vector_size(8 * WIDTH)));
+    Doubles sums = {};
     for (int64_t block = first; block < last; block++) {
         if (distance(maxima[block]) < FURTHEST) continue;
         Lanes v[VECTORS], sum = {};
         row.load(block, v);
         for (int i = 0; i < VECTORS; i++) sum += weight(distance(v[i]));
-        sums += sum;
+        sums += __builtin_convertvector(sum, Doubles);
     }
-    float lanes[WIDTH];
-    store_lanes(sums, lanes);
     double total = 0;
-    for (float lane : lanes) total += lane;
+    for (int i = 0; i < WIDTH; i++) total += sums[i];
     return total;
 }
 
@@ -383,9 +383,11 @@ void collect(const Row<T>& row, const float* maxima, const Distance& distance, f
 
 // How a row leaves improbable tokens out.
 struct Cut {
-    int64_t top_k;        // all: the vocabulary's size
-    double most_mass;     // of weights: a token is left out if the more probable ones have as much
-    float least;          // weight
+    // Is a token kept that so many more probable ones are before, of so much weight? The first always is.
+    bool keeps(int64_t rank, double before) const { return !rank || (rank < top_k && float(before / total) < top_p); }
+    int64_t top_k;  // all: the vocabulary's size
+    float top_p, least_weight;
+    double total;  // weight of all tokens; infinite where top_p does not matter
 };
 
 // Put the tokens that a cut keeps first; how many. The probable half of what is undecided is weighed each time.
@@ -404,7 +406,7 @@ int64_t keep(std::vector<Candidate>& all, const Cut& cut) {
         const size_t border = std::partition(all.begin() + first, all.begin() + last,
                                              [&](Candidate each) { return each >= middle; }) - all.begin();
         const double mass = mass_of(first, border);
-        if (int64_t(border) < cut.top_k && before + mass < cut.most_mass) {
+        if (cut.keeps(border, before + mass)) {
             before += mass;
             first = border;
         } else {
@@ -412,8 +414,7 @@ int64_t keep(std::vector<Candidate>& all, const Cut& cut) {
         }
     }
     std::sort(all.begin() + first, all.begin() + last, by_value);
-    for (; first < last && (!first || (int64_t(first) < cut.top_k && before < cut.most_mass)); first++)
-        before += value_of(all[first]);
+    for (; first < last && cut.keeps(first, before); first++) before += value_of(all[first]);
     return int64_t(first);
 }
 
@@ -421,10 +422,10 @@ int64_t keep(std::vector<Candidate>& all, const Cut& cut) {
 template <class T>
 void find_kept(const Row<T>& row, const float* maxima, const Distance& distance, const Cut& cut,
                std::vector<Candidate>& found) {
-    const bool has_mass = std::isfinite(cut.most_mass);
-    for (int64_t count = has_mass ? std::min<int64_t>(64, cut.top_k) : cut.top_k;; count = std::min(count * 8, cut.top_k)) {
+    const int64_t few = std::isfinite(cut.total) ? 64 : cut.top_k;
+    for (int64_t count = std::min(few, cut.top_k);; count = std::min(count * 8, cut.top_k)) {
         const float floor = floor_of(count, maxima, row.blocks, distance);
-        const float least = std::max(cut.least, LEAST_WEIGHT), unseen = std::exp(floor) * (1 + 4e-6f);
+        const float least = std::max(cut.least_weight, LEAST_WEIGHT), unseen = std::exp(floor) * (1 + 4e-6f);
         collect(row, maxima, distance, floor, least, weight, found);
         const int64_t kept = keep(found, cut);
         // None that has not been looked at is kept, if one was left out that weighs more than all of these.
@@ -540,12 +541,10 @@ void draw_random(const Draws& d, int64_t first, const Rows<T>& all) {
         if (!is_drawn(r)) return;
         Race race(d.keys + (first + r) * 2);
         if (settings[r].is_cut) {
-            double total = 0;
-            for (int64_t piece = 0; piece < all.pieces; piece++) total += masses[r * all.pieces + piece];
-            const double most_mass = settings[r].top_p < 1 ? settings[r].top_p * total : HUGE_VAL;
+            Cut cut = {settings[r].top_k, settings[r].top_p, settings[r].min_p, HUGE_VAL};
+            if (cut.top_p < 1) cut.total = std::accumulate(&masses[r * all.pieces], &masses[r * all.pieces] + all.pieces, 0.0);
             std::vector<Candidate> kept;
-            find_kept(all.rows[r], all.maxima_of(r), distances[r], {settings[r].top_k, most_mass, settings[r].min_p},
-                      kept);
+            find_kept(all.rows[r], all.maxima_of(r), distances[r], cut, kept);
             race_some(kept, race);
         } else {
             for (int64_t piece = 0; piece < all.pieces; piece++) {
@@ -610,8 +609,7 @@ void logprobs(const Logprobs& l) {
         all.for_each_row([&](int64_t r) {
             const Row<T>& row = all.rows[r];
             const Distance distance(all.summaries[r].most, 1);
-            double total = 0;
-            for (int64_t piece = 0; piece < all.pieces; piece++) total += masses[r * all.pieces + piece];
+            const double total = std::accumulate(&masses[r * all.pieces], &masses[r * all.pieces] + all.pieces, 0.0);
             const float log_of_sum = all.summaries[r].is_usable() ? float(std::log(total)) : NAN;
             const float logprob = distance(row.at(l.tokens[first + r])) - log_of_sum;
             l.of_tokens[first + r] = logprob;

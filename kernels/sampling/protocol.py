@@ -13,6 +13,7 @@ from torch import Tensor
 # What a request may ask for is wider than float32: outside of these a chance would be infinity divided by infinity.
 HIGHEST_LOGIT = 1e30
 TEMPERATURES = 1e-6, 1e30
+PENALTIES = 1e-30, 1e30
 
 
 class Draw(NamedTuple):
@@ -31,7 +32,7 @@ class Penalties(NamedTuple):
 
     tokens: np.ndarray  # [N] int64: of the sequence, ascending, each once
     counts: np.ndarray  # [N] int64: how often each is in the answer
-    repetition: float = 1.0  # within `TEMPERATURES`
+    repetition: float = 1.0  # within `PENALTIES`
     presence: float = 0.0
     frequency: float = 0.0
 
