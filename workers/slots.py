@@ -21,10 +21,10 @@ class Slot:
 
     prompt: np.ndarray  # [tokens] int64, as admitted
     sampling: Sampling
+    draw: Draw  # the part of it that kernels know
     history: History | None = None  # where it matters which tokens it has
     matcher: Matcher | None = None  # where its answer has a grammar; on the rank that draws
     views: Sequence[View] = ()  # what its tokens see of an encoder's output
-    draw: Draw = Draw()
     draws_as_is: bool = True  # no token is drawn from other logits than the model's
 
     @classmethod
@@ -35,21 +35,24 @@ class Slot:
         if sampling.form and grammars is not None:
             kind, text = sampling.form
             matcher = grammars.matcher(kind, text, entry.tokens[sampling.prompt_tokens :])
+        draw = Draw(
+            sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed, sampling.logprobs
+        )
         return cls(
             np.array(entry.tokens, dtype=np.int64),
             sampling,
+            draw,
             History(entry.tokens, sampling.prompt_tokens) if sampling.needs_history else None,
             matcher,
             entry.views,
-            Draw(
-                sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed, sampling.logprobs
-            ),
             not (sampling.needs_history or sampling.form or sampling.logit_bias or sampling.min_tokens),
         )
 
     def changes(self, position: int) -> Changes:
-        """Of the logits from which the token at a position is drawn. The grammar has the last word: biases and penalties
-        may not bring back what it excludes."""
+        """Of the logits from which the token at a position is drawn.
+
+        The grammar has the last word: biases and penalties may not bring back what it excludes.
+        """
         sampling, history, matcher = self.sampling, self.history, self.matcher
         is_early = position < sampling.prompt_tokens + sampling.min_tokens
         must_end = matcher is not None and matcher.is_complete

@@ -140,7 +140,8 @@ def _race(chances_RV: Tensor, keys_R2: Tensor) -> Tensor:
     at_once = max(1, (1 << 18 if keys_R2.device.type == "cpu" else 1 << 25) // vocab)
     winners = []
     for first in range(0, len(keys_R2), at_once):
-        uniform = _bits(keys_R2[first : first + at_once], vocab).float().mul_(2.0**-32).add_(0.5).clamp_(2.0**-33, 1 - 2.0**-24)
+        bits = _bits(keys_R2[first : first + at_once], vocab)
+        uniform = bits.float().mul_(2.0**-32).add_(0.5).clamp_(2.0**-33, 1 - 2.0**-24)
         times = uniform.neg_().log1p_().neg_()  # accurate for the short ones, which win
         winners.append((chances_RV[first : first + at_once] / times).argmax(dim=-1))
     return torch.cat(winners)

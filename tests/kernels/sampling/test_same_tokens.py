@@ -53,7 +53,7 @@ def some_draw(choose: random.Random) -> Draw:
 def some_changes(choose: random.Random, vocab: int) -> Changes | None:
     if choose.random() < 0.5:
         return None
-    tokens = np.unique(np.array([choose.randrange(vocab + 5) for _ in range(choose.choice([0, 1, 10, 200]))], dtype=int))
+    tokens = np.array(sorted({choose.randrange(vocab + 5) for _ in range(choose.choice([0, 1, 10, 200]))}), dtype=int)
     counts = np.array([choose.choice([0, 0, 1, 3]) for _ in tokens], dtype=int)
     weights = choose.choice([1.0, 1.3, 0.5]), choose.choice([0, 0.5]), choose.choice([0, 0.3])
     return Changes(

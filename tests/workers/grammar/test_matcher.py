@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from intarsia.errors import InvalidRequest
 from intarsia.proto.request import SamplingParams
