@@ -76,8 +76,8 @@ def slot_of(tokens: tuple[int, ...] = (1, 2, 3, 4), **settings: Any) -> Slot:
 def test_a_slot_that_asks_for_nothing_is_drawn_from_the_logits_as_they_are():
     assert slot_of(ends=(1,)).draws_as_is
     assert slot_of(temperature=1.0, top_k=3, top_p=0.5, min_p=0.1, seed=7, logprobs=2).draw == (1.0, 3, 0.5, 0.1, 7, 2)
-    for settings in ({"min_tokens": 1}, {"logit_bias": ((3, 1.0),)}, {"presence_penalty": 1.0}):
-        assert not slot_of(**settings).draws_as_is
+    for asks in (slot_of(min_tokens=1), slot_of(logit_bias=((3, 1.0),)), slot_of(presence_penalty=1.0)):
+        assert not asks.draws_as_is
 
 
 def test_ends_are_excluded_before_min_tokens_are_there():
