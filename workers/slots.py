@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..kernels.sampling import Changes, Draw
 from ..kvcache.plan import Group, MemoryPlan
 from ..proto.step import Admit, Advance, Sampling, View
 from ..proto.worker import RunnerLimits
 from .grammar.matcher import Grammars, Matcher
-from .sampler import History
+from .history import History
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0, logprobs=-1)
 
@@ -20,9 +21,11 @@ class Slot:
 
     prompt: np.ndarray  # [tokens] int64, as admitted
     sampling: Sampling
+    draw: Draw  # the part of it that kernels know
     history: History | None = None  # where it matters which tokens it has
     matcher: Matcher | None = None  # where its answer has a grammar; on the rank that draws
     views: Sequence[View] = ()  # what its tokens see of an encoder's output
+    draws_as_is: bool = True  # no token is drawn from other logits than the model's
 
     @classmethod
     def of(cls, entry: Admit, grammars: Grammars | None) -> "Slot":
@@ -32,12 +35,33 @@ class Slot:
         if sampling.form and grammars is not None:
             kind, text = sampling.form
             matcher = grammars.matcher(kind, text, entry.tokens[sampling.prompt_tokens :])
+        draw = Draw(
+            sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed, sampling.logprobs
+        )
         return cls(
             np.array(entry.tokens, dtype=np.int64),
             sampling,
+            draw,
             History(entry.tokens, sampling.prompt_tokens) if sampling.needs_history else None,
             matcher,
             entry.views,
+            not (sampling.needs_history or sampling.form or sampling.logit_bias or sampling.min_tokens),
+        )
+
+    def changes(self, position: int) -> Changes:
+        """Of the logits from which the token at a position is drawn.
+
+        The grammar has the last word: biases and penalties may not bring back what it excludes.
+        """
+        sampling, history, matcher = self.sampling, self.history, self.matcher
+        is_early = position < sampling.prompt_tokens + sampling.min_tokens
+        must_end = matcher is not None and matcher.is_complete
+        return Changes(
+            history.penalties(sampling) if history is not None else None,
+            history.forbidden(sampling) if history is not None else (),
+            sampling.logit_bias,
+            sampling.ends if is_early and not must_end else (),
+            matcher.allowed() if matcher is not None else None,
         )
 
     def follow(self, token: int) -> str | None:

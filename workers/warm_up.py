@@ -8,6 +8,7 @@ import torch
 from ..errors import UnsupportedModel
 from ..kernels.paged_attention import BACKENDS, ORDERED_BACKENDS, select_backend
 from ..kernels.products import compile_products
+from ..kernels.sampling import Draw
 from ..proto.worker import ModelSettings
 from .cpu.fused import fuse
 from .graphs import DecodeGraphs, recorder
@@ -63,7 +64,7 @@ def _choose_backend(runner: ModelRunner, name: str | None) -> None:
 
 def _take_slot(runner: ModelRunner, tokens: int) -> None:
     """Put so many tokens into slot 0, from which all rows read."""
-    runner.tables.slots[0] = Slot(np.arange(max(tokens, WARM_UP_TOKENS)) % WARM_UP_TOKENS, GREEDY)
+    runner.tables.slots[0] = Slot(np.arange(max(tokens, WARM_UP_TOKENS)) % WARM_UP_TOKENS, GREEDY, Draw())
 
 
 def _rows(rows: int = 1, tokens: int = WARM_UP_TOKENS) -> Rows:

@@ -1,5 +1,7 @@
 """What a worker keeps of each running request."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,7 @@ from intarsia.kvcache.reach import Full, State
 from intarsia.proto.step import Admit, Advance
 from intarsia.proto.worker import RunnerLimits
 from intarsia.tests.kvcache.plans import plan_of
-from intarsia.workers.slots import GREEDY, SlotTables
+from intarsia.workers.slots import GREEDY, Slot, SlotTables
 
 LIMITS = RunnerLimits(max_num_seqs=3, max_num_batched_tokens=64, max_model_len=20)
 
@@ -65,3 +67,27 @@ def test_only_prompts_that_are_asked_about_tell_of_their_tokens(tables: SlotTabl
     sampling = GREEDY._replace(prompt_tokens=4, prompt_logprobs=asked)
     tables.admit(admission(0, 5, ((1, 2), (1,)))._replace(sampling=sampling))
     assert tables.asked_before[0] == before
+
+
+def slot_of(tokens: tuple[int, ...] = (1, 2, 3, 4), **settings: Any) -> Slot:
+    return Slot.of(Admit(0, tokens, 0, ((1,), (1,)), sampling=GREEDY._replace(prompt_tokens=4, **settings)), None)
+
+
+def test_a_slot_that_asks_for_nothing_is_drawn_from_the_logits_as_they_are():
+    assert slot_of(ends=(1,)).draws_as_is
+    assert slot_of(temperature=1.0, top_k=3, top_p=0.5, min_p=0.1, seed=7, logprobs=2).draw == (1.0, 3, 0.5, 0.1, 7, 2)
+    for asks in (slot_of(min_tokens=1), slot_of(logit_bias=((3, 1.0),)), slot_of(presence_penalty=1.0)):
+        assert not asks.draws_as_is
+
+
+def test_ends_are_excluded_before_min_tokens_are_there():
+    slot = slot_of(ends=(1, 5), min_tokens=2)
+    assert [slot.changes(position).excluded for position in (4, 5, 6)] == [(1, 5), (1, 5), ()]
+
+
+def test_changes_are_those_that_were_asked_for():
+    slot = slot_of((1, 2, 3, 4, 7), logit_bias=((3, 1.0),), bad_token_ids=((7, 8),), repetition_penalty=2.0)
+    changes = slot.changes(5)
+    assert (changes.forbidden, changes.biases, changes.allowed) == ([8], ((3, 1.0),), None)
+    assert changes.penalties is not None
+    assert changes.penalties.tokens.tolist() == [1, 2, 3, 4, 7]

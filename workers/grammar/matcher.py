@@ -12,9 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ...errors import InvalidRequest
 from .sandbox import GrammarSandbox, complaint_about, one_line, source_of
 
@@ -125,16 +122,14 @@ class Matcher:
         self._grammar.is_spent = True
         return one_line(self._matcher.get_error().partition("<state>")[0])
 
-    def restrict(self, logits_V: Tensor) -> None:
-        """Leave only tokens that may follow. In place."""
-        allowed = torch.zeros(len(logits_V), dtype=torch.bool)
-        if self.is_complete:
-            allowed[[token for token in self._eos_token_ids if token < len(allowed)]] = True
-        else:
-            bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
-            found = (bits.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8) & 1).bool().flatten()[: len(allowed)]
-            allowed[: len(found)] = found
-        logits_V.masked_fill_(~allowed.to(logits_V.device), float("-inf"))
+    def allowed(self) -> bytes:
+        """Tokens that may follow: a bit each, lowest first, as many as it takes."""
+        if not self.is_complete:
+            return self._matcher.compute_bitmask()
+        bits = bytearray(max(self._eos_token_ids, default=0) // 8 + 1)
+        for token in self._eos_token_ids:
+            bits[token // 8] |= 1 << token % 8
+        return bytes(bits)
 
     def take(self, token: int) -> None:
         """It was drawn. One too many, after the end, changes nothing."""

@@ -1,0 +1,122 @@
+"""Tokens drawn in C++ are those of plain torch, whatever is asked; they depend on their row alone."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from intarsia.kernels.sampling import Changes, Draw, NativeSampling, Penalties, TorchSampling
+
+pytestmark = pytest.mark.skipif(NativeSampling.lacks() is not None, reason="there is no C++ compiler")
+
+NATIVE, TORCH = NativeSampling(), TorchSampling()
+VOCABULARIES = [1, 2, 17, 63, 64, 65, 1000, 4097, 16_387, 40_000]
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def some_logits(choose: random.Random, rows: int, vocab: int) -> Tensor:
+    generator = torch.Generator().manual_seed(choose.randrange(1 << 30))
+    logits = torch.randn(rows, vocab + 3, generator=generator)[:, 1 : vocab + 1] * choose.choice([0.1, 1, 4, 10])
+    if choose.random() < 0.1:
+        logits = logits.round()  # many are equal
+    if choose.random() < 0.2:
+        logits[torch.rand(rows, vocab, generator=generator) < 0.3] = float("-inf")
+    if choose.random() < 0.05:
+        logits[0, choose.randrange(vocab)] = choose.choice([float("nan"), float("inf")])
+    return logits.to(choose.choice([torch.float32, torch.bfloat16, torch.float16]))
+
+
+def some_draw(choose: random.Random) -> Draw:
+    return Draw(
+        temperature=choose.choice([0, 0.5, 1, 1.5, 1e-9]),
+        top_k=choose.choice([0, 0, 1, 2, 50, 300, 5000]),
+        top_p=choose.choice([1, 1, 0.9, 0.5, 0.1, 0.999]),
+        min_p=choose.choice([0, 0, 0.01, 0.3]),
+        seed=choose.randrange(1 << 62),
+        logprobs=choose.choice([-1, -1, 0, 3, 2**31 - 1]),
+    )
+
+
+def some_changes(choose: random.Random, vocab: int) -> Changes | None:
+    if choose.random() < 0.5:
+        return None
+    tokens = np.array(sorted({choose.randrange(vocab + 5) for _ in range(choose.choice([0, 1, 10, 200]))}), dtype=int)
+    counts = np.array([choose.choice([0, 0, 1, 3]) for _ in tokens], dtype=int)
+    weights = choose.choice([1.0, 1.3, 0.5]), choose.choice([0, 0.5]), choose.choice([0, 0.3])
+    return Changes(
+        Penalties(tokens, counts, *weights) if choose.random() < 0.6 else None,
+        [choose.randrange(vocab + 3) for _ in range(choose.choice([0, 2]))],
+        [(choose.randrange(vocab), choose.uniform(-9, 9)) for _ in range(choose.choice([0, 3]))],
+        [choose.randrange(vocab + 3) for _ in range(choose.choice([0, 2]))],
+        choose.choice([None, None, choose.randbytes(vocab // 8 + 1), choose.randbytes(vocab // 16)]),
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_draws_are_those_of_torch_and_of_each_row_alone(seed: int):
+    print(f"seed {seed}")
+    choose = random.Random(seed)
+    for _ in range(20):
+        vocab, rows = choose.choice(VOCABULARIES), choose.choice([1, 2, 5])
+        logits = some_logits(choose, rows, vocab)
+        draws = [some_draw(choose) for _ in range(rows)]
+        changes = [some_changes(choose, vocab) for _ in range(rows)]
+        positions = [choose.randrange(9999) for _ in range(rows)]
+        tokens, about = NATIVE.draw(logits, draws, positions, changes)
+        wanted, about_wanted = TORCH.draw(logits, draws, positions, changes)
+        assert tokens.tolist() == wanted.tolist(), (draws, logits.dtype, vocab)
+        for (row, found), (other_row, expected) in zip(about, about_wanted, strict=True):
+            assert (row, found.rank, len(found.top)) == (other_row, expected.rank, len(expected.top))
+            values, others = ([each.logprob, *(value for _, value in each.top)] for each in (found, expected))
+            np.testing.assert_allclose(values, others, rtol=3e-5, atol=5e-5)
+        alone = [
+            NATIVE.draw(logits[n : n + 1], draws[n : n + 1], positions[n : n + 1], changes[n : n + 1])[0].item()
+            for n in range(rows)
+        ]
+        assert alone == tokens.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 70])
+def test_results_do_not_depend_on_threads(dtype: torch.dtype, rows: int):
+    choose = random.Random(rows)
+    logits = torch.randn(rows, 50_003, generator=torch.Generator().manual_seed(rows)).to(dtype)
+    for draw in (Draw(), Draw(1.0), Draw(1.0, 50), Draw(1.0, 0, 0.9), Draw(1.0, 0, 1.0, 0.1), Draw(1.0, 30, 0.9)):
+        draws = [draw._replace(seed=row, logprobs=2 if row % 9 == 0 else -1) for row in range(rows)]
+        changes = [some_changes(choose, 50_003) for _ in range(rows)]
+        results = []
+        for count in (1, 2):
+            with threads(count):
+                tokens, about = NATIVE.draw(logits, draws, range(rows), changes)
+                results.append((tokens.tolist(), about, NATIVE.logprobs(logits, tokens, 3)))
+        assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("top_k, top_p", [(7, 1.0), (500, 1.0), (3000, 1.0), (0, 0.3), (0, 0.95), (2000, 0.5)])
+def test_no_token_is_ever_drawn_that_the_sort_leaves_out(top_k: int, top_p: float):
+    """Many equal chances across the border; of one logit in eight thousand, every token is drawn that is kept."""
+    generator = torch.Generator().manual_seed(top_k)
+    logits = (torch.randn(1, 8001, generator=generator) * 0.4).bfloat16()
+    chances, order = torch.softmax(logits.float(), -1)[0].sort(descending=True, stable=True)
+    is_kept = chances.double().cumsum(0) - chances < top_p if top_p < 1 else torch.ones(8001, dtype=torch.bool)
+    is_kept[top_k or 8001 :] = False
+    kept = set(order[is_kept].tolist())
+    biases = [(int(token), 0.0) for token in order[:3]]
+    draws = [Draw(1.0, top_k, top_p, seed=seed) for seed in range(4000)]
+    tokens = NATIVE.draw(logits.expand(4000, -1), draws, range(4000), [Changes(biases=biases)] * 4000)[0]
+    assert set(tokens.tolist()) <= kept
+    if len(kept) < 10:
+        assert set(tokens.tolist()) == kept
