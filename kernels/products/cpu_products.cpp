@@ -10,6 +10,8 @@
 // The lanes of a vector are outputs, so each sum runs over k from first to last, in one order: for one row as for a
 // thousand, whichever thread computes it, however rows are put into blocks and k is cut.
 
+#include <omp.h>
+
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
@@ -39,6 +41,9 @@ constexpr int OUTPUTS = 64;             // of a panel
 constexpr int STEP_LANES = OUTPUTS / WIDTH;  // vectors of a step
 constexpr int CACHED_STEPS = 1024;      // of a panel: 256 KiB, which stay in a core's second cache for all rows
 constexpr int SHARE_ROWS = 192;         // of x that a thread takes at a time
+constexpr int64_t STREAMED_ROWS = 96;   // up to so many, memory is waited for, and the next panel is fetched meanwhile
+constexpr int64_t MANY_PANELS = 256, RUN_PANELS = 16;  // of so many, a thread takes so many at a time
+constexpr int LINE_WORDS = 16, STEP_LINES = OUTPUTS / LINE_WORDS;  // of a cache line; lines of a step
 
 // How many rows and vectors a block has, so that its sums fit the registers.
 constexpr int MOST_ROWS = 6;
@@ -52,16 +57,30 @@ constexpr int most_vectors(int rows) {
 template <class T>
 constexpr int NUMBERS = 4 / sizeof(T);  // of a word
 
+// What is fetched while a block is computed: lines of the part of the weight that comes next.
+struct Ahead {
+    const uint32_t* at;
+    const uint32_t* end;
+    int lines;  // at each step
+
+    void fetch() {
+        if (at >= end) return;
+        for (int n = 0; n < lines; n++) prefetch(at + n * LINE_WORDS);
+        at += lines * LINE_WORDS;
+    }
+};
+
 // sums[r][v] over the steps of a panel, for R rows and V vectors of outputs.
 template <class T, int R, int V>
-inline void block(const uint32_t* const* x, int64_t from, const uint32_t* panel, int64_t steps, float* sums) {
+inline void block(const uint32_t* const* x, int64_t from, const uint32_t* panel, int64_t steps, float* sums,
+                  Ahead& ahead) {
     Lanes total[R][V];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) total[r][v] = load_lanes(sums + r * OUTPUTS + v * WIDTH);
     for (int64_t s = 0; s < steps; s++) {
         Words weight[V];
         for (int v = 0; v < V; v++) weight[v] = load_words(panel + s * OUTPUTS + v * WIDTH);
-        if (V == STEP_LANES) prefetch(panel + (s + 12) * OUTPUTS);
+        ahead.fetch();
         for (int r = 0; r < R; r++) {
             const Words word = all_words(x[r][from + s]);
             for (int v = 0; v < V; v++) total[r][v] = add_product<T>(total[r][v], weight[v], word);
@@ -72,21 +91,23 @@ inline void block(const uint32_t* const* x, int64_t from, const uint32_t* panel,
 }
 
 template <class T, int R>
-void rows_of_block(const uint32_t* const* x, int64_t from, const uint32_t* panel, int64_t steps, float* sums) {
+void rows_of_block(const uint32_t* const* x, int64_t from, const uint32_t* panel, int64_t steps, float* sums,
+                   Ahead& ahead) {
     constexpr int V = most_vectors(R);
     for (int v = 0; v < STEP_LANES; v += V)
-        block<T, R, V>(x, from, panel + v * WIDTH, steps, sums + v * WIDTH);
+        block<T, R, V>(x, from, panel + v * WIDTH, steps, sums + v * WIDTH, ahead);
 }
 
 template <class T>
-void some_rows(int rows, const uint32_t* const* x, int64_t from, const uint32_t* panel, int64_t steps, float* sums) {
+void some_rows(int rows, const uint32_t* const* x, int64_t from, const uint32_t* panel, int64_t steps, float* sums,
+               Ahead& ahead) {
     switch (rows) {
-        case 1: return rows_of_block<T, 1>(x, from, panel, steps, sums);
-        case 2: return rows_of_block<T, 2>(x, from, panel, steps, sums);
-        case 3: return rows_of_block<T, 3>(x, from, panel, steps, sums);
-        case 4: return rows_of_block<T, 4>(x, from, panel, steps, sums);
-        case 5: return rows_of_block<T, 5>(x, from, panel, steps, sums);
-        default: return rows_of_block<T, 6>(x, from, panel, steps, sums);
+        case 1: return rows_of_block<T, 1>(x, from, panel, steps, sums, ahead);
+        case 2: return rows_of_block<T, 2>(x, from, panel, steps, sums, ahead);
+        case 3: return rows_of_block<T, 3>(x, from, panel, steps, sums, ahead);
+        case 4: return rows_of_block<T, 4>(x, from, panel, steps, sums, ahead);
+        case 5: return rows_of_block<T, 5>(x, from, panel, steps, sums, ahead);
+        default: return rows_of_block<T, 6>(x, from, panel, steps, sums, ahead);
     }
 }
 
@@ -111,10 +132,16 @@ void panel_of_rows(const Product& a, int group, int panel, int64_t first, int64_
     const int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
     for (int64_t from = 0; from < steps; from += CACHED_STEPS) {
         const int64_t here = std::min<int64_t>(CACHED_STEPS, steps - from);
+        // The next part lies behind this one; of the last panel it is another weight's, which does no harm.
+        const uint32_t* next = weight + (from + here) * OUTPUTS;
+        const int64_t next_steps = from + here < steps ? std::min<int64_t>(CACHED_STEPS, steps - from - here)
+                                                       : std::min<int64_t>(CACHED_STEPS, steps);
+        Ahead ahead{next, rows > STREAMED_ROWS ? next : next + next_steps * OUTPUTS,
+                    blocks < STEP_LINES ? int((STEP_LINES + blocks - 1) / blocks) : 1};
         for (int64_t b = 0; b < blocks; b++) {
             const int64_t begin = b * rows / blocks, end = (b + 1) * rows / blocks;
             some_rows<T>(int(end - begin), room.x.data() + begin, from, weight + from * OUTPUTS, here,
-                         room.sums.data() + begin * OUTPUTS);
+                         room.sums.data() + begin * OUTPUTS, ahead);
         }
     }
     const int count = std::min(OUTPUTS, a.outputs - panel * OUTPUTS);
@@ -146,13 +173,19 @@ void product(const Product& a) {
         for (int64_t c = 0; c < count; c++) shares.push_back({g, first + c * rows / count, first + (c + 1) * rows / count});
     }
     const int64_t work = int64_t(shares.size()) * panels;
+    // A thread reads panels in a line where memory is waited for. Else whichever is free takes the next.
+    const int64_t threads = omp_get_max_threads(), even = (work + threads - 1) / threads;
+    const int64_t run = a.rows > STREAMED_ROWS * a.groups ? 1 : work >= MANY_PANELS ? RUN_PANELS : even;
 #pragma omp parallel
     {
         Room room;
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t n = 0; n < work; n++) {
-            const Work& share = shares[n / panels];
-            panel_of_rows<T>(a, share.group, int(n % panels), share.first, share.last, room);
+        for (int64_t begin = 0; begin < work; begin += run) {
+            const int64_t end = std::min(begin + run, work);
+            for (int64_t n = begin; n < end; n++) {
+                const Work& share = shares[n / panels];
+                panel_of_rows<T>(a, share.group, int(n % panels), share.first, share.last, room);
+            }
         }
     }
 }

@@ -75,7 +75,7 @@ inline Lanes fused(Lanes a, Lanes b, Lanes sum) { return a * b + sum; }
 
 #endif
 
-inline void prefetch(const void* at) { __builtin_prefetch(at); }
+inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 2); }
 
 // sum + a * b for each lane, of one float32, or of two bfloat16 one after the other.
 template <class T>
