@@ -1,13 +1,13 @@
 """Two real models, whose weights come as Python packages, beside what else one would run them with, on the CPU.
 
-    python bench/real.py [MODEL ...] [--shapes] [--other CHECKOUT] [--vllm-python PATH] [--llama-cpp FOLDER] [--rounds 5]
+    python bench/real.py [MODEL ...] [--shapes] [--other CHECKOUT] [--vllm-python PATH] [--llama-cpp FOLDER]
     python bench/real.py [MODEL ...] --http --vllm-python PATH [--other CHECKOUT]
     python bench/real.py [MODEL ...] --quick
 
 MODEL is gemma-3-270m or smollm2-135m-instruct (both, if none is named), a shape of `real_sides/models.py` (`--shapes`:
-all of them; random weights, this and other checkouts of ours only), or a checkpoint folder. Offline, 1, 8 and 32 streams
-of real English each get new tokens, greedy; with --http, `vllm bench serve` loads servers. Sides take turns within each
-round. Prints one JSON object, medians of the rounds, and a table to standard error:
+all of them; random weights, this and another checkout of ours only), or a checkpoint folder. Offline, 1, 8 and 32
+streams of real English each get new tokens, greedy; with --http, `vllm bench serve` loads servers. Sides take turns
+within each round. Prints one JSON object, medians of the rounds, and a table to standard error:
 
     decode_tokens_per_s   from when the last stream has its first token, to the end
     total_tokens_per_s    new tokens over the whole time, prefill included
@@ -126,7 +126,8 @@ class Memory:
     for a byte that is not there (`memchr`, which reads as fast as the machine can)."""
 
     def __init__(self, threads: int):
-        last_cache = max(os.sysconf("SC_LEVEL3_CACHE_SIZE"), os.sysconf("SC_LEVEL2_CACHE_SIZE"), 0)
+        sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")  # such as 32768K
+        last_cache = max((int(size.read_text().strip().rstrip("K")) << 10 for size in sizes), default=0)
         part = max(BUFFER_BYTES, CACHES_OVER * last_cache) // threads
         self.buffer_bytes, self.gb_per_s = part * threads, []
         self._parts = [(ctypes.c_char * part)() for _ in range(threads)]

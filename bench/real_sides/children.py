@@ -3,8 +3,8 @@
     python -P children.py KIND '{"model": FOLDER, "dtype": ..., "threads": ..., "streams": ..., "max_tokens": ...}'
 
 Prints a line of JSON when it is ready. Then each line of standard input is a round, {"prompts": [[id, ...], ...],
-"new_tokens": 64}, and is answered by {"times": [[s, ...], ...]}: for each stream, when its tokens came, in seconds since
-the round began.
+"new_tokens": 64}, and is answered by {"times": [[s, ...], ...]}: for each stream, when its tokens came, in seconds
+since the round began.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class Transformers:
 
         torch.set_num_threads(options["threads"])
         dtype = getattr(torch, options["dtype"])
-        self._model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=dtype).eval()
+        self._model: Any = AutoModelForCausalLM.from_pretrained(options["model"], dtype=dtype).eval()
 
     async def work(self, prompts: list[list[int]], new_tokens: int) -> Times:
         import torch

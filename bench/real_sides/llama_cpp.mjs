@@ -1,11 +1,11 @@
-// llama.cpp, as children.py has the others: node llama_cpp.mjs FOLDER MODEL.gguf THREADS STREAMS TOKENS
+// llama.cpp, as children.py has the others: node llama_cpp.mjs FOLDER MODEL.gguf THREADS TOKENS
 // FOLDER holds node_modules with node-llama-cpp; TOKENS is the most that a stream has, prompt included.
 
 import path from "node:path";
 import readline from "node:readline";
 import { pathToFileURL } from "node:url";
 
-const [folder, modelPath, threads, streams, tokens] = process.argv.slice(2);
+const [folder, modelPath, threads, tokens] = process.argv.slice(2);
 const library = path.resolve(folder, "node_modules/node-llama-cpp/dist/index.js");
 const { getLlama } = await import(pathToFileURL(library).href);
 

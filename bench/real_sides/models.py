@@ -81,8 +81,8 @@ class Model:
     def __init__(self, name: str, work: Path):
         """`name`: a real model's, a shape's, or a checkpoint folder. What has to be made for it goes to `work`."""
         self.name, self._work = name, work
-        self.is_real = name in REAL_MODELS
-        self.folder = _shape(work / name, SHAPES[name]) if name in SHAPES else _checkpoint(name)
+        self.is_real, self.is_shape = name in REAL_MODELS, name in SHAPES
+        self.folder = _shape(work / name, SHAPES[name]) if self.is_shape else _checkpoint(name)
         self.tokenizer = Tokenizer.load(self.folder)
         self.config = json.loads((self.folder / "config.json").read_text())
 

@@ -14,6 +14,7 @@ from .models import Model
 
 HERE = Path(__file__).resolve().parent
 END_WITHIN_S = 60.0
+NO_VLLM = "no interpreter with vLLM is named: --vllm-python"
 
 
 class Side:
@@ -22,7 +23,6 @@ class Side:
     def __init__(self, name: str, command: list[str] | None, skipped: str = ""):
         self.name, self.skipped, self._command = name, skipped, command
         self._process: subprocess.Popen[str] | None = None
-        self.token_bytes: dict[int, int] = {}  # by number of streams
 
     def start(self) -> bool:
         """Whether it runs; if not, `skipped` says why."""
@@ -76,53 +76,32 @@ class Side:
 
 
 def all_sides(model: Model, args: argparse.Namespace) -> list[Side]:
-    peer = "" if model.is_real or not model.name.endswith("-shape") else "shapes are measured for the engines of ours"
-    return [
-        _python("ours", sys.executable, "ours", model, args),
-        _other(model, args),
-        Side("transformers", None, peer) if peer else _python("transformers", sys.executable, "transformers", model, args),
-        _vllm(model, args, peer),
-        _llama_cpp(model, args, peer),
-    ]  # fmt: skip
+    def python(name: str, interpreter: str | None, kind: str, reason: str = "") -> Side:
+        if interpreter is None or reason or shutil.which(interpreter) is None:
+            return Side(name, None, reason or f"there is no interpreter at {interpreter}")
+        return Side(name, [interpreter, "-P", str(HERE / "children.py"), kind, json.dumps(options)])
 
-
-def _other(model: Model, args: argparse.Namespace) -> Side:
-    if args.other is None:
-        return Side("other", None, "no other checkout is named: --other")
-    return _python("other", str(Path(args.other).resolve() / ".venv/bin/python"), "ours", model, args)
-
-
-def _vllm(model: Model, args: argparse.Namespace, peer: str) -> Side:
-    if args.vllm_python is None:
-        peer = "no interpreter with vLLM is named: --vllm-python"
-    return Side("vllm", None, peer) if peer else _python("vllm", args.vllm_python, "vllm", model, args)
-
-
-def _llama_cpp(model: Model, args: argparse.Namespace, peer: str) -> Side:
-    node, file = shutil.which("node"), model.gguf()
-    if args.llama_cpp is None:
-        peer = "no folder with node-llama-cpp is named: --llama-cpp"
-    elif node is None:
-        peer = "there is no node, and llama.cpp is driven by node-llama-cpp"
-    elif file is None:
-        peer = peer or f"{model.name} comes in no GGUF file"
-    if peer or node is None:
-        return Side("llama.cpp", None, peer)
-    sizes = (str(args.threads), str(max(args.streams)), str(_max_tokens(args)))
-    folder = str(Path(args.llama_cpp).resolve())
-    return Side("llama.cpp", [node, str(HERE / "llama_cpp.mjs"), folder, str(file), *sizes])
-
-
-def _python(name: str, python: str, kind: str, model: Model, args: argparse.Namespace) -> Side:
+    max_tokens = args.prompt_tokens + args.new_tokens + 16  # of a stream, with some to spare
     options = {
         "model": str(model.folder), "dtype": args.dtype, "threads": args.threads, "streams": max(args.streams),
-        "max_tokens": _max_tokens(args), "eager": args.vllm_eager,
+        "max_tokens": max_tokens, "eager": args.vllm_eager,
     }  # fmt: skip
-    if shutil.which(python) is None:
-        return Side(name, None, f"there is no interpreter at {python}")
-    return Side(name, [python, "-P", str(HERE / "children.py"), kind, json.dumps(options)])
-
-
-def _max_tokens(args: argparse.Namespace) -> int:
-    """Of a stream, with some to spare."""
-    return args.prompt_tokens + args.new_tokens + 16
+    other = str(Path(args.other).resolve() / ".venv/bin/python") if args.other else None
+    no_peer = "a shape is measured for ours only" if model.is_shape else ""
+    node, file, folder = shutil.which("node"), model.gguf(), args.llama_cpp
+    if node and file and folder:
+        sizes = (str(args.threads), str(max_tokens))
+        llama_cpp = Side(
+            "llama.cpp", [node, str(HERE / "llama_cpp.mjs"), str(Path(folder).resolve()), str(file), *sizes]
+        )
+    else:
+        missing = ("no folder with node-llama-cpp is named: --llama-cpp", "there is no node", "there is no GGUF file")
+        reasons = [reason for reason, there in zip(missing, (folder, node, file), strict=True) if not there]
+        llama_cpp = Side("llama.cpp", None, no_peer or reasons[0])
+    return [
+        python("ours", sys.executable, "ours"),
+        python("other", other, "ours", "" if other else "no other checkout is named: --other"),
+        python("transformers", sys.executable, "transformers", no_peer),
+        python("vllm", args.vllm_python, "vllm", no_peer or ("" if args.vllm_python else NO_VLLM)),
+        llama_cpp,
+    ]
