@@ -12,7 +12,7 @@ from typing import Any
 from intarsia.deploy.checkpoints.gguf import cache_folder
 from intarsia.deploy.checkpoints.real_models import REAL_MODELS, installed_files, real_checkpoint
 from intarsia.deploy.front_end.tokenizer import Tokenizer
-from intarsia.deploy.tools.model_layers import model_layers
+from intarsia.workers.checkpoint.layer_specs import read_layers
 
 ROOT = Path(__file__).resolve().parents[2]
 FULL, SLIDING, CONV = "full_attention", "sliding_attention", "conv"
@@ -63,7 +63,7 @@ def _gpt_oss() -> Any:
     return GptOssConfig(
         vocab_size=201_088, hidden_size=1024, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=16,
         num_key_value_heads=4, head_dim=64, sliding_window=128, layer_types=[SLIDING, FULL] * 4, num_local_experts=16,
-        num_experts_per_tok=4, max_position_embeddings=32_768, tie_word_embeddings=False,
+        num_experts_per_tok=4, tie_word_embeddings=False,
     )  # fmt: skip
 
 
@@ -114,10 +114,12 @@ class Model:
     def token_bytes(self, dtype: str, streams: int, length: int, gguf: Path | None = None) -> int:
         """What a new token after `length` others must read: its share of the step's weights (those of `gguf` if it is
         given), its keys and values, and its states."""
+        from transformers import AutoConfig
+
         item_bytes = 4 if dtype == "float32" else 2
         weights = _gguf_bytes(gguf) if gguf else self._step_weights(streams) * item_bytes
         own = 0
-        for layer in model_layers(str(self.folder), dtype=dtype).layers:
+        for layer in read_layers(AutoConfig.from_pretrained(self.folder).get_text_config(), 1, item_bytes):
             seen = length - layer.reach.oldest_needed(length) if layer.reach.keeps_tokens else 0
             own += seen * layer.token_bytes + layer.state_bytes
         return round(weights / streams + own)

@@ -88,7 +88,8 @@ def all_sides(model: Model, args: argparse.Namespace) -> list[Side]:
     }  # fmt: skip
     other = str(Path(args.other).resolve() / ".venv/bin/python") if args.other else None
     no_peer = "a shape is measured for ours only" if model.is_shape else ""
-    node, file, folder = shutil.which("node"), model.gguf(), args.llama_cpp
+    node, folder = shutil.which("node"), args.llama_cpp
+    file = model.gguf() if folder else None
     if node and file and folder:
         sizes = (str(args.threads), str(max_tokens))
         llama_cpp = Side(
