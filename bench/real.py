@@ -36,7 +36,7 @@ from typing import Any
 
 from real_sides.models import REAL_MODELS, SHAPES, Model, default_work
 from real_sides.servers import Load, Server, all_servers
-from real_sides.sides import Side, all_sides
+from real_sides.sides import Side, all_sides, speeds
 
 BUFFER_BYTES = 512 << 20
 """At least; and four times the last cache."""
@@ -90,7 +90,7 @@ def _streams(
         memory.read()
         prompts = model.prompts(streams, args.prompt_tokens, round_)
         for side in _turned(sides, round_):
-            measured = _speeds(side.work(prompts, args.new_tokens))
+            measured = speeds(side.work(prompts, args.new_tokens))
             if round_:  # the first is for warming up
                 runs[side.name].append(measured)
                 print(model.name, streams, side.name, measured, file=sys.stderr)
@@ -108,17 +108,6 @@ def _streams(
             }
         )
     return rows
-
-
-def _speeds(times: list[list[float]]) -> dict[str, float]:
-    """`times`: when each stream's tokens came, in seconds since all were asked for."""
-    decoding_s = max(stream[0] for stream in times)
-    end_s = max(stream[-1] for stream in times)
-    late = sum(at_s > decoding_s for stream in times for at_s in stream)
-    return {
-        "decode_tokens_per_s": round(late / (end_s - decoding_s), 2) if late else 0.0,
-        "total_tokens_per_s": round(sum(map(len, times)) / end_s, 2),
-    }
 
 
 class Memory:

