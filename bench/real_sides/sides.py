@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from .models import Model
 
 HERE = Path(__file__).resolve().parent
 END_WITHIN_S = 60.0
+PAUSE_S = 2.0
+"""Before a side works: threads of the last one spin for a while once they have nothing to do, vLLM's for a second."""
+
 NO_VLLM = "no interpreter with vLLM is named: --vllm-python"
 
 
@@ -47,6 +51,7 @@ class Side:
     def work(self, prompts: list[list[int]], new_tokens: int) -> list[list[float]]:
         """When each stream's tokens came, in seconds."""
         assert self._process is not None and self._process.stdin is not None
+        time.sleep(PAUSE_S)
         self._process.stdin.write(json.dumps({"prompts": prompts, "new_tokens": new_tokens}) + "\n")
         self._process.stdin.flush()
         answer = self._answer()
