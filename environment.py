@@ -41,9 +41,9 @@ def prepare_process(local_workers: int = 1) -> None:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     os.environ["OMP_NUM_THREADS"] = str(threads_per_worker(local_workers))
-    # oneDNN keeps 0.57 MB of code for each shape of a product, 1,024 of them by its own choice. `linear.py` asks for
-    # some 60 for each size of layer; those that do not fit would be compiled again and again, and leave holes in the
-    # heap that no tensor fits in.
+    # oneDNN keeps 0.57 MB of code for each shape of a product, 1,024 of them by its own choice. Where nothing can be
+    # compiled, `kernels/products/onednn.py` asks for some 60 for each size of layer; those that do not fit would be
+    # compiled again and again, and leave holes in the heap that no tensor fits in.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "512")
     _keep_freed_memory()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -9,6 +9,11 @@ def starts_of(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """[..,C] with the numbers of the last axis side by side, as they usually are."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def dense_heads(tensor: Tensor) -> Tensor:
     """[T,heads,D] with the numbers of a head side by side, as they usually are."""
     return tensor if tensor.stride(2) == 1 or tensor.shape[2] <= 1 else tensor.contiguous()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..tensors import dense
 from ..toolchain import cpp
 from .protocol import DeltaSizes, Function, GatedNorm, Mamba2Sizes
 
@@ -68,7 +69,7 @@ def delta_inputs(
     tokens = len(qkv_TC)
     key, head = (tokens, key_heads, keys), (tokens, heads)
     made = _floats(key, key, (tokens, heads, values), head, head)
-    qkv_TC, a_TH, b_TH = (_dense(x) for x in (qkv_TC, a_TH, b_TH))
+    qkv_TC, a_TH, b_TH = (dense(x) for x in (qkv_TC, a_TH, b_TH))
     _library().intarsia_delta_inputs(
         ctypes.byref(
             _DeltaInputs(
@@ -90,7 +91,7 @@ def mamba2_inputs(xBC_TC: Tensor, dt_TH: Tensor, A_H: Tensor, bias_H: Tensor, si
     made = _floats((tokens, groups, keys), (tokens, groups, keys), (tokens, heads, values), (tokens, heads))
     if dt_TH.dtype != xBC_TC.dtype:  # one of them is float32
         xBC_TC, dt_TH = xBC_TC.float(), dt_TH.float()
-    xBC_TC, dt_TH = _dense(xBC_TC), _dense(dt_TH)
+    xBC_TC, dt_TH = dense(xBC_TC), dense(dt_TH)
     _library().intarsia_mamba2_inputs(
         ctypes.byref(
             _Mamba2Inputs(
@@ -120,8 +121,8 @@ def times_mapped(x_TC: Tensor, function: Function, factor_TC: Tensor) -> Tensor:
 
 
 def _map(x_TC: Tensor, function: Function, factor_TC: Tensor | None, out: Tensor) -> None:
-    x_TC = _dense(x_TC)
-    factor_TC = _dense(factor_TC).to(x_TC.dtype) if factor_TC is not None else None
+    x_TC = dense(x_TC)
+    factor_TC = dense(factor_TC).to(x_TC.dtype) if factor_TC is not None else None
     _library().intarsia_map(
         ctypes.byref(
             _Map(
@@ -142,7 +143,7 @@ def gated_norm(y_TC: Tensor, gate_TC: Tensor, norm: GatedNorm, skip: tuple[Tenso
     if skip is not None and skip[1].dtype != gate_TC.dtype:  # one of them is float32
         return gated_norm(y_TC, gate_TC.float(), norm, (skip[0], skip[1].float())).to(gate_TC.dtype)
     D_C, x_TC = skip if skip is not None else (None, None)
-    y_TC, gate_TC = y_TC.contiguous(), _dense(gate_TC)
+    y_TC, gate_TC = y_TC.contiguous(), dense(gate_TC)
     out = torch.empty(y_TC.shape, dtype=gate_TC.dtype)
     _library().intarsia_gated_norm(
         ctypes.byref(
@@ -176,8 +177,3 @@ def _floats(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
 
 def _pointers(*tensors: Tensor) -> Iterable[int]:
     return (tensor.data_ptr() for tensor in tensors)
-
-
-def _dense(x: Tensor) -> Tensor:
-    """The numbers of a token side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()

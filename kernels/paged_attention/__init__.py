@@ -48,7 +48,7 @@ BACKENDS: tuple[type[Backend], ...] = (
 )  # fmt: skip
 """Fastest first."""
 
-ORDERED_BACKENDS = OrderedBackend, *BACKENDS[1:]
+ORDERED_BACKENDS = tuple(OrderedBackend if kind is NativeBackend else kind for kind in BACKENDS)
 """Where sums have to have one order, as far as there is a choice."""
 
 

@@ -308,8 +308,8 @@ inline void weigh(const Attention& a, float* scores, int low, int high, float* t
         if (!ALL)
             for (int i = 0; i < VECTORS; i++) v[i] = only(v[i], low - i * WIDTH, high - i * WIDTH);
         Lanes most = v[0];
-        for (int i = 1; i < VECTORS; i++) most = greater(most, v[i]);
-        most = greater(greatest(most) * all_lanes(factor), all_lanes(top[r]));
+        for (int i = 1; i < VECTORS; i++) most = larger(most, v[i]);
+        most = larger(greatest(most) * all_lanes(factor), all_lanes(top[r]));
         before[r] = top[r], now[r] = most[0];
         for (int i = 0; i < VECTORS; i++) {
             v[i] = power_of_two(fused(v[i], all_lanes(factor), -most));

@@ -65,7 +65,7 @@ struct Ahead {
 
     void fetch() {
         if (at >= end) return;
-        for (int n = 0; n < lines; n++) prefetch(at + n * LINE_WORDS);
+        for (int n = 0; n < lines; n++) prefetch_far(at + n * LINE_WORDS);
         at += lines * LINE_WORDS;
     }
 };
@@ -173,7 +173,7 @@ void product(const Product& a) {
         for (int64_t c = 0; c < count; c++) shares.push_back({g, first + c * rows / count, first + (c + 1) * rows / count});
     }
     const int64_t work = int64_t(shares.size()) * panels;
-    // A thread reads panels in a line where memory is waited for. Else whichever is free takes the next.
+    // A thread reads panels in a line where memory is waited for. Else a thread that is free takes the next.
     const int64_t threads = omp_get_max_threads(), even = (work + threads - 1) / threads;
     const int64_t run = a.rows > STREAMED_ROWS * a.groups ? 1 : work >= MANY_PANELS ? RUN_PANELS : even;
 #pragma omp parallel

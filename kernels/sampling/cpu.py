@@ -81,10 +81,7 @@ class NativeSampling(SamplingBackend):
             kept.append(pointers)
             call.changes = ctypes.addressof(pointers)
         _library().intarsia_draw(ctypes.byref(call))
-        asked = [(row, draw.logprobs) for row, draw in enumerate(draws) if draw.logprobs >= 0]
-        return tokens_R, [
-            (row, self.logprobs(logits_RV[row : row + 1], tokens_R[row : row + 1], count)[0]) for row, count in asked
-        ]
+        return tokens_R, about_drawn(self, logits_RV, tokens_R, draws)
 
     def logprobs(self, logits_RV: Tensor, tokens_R: Tensor, count: int) -> list[About]:
         logits_RV, tokens_R = _readable(logits_RV), tokens_R.contiguous()
@@ -98,6 +95,16 @@ class NativeSampling(SamplingBackend):
         _library().intarsia_logprobs(ctypes.byref(call))
         found = zip(of_tokens.tolist(), top.tolist(), of_top.tolist(), ranks.tolist(), strict=True)
         return [About(value, tuple(zip(tokens, values, strict=True)), rank) for value, tokens, values, rank in found]
+
+
+def about_drawn(
+    backend: SamplingBackend, logits_RV: Tensor, tokens_R: Tensor, draws: Sequence[Draw]
+) -> list[tuple[int, About]]:
+    """What is said about the tokens of the rows that ask, by row."""
+    asked = [(row, draw.logprobs) for row, draw in enumerate(draws) if draw.logprobs >= 0]
+    return [
+        (row, backend.logprobs(logits_RV[row : row + 1], tokens_R[row : row + 1], count)[0]) for row, count in asked
+    ]
 
 
 def race_keys(draws: Sequence[Draw], positions: Sequence[int]) -> np.ndarray:

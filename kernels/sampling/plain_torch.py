@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .cpu import race_keys
+from .cpu import about_drawn, race_keys
 from .protocol import HIGHEST_LOGIT, TEMPERATURES, About, Changes, Draw, Penalties, SamplingBackend
 
 
@@ -31,10 +31,7 @@ class TorchSampling(SamplingBackend):
             chances_RV = _chances(wanted_RV[random_rows], [draws[row] for row in random_rows])
             keys_R2 = torch.from_numpy(race_keys(draws, positions)[random_rows])
             tokens_R[random_rows] = _race(chances_RV, keys_R2.to(logits_RV.device))
-        asked = [(row, draw.logprobs) for row, draw in enumerate(draws) if draw.logprobs >= 0]
-        return tokens_R, [
-            (row, self.logprobs(logits_RV[row : row + 1], tokens_R[row : row + 1], count)[0]) for row, count in asked
-        ]
+        return tokens_R, about_drawn(self, logits_RV, tokens_R, draws)
 
     def logprobs(self, logits_RV: Tensor, tokens_R: Tensor, count: int) -> list[About]:
         logprobs_RV = torch.log_softmax(logits_RV.float(), dim=-1)

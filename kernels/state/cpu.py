@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..tensors import dense
 from ..toolchain import cpp
 from .protocol import Columns, Recurrence, StateBatch, Wave, waves
 from .reference import (
@@ -111,7 +112,7 @@ class NativeStates:
         self, recurrence: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor],
         meta: list[_Part],
     ) -> Tensor:  # fmt: skip
-        q, k, v, g, *beta = (_dense(values) for values in inputs)
+        q, k, v, g, *beta = (_dense_in(values) for values in inputs)
         out = torch.empty(v.shape)
         slots, heads, keys, values = pages.shape
         strides = [stride for x in (q, k, v, g, *(beta or (g,))) for stride in x.stride()[:2]]
@@ -141,7 +142,7 @@ class NativeStates:
         meta: list[_Part],
     ) -> Tensor:  # fmt: skip
         A = constants[0].float().contiguous()
-        x, dt, B, C = (_dense(values) for values in inputs)
+        x, dt, B, C = (_dense_in(values) for values in inputs)
         out = torch.empty(x.shape)
         slots, channels, states = pages.shape
         for wave in meta:
@@ -163,8 +164,8 @@ class NativeStates:
         self, recurrence: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor],
         meta: list[_Part],
     ) -> Tensor:  # fmt: skip
-        weight, bias = (_dense(constant, pages.dtype).contiguous() for constant in constants)
-        given = [_dense(values, pages.dtype) for values in inputs]
+        weight, bias = (_dense_in(constant, pages.dtype).contiguous() for constant in constants)
+        given = [_dense_in(values, pages.dtype) for values in inputs]
         before, x, after = given if recurrence is GATED_CONVOLUTION else (None, given[0], None)
         out = torch.empty(x.shape, dtype=x.dtype)
         slots, channels, window = pages.shape
@@ -190,7 +191,5 @@ class NativeStates:
         return out
 
 
-def _dense(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The numbers of the last axis side by side."""
-    values = values if values.dtype is dtype else values.to(dtype)  # which takes a microsecond to do nothing
-    return values if values.stride(-1) == 1 else values.contiguous()
+def _dense_in(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return dense(values if values.dtype is dtype else values.to(dtype))  # which takes a microsecond to do nothing

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..paged_attention.protocol import upload
+from ..tensors import dense
 from ..toolchain import triton as gpu
 from ..toolchain.triton import LEAST_DOT, power_of_two
 from .protocol import Columns, Piece, Recurrence, StateBatch, waves
@@ -87,7 +88,7 @@ class TritonStates:
             q, k, v, *others = inputs
             inputs = (of_each_head(q, v), of_each_head(k, v), v, *others)
         run = self._run[recurrence.name]
-        inputs = [values if values.stride(-1) == 1 else values.contiguous() for values in inputs]
+        inputs = [dense(values) for values in inputs]
         out = torch.empty_like(inputs[_OUT_LIKE[recurrence.name]], memory_format=torch.contiguous_format)
         for launch in meta:
             run(recurrence, pages, constants, inputs, launch, out)

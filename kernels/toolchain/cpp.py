@@ -96,8 +96,13 @@ def identity(name: str) -> str:
     """What the library of kernels/`name`.cpp depends on: source, compiler, flags, processor. Raises `Unavailable`."""
     source = KERNELS / f"{name}.cpp"
     texts = [source.read_text(), *(header.read_text() for header in sorted(TOOLCHAIN.glob("*.h")))]
-    version = _run([_compiler(), "--version"])
+    version = _version(_compiler())
     return sha256("\n".join([*texts, version, *_compile_flags(), *LINK_FLAGS, _processor()]).encode()).hexdigest()[:20]
+
+
+@functools.cache
+def _version(compiler: str) -> str:
+    return _run([compiler, "--version"])
 
 
 def _compile_flags() -> tuple[str, ...]:

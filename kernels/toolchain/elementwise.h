@@ -11,7 +11,6 @@
 
 namespace {
 
-typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Unsigned __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t Shorts __attribute__((vector_size(2 * WIDTH)));
 
@@ -22,8 +21,6 @@ inline To same_bits(From from) {
     std::memcpy(&to, &from, sizeof to);
     return to;
 }
-
-inline Lanes all_lanes(float x) { return x - Lanes{}; }  // which keeps the sign of zero
 
 // -- numbers of another kind -------------------------------------------------------------------------------------------
 
@@ -37,11 +34,7 @@ inline Lanes load_lanes(const float16* from) {
     for (int i = 0; i < WIDTH; i++) wide[i] = to_float(from[i]);
     return load_lanes(wide);
 }
-// The bits of each as a bfloat16 has them, in the upper half: to the nearest, ties to even, and NaN stays NaN.
-inline Unsigned bfloat16_bits(Lanes v) {
-    const Unsigned bits = same_bits<Unsigned>(v), nearest = bits + 0x7FFF + ((bits >> 16) & 1);
-    return ((bits & 0x7FFFFFFF) > 0x7F800000 ? Unsigned{} + 0x7FC00000 : nearest) & 0xFFFF0000;
-}
+inline Unsigned bfloat16_bits(Lanes v) { return same_bits<Unsigned>(rounded_to_bfloat16(v)) & 0xFFFF0000; }
 inline void store_lanes(Lanes v, bfloat16* to) {
     const Shorts narrow = __builtin_convertvector(bfloat16_bits(v) >> 16, Shorts);
     std::memcpy(static_cast<void*>(to), &narrow, sizeof narrow);
@@ -81,13 +74,10 @@ inline Lanes rounded(Lanes v) {
 // -- functions ---------------------------------------------------------------------------------------------------------
 
 #if defined(__AVX512F__)
-inline Lanes larger(Lanes a, Lanes b) { return _mm512_max_ps(a, b); }  // of NaN and a number, b
 inline Lanes smaller(Lanes a, Lanes b) { return _mm512_min_ps(a, b); }
 #elif defined(__AVX2__) && defined(__FMA__)
-inline Lanes larger(Lanes a, Lanes b) { return _mm256_max_ps(a, b); }
 inline Lanes smaller(Lanes a, Lanes b) { return _mm256_min_ps(a, b); }
 #else
-inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
 inline Lanes smaller(Lanes a, Lanes b) { return a < b ? a : b; }
 #endif
 

@@ -11,8 +11,6 @@
 
 namespace {
 
-typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
-
 template <size_t... I>
 constexpr Ints counted(std::index_sequence<I...>) {
     return Ints{int32_t(I)...};
@@ -21,24 +19,14 @@ constexpr Ints LANE_NUMBERS = counted(std::make_index_sequence<WIDTH>());
 
 #if defined(__AVX512F__)
 
-inline Lanes all_lanes(float x) { return _mm512_set1_ps(x); }
-inline Lanes greater(Lanes a, Lanes b) { return _mm512_max_ps(a, b); }
 inline Lanes rounded(Lanes x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
 #elif defined(__AVX2__) && defined(__FMA__)
 
-inline Lanes all_lanes(float x) { return _mm256_set1_ps(x); }
-inline Lanes greater(Lanes a, Lanes b) { return _mm256_max_ps(a, b); }
 inline Lanes rounded(Lanes x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
 #else
 
-inline Lanes all_lanes(float x) {
-    Lanes v;
-    for (int i = 0; i < WIDTH; i++) v[i] = x;
-    return v;
-}
-inline Lanes greater(Lanes a, Lanes b) { return a > b ? a : b; }
 // Of what is less than 2^22: beyond 2^23 a float has no digits behind the point.
 inline Lanes rounded(Lanes x) { return x + all_lanes(12582912.0f) - all_lanes(12582912.0f); }
 
@@ -110,10 +98,10 @@ inline Lanes swapped(Lanes v, std::index_sequence<I...>) {
 // The greatest of all lanes, in each of them.
 inline Lanes greatest(Lanes v) {
     constexpr auto lanes = std::make_index_sequence<WIDTH>();
-    if constexpr (WIDTH > 8) v = greater(v, swapped<8 % WIDTH>(v, lanes));
-    if constexpr (WIDTH > 4) v = greater(v, swapped<4 % WIDTH>(v, lanes));
-    v = greater(v, swapped<2>(v, lanes));
-    return greater(v, swapped<1>(v, lanes));
+    if constexpr (WIDTH > 8) v = larger(v, swapped<8 % WIDTH>(v, lanes));
+    if constexpr (WIDTH > 4) v = larger(v, swapped<4 % WIDTH>(v, lanes));
+    v = larger(v, swapped<2>(v, lanes));
+    return larger(v, swapped<1>(v, lanes));
 }
 // Of WIDTH numbers side by side, halves first.
 inline float sum_of_lanes(const float* v) {
@@ -123,9 +111,6 @@ inline float sum_of_lanes(const float* v) {
         for (int i = 0; i < half; i++) sums[i] += sums[i + half];
     return sums[0];
 }
-
-// Into the second cache, for what is needed too late for the first.
-inline void prefetch_far(const void* at) { __builtin_prefetch(at, 0, 2); }
 
 // ---- Loads and stores. `count` numbers are there; lanes behind them are zero, and no byte of theirs is touched.
 
@@ -165,11 +150,6 @@ inline void widen(Words words, Lanes* v) {
     }
 }
 
-// To the nearest, ties to even; NaN stays NaN. In the upper half of each word, the lower one is anything.
-inline Ints rounded_to_bfloat16(Lanes v) {
-    const Ints bits = (Ints)v, nearest = bits + (0x7FFF + ((bits >> 16) & 1));
-    return (bits & INT32_MAX) > 0x7F800000 ? Ints{} + 0x7FC00000 : nearest;
-}
 // The other way round than `widen`, as T.
 template <class T>
 inline void narrow(const Lanes* v, T* to, int count) {

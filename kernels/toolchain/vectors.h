@@ -75,7 +75,29 @@ inline Lanes fused(Lanes a, Lanes b, Lanes sum) { return a * b + sum; }
 
 #endif
 
-inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 2); }
+inline void prefetch(const void* at) { __builtin_prefetch(at); }
+// Into the second cache, for what is needed too late for the first.
+inline void prefetch_far(const void* at) { __builtin_prefetch(at, 0, 2); }
+
+typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
+
+inline Lanes all_lanes(float x) { return x - Lanes{}; }  // which keeps the sign of zero
+
+// Of NaN and a number, the latter argument.
+#if defined(__AVX512F__)
+inline Lanes larger(Lanes a, Lanes b) { return _mm512_max_ps(a, b); }
+#elif defined(__AVX2__) && defined(__FMA__)
+inline Lanes larger(Lanes a, Lanes b) { return _mm256_max_ps(a, b); }
+#else
+inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
+#endif
+
+// In the upper half of each word, what a bfloat16 has: to the nearest, ties to even; NaN stays NaN. The lower half is
+// anything.
+inline Ints rounded_to_bfloat16(Lanes v) {
+    const Ints bits = (Ints)v, nearest = bits + (0x7FFF + ((bits >> 16) & 1));
+    return (bits & INT32_MAX) > 0x7F800000 ? Ints{} + 0x7FC00000 : nearest;
+}
 
 // sum + a * b for each lane, of one float32, or of two bfloat16 one after the other.
 template <class T>

@@ -29,20 +29,26 @@ def sum_order(dtype: torch.dtype, device: torch.device, same_bits: bool) -> SumO
     Raises  InvalidSetting if `same_bits` asks for what this machine, or this dtype, cannot have
     """
     short = str(dtype).removeprefix("torch.")
+    lack = NativeLinear.lacks() if device.type == "cpu" else None
+    # Where there is no such order at all.
+    why_not = None
     if device.type != "cpu":
-        return (
-            SumOrder(False) if not same_bits else _refuse(f"the model is on {device}; the order is kept on CPUs only")
-        )
-    if (lack := NativeLinear.lacks()) is not None:
-        if same_bits:
-            return _refuse(f"its kernels {lack}")
+        why_not = f"the model is on {device}; the order is kept on CPUs only"
+    elif lack is not None:
+        why_not = f"its kernels {lack}"
+    elif dtype not in NativeLinear.dtypes:
+        why_not = f"the model is in {short}; take float32 or bfloat16"
+    if why_not is not None and same_bits:
+        raise InvalidSetting(f"same_bits cannot be had: {why_not}. Leave same_bits out.", field="same_bits")
+    if lack is not None:
         return SumOrder(
             False,
             note=f"torch's kernels compute instead of our own, which {lack}. That is slower, and the last bits of an "
             "answer may depend on what is computed beside it",
         )
-    if dtype not in NativeLinear.dtypes:
-        return SumOrder(False) if not same_bits else _refuse(f"the model is in {short}; take float32 or bfloat16")
+    if why_not is not None:
+        return SumOrder(False)
+    # Where there is, it may cost too much to be taken unasked.
     way = way_of(dtype)
     if same_bits or way.torch_from_rows is None:
         return SumOrder(True)
@@ -52,7 +58,3 @@ def sum_order(dtype: torch.dtype, device: torch.device, same_bits: bool) -> SumO
         f"{short} {way.told}. The last bits of an answer may therefore depend on what is computed beside it; "
         "--same-bits takes one order for all",
     )
-
-
-def _refuse(why: str) -> SumOrder:
-    raise InvalidSetting(f"same_bits cannot be had: {why}. Leave same_bits out.", field="same_bits")

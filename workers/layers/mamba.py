@@ -38,7 +38,7 @@ class Mamba2(Mixer):
         self._A = -module.A_log.float().exp()
         self._bias = module.dt_bias.float()
         self._D = module.D.float().repeat_interleave(module.head_dim)
-        limits = _as_float32(module.time_step_limit)
+        limits = _checked_limits(module.time_step_limit)
         self._sizes = Mamba2Sizes(self._heads, module.head_dim, self._groups, module.ssm_state_size, limits)
         self._group_width = module.head_dim * heads_per_group
         self._norm = self._norm_of(module)
@@ -132,8 +132,8 @@ class Mamba1(Mixer):
         return module.out_proj(out_TC).unsqueeze(0)
 
 
-def _as_float32(limits: Sequence[float]) -> tuple[float, float]:
-    """The limits of dt, infinity among them. Raises OverflowError for a number that float32 does not have."""
+def _checked_limits(limits: Sequence[float]) -> tuple[float, float]:
+    """Least and greatest dt; infinity is one. Raises OverflowError for a number that float32 does not have."""
     shortest, longest = limits
     for limit in limits:
         if math.isfinite(limit) and abs(limit) > torch.finfo(torch.float32).max:
