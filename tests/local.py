@@ -123,3 +123,8 @@ async def complete(
         loop.cancel()
         await asyncio.gather(loop, return_exceptions=True)
     return completions
+
+
+def bits(answers: Sequence[Completion]) -> list[list[tuple[int, Any]]]:
+    """Tokens and their log-probabilities, which tell logits apart that differ in their last bit."""
+    return [list(zip(answer.token_ids, answer.logprobs, strict=True)) for answer in answers]

@@ -14,6 +14,7 @@ import urllib.request
 from pathlib import Path
 
 from .models import Model
+from .sides import environment
 
 START_WITHIN_S, END_WITHIN_S = 600.0, 60.0
 CACHE_GIB = 2
@@ -124,9 +125,8 @@ def all_servers(model: Model, args: argparse.Namespace) -> list[Server]:
 
 
 def _environment() -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
     settings = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB)}
-    return kept | settings
+    return environment() | settings
 
 
 def _answers(url: str) -> bool:

@@ -21,6 +21,11 @@ PAUSE_S = 2.0
 NO_VLLM = "no interpreter with vLLM is named: --vllm-python"
 
 
+def environment() -> dict[str, str]:
+    """Ours, with the threading defaults that each side comes with."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
+
+
 class Side:
     """A process that is `start`ed, does rounds of `work`, and is `end`ed. `skipped` says why there is none."""
 
@@ -32,12 +37,10 @@ class Side:
         """Whether it runs; if not, `skipped` says why."""
         if self._command is None:
             return False
-        # With the threading defaults it comes with.
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  for as long as it runs
         self._process = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
-            env=environment, cwd="/",
+            env=environment(), cwd="/",
         )  # fmt: skip
         if self._answer() is None:
             self._process.wait(END_WITHIN_S)

@@ -9,7 +9,7 @@ import pytest
 from intarsia.kernels.products import NativeLinear
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.conftest import Loop
-from intarsia.tests.local import Completion, complete, make_engine
+from intarsia.tests.local import bits, complete, make_engine
 
 from .test_real_weights import SLOW_S, Real, real
 
@@ -24,10 +24,6 @@ LENGTHS = [round(20 * 30 ** (n / 23)) for n in range(24)]
 FEW_LENGTHS, FEW_NEW_TOKENS = LENGTHS[::6], 16
 
 Bits = list[list[tuple[int, Any]]]
-
-
-def bits(answers: Sequence[Completion]) -> Bits:
-    return [list(zip(answer.token_ids, answer.logprobs, strict=True)) for answer in answers]
 
 
 def differing(found: Bits, wanted: Bits) -> dict[int, int]:

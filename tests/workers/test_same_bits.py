@@ -3,14 +3,14 @@ step, on how a prompt is cut, on what is found in the cache, on preemption, swap
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.conftest import TinyModel
-from intarsia.tests.local import Completion, complete, make_engine
+from intarsia.tests.local import bits, complete, make_engine
 from intarsia.tests.models import FAMILIES, WITH_IMAGES, prompts
 from intarsia.tests.workers.test_families import LARGE_STATES, least_memory
 
@@ -19,12 +19,6 @@ ASKED = SamplingParams(temperature=0, max_tokens=24, logprobs=5, ignore_eos=True
 
 LENGTHS = [5, 33, 47, 80, 130]
 """Of prompts: beyond a tile of keys, and beyond some chunks."""
-
-Bits = list[tuple[int, Any]]
-
-
-def bits(completions: Sequence[Completion]) -> list[Bits]:
-    return [list(zip(each.token_ids, each.logprobs, strict=True)) for each in completions]
 
 
 @pytest.fixture(params=["float32", "bfloat16"])
