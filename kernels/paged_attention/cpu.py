@@ -51,6 +51,7 @@ class _Plan:
     block_table: np.ndarray  # [R,P] int32
     queries: np.ndarray  # [R] int32; where prompts go another way, theirs are negative: so many are passed over
     kv_len: np.ndarray  # [R] int32
+    addresses: tuple[int, int, int]  # of the three: numpy takes longer to tell one than to make a view
     batch: GroupBatch
     parts: list[Part] = field(default_factory=list)  # of prompts, for the other way
 
@@ -81,7 +82,8 @@ class NativeBackend(TorchBackend):
             np.ascontiguousarray(array, dtype=np.int32)
             for array in (batch.block_table, batch.query_lens, batch.kv_lens)
         )
-        plan = _Plan(table, queries, kv_len, batch)
+        addresses = table.ctypes.data, queries.ctypes.data, kv_len.ctypes.data
+        plan = _Plan(table, queries, kv_len, addresses, batch)
         return GroupMeta(torch.from_numpy(page), torch.from_numpy(offset), plan)
 
     def frame(self, batch: GroupBatch, device: torch.device) -> None:
@@ -108,38 +110,45 @@ class NativeBackend(TorchBackend):
 
     def attend(self, q_THD: Tensor, kv_view: Tensor, params: LayerParams, meta: GroupMeta, out_THD: Tensor) -> None:
         plan: _Plan = meta.plan
-        queries = plan.queries
+        table, queries, kv_len = plan.addresses
         if q_THD.dtype != torch.float32 and has_matrix_units() and not self.one_order:
             if not plan.parts:
                 plan.parts.extend(self.prefill_parts(plan.batch, q_THD.device))
             self.attend_parts(q_THD, kv_view, params, plan.parts, out_THD)
-            queries = np.where(queries > 1, -queries, queries)
-        self._attend(dense_heads(q_THD), kv_view, params, plan, queries, out_THD)
+            without_prompts = np.where(plan.queries > 1, -plan.queries, plan.queries)
+            queries = without_prompts.ctypes.data
+        self._attend(dense_heads(q_THD), kv_view, params, plan.batch, (table, queries, kv_len), out_THD)
 
     def _attend(
-        self, q_THD: Tensor, kv_view: Tensor, params: LayerParams, plan: _Plan, queries: np.ndarray, out_THD: Tensor
+        self,
+        q_THD: Tensor,
+        kv_view: Tensor,
+        params: LayerParams,
+        batch: GroupBatch,
+        addresses: tuple[int, int, int],
+        out_THD: Tensor,
     ) -> None:
         assert out_THD.is_contiguous(), "the kernel writes rows side by side"
         assert params.scale > 0, "the kernel finds the maximum before it scales"
         _, heads, key_dim = q_THD.shape
-        batch = plan.batch
+        rows, table_width = batch.block_table.shape
         sinks = None if params.sinks is None else params.sinks.float().contiguous()
         self._library.intarsia_attend(
             ctypes.byref(
                 _Attention(
                     *(tensor.data_ptr() for tensor in (q_THD, kv_view, out_THD)),
                     None if sinks is None else sinks.data_ptr(),
-                    *(array.ctypes.data for array in (plan.block_table, queries, plan.kv_len)),
+                    *addresses,
                     *q_THD.stride()[:2],
                     *kv_view.stride()[:3],
                     0 if params.latent_values is not None else key_dim,
-                    len(plan.kv_len),
+                    rows,
                     heads,
                     kv_view.shape[2],
                     key_dim,
                     out_THD.shape[2],
                     batch.block_tokens,
-                    plan.block_table.shape[1],
+                    table_width,
                     batch.window_tokens or 0,
                     batch.chunk_tokens or 0,
                     batch.is_causal,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..toolchain import cpp
+from ..toolchain.calls import Call
 from .protocol import PackedLinear
 
 PANEL_OUTPUTS = 64
@@ -65,12 +66,22 @@ class PackedWeights:
         )
 
     @property
+    def is_padded(self) -> bool:
+        """Whether rows of x get a zero more for a product: words of two numbers, and the last one lacks its second."""
+        return self.inputs != self._call.depth
+
+    @property
     def _kind(self) -> int:
         return cpp.KINDS[self.dtype]
 
     def product(self, x_RI: Tensor) -> Tensor:
         """Of every row with the first group's weight. Returns [R,outputs]."""
         return self._run(x_RI, len(x_RI))
+
+    def call(self) -> Call:
+        """The same, as one of a `CallList`. To be set: x, out, rows, x_stride."""
+        assert not self.is_padded, "a row of x is as long as the packed weight"
+        return Call(_library().intarsia_product, _Product.from_buffer_copy(self._call))
 
     def grouped_product(self, x_RI: Tensor, first_row: Tensor, row_of: Tensor | None = None) -> Tensor:
         """Rows first_row[g] to first_row[g + 1] of the result [N,outputs] are those of group g.
@@ -91,7 +102,7 @@ class PackedWeights:
     def _run(self, x_RI: Tensor, count: int, first_row: int | None = None, row_of: int | None = None) -> Tensor:
         assert x_RI.is_cpu, "C++ reads the host's memory"
         call = self._call
-        if self.inputs != call.depth:  # a word has two numbers, and the last one lacks its second
+        if self.is_padded:
             x_RI = F.pad(x_RI, (0, call.depth - self.inputs))
         if x_RI.stride(1) != 1:
             x_RI = x_RI.contiguous()

@@ -1,4 +1,7 @@
-"""Token-wise operations in C++, one call each. Arguments and results as in `reference.py`."""
+"""Token-wise operations in C++, one call each. Arguments and results as in `reference.py`.
+
+What `.._call` returns can be put into a `CallList`: its addresses and its number of rows are to be set before it runs.
+"""
 
 import ctypes
 import functools
@@ -9,14 +12,37 @@ import torch
 from torch import Tensor
 
 from ..toolchain import cpp
+from ..toolchain.calls import Call
 from .protocol import Activation, Norm, Rotary
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = [("scale", c_void_p), ("eps", c_float), ("rounds_first", c_int32)]
+
+
+class _AddNorm(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "branch", "sum", "out")),
+        ("rows", c_int64),
+        *((name, _Norm) for name in ("after", "before")),
+        ("branch_scale", c_float),
+        *((name, c_int32) for name in ("width", "kind")),
+    ]
+
+
+class _Gate(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("gate_up", "out")),
+        ("rows", c_int64),
+        *((name, c_int32) for name in ("width", "activation", "kind")),
+    ]
 
 
 class _Heads(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("tokens", "query_scale", "key_scale", "cos", "sin")),
-        ("token_stride", c_int64),
-        *((name, c_int32) for name in ("count", "heads", "kv_heads", "head_dim")),
+        *((name, c_int64) for name in ("rows", "token_stride")),
+        *((name, c_int32) for name in ("heads", "kv_heads", "head_dim")),
         *((name, c_int32) for name in ("query_norm_width", "key_norm_width")),
         *((name, c_int32) for name in ("rotary_dim", "angles", "in_pairs", "rounds_first")),
         ("eps", c_float),
@@ -32,27 +58,56 @@ def is_available() -> bool:
 def _library() -> Any:
     library: Any = cpp.library("tokenwise/cpu_tokenwise")
     if not isinstance(library, str):
-        library.intarsia_rms_norm.argtypes = [c_void_p] * 3 + [c_int64, c_int32, c_float, c_int32, c_int32]
         library.intarsia_activate.argtypes = [c_void_p] * 2 + [c_int64, c_int32, c_int32]
-        library.intarsia_gate.argtypes = [c_void_p] * 2 + [c_int64, c_int32, c_int32, c_int32]
     return library
+
+
+def _run(call: Call) -> None:
+    call.function(ctypes.byref(call.arguments))
+
+
+# -- norms and sums --------------------------------------------------------------------------------------------------
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
-    width = x.shape[-1]
-    _library().intarsia_rms_norm(
-        x.data_ptr(),
-        norm.scale.data_ptr(),
-        out.data_ptr(),
-        x.numel() // width,
-        width,
-        norm.eps,
-        norm.rounds_first,
-        cpp.KINDS[x.dtype],
-    )
+    call = add_norm_call(x.shape[-1], x.dtype, before=norm)
+    call.arguments.x, call.arguments.out = x.data_ptr(), out.data_ptr()
+    call.arguments.rows = x.numel() // x.shape[-1]
+    _run(call)
     return out
+
+
+def add_norm(
+    x: Tensor, branch: Tensor, after: Norm | None = None, before: Norm | None = None, branch_scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    x, branch = x.contiguous(), branch.contiguous()
+    total = torch.empty_like(x)
+    out = total if before is None else torch.empty_like(x)
+    call = add_norm_call(x.shape[-1], x.dtype, after, before, branch_scale)
+    arguments = call.arguments
+    arguments.x, arguments.branch, arguments.sum = x.data_ptr(), branch.data_ptr(), total.data_ptr()
+    arguments.out = None if before is None else out.data_ptr()
+    arguments.rows = x.numel() // x.shape[-1]
+    _run(call)
+    return total, out
+
+
+def add_norm_call(
+    width: int, dtype: torch.dtype, after: Norm | None = None, before: Norm | None = None, branch_scale: float = 1.0
+) -> Call:
+    """To be set: x, branch, sum, out, rows. The norms' scales are to be kept."""
+    norms = _norm(after), _norm(before)
+    arguments = _AddNorm(None, None, None, None, 0, *norms, branch_scale, width, cpp.KINDS[dtype])
+    return Call(_library().intarsia_add_norm, arguments)
+
+
+def _norm(norm: Norm | None) -> _Norm:
+    return _Norm() if norm is None else _Norm(norm.scale.data_ptr(), norm.eps, norm.rounds_first)
+
+
+# -- activations -----------------------------------------------------------------------------------------------------
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
@@ -66,10 +121,19 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     gate_up = gate_up.contiguous()
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], width))
-    _library().intarsia_gate(
-        gate_up.data_ptr(), out.data_ptr(), out.numel() // width, width, activation, cpp.KINDS[out.dtype]
-    )
+    call = gate_call(width, out.dtype, activation)
+    call.arguments.gate_up, call.arguments.out = gate_up.data_ptr(), out.data_ptr()
+    call.arguments.rows = out.numel() // width
+    _run(call)
     return out
+
+
+def gate_call(width: int, dtype: torch.dtype, activation: Activation) -> Call:
+    """To be set: gate_up, out, rows."""
+    return Call(_library().intarsia_gate, _Gate(None, None, 0, width, activation, cpp.KINDS[dtype]))
+
+
+# -- queries and keys ------------------------------------------------------------------------------------------------
 
 
 def prepare_heads(
@@ -84,34 +148,41 @@ def prepare_heads(
     rotary_dim: int,
 ) -> None:
     assert qkv_TC.stride(1) == 1, "the numbers of a token lie side by side"
-    query_norm, key_norm = norms
+    call = prepare_heads_call(heads, kv_heads, head_dim, norms, rotary, qkv_TC.dtype)
+    arguments = call.arguments
+    arguments.tokens, arguments.rows, arguments.token_stride = qkv_TC.data_ptr(), len(qkv_TC), qkv_TC.stride(0)
     # Angles are read only where heads are rotated.
     if rotary:
         assert cos_TR is not None and sin_TR is not None, "rotary positions need angles"
         assert cos_TR.dtype == sin_TR.dtype == qkv_TC.dtype, "angles are read as numbers of the tokens' dtype"
         cos_TR, sin_TR = cos_TR.contiguous(), sin_TR.contiguous()
+        arguments.cos, arguments.sin = cos_TR.data_ptr(), sin_TR.data_ptr()
+        arguments.rotary_dim, arguments.angles = rotary_dim, cos_TR.shape[-1]
+    _run(call)
+
+
+def prepare_heads_call(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    norms: tuple[Norm | None, Norm | None],
+    rotary: Rotary,
+    dtype: torch.dtype,
+) -> Call:
+    """To be set: tokens, rows, token_stride; and cos, sin, rotary_dim, angles where heads are rotated."""
+    query_norm, key_norm = norms
     some_norm = query_norm or key_norm
-    _library().intarsia_prepare_heads(
-        ctypes.byref(
-            _Heads(
-                qkv_TC.data_ptr(),
-                query_norm.scale.data_ptr() if query_norm else None,
-                key_norm.scale.data_ptr() if key_norm else None,
-                cos_TR.data_ptr() if rotary and cos_TR is not None else None,
-                sin_TR.data_ptr() if rotary and sin_TR is not None else None,
-                qkv_TC.stride(0),
-                len(qkv_TC),
-                heads,
-                kv_heads,
-                head_dim,
-                len(query_norm.scale) if query_norm else 0,
-                len(key_norm.scale) if key_norm else 0,
-                rotary_dim,
-                cos_TR.shape[-1] if cos_TR is not None else 0,
-                rotary is Rotary.PAIRS,
-                some_norm.rounds_first if some_norm else False,
-                some_norm.eps if some_norm else 0.0,
-                cpp.KINDS[qkv_TC.dtype],
-            )
-        )
+    arguments = _Heads(
+        query_scale=query_norm.scale.data_ptr() if query_norm else None,
+        key_scale=key_norm.scale.data_ptr() if key_norm else None,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        query_norm_width=len(query_norm.scale) if query_norm else 0,
+        key_norm_width=len(key_norm.scale) if key_norm else 0,
+        in_pairs=rotary is Rotary.PAIRS,
+        rounds_first=some_norm.rounds_first if some_norm else False,
+        eps=some_norm.eps if some_norm else 0.0,
+        kind=cpp.KINDS[dtype],
     )
+    return Call(_library().intarsia_prepare_heads, arguments)

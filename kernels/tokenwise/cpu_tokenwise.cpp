@@ -43,6 +43,21 @@ void norm_row(const T* x, const float* scale, T* out, int width, float eps, bool
     }
 }
 
+// sum = x + branch, rounded once
+template <class T>
+void add_row(const T* x, const T* branch, T* sum, int width) {
+    int d = 0;
+    for (; d + LANES <= width; d += LANES) store(load(x + d) + load(branch + d), sum + d);
+    for (; d < width; d++) from_float(to_float(x[d]) + to_float(branch[d]), sum + d);
+}
+
+template <class T>
+void scale_row(const T* x, float scale, T* out, int width) {
+    int d = 0;
+    for (; d + LANES <= width; d += LANES) store(load(x + d) * scale, out + d);
+    for (; d < width; d++) from_float(to_float(x[d]) * scale, out + d);
+}
+
 // Turns pairs of numbers of a head by the angles of its token: (i, i + half) or (2i, 2i + 1). The upper half may have
 // angles of its own, `upper` behind those of the lower.
 template <class T>
@@ -71,7 +86,7 @@ void rotate_pairs(T* head, const T* cos, const T* sin, int width) {
 }
 
 // x / (1 + exp(-s)), which is x * sigmoid(s), by an exponential that is at most 1
-inline Vec gate(Vec x, Vec s) {
+inline Vec gated(Vec x, Vec s) {
     const Vec power = two_to((s < 0.0f ? s : -s) * 1.44269504f);
     return x * (s < 0.0f ? power : Vec{} + 1.0f) / (1.0f + power);
 }
@@ -80,10 +95,10 @@ enum Activation { SILU = 0, GELU_TANH = 1, GELU = 2, SIGMOID = 3 };
 
 template <Activation A>
 inline Vec activate(Vec x) {
-    if constexpr (A == SILU) return gate(x, x);
-    if constexpr (A == SIGMOID) return gate(Vec{} + 1.0f, x);
+    if constexpr (A == SILU) return gated(x, x);
+    if constexpr (A == SIGMOID) return gated(Vec{} + 1.0f, x);
     if constexpr (A == GELU_TANH)  // 0.5 (1 + tanh(u)) is sigmoid(2u)
-        return gate(x, 1.5957691216f * (x + 0.044715f * x * x * x));
+        return gated(x, 1.5957691216f * (x + 0.044715f * x * x * x));
     for (int i = 0; i < LANES; i++) x[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * 0.70710678f));
     return x;
 }
@@ -137,12 +152,38 @@ void gate_row(const T* gate_up, T* out, int width) {
 
 extern "C" {
 
+// A norm: x / sqrt(mean(x^2) + eps) * scale. Without a scale there is none.
+struct Norm {
+    const float* scale;
+    float eps;
+    int32_t rounds_first;
+};
+
+// sum = x + branch_scale * after(branch), out = before(sum). Rows of all are `width` long and dense.
+struct AddNorm {
+    const void* x;
+    const void* branch;  // null: the sum is x, and not written
+    void* sum;
+    void* out;           // null: only the sum is wanted
+    int64_t rows;
+    Norm after, before;
+    float branch_scale;
+    int32_t width, kind;
+};
+
+struct Gate {
+    const void* gate_up;  // [rows, 2 * width], gates first, dense
+    void* out;            // [rows, width], dense
+    int64_t rows;
+    int32_t width, activation, kind;
+};
+
 struct Heads {
-    void* tokens;                  // [T, query heads, then key heads, then more], changed in place
+    void* tokens;                  // [rows, query heads, then key heads, then more], changed in place
     const float *query_scale, *key_scale;  // of the norms, or null
-    const void *cos, *sin;         // [T, angles], dense; or null
-    int64_t token_stride;          // in elements
-    int32_t count, heads, kv_heads, head_dim;
+    const void *cos, *sin;         // [rows, angles], dense; or null
+    int64_t rows, token_stride;    // the stride in elements
+    int32_t heads, kv_heads, head_dim;
     int32_t query_norm_width, key_norm_width;  // a head's, or all heads'
     int32_t rotary_dim, angles, in_pairs, rounds_first;  // angles: rotary_dim, or half as many
     float eps;
@@ -154,10 +195,42 @@ struct Heads {
 namespace {
 
 template <class T>
+void add_norm(const AddNorm& a) {
+    const auto normed = [&](const T* from, const Norm& norm, T* to) {
+        norm_row(from, norm.scale, to, a.width, norm.eps, norm.rounds_first);
+    };
+#pragma omp parallel for schedule(static) if (a.rows * a.width >= WORTH_SHARING)
+    for (int64_t row = 0; row < a.rows; row++) {
+        const T* sum = static_cast<const T*>(a.x) + row * a.width;
+        if (a.branch) {
+            const T* branch = static_cast<const T*>(a.branch) + row * a.width;
+            T* to = static_cast<T*>(a.sum) + row * a.width;
+            // What is rounded between two steps rests where the sum will be, which is never where x is.
+            if (a.after.scale) normed(branch, a.after, to), branch = to;
+            if (a.branch_scale != 1.0f) scale_row(branch, a.branch_scale, to, a.width), branch = to;
+            add_row(sum, branch, to, a.width);
+            sum = to;
+        }
+        if (a.out) normed(sum, a.before, static_cast<T*>(a.out) + row * a.width);
+    }
+}
+
+template <class T>
+void gate(const Gate& g) {
+    const T* from = static_cast<const T*>(g.gate_up);
+    T* to = static_cast<T*>(g.out);
+    with_activation(g.activation, [&](auto constant) {
+#pragma omp parallel for schedule(static) if (g.rows * g.width >= WORTH_SHARING / 4)
+        for (int64_t row = 0; row < g.rows; row++)
+            gate_row<decltype(constant)::value>(from + row * 2 * g.width, to + row * g.width, g.width);
+    });
+}
+
+template <class T>
 void prepare_heads(const Heads& h) {
     const int query_width = h.heads * h.head_dim, key_width = h.kv_heads * h.head_dim;
-#pragma omp parallel for schedule(static) if (h.count * int64_t(query_width + key_width) >= WORTH_SHARING)
-    for (int t = 0; t < h.count; t++) {
+#pragma omp parallel for schedule(static) if (h.rows * (query_width + key_width) >= WORTH_SHARING)
+    for (int64_t t = 0; t < h.rows; t++) {
         T* query = static_cast<T*>(h.tokens) + t * h.token_stride;
         T* key = query + query_width;
         if (h.query_scale)
@@ -167,8 +240,8 @@ void prepare_heads(const Heads& h) {
             for (int d = 0; d < key_width; d += h.key_norm_width)
                 norm_row(key + d, h.key_scale, key + d, h.key_norm_width, h.eps, h.rounds_first);
         if (!h.cos) continue;
-        const T* cos = static_cast<const T*>(h.cos) + int64_t(t) * h.angles;
-        const T* sin = static_cast<const T*>(h.sin) + int64_t(t) * h.angles;
+        const T* cos = static_cast<const T*>(h.cos) + t * h.angles;
+        const T* sin = static_cast<const T*>(h.sin) + t * h.angles;
         for (int d = 0; d < query_width + key_width; d += h.head_dim)
             if (h.in_pairs)
                 rotate_pairs(query + d, cos, sin, h.rotary_dim);
@@ -185,31 +258,12 @@ void intarsia_prepare_heads(const Heads* h) {
     with_kind(h->kind, [&](auto* number) { prepare_heads<std::remove_pointer_t<decltype(number)>>(*h); });
 }
 
-// x, out: [rows, width], dense; scale: [width]
-void intarsia_rms_norm(const void* x, const float* scale, void* out, int64_t rows, int32_t width, float eps,
-                       int32_t rounds_first, int32_t kind) {
-    with_kind(kind, [&](auto* number) {
-        using T = std::remove_pointer_t<decltype(number)>;
-        const T* from = static_cast<const T*>(x);
-        T* to = static_cast<T*>(out);
-#pragma omp parallel for schedule(static) if (rows * width >= WORTH_SHARING)
-        for (int64_t row = 0; row < rows; row++)
-            norm_row(from + row * width, scale, to + row * width, width, eps, rounds_first);
-    });
+void intarsia_add_norm(const AddNorm* a) {
+    with_kind(a->kind, [&](auto* number) { add_norm<std::remove_pointer_t<decltype(number)>>(*a); });
 }
 
-// gate_up: [rows, 2 * width], gates first, dense; out: [rows, width], dense
-void intarsia_gate(const void* gate_up, void* out, int64_t rows, int32_t width, int32_t activation, int32_t kind) {
-    with_kind(kind, [&](auto* number) {
-        using T = std::remove_pointer_t<decltype(number)>;
-        const T* from = static_cast<const T*>(gate_up);
-        T* to = static_cast<T*>(out);
-        with_activation(activation, [&](auto constant) {
-#pragma omp parallel for schedule(static) if (rows * width >= WORTH_SHARING / 4)
-            for (int64_t row = 0; row < rows; row++)
-                gate_row<decltype(constant)::value>(from + row * 2 * width, to + row * width, width);
-        });
-    });
+void intarsia_gate(const Gate* g) {
+    with_kind(g->kind, [&](auto* number) { gate<std::remove_pointer_t<decltype(number)>>(*g); });
 }
 
 // x, out: [count]

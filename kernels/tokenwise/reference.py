@@ -23,6 +23,15 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     return (wide * norm.scale).to(x.dtype)
 
 
+def add_norm(
+    x: Tensor, branch: Tensor, after: Norm | None = None, before: Norm | None = None, branch_scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """x + branch_scale * after(branch), and `before` of that, each [.., C]. A norm that is None changes nothing."""
+    branch = branch if after is None else rms_norm(branch, after)
+    total = x + branch * branch_scale
+    return total, total if before is None else rms_norm(total, before)
+
+
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """Returns x's shape and dtype."""
     return _ACTIVATE[activation](x.float()).to(x.dtype)

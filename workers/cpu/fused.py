@@ -1,4 +1,5 @@
-"""Parts of a transformers module computed in one call instead of many: norms, gated MLPs, the way into attention.
+"""Parts of a transformers module computed in one call instead of many: norms, gated MLPs, the way into attention; and
+decoder layers made of them.
 
 Families write the same arithmetic in many ways. `fused_table.py` names the classes of modules whose forward pass is one
 that we have in C++; those are taken over here, with their weights. Everything else stays as it is.
@@ -8,18 +9,20 @@ On a CPU with a C++ compiler; elsewhere nothing is taken over. A decode step of 
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...kernels.products import PackedLinear
 from ...kernels.tokenwise import Activation, Norm, Rotary
 from ...kernels.tokenwise import cpu as native
 from ..layers.attention import PagedAttention
-from .fused_table import ACTIVATIONS, ATTENTIONS, GATED_MLPS, NORMS
+from .decoder_layer import Buffers, FewRows, FusedLayer, LayerParts
+from .fused_modules import FusedActivation, FusedAttention, FusedMLP, FusedNorm, Heads
+from .fused_table import ACTIVATIONS, ATTENTIONS, DECODER_LAYERS, GATED_MLPS, NORMS
 from .linear import merge_linears
 
 logger = logging.getLogger(__name__)
@@ -42,6 +45,7 @@ def fuse(model: nn.Module, attention: PagedAttention, device: torch.device) -> N
         "MLP": _take_mlp,
         "norm": _take_norm,
         "activation": _take_activation,
+        "layer": partial(_take_layer, Buffers(attention.dtype)),
     }
     counts = {name: sum(map(take, list(model.modules()))) for name, take in takers.items()}
     logger.info("computed in one call each: %s", ", ".join(f"{count} x {name}" for name, count in counts.items()))
@@ -74,13 +78,6 @@ def _become(module: Any, kind: type[nn.Module], **parts: Any) -> None:
 # -- norms -----------------------------------------------------------------------------------------------------------
 
 
-class FusedNorm(nn.Module):
-    norm: Norm
-
-    def forward(self, x: Tensor) -> Tensor:
-        return native.rms_norm(x, self.norm)
-
-
 def _take_norm(module: nn.Module) -> bool:
     norm = _norm_of(module)
     if norm is None:
@@ -102,13 +99,6 @@ def _norm_of(module: Any) -> Norm | None:
 # -- activations that are left -----------------------------------------------------------------------------------------
 
 
-class FusedActivation(nn.Module):
-    activation: Activation
-
-    def forward(self, x: Tensor) -> Tensor:
-        return native.activate(x, self.activation)
-
-
 def _take_activation(module: nn.Module) -> bool:
     """torch computes the last numbers of a tensor in another way than the others, so that a token's may depend on how
     many there are."""
@@ -121,15 +111,6 @@ def _take_activation(module: nn.Module) -> bool:
 
 
 # -- gated MLPs ------------------------------------------------------------------------------------------------------
-
-
-class FusedMLP(nn.Module):
-    gate_up: nn.Linear
-    down: nn.Linear
-    activation: Activation
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(native.gate(self.gate_up(x), self.activation))
 
 
 def _take_mlp(module: nn.Module) -> bool:
@@ -150,49 +131,6 @@ def _take_mlp(module: nn.Module) -> bool:
 
 
 # -- the way into attention ------------------------------------------------------------------------------------------
-
-
-class FusedAttention(nn.Module):
-    """Queries, keys and values in one product, normed and rotated in place, then attended to."""
-
-    qkv: nn.Linear
-    out: nn.Linear
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor]  # q_THD, k_TKD, v_TKD -> out_THD
-    heads: "Heads"
-
-    def forward(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None, *_: Any, **__: Any
-    ) -> tuple[Tensor, None]:
-        q_THD, k_TKD, v_TKD = self.heads.prepare(self.qkv(hidden_states[0]), position_embeddings)
-        out_THD = self.attend(q_THD, k_TKD, v_TKD)
-        return self.out(out_THD.flatten(1).unsqueeze(0)), None
-
-
-class Heads(NamedTuple):
-    """How queries and keys are made of the product of a token."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    norms: tuple[Norm | None, Norm | None]  # of queries and of keys
-    rotary: Rotary
-    angles_per_head: int  # numbers that are rotated, by the number of cosines
-
-    def prepare(self, qkv_TC: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """angles: cosines and sines [1,T,R]. Returns q [T,H,D], k [T,K,D] and v [T,K,Dv], parts of `qkv_TC`."""
-        if self.rotary and angles:
-            cos_TR, sin_TR = (angle[0] for angle in angles)
-            rotary_dim = cos_TR.shape[-1] * self.angles_per_head
-            native.prepare_heads(qkv_TC, *self[:4], cos_TR, sin_TR, self.rotary, rotary_dim)
-        elif any(self.norms):
-            native.prepare_heads(qkv_TC, *self[:4], None, None, Rotary.NONE, 0)
-        q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        q_TC, k_TC, v_TC = qkv_TC.tensor_split((q, q + k), dim=1)
-        return (
-            q_TC.unflatten(1, (self.heads, -1)),
-            k_TC.unflatten(1, (self.kv_heads, -1)),
-            v_TC.unflatten(1, (self.kv_heads, -1)),
-        )
 
 
 def _take_attention(attention: PagedAttention, module: Any) -> bool:
@@ -223,4 +161,28 @@ def _take_attention(attention: PagedAttention, module: Any) -> bool:
         attend=attention.attend_layer(module.layer_idx),
         heads=Heads(heads, kv_heads, module.head_dim, norms, rotary, kind.angles_per_head),
     )
+    return True
+
+
+# -- decoder layers ----------------------------------------------------------------------------------------------------
+
+
+def _take_layer(buffers: Buffers, module: Any) -> bool:
+    """Its parts have been taken over before. buffers: which all layers share"""
+    kind = _entry(DECODER_LAYERS, module)
+    if kind is None or not kind.is_plain(module):
+        return False
+    names = kind.before_mixer, kind.after_mixer, kind.before_mlp, kind.after_mlp
+    norms = [None if name is None else getattr(module, name) for name in names]
+    if not all(norm is None or (type(norm) is FusedNorm and _is_as_written(norm)) for norm in norms):
+        return False
+    module.__class__ = FusedLayer
+    module.parts = LayerParts(
+        *(None if norm is None else norm.norm for norm in norms),
+        mixer=next(part for name in kind.mixers if (part := getattr(module, name, None)) is not None),
+        mlp=getattr(module, kind.mlp),
+        branch_scale=1.0 if kind.branch_scale is None else float(getattr(module, kind.branch_scale)),
+    )
+    module.few_rows = FewRows(module.parts, buffers)
+    module.gives_weights = kind.gives_weights
     return True

@@ -110,3 +110,70 @@ ATTENTIONS: dict[str, AttentionKind] = {
     "SmolLM3Attention": AttentionKind(rotates=lambda layer: bool(layer.use_rope)),
 }  # fmt: skip
 """Class of attention modules -> what they do to queries and keys before our attention."""
+
+
+class DecoderLayerKind(NamedTuple):
+    """x + after_mixer(mixer(before_mixer(x))), and of that the same with an MLP, by the names of its parts."""
+
+    mixers: tuple[str, ...] = ("self_attn",)  # of which a layer has one
+    before_mixer: str | None = "input_layernorm"
+    after_mixer: str | None = None
+    mlp: str = "mlp"
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+    branch_scale: str | None = None  # what scales what is added to x
+    gives_weights: bool = False  # a pair: beside x the weights of attention
+    is_plain: Callable[[Any], bool] = lambda layer: True  # whether this one does nothing else
+
+
+DECODER_LAYERS: dict[str, DecoderLayerKind] = {
+    **dict.fromkeys(
+        (
+            "DeepseekV3DecoderLayer", "GptOssDecoderLayer", "LlamaDecoderLayer", "Ministral3DecoderLayer",
+            "MinistralDecoderLayer", "MistralDecoderLayer", "MllamaSelfAttentionDecoderLayer", "Qwen3DecoderLayer",
+            "SmolLM3DecoderLayer",
+        ),
+        DecoderLayerKind(),
+    ),
+    **dict.fromkeys(
+        ("Gemma2DecoderLayer", "Gemma3DecoderLayer"),
+        DecoderLayerKind(
+            after_mixer="post_attention_layernorm",
+            before_mlp="pre_feedforward_layernorm",
+            after_mlp="post_feedforward_layernorm",
+        ),
+    ),
+    **dict.fromkeys(
+        ("Exaone4DecoderLayer", "Olmo3DecoderLayer"),
+        DecoderLayerKind(
+            before_mixer=None,
+            after_mixer="post_attention_layernorm",
+            before_mlp=None,
+            after_mlp="post_feedforward_layernorm",
+        ),
+    ),
+    **dict.fromkeys(
+        ("Qwen3NextDecoderLayer", "Qwen3_5DecoderLayer", "Qwen3_5MoeDecoderLayer"),
+        DecoderLayerKind(mixers=("linear_attn", "self_attn")),
+    ),
+    **dict.fromkeys(
+        ("JambaAttentionDecoderLayer", "JambaMambaDecoderLayer"),
+        DecoderLayerKind(mixers=("mamba", "self_attn"), mlp="feed_forward", before_mlp="pre_ff_layernorm"),
+    ),
+    "BambaDecoderLayer": DecoderLayerKind(
+        mixers=("mamba", "self_attn"), mlp="feed_forward", before_mlp="pre_ff_layernorm", gives_weights=True
+    ),
+    "GraniteMoeHybridDecoderLayer": DecoderLayerKind(
+        mixers=("mamba", "self_attn"),
+        mlp="shared_mlp",
+        branch_scale="residual_multiplier",
+        is_plain=lambda layer: not layer.has_experts,
+    ),
+    **dict.fromkeys(
+        ("Lfm2DecoderLayer", "Lfm2MoeDecoderLayer"),
+        DecoderLayerKind(
+            mixers=("conv", "self_attn"), before_mixer="operator_norm", mlp="feed_forward", before_mlp="ffn_norm"
+        ),
+    ),
+}  # fmt: skip
+"""Class of a decoder layer -> its parts."""

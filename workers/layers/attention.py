@@ -50,7 +50,7 @@ class PagedAttention:
 
     def __init__(self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device):
         self._layers = {layer.index: layer for layer in layers if layer.reach.keeps_tokens}
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
         self._backend: Backend | None = None  # None: learning, and each token sees itself alone
         self._views: dict[int, Tensor] = {}
@@ -149,7 +149,7 @@ class PagedAttention:
     def _note(self, layer: int, heads: int, params: LayerParams) -> None:
         spec = self._layers[layer]
         self._needs[layer] = Needs(
-            dtype=self._dtype,
+            dtype=self.dtype,
             heads=heads,
             kv_heads=spec.kv_heads,
             key_dim=spec.key_dim,

@@ -15,7 +15,10 @@ from torch import Tensor, nn
 
 from intarsia.kernels.tokenwise import Activation, Norm, Rotary
 from intarsia.kernels.tokenwise import cpu as native
-from intarsia.workers.cpu.fused import PROJECTIONS, FusedAttention, FusedMLP, FusedNorm, Heads
+from intarsia.workers.cpu.decoder_layer import FusedLayer, tensor_of
+from intarsia.workers.cpu.fused import PROJECTIONS
+from intarsia.workers.cpu.fused_modules import FusedAttention, FusedMLP, FusedNorm, Heads
+from intarsia.workers.cpu.fused_table import DECODER_LAYERS, NORMS, DecoderLayerKind
 from intarsia.workers.models.loaded_model import LoadedModel
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -97,7 +100,7 @@ class Finding(NamedTuple):
 
 def findings(seen: Observer) -> Iterator[Finding]:
     for name, module in seen.model.module.named_modules():
-        for find in (norm_found, mlp_found, attention_found):
+        for find in (norm_found, mlp_found, attention_found, layer_found):
             if (finding := find(name, module, seen)) is not None:
                 yield finding
 
@@ -187,6 +190,52 @@ def heads_of(module: Any, attended: Attended) -> Iterator[Heads]:
     ways = ((Rotary.HALVES, 1), (Rotary.PAIRS, 1), (Rotary.HALVES, 2), (Rotary.NONE, 1))
     for (rotary, angles_per_head), both in itertools.product(ways, norms):
         yield Heads(heads, kv_heads, head_dim, both, rotary, angles_per_head)
+
+
+def layer_found(name: str, module: Any, seen: Observer) -> Finding | None:
+    """A layer of which nothing is known but that some kind of the table has its parts."""
+    call = seen.call(module)
+    x = None if call is None else input_of(call)
+    if call is None or not isinstance(x, Tensor):
+        return None
+    fitting = [kind for kind in dict.fromkeys(DECODER_LAYERS.values()) if has_parts(module, kind, x.shape[-1])]
+    mixers = [seen.call(getattr(module, part, None)) for kind in fitting for part in kind.mixers]
+    mixer = next((mixer for mixer in mixers if mixer is not None), None)
+    if mixer is None or tensor_of(mixer.output).shape != x.shape:
+        return None
+    given, mixed, out = input_of(mixer), tensor_of(mixer.output), tensor_of(call.output)
+
+    def error(kind: DecoderLayerKind) -> float:
+        """With the norms as they are written, and what the MLP gave."""
+        mlp = seen.call(getattr(module, kind.mlp))
+        if mlp is None or isinstance(call.output, tuple) != kind.gives_weights or not kind.is_plain(module):
+            return math.inf
+        scale = 1.0 if kind.branch_scale is None else getattr(module, kind.branch_scale)
+        normed = lambda part, tensor: tensor if part is None else getattr(module, part)(tensor)  # noqa: E731
+        total = x + scale * normed(kind.after_mixer, mixed)
+        final = total + scale * normed(kind.after_mlp, tensor_of(mlp.output).view(x.shape))
+        inside = error_of(normed(kind.before_mixer, x), given), error_of(normed(kind.before_mlp, total), input_of(mlp))
+        return max(*inside, error_of(final, out))
+
+    def error_of_ours(ours: FusedLayer) -> float:
+        return max(error_of(ours.into_mixer(x), given), error_of(ours.from_mixer(x, mixed), out))
+
+    return Finding(name, FusedLayer, min(map(error, fitting)), error_of_ours)
+
+
+def has_parts(module: nn.Module, kind: DecoderLayerKind, width: int) -> bool:
+    """Whether they are there, and the norms are such as we compute, over as many numbers as x has."""
+    parts: dict[str, Any] = dict(module.named_children())
+    norms = [name for name in (kind.before_mixer, kind.after_mixer, kind.before_mlp, kind.after_mlp) if name]
+    return (
+        {*norms, kind.mlp} <= parts.keys()
+        and any(mixer in parts for mixer in kind.mixers)
+        and all(type(parts[name]).__name__ in NORMS and parts[name].weight.shape == (width,) for name in norms)
+    )
+
+
+def input_of(call: Call) -> Any:
+    return call.args[0] if call.args else call.kwargs.get("hidden_states")
 
 
 def error_of(ours: Tensor, theirs: Any) -> float:

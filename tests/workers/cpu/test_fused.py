@@ -26,20 +26,23 @@ from intarsia.tests.local import LocalWorkers, complete, make_engine
 from intarsia.tests.models import FAMILIES, granite4, make_checkpoint, prompts_of
 from intarsia.tests.workers.cpu.observer import TOLERANCE, Observer, findings
 from intarsia.tests.workers.models.test_load import granite
-from intarsia.workers.cpu.fused import FusedAttention, FusedMLP, FusedNorm, fuse
-from intarsia.workers.cpu.fused_table import ACTIVATIONS, ATTENTIONS, GATED_MLPS, NORMS
+from intarsia.workers.cpu.decoder_layer import FusedLayer
+from intarsia.workers.cpu.fused import fuse
+from intarsia.workers.cpu.fused_modules import FusedAttention, FusedMLP, FusedNorm
+from intarsia.workers.cpu.fused_table import ACTIVATIONS, ATTENTIONS, DECODER_LAYERS, GATED_MLPS, NORMS
 from intarsia.workers.models.loaded_model import LoadedModel
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="there is no C++ compiler")
 
-FUSED = {  # attention, MLPs, norms
-    "gemma3": (6, 6, 25), "gemma2": (4, 4, 17), "ministral": (4, 4, 9), "gpt_oss": (4, 0, 9), "llama": (3, 3, 7),
-    "qwen3": (3, 3, 7), "smollm3": (4, 4, 9), "cohere2": (4, 4, 0), "olmo3": (4, 4, 9), "exaone4": (4, 4, 9),
-    "llama4": (0, 4, 9), "bamba": (2, 4, 9), "granite4": (1, 0, 9), "nemotron_h": (1, 0, 6), "falcon_h1": (0, 0, 7),
-    "zamba2": (0, 0, 13), "jamba": (1, 2, 18), "minimax": (1, 0, 12), "lfm2": (1, 4, 9), "qwen3_next": (0, 4, 11),
-    "qwen3_5": (0, 4, 11), "gemma3n": (0, 4, 54), "gemma4_e": (0, 6, 42), "gemma4": (0, 4, 37),
-    "deepseek_v3": (0, 3, 13), "mistral": (3, 3, 7), "ministral3": (0, 3, 7), "mllama": (2, 4, 13),
-    "lfm2_moe": (1, 1, 9), "qwen3_5_moe": (0, 4, 11),
+FUSED = {  # attention, MLPs, norms, layers
+    "gemma3": (6, 6, 25, 6), "gemma2": (4, 4, 17, 4), "ministral": (4, 4, 9, 4), "gpt_oss": (4, 0, 9, 4),
+    "llama": (3, 3, 7, 3), "qwen3": (3, 3, 7, 3), "smollm3": (4, 4, 9, 4), "cohere2": (4, 4, 0, 0),
+    "olmo3": (4, 4, 9, 4), "exaone4": (4, 4, 9, 4), "llama4": (0, 4, 9, 0), "bamba": (2, 4, 9, 4),
+    "granite4": (1, 0, 9, 0), "nemotron_h": (1, 0, 6, 0), "falcon_h1": (0, 0, 7, 0), "zamba2": (0, 0, 13, 0),
+    "jamba": (1, 2, 18, 4), "minimax": (1, 0, 12, 0), "lfm2": (1, 4, 9, 4), "qwen3_next": (0, 4, 11, 4),
+    "qwen3_5": (0, 4, 11, 4), "gemma3n": (0, 4, 54, 0), "gemma4_e": (0, 6, 42, 0), "gemma4": (0, 4, 37, 0),
+    "deepseek_v3": (0, 3, 13, 3), "mistral": (3, 3, 7, 3), "ministral3": (0, 3, 7, 3), "mllama": (2, 4, 13, 2),
+    "lfm2_moe": (1, 1, 9, 4), "qwen3_5_moe": (0, 4, 11, 4),
 }  # fmt: skip
 """Of the tiny checkpoint of each family, in float32. It may grow."""
 
@@ -97,7 +100,7 @@ def complaints(path: Path, dtype: str) -> tuple[list[str], nn.Module]:
 
 def counts(model: nn.Module) -> tuple[int, ...]:
     found = Counter(type(module) for module in model.modules())
-    return tuple(found[kind] for kind in (FusedAttention, FusedMLP, FusedNorm))
+    return tuple(found[kind] for kind in (FusedAttention, FusedMLP, FusedNorm, FusedLayer))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -125,7 +128,7 @@ def test_every_class_of_the_table_belongs_to_a_tested_family():
         auto = AutoModelForImageTextToText if make is FAMILIES["mllama"] else AutoModelForCausalLM
         with torch.device("meta"):
             met |= {type(module).__name__ for module in auto.from_config(make()).modules()}
-    assert {*NORMS, *GATED_MLPS, *ATTENTIONS} <= met
+    assert {*NORMS, *GATED_MLPS, *ATTENTIONS, *DECODER_LAYERS} <= met
 
 
 @pytest.mark.parametrize("name", ACT2FN)
@@ -139,8 +142,9 @@ def test_an_activation_that_the_table_names_computes_what_it_says(name: str):
 
 def test_modules_that_do_a_little_more_than_the_table_says_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The check itself is checked: each of these differs from what we compute in one step."""
-    mlp, attention, norm = (getattr(modeling_llama, f"Llama{name}") for name in ("MLP", "Attention", "RMSNorm"))
-    plain = {kind: kind.forward for kind in (mlp, attention, norm)}
+    names = "MLP", "Attention", "RMSNorm", "DecoderLayer"
+    mlp, attention, norm, layer = (getattr(modeling_llama, f"Llama{name}") for name in names)
+    plain = {kind: kind.forward for kind in (mlp, attention, norm, layer)}
     path = make_checkpoint("llama", tmp_path / "llama")
 
     def scaled_up(self: Any, x: Tensor) -> Tensor:
@@ -156,12 +160,18 @@ def test_modules_that_do_a_little_more_than_the_table_says_are_found(tmp_path: P
     def shifted(self: Any, hidden_states: Tensor) -> Tensor:
         return plain[norm](self, hidden_states) + 0.001
 
-    for kind, forward in ((mlp, scaled_up), (mlp, scaled_down), (attention, other_values), (norm, shifted)):
+    def added_twice(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return plain[layer](self, hidden_states, *args, **kwargs) + 0.001 * hidden_states
+
+    changes = (mlp, scaled_up), (mlp, scaled_down), (attention, other_values), (norm, shifted), (layer, added_twice)
+    for kind, forward in changes:
         with monkeypatch.context() as patch:
             patch.setattr(kind, "forward", forward)
             wrong, _ = complaints(path, "float32")
-        assert wrong
-        assert all(f"a {kind.__name__}, is no such" in each for each in wrong)
+        # A layer with a part that does something else does so too.
+        of_parts = [each for each in wrong if kind is layer or "DecoderLayer" not in each]
+        assert of_parts
+        assert all(f"a {kind.__name__}, is no such" in each for each in of_parts)
 
 
 def test_a_class_left_out_of_the_table_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -178,11 +188,11 @@ def test_a_tested_family_is_fused_at_start_up(tmp_path: Path):
 
 
 def test_every_part_of_a_model_is_as_written_when_that_is_wanted(tiny: Callable):
-    assert counts(loaded(tiny("gemma3").path, enforce_eager=True).module) == (0, 0, 0)
+    assert counts(loaded(tiny("gemma3").path, enforce_eager=True).module) == (0, 0, 0, 0)
 
 
 def test_a_family_nobody_tested_is_as_written(tmp_path: Path):
-    assert counts(loaded(granite(tmp_path), allow_generic=True).module) == (0, 0, 0)
+    assert counts(loaded(granite(tmp_path), allow_generic=True).module) == (0, 0, 0, 0)
 
 
 def test_a_class_of_the_same_name_that_is_not_of_transformers_is_as_written(tmp_path: Path):
@@ -195,14 +205,14 @@ def test_a_class_of_the_same_name_that_is_not_of_transformers_is_as_written(tmp_
         if type(module) is modeling_llama.LlamaMLP:
             module.__class__ = LlamaMLP
     fuse(model.module, model.attention, model.device)
-    assert counts(model.module) == (3, 0, 7)
+    assert counts(model.module) == (3, 0, 7, 3)
 
 
 def test_an_activation_we_lack_leaves_its_mlp_as_written(tmp_path: Path):
     model = loaded(make_checkpoint("llama", tmp_path / "llama"), enforce_eager=True)
     next(module for module in model.module.modules() if type(module) is modeling_llama.LlamaMLP).act_fn = nn.ReLU()
     fuse(model.module, model.attention, model.device)
-    assert counts(model.module) == (3, 2, 7)
+    assert counts(model.module) == (3, 2, 7, 3)
 
 
 def test_nothing_is_even_tried_on_another_device(tiny: Callable, monkeypatch: pytest.MonkeyPatch):
@@ -210,12 +220,12 @@ def test_nothing_is_even_tried_on_another_device(tiny: Callable, monkeypatch: py
     model = loaded(tiny("gemma3").path, enforce_eager=True)
     monkeypatch.setattr(native, "is_available", lambda: pytest.fail("it was asked for"))
     fuse(model.module, model.attention, torch.device("cuda"))
-    assert counts(model.module) == (0, 0, 0)
+    assert counts(model.module) == (0, 0, 0, 0)
 
 
 def test_without_a_compiler_every_part_is_as_written(tiny: Callable, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(native, "is_available", lambda: False)
-    assert counts(loaded(tiny("gemma3").path).module) == (0, 0, 0)
+    assert counts(loaded(tiny("gemma3").path).module) == (0, 0, 0, 0)
 
 
 def prompt_logprobs(model: TinyModel, **settings: Any) -> Tensor:
