@@ -32,8 +32,8 @@ class LayerParts(NamedTuple):
     after_mixer: Norm | None
     before_mlp: Norm | None
     after_mlp: Norm | None
-    mixer: nn.Module  # attention, or what keeps a state
-    mlp: nn.Module
+    mixer: Any  # a module: attention, or what keeps a state
+    mlp: Any  # a module
     branch_scale: float  # of what is added to x
 
 
@@ -94,8 +94,8 @@ class FewRows:
         self._reads_x: list[Any] = []
         self._add_mixer = self._sum_of(parts.after_mixer, parts.before_mlp)
         self._add_mlp = self._sum_of(parts.after_mlp, None)
-        self._heads: Call | None = None
-        self._out: Call | None = None
+        self._heads: Any = None  # a call
+        self._out: Any = None  # a call
         # In order, neighbouring calls together.
         steps = [*self._into_mixer(), *self._mixer(), *self._into_mlp(), *self._mlp(), self._add_mlp]
         self._calls = [step.arguments for step in steps if isinstance(step, Call)]
@@ -119,8 +119,8 @@ class FewRows:
             yield norm
 
     def _mixer(self) -> Iterator[Step]:
-        mixer: Any = self._parts.mixer
-        if not isinstance(mixer, FusedAttention) or not _are_packed(mixer.qkv, mixer.out):
+        mixer = self._parts.mixer
+        if not _is_in_calls(mixer, FusedAttention, "qkv", "out"):
             yield self._call_mixer
             return
         self._qkv = self._buffers.take("qkv", mixer.qkv.packed.outputs)
@@ -129,7 +129,7 @@ class FewRows:
             self._reads_x.append(product.arguments)
         yield product
         if mixer.heads.changes_anything:
-            self._heads = native.prepare_heads_call(*mixer.heads[:5], self._buffers.dtype)
+            self._heads = native.prepare_heads_call(*mixer.heads[:5], dtype=self._buffers.dtype)
             self._heads.arguments.tokens = self._qkv.data_ptr()
             self._heads.arguments.token_stride = self._qkv.shape[1]
             yield self._heads
@@ -145,8 +145,8 @@ class FewRows:
 
     def _mlp(self) -> Iterator[Step]:
         self._add_mlp.arguments.x = self._total.data_ptr()
-        mlp: Any = self._parts.mlp
-        if not isinstance(mlp, FusedMLP) or not _are_packed(mlp.gate_up, mlp.down):
+        mlp = self._parts.mlp
+        if not _is_in_calls(mlp, FusedMLP, "gate_up", "down"):
             yield self._call_mlp
             return
         gate_up = self._buffers.take("gate_up", mlp.gate_up.packed.outputs)
@@ -227,11 +227,12 @@ def segments(steps: list[Step]) -> Iterator[Callable[[], None]]:
             yield from some  # type: ignore[misc]
 
 
-def _are_packed(*linears: Any) -> bool:
-    """Whether their products can be such calls: packed by us, of whole words, and with nothing hooked to them."""
-    return all(
+def _is_in_calls(module: Any, kind: type[nn.Module], *linears: str) -> bool:
+    """Whether all that a module does can be such calls: its products are packed by us, of whole words, and nothing is
+    hooked to them."""
+    return isinstance(module, kind) and all(
         isinstance(linear, NativeLinear)
         and not linear.packed.is_padded
         and not (linear._forward_hooks or linear._forward_pre_hooks)
-        for linear in linears
+        for linear in (getattr(module, name) for name in linears)
     )
