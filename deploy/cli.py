@@ -277,7 +277,10 @@ def replay(
         str | None, typer.Option(help="auto, layered, packed, partitioned or uniform.  [default: the trace's own]")
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(help="What to evict: lru-tiers, lru or score.  [default: the trace's own]")
+        str | None,
+        typer.Option(
+            help="What to evict: lru-tiers, lru, score; optimum: what the best finds.  [default: the trace's own]"
+        ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="For requests: as for `plan`.  [default: gemma-3-27b]")] = None,
     kv_memory: Annotated[str, typer.Option(help="For requests: memory of the cache, or `unlimited`.")] = "40GiB",

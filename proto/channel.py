@@ -2,7 +2,7 @@
 
 Actors find each other through Ray, which hands over an address and a secret; the secret is the first frame of every
 connection. Bytes then bypass Ray, since an actor call per step and worker would cost more than the step's own overhead
-(`docs/measurements.md`). A closed connection is how either side learns of the other's death.
+(`docs/measurements_of_parts.md`). A closed connection is how either side learns of the other's death.
 """
 
 import asyncio

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ...errors import InvalidSetting
+from ...kvcache.plan import MemoryPlan
 from ..settings.sizes import parse_bytes
 from ..terminal.banner import human_bytes
-from ..tools.model_layers import model_layers
+from ..tools.model_layers import ModelLayers, model_layers
 from .lru import replay_lru
 from .operations import OperationRunner, read_operations
-from .requests import TraceResult, replay_requests
+from .requests import TraceResult, plan_for, replay_requests
 from .traces import TraceRequest, detect, read_trace
 
 DEFAULT_MODEL = "gemma-3-27b"
 
 UNLIMITED = "unlimited"
+
+OPTIMUM = "optimum"
+"""In place of a policy: what the best one could do."""
 
 
 def run(
@@ -86,6 +90,10 @@ def replay_trace(
     memory = None if kv_memory == UNLIMITED else parse_bytes(kv_memory, "kv_memory")
     if memory is not None and memory < 1:
         raise InvalidSetting(f"kv_memory must be positive, got {memory}", field="kv_memory")
+    if policy == OPTIMUM:
+        plan = plan_for(requests, layers, memory, block_size, strategy)
+        _print_optimum(_settings(layers, memory, plan, policy), requests, plan, as_json)
+        return
     result, manager = replay_requests(
         requests,
         layers,
@@ -95,18 +103,21 @@ def replay_trace(
         policy=policy,
         progress=_with_bar,
     )
-    plan = manager.plan
-    settings = {
+    settings = _settings(layers, memory, manager.plan, policy)
+    if as_json:
+        print(json.dumps(settings | result.to_json(), indent=2))
+    else:
+        _print_result(settings, result)
+
+
+def _settings(layers: ModelLayers, memory: int | None, plan: MemoryPlan, policy: str) -> dict[str, Any]:
+    return {
         "model": layers.model,
         "kv_memory": plan.memory_bytes if memory is None else memory,
         "strategy": plan.strategy,
         "policy": policy,
         "block_size": plan.block_tokens,
     }
-    if as_json:
-        print(json.dumps(settings | result.to_json(), indent=2))
-    else:
-        _print_result(settings, result)
 
 
 def is_operations(path: Path, form: str | None) -> bool:
@@ -123,13 +134,36 @@ def _print_rule(requests: list[TraceRequest], rule: str, blocks: int | None, as_
     print(json.dumps(answer) if as_json else f"{result.hit_blocks:,} blocks found, {result.evictions:,} evicted")
 
 
+def _print_optimum(
+    settings: Mapping[str, Any], requests: Sequence[TraceRequest], plan: MemoryPlan, as_json: bool
+) -> None:
+    """What the best policy could find, of the whole trace and of its second half alone."""
+    from .optimum import optimum  # numpy takes a moment, and no other policy needs it
+
+    whole, half = optimum(requests, plan), optimum(requests, plan, len(requests) // 2)
+    rates = {
+        "planned_rate": whole.planned_rate,
+        "bound_rate": whole.bound_rate,
+        "planned_rate_second_half": half.planned_rate,
+        "bound_rate_second_half": half.bound_rate,
+    }
+    if as_json:
+        answer = {"requests": len(requests), "tokens": whole.tokens, **rates}
+        print(json.dumps({**settings, **answer}, indent=2))
+        return
+    table = _table(settings)
+    table.add_row("prompts", f"{len(requests):,} with {whole.tokens:,} tokens")
+    for what, first in (("a plan", "planned"), ("no policy", "bound")):
+        said = "finds" if first == "planned" else "finds more than"
+        table.add_row(
+            what, f"{said} {rates[f'{first}_rate']:.1%} of the tokens "
+                  f"({rates[f'{first}_rate_second_half']:.1%} of the 2nd half's, if only those count)"
+        )  # fmt: skip
+    Console(highlight=False).print(table)
+
+
 def _print_result(settings: Mapping[str, Any], result: TraceResult) -> None:
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="bold")
-    table.add_column()
-    found = result.to_json()
-    table.add_row("model", f"{settings['model']}, {human_bytes(settings['kv_memory'])}, {settings['strategy']}")
-    table.add_row("cache", f"blocks of {settings['block_size']} tokens, policy {settings['policy']}")
+    found, table = result.to_json(), _table(settings)
     table.add_row("prompts", f"{result.requests:,} with {result.tokens:,} tokens, in {result.seconds:.1f} s")
     table.add_row(
         "found", f"{found['hit_rate']:.1%} of the tokens ({found['hit_rate_second_half']:.1%} in the 2nd half)"
@@ -142,6 +176,15 @@ def _print_result(settings: Mapping[str, Any], result: TraceResult) -> None:
     if result.refused:
         table.add_row("refused", f"{result.refused:,} prompts that do not fit the memory alone")
     Console(highlight=False).print(table)
+
+
+def _table(settings: Mapping[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    table.add_row("model", f"{settings['model']}, {human_bytes(settings['kv_memory'])}, {settings['strategy']}")
+    table.add_row("cache", f"blocks of {settings['block_size']} tokens, policy {settings['policy']}")
+    return table
 
 
 def _with_bar(requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:

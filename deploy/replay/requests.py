@@ -4,9 +4,8 @@ Requests come one at a time, in the order of the trace; what they generate is no
 reuse the cache makes possible, not what an engine with many requests at once would reach.
 """
 
-import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +13,11 @@ from ...errors import PoolExhausted
 from ...kvcache.eviction import policy_named
 from ...kvcache.ids import RequestId
 from ...kvcache.manager import CacheManager
-from ...kvcache.plan import PlanSettings
+from ...kvcache.plan import MemoryPlan, PlanSettings
 from ...kvcache.prefix import GivenChain
 from ...kvcache.strategies import plan_memory
 from ..tools.model_layers import ModelLayers
+from .names import block_names
 from .prefill import extend_by_chunk
 from .traces import TraceRequest
 
@@ -74,10 +74,8 @@ def replay_requests(
 
     Raises `InvalidSetting` when the model does not fit the memory.
     """
-    size = block_tokens or (requests[0].block_tokens if requests else 16)
-    memory = memory_bytes or _enough(requests, model, size)
-    settings = PlanSettings(memory, size, strategy, expected_average_seq_len)
-    manager = CacheManager(plan_memory(model.layers, settings, model.max_tokens), policy=policy_named(policy))
+    plan = plan_for(requests, model, memory_bytes, block_tokens, strategy, expected_average_seq_len)
+    manager, size = CacheManager(plan, policy=policy_named(policy)), plan.block_tokens
     token_bytes = sum(layer.token_bytes for layer in model.layers if layer.shares is None)
     result = TraceResult()
     started = time.perf_counter()
@@ -96,9 +94,24 @@ def replay_requests(
     return result, manager
 
 
+def plan_for(
+    requests: Sequence[TraceRequest],
+    model: ModelLayers,
+    memory_bytes: int | None,
+    block_tokens: int | None,
+    strategy: str,
+    expected_average_seq_len: int | None = None,
+) -> MemoryPlan:
+    """The arguments are those of `replay_requests`."""
+    size = block_tokens or (requests[0].block_tokens if requests else 16)
+    memory = memory_bytes or _enough(requests, model, size)
+    settings = PlanSettings(memory, size, strategy, expected_average_seq_len)
+    return plan_memory(model.layers, settings, model.max_tokens)
+
+
 def _run(manager: CacheManager, number: RequestId, request: TraceRequest, size: int, result: TraceResult) -> int:
     """One request, from lookup to release. Returns the tokens found."""
-    hit = manager.lookup(GivenChain(_names(request, size), request.length))
+    hit = manager.lookup(GivenChain(block_names(request, size), request.length))
     manager.open(number, hit)
     for cause, tokens in hit.lost.items():
         result.lost_tokens[cause] = result.lost_tokens.get(cause, 0) + tokens
@@ -114,22 +127,7 @@ def _run(manager: CacheManager, number: RequestId, request: TraceRequest, size: 
     return hit.tokens
 
 
-def _names(request: TraceRequest, size: int) -> list[bytes]:
-    """Names of the full blocks: an id fixes all tokens up to the end of its block, so it names every part of it."""
-    parts = request.block_tokens // size if size < request.block_tokens else 1
-    joined = size // request.block_tokens if size > request.block_tokens else 1
-    full = request.length // size
-    if parts > 1:
-        pairs = ((block, part) for block in request.ids for part in range(parts))
-        return [_name(block, part) for block, part in itertools.islice(pairs, full)]
-    return [_name(block, 0) for block in request.ids[joined - 1 :: joined][:full]]
-
-
-def _name(block: int, part: int) -> bytes:
-    return block.to_bytes(16, "big", signed=True) + part.to_bytes(4, "big")
-
-
-def _enough(requests: list[TraceRequest], model: ModelLayers, size: int) -> int:
+def _enough(requests: Sequence[TraceRequest], model: ModelLayers, size: int) -> int:
     """Every block of every layer, once, and as much again for states and large pages."""
     distinct: set[int] = set()
     for request in requests:

@@ -152,15 +152,18 @@ def _gpu() -> list[Finding]:
 def _kernels() -> list[Finding]:
     from ...kernels.toolchain import cpp
 
-    found = []
-    for name, source in (("attention", "paged_attention/cpu_attention"), ("tokenwise", "tokenwise/cpu_tokenwise")):
-        library = cpp.library(source)
+    libraries = {name: cpp.library(name) for name in cpp.sources()}
+    compiled = [name.rpartition("/")[2] for name, library in libraries.items() if not isinstance(library, str)]
+    found = [Finding("kernels", f"{', '.join(compiled)}: compiled, in {cpp.cache_folder()}")] if compiled else []
+    # Those that lack are told by reason.
+    reasons: dict[str, list[str]] = {}
+    for name, library in libraries.items():
         if isinstance(library, str):
-            has_compiler = shutil.which(os.environ.get("CXX", "g++")) is not None
-            advice = "" if has_compiler else "optional: apt-get install g++; a CPU is much slower without"
-            found.append(Finding(f"kernel {name}", library, not has_compiler, advice))
-        else:
-            found.append(Finding(f"kernel {name}", f"compiled, in {cpp.cache_folder()}"))
+            reasons.setdefault(library, []).append(name.rpartition("/")[2])
+    has_compiler = shutil.which(os.environ.get("CXX", "g++")) is not None
+    advice = "" if has_compiler else "optional: apt-get install g++; a CPU is much slower without"
+    for reason, names in reasons.items():
+        found.append(Finding("kernels", f"not compiled: {', '.join(names)}; {reason}", not has_compiler, advice))
     return found + _products()
 
 

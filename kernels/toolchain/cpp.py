@@ -50,6 +50,11 @@ class Unavailable(Exception):
     """Why there is no library."""
 
 
+def sources() -> list[str]:
+    """The names of all there are."""
+    return sorted(str(file.relative_to(KERNELS).with_suffix("")) for file in KERNELS.glob("*/*.cpp"))
+
+
 @functools.cache
 def library(name: str) -> ctypes.CDLL | str:
     """The library of kernels/`name`.cpp; or, in words, why there is none. Logged once per process and reason."""

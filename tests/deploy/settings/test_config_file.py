@@ -98,7 +98,7 @@ def test_the_doctor_tells_what_is_here(monkeypatch: pytest.MonkeyPatch):
     result = CliRunner().invoke(app, ["doctor", "--json"])
     found = json.loads(result.stdout)
     facts = {finding["topic"]: finding["fact"] for finding in found["findings"]}
-    assert {"python", "torch", "ray", "machine", "kernel attention", "ray cluster"} <= set(facts)
+    assert {"python", "torch", "ray", "machine", "kernels", "ray cluster"} <= set(facts)
     assert facts["INTARSIA_PORT"] == "1234" and facts["INTARSIA_API_KEY"] == "..."
     assert "hush" not in result.stdout
     assert result.exit_code == (0 if found["is_fine"] else 1)
@@ -148,5 +148,5 @@ def test_a_missing_optional_compiler_is_no_fault(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("intarsia.kernels.toolchain.cpp.library", lambda name: "no-such-compiler was not found")
-    kernel = findings_of("kernels")["kernel tokenwise"]
+    kernel = findings_of("kernels")["kernels"]
     assert kernel.is_fine and "optional" in kernel.advice
