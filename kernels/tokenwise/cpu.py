@@ -22,10 +22,10 @@ class _Norm(ctypes.Structure):
 
 class _AddNorm(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("x", "branch", "sum", "out")),
+        *((name, c_void_p) for name in ("x", "added", "sum", "out")),
         ("rows", c_int64),
         *((name, _Norm) for name in ("after", "before")),
-        ("branch_scale", c_float),
+        ("added_scale", c_float),
         *((name, c_int32) for name in ("width", "kind")),
     ]
 
@@ -80,14 +80,14 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def add_norm(
-    x: Tensor, branch: Tensor, after: Norm | None = None, before: Norm | None = None, branch_scale: float = 1.0
+    x: Tensor, added: Tensor, after: Norm | None = None, before: Norm | None = None, added_scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    x, branch = x.contiguous(), branch.contiguous()
+    x, added = x.contiguous(), added.contiguous()
     total = torch.empty_like(x)
     out = total if before is None else torch.empty_like(x)
-    call = add_norm_call(x.shape[-1], x.dtype, after, before, branch_scale)
+    call = add_norm_call(x.shape[-1], x.dtype, after, before, added_scale)
     arguments = call.arguments
-    arguments.x, arguments.branch, arguments.sum = x.data_ptr(), branch.data_ptr(), total.data_ptr()
+    arguments.x, arguments.added, arguments.sum = x.data_ptr(), added.data_ptr(), total.data_ptr()
     arguments.out = None if before is None else out.data_ptr()
     arguments.rows = x.numel() // x.shape[-1]
     _run(call)
@@ -95,11 +95,11 @@ def add_norm(
 
 
 def add_norm_call(
-    width: int, dtype: torch.dtype, after: Norm | None = None, before: Norm | None = None, branch_scale: float = 1.0
+    width: int, dtype: torch.dtype, after: Norm | None = None, before: Norm | None = None, added_scale: float = 1.0
 ) -> Call:
-    """To be set: x, branch, sum, out, rows. The norms' scales are to be kept."""
+    """To be set: x, added, sum, out, rows. The norms' scales are to be kept."""
     norms = _norm(after), _norm(before)
-    arguments = _AddNorm(None, None, None, None, 0, *norms, branch_scale, width, cpp.KINDS[dtype])
+    arguments = _AddNorm(None, None, None, None, 0, *norms, added_scale, width, cpp.KINDS[dtype])
     return Call(_library().intarsia_add_norm, arguments)
 
 

@@ -43,12 +43,12 @@ void norm_row(const T* x, const float* scale, T* out, int width, float eps, bool
     }
 }
 
-// sum = x + branch, rounded once
+// sum = x + added, rounded once
 template <class T>
-void add_row(const T* x, const T* branch, T* sum, int width) {
+void add_row(const T* x, const T* added, T* sum, int width) {
     int d = 0;
-    for (; d + LANES <= width; d += LANES) store(load(x + d) + load(branch + d), sum + d);
-    for (; d < width; d++) from_float(to_float(x[d]) + to_float(branch[d]), sum + d);
+    for (; d + LANES <= width; d += LANES) store(load(x + d) + load(added + d), sum + d);
+    for (; d < width; d++) from_float(to_float(x[d]) + to_float(added[d]), sum + d);
 }
 
 template <class T>
@@ -159,15 +159,15 @@ struct Norm {
     int32_t rounds_first;
 };
 
-// sum = x + branch_scale * after(branch), out = before(sum). Rows of all are `width` long and dense.
+// sum = x + added_scale * after(added), out = before(sum). Rows of all are `width` long and dense.
 struct AddNorm {
     const void* x;
-    const void* branch;  // null: the sum is x, and not written
+    const void* added;  // null: the sum is x, and not written
     void* sum;
     void* out;           // null: only the sum is wanted
     int64_t rows;
     Norm after, before;
-    float branch_scale;
+    float added_scale;
     int32_t width, kind;
 };
 
@@ -202,13 +202,13 @@ void add_norm(const AddNorm& a) {
 #pragma omp parallel for schedule(static) if (a.rows * a.width >= WORTH_SHARING)
     for (int64_t row = 0; row < a.rows; row++) {
         const T* sum = static_cast<const T*>(a.x) + row * a.width;
-        if (a.branch) {
-            const T* branch = static_cast<const T*>(a.branch) + row * a.width;
+        if (a.added) {
+            const T* added = static_cast<const T*>(a.added) + row * a.width;
             T* to = static_cast<T*>(a.sum) + row * a.width;
             // What is rounded between two steps rests where the sum will be, which is never where x is.
-            if (a.after.scale) normed(branch, a.after, to), branch = to;
-            if (a.branch_scale != 1.0f) scale_row(branch, a.branch_scale, to, a.width), branch = to;
-            add_row(sum, branch, to, a.width);
+            if (a.after.scale) normed(added, a.after, to), added = to;
+            if (a.added_scale != 1.0f) scale_row(added, a.added_scale, to, a.width), added = to;
+            add_row(sum, added, to, a.width);
             sum = to;
         }
         if (a.out) normed(sum, a.before, static_cast<T*>(a.out) + row * a.width);

@@ -24,11 +24,11 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def add_norm(
-    x: Tensor, branch: Tensor, after: Norm | None = None, before: Norm | None = None, branch_scale: float = 1.0
+    x: Tensor, added: Tensor, after: Norm | None = None, before: Norm | None = None, added_scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """x + branch_scale * after(branch), and `before` of that, each [.., C]. A norm that is None changes nothing."""
-    branch = branch if after is None else rms_norm(branch, after)
-    total = x + branch * branch_scale
+    """x + added_scale * after(added), and `before` of that, each [.., C]. A norm that is None changes nothing."""
+    added = added if after is None else rms_norm(added, after)
+    total = x + added * added_scale
     return total, total if before is None else rms_norm(total, before)
 
 

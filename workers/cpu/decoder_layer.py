@@ -34,7 +34,7 @@ class LayerParts(NamedTuple):
     after_mlp: Norm | None
     mixer: Any  # a module: attention, or what keeps a state
     mlp: Any  # a module
-    branch_scale: float  # of what is added to x
+    added_scale: float  # of what is added to x
 
 
 class FusedLayer(nn.Module):
@@ -55,8 +55,8 @@ class FusedLayer(nn.Module):
 
     def from_mixer(self, x: Tensor, mixed: Tensor) -> Tensor:
         parts = self.parts
-        x, normed = native.add_norm(x, mixed, parts.after_mixer, parts.before_mlp, parts.branch_scale)
-        return native.add_norm(x, tensor_of(parts.mlp(normed)), parts.after_mlp, None, parts.branch_scale)[0]
+        x, normed = native.add_norm(x, mixed, parts.after_mixer, parts.before_mlp, parts.added_scale)
+        return native.add_norm(x, tensor_of(parts.mlp(normed)), parts.after_mlp, None, parts.added_scale)[0]
 
 
 def tensor_of(output: Any) -> Tensor:
@@ -87,8 +87,8 @@ class FewRows:
     def __init__(self, parts: LayerParts, buffers: Buffers):
         self._parts, self._buffers = parts, buffers
         self._width = next(len(norm.scale) for norm in parts[:4] if norm is not None)
-        self._normed, self._branch, self._total = (
-            buffers.take(name, self._width) for name in ("normed", "branch", "total")
+        self._normed, self._added, self._total = (
+            buffers.take(name, self._width) for name in ("normed", "added", "total")
         )
         # Calls with addresses that change from run to run.
         self._reads_x: list[Any] = []
@@ -106,7 +106,7 @@ class FewRows:
         self._rows = 0
 
         # As long as all products are ours.
-        linears = (part for branch in (parts.mixer, parts.mlp) for part in branch.modules())
+        linears = (linear for part in (parts.mixer, parts.mlp) for linear in part.modules())
         self.most = min(MOST_FEW_ROWS, *(getattr(linear, "torch_from_rows", math.inf) - 1 for linear in linears))
 
     # -- what is written down ----------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class FewRows:
             self._heads.arguments.token_stride = self._qkv.shape[1]
             yield self._heads
         yield self._attend
-        self._out = self._product(mixer.out, self._branch, self._branch)  # x is set by `_attend`
+        self._out = self._product(mixer.out, self._added, self._added)  # x is set by `_attend`
         yield self._out
 
     def _into_mlp(self) -> Iterator[Step]:
@@ -155,11 +155,11 @@ class FewRows:
         gate = native.gate_call(gated.shape[1], self._buffers.dtype, mlp.activation)
         gate.arguments.gate_up, gate.arguments.out = gate_up.data_ptr(), gated.data_ptr()
         yield gate
-        yield self._product(mlp.down, gated, self._branch)
+        yield self._product(mlp.down, gated, self._added)
 
     def _sum_of(self, after: Norm | None, before: Norm | None) -> Call:
-        call = native.add_norm_call(self._width, self._buffers.dtype, after, before, self._parts.branch_scale)
-        call.arguments.branch = self._branch.data_ptr()
+        call = native.add_norm_call(self._width, self._buffers.dtype, after, before, self._parts.added_scale)
+        call.arguments.added = self._added.data_ptr()
         call.arguments.out = None if before is None else self._normed.data_ptr()
         return call
 
@@ -211,11 +211,11 @@ class FewRows:
     def _call_mixer(self) -> None:
         normed = self._x if self._parts.before_mixer is None else self._normed[: self._rows].unsqueeze(0)
         self._mixed = tensor_of(self._parts.mixer(hidden_states=normed, **self._given)).contiguous()
-        self._add_mixer.arguments.branch = self._mixed.data_ptr()
+        self._add_mixer.arguments.added = self._mixed.data_ptr()
 
     def _call_mlp(self) -> None:
         self._mixed = tensor_of(self._parts.mlp(self._mlp_input[: self._rows].unsqueeze(0))).contiguous()
-        self._add_mlp.arguments.branch = self._mixed.data_ptr()
+        self._add_mlp.arguments.added = self._mixed.data_ptr()
 
 
 def segments(steps: list[Step]) -> Iterator[Callable[[], None]]:

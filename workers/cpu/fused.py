@@ -181,7 +181,7 @@ def _take_layer(buffers: Buffers, module: Any) -> bool:
         *(None if norm is None else norm.norm for norm in norms),
         mixer=next(part for name in kind.mixers if (part := getattr(module, name, None)) is not None),
         mlp=getattr(module, kind.mlp),
-        branch_scale=1.0 if kind.branch_scale is None else float(getattr(module, kind.branch_scale)),
+        added_scale=1.0 if kind.added_scale is None else float(getattr(module, kind.added_scale)),
     )
     module.few_rows = FewRows(module.parts, buffers)
     module.gives_weights = kind.gives_weights

@@ -121,7 +121,7 @@ class DecoderLayerKind(NamedTuple):
     mlp: str = "mlp"
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
-    branch_scale: str | None = None  # what scales what is added to x
+    added_scale: str | None = None  # what scales what is added to x
     gives_weights: bool = False  # a pair: beside x the weights of attention
     is_plain: Callable[[Any], bool] = lambda layer: True  # whether this one does nothing else
 
@@ -166,7 +166,7 @@ DECODER_LAYERS: dict[str, DecoderLayerKind] = {
     "GraniteMoeHybridDecoderLayer": DecoderLayerKind(
         mixers=("mamba", "self_attn"),
         mlp="shared_mlp",
-        branch_scale="residual_multiplier",
+        added_scale="residual_multiplier",
         is_plain=lambda layer: not layer.has_experts,
     ),
     **dict.fromkeys(

@@ -46,17 +46,17 @@ def test_a_norm_of_strided_heads_and_of_tiny_numbers_is_the_reference():
 def test_sums_with_norms_around_them_are_the_reference(
     dtype: torch.dtype, shape: tuple[int, ...], norms: str, scale: float
 ):
-    x, branch = (torch.randn(shape).to(dtype) for _ in range(2))
+    x, added = (torch.randn(shape).to(dtype) for _ in range(2))
     after, before = (
         Norm(torch.randn(shape[-1]), 1e-6, rounds_first) if norms in (name, "both") else None
         for name, rounds_first in (("after", True), ("before", False))
     )
-    kept = x.clone(), branch.clone()
-    ours = native.add_norm(x, branch, after, before, scale)
-    for found, expected in zip(ours, reference.add_norm(x, branch, after, before, scale), strict=True):
+    kept = x.clone(), added.clone()
+    ours = native.add_norm(x, added, after, before, scale)
+    for found, expected in zip(ours, reference.add_norm(x, added, after, before, scale), strict=True):
         close(found, expected)
     assert torch.equal(x, kept[0])
-    assert torch.equal(branch, kept[1])
+    assert torch.equal(added, kept[1])
 
 
 @pytest.mark.parametrize("activation", Activation)

@@ -210,7 +210,7 @@ def layer_found(name: str, module: Any, seen: Observer) -> Finding | None:
         mlp = seen.call(getattr(module, kind.mlp))
         if mlp is None or isinstance(call.output, tuple) != kind.gives_weights or not kind.is_plain(module):
             return math.inf
-        scale = 1.0 if kind.branch_scale is None else getattr(module, kind.branch_scale)
+        scale = 1.0 if kind.added_scale is None else getattr(module, kind.added_scale)
         normed = lambda part, tensor: tensor if part is None else getattr(module, part)(tensor)  # noqa: E731
         total = x + scale * normed(kind.after_mixer, mixed)
         final = total + scale * normed(kind.after_mlp, tensor_of(mlp.output).view(x.shape))
