@@ -32,6 +32,12 @@ PRICE_ROUNDS = 300
 SCALAR_ROUNDS = 60
 """Of the search for one price at all moments, with which it begins."""
 
+FIRST_STEP, SHORTER = 0.05, 0.97
+"""Of the bound, that a first step would take off if all went well; and of a step, after one that lowered nothing."""
+
+LEAST_PRICE = 1e-3
+"""Of the average price at which all hits together would pay: what a plan counts where memory is free."""
+
 ROUNDING = 1e-6
 """Tokens by which sums of floats may be off."""
 
@@ -240,19 +246,18 @@ class Market:
         best_T = same * low
         best, wanted_T = self._bound(best_T)
         # Then each moment's own, by steps against what is left or lacks.
-        prices_T, target = best_T, best
-        step = 1.0
+        prices_T, step = best_T, FIRST_STEP * best
         for _ in range(PRICE_ROUNDS):
             slope_T = self._room_T - wanted_T
             norm = float(slope_T @ slope_T)
             if norm == 0:
                 break
-            prices_T = np.maximum(0.0, prices_T - step * 0.05 * target / norm * slope_T)
+            prices_T = np.maximum(0.0, prices_T - step / norm * slope_T)
             bound, wanted_T = self._bound(prices_T)
             if bound < best:
                 best, best_T = bound, prices_T
             else:
-                step *= 0.97
+                step *= SHORTER
         return best_T, best
 
     # -- the plan ----------------------------------------------------------------------------------------------------
@@ -263,7 +268,7 @@ class Market:
         length_W = np.bincount(
             self._way_S, self._bytes_S * np.maximum(1, self._until_S - self._since_S - 1), len(self._ways)
         )
-        scarcity = float(self._value_W.sum()) / max(1.0, float(length_W.sum())) * 1e-3
+        scarcity = float(self._value_W.sum()) / max(1.0, float(length_W.sum())) * LEAST_PRICE
         order = np.argsort(-(self._value_W / (cost_W + scarcity * length_W + 1e-12)), kind="stable")
         used_T = np.zeros(len(self._requests))
         taken: dict[int, int] = {}  # request -> way

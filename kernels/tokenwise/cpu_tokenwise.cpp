@@ -1,4 +1,4 @@
-// What a model does to each token by itself between its matrix products, on a CPU. Plain C ABI; see tokenwise/native.py.
+// What a model does to each token by itself between its matrix products, on a CPU. Plain C ABI; see tokenwise/cpu.py.
 //
 // torch does each of these in several passes and calls: a norm of 32 tokens takes 7 of them and 17 us, of which 2 are
 // arithmetic. Here a row is read once and written once. Few rows are done by the calling thread, since to wake the

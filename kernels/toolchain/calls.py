@@ -32,6 +32,10 @@ def _library() -> Any:
     return library
 
 
+def is_available() -> bool:
+    return not isinstance(_library(), str)
+
+
 class CallList:
     """Calls that are made in this order, again and again."""
 

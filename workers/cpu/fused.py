@@ -19,6 +19,7 @@ from torch import nn
 from ...kernels.products import PackedLinear
 from ...kernels.tokenwise import Activation, Norm, Rotary
 from ...kernels.tokenwise import cpu as native
+from ...kernels.toolchain import calls
 from ..layers.attention import PagedAttention
 from .decoder_layer import Buffers, FewRows, FusedLayer, LayerParts
 from .fused_modules import FusedActivation, FusedAttention, FusedMLP, FusedNorm, Heads
@@ -170,7 +171,7 @@ def _take_attention(attention: PagedAttention, module: Any) -> bool:
 def _take_layer(buffers: Buffers, module: Any) -> bool:
     """Its parts have been taken over before. buffers: which all layers share"""
     kind = _entry(DECODER_LAYERS, module)
-    if kind is None or not kind.is_plain(module):
+    if kind is None or not kind.is_plain(module) or not calls.is_available():
         return False
     names = kind.before_mixer, kind.after_mixer, kind.before_mlp, kind.after_mlp
     norms = [None if name is None else getattr(module, name) for name in names]
