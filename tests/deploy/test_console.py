@@ -241,10 +241,11 @@ def test_nothing_is_wider_than_a_phone(console: Console, browser: Browser, strea
 
 
 @needs_browser
+@pytest.mark.parametrize("width", [390, 340])
 def test_on_a_phone_no_column_is_cut_and_why_stands_below_its_request(
-    console: Console, browser: Browser, streams: list
+    console: Console, browser: Browser, streams: list, width: int
 ):
-    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page = browser.new_page(viewport={"width": width, "height": 844})
     shown(page, console.url)
     page.wait_for_selector("#requests tr.more:visible")
     wide, room = page.evaluate("(box => [box.scrollWidth, box.clientWidth])(document.querySelector('.scroll'))")
