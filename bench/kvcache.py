@@ -70,7 +70,7 @@ MODELS: dict[str, list[LayerSpec]] = {
 class Cache:
     """A manager, and requests that run through it as an engine would run them."""
 
-    def __init__(self, model: str, memory_gib: float, *, policy: str = "lru-tiers", block_tokens: int = 16):
+    def __init__(self, model: str, memory_gib: float, *, policy: str = "worth", block_tokens: int = 16):
         plan = plan_memory(MODELS[model], PlanSettings(int(memory_gib * GIB), block_tokens))
         self.manager = CacheManager(plan, policy=policy_named(policy))
         self.prompt_tokens = self.hit_tokens = 0
@@ -276,7 +276,7 @@ def _resent(model: str, less: int) -> int:
 def sessions(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [
         {"policy": policy, "sessions": count, "found_in_last_round": _cycle(policy, count)}
-        for policy in ("lru", "lru-tiers", "score")
+        for policy in ("lru", "worth")
         for count in (22, 23, 24, 26, 30, 40)
     ]
 

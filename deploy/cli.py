@@ -278,9 +278,7 @@ def replay(
     ] = None,
     policy: Annotated[
         str | None,
-        typer.Option(
-            help="What to evict: lru-tiers, lru, score; optimum: what the best finds.  [default: the trace's own]"
-        ),
+        typer.Option(help="What to evict: worth, lru; optimum: what the best finds.  [default: the trace's own]"),
     ] = None,
     model: Annotated[str | None, typer.Option(help="For requests: as for `plan`.  [default: gemma-3-27b]")] = None,
     kv_memory: Annotated[str, typer.Option(help="For requests: memory of the cache, or `unlimited`.")] = "40GiB",

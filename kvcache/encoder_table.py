@@ -28,7 +28,7 @@ class EncoderTable(GroupTable[GroupRow]):
         return []
 
     def encoder_tokens(self, encoder: Encoder | None) -> int:
-        if encoder is None or not all(name in self._index for name in self._parts(encoder)):
+        if encoder is None or not all(name in self._index for name in self.parts(encoder)):
             return 0
         return encoder.tokens
 
@@ -52,10 +52,10 @@ class EncoderTable(GroupTable[GroupRow]):
     def open(self, row: Row, length: int) -> None:
         own = self._begin(row.request, GroupRow())
         if row.encoder is not None and self._caching and self.encoder_tokens(row.encoder):
-            own.blocks = [BlockId(self._index[name]) for name in self._parts(row.encoder)]
+            own.blocks = [BlockId(self._index[name]) for name in self.parts(row.encoder)]
             own.named = len(own.blocks)
             assert own.named * self._size >= row.encoder.tokens, f"request {row.request} finds a part of an image"
-            self._blocks.share(own.blocks, found=True)
+            self._blocks.share(own.blocks)
 
     def fork(self, row: Row, child: Row, new: Sequence[BlockId]) -> Copy | None:
         assert not new, "all of an encoder's blocks are shared"
@@ -66,7 +66,7 @@ class EncoderTable(GroupTable[GroupRow]):
     def settle(self, row: Row) -> None:
         own = self._rows[row.request]
         if self._caching and row.encoder is not None and row.extent and own.named < len(own.blocks):
-            names = self._parts(row.encoder)
+            names = self.parts(row.encoder)
             if self._index.keys().isdisjoint(names):
                 self._blocks.name(own.blocks, names)
             own.named = len(own.blocks)
@@ -80,7 +80,7 @@ class EncoderTable(GroupTable[GroupRow]):
         own = self._begin(row.request, GroupRow())
         own.blocks, own.named = list(new), len(new)
 
-    def _parts(self, encoder: Encoder) -> list[bytes]:
+    def parts(self, encoder: Encoder) -> list[bytes]:
         """The names of its blocks."""
         count = -(-encoder.tokens // self._size)
         content, mark = encoder.content, encoder.content[-MARK_BYTES:]

@@ -18,7 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from .events import EventLog
-from .eviction import History, Tier
+from .eviction import Tier
 from .ids import NULL_BLOCK, RequestId
 from .large_pages import LargePages
 from .prefix import Ends
@@ -55,7 +55,6 @@ class GroupBlocks(ABC):
         self.index: dict[bytes, int] = {}  # name -> block, held or cached
         self.num_evicted = 0  # blocks that lost their name to make room, since the start
         self._name_of: list[bytes | None] = [None] * num_blocks
-        self._history = bytearray(num_blocks)  # a `History` of each
         self._evicted: OrderedDict[bytes, None] = OrderedDict()  # names that are known no longer, latest last
         self._max_evicted = min(REMEMBERED_EVICTIONS, 4 * num_blocks)
         pages.enter(group, self)
@@ -105,16 +104,16 @@ class GroupBlocks(ABC):
         there is room for them within `most_pages`."""
 
     @abstractmethod
-    def share(self, blocks: Iterable[int], *, found: bool = False) -> None:
-        """One more holder for each of `blocks`, which are held or cached. found: a later request found them."""
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more holder for each of `blocks`, which are held or cached."""
 
     @abstractmethod
     def give_back(self, blocks: Iterable[int], tier: Tier = Tier.USUAL) -> None:
         """One holder less for each of `blocks`. Of equal ones those given back last are evicted last."""
 
-    @abstractmethod
     def give_back_one(self, block: int, tier: Tier) -> None:
         """`give_back` of a single block."""
+        self.give_back((block,), tier)
 
     @abstractmethod
     def free_reserved(self, request: RequestId) -> None:
@@ -123,13 +122,7 @@ class GroupBlocks(ABC):
     def demote(self, block: int) -> None:
         """A cached block is evicted first from now on."""
         if self.is_cached(block):
-            self._history[block] = History.NEW
             self._rank_anew(block, Tier.LOW)
-
-    def touch(self, block: int) -> None:
-        """A cached block is evicted last of its tier from now on: a request is about to take it up."""
-        if self.is_cached(block):
-            self._rank_anew(block, Tier.USUAL)
 
     @abstractmethod
     def evicted_page(self, page: int) -> None:
@@ -190,14 +183,12 @@ class GroupBlocks(ABC):
             if name in self._evicted:
                 assert name in self.index, f"a name of group {self.group} comes back and has no block"
                 del self._evicted[name]
-                self._history[self.index[name]] = History.AGAIN
 
     def _drop_name(self, block: int) -> None:
         name = self._name_of[block]
         assert name is not None, f"block {block} of group {self.group} has no name to lose"
         assert self.index[name] == block, f"the name of block {block} of group {self.group} is that of another block"
         self._name_of[block] = None
-        self._history[block] = History.NEW
         del self.index[name]
         self._known.version += 1
         self._known.ends.remove(name)

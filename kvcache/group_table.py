@@ -250,10 +250,10 @@ class GroupTable(ABC, Generic[RowT]):
         assert not any(own.blocks[: own.first]) and all(own.blocks[own.first :]), f"request {request} has a hole"
         return own
 
-    def _await_copy(self, own: RowT, source: BlockId, *, found: bool = False) -> None:
+    def _await_copy(self, own: RowT, source: BlockId) -> None:
         """No request may have this block before it is copied."""
         assert own.source is None, f"block {own.source} of group {self._g} is not copied yet"
-        self._blocks.share([source], found=found)
+        self._blocks.share([source])
         own.source, own.awaits_copy = source, True
 
     def _copy_at_fork(self, own: RowT, other: RowT, written: Sequence[BlockId], new: Sequence[BlockId]) -> Copy | None:

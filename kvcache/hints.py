@@ -1,6 +1,6 @@
 """What requests ask to become of their blocks when they end: a priority, a time to live, a pin.
 
-priority   the tier in which they are cached
+priority   how much more they are worth than others
 ttl_s      after so many seconds they are evicted before all others
 pin        they stay until their time is over, or until a reset, within a share of the memory
 """
@@ -21,7 +21,7 @@ from .pool import BlockPool
 class Retain:
     """What a request asks for.
 
-    priority  above 0: proven at once; below 0: evicted first
+    priority  above 0: each step multiplies what they are worth; below 0: evicted first
     ttl_s     seconds after which the blocks are evicted first; None: no limit
     pin       keep them until `ttl_s` or a reset, as far as the share of the memory for pins allows
     """
@@ -36,7 +36,7 @@ class Retain:
 
     @property
     def tier(self) -> Tier:
-        return Tier.PROVEN if self.priority > 0 else Tier.LOW if self.priority < 0 else Tier.USUAL
+        return Tier.LOW if self.priority < 0 else Tier.USUAL
 
     @property
     def is_lasting(self) -> bool:

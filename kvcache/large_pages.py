@@ -13,13 +13,18 @@ in use    belongs to a group, which knows what each of its blocks is for
 from collections.abc import Sequence
 from typing import Protocol
 
-from .eviction import Policy, Queue, Rank, Tier
+from .eviction import Queue, Rank, Tier
 from .ids import NULL_BLOCK
 from .plan import Arena
 from .pool_map import NO_OWNER, ArenaMap, states_of_cached
 
 NO_GROUP = -1
 """Owner of a free page."""
+
+
+def nothing_to_give_up() -> bool:
+    """What a pool asks that has no retention."""
+    return False
 
 
 class PageOwner(Protocol):
@@ -36,14 +41,16 @@ class LargePages:
     The null page belongs to the group that uses what the null blocks leave of it, or to none; it is never free.
     """
 
-    __slots__ = ("_cached", "_groups", "_owner", "free", "num_pages")
+    __slots__ = ("_cached", "_groups", "_owner", "free", "give_up", "num_pages")
 
-    def __init__(self, arena: Arena, policy: Policy):
+    def __init__(self, arena: Arena, cached: Queue):
+        """cached: an empty queue."""
         self.num_pages = arena.num_pages
         self.free: list[int] = list(range(arena.num_pages - 1, NULL_BLOCK, -1))  # the next one last
-        self._cached: Queue = policy.queue(arena.usable)
+        self._cached = cached
         self._owner = [NO_GROUP] * arena.num_pages
         self._groups: dict[int, PageOwner] = {}
+        self.give_up = nothing_to_give_up
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
@@ -55,6 +62,11 @@ class LargePages:
     def num_available(self) -> int:
         """Pages that any group could have: free ones, and those that an eviction would free."""
         return len(self.free) + len(self._cached)
+
+    @property
+    def num_low(self) -> int:
+        """Cached pages that are hardly missed."""
+        return self._cached.num_low
 
     @property
     def num_at_no_loss(self) -> int:
@@ -112,25 +124,25 @@ class LargePages:
         for page in pages:
             self.give_back(page)
 
-    def cache(self, page: int, tier: Tier, history: int) -> None:
+    def cache(self, page: int, tier: Tier) -> None:
         """No request uses the page any more, and it holds a known prefix. Of equal ones the latest is evicted last."""
         assert self._owner[page] != NO_GROUP, f"large page {page} is free and cannot be cached"
-        self._cached.push(page, tier, history)
+        self._cached.push(page, tier)
 
-    def cache_many(self, pages: Sequence[int], tier: Tier, histories: bytearray) -> None:
+    def cache_many(self, pages: Sequence[int], tier: Tier) -> None:
         assert self._owner[pages[0]] != NO_GROUP, f"large page {pages[0]} is free and cannot be cached"
-        self._cached.push_many(pages, tier, histories)
+        self._cached.push_many(pages, tier)
 
     def reuse(self, page: int) -> None:
         """A cached page is in use again."""
         assert self._owner[page] != NO_GROUP, f"large page {page} is free and cannot be reused"
         self._cached.discard(page)
 
-    def rank_anew(self, page: int, tier: Tier, history: int) -> None:
+    def rank_anew(self, page: int, tier: Tier) -> None:
         """A cached page takes another place in the order of eviction."""
         assert self._owner[page] != NO_GROUP, f"large page {page} is free and has no place"
         self._cached.discard(page)
-        self._cached.push(page, tier, history)
+        self._cached.push(page, tier)
 
     def forget(self, page: int) -> None:
         """A cached page holds nothing known any more: it is free."""
@@ -139,10 +151,12 @@ class LargePages:
 
     def evict(self) -> None:
         """The first cached page becomes free, whichever group it belongs to."""
+        while not self._cached.num_low and self.give_up():
+            pass
         first = self._cached.first()
         assert first is not None, "no large page is cached"
         page = first[1]
-        self._cached.evicted(page)
+        self._cached.discard(page)
         self._groups[self._owner[page]].evicted_page(page)
         self.give_back(page)
 

@@ -17,14 +17,15 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from .eviction import GreedyDualPolicy, Policy
-from .group_table import COPIED, DROPPED, HELD, NOTHING, Copy, Growth, Row, Save
+from .eviction import USUAL_POLICY, Policy
+from .group_table import COPIED, DROPPED, HELD, NOTHING, Copy, Growth, Row
 from .hints import USUAL_RETENTION, Hints, Retain
 from .ids import BlockId, RequestId
 from .lookup import Hit, Lookup
 from .plan import MemoryPlan
 from .pool import BlockPool
 from .prefix import Chain, Encoder, Namer, TokenChain
+from .retention import Arrival, Retention
 from .room import Room
 from .settings import CacheSettings
 from .swapping import Swapping
@@ -50,8 +51,10 @@ class CacheManager:
         settings = settings or CacheSettings()
         self.plan, self.pool = plan, BlockPool(plan, policy)
         self.is_caching = settings.prefix_caching
-        self._score = policy if isinstance(policy, GreedyDualPolicy) else None
-        self._tables = Tables(plan, self.pool, caching=self.is_caching, snapshot_share=settings.snapshot_share)
+        self._tables = Tables(plan, self.pool, caching=self.is_caching)
+        by_worth = self.is_caching and (policy or USUAL_POLICY).keeps_by_worth
+        self._arrivals: list[Arrival] = []
+        self._retention = Retention(plan, self.pool, self._tables, self._arrivals) if by_worth else None
         self.namer = Namer(hash_key, plan.block_tokens)
         self._missing, self._next_event = self._tables.missing, self._tables.next_event
         self._name_every = name_every(plan)
@@ -139,9 +142,11 @@ class CacheManager:
             row.sources = HELD
         size = self.plan.block_tokens
         prompt_end = (hit.chain.known - 1) // size * size
-        row.marks = tuple(sorted(mark for mark in {hit.branch, prompt_end} if mark > hit.tokens))
+        row.marks = tuple(sorted(mark for mark in {hit.tokens, hit.branch, prompt_end} if mark and mark >= hit.tokens))
         if self.is_caching:
             self._lookup.opened(hit.chain)
+        if self._retention is not None:
+            self._arrivals.append(Arrival(request, hit.chain, len(hit.chain.names), hit.chain.known))
 
     def extend(self, request: RequestId, length: int, written: int | None = None) -> Growth:
         """Blocks for all tokens up to `length`.
@@ -171,7 +176,7 @@ class CacheManager:
         copies = self._copies(row, taken) if row.sources is HELD else ()
         for table, new in zip(self._tables.each, taken, strict=True):
             table.append(row, new)
-        saves = self._take_saves(row, length) if self._tables.states else ()
+        saves = [save for table in self._tables.states for save in table.take_saves(row, length)]
         row.extent = max(row.extent, length)
         row.quiet_until = self._next_event(row)
         return Growth(taken, copies, saves)
@@ -226,12 +231,10 @@ class CacheManager:
                 table.settle(row)
             if retain.is_lasting:
                 self.hints.retain(request, [table.held(request) for table in self._tables.each], retain)
-        if self._score is not None:
-            self._score.begin_release(row.extent, self.plan.bytes_held(max(1, row.extent)))
         for table in self._tables.each:
             table.finish(row, retain.tier)
-        if self._score is not None:
-            self._score.end_release()
+        if self._retention is not None:
+            self._retention.released(row, retain)
         self.pool.end(request)
 
     # -- acting: to host memory and back -----------------------------------------------------------------------------
@@ -278,10 +281,8 @@ class CacheManager:
 
     def touch(self, hit: Hit) -> None:
         """A request waits to take this prefix up: of what is cached, evict it last."""
-        if hit.tokens:
-            for group, table in zip(self.pool.groups, self._tables.each, strict=True):
-                for block in reversed(table.needed(hit.chain, hit.tokens)):  # the front outlives the tail
-                    group.touch(block)
+        if hit.tokens and self._retention is not None:
+            self._retention.await_hit(hit)
 
     def forget(self, group: int, block: BlockId) -> None:
         """Forget what one block holds."""
@@ -292,6 +293,8 @@ class CacheManager:
         self.hints.forget_all()
         self.pool.forget_all()
         self._lookup.forget()
+        if self._retention is not None:
+            self._retention.forget_all()
 
     # -- the recount -------------------------------------------------------------------------------------------------
 
@@ -315,9 +318,6 @@ class CacheManager:
         copies = [copy for table, new in tables if (copy := table.copy(row, new)) is not None]
         row.sources = COPIED
         return copies
-
-    def _take_saves(self, row: Row, length: int) -> Sequence[Save]:
-        return [save for table in self._tables.states for save in table.take_saves(row, length)]
 
     def _drop_sources(self, row: Row) -> None:
         if row.sources is not DROPPED:

@@ -9,7 +9,7 @@ A block for a request is looked for in this order:
     1. those reserved for it
     2. free ones, in pages in use
     3. a free large page
-    4. free ones in a cached page, which is then in use again
+    4. free ones in a cached page, which is then in use again; then low ones in a page that also caches better ones
     5. an eviction: of a cached block in a page in use, or of a cached page of any group, whichever is worth less
     6. those reserved for other requests
 """
@@ -18,7 +18,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
-from .eviction import FOUND, LOW_RANK, History, Policy, Queue, Rank, Tier
+from .cached_blocks import CachedBlocks
+from .eviction import LOW, Queue, Rank, Tier
 from .group_blocks import GroupBlocks, GroupCount, Known
 from .ids import NULL_BLOCK, RequestId
 from .large_pages import LargePages
@@ -28,70 +29,21 @@ MOST_RESERVED = 16
 """Blocks reserved for one request at a time: enough to keep neighbours together, few enough to lie unused."""
 
 
-class CachedBlocks:
-    """The cached blocks of a group, in order of eviction.
-
-    Those of a cached page are evicted with it. So when one of them comes to the front, it is passed over: it leaves the
-    queue until its page is in use again. Invariant: a cached block is in the queue or passed over, not both.
-    """
-
-    def __init__(self, queue: Queue, per_page: int):
-        self.queue = queue
-        self._per_page = per_page
-        self._passed_over: dict[int, list[int]] = {}  # cached page -> blocks
-
-    def __len__(self) -> int:
-        return len(self.queue) + sum(map(len, self._passed_over.values()))
-
-    def first(self, used: Sequence[int]) -> tuple[Rank, int] | None:
-        """The one that is evicted first, of pages in use. used: blocks in use in each page."""
-        while (first := self.queue.first()) is not None:
-            page = first[1] // self._per_page
-            if used[page]:
-                return first
-            self.queue.discard(first[1])
-            self._passed_over.setdefault(page, []).append(first[1])
-        return None
-
-    def discard(self, block: int) -> None:
-        """The block is held again, or has lost its name."""
-        self.queue.discard(block)
-        page = block // self._per_page
-        if page in self._passed_over and block in self._passed_over[page]:
-            self._passed_over[page].remove(block)
-            if not self._passed_over[page]:
-                del self._passed_over[page]
-
-    def reuse(self, page: int, tier: Tier, histories: bytearray) -> None:
-        """A cached page is in use again: its blocks can be evicted one by one."""
-        for block in self._passed_over.pop(page, ()):
-            self.queue.push(block, tier, histories[block])
-
-    def evicted_page(self, page: int, blocks: Iterable[int]) -> None:
-        """blocks: all of the page that were cached"""
-        self._passed_over.pop(page, None)
-        for block in blocks:
-            self.queue.discard(block)
-
-
 class PackedBlocks(GroupBlocks):
     """Invariant: each block of a large page of the group is held, reserved, free or cached, and only one of them. The
     blocks reserved for one request lie in one page.
     """
 
-    def __init__(self, group: int, arena: int, pages: LargePages, per_page: int, known: Known, policy: Policy):
+    def __init__(self, group: int, arena: int, pages: LargePages, per_page: int, known: Known, cached: Queue):
+        """cached: an empty queue."""
         super().__init__(group, arena, pages, per_page, known)
         self._free: dict[int, list[int]] = {}  # page in use -> its free blocks
         self._free_in_cached: dict[int, list[int]] = {}  # cached page -> its free blocks
         self._reserved: dict[RequestId, list[int]] = {}  # next one last
-        self._cached = CachedBlocks(policy.queue(len(self.holders)), per_page)
-        self._num_free = self._num_reserved = 0  # in pages in use
-        self._num_cached = 0  # in pages in use
+        self._cached = CachedBlocks(cached, pages.num_pages, per_page)
+        self._num_free = self._num_reserved = self._num_cached = 0  # in pages in use
         self._first_block = per_page  # the lower ones lie in the null page, under a null block
         self._used = [0] * pages.num_pages  # held and reserved blocks in each page
-        self._cached_in = [0] * pages.num_pages  # cached blocks in each page
-        self._tier_of = [Tier.LOW] * pages.num_pages  # of each page, the highest of its cached blocks
-        self._history_of = [0] * pages.num_pages  # likewise
 
     def use_null_page(self, first: int, end: int) -> None:
         """Blocks first .. end - 1 of the null page are this group's. The page is in use for good, by the null block."""
@@ -167,7 +119,9 @@ class PackedBlocks(GroupBlocks):
             elif pages_left > 0 and self._pages.free:
                 part = self._open(lacking, request, pages_left)
                 pages_left -= -(-len(part) // self.per_page)
-            elif pages_left > 0 and self._free_in_cached:
+            elif pages_left > 0 and (self._free_in_cached or self._cached.mixed):
+                if not self._free_in_cached:
+                    self._evict_low(next(iter(self._cached.mixed)))
                 self._reuse_page(next(iter(self._free_in_cached)))
                 part = self._take_free(lacking)
                 pages_left -= 1
@@ -222,10 +176,13 @@ class PackedBlocks(GroupBlocks):
 
         Returns the blocks won, whose page is in use; none when a large page became free instead.
         """
+        block = self._first_cached()
+        # If all that is cached is worth something, what is worth least is given up first.
+        while not self._is_low(block) and not (most_pages > 0 and self._pages.num_low) and self._pages.give_up():
+            block = self._first_cached()
         page = self._pages.first_cached() if most_pages > 0 else None
-        block = self._cached.first(self._used) if self._num_cached else None
         # A block that is hardly missed is evicted before any large page: that leaves more of those whole.
-        if block is not None and (page is None or block[0] < page[0] or block[0][0] == LOW_RANK):
+        if block is not None and (page is None or block[0] < page[0] or self._is_low(block)):
             self._evict(block[1])
             return [block[1]]
         if page is not None:
@@ -239,23 +196,34 @@ class PackedBlocks(GroupBlocks):
         self._num_reserved -= 1
         return [taken]
 
+    def _evict_low(self, page: int) -> None:
+        """Of a cached page, the blocks that are hardly missed."""
+        for block in self._blocks_of(page):
+            if self._name_of[block] is not None and self._cached.is_low(block):
+                self._drop_name(block)
+                self.num_evicted += 1
+                self._free_cached(block)
+
+    def _first_cached(self) -> tuple[Rank, int] | None:
+        return self._cached.first(self._used) if self._num_cached else None
+
+    def _is_low(self, first: tuple[Rank, int] | None) -> bool:
+        return first is not None and first[0][0] == LOW
+
     def _evict(self, block: int) -> None:
         """A cached block of a page in use is evicted and used."""
         page = block // self.per_page
         assert self._used[page] and not self.holders[block], f"block {block} of group {self.group} cannot be evicted"
-        self._cached.queue.evicted(block)
+        self._cached.remove(block)
         self._drop_name(block)
         self.num_evicted += 1
-        self._cached_in[page] -= 1
         self._num_cached -= 1
         self._used[page] += 1
 
     # -- sharing and giving back -------------------------------------------------------------------------------------
 
-    def share(self, blocks: Iterable[int], *, found: bool = False) -> None:
+    def share(self, blocks: Iterable[int]) -> None:
         for block in blocks:
-            if found:
-                self._history[block] = FOUND
             if self.holders[block] == 0:
                 self._hold_cached(block)
             self.holders[block] += 1
@@ -263,11 +231,9 @@ class PackedBlocks(GroupBlocks):
     def _hold_cached(self, block: int) -> None:
         assert self._name_of[block] is not None, f"block {block} of group {self.group} is shared and free"
         page = block // self.per_page
-        assert self._cached_in[page] > 0, f"large page {page} of group {self.group} caches less than no blocks"
         if self._used[page] == 0:
             self._reuse_page(page)
-        self._cached.discard(block)
-        self._cached_in[page] -= 1
+        self._cached.remove(block)
         self._num_cached -= 1
         self._used[page] += 1
         self.num_held += 1
@@ -285,10 +251,7 @@ class PackedBlocks(GroupBlocks):
                     named.append(block)
                 self._release(block, tier)
         if named:
-            self._cached.queue.push_many(named, tier, self._history)
-
-    def give_back_one(self, block: int, tier: Tier) -> None:
-        self.give_back((block,), tier)
+            self._cached.queue.push_many(named, tier)
 
     def _release(self, block: int, tier: Tier) -> None:
         """No request holds this block any more: it is free, or cached."""
@@ -297,12 +260,8 @@ class PackedBlocks(GroupBlocks):
             self._free.setdefault(page, []).append(block)
             self._num_free += 1
         else:
-            self._cached_in[page] += 1
+            self._cached.count(block, tier)
             self._num_cached += 1
-            if tier > self._tier_of[page]:
-                self._tier_of[page] = tier
-            if self._history[block] > self._history_of[page]:
-                self._history_of[page] = self._history[block]
         self._used[page] -= 1
         assert self._used[page] >= 0, f"large page {page} of group {self.group} has less than no blocks in use"
         if self._used[page] == 0:
@@ -333,30 +292,32 @@ class PackedBlocks(GroupBlocks):
         assert self._used[page] == 0, f"large page {page} of group {self.group} has {self._used[page]} blocks in use"
         free = self._free.pop(page, [])
         self._num_free -= len(free)
-        if self._cached_in[page]:
-            self._num_cached -= self._cached_in[page]
+        if cached := self._cached.in_page[page]:
+            self._num_cached -= cached
             if free:
                 self._free_in_cached[page] = free
-            self._pages.cache(page, self._tier_of[page], self._history_of[page])
+            self._pages.cache(page, self._cached.page_tier(page))
+            self._cached.left(page)
         else:
             self._forget_page(page)
             self._pages.give_back(page)
 
     def _reuse_page(self, page: int) -> None:
         """A cached page is in use again. The caller counts what makes it so."""
-        assert not self._used[page] and self._cached_in[page], f"large page {page} of group {self.group} is not cached"
+        assert not self._used[page] and self._cached.in_page[page], (
+            f"large page {page} of group {self.group} is not cached"
+        )
         self._pages.reuse(page)
-        self._num_cached += self._cached_in[page]
-        self._cached.reuse(page, self._tier_of[page], self._history)
+        self._num_cached += self._cached.in_page[page]
+        self._cached.reuse(page)
         if free := self._free_in_cached.pop(page, None):
             self._free[page] = free
             self._num_free += len(free)
 
     def _forget_page(self, page: int) -> None:
         """No block of the page is used, or cached: it leaves the group."""
-        assert not self._used[page] and not self._cached_in[page], f"large page {page} of group {self.group} is needed"
+        assert not self._used[page] and not self._cached.in_page[page], f"page {page} of group {self.group} is needed"
         self._free_in_cached.pop(page, None)
-        self._tier_of[page], self._history_of[page] = Tier.LOW, History.NEW
 
     def evicted_page(self, page: int) -> None:
         assert not self._used[page], f"large page {page} of group {self.group} is in use and was evicted"
@@ -365,32 +326,26 @@ class PackedBlocks(GroupBlocks):
             self._drop_name(block)
         self.num_evicted += len(names)
         self._cached.evicted_page(page, names)
-        self._cached_in[page] = 0
         self._forget_page(page)
 
     def _rank_anew(self, block: int, tier: Tier) -> None:
         assert self.is_cached(block), f"block {block} of group {self.group} is not cached and has no rank"
         page = block // self.per_page
-        self._cached.discard(block)
-        self._cached.queue.push(block, tier, self._history[block])
-        if tier is Tier.LOW:
-            self._tier_of[page], self._history_of[page] = Tier.LOW, History.NEW
-        else:
-            self._tier_of[page] = max(self._tier_of[page], tier)
+        self._cached.rank_anew(block, tier)
         if self._used[page] == 0:
-            self._pages.rank_anew(page, tier, self._history_of[page])
+            self._pages.rank_anew(page, self._cached.page_tier(page))
+            self._cached.left(page)
 
     def _free_cached(self, block: int) -> None:
         page = block // self.per_page
-        self._cached.discard(block)
-        self._cached_in[page] -= 1
-        assert self._cached_in[page] >= 0, f"large page {page} of group {self.group} caches less than no blocks"
+        self._cached.remove(block)
         if self._used[page]:
             self._free.setdefault(page, []).append(block)
             self._num_free += 1
             self._num_cached -= 1
-        elif self._cached_in[page]:
+        elif self._cached.in_page[page]:
             self._free_in_cached.setdefault(page, []).append(block)
+            self._cached.left(page)
         else:
             self._forget_page(page)
             self._pages.forget(page)
@@ -416,7 +371,7 @@ class PackedBlocks(GroupBlocks):
         count.equal("cached blocks in pages in use", self._num_cached, cached_in_use)
         for page in range(1, self._pages.num_pages):
             count.equal(f"blocks in use in large page {page}", self._used[page], count.used[page])
-            count.equal(f"cached blocks in large page {page}", self._cached_in[page], count.cached[page])
+            count.equal(f"cached blocks in large page {page}", self._cached.in_page[page], count.cached[page])
         return count
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from .eviction import FOUND, Tier
+from .eviction import Tier
 from .group_blocks import GroupBlocks
 from .ids import RequestId
 from .pool_map import either, states_of_held
@@ -54,11 +54,9 @@ class PageBlocks(GroupBlocks):
         self.num_held += count
         return blocks, count
 
-    def share(self, blocks: Iterable[int], *, found: bool = False) -> None:
-        holders, history = self.holders, self._history
+    def share(self, blocks: Iterable[int]) -> None:
+        holders = self.holders
         for block in blocks:
-            if found:
-                history[block] = FOUND
             if holders[block] == 0:
                 assert self._name_of[block] is not None, f"block {block} of group {self.group} is shared and free"
                 self._pages.reuse(block)
@@ -80,7 +78,7 @@ class PageBlocks(GroupBlocks):
         if blank:
             self._pages.give_back_many(blank)
         if named:
-            self._pages.cache_many(named, tier, self._history)
+            self._pages.cache_many(named, tier)
 
     def give_back_one(self, block: int, tier: Tier) -> None:
         if self.holders[block] != 1 or self._name_of[block] is None:
@@ -88,7 +86,7 @@ class PageBlocks(GroupBlocks):
             return
         self.holders[block] = 0
         self.num_held -= 1
-        self._pages.cache(block, tier, self._history[block])
+        self._pages.cache(block, tier)
 
     def free_reserved(self, request: RequestId) -> None:
         pass
@@ -100,7 +98,7 @@ class PageBlocks(GroupBlocks):
 
     def _rank_anew(self, block: int, tier: Tier) -> None:
         assert self.is_cached(block), f"block {block} of group {self.group} is not cached and has no rank"
-        self._pages.rank_anew(block, tier, self._history[block])
+        self._pages.rank_anew(block, tier)
 
     def _free_cached(self, block: int) -> None:
         assert not self.holders[block], f"block {block} of group {self.group} is held and becomes free"

@@ -7,14 +7,14 @@ The pool only asks whether all groups have room at once, and takes for all of th
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..errors import PoolExhausted
 from .events import EventLog, Stored
-from .eviction import Policy, TieredLruPolicy
+from .eviction import USUAL_POLICY, Clock, Policy, Queue
 from .group_blocks import GroupBlocks, Known
 from .ids import BlockId, RequestId
-from .large_pages import LargePages
+from .large_pages import LargePages, nothing_to_give_up
 from .packed_blocks import PackedBlocks
 from .page_blocks import PageBlocks
 from .plan import MemoryPlan
@@ -28,24 +28,33 @@ class BlockPool:
     """
 
     def __init__(self, plan: MemoryPlan, policy: Policy | None = None):
-        policy = policy or TieredLruPolicy()
+        clock, has_tiers = Clock(), (policy or USUAL_POLICY).keeps_by_worth
+
+        def queue() -> Queue:
+            return Queue(clock, has_tiers=has_tiers)
+
         self.known = Known()
         self._kinds = [(group.reach.name, group.block_tokens) for group in plan.groups]
-        self._arenas = [LargePages(arena, policy) for arena in plan.arenas]
+        self._arenas = [LargePages(arena, queue()) for arena in plan.arenas]
         self._free = [pages.free for pages in self._arenas]
-        self.groups: list[GroupBlocks] = [self._group(plan, g, policy) for g in range(len(plan.groups))]
+        self.groups: list[GroupBlocks] = [self._group(plan, g, queue()) for g in range(len(plan.groups))]
         assert self.groups, "a model without layers needs no pool"
 
-    def _group(self, plan: MemoryPlan, g: int, policy: Policy) -> GroupBlocks:
+    def _group(self, plan: MemoryPlan, g: int, cached: Queue) -> GroupBlocks:
         """One block in a large page, or several: the only place that asks."""
         arena, per_page = plan.groups[g].arena, plan.groups[g].pages_per_large
         if per_page == 1:
             return PageBlocks(g, arena, self._arenas[arena], per_page, self.known)
-        group = PackedBlocks(g, arena, self._arenas[arena], per_page, self.known, policy)
+        group = PackedBlocks(g, arena, self._arenas[arena], per_page, self.known, cached)
         beside = plan.beside_null(arena)
         if beside is not None and beside.group == g:
             group.use_null_page(beside.first, beside.end)
         return group
+
+    def ask_before_evictions(self, give_up: Callable[[], bool]) -> None:
+        """give_up: makes blocks that are worth least low, a few at a time; False when there are none."""
+        for pages in self._arenas:
+            pages.give_up = give_up
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
@@ -131,6 +140,17 @@ class BlockPool:
             return blocks.take_one(request)  # type: ignore[return-value]
         wants = [int(g == group) for g in range(len(self.groups))]
         return self.take(wants, request)[group][0] if self.room_for(wants, request) else None
+
+    def take_spare(self, group: int, request: RequestId, *, may_give_up: bool) -> BlockId | None:
+        """`take_one` of a block that is good to have, and worth no more than what is given up for it; None without."""
+        one, give_up = (
+            [int(g == group) for g in range(len(self.groups))],
+            self._arenas[self.groups[group].arena].give_up,
+        )
+        while give_up is not nothing_to_give_up and not self.room_at_no_loss(one, request):
+            if not may_give_up or not give_up():
+                return None
+        return self.take_one(group, request)
 
     def end(self, request: RequestId) -> None:
         """What is reserved for the request is free: it holds nothing any more, or it needs other blocks."""

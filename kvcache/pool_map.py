@@ -4,8 +4,8 @@
                         FREE       holds nothing, in a large page of its group
                         RESERVED   holds nothing; set aside for the request that took the large page
                         HELD       by one request (or another owner), SHARED by several
-                        LOW, USUAL, PROVEN
-                                   cached for a later prompt, in the order of eviction
+                        LOW        cached for a later prompt, and evicted before
+                        USUAL      all other cached ones
 
 The map of 100,000 blocks takes a few milliseconds, since all loops over blocks that are not cached run in C.
 """
@@ -33,10 +33,9 @@ class BlockState(IntEnum):
     SHARED = 4
     LOW = 5
     USUAL = 6
-    PROVEN = 7
 
 
-STATE_OF_TIER = {Tier.LOW: BlockState.LOW, Tier.USUAL: BlockState.USUAL, Tier.PROVEN: BlockState.PROVEN}
+STATE_OF_TIER = {Tier.LOW: BlockState.LOW, Tier.USUAL: BlockState.USUAL}
 
 _BY_HOLDERS = bytes([BlockState.ELSEWHERE, BlockState.HELD, *[BlockState.SHARED] * (MOST_HOLDERS - 1)])
 
@@ -72,7 +71,7 @@ def states_of_held(holders: list[int]) -> bytearray:
 
 
 def states_of_cached(tiers: Iterable[tuple[Tier, Iterable[int]]], count: int) -> bytes:
-    """`LOW`, `USUAL`, `PROVEN` or nothing for each of `count` items, by the queue they are in."""
+    """`LOW`, `USUAL` or nothing for each of `count` items, by the queue they are in."""
     states = bytearray(count)
     for tier, items in tiers:
         state = STATE_OF_TIER[tier]

@@ -4,7 +4,7 @@ A row has one block, which every step overwrites, so no other request can go on 
 *snapshot*: during a step the state at a chosen length is also written to a block of its own, which then gets a name.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 
 from .eviction import Tier
@@ -29,23 +29,19 @@ class StateRow(GroupRow):
 class StateTable(GroupTable[StateRow]):
     """Snapshots are saved where the next request is likely to go on: where this prompt left a known path, at the last
     block border before its end, at its very end, and every `_every` tokens between.
-
-    Invariant: at most `most_saved` snapshots have a name.
     """
 
     LEAST_EVERY, MOST_EVERY = 512, 4096
     """Tokens between the snapshots on the way: the larger a state, the rarer they are."""
 
-    def __init__(self, g: int, group: Group, pool: BlockPool, *, caching: bool, token_bytes: int, most_saved: int):
-        """token_bytes: what all other groups keep per token. most_saved: snapshots that may have a name at once."""
+    def __init__(self, g: int, group: Group, pool: BlockPool, *, caching: bool, token_bytes: int):
+        """token_bytes: what all other groups keep per token."""
         super().__init__(g, group, pool, caching=caching)
         self._pool = pool
         every = self.LEAST_EVERY
         while every < self.MOST_EVERY and every * token_bytes < group.block_bytes:
             every *= 2
         self._every = max(every, self._size) // self._size * self._size
-        self._most_saved = most_saved
-        self._saved: OrderedDict[int, bytes] = OrderedDict()  # block -> name, oldest first
 
     # -- asking for a prefix -----------------------------------------------------------------------------------------
 
@@ -92,7 +88,7 @@ class StateTable(GroupTable[StateRow]):
         if length:
             name = self._name_at(row.chain, length)
             assert name is not None, f"a hit of {length} tokens has no name"
-            self._await_copy(own, BlockId(self._index[name]), found=True)
+            self._await_copy(own, BlockId(self._index[name]))
 
     def fork(self, row: Row, child: Row, new: Sequence[BlockId]) -> Copy | None:
         own, other = self._rows[row.request], self._begin(child.request, StateRow())
@@ -101,12 +97,13 @@ class StateTable(GroupTable[StateRow]):
         return self._copy_at_fork(own, other, own.blocks, new)
 
     def take_saves(self, row: Row, length: int) -> list[Save]:
-        """Blocks for snapshots on the way to `length`. They are worth having, never worth failing for."""
+        """Blocks for snapshots on the way to `length`. They are worth having, never worth failing for. Something else is
+        given up only for those at marks."""
         own, made = self._rows[row.request], list[Save]()
         for at in self._save_lengths(row, length):
-            block = self._pool.take_one(self._g, row.request)
+            block = self._pool.take_spare(self._g, row.request, may_give_up=at in row.marks)
             if block is None:
-                break
+                continue
             assert not own.saves or own.saves[-1].length < at, f"the snapshot at {at} is saved twice"
             made.append(Save(self._g, at, block))
         own.saves += made
@@ -122,7 +119,6 @@ class StateTable(GroupTable[StateRow]):
             name = self._name_at(row.chain, save.length)
             if name is not None and name not in self._index:
                 self._blocks.name([save.block], [name])
-                self._remember(save.block, name)
             self._blocks.give_back_one(save.block, Tier.USUAL if save.length in row.marks else Tier.LOW)
 
     def finish(self, row: Row, tier: Tier) -> None:
@@ -132,8 +128,6 @@ class StateTable(GroupTable[StateRow]):
         for block in own.blocks:
             if self._caching and row.extent:
                 self._name_end(row.chain, row.extent, block)
-                if (name := self._blocks.name_of(block)) is not None:
-                    self._remember(block, name)
             self._blocks.give_back_one(block, tier)
 
     def restore(self, row: Row, places: Sequence[int], new: Sequence[BlockId]) -> None:
@@ -157,13 +151,3 @@ class StateTable(GroupTable[StateRow]):
         lengths = {*range(first, length + 1, self._every), *(m for m in row.marks if row.extent < m <= length)}
         names, size = row.chain.names, self._size
         return sorted(m for m in lengths if m // size <= len(names) and names[m // size - 1] not in self._index)
-
-    def _remember(self, block: int, name: bytes) -> None:
-        """Count a snapshot. Beyond the budget the oldest is forgotten."""
-        self._saved.pop(block, None)
-        self._saved[block] = name
-        while len(self._saved) > self._most_saved:
-            oldest, its_name = self._saved.popitem(last=False)
-            assert oldest != block, "the latest snapshot is forgotten"
-            if self._blocks.name_of(oldest) == its_name:
-                self._blocks.forget(oldest)

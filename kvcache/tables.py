@@ -16,8 +16,7 @@ NAMED_AT_ONCE = 4
 class Tables:
     """Invariant: `each` has one table per group, in the order of the plan."""
 
-    def __init__(self, plan: MemoryPlan, pool: BlockPool, *, caching: bool, snapshot_share: float):
-        """snapshot_share: of the memory, for saved states."""
+    def __init__(self, plan: MemoryPlan, pool: BlockPool, *, caching: bool):
         reaches = [group.reach for group in plan.groups]
         token_bytes = sum(
             group.content_bytes // group.block_tokens for group in plan.groups if group.reach.keeps is Keeps.TOKENS
@@ -28,9 +27,7 @@ class Tables:
                 case Keeps.TOKENS:
                     return (DraftTable if group.is_draft else TokenTable)(g, group, pool, caching=caching)
                 case Keeps.STATE:
-                    blocks = plan.arenas[group.arena].usable * group.pages_per_large
-                    most = max(1, int(blocks * snapshot_share))
-                    return StateTable(g, group, pool, caching=caching, token_bytes=token_bytes, most_saved=most)
+                    return StateTable(g, group, pool, caching=caching, token_bytes=token_bytes)
                 case Keeps.ENCODER:
                     return EncoderTable(g, group, pool, caching=caching)
 

@@ -127,12 +127,12 @@ class TokenTable(GroupTable[TokenRow]):
         own.first, own.named = min(oldest // self._size, blocks), blocks
         held = [BlockId(index[name]) for name in names[own.first : blocks]]
         assert NULL_BLOCK not in held, f"request {row.request} finds the null block"
-        self._blocks.share(held, found=True)
+        self._blocks.share(held)
         own.blocks = [NULL_BLOCK] * own.first + held
         if tail and oldest < length:
             name = names[blocks] if blocks < len(names) and names[blocks] in index else row.chain.end(length)
             assert name is not None, f"a hit of {length} tokens ends inside a block, and its end has no name"
-            self._await_copy(own, BlockId(index[name]), found=True)
+            self._await_copy(own, BlockId(index[name]))
 
     def fork(self, row: Row, child: Row, new: Sequence[BlockId]) -> Copy | None:
         own, other = self._rows[row.request], self._begin(child.request, TokenRow())

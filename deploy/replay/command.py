@@ -35,7 +35,7 @@ def run(
     if is_operations(path, form):
         replay_operations(path, as_json=as_json, strategy=strategy, policy=policy)
         return
-    strategy, policy = strategy or "auto", policy or "lru-tiers"
+    strategy, policy = strategy or "auto", policy or "worth"
     replay_trace(path, form=form, strategy=strategy, policy=policy, as_json=as_json, **of_requests)
 
 

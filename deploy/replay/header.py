@@ -43,7 +43,7 @@ def make_manager(header: Mapping[str, Any], strategy: str | None = None, policy:
     if not isinstance(caching, bool):
         raise InvalidSetting(f"caching must be true or false, got {caching!r}", field="caching")
     return CacheManager(
-        plan, CacheSettings(prefix_caching=caching), policy=policy_named(policy or header.get("policy", "lru-tiers"))
+        plan, CacheSettings(prefix_caching=caching), policy=policy_named(policy or header.get("policy", "worth"))
     )
 
 

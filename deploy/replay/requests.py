@@ -62,7 +62,7 @@ def replay_requests(
     *,
     block_tokens: int | None = None,
     strategy: str = "auto",
-    policy: str = "lru-tiers",
+    policy: str = "worth",
     expected_average_seq_len: int | None = None,
     progress: Callable[[Iterable[TraceRequest]], Iterable[TraceRequest]] = iter,
 ) -> tuple[TraceResult, CacheManager]:

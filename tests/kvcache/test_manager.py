@@ -283,15 +283,6 @@ def test_a_snapshot_is_saved_where_a_prompt_leaves_a_known_path():
     assert m.lookup(list(range(20)) + [77] * 9).tokens == 20
 
 
-def test_more_snapshots_than_the_budget_push_out_the_oldest():
-    settings = CacheSettings(snapshot_share=0.1)
-    m = CacheManager(plan_of(Full(), State(), blocks=101), settings)
-    for n in range(20):
-        serve(m, [1000 * n + k for k in range(9)])
-    assert len(m.pool.groups[1].index) <= 10
-    assert m.lookup([19_000 + k for k in range(9)]).tokens == 8
-
-
 def test_an_encoders_blocks_are_found_by_content_whatever_the_text():
     m = manager(Full(), Cross(), blocks=64)
     image = Encoder(b"an image", 10)
@@ -363,7 +354,7 @@ def test_a_fork_without_room_leaves_no_trace():
 
 
 def fill_up(m: CacheManager, first: int = 10_000) -> None:
-    """Other prompts, enough to evict everything that is not proven or pinned."""
+    """Other prompts, enough to evict everything that is not worth more or pinned."""
     for n in range(8):
         serve(m, [first + 100 * n + k for k in range(32)])
 

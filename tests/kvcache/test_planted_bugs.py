@@ -158,7 +158,7 @@ def a_large_page_is_freed_while_one_block_is_held(m):
     def release(original, self, block, tier):
         original(self, block, tier)
         page = block // self.per_page
-        if self._used[page] == 1 and self._cached_in[page] == 0 and page:
+        if self._used[page] == 1 and self._cached.in_page[page] == 0 and page:
             self._num_free -= len(self._free.pop(page, ()))
             self._pages.give_back(page)
 

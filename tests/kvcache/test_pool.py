@@ -179,9 +179,29 @@ def test_what_is_hardly_missed_is_evicted_before_anything_else():
     a, b, c = take(pool, 3)
     pool.groups[0].name([a, b, c], [name(1), name(2), name(3)])
     pool.groups[0].give_back([a], Tier.USUAL)
-    pool.groups[0].give_back([b], Tier.PROVEN)
+    pool.groups[0].give_back([b], Tier.USUAL)
     pool.groups[0].give_back([c], Tier.LOW)
     assert [take(pool, 1) for _ in range(3)] == [[c], [a], [b]]
+
+
+@pytest.mark.parametrize("per_page", [1, 2])
+def test_before_something_of_worth_is_evicted_the_pool_asks_what_to_give_up(per_page: int):
+    pool = two_level(3, per_page, 1)
+    blocks = take(pool, 2 * per_page)
+    pool.groups[0].name(blocks, [name(n) for n in range(len(blocks))])
+    pool.groups[0].give_back(blocks)
+    asked: list[int] = []
+
+    def give_up() -> bool:
+        """One block at a time, the latest first."""
+        asked.append(blocks[-1 - len(asked)])
+        pool.groups[0].demote(asked[-1])
+        return True
+
+    pool.ask_before_evictions(give_up)
+    pool.take([0, 2], B)
+    assert set(asked) == set(blocks[per_page:]), "a large page is evicted when all that is cached in it is low"
+    assert [pool.groups[0].name_of(block) is None for block in blocks] == [False] * per_page + [True] * per_page
 
 
 def test_all_groups_get_their_blocks_or_none_does():
@@ -217,7 +237,7 @@ def test_room_for_answers_as_take_would():
         (lambda pool, block: pool.groups[0].index.clear(), "leads to block None"),
         (lambda pool, block: pool._arenas[0]._owner.__setitem__(1, 1), "in a large page of group 1"),
         (lambda pool, block: pool._arenas[0]._owner.__setitem__(1, -1), "and belongs to group -1"),
-        (lambda pool, block: pool._arenas[0].cache(1, Tier.LOW, 0), "waits for its eviction or does not"),
+        (lambda pool, block: pool._arenas[0].cache(1, Tier.LOW), "waits for its eviction or does not"),
         (lambda pool, block: setattr(pool.groups[0], "num_held", 0), "counts 0 held blocks, there are 1"),
     ],
 )
@@ -252,13 +272,3 @@ def test_recount_finds_damage_in_a_packed_group(damage, finding: str):
     assert not faults(pool, [held])
     damage(pool.groups[0])
     assert any(finding in fault for fault in faults(pool, [held]))
-
-
-def test_a_touched_block_is_the_last_of_its_tier_to_go():
-    pool = BlockPool(plan_of(Full(), blocks=5))
-    blocks = pool.take([4], RequestId(1))[0]
-    pool.groups[0].name(blocks, [b"a", b"b", b"c", b"d"])
-    pool.groups[0].give_back(blocks)
-    pool.groups[0].touch(blocks[0])
-    pool.take([3], RequestId(2))
-    assert [pool.groups[0].name_of(block) for block in blocks] == [b"a", None, None, None]

@@ -13,7 +13,7 @@ from intarsia.tests.kvcache.plans import plan_of
 from intarsia.tests.kvcache.world import random_operation, random_world
 
 HELD = {BlockState.HELD, BlockState.SHARED}
-CACHED = {BlockState.LOW, BlockState.USUAL, BlockState.PROVEN}
+CACHED = {BlockState.LOW, BlockState.USUAL}
 ONE, OTHER = RequestId(1), RequestId(2)
 
 
@@ -69,12 +69,12 @@ def test_reserved_and_free_blocks_are_told_apart():
 
 def test_tiers_are_those_in_which_blocks_are_evicted():
     pool = BlockPool(plan_of(Full(), blocks=6))
-    [blocks] = pool.take([3], ONE)
-    pool.groups[0].name(blocks, [b"a", b"b", b"c"])
+    [blocks] = pool.take([2], ONE)
+    pool.groups[0].name(blocks, [b"a", b"b"])
     for block, tier in zip(blocks, Tier, strict=True):
         pool.groups[0].give_back([block], tier)
     states = pool.map().groups[0].states
-    assert [states[block] for block in blocks] == [BlockState.LOW, BlockState.USUAL, BlockState.PROVEN]
+    assert [states[block] for block in blocks] == [BlockState.LOW, BlockState.USUAL]
 
 
 def test_more_holders_than_a_byte_counts_are_still_several():

@@ -250,7 +250,7 @@ class World:
 
 def random_world(rng: random.Random) -> World:
     """Any kinds, windows, block sizes, strategies and policies."""
-    policy = rng.choice(["lru", "lru-tiers", "score"])
+    policy = rng.choice(["lru", "worth", "worth"])
     while True:
         reaches = rng.sample(REACHES, rng.randint(1, 4))
         if all(reach.keeps is Keeps.ENCODER for reach in reaches):

@@ -1,0 +1,127 @@
+"""What a point takes of the memory, in each group of layers, and how its blocks become the first to be evicted."""
+
+from .encoder_table import EncoderTable
+from .plan import Group, MemoryPlan
+from .points import Point, names_between
+from .pool import BlockPool
+from .prefix import Chain, Encoder
+from .reach import Keeps, moves_on
+from .tables import Tables
+
+LENGTHS_AT_A_POINT = 2
+"""Ends inside the block after it. Of more, the oldest is given up."""
+
+
+class PointBlocks:
+    """Groups that keep whole sequences have the blocks of a path. The others have *places*: the blocks of a window
+    before a length, or the state just there."""
+
+    def __init__(self, plan: MemoryPlan, pool: BlockPool, tables: Tables):
+        numbered = list(enumerate(plan.groups))
+        self._size = plan.block_tokens
+        self._groups = pool.groups
+        self._tables = tables.each
+        self._whole = [(g, group) for g, group in numbered if _keeps_all(group)]
+        self._windows = [(g, group) for g, group in numbered if moves_on(group.reach)]
+        self._states = [(g, group) for g, group in numbered if group.reach.keeps is Keeps.STATE]
+        self._encoders = {
+            g: (table, group.block_bytes)
+            for (g, group), table in zip(numbered, tables.each, strict=True)
+            if isinstance(table, EncoderTable)
+        }
+        self._has_drafts = any(group.is_draft for _, group in self._whole)
+        self.has_places = bool(self._windows or self._states)  # is more needed to go on than all blocks before?
+        self.path_block_bytes = sum(group.block_bytes for _, group in self._whole)  # of all groups together
+
+    # -- asking ------------------------------------------------------------------------------------------------------
+
+    def place_bytes(self, length: int) -> int:
+        """What it takes to go on at a length, beside all blocks before."""
+        return sum(group.blocks_between(length) * group.block_bytes for _, group in (*self._windows, *self._states))
+
+    def encoder_bytes(self, point: Point) -> int:
+        """Of a point that stands for an encoder's output."""
+        assert point.encoder is not None, "there is no encoder"
+        return self._encoders[point.encoder[0]][1] * (point.end - point.start)
+
+    def encoder_names(self, encoder: Encoder) -> list[tuple[int, list[bytes]]]:
+        """(group, names of its blocks) wherever its output is cached."""
+        return [(g, table.parts(encoder)) for g, (table, _) in self._encoders.items() if table.encoder_tokens(encoder)]
+
+    def _can_go_on(self, point: Point, chain: Chain, length: int, end_name: bytes | None) -> bool:
+        name = end_name or point.names[-1]
+        if not all(name in self._groups[g].index for g, _ in self._states):
+            return False
+        return all(self._tables[g].reaches(chain, length) == length for g, _ in self._windows)
+
+    # -- acting ------------------------------------------------------------------------------------------------------
+
+    def end_at(self, point: Point, chain: Chain, length: int) -> None:
+        """A request has left a point at this length."""
+        end_name = chain.end(length) if length % self._size else None
+        if (length % self._size and end_name is None) or not self._can_go_on(point, chain, length, end_name):
+            return
+        point.lengths.pop(length, None)
+        while len(point.lengths) >= LENGTHS_AT_A_POINT:
+            self.drop_length(point, next(iter(point.lengths)))
+        point.lengths[length] = end_name
+        point.is_ready = True
+        if self._has_drafts:
+            point.draft_names = chain.draft_names[point.start : point.end]
+
+    def drop_length(self, point: Point, length: int) -> None:
+        """What only this length takes."""
+        end_name = point.lengths.pop(length)
+        if end_name is not None:
+            for g, _ in (*self._windows, *self._whole):
+                self._demote(g, end_name)
+        for g, _ in self._states:
+            name = end_name if end_name is not None else point.names[-1]
+            self._demote(g, name)
+        if point.lengths:
+            return
+        for g, group in self._windows:
+            first, stop = self._own_window(point, group, length)
+            for name in names_between(point, first, stop):
+                self._demote(g, name)
+
+    def demote_path(self, point: Point, first: int) -> None:
+        """Blocks from `first` on of groups that keep whole sequences, the last ones first."""
+        if point.encoder is not None:
+            for name in point.names:
+                self._demote(point.encoder[0], name)
+            return
+        for g, group in self._whole:
+            names = point.draft_names if group.is_draft else point.names
+            for name in reversed(names[first - point.start : point.kept - point.start]):
+                self._demote(g, name)
+
+    # -- parts of the verbs ------------------------------------------------------------------------------------------
+
+    def _own_window(self, point: Point, group: Group, length: int) -> tuple[int, int]:
+        """The blocks of a window that serve no other point: from first to end."""
+        first, stop = group.reach.oldest_needed(length) // self._size, point.end
+        before = point.parent
+        while before is not None and before.end > first:
+            if before.is_ready:
+                first = before.end
+                break
+            before = before.parent
+        beyond = [child for child in point.children if child.is_kept]
+        while beyond and first < stop:
+            child = beyond.pop()
+            if child.is_ready:
+                stop = min(stop, group.reach.oldest_needed(min(child.lengths)) // self._size)
+            elif group.reach.oldest_needed(child.end * self._size) // self._size < stop:
+                beyond += [other for other in child.children if other.is_kept]
+        return first, stop
+
+    def _demote(self, g: int, name: bytes) -> None:
+        group = self._groups[g]
+        block = group.index.get(name)
+        if block is not None:
+            group.demote(block)
+
+
+def _keeps_all(group: Group) -> bool:
+    return group.reach.keeps is Keeps.TOKENS and not moves_on(group.reach)

@@ -1,0 +1,361 @@
+"""What to keep: which point of all is given up when memory is needed.
+
+What a point is worth: the chance that it is used, times the tokens that this would save, for each byte it takes.
+
+    chance   of a use per request that comes in, for points of its sort and age (`reuse_times.py`)
+    tokens   from the next point before it, at which a request could go on instead, to its own length
+    bytes    of an end: the blocks that only it leads to, and what else it takes to go on just there (the blocks of
+             windows, states); of a point within a path only the latter, since the path is needed by those beyond it
+
+The least worth of some points drawn at random is given up. Its blocks are not evicted by that: they are cached still,
+but evicted before all others (`Tier.LOW`). Where all groups keep whole sequences, an end is cut shorter instead.
+
+Requests tell when they come and when they leave, the pool tells when it needs memory. That is all.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .group_table import Row
+from .hints import Retain
+from .ids import RequestId
+from .lookup import Hit
+from .plan import MemoryPlan
+from .point_blocks import PointBlocks
+from .points import Point, PointTree
+from .pool import BlockPool
+from .prefix import Chain, Encoder
+from .reuse_times import Kind, ReuseTimes, Sort, gap_bucket, new_bucket, turns_bucket, uses_bucket
+from .tables import Tables
+
+DRAWN, SHORTLIST = 64, 16
+"""Candidates drawn for each choice, and of those the least worth that are candidates again at the next one."""
+
+CUT_TOKENS = 512
+"""By which an end is cut shorter at a time."""
+
+LEARN_EVERY, LEARN_FROM = 200, 1000
+"""Requests between two times of learning, at most; and points that wait then and are counted, at most."""
+
+AWAITED_REQUESTS = 32
+"""So many requests may come in until a prefix for which one waited is like any other."""
+
+REMEMBERED_PER_KEPT, LEAST_REMEMBERED = 8, 512
+"""Points remembered after their eviction, for each that is kept; and so many at least."""
+
+POINT_BYTES, NAME_BYTES = 900, 75
+"""Memory that a point takes, and each name of its blocks, about: measured with tracemalloc."""
+
+MOST_REMEMBERED_BYTES, REMEMBERED_SHARE = 64 << 20, 0.02
+"""That they may take, and as a share of the pool's memory: the smaller one."""
+
+PRIORITY_FACTOR = 8.0
+"""What one step of priority multiplies the worth by."""
+
+
+class Arrival(NamedTuple):
+    """A request has begun. It is looked at when memory is needed or when a request leaves, so it costs its first token
+    nothing."""
+
+    request: RequestId
+    chain: Chain
+    blocks: int  # full ones of its prompt
+    tokens: int
+
+
+class Visit(NamedTuple):
+    """What was known of a prompt when its request came."""
+
+    gap: int
+    turns: int
+    new_tokens: int
+    end: Point | None  # at which it went on, or nearest before
+
+
+class Retention:
+    """Invariant: a point is a candidate if and only if giving it up would free something."""
+
+    def __init__(self, plan: MemoryPlan, pool: BlockPool, tables: Tables, arrivals: list[Arrival]):
+        """arrivals: where the manager notes them; they are taken out here."""
+        self._arrivals = arrivals
+        self._size = plan.block_tokens
+        self._blocks = PointBlocks(plan, pool, tables)
+        self._most_bytes = min(MOST_REMEMBERED_BYTES, int(plan.memory_bytes * REMEMBERED_SHARE))
+        self._rng = random.Random(0)
+        self.forget_all()
+        pool.ask_before_evictions(self.give_up)
+
+    def forget_all(self) -> None:
+        self._arrivals.clear()
+        self.tree = PointTree()
+        self.reuse = ReuseTimes()
+        self._now = 0  # requests that came
+        self._learnt_at = 0
+        self._visits: dict[RequestId, Visit] = {}
+        self._candidates: list[Point] = []
+        self._shortlist: list[Point] = []
+        self._cutting = self.tree.root, -1  # an end, and when it was chosen
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that is used to remember, about."""
+        tree = self.tree
+        return len(tree.remembered) * POINT_BYTES + tree.remembered_names * NAME_BYTES
+
+    # -- requests come and leave -------------------------------------------------------------------------------------
+
+    def released(self, row: Row, retain: Retain) -> None:
+        """A request has given all back: what it leaves are points."""
+        self._catch_up()
+        visit = self._visits.pop(row.request, None) or Visit(0, 0, row.extent, None)
+        if visit.end is not None:
+            visit.end.users -= 1
+            self._consider(visit.end)
+        if retain.priority < 0:
+            return
+        names = row.chain.names
+        path: list[Point] = []
+        # Where it ends, and where others may leave its path.
+        for length in sorted({*(mark for mark in row.marks if mark <= row.extent), row.extent}):
+            if 0 < length // self._size <= len(names):
+                path = self.tree.enter(names[: length // self._size], self._now)
+                for point in path:
+                    self.tree.keep(point)
+                self._blocks.end_at(path[-1], row.chain, length)
+        if path:
+            self._sort_anew(path, visit, retain)
+            if not path[-1].is_ready and path[-1].is_end:
+                self._give_up_end(path[-1])
+        if row.encoder is not None:
+            self._encoder_left(row.encoder)
+        self._forget_beyond_most()
+
+    def await_hit(self, hit: Hit) -> None:
+        """A request waits that will go on there."""
+        path, within, _ = self.tree.walk(hit.chain.names[: -(-hit.tokens // self._size)])
+        for point in (*path[-1:], *((within,) if within is not None else ())):
+            point.awaited = self._now
+
+    # -- the pool needs memory ---------------------------------------------------------------------------------------
+
+    def give_up(self) -> bool:
+        """Have blocks of the point that is worth least evicted before all others. False if there is none."""
+        if self._arrivals:
+            self._catch_up()
+        point = self._least()
+        if point is None:
+            return False
+        if not point.is_end:
+            self._give_up_place(point)
+        elif self._blocks.has_places or point.encoder is not None:
+            self._give_up_end(point)
+        else:
+            self._cutting = point, self._now
+            self._cut(point)
+        return True
+
+    def _least(self) -> Point | None:
+        # An end is cut shorter until it is no more, or until another request has come.
+        cut, at = self._cutting
+        if at == self._now and cut.place >= 0 and cut.is_end:
+            return cut
+        candidates, count = self._candidates, len(self._candidates)
+        if count <= DRAWN:
+            drawn = candidates
+        else:
+            draw = self._rng.random
+            drawn = [candidates[int(draw() * count)] for _ in range(DRAWN)]
+            drawn += [point for point in self._shortlist if point.place >= 0]
+        awaited = max(0, self._now - AWAITED_REQUESTS)
+        rated = {point: (point.awaited >= awaited, self._worth(point), -point.end) for point in drawn}
+        order = sorted(rated, key=rated.__getitem__)
+        self._shortlist = order[1 : 1 + SHORTLIST]
+        return order[0] if order else None
+
+    def _worth(self, point: Point) -> float:
+        """Tokens saved per request that comes in and byte that giving it up would free."""
+        if point.is_end:
+            chance = self.reuse.chance(_sort(point.sort), self._now - point.last) * point.weight
+        else:
+            chance = self.reuse.chance(_sort(point.stop_sort), self._now - point.stopped) * point.weight
+        if point.encoder is not None:
+            return chance * point.encoder[1] / self._blocks.encoder_bytes(point)
+        if not self._blocks.has_places:
+            return chance * self._size / max(1, self._blocks.path_block_bytes)
+        length = max(point.lengths)
+        before, start = _what_stays(point)
+        freed = self._blocks.place_bytes(length)
+        if point.is_end:
+            freed += (point.kept - start) * self._blocks.path_block_bytes
+        return chance * (length - before) / max(1, freed)
+
+    # -- giving up ---------------------------------------------------------------------------------------------------
+
+    def _cut(self, point: Point) -> None:
+        """The last blocks of an end."""
+        cut = max(point.start, point.kept - max(1, CUT_TOKENS // self._size))
+        self._blocks.demote_path(point, cut)
+        for length in [length for length in point.lengths if length // self._size > cut]:
+            self._blocks.drop_length(point, length)
+        if cut > point.start:
+            point.kept = cut
+        else:
+            self._let_go(point)
+
+    def _give_up_end(self, point: Point) -> None:
+        """An end, and before it whatever only led to it."""
+        at: Point | None = point
+        while at is not None and at.parent is not None and at.is_kept and at.is_end and not at.users:
+            parent = at.parent
+            self._give_up_place(at)
+            self._blocks.demote_path(at, at.start)
+            self._let_go(at)
+            if parent.is_ready:
+                break
+            at = parent
+        if at is not None:
+            self._consider(at)
+
+    def _give_up_place(self, point: Point) -> None:
+        """One cannot go on here any more. Blocks that serve points before or beyond it stay."""
+        if point.encoder is not None:
+            return
+        for length in list(point.lengths):
+            self._blocks.drop_length(point, length)
+        point.is_ready = not self._blocks.has_places
+        self._consider(point)
+
+    def _let_go(self, point: Point) -> None:
+        parent = point.parent
+        self.tree.let_go(point)
+        self._consider(point)
+        assert parent is not None, "the root is let go"
+        self._consider(parent)
+
+    # -- what requests leave -----------------------------------------------------------------------------------------
+
+    def _sort_anew(self, path: Sequence[Point], visit: Visit, retain: Retain) -> None:
+        """What all points of a path have learnt from a request that leaves."""
+        marks = gap_bucket(visit.gap), turns_bucket(visit.turns), new_bucket(visit.new_tokens)
+        for point in path:
+            point.last = self._now
+            point.weight = PRIORITY_FACTOR**retain.priority
+            if len(point.children) > 1:
+                own = gap_bucket(point.gap), uses_bucket(point.uses), 0
+                point.sort, point.stop_sort = Sort(Kind.PARTING, *own), Sort(Kind.STOP_AT_PARTING, *own)
+            else:
+                point.sort, point.stop_sort = Sort(Kind.END, *marks), Sort(Kind.STOP, *marks)
+            self._consider(point)
+            for child in point.children:
+                self._consider(child)  # it may have been cut in two
+        if path[-1].uses == 1:
+            path[-1].turns = visit.turns
+
+    def _encoder_left(self, encoder: Encoder) -> None:
+        """An encoder's output is a point of its own, since it serves whatever text is read beside it."""
+        for g, names in self._blocks.encoder_names(encoder):
+            for point in self.tree.enter(names, self._now):
+                self.tree.keep(point)
+                point.encoder, point.last, point.is_ready = (g, encoder.tokens), self._now, True
+                point.sort = Sort(Kind.END, gap_bucket(point.gap), 0, 0)
+                self._consider(point)
+
+    def _consider(self, point: Point) -> None:
+        """Is it a candidate?"""
+        is_one = (
+            point.parent is not None
+            and point.is_kept
+            and not point.users
+            and point.sort is not None
+            and (point.is_end if point.encoder is not None or not self._blocks.has_places else point.is_ready)
+        )
+        if is_one and point.place < 0:
+            point.place = len(self._candidates)
+            self._candidates.append(point)
+        elif not is_one and point.place >= 0:
+            last = self._candidates.pop()
+            if last is not point:
+                self._candidates[point.place] = last
+                last.place = point.place
+            point.place = -1
+
+    # -- learning ----------------------------------------------------------------------------------------------------
+
+    def _catch_up(self) -> None:
+        """With the requests that have come."""
+        for arrival in self._arrivals:
+            self._arrived(arrival)
+        self._arrivals.clear()
+
+    def _arrived(self, arrival: Arrival) -> None:
+        self._now += 1
+        path, within, blocks = self.tree.walk(arrival.chain.names[: arrival.blocks])
+        end = path[-1] if path else None
+        visit = Visit(
+            gap=self._now - end.last if end is not None else 0,
+            turns=end.turns + 1 if end is not None else 0,
+            new_tokens=arrival.tokens - blocks * self._size,
+            end=within or end,
+        )
+        self._visits[arrival.request] = visit
+        self._learn_from(path)
+        for point in path:
+            point.gap, point.last, point.uses = self._now - point.last, self._now, point.uses + 1
+        if end is not None:
+            end.stopped, end.turns = self._now, visit.turns
+        if visit.end is not None:
+            visit.end.users += 1
+            self._consider(visit.end)
+        if self._now - self._learnt_at >= min(LEARN_EVERY, max(8, self._now // 8)):
+            self._learn()
+
+    def _learn_from(self, path: Sequence[Point]) -> None:
+        """A prompt has come that passes these points."""
+        for point in path:
+            if point.sort is not None and point.sort.kind is Kind.PARTING:
+                self.reuse.seen(point.sort, self._now - point.last, used=True)
+        if not path or path[-1].sort is None:
+            return
+        end = path[-1]
+        if not end.children:
+            self.reuse.seen(end.sort, self._now - end.last, used=True)  # type: ignore[arg-type]
+        elif end.stop_sort is not None:
+            self.reuse.seen(end.stop_sort, self._now - end.stopped, used=True)
+
+    def _forget_beyond_most(self) -> None:
+        most, remembered = max(LEAST_REMEMBERED, REMEMBERED_PER_KEPT * len(self._candidates)), self.tree.remembered
+        while remembered and (len(remembered) > most or self.num_bytes > self._most_bytes):
+            point = self.tree.forget_oldest()
+            if point.sort is not None and (not point.children or point.sort.kind is Kind.PARTING):
+                self.reuse.seen(point.sort, self._now - point.last, used=False)
+
+    def _learn(self) -> None:
+        self._learnt_at = self._now
+        waiting = [*self._candidates, *self.tree.remembered]
+        each_stands_for = max(1.0, len(waiting) / LEARN_FROM)
+        if each_stands_for > 1:
+            waiting = self._rng.sample(waiting, LEARN_FROM)
+        seen: list[tuple[Sort, int]] = []
+        for point in waiting:
+            if point.sort is not None and (not point.children or point.sort.kind is Kind.PARTING):
+                seen.append((point.sort, self._now - point.last))
+            if self._blocks.has_places and point.children and point.stop_sort is not None:
+                seen.append((point.stop_sort, self._now - point.stopped))
+        self.reuse.learn(seen, each_stands_for)
+
+
+def _sort(sort: Sort | None) -> Sort:
+    assert sort is not None, "a candidate is of no sort"
+    return sort
+
+
+def _what_stays(point: Point) -> tuple[int, int]:
+    """Without this point: the length at which one could go on instead, and the block up to which the path stays."""
+    before, start, leads_here_only = point.parent, point.start, True
+    while before is not None and before.parent is not None and not before.is_ready:
+        leads_here_only = leads_here_only and before.kept_children == 1
+        if leads_here_only:
+            start = before.start
+        before = before.parent
+    return (max(before.lengths) if before is not None and before.is_ready and before.lengths else 0), start
