@@ -14,7 +14,7 @@ from .events import EventLog, Stored
 from .eviction import USUAL_POLICY, Clock, Policy, Queue
 from .group_blocks import GroupBlocks, Known
 from .ids import BlockId, RequestId
-from .large_pages import LargePages, nothing_to_give_up
+from .large_pages import LargePages
 from .packed_blocks import PackedBlocks
 from .page_blocks import PageBlocks
 from .plan import MemoryPlan
@@ -39,6 +39,7 @@ class BlockPool:
         self._free = [pages.free for pages in self._arenas]
         self.groups: list[GroupBlocks] = [self._group(plan, g, queue()) for g in range(len(plan.groups))]
         assert self.groups, "a model without layers needs no pool"
+        self._give_up_for: Callable[[RequestId, int], bool] | None = None
 
     def _group(self, plan: MemoryPlan, g: int, cached: Queue) -> GroupBlocks:
         """One block in a large page, or several: the only place that asks."""
@@ -51,8 +52,11 @@ class BlockPool:
             group.use_null_page(beside.first, beside.end)
         return group
 
-    def ask_before_evictions(self, give_up: Callable[[], bool]) -> None:
-        """give_up: makes blocks that are worth least low, a few at a time; False when there are none."""
+    def ask_before_evictions(self, give_up: Callable[[], bool], give_up_for: Callable[[RequestId, int], bool]) -> None:
+        """give_up: makes blocks that are worth least low, a few at a time; False when there are none.
+        give_up_for: does so if they are worth less than that a later request can go on where this one has that length.
+        """
+        self._give_up_for = give_up_for
         for pages in self._arenas:
             pages.give_up = give_up
 
@@ -141,15 +145,15 @@ class BlockPool:
         wants = [int(g == group) for g in range(len(self.groups))]
         return self.take(wants, request)[group][0] if self.room_for(wants, request) else None
 
-    def take_spare(self, group: int, request: RequestId, *, may_give_up: bool) -> BlockId | None:
-        """`take_one` of a block that is good to have, and worth no more than what is given up for it; None without."""
-        one, give_up = (
-            [int(g == group) for g in range(len(self.groups))],
-            self._arenas[self.groups[group].arena].give_up,
-        )
-        while give_up is not nothing_to_give_up and not self.room_at_no_loss(one, request):
-            if not may_give_up or not give_up():
-                return None
+    def take_spare(self, group: int, request: RequestId, length: int | None) -> BlockId | None:
+        """`take_one` of a block that is good to have, and not worth the eviction of anything that is worth more; None
+        without one. length: of the sequence, at which later requests can go on thanks to it; None: take idle ones only.
+        """
+        if self._give_up_for is not None:
+            one = [int(g == group) for g in range(len(self.groups))]
+            while not self.room_at_no_loss(one, request):
+                if length is None or not self._give_up_for(request, length):
+                    return None
         return self.take_one(group, request)
 
     def end(self, request: RequestId) -> None:

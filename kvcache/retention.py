@@ -69,8 +69,14 @@ class Visit(NamedTuple):
 
     gap: int
     turns: int
+    known_tokens: int
+    ready_tokens: int  # of those, up to the last point at which one could go on
     new_tokens: int
     end: Point | None  # at which it went on, or nearest before
+
+    def sort(self, kind: Kind) -> Sort:
+        """Of the points that it leaves."""
+        return Sort(kind, gap_bucket(self.gap), turns_bucket(self.turns), new_bucket(self.new_tokens))
 
 
 class Retention:
@@ -84,7 +90,7 @@ class Retention:
         self._most_bytes = min(MOST_REMEMBERED_BYTES, int(plan.memory_bytes * REMEMBERED_SHARE))
         self._rng = random.Random(0)
         self.forget_all()
-        pool.ask_before_evictions(self.give_up)
+        pool.ask_before_evictions(self.give_up, self.give_up_for)
 
     def forget_all(self) -> None:
         self._arrivals.clear()
@@ -108,7 +114,7 @@ class Retention:
     def released(self, row: Row, retain: Retain) -> None:
         """A request has given all back: what it leaves are points."""
         self._catch_up()
-        visit = self._visits.pop(row.request, None) or Visit(0, 0, row.extent, None)
+        visit = self._visits.pop(row.request, None) or Visit(0, 0, 0, 0, row.extent, None)
         if visit.end is not None:
             visit.end.users -= 1
             self._consider(visit.end)
@@ -141,11 +147,22 @@ class Retention:
 
     def give_up(self) -> bool:
         """Have blocks of the point that is worth least evicted before all others. False if there is none."""
-        if self._arrivals:
-            self._catch_up()
+        self._catch_up()
         point = self._least()
-        if point is None:
+        if point is not None:
+            self._give_up(point)
+        return point is not None
+
+    def give_up_for(self, request: RequestId, length: int) -> bool:
+        """`give_up`, if that is worth less than a place of this request at that length."""
+        self._catch_up()
+        point = self._least()
+        if point is None or self._worth(point) >= self._worth_of_place(request, length):
             return False
+        self._give_up(point)
+        return True
+
+    def _give_up(self, point: Point) -> None:
         if not point.is_end:
             self._give_up_place(point)
         elif self._blocks.has_places or point.encoder is not None:
@@ -153,7 +170,6 @@ class Retention:
         else:
             self._cutting = point, self._now
             self._cut(point)
-        return True
 
     def _least(self) -> Point | None:
         # An end is cut shorter until it is no more, or until another request has come.
@@ -189,6 +205,15 @@ class Retention:
         if point.is_end:
             freed += (point.kept - start) * self._blocks.path_block_bytes
         return chance * (length - before) / max(1, freed)
+
+    def _worth_of_place(self, request: RequestId, length: int) -> float:
+        """Where there is no point yet: like `_worth`, for a place that was used just now."""
+        visit = self._visits.get(request)
+        if visit is None:
+            return 0.0
+        parting = Sort(Kind.STOP_AT_PARTING, gap_bucket(visit.gap), uses_bucket(2), 0)
+        chance = self.reuse.chance(parting if length <= visit.known_tokens else visit.sort(Kind.END), 0)
+        return chance * max(0, length - visit.ready_tokens) / max(1, self._blocks.place_bytes(length))
 
     # -- giving up ---------------------------------------------------------------------------------------------------
 
@@ -237,7 +262,6 @@ class Retention:
 
     def _sort_anew(self, path: Sequence[Point], visit: Visit, retain: Retain) -> None:
         """What all points of a path have learnt from a request that leaves."""
-        marks = gap_bucket(visit.gap), turns_bucket(visit.turns), new_bucket(visit.new_tokens)
         for point in path:
             point.last = self._now
             point.weight = PRIORITY_FACTOR**retain.priority
@@ -245,7 +269,7 @@ class Retention:
                 own = gap_bucket(point.gap), uses_bucket(point.uses), 0
                 point.sort, point.stop_sort = Sort(Kind.PARTING, *own), Sort(Kind.STOP_AT_PARTING, *own)
             else:
-                point.sort, point.stop_sort = Sort(Kind.END, *marks), Sort(Kind.STOP, *marks)
+                point.sort, point.stop_sort = visit.sort(Kind.END), visit.sort(Kind.STOP)
             self._consider(point)
             for child in point.children:
                 self._consider(child)  # it may have been cut in two
@@ -295,6 +319,8 @@ class Retention:
         visit = Visit(
             gap=self._now - end.last if end is not None else 0,
             turns=end.turns + 1 if end is not None else 0,
+            known_tokens=blocks * self._size,
+            ready_tokens=next((max(point.lengths) for point in reversed(path) if point.lengths), 0),
             new_tokens=arrival.tokens - blocks * self._size,
             end=within or end,
         )

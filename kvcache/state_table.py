@@ -97,11 +97,11 @@ class StateTable(GroupTable[StateRow]):
         return self._copy_at_fork(own, other, own.blocks, new)
 
     def take_saves(self, row: Row, length: int) -> list[Save]:
-        """Blocks for snapshots on the way to `length`. They are worth having, never worth failing for. Something else is
-        given up only for those at marks."""
+        """Blocks for snapshots on the way to `length`. They are worth having, never worth failing for. For those
+        at marks, something that is worth less is given up."""
         own, made = self._rows[row.request], list[Save]()
         for at in self._save_lengths(row, length):
-            block = self._pool.take_spare(self._g, row.request, may_give_up=at in row.marks)
+            block = self._pool.take_spare(self._g, row.request, at if at in row.marks else None)
             if block is None:
                 continue
             assert not own.saves or own.saves[-1].length < at, f"the snapshot at {at} is saved twice"

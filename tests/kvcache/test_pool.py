@@ -198,7 +198,7 @@ def test_before_something_of_worth_is_evicted_the_pool_asks_what_to_give_up(per_
         pool.groups[0].demote(asked[-1])
         return True
 
-    pool.ask_before_evictions(give_up)
+    pool.ask_before_evictions(give_up, lambda request, length: False)
     pool.take([0, 2], B)
     assert set(asked) == set(blocks[per_page:]), "a large page is evicted when all that is cached in it is low"
     assert [pool.groups[0].name_of(block) is None for block in blocks] == [False] * per_page + [True] * per_page

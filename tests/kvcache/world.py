@@ -24,6 +24,7 @@ from intarsia.kvcache.settings import CacheSettings
 from intarsia.kvcache.spec import LayerSpec, StateTensor
 from intarsia.kvcache.strategies import plan_memory
 from intarsia.tests.kvcache.plans import plan_of
+from intarsia.tests.kvcache.points_check import check_points
 
 REACHES: tuple[Reach, ...] = (
     Full(), Sliding(1), Sliding(2), Sliding(5), Sliding(9), Chunked(4), Chunked(7), State(), Cross(),
@@ -241,6 +242,7 @@ class World:
     def _done(self, result: Any) -> Any:
         self.operations += 1
         recount(self.manager)
+        check_points(self.manager)
         return result
 
     def _new_id(self) -> RequestId:
