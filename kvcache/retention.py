@@ -118,6 +118,7 @@ class Retention:
         if visit.end is not None:
             visit.end.users -= 1
             self._consider(visit.end)
+            self._give_up_if_useless(visit.end)
         if retain.priority < 0:
             return
         names = row.chain.names
@@ -131,8 +132,7 @@ class Retention:
                 self._blocks.end_at(path[-1], row.chain, length)
         if path:
             self._sort_anew(path, visit, retain)
-            if not path[-1].is_ready and path[-1].is_end:
-                self._give_up_end(path[-1])
+            self._give_up_if_useless(path[-1])
         if row.encoder is not None:
             self._encoder_left(row.encoder)
         self._forget_beyond_most()
@@ -227,6 +227,11 @@ class Retention:
             point.kept = cut
         else:
             self._let_go(point)
+
+    def _give_up_if_useless(self, point: Point) -> None:
+        """An end at which one cannot go on: no state is there, or a part of a window is not."""
+        if self._blocks.has_places and point.is_kept and point.is_end and not point.is_ready:
+            self._give_up_end(point)
 
     def _give_up_end(self, point: Point) -> None:
         """An end, and before it whatever only led to it."""

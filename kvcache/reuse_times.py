@@ -34,10 +34,10 @@ WIDTHS = np.diff(EDGES)
 GAPS, TIMES, NEWS = 15, 8, 15
 """Buckets of the three marks of a sort."""
 
-PRIOR_EVENTS = 20.0
+PRIOR_EVENTS = 60.0
 """Uses that a rate must have seen to count as much as that of its kind."""
 
-PRIOR_OF_FACTORS = 30.0
+PRIOR_OF_FACTORS = 100.0
 """Likewise, for a factor and 1."""
 
 NEIGHBOURS = 0.25

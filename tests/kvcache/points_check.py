@@ -33,6 +33,8 @@ def check_points(manager: CacheManager) -> None:
         assert point.users >= 0, "a point has less than no users"
         if point.is_ready and has_places and point.encoder is None:
             assert point.lengths and all(length // retention._size == point.end for length in point.lengths)
+        if has_places and point.encoder is None and point.is_kept and point.is_end:
+            assert point.is_ready or point.users, f"{point.start} to {point.end} is kept, and serves no point"
         whole = point.encoder is not None or not has_places
         could_be = point.is_kept and not point.users and (point.is_end if whole else point.is_ready)
         assert (point.place >= 0) == could_be, f"{point.start} to {point.end} is a candidate or not: {could_be}"
