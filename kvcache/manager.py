@@ -23,6 +23,7 @@ from .hints import USUAL_RETENTION, Hints, Retain
 from .ids import BlockId, RequestId
 from .lookup import Hit, Lookup
 from .plan import MemoryPlan
+from .point_blocks import PointBlocks
 from .pool import BlockPool
 from .prefix import Chain, Encoder, Namer, TokenChain
 from .retention import Arrival, Retention
@@ -54,7 +55,9 @@ class CacheManager:
         self._tables = Tables(plan, self.pool, caching=self.is_caching)
         by_worth = self.is_caching and (policy or USUAL_POLICY).keeps_by_worth
         self._arrivals: list[Arrival] = []
-        self._retention = Retention(plan, self.pool, self._tables, self._arrivals) if by_worth else None
+        self._retention = Retention(plan, PointBlocks(plan, self.pool, self._tables), self._arrivals) if by_worth else None
+        if self._retention is not None:
+            self.pool.ask_before_evictions(self._retention.give_up, self._retention.give_up_for)
         self.namer = Namer(hash_key, plan.block_tokens)
         self._missing, self._next_event = self._tables.missing, self._tables.next_event
         self._name_every = name_every(plan)

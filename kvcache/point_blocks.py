@@ -12,32 +12,57 @@ LENGTHS_AT_A_POINT = 2
 """Ends inside the block after it. Of more, the oldest is given up."""
 
 
-class PointBlocks:
-    """Groups that keep whole sequences have the blocks of a path. The others have *places*: the blocks of a window
+class PointSizes:
+    """Bytes. Groups that keep whole sequences have the blocks of a path. The others have *places*: the blocks of a window
     before a length, or the state just there."""
 
-    def __init__(self, plan: MemoryPlan, pool: BlockPool, tables: Tables):
+    def __init__(self, plan: MemoryPlan):
         numbered = list(enumerate(plan.groups))
         self._size = plan.block_tokens
-        self._groups = pool.groups
-        self._tables = tables.each
         self._whole = [(g, group) for g, group in numbered if _keeps_all(group)]
         self._windows = [(g, group) for g, group in numbered if moves_on(group.reach)]
         self._states = [(g, group) for g, group in numbered if group.reach.keeps is Keeps.STATE]
-        self._encoders = {
-            g: (table, group.block_bytes)
-            for (g, group), table in zip(numbered, tables.each, strict=True)
-            if isinstance(table, EncoderTable)
-        }
-        self._has_drafts = any(group.is_draft for _, group in self._whole)
         self.has_places = bool(self._windows or self._states)  # is more needed to go on than all blocks before?
         self.path_block_bytes = sum(group.block_bytes for _, group in self._whole)  # of all groups together
-
-    # -- asking ------------------------------------------------------------------------------------------------------
 
     def place_bytes(self, length: int) -> int:
         """What it takes to go on at a length, beside all blocks before."""
         return sum(group.blocks_between(length) * group.block_bytes for _, group in (*self._windows, *self._states))
+
+    def _own_window(self, point: Point, group: Group, length: int) -> tuple[int, int]:
+        """The blocks of a window that serve no other point: from first to end."""
+        first, stop = group.reach.oldest_needed(length) // self._size, point.end
+        before = point.parent
+        while before is not None and before.end > first:
+            if before.is_ready:
+                first = before.end
+                break
+            before = before.parent
+        beyond = [child for child in point.children if child.is_kept]
+        while beyond and first < stop:
+            child = beyond.pop()
+            if child.is_ready:
+                stop = min(stop, group.reach.oldest_needed(min(child.lengths)) // self._size)
+            elif group.reach.oldest_needed(child.end * self._size) // self._size < stop:
+                beyond += [other for other in child.children if other.is_kept]
+        return first, stop
+
+
+class PointBlocks(PointSizes):
+    """Where they are: blocks of the pool."""
+
+    def __init__(self, plan: MemoryPlan, pool: BlockPool, tables: Tables):
+        super().__init__(plan)
+        self._groups = pool.groups
+        self._tables = tables.each
+        self._encoders = {
+            g: (table, group.block_bytes)
+            for g, (group, table) in enumerate(zip(plan.groups, tables.each, strict=True))
+            if isinstance(table, EncoderTable)
+        }
+        self._has_drafts = any(group.is_draft for _, group in self._whole)
+
+    # -- asking ------------------------------------------------------------------------------------------------------
 
     def encoder_bytes(self, point: Point) -> int:
         """Of a point that stands for an encoder's output."""
@@ -55,6 +80,9 @@ class PointBlocks:
         return all(self._tables[g].reaches(chain, length) == length for g, _ in self._windows)
 
     # -- acting ------------------------------------------------------------------------------------------------------
+
+    def keep(self, point: Point, first: int) -> None:
+        """Blocks of its path from `first` on are there. The tables have given them back already."""
 
     def end_at(self, point: Point, chain: Chain, length: int) -> None:
         """A request has left a point at this length."""
@@ -97,24 +125,6 @@ class PointBlocks:
                 self._demote(g, name)
 
     # -- parts of the verbs ------------------------------------------------------------------------------------------
-
-    def _own_window(self, point: Point, group: Group, length: int) -> tuple[int, int]:
-        """The blocks of a window that serve no other point: from first to end."""
-        first, stop = group.reach.oldest_needed(length) // self._size, point.end
-        before = point.parent
-        while before is not None and before.end > first:
-            if before.is_ready:
-                first = before.end
-                break
-            before = before.parent
-        beyond = [child for child in point.children if child.is_kept]
-        while beyond and first < stop:
-            child = beyond.pop()
-            if child.is_ready:
-                stop = min(stop, group.reach.oldest_needed(min(child.lengths)) // self._size)
-            elif group.reach.oldest_needed(child.end * self._size) // self._size < stop:
-                beyond += [other for other in child.children if other.is_kept]
-        return first, stop
 
     def _demote(self, g: int, name: bytes) -> None:
         group = self._groups[g]

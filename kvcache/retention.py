@@ -14,20 +14,17 @@ Requests tell when they come and when they leave, the pool tells when it needs m
 """
 
 import random
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 from .group_table import Row
 from .hints import Retain
 from .ids import RequestId
 from .lookup import Hit
 from .plan import MemoryPlan
-from .point_blocks import PointBlocks
 from .points import Point, PointTree
-from .pool import BlockPool
 from .prefix import Chain, Encoder
 from .reuse_times import Kind, ReuseTimes, Sort, gap_bucket, new_bucket, turns_bucket, uses_bucket
-from .tables import Tables
 
 DRAWN, SHORTLIST = 64, 16
 """Candidates drawn for each choice, and of those the least worth that are candidates again at the next one."""
@@ -73,24 +70,41 @@ class Visit(NamedTuple):
     ready_tokens: int  # of those, up to the last point at which one could go on
     new_tokens: int
     end: Point | None  # at which it went on, or nearest before
+    arrival: Arrival | None
 
     def sort(self, kind: Kind) -> Sort:
         """Of the points that it leaves."""
         return Sort(kind, gap_bucket(self.gap), turns_bucket(self.turns), new_bucket(self.new_tokens))
 
 
+class Blocks(Protocol):
+    """What points take: of a pool, or of one that is only thought of."""
+
+    has_places: bool  # is more needed to go on than all blocks before?
+    path_block_bytes: int  # of a block of the path, in all groups together
+
+    def place_bytes(self, length: int) -> int: ...
+    def encoder_bytes(self, point: Point) -> int: ...
+    def encoder_names(self, encoder: Encoder) -> list[tuple[int, list[bytes]]]: ...
+    def keep(self, point: Point, first: int) -> None: ...
+    def end_at(self, point: Point, chain: Chain, length: int) -> None: ...
+    def drop_length(self, point: Point, length: int) -> None: ...
+    def demote_path(self, point: Point, first: int) -> None: ...
+
+
 class Retention:
     """Invariant: a point is a candidate if and only if giving it up would free something."""
 
-    def __init__(self, plan: MemoryPlan, pool: BlockPool, tables: Tables, arrivals: list[Arrival]):
-        """arrivals: where the manager notes them; they are taken out here."""
+    def __init__(self, plan: MemoryPlan, blocks: Blocks, arrivals: list[Arrival], drawn: int = DRAWN):
+        """arrivals: where those who open requests note them; they are taken out here. drawn: candidates, for a choice."""
         self._arrivals = arrivals
         self._size = plan.block_tokens
-        self._blocks = PointBlocks(plan, pool, tables)
+        self._blocks = blocks
+        self._drawn = drawn
         self._most_bytes = min(MOST_REMEMBERED_BYTES, int(plan.memory_bytes * REMEMBERED_SHARE))
         self._rng = random.Random(0)
+        self.after: Callable[[Arrival, Row], None] | None = None  # is told of each request that has left
         self.forget_all()
-        pool.ask_before_evictions(self.give_up, self.give_up_for)
 
     def forget_all(self) -> None:
         self._arrivals.clear()
@@ -114,7 +128,7 @@ class Retention:
     def released(self, row: Row, retain: Retain) -> None:
         """A request has given all back: what it leaves are points."""
         self._catch_up()
-        visit = self._visits.pop(row.request, None) or Visit(0, 0, 0, 0, row.extent, None)
+        visit = self._visits.pop(row.request, None) or Visit(0, 0, 0, 0, row.extent, None, None)
         if visit.end is not None:
             visit.end.users -= 1
             self._consider(visit.end)
@@ -128,7 +142,9 @@ class Retention:
             if 0 < length // self._size <= len(names):
                 path = self.tree.enter(names[: length // self._size], self._now)
                 for point in path:
+                    first = max(point.start, point.kept)
                     self.tree.keep(point)
+                    self._blocks.keep(point, first)
                 self._blocks.end_at(path[-1], row.chain, length)
         if path:
             self._sort_anew(path, visit, retain)
@@ -136,6 +152,8 @@ class Retention:
         if row.encoder is not None:
             self._encoder_left(row.encoder)
         self._forget_beyond_most()
+        if self.after is not None and visit.arrival is not None:
+            self.after(visit.arrival, row)
 
     def await_hit(self, hit: Hit) -> None:
         """A request waits that will go on there."""
@@ -177,11 +195,11 @@ class Retention:
         if at == self._now and cut.place >= 0 and cut.is_end:
             return cut
         candidates, count = self._candidates, len(self._candidates)
-        if count <= DRAWN:
+        if count <= self._drawn:
             drawn = candidates
         else:
             draw = self._rng.random
-            drawn = [candidates[int(draw() * count)] for _ in range(DRAWN)]
+            drawn = [candidates[int(draw() * count)] for _ in range(self._drawn)]
             drawn += [point for point in self._shortlist if point.place >= 0]
         awaited = max(0, self._now - AWAITED_REQUESTS)
         rated = {point: (point.awaited >= awaited, self._worth(point), -point.end) for point in drawn}
@@ -328,6 +346,7 @@ class Retention:
             ready_tokens=next((max(point.lengths) for point in reversed(path) if point.lengths), 0),
             new_tokens=arrival.tokens - blocks * self._size,
             end=within or end,
+            arrival=arrival,
         )
         self._visits[arrival.request] = visit
         self._learn_from(path)

@@ -1,0 +1,134 @@
+"""What more memory would bring, and what less would cost: pools that are only thought of, beside the real one.
+
+Each serves the same requests with half, as much, twice and four times the memory, under the same policy, in bytes and
+names alone. What they find is counted. A real pool loses some bytes to the borders of large pages, so a forecast is what
+was really found, and the difference between the thought pools of that size and of the real one.
+"""
+
+from collections.abc import Mapping
+
+from .group_table import Row
+from .hints import USUAL_RETENTION
+from .ids import RequestId
+from .plan import MemoryPlan
+from .point_blocks import LENGTHS_AT_A_POINT, PointSizes
+from .points import Point
+from .prefix import Chain, Encoder
+from .retention import Arrival, Retention
+
+SCALES = (0.5, 1.0, 2.0, 4.0)
+
+DRAWN = 16
+"""Candidates for each choice of a pool that is only thought of."""
+
+
+class ThoughtBlocks(PointSizes):
+    """Counts bytes."""
+
+    used_bytes = 0
+
+    def encoder_bytes(self, point: Point) -> int:
+        raise NotImplementedError("images are not thought of")
+
+    def encoder_names(self, encoder: Encoder) -> list[tuple[int, list[bytes]]]:
+        return []
+
+    def keep(self, point: Point, first: int) -> None:
+        self.used_bytes += (point.end - first) * self.path_block_bytes
+
+    def end_at(self, point: Point, chain: Chain, length: int) -> None:
+        end_name = chain.end(length) if length % self._size else None
+        if (length % self._size and end_name is None) or length in point.lengths:
+            return
+        while len(point.lengths) >= LENGTHS_AT_A_POINT:
+            self.drop_length(point, next(iter(point.lengths)))
+        self.used_bytes += self._length_bytes(point, length)
+        point.lengths[length], point.is_ready = end_name, True
+
+    def drop_length(self, point: Point, length: int) -> None:
+        del point.lengths[length]
+        self.used_bytes -= self._length_bytes(point, length)
+
+    def demote_path(self, point: Point, first: int) -> None:
+        self.used_bytes -= (point.kept - first) * self.path_block_bytes
+
+    def _length_bytes(self, point: Point, length: int) -> int:
+        """Of this length alone, beside what the point has already and what serves its neighbours, too."""
+        size = sum(group.block_bytes for _, group in self._states)
+        if not point.lengths:
+            for _, group in self._windows:
+                first, stop = self._own_window(point, group, length)
+                size += max(0, stop - first) * group.block_bytes
+        return size
+
+
+class ThoughtPool:
+    """Requests one after another, in so many bytes."""
+
+    def __init__(self, plan: MemoryPlan, memory_bytes: int):
+        self._size = plan.block_tokens
+        self._memory_bytes = memory_bytes
+        self._blocks = ThoughtBlocks(plan)
+        self._arrivals: list[Arrival] = []
+        self._retention = Retention(plan, self._blocks, self._arrivals, DRAWN)
+
+    def serve(self, arrival: Arrival, row: Row) -> int:
+        """Tokens of its prompt that are found."""
+        names = arrival.chain.names[: arrival.blocks]
+        path, within, blocks = self._retention.tree.walk(names)
+        found = self._found(path, within, blocks, arrival)
+        prompt_end = (arrival.tokens - 1) // self._size * self._size
+        left = Row(RequestId(0), row.chain, None, row.extent)
+        branch = min(blocks * self._size, prompt_end)
+        left.marks = tuple(sorted(mark for mark in {found, branch, prompt_end} if mark and mark >= found))
+        self._arrivals.append(arrival._replace(request=RequestId(0)))
+        self._retention.released(left, USUAL_RETENTION)
+        while self._blocks.used_bytes > self._memory_bytes and self._retention.give_up():
+            pass
+        return found
+
+    def _found(self, path: list[Point], within: Point | None, blocks: int, arrival: Arrival) -> int:
+        if self._blocks.has_places:
+            return max((length for point in path for length, name in point.lengths.items()
+                        if length < arrival.tokens and (name is None or name == arrival.chain.end(length))), default=0)  # fmt: skip
+        kept = 0
+        for point in (*path, *((within,) if within is not None else ())):
+            kept = point.kept
+            if kept < point.end:
+                break
+        return min(kept, blocks, (arrival.tokens - 1) // self._size) * self._size
+
+    def forget_all(self) -> None:
+        self._retention.forget_all()
+        self._blocks.used_bytes = 0
+
+
+class MemoryWorth:
+    """Counts since the start."""
+
+    def __init__(self, plan: MemoryPlan):
+        self._pools = {scale: ThoughtPool(plan, int(plan.memory_bytes * scale)) for scale in SCALES}
+        self.asked_tokens = 0
+        self.found_tokens = dict.fromkeys(SCALES, 0)
+
+    def served(self, arrival: Arrival, row: Row) -> None:
+        self.asked_tokens += arrival.tokens
+        for scale, pool in self._pools.items():
+            self.found_tokens[scale] += pool.serve(arrival, row)
+
+    def forecast(self, really_found: int) -> Mapping[float, int]:
+        """Tokens that so many times the memory would have found, of those that were asked for.
+        really_found: with the memory that there is."""
+        as_is = self.found_tokens[1.0]
+        return {scale: max(0, really_found + found - as_is) for scale, found in self.found_tokens.items() if scale != 1}
+
+    def forget_all(self) -> None:
+        for pool in self._pools.values():
+            pool.forget_all()
+
+
+def with_forecasts(retention: Retention, plan: MemoryPlan) -> MemoryWorth:
+    """Have a retention's requests served by thought pools, too."""
+    worth = MemoryWorth(plan)
+    retention.after = worth.served
+    return worth
