@@ -292,6 +292,9 @@ def replay(
         str | None, typer.Option(help="r1 or r2: the textbook LRU over --blocks blocks instead of a model.")
     ] = None,
     blocks: Annotated[int | None, typer.Option(help="For --rule: blocks of the cache.  [default: no limit]")] = None,
+    forecast: Annotated[
+        bool, typer.Option("--forecast", help="Also say what half, twice and four times the memory would find.")
+    ] = False,
 ) -> None:
     """Run the cache manager alone, without a model, over a trace."""
     from .replay.command import run
@@ -309,6 +312,7 @@ def replay(
         longest_prompt=longest_prompt,
         rule=rule,
         blocks=blocks,
+        forecast=forecast,
     )
 
 

@@ -23,10 +23,9 @@ from .hints import USUAL_RETENTION, Hints, Retain
 from .ids import BlockId, RequestId
 from .lookup import Hit, Lookup
 from .plan import MemoryPlan
-from .point_blocks import PointBlocks
 from .pool import BlockPool
 from .prefix import Chain, Encoder, Namer, TokenChain
-from .retention import Arrival, Retention
+from .retention import Arrival, retain_by_worth
 from .room import Room
 from .settings import CacheSettings
 from .swapping import Swapping
@@ -55,9 +54,7 @@ class CacheManager:
         self._tables = Tables(plan, self.pool, caching=self.is_caching)
         by_worth = self.is_caching and (policy or USUAL_POLICY).keeps_by_worth
         self._arrivals: list[Arrival] = []
-        self._retention = Retention(plan, PointBlocks(plan, self.pool, self._tables), self._arrivals) if by_worth else None
-        if self._retention is not None:
-            self.pool.ask_before_evictions(self._retention.give_up, self._retention.give_up_for)
+        self.retention = retain_by_worth(plan, self.pool, self._tables, self._arrivals) if by_worth else None
         self.namer = Namer(hash_key, plan.block_tokens)
         self._missing, self._next_event = self._tables.missing, self._tables.next_event
         self._name_every = name_every(plan)
@@ -148,7 +145,7 @@ class CacheManager:
         row.marks = tuple(sorted(mark for mark in {hit.tokens, hit.branch, prompt_end} if mark and mark >= hit.tokens))
         if self.is_caching:
             self._lookup.opened(hit.chain)
-        if self._retention is not None:
+        if self.retention is not None:
             self._arrivals.append(Arrival(request, hit.chain, len(hit.chain.names), hit.chain.known))
 
     def extend(self, request: RequestId, length: int, written: int | None = None) -> Growth:
@@ -236,8 +233,8 @@ class CacheManager:
                 self.hints.retain(request, [table.held(request) for table in self._tables.each], retain)
         for table in self._tables.each:
             table.finish(row, retain.tier)
-        if self._retention is not None:
-            self._retention.released(row, retain)
+        if self.retention is not None:
+            self.retention.released(row, retain)
         self.pool.end(request)
 
     # -- acting: to host memory and back -----------------------------------------------------------------------------
@@ -284,8 +281,8 @@ class CacheManager:
 
     def touch(self, hit: Hit) -> None:
         """A request waits to take this prefix up: of what is cached, evict it last."""
-        if hit.tokens and self._retention is not None:
-            self._retention.await_hit(hit)
+        if hit.tokens and self.retention is not None:
+            self.retention.await_hit(hit)
 
     def forget(self, group: int, block: BlockId) -> None:
         """Forget what one block holds."""
@@ -296,8 +293,8 @@ class CacheManager:
         self.hints.forget_all()
         self.pool.forget_all()
         self._lookup.forget()
-        if self._retention is not None:
-            self._retention.forget_all()
+        if self.retention is not None:
+            self.retention.forget_all()
 
     # -- the recount -------------------------------------------------------------------------------------------------
 

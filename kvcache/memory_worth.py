@@ -1,8 +1,8 @@
 """What more memory would bring, and what less would cost: pools that are only thought of, beside the real one.
 
 Each serves the same requests with half, as much, twice and four times the memory, under the same policy, in bytes and
-names alone. What they find is counted. A real pool loses some bytes to the borders of large pages, so a forecast is what
-was really found, and the difference between the thought pools of that size and of the real one.
+names alone. What they find is counted. A real pool loses some bytes to the borders of large pages. So a forecast is
+what was really found, plus the difference between the thought pools of that size and of the real one.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from .ids import RequestId
 from .plan import MemoryPlan
 from .point_blocks import LENGTHS_AT_A_POINT, PointSizes
 from .points import Point
-from .prefix import Chain, Encoder
+from .prefix import Chain
 from .retention import Arrival, Retention
 
 SCALES = (0.5, 1.0, 2.0, 4.0)
@@ -26,12 +26,6 @@ class ThoughtBlocks(PointSizes):
     """Counts bytes."""
 
     used_bytes = 0
-
-    def encoder_bytes(self, point: Point) -> int:
-        raise NotImplementedError("images are not thought of")
-
-    def encoder_names(self, encoder: Encoder) -> list[tuple[int, list[bytes]]]:
-        return []
 
     def keep(self, point: Point, first: int) -> None:
         self.used_bytes += (point.end - first) * self.path_block_bytes
@@ -89,8 +83,9 @@ class ThoughtPool:
 
     def _found(self, path: list[Point], within: Point | None, blocks: int, arrival: Arrival) -> int:
         if self._blocks.has_places:
-            return max((length for point in path for length, name in point.lengths.items()
-                        if length < arrival.tokens and (name is None or name == arrival.chain.end(length))), default=0)  # fmt: skip
+            return max(
+                (length for point in path for length in point.lengths if _leads_on(point, length, arrival)), default=0
+            )
         kept = 0
         for point in (*path, *((within,) if within is not None else ())):
             kept = point.kept
@@ -101,6 +96,12 @@ class ThoughtPool:
     def forget_all(self) -> None:
         self._retention.forget_all()
         self._blocks.used_bytes = 0
+
+
+def _leads_on(point: Point, length: int, arrival: Arrival) -> bool:
+    """Could this request go on at that length of a point on its path?"""
+    end_name = point.lengths[length]
+    return length < arrival.tokens and (end_name is None or end_name == arrival.chain.end(length))
 
 
 class MemoryWorth:
@@ -116,11 +117,13 @@ class MemoryWorth:
         for scale, pool in self._pools.items():
             self.found_tokens[scale] += pool.serve(arrival, row)
 
-    def forecast(self, really_found: int) -> Mapping[float, int]:
-        """Tokens that so many times the memory would have found, of those that were asked for.
-        really_found: with the memory that there is."""
-        as_is = self.found_tokens[1.0]
-        return {scale: max(0, really_found + found - as_is) for scale, found in self.found_tokens.items() if scale != 1}
+    def forecast(self, really_found: int, since: Mapping[float, int] | None = None) -> dict[float, int]:
+        """Tokens that so many times the memory would have found.
+
+        really_found: with the memory that there is. since: `found_tokens` when counting began; None: at the start.
+        """
+        found = {scale: tokens - (since or {}).get(scale, 0) for scale, tokens in self.found_tokens.items()}
+        return {scale: max(0, really_found + tokens - found[1.0]) for scale, tokens in found.items() if scale != 1.0}
 
     def forget_all(self) -> None:
         for pool in self._pools.values():

@@ -1,5 +1,7 @@
 """What a point takes of the memory, in each group of layers, and how its blocks become the first to be evicted."""
 
+from abc import ABC, abstractmethod
+
 from .encoder_table import EncoderTable
 from .plan import Group, MemoryPlan
 from .points import Point, names_between
@@ -12,9 +14,12 @@ LENGTHS_AT_A_POINT = 2
 """Ends inside the block after it. Of more, the oldest is given up."""
 
 
-class PointSizes:
-    """Bytes. Groups that keep whole sequences have the blocks of a path. The others have *places*: the blocks of a window
-    before a length, or the state just there."""
+class PointSizes(ABC):
+    """What points take, of a pool or of one that is only thought of.
+
+    Groups that keep whole sequences have the blocks of a path. The others have *places*: the blocks of a window before
+    a length, or the state just there.
+    """
 
     def __init__(self, plan: MemoryPlan):
         numbered = list(enumerate(plan.groups))
@@ -22,6 +27,7 @@ class PointSizes:
         self._whole = [(g, group) for g, group in numbered if _keeps_all(group)]
         self._windows = [(g, group) for g, group in numbered if moves_on(group.reach)]
         self._states = [(g, group) for g, group in numbered if group.reach.keeps is Keeps.STATE]
+        self._encoder_bytes = sum(g.block_bytes for g in plan.groups if g.reach.keeps is Keeps.ENCODER)
         self.has_places = bool(self._windows or self._states)  # is more needed to go on than all blocks before?
         self.path_block_bytes = sum(group.block_bytes for _, group in self._whole)  # of all groups together
 
@@ -47,31 +53,47 @@ class PointSizes:
                 beyond += [other for other in child.children if other.is_kept]
         return first, stop
 
+    def encoder_bytes(self, point: Point) -> int:
+        """Of a point that stands for an encoder's output."""
+        return self._encoder_bytes * (point.end - point.start)
+
+    def encoder_names(self, encoder: Encoder) -> list[tuple[int, list[bytes]]]:
+        """(group, names of its blocks) wherever its output is cached."""
+        return []
+
+    # -- acting ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def keep(self, point: Point, first: int) -> None:
+        """Blocks of its path from `first` on are there."""
+
+    @abstractmethod
+    def end_at(self, point: Point, chain: Chain, length: int) -> None:
+        """A request has left a point at this length."""
+
+    @abstractmethod
+    def drop_length(self, point: Point, length: int) -> None:
+        """What only this length takes is given up."""
+
+    @abstractmethod
+    def demote_path(self, point: Point, first: int) -> None:
+        """Its blocks from `first` on are given up, of groups that keep whole sequences."""
+
 
 class PointBlocks(PointSizes):
-    """Where they are: blocks of the pool."""
+    """Blocks of the pool: what is given up is evicted before all others."""
 
     def __init__(self, plan: MemoryPlan, pool: BlockPool, tables: Tables):
         super().__init__(plan)
         self._groups = pool.groups
         self._tables = tables.each
-        self._encoders = {
-            g: (table, group.block_bytes)
-            for g, (group, table) in enumerate(zip(plan.groups, tables.each, strict=True))
-            if isinstance(table, EncoderTable)
-        }
+        self._encoders = [(g, table) for g, table in enumerate(tables.each) if isinstance(table, EncoderTable)]
         self._has_drafts = any(group.is_draft for _, group in self._whole)
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
-    def encoder_bytes(self, point: Point) -> int:
-        """Of a point that stands for an encoder's output."""
-        assert point.encoder is not None, "there is no encoder"
-        return self._encoders[point.encoder[0]][1] * (point.end - point.start)
-
     def encoder_names(self, encoder: Encoder) -> list[tuple[int, list[bytes]]]:
-        """(group, names of its blocks) wherever its output is cached."""
-        return [(g, table.parts(encoder)) for g, (table, _) in self._encoders.items() if table.encoder_tokens(encoder)]
+        return [(g, table.parts(encoder)) for g, table in self._encoders if table.encoder_tokens(encoder)]
 
     def _can_go_on(self, point: Point, chain: Chain, length: int, end_name: bytes | None) -> bool:
         name = end_name or point.names[-1]
@@ -82,10 +104,9 @@ class PointBlocks(PointSizes):
     # -- acting ------------------------------------------------------------------------------------------------------
 
     def keep(self, point: Point, first: int) -> None:
-        """Blocks of its path from `first` on are there. The tables have given them back already."""
+        pass  # the tables have given them back
 
     def end_at(self, point: Point, chain: Chain, length: int) -> None:
-        """A request has left a point at this length."""
         end_name = chain.end(length) if length % self._size else None
         if (length % self._size and end_name is None) or not self._can_go_on(point, chain, length, end_name):
             return
@@ -98,7 +119,6 @@ class PointBlocks(PointSizes):
             point.draft_names = chain.draft_names[point.start : point.end]
 
     def drop_length(self, point: Point, length: int) -> None:
-        """What only this length takes."""
         end_name = point.lengths.pop(length)
         if end_name is not None:
             for g, _ in (*self._windows, *self._whole):
@@ -114,7 +134,7 @@ class PointBlocks(PointSizes):
                 self._demote(g, name)
 
     def demote_path(self, point: Point, first: int) -> None:
-        """Blocks from `first` on of groups that keep whole sequences, the last ones first."""
+        # The last ones first: so the front outlives the tail.
         if point.encoder is not None:
             for name in point.names:
                 self._demote(point.encoder[0], name)

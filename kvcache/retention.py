@@ -15,16 +15,19 @@ Requests tell when they come and when they leave, the pool tells when it needs m
 
 import random
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from .group_table import Row
 from .hints import Retain
 from .ids import RequestId
 from .lookup import Hit
 from .plan import MemoryPlan
+from .point_blocks import PointBlocks, PointSizes
 from .points import Point, PointTree
+from .pool import BlockPool
 from .prefix import Chain, Encoder
 from .reuse_times import Kind, ReuseTimes, Sort, gap_bucket, new_bucket, turns_bucket, uses_bucket
+from .tables import Tables
 
 DRAWN, SHORTLIST = 64, 16
 """Candidates drawn for each choice, and of those the least worth that are candidates again at the next one."""
@@ -77,26 +80,11 @@ class Visit(NamedTuple):
         return Sort(kind, gap_bucket(self.gap), turns_bucket(self.turns), new_bucket(self.new_tokens))
 
 
-class Blocks(Protocol):
-    """What points take: of a pool, or of one that is only thought of."""
-
-    has_places: bool  # is more needed to go on than all blocks before?
-    path_block_bytes: int  # of a block of the path, in all groups together
-
-    def place_bytes(self, length: int) -> int: ...
-    def encoder_bytes(self, point: Point) -> int: ...
-    def encoder_names(self, encoder: Encoder) -> list[tuple[int, list[bytes]]]: ...
-    def keep(self, point: Point, first: int) -> None: ...
-    def end_at(self, point: Point, chain: Chain, length: int) -> None: ...
-    def drop_length(self, point: Point, length: int) -> None: ...
-    def demote_path(self, point: Point, first: int) -> None: ...
-
-
 class Retention:
     """Invariant: a point is a candidate if and only if giving it up would free something."""
 
-    def __init__(self, plan: MemoryPlan, blocks: Blocks, arrivals: list[Arrival], drawn: int = DRAWN):
-        """arrivals: where those who open requests note them; they are taken out here. drawn: candidates, for a choice."""
+    def __init__(self, plan: MemoryPlan, blocks: PointSizes, arrivals: list[Arrival], drawn: int = DRAWN):
+        """arrivals: where the manager notes them; they are taken out here. drawn: candidates for each choice."""
         self._arrivals = arrivals
         self._size = plan.block_tokens
         self._blocks = blocks
@@ -393,6 +381,13 @@ class Retention:
             if self._blocks.has_places and point.children and point.stop_sort is not None:
                 seen.append((point.stop_sort, self._now - point.stopped))
         self.reuse.learn(seen, each_stands_for)
+
+
+def retain_by_worth(plan: MemoryPlan, pool: BlockPool, tables: Tables, arrivals: list[Arrival]) -> Retention:
+    """Have a pool evict what is worth least."""
+    retention = Retention(plan, PointBlocks(plan, pool, tables), arrivals)
+    pool.ask_before_evictions(retention.give_up, retention.give_up_for)
+    return retention
 
 
 def _sort(sort: Sort | None) -> Sort:

@@ -75,6 +75,7 @@ def replay_trace(
     form: str | None,
     rule: str | None,
     blocks: int | None,
+    forecast: bool,
     as_json: bool,
 ) -> None:
     """Print hit rates and what was lost. Raises `InvalidSetting`, naming the field."""
@@ -101,6 +102,7 @@ def replay_trace(
         block_tokens=block_size,
         strategy=strategy,
         policy=policy,
+        forecast=forecast,
         progress=_with_bar,
     )
     settings = _settings(layers, memory, manager.plan, policy)
@@ -168,6 +170,8 @@ def _print_result(settings: Mapping[str, Any], result: TraceResult) -> None:
     table.add_row(
         "found", f"{found['hit_rate']:.1%} of the tokens ({found['hit_rate_second_half']:.1%} in the 2nd half)"
     )
+    for scale, rate in (result.forecast or {}).items():
+        table.add_row(f"with {scale:g}x the memory", f"{rate:.1%} in the 2nd half, as forecast")
     for cause, tokens in sorted(result.lost_tokens.items(), key=lambda item: -item[1]):
         table.add_row("lost", f"{tokens:,} tokens: {cause.replace('_', ' ')}")
     table.add_row("evicted", f"{result.evictions:,} blocks")

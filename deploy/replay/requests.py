@@ -13,6 +13,7 @@ from ...errors import PoolExhausted
 from ...kvcache.eviction import policy_named
 from ...kvcache.ids import RequestId
 from ...kvcache.manager import CacheManager
+from ...kvcache.memory_worth import with_forecasts
 from ...kvcache.plan import MemoryPlan, PlanSettings
 from ...kvcache.prefix import GivenChain
 from ...kvcache.strategies import plan_memory
@@ -39,6 +40,7 @@ class TraceResult:
     bytes_written: int = 0
     bytes_saved: int = 0
     seconds: float = 0.0
+    forecast: dict[float, float] | None = None  # hit rate of the second half with so many times the memory
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -52,6 +54,7 @@ class TraceResult:
             "evictions": self.evictions,
             "bytes_moved": {"written": self.bytes_written, "saved": self.bytes_saved},
             "seconds": round(self.seconds, 2),
+            **({"forecast_second_half": self.forecast} if self.forecast is not None else {}),
         }
 
 
@@ -64,9 +67,12 @@ def replay_requests(
     strategy: str = "auto",
     policy: str = "worth",
     expected_average_seq_len: int | None = None,
+    forecast: bool = False,
     progress: Callable[[Iterable[TraceRequest]], Iterable[TraceRequest]] = iter,
 ) -> tuple[TraceResult, CacheManager]:
     """Run all requests through a manager.
+
+    forecast      say also what half, twice and four times the memory would find
 
     memory_bytes  None: enough that nothing is ever evicted
     block_tokens  None: those of the trace
@@ -77,6 +83,8 @@ def replay_requests(
     plan = plan_for(requests, model, memory_bytes, block_tokens, strategy, expected_average_seq_len)
     manager, size = CacheManager(plan, policy=policy_named(policy)), plan.block_tokens
     token_bytes = sum(layer.token_bytes for layer in model.layers if layer.shares is None)
+    worth = with_forecasts(manager.retention, plan) if forecast and manager.retention is not None else None
+    before: dict[float, int] = {}
     result = TraceResult()
     started = time.perf_counter()
     for number, request in enumerate(progress(requests)):
@@ -84,12 +92,17 @@ def replay_requests(
         result.requests += 1
         result.tokens += request.length
         result.hit_tokens += found
+        if number == len(requests) // 2 - 1 and worth is not None:
+            before = dict(worth.found_tokens)
         if number >= len(requests) // 2:
             result.second_half_tokens += request.length
             result.second_half_hit_tokens += found
         result.bytes_saved += found * token_bytes
         result.bytes_written += (request.length - found) * token_bytes
     result.seconds = time.perf_counter() - started
+    if worth is not None and result.second_half_tokens:
+        found = worth.forecast(result.second_half_hit_tokens, before)
+        result.forecast = {scale: _rate(tokens, result.second_half_tokens) for scale, tokens in found.items()}
     result.evictions = manager.pool.num_evicted
     return result, manager
 

@@ -22,7 +22,7 @@ def check_tree(tree: PointTree) -> None:
 
 def check_points(manager: CacheManager) -> None:
     """The tree is whole, and those points are candidates that giving up would free something of."""
-    retention = manager._retention
+    retention = manager.retention
     if retention is None:
         return
     check_tree(retention.tree)

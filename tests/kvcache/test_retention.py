@@ -24,8 +24,8 @@ class Cache:
 
     @property
     def retention(self) -> Retention:
-        assert self.manager._retention is not None
-        return self.manager._retention
+        assert self.manager.retention is not None
+        return self.manager.retention
 
     def serve(self, prompt: Sequence[int], retain: Retain | None = None, encoder: Encoder | None = None) -> int:
         """Tokens that were found."""
