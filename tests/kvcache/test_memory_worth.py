@@ -38,8 +38,8 @@ def chats(seed: int, count: int = 1500) -> list[list[int]]:
     return prompts
 
 
-def replay(reaches: tuple[Reach, ...], blocks: int, prompts: list[list[int]]) -> tuple[float, MemoryWorth]:
-    """The share of the second half's tokens that was found."""
+def replay(reaches: tuple[Reach, ...], blocks: int, prompts: list[list[int]]) -> tuple[int, MemoryWorth]:
+    """Tokens found, and what pools of other sizes would have found."""
     plan = plan_of(*reaches, blocks=blocks)
     manager = CacheManager(plan)
     assert manager.retention is not None
