@@ -50,8 +50,8 @@ POINT_BYTES, NAME_BYTES = 900, 75
 MOST_REMEMBERED_BYTES, REMEMBERED_SHARE = 64 << 20, 0.02
 """That they may take, and as a share of the pool's memory: the smaller one."""
 
-PRIORITY_FACTOR = 8.0
-"""What one step of priority multiplies the worth by."""
+PRIORITY_FACTOR, MOST_PRIORITY = 8.0, 16
+"""What one step of priority multiplies the worth by, and the steps that count."""
 
 
 class Arrival(NamedTuple):
@@ -275,7 +275,7 @@ class Retention:
         """What all points of a path have learnt from a request that leaves."""
         for point in path:
             point.last = self._now
-            point.weight = PRIORITY_FACTOR**retain.priority
+            point.weight = PRIORITY_FACTOR ** min(retain.priority, MOST_PRIORITY)
             if len(point.children) > 1:
                 own = gap_bucket(point.gap), uses_bucket(point.uses), 0
                 point.sort, point.stop_sort = Sort(Kind.PARTING, *own), Sort(Kind.STOP_AT_PARTING, *own)

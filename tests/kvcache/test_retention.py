@@ -118,8 +118,8 @@ def test_windows_that_another_point_needs_stay():
 
 def test_priority_below_zero_goes_first_and_above_zero_last():
     cache = Cache(Full(), blocks=61)
-    cache.serve(unique(1), Retain(priority=2))
-    cache.serve(unique(2), Retain(priority=-1))
+    cache.serve(unique(1), Retain(priority=10**9))
+    cache.serve(unique(2), Retain(priority=-(10**9)))
     for n in range(3, 5):
         cache.serve(unique(n))
     cache.serve(unique(5, 101))
