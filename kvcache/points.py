@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .reuse_times import Sort
+from .sorts import Sort
 
 
 class Point:

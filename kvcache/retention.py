@@ -26,7 +26,7 @@ from .point_blocks import PointBlocks, PointSizes
 from .points import Point, PointTree
 from .pool import BlockPool
 from .prefix import Chain, Encoder
-from .reuse_times import Kind, ReuseTimes, Sort, gap_bucket, new_bucket, turns_bucket, uses_bucket
+from .sorts import Kind, Sort, gap_bucket, new_bucket, turns_bucket, uses_bucket
 from .tables import Tables
 
 DRAWN, SHORTLIST = 64, 16
@@ -96,6 +96,8 @@ class Retention:
 
     def forget_all(self) -> None:
         self._arrivals.clear()
+        from .reuse_times import ReuseTimes  # numpy takes a moment to load, and a refusal at the start need not wait
+
         self.tree = PointTree()
         self.reuse = ReuseTimes()
         self._now = 0  # requests that came

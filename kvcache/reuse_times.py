@@ -1,13 +1,8 @@
 """How soon points are used again, learnt from what happens: the chance of it, by age, for each sort of point.
 
-    kind          an end of a path that no prompt has gone beyond, or a place before it; `Kind` tells them apart
-    gap           requests between the last two uses
-    times         turns of the conversation so far; of a point at which paths part: its uses
-    new tokens    of the latest prompt: those that were not known before
-
-For each kind and gap there is a table of rates by age (uses per request that comes in). Times and new tokens multiply
-it. What is rare leans on what is frequent: a rate begins as that of its kind and moves as events come, and a factor
-begins as 1. Ages are counted in requests, so a quiet night makes nothing old.
+For each kind and gap of a sort (`sorts.py`) there is a table of rates by age (uses per request that comes in). Times and
+new tokens multiply it. What is rare leans on what is frequent: a rate begins as that of its kind and moves as events
+come, and a factor begins as 1. Ages are counted in requests, so a quiet night makes nothing old.
 
 A point's `chance` is the best that waiting for it could bring: over all times that one could go on keeping it, the
 largest ratio of the probability of a use to the time that memory is held for it (an index as Gittins defines it). It
@@ -20,19 +15,16 @@ cached, and names of what was evicted, are counted with it.
 
 import math
 from collections.abc import Iterable
-from enum import IntEnum
-from typing import NamedTuple
 
 import numpy as np
+
+from .sorts import GAPS, NEWS, TIMES, Kind, Sort
 
 BUCKETS = 30
 """Of age, two for each doubling: up to 32,768 requests."""
 
 EDGES = np.array([2 ** (b / 2) - 1 for b in range(BUCKETS + 1)])
 WIDTHS = np.diff(EDGES)
-
-GAPS, TIMES, NEWS = 15, 8, 15
-"""Buckets of the three marks of a sort."""
 
 PRIOR_EVENTS = 60.0
 """Uses that a rate must have seen to count as much as that of its kind."""
@@ -51,40 +43,6 @@ FORGET_AFTER_EVENTS, KEEP = 6000, 0.7
 
 FIRST_RATE = 1 / (np.cumsum(WIDTHS) + 50)
 """Before anything is known: the older, the less likely."""
-
-
-class Kind(IntEnum):
-    """What is asked of a point, and of which."""
-
-    END = 0  # is the end of a path gone beyond?
-    STOP = 1  # of a place that one path leads through: does a prompt go on just there?
-    PARTING = 2  # is a place where paths part passed, by any of them?
-    STOP_AT_PARTING = 3
-
-
-class Sort(NamedTuple):
-    """Points that are alike."""
-
-    kind: Kind
-    gap: int
-    times: int
-    new: int
-
-
-def gap_bucket(requests: int) -> int:
-    return 0 if requests == 0 else 1 + min(GAPS - 2, requests.bit_length() - 1)
-
-
-def turns_bucket(turns: int) -> int:
-    return turns if turns < 4 else 4 if turns < 8 else 5
-
-
-def uses_bucket(uses: int) -> int:
-    return min(TIMES - 1, uses.bit_length() - 1)
-
-
-def new_bucket(tokens: int) -> int:
-    return min(NEWS - 1, (max(0, tokens) // 16 + 1).bit_length() - 1)
 
 
 class ReuseTimes:

@@ -2,7 +2,8 @@ import random
 
 import pytest
 
-from intarsia.kvcache.reuse_times import Kind, ReuseTimes, Sort, gap_bucket, new_bucket, turns_bucket, uses_bucket
+from intarsia.kvcache.reuse_times import ReuseTimes
+from intarsia.kvcache.sorts import Kind, Sort, gap_bucket, new_bucket, turns_bucket, uses_bucket
 
 CHAT, CYCLE = Sort(Kind.END, 1, 0, 3), Sort(Kind.END, 9, 1, 0)
 
