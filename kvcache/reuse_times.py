@@ -1,8 +1,8 @@
 """How soon points are used again, learnt from what happens: the chance of it, by age, for each sort of point.
 
-For each kind and gap of a sort (`sorts.py`) there is a table of rates by age (uses per request that comes in). Times and
-new tokens multiply it. What is rare leans on what is frequent: a rate begins as that of its kind and moves as events
-come, and a factor begins as 1. Ages are counted in requests, so a quiet night makes nothing old.
+For each kind and gap of a sort (`sorts.py`) there is a table of rates by age (uses per request that comes in). Times
+and new tokens multiply it. What is rare leans on what is frequent: a rate begins as that of its kind and moves as
+events come, and a factor begins as 1. Ages are counted in requests, so a quiet night makes nothing old.
 
 A point's `chance` is the best that waiting for it could bring: over all times that one could go on keeping it, the
 largest ratio of the probability of a use to the time that memory is held for it (an index as Gittins defines it). It
