@@ -30,7 +30,10 @@ from .sorts import Kind, Sort, gap_bucket, new_bucket, turns_bucket, uses_bucket
 from .tables import Tables
 
 DRAWN, SHORTLIST = 64, 16
-"""Candidates drawn for each choice, and of those the least worth that are candidates again at the next one."""
+"""Candidates drawn for a choice, and of those the least worth that are candidates again at the next one."""
+
+CHOSEN_AT_ONCE = 4
+"""Of those drawn, so many may be given up one after another while no request comes: what they are worth is the same."""
 
 CUT_TOKENS = 512
 """By which an end is cut shorter at a time."""
@@ -106,6 +109,8 @@ class Retention:
         self._candidates: list[Point] = []
         self._shortlist: list[Point] = []
         self._cutting = self.tree.root, -1  # an end, and when it was chosen
+        self._chosen: list[Point] = []  # what is given up next, worth more and more from the last on
+        self._chosen_at = -1
 
     @property
     def num_bytes(self) -> int:
@@ -184,6 +189,9 @@ class Retention:
         cut, at = self._cutting
         if at == self._now and cut.place >= 0 and cut.is_end:
             return cut
+        while self._chosen and self._chosen_at == self._now:
+            if (point := self._chosen.pop()).place >= 0:
+                return point
         candidates, count = self._candidates, len(self._candidates)
         if count <= self._drawn:
             drawn = candidates
@@ -194,7 +202,9 @@ class Retention:
         awaited = max(0, self._now - AWAITED_REQUESTS)
         rated = {point: (point.awaited >= awaited, self._worth(point), -point.end) for point in drawn}
         order = sorted(rated, key=rated.__getitem__)
-        self._shortlist = order[1 : 1 + SHORTLIST]
+        few = min(CHOSEN_AT_ONCE, 1 + len(order) // 16)
+        self._chosen, self._chosen_at = order[1:few][::-1], self._now
+        self._shortlist = order[few : few + SHORTLIST]
         return order[0] if order else None
 
     def _worth(self, point: Point) -> float:
