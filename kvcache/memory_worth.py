@@ -93,10 +93,6 @@ class ThoughtPool:
                 break
         return min(kept, blocks, (arrival.tokens - 1) // self._size) * self._size
 
-    def forget_all(self) -> None:
-        self._retention.forget_all()
-        self._blocks.used_bytes = 0
-
 
 def _leads_on(point: Point, length: int, arrival: Arrival) -> bool:
     """Could this request go on at that length of a point on its path?"""
@@ -124,10 +120,6 @@ class MemoryWorth:
         """
         found = {scale: tokens - (since or {}).get(scale, 0) for scale, tokens in self.found_tokens.items()}
         return {scale: max(0, really_found + tokens - found[1.0]) for scale, tokens in found.items() if scale != 1.0}
-
-    def forget_all(self) -> None:
-        for pool in self._pools.values():
-            pool.forget_all()
 
 
 def with_forecasts(retention: Retention, plan: MemoryPlan) -> MemoryWorth:

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from .prefix import shared_blocks
 from .sorts import Sort
 
 
@@ -91,7 +92,7 @@ class PointTree:
                 path.append(point)
                 at = point.end
                 continue
-            return Walk(path, point, at + _alike(names[at:], point.names))
+            return Walk(path, point, shared_blocks(names, point.names, at))
         return Walk(path, None, at)
 
     # -- acting ------------------------------------------------------------------------------------------------------
@@ -100,7 +101,7 @@ class PointTree:
         """The points of a path, the last one at its end. It is made if there is none."""
         path, within, blocks = self.walk(names)
         if within is not None:
-            path.append(self._split(within, blocks, now))
+            path.append(self._split(within, blocks))
         if blocks < len(names):
             parent = path[-1] if path else self.root
             point = Point(parent, blocks, len(names), names[blocks:], now)
@@ -133,9 +134,6 @@ class PointTree:
         self._remove(point)
         return point
 
-    def forget_all(self) -> None:
-        self.__init__()
-
     def _remove(self, point: Point) -> None:
         for child in list(point.children):
             self._remove(child)
@@ -153,7 +151,7 @@ class PointTree:
             del self.remembered[point]
             self.remembered_names -= len(point.names)
 
-    def _split(self, point: Point, at: int, now: int) -> Point:
+    def _split(self, point: Point, at: int) -> Point:
         """A point within another one, before it."""
         parent, names, was_kept = point.parent, point.names, point.is_kept
         assert parent is not None and point.start < at < point.end, "there is no place to part"
@@ -177,18 +175,6 @@ class PointTree:
         if not was_kept:
             self._remember(before)
         return before
-
-
-def _alike(names: Sequence[bytes], others: Sequence[bytes]) -> int:
-    """Names that both begin with. The first ones are the same."""
-    low, high = 1, min(len(names), len(others))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if names[middle - 1] == others[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def names_between(point: Point, first: int, stop: int) -> list[bytes]:

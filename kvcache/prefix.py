@@ -143,16 +143,19 @@ class TokenChain:
         return marked(sha256(self._end_key + kind + before + tail).digest(), self.mark)
 
 
-def shared_blocks(one: Chain, other: Chain) -> int:
-    """Full blocks that two sequences have in common. Names are of all that comes before: from some on they differ."""
-    low, high = 0, min(len(one.names), len(other.names))
+def shared_blocks(names: Sequence[bytes], others: Sequence[bytes], start: int = 0) -> int:
+    """Full blocks that two sequences have in common. Names are of all that comes before: from some on they differ.
+
+    others: from block `start` on; up to there the two are alike.
+    """
+    low, high = 0, min(len(names) - start, len(others))
     while low < high:
         middle = (low + high + 1) // 2
-        if one.names[middle - 1] == other.names[middle - 1]:
+        if names[start + middle - 1] == others[middle - 1]:
             low = middle
         else:
             high = middle - 1
-    return low
+    return start + low
 
 
 class GivenChain:

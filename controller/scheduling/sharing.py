@@ -89,7 +89,7 @@ class Sharing:
         for other in running:
             if other.chain is None or other.computed_tokens >= other.prompt_tokens:
                 continue
-            common = min(shared_blocks(request.chain, other.chain) * size, other.prompt_tokens)
+            common = min(shared_blocks(request.chain.names, other.chain.names) * size, other.prompt_tokens)
             if other.computed_tokens < common and common - hit.tokens >= max(lacking / 2, size):
                 self._manager.expect(other.id, common)
                 return True

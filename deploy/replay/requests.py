@@ -72,10 +72,9 @@ def replay_requests(
 ) -> tuple[TraceResult, CacheManager]:
     """Run all requests through a manager.
 
-    forecast      say also what half, twice and four times the memory would find
-
     memory_bytes  None: enough that nothing is ever evicted
     block_tokens  None: those of the trace
+    forecast      say also what half, twice and four times the memory would find
     progress      wraps the requests, to show how far it is
 
     Raises `InvalidSetting` when the model does not fit the memory.
