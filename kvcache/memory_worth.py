@@ -11,7 +11,7 @@ from .group_table import Row
 from .hints import USUAL_RETENTION
 from .ids import RequestId
 from .plan import MemoryPlan
-from .point_blocks import LENGTHS_AT_A_POINT, PointSizes
+from .point_blocks import PointSizes
 from .points import Point
 from .prefix import Chain
 from .retention import Arrival, Retention
@@ -30,14 +30,11 @@ class ThoughtBlocks(PointSizes):
     def keep(self, point: Point, first: int) -> None:
         self.used_bytes += (point.end - first) * self.path_block_bytes
 
-    def end_at(self, point: Point, chain: Chain, length: int) -> None:
-        end_name = chain.end(length) if length % self._size else None
-        if (length % self._size and end_name is None) or length in point.lengths:
-            return
-        while len(point.lengths) >= LENGTHS_AT_A_POINT:
-            self.drop_length(point, next(iter(point.lengths)))
+    def _can_go_on(self, point: Point, chain: Chain, length: int, end_name: bytes | None) -> bool:
+        return True
+
+    def _add_length(self, point: Point, length: int) -> None:
         self.used_bytes += self._length_bytes(point, length)
-        point.lengths[length], point.is_ready = end_name, True
 
     def drop_length(self, point: Point, length: int) -> None:
         del point.lengths[length]

@@ -67,9 +67,25 @@ class PointSizes(ABC):
     def keep(self, point: Point, first: int) -> None:
         """Blocks of its path from `first` on are there."""
 
-    @abstractmethod
     def end_at(self, point: Point, chain: Chain, length: int) -> None:
         """A request has left a point at this length."""
+        end_name = chain.end(length) if length % self._size else None
+        if (length % self._size and end_name is None) or not self._can_go_on(point, chain, length, end_name):
+            return
+        if length in point.lengths:
+            point.lengths[length] = point.lengths.pop(length)  # the latest of them
+            return
+        while len(point.lengths) >= LENGTHS_AT_A_POINT:
+            self.drop_length(point, next(iter(point.lengths)))
+        self._add_length(point, length)
+        point.lengths[length], point.is_ready = end_name, True
+
+    @abstractmethod
+    def _can_go_on(self, point: Point, chain: Chain, length: int, end_name: bytes | None) -> bool:
+        """Is all there that a request needs to go on at this length?"""
+
+    def _add_length(self, point: Point, length: int) -> None:
+        """Count what this length takes, beside what the point has. Those of a pool are counted there."""
 
     @abstractmethod
     def drop_length(self, point: Point, length: int) -> None:
@@ -107,15 +123,8 @@ class PointBlocks(PointSizes):
         pass  # the tables have given them back
 
     def end_at(self, point: Point, chain: Chain, length: int) -> None:
-        end_name = chain.end(length) if length % self._size else None
-        if (length % self._size and end_name is None) or not self._can_go_on(point, chain, length, end_name):
-            return
-        point.lengths.pop(length, None)
-        while len(point.lengths) >= LENGTHS_AT_A_POINT:
-            self.drop_length(point, next(iter(point.lengths)))
-        point.lengths[length] = end_name
-        point.is_ready = True
-        if self._has_drafts:
+        super().end_at(point, chain, length)
+        if self._has_drafts and length in point.lengths:
             point.draft_names = chain.draft_names[point.start : point.end]
 
     def drop_length(self, point: Point, length: int) -> None:
