@@ -84,8 +84,9 @@ class PointSizes(ABC):
     def _can_go_on(self, point: Point, chain: Chain, length: int, end_name: bytes | None) -> bool:
         """Is all there that a request needs to go on at this length?"""
 
+    @abstractmethod
     def _add_length(self, point: Point, length: int) -> None:
-        """Count what this length takes, beside what the point has. Those of a pool are counted there."""
+        """Count what this length takes, beside what the point has."""
 
     @abstractmethod
     def drop_length(self, point: Point, length: int) -> None:
@@ -121,6 +122,9 @@ class PointBlocks(PointSizes):
 
     def keep(self, point: Point, first: int) -> None:
         pass  # the tables have given them back
+
+    def _add_length(self, point: Point, length: int) -> None:
+        pass  # likewise
 
     def end_at(self, point: Point, chain: Chain, length: int) -> None:
         super().end_at(point, chain, length)
