@@ -54,6 +54,7 @@ class Scheduler:
         self._live = LiveRequests(manager, self._queue, self._seats, self._sharing, self._preemption, self._deadlines)
         self._quarantine = Quarantine()
         self._held_up: Request | None = None  # it was its turn, and there was no room
+        self._made_room_for: Request | None = None  # another one gave way to it in this plan
         self.is_full = False  # there was a request that the last step had no room for
         self._lacks_blocks = False  # and a larger step would have had none either
         self._draft = StepDraft()  # of the next step
@@ -128,7 +129,7 @@ class Scheduler:
         if self._quarantine.suspects:
             for cleared in self._quarantine.clear():
                 self._live.put_back(cleared, draft)
-        if self._held_up is not None:
+        if self._held_up is not None and self._held_up.is_live and self._seats.running:
             self._make_room(self._held_up, now_s)
         # 3. Forks go on from a prompt that is computed.
         if self._sharing.parents:
@@ -278,8 +279,7 @@ class Scheduler:
 
     def _admit_waiting(self, budget: StepBudget, now_s: float) -> int:
         """Admit requests while there are tokens, slots and blocks for them. Returns how many."""
-        admitted = 0
-        self._held_up = None
+        admitted, self._held_up = 0, None
         # 1. While there are suspects, the first of them runs alone.
         if suspects := self._quarantine.suspects:
             return int(not self._seats.running and self._admit(suspects[0], budget, now_s))
@@ -306,18 +306,20 @@ class Scheduler:
         return tokens > 0
 
     def _next_waiting(self, now_s: float) -> Request | None:
+        room_for, self._made_room_for = self._made_room_for, None
+        if room_for is not None and room_for.id in self._queue.waiting:
+            return room_for  # or another one with a longer cached prefix would take the room
         if self._settings.longest_prefix_first and self._seats.free_slots:
             return self._queue.best_head(lambda request: lookup(request, self._manager).tokens, now_s)
         return self._queue.head()
 
     def _make_room(self, waiting: Request, now_s: float) -> None:
         """A request that was held up may take the place of a running one of lower priority."""
-        if not waiting.is_live or not self._seats.running:
-            return
         most_junior = self._seats.running[-1]
         # The one that gives way comes behind in the queue, or it would take its own place again.
         if self._queue.is_behind(most_junior, waiting) and self._preemption.gives_way(most_junior, waiting, now_s):
             self._live.preempt(most_junior, self._draft)
+            self._made_room_for = waiting
 
     def _seal(self) -> Step | None:
         """The step as it was drafted. None, and the draft is left to the next plan, if it computes nothing."""

@@ -30,8 +30,10 @@ def test_short_pool_preempts_the_least_urgent_even_if_it_came_first():
     assert (urgent.preemptions, patient.preemptions > 0) == (0, True)
 
 
-def test_urgent_request_takes_the_slot_of_a_less_urgent_one_which_loses_no_token():
-    bench = Bench(Full(), max_num_seqs=1)
+@pytest.mark.parametrize("longest_prefix_first", [False, True])
+def test_urgent_request_takes_the_slot_of_a_less_urgent_one_which_loses_no_token(longest_prefix_first: bool):
+    # What the less urgent one has computed is cached, and would make it the next one again.
+    bench = Bench(Full(), max_num_seqs=1, longest_prefix_first=longest_prefix_first)
     patient = bench.add(PROMPT, max_tokens=20, options=RequestOptions(priority=5))
     for _ in range(3):
         bench.step()
