@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..kvcache.manager import CacheManager
+from ..kvcache.sampled_worth import Forecast
 from .latencies import Latencies, Spread
 from .request import Request
 
@@ -111,6 +112,7 @@ class Metrics(NamedTuple):
     finished: dict[str, int]  # answers by why they ended
     lost_tokens: dict[str, int]  # of prompts: cached once and computed again, by cause
     groups: tuple[GroupMetrics, ...]
+    forecasts: tuple[Forecast, ...] = ()  # of each kind of memory
 
 
 class Window:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ..kvcache.check import Recount, recount
 from ..kvcache.manager import CacheManager
 from ..kvcache.pool_map import PoolMap
+from ..kvcache.sampled_worth import Forecast
 from ..proto.status import CacheState, EngineLoad
 from ..proto.worker import WorkerStatus
 from .latencies import Latencies
@@ -75,6 +76,7 @@ class EngineSnapshot(NamedTuple):
     recount: Recount | None  # None: not asked for
     faults: str = ""  # what the recount found to be wrong
     latencies: Latencies = Latencies()
+    forecasts: tuple[Forecast, ...] = ()  # what other sizes of each kind of memory would find
 
 
 def request_snapshots(

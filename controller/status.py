@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ..errors import IntarsiaError
 from ..kvcache.ids import RequestId
 from ..kvcache.manager import CacheManager
+from ..kvcache.sampled_worth import Forecast, follow
 from ..proto.status import CacheState, EngineInfo, EngineLoad, GroupState, Probe, SnapshotQuery
 from .metrics import Metrics
 from .request import Request
@@ -41,6 +42,7 @@ class Status:
         self._workers = workers
         self._telemetry = telemetry
         self._live = live
+        self._worth = follow(manager.retention, manager.plan) if manager.retention is not None else None
 
     def load(self, viewer: str | None = None) -> EngineLoad:
         if viewer is not None:
@@ -76,7 +78,12 @@ class Status:
         )
 
     def metrics(self) -> Metrics:
-        return self._telemetry.meter.read(self._manager)
+        return self._telemetry.meter.read(self._manager)._replace(forecasts=self.forecasts())
+
+    def forecasts(self) -> tuple[Forecast, ...]:
+        """What other sizes of each kind of memory would find of late. Empty until requests have left."""
+        forecast = self._worth.forecast() if self._worth is not None else None
+        return (forecast,) if forecast is not None else ()
 
     async def snapshot(self, query: SnapshotQuery) -> EngineSnapshot:
         """All there is to see."""
@@ -101,6 +108,7 @@ class Status:
             recount=recount,
             faults=faults,
             latencies=self._telemetry.meter.latencies(now_s),
+            forecasts=self.forecasts(),
         )
 
     # -- of one tenant -----------------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ class CacheManager:
         if self.is_caching:
             self._lookup.opened(hit.chain)
         if self.retention is not None:
-            self._arrivals.append(Arrival(request, hit.chain, len(hit.chain.names), hit.chain.known))
+            self._arrivals.append(Arrival(request, hit.chain, len(hit.chain.names), hit.chain.known, hit.tokens))
 
     def extend(self, request: RequestId, length: int, written: int | None = None) -> Growth:
         """Blocks for all tokens up to `length`.

@@ -57,8 +57,8 @@ class ThoughtPool:
     """Requests one after another, in so many bytes."""
 
     def __init__(self, plan: MemoryPlan, memory_bytes: int):
+        self.memory_bytes = memory_bytes
         self._size = plan.block_tokens
-        self._memory_bytes = memory_bytes
         self._blocks = ThoughtBlocks(plan)
         self._arrivals: list[Arrival] = []
         self._retention = Retention(plan, self._blocks, self._arrivals, DRAWN)
@@ -74,7 +74,7 @@ class ThoughtPool:
         left.marks = tuple(sorted(mark for mark in {found, branch, prompt_end} if mark and mark >= found))
         self._arrivals.append(arrival._replace(request=RequestId(0)))
         self._retention.released(left, USUAL_RETENTION)
-        while self._blocks.used_bytes > self._memory_bytes and self._retention.give_up():
+        while self._blocks.used_bytes > self.memory_bytes and self._retention.give_up():
             pass
         return found
 
@@ -106,9 +106,18 @@ class MemoryWorth:
         self.found_tokens = dict.fromkeys(SCALES, 0)
 
     def served(self, arrival: Arrival, row: Row) -> None:
+        """A request has left."""
         self.asked_tokens += arrival.tokens
-        for scale, pool in self._pools.items():
-            self.found_tokens[scale] += pool.serve(arrival, row)
+        for scale, found in self.serve(arrival, row).items():
+            self.found_tokens[scale] += found
+
+    def serve(self, arrival: Arrival, row: Row) -> dict[float, int]:
+        """Tokens of its prompt that each pool finds."""
+        return {scale: pool.serve(arrival, row) for scale, pool in self._pools.items()}
+
+    def resize(self, scale: float, memory_bytes: int) -> None:
+        """From the next request on."""
+        self._pools[scale].memory_bytes = memory_bytes
 
     def forecast(self, really_found: int, since: Mapping[float, int] | None = None) -> dict[float, int]:
         """Tokens that so many times the memory would have found.

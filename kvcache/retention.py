@@ -65,6 +65,7 @@ class Arrival(NamedTuple):
     chain: Chain
     blocks: int  # full ones of its prompt
     tokens: int
+    found: int  # of them, in the cache
 
 
 class Visit(NamedTuple):

@@ -86,6 +86,7 @@ def as_json(info: EngineInfo, seen: EngineSnapshot, front_end: FrontEnd) -> dict
         "recount": seen.recount._asdict() if seen.recount is not None else None,
         "faults": seen.faults,
         "latencies": {name: spread._asdict() for name, spread in seen.latencies._asdict().items()},
+        "forecasts": [forecast._asdict() for forecast in seen.forecasts],
     }
 
 

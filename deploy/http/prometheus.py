@@ -110,6 +110,7 @@ class _Families:
                 yield self._histogram(name, about, self._measured.distributions[kind])
             yield from self._ends(self._measured)
             yield from self._groups(self._measured)
+            yield from self._forecasts(self._measured)
         if self._cache is not None:
             yield self._pool(self._cache)
 
@@ -164,6 +165,16 @@ class _Families:
         evicted = [(labels, group.evicted_blocks) for labels, group in groups]
         about = "Blocks whose known prefix made room for others."
         yield self._family(CounterMetricFamily, "intarsia:group_evicted_blocks", about, evicted)
+
+    def _forecasts(self, measured: Metrics) -> Iterator[Metric]:
+        found = [
+            ({"kind": forecast.kind, "memory": f"{scale:g}"}, share)
+            for forecast in measured.forecasts
+            for scale, share in forecast.found
+        ]
+        if found:
+            about = "Share of prompts' tokens, of late, that so many times the memory finds; 1: what is really found."
+            yield self._family(GaugeMetricFamily, "intarsia:prefix_hit_rate_forecast", about, found)
 
     def _family(self, make: Any, name: str, about: str, values: Sequence[tuple[Mapping[str, str], float]]) -> Metric:
         family = make(name, about, labels=[*self._labels, *values[0][0]])

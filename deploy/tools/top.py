@@ -179,6 +179,7 @@ def screen(view: dict[str, Any], before: dict[str, Any], steps: list[dict[str, A
         _late(view["latencies"]),
         Text(),
         _groups(view),
+        *_forecasts(view),
         Text(),
         _steps(view["steps"] if steps is None else steps),
         Text(),
@@ -227,6 +228,17 @@ def _groups(view: dict[str, Any]) -> RenderableType:
     cache = view["cache"]
     pages = f"pages: {cache['held_pages']:,} held, {cache['kept_pages']:,} kept, {cache['blank_pages']:,} blank"
     return Group(table, Text(pages, style="dim"))
+
+
+def _forecasts(view: dict[str, Any]) -> list[RenderableType]:
+    """What other sizes of the memory would find, where that is known."""
+    return [Text(forecast_line(each), style="dim") for each in view["forecasts"]]
+
+
+def forecast_line(forecast: dict[str, Any]) -> str:
+    """For people: how much of prompts is found, and would be with half, twice and four times as much."""
+    sizes = "  ".join(f"{scale:g}x {share:.1%}" for scale, share in forecast["found"])
+    return f"of prompts found, by {forecast['kind']} memory: {sizes}"
 
 
 def _steps(steps: list[dict[str, Any]]) -> RenderableType:

@@ -147,3 +147,20 @@ def test_a_probe_tells_what_a_request_would_meet_and_touches_nothing():
         assert engine.status.probe([]).is_leaving
 
     running(engine, scenario())
+
+
+def test_what_other_sizes_of_the_memory_would_find_is_forecast_from_requests_that_left():
+    engine = make_engine()
+
+    async def scenario() -> None:
+        assert engine.status.forecasts() == ()
+        for _ in range(3):
+            await submit(engine, PROMPT, SamplingParams(max_tokens=4)).done.wait()
+        [forecast] = engine.status.forecasts()
+        assert (forecast.kind, forecast.requests, forecast.one_in) == ("device", 3, 1)
+        shares = dict(forecast.found)
+        assert sorted(shares) == [0.5, 1.0, 2.0, 4.0] and shares[0.5] <= shares[1.0] == shares[2.0] == shares[4.0] > 0
+        seen = await engine.status.snapshot(SnapshotQuery())
+        assert seen.forecasts == engine.status.metrics().forecasts == (forecast,)
+
+    running(engine, scenario())

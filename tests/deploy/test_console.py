@@ -342,6 +342,26 @@ def test_how_long_requests_wait_is_told_with_the_slow_end(console: Console, page
 
 
 @needs_browser
+def test_worth_of_other_sizes_of_the_memory_is_told(console: Console, page: Page, loop: Loop):
+    async def ask(token: int) -> None:
+        async for _ in console.engine.client.generate([token] * 64, SamplingParams(max_tokens=2)):
+            pass
+
+    for token in range(5, 55):  # in so large a pool one conversation in several is followed
+        loop.run(ask(token))
+    shown(page, console.url)
+    page.wait_for_selector("#worth:has-text('of prompts found')")
+    told = page.locator("#worth").inner_text()
+    assert re.match(
+        r"device memory: × 0.5 [\d.]+ %, as it is [\d.]+ %, × 2 [\d.]+ %, × 4 [\d.]+ % of prompts found", told
+    )
+    view = fetch_snapshot(Server(console.url, KEY))
+    terminal = Terminal(width=80, record=True, file=io.StringIO())
+    terminal.print(screen(view, view))
+    assert re.search(r"of prompts found, by device memory: 0.5x [\d.]+%  1x [\d.]+%  2x ", terminal.export_text())
+
+
+@needs_browser
 def test_a_words_question_mark_leads_to_its_explanation(console: Console, page: Page):
     shown(page, console.url)
     marks = page.locator("button.what")

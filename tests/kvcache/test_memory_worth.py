@@ -98,5 +98,5 @@ def test_bytes_of_a_thought_pool_are_those_of_its_points_and_fit(reaches: tuple[
     _, worth = replay(reaches, 201, chats(3, 400))
     for pool in worth._pools.values():
         check_tree(pool._retention.tree)
-        assert pool._blocks.used_bytes <= pool._memory_bytes
+        assert pool._blocks.used_bytes <= pool.memory_bytes
         assert pool._blocks.used_bytes == thought_bytes(pool, reaches, 64)

@@ -105,6 +105,13 @@ def test_the_cache_tells_how_much_it_holds(api: Api):  # noqa: F811
     assert int(config.labels["kv_cache_size_tokens"]) == int(info.max_len_concurrency * info.max_model_len)
 
 
+def test_worth_of_other_sizes_of_the_memory_is_told(api: Api):  # noqa: F811
+    ask(api, prompt="birch, " * 12, max_tokens=2)
+    found = scrape(api)["intarsia:prefix_hit_rate_forecast"]
+    shares = {sample.labels["memory"]: sample.value for sample in found if sample.labels["kind"] == "device"}
+    assert list(shares) == ["0.5", "1", "2", "4"] and all(0 <= share <= 1 for share in shares.values())
+
+
 def test_process_is_told_with_help_in_every_family(api: Api):  # noqa: F811
     text = urllib.request.urlopen(f"{api.url}/metrics", timeout=10).read().decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
