@@ -65,10 +65,10 @@ class CachedBlocks:
         assert self.in_page[page] >= 0, f"large page {page} caches less than no blocks"
         self._forget_tier(block, page)
 
-    def rank_anew(self, block: int, tier: Tier) -> None:
-        self.remove(block)
-        self.count(block, tier)
-        self.queue.push(block, tier)
+    def make_low(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._forget_tier(block, block // self._per_page)
+        self.queue.make_low(blocks)  # those that are passed over are not in it
 
     def left(self, page: int) -> None:
         """Is a cached page mixed? Asked whenever it may have become so."""

@@ -111,6 +111,14 @@ class Queue:
         target = self._usual if tier or not self._has_tiers else self._low
         target.update(zip(items, self._clock.ticks(len(items)), strict=True))
 
+    def make_low(self, items: Iterable[int]) -> None:
+        """Of the queue's items, have these evicted before usual ones, in this order."""
+        usual, low, clock = self._usual, self._low, self._clock
+        for item in items:
+            if usual.pop(item, None) is not None:
+                clock.now += 1
+                low[item] = clock.now
+
     def discard(self, item: int) -> None:
         """Take an item out: it is used again, it is evicted, or its content is forgotten."""
         if self._usual.pop(item, None) is None:

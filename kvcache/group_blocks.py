@@ -119,10 +119,9 @@ class GroupBlocks(ABC):
     def free_reserved(self, request: RequestId) -> None:
         """The request needs what is reserved for it no longer: any request may have it."""
 
-    def demote(self, block: int) -> None:
-        """A cached block is evicted first from now on."""
-        if self.is_cached(block):
-            self._rank_anew(block, Tier.LOW)
+    @abstractmethod
+    def make_low(self, blocks: Iterable[int]) -> None:
+        """Of these blocks, those that are cached are evicted first from now on, in this order."""
 
     @abstractmethod
     def evicted_page(self, page: int) -> None:
@@ -197,10 +196,6 @@ class GroupBlocks(ABC):
             self._evicted.popitem(last=False)
         if self._known.log is not None:
             self._known.log.removed(self.group, name)
-
-    @abstractmethod
-    def _rank_anew(self, block: int, tier: Tier) -> None:
-        """A cached block takes another place in the order of eviction."""
 
     @abstractmethod
     def _free_cached(self, block: int) -> None:

@@ -110,9 +110,7 @@ class Hints:
             self._unpin(pin)
         while self._expiries and self._expiries[0].at <= now:
             for group, blocks in zip(self._groups, heapq.heappop(self._expiries).blocks, strict=True):
-                for block, name in blocks:
-                    if group.name_of(block) == name:
-                        group.demote(block)
+                group.make_low([block for block, name in blocks if group.name_of(block) == name])
         self.are_any = bool(self._pins or self._expiries)
 
     def forget_all(self) -> None:

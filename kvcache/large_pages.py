@@ -138,11 +138,9 @@ class LargePages:
         assert self._owner[page] != NO_GROUP, f"large page {page} is free and cannot be reused"
         self._cached.discard(page)
 
-    def rank_anew(self, page: int, tier: Tier) -> None:
-        """A cached page takes another place in the order of eviction."""
-        assert self._owner[page] != NO_GROUP, f"large page {page} is free and has no place"
-        self._cached.discard(page)
-        self._cached.push(page, tier)
+    def make_low(self, pages: Sequence[int]) -> None:
+        """These cached pages are evicted before usual ones, in this order."""
+        self._cached.make_low(pages)
 
     def forget(self, page: int) -> None:
         """A cached page holds nothing known any more: it is free."""

@@ -328,13 +328,14 @@ class PackedBlocks(GroupBlocks):
         self._cached.evicted_page(page, names)
         self._forget_page(page)
 
-    def _rank_anew(self, block: int, tier: Tier) -> None:
-        assert self.is_cached(block), f"block {block} of group {self.group} is not cached and has no rank"
-        page = block // self.per_page
-        self._cached.rank_anew(block, tier)
-        if self._used[page] == 0:
-            self._pages.rank_anew(page, self._cached.page_tier(page))
-            self._cached.left(page)
+    def make_low(self, blocks: Iterable[int]) -> None:
+        lower = [block for block in blocks if self.is_cached(block)]
+        self._cached.make_low(lower)
+        used, cached = self._used, self._cached
+        pages = [page for page in dict.fromkeys([block // self.per_page for block in lower]) if not used[page]]
+        for page in pages:
+            cached.left(page)
+        self._pages.make_low([page for page in pages if not cached.page_tier(page)])
 
     def _free_cached(self, block: int) -> None:
         page = block // self.per_page

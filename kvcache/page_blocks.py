@@ -91,14 +91,13 @@ class PageBlocks(GroupBlocks):
     def free_reserved(self, request: RequestId) -> None:
         pass
 
+    def make_low(self, blocks: Iterable[int]) -> None:
+        self._pages.make_low([block for block in blocks if self.is_cached(block)])
+
     def evicted_page(self, page: int) -> None:
         assert not self.holders[page], f"block {page} of group {self.group} is held and was evicted"
         self._drop_name(page)
         self.num_evicted += 1
-
-    def _rank_anew(self, block: int, tier: Tier) -> None:
-        assert self.is_cached(block), f"block {block} of group {self.group} is not cached and has no rank"
-        self._pages.rank_anew(block, tier)
 
     def _free_cached(self, block: int) -> None:
         assert not self.holders[block], f"block {block} of group {self.group} is held and becomes free"

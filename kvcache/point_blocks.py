@@ -1,6 +1,7 @@
 """What a point takes of the memory, in each group of layers, and how its blocks become the first to be evicted."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from .encoder_table import EncoderTable
 from .plan import Group, MemoryPlan
@@ -9,6 +10,9 @@ from .pool import BlockPool
 from .prefix import Chain, Encoder
 from .reach import Keeps, moves_on
 from .tables import Tables
+
+MOST_LENGTHS = 4096
+"""Of which it is remembered what it takes to go on there."""
 
 LENGTHS_AT_A_POINT = 2
 """Ends inside the block after it. Of more, the oldest is given up."""
@@ -28,12 +32,19 @@ class PointSizes(ABC):
         self._windows = [(g, group) for g, group in numbered if moves_on(group.reach)]
         self._states = [(g, group) for g, group in numbered if group.reach.keeps is Keeps.STATE]
         self._encoder_bytes = sum(g.block_bytes for g in plan.groups if g.reach.keeps is Keeps.ENCODER)
+        self._place_bytes: dict[int, int] = {}  # by length, of those asked for of late
         self.has_places = bool(self._windows or self._states)  # is more needed to go on than all blocks before?
         self.path_block_bytes = sum(group.block_bytes for _, group in self._whole)  # of all groups together
 
     def place_bytes(self, length: int) -> int:
         """What it takes to go on at a length, beside all blocks before."""
-        return sum(group.blocks_between(length) * group.block_bytes for _, group in (*self._windows, *self._states))
+        known = self._place_bytes.get(length)
+        if known is None:
+            if len(self._place_bytes) >= MOST_LENGTHS:
+                self._place_bytes.clear()
+            groups = [group for _, group in (*self._windows, *self._states)]
+            known = self._place_bytes[length] = sum(g.blocks_between(length) * g.block_bytes for g in groups)
+        return known
 
     def _own_window(self, point: Point, group: Group, length: int) -> tuple[int, int]:
         """The blocks of a window that serve no other point: from first to end."""
@@ -135,35 +146,31 @@ class PointBlocks(PointSizes):
         end_name = point.lengths.pop(length)
         if end_name is not None:
             for g, _ in (*self._windows, *self._whole):
-                self._demote(g, end_name)
+                self._demote(g, (end_name,))
         for g, _ in self._states:
             name = end_name if end_name is not None else point.names[-1]
-            self._demote(g, name)
+            self._demote(g, (name,))
         if point.lengths:
             return
         for g, group in self._windows:
             first, stop = self._own_window(point, group, length)
-            for name in names_between(point, first, stop):
-                self._demote(g, name)
+            self._demote(g, names_between(point, first, stop))
 
     def demote_path(self, point: Point, first: int) -> None:
         # The last ones first: so the front outlives the tail.
         if point.encoder is not None:
-            for name in point.names:
-                self._demote(point.encoder[0], name)
+            self._demote(point.encoder[0], point.names)
             return
         for g, group in self._whole:
             names = point.draft_names if group.is_draft else point.names
-            for name in reversed(names[first - point.start : point.kept - point.start]):
-                self._demote(g, name)
+            self._demote(g, names[first - point.start : point.kept - point.start][::-1])
 
     # -- parts of the verbs ------------------------------------------------------------------------------------------
 
-    def _demote(self, g: int, name: bytes) -> None:
+    def _demote(self, g: int, names: Sequence[bytes]) -> None:
         group = self._groups[g]
-        block = group.index.get(name)
-        if block is not None:
-            group.demote(block)
+        block_of = group.index
+        group.make_low([block_of[name] for name in names if name in block_of])
 
 
 def _keeps_all(group: Group) -> bool:

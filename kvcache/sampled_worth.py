@@ -16,7 +16,7 @@ from .plan import MemoryPlan
 from .points import Point
 from .retention import Arrival, Retention
 
-MOST_TIME_SHARE, FREE_S = 0.01, 2.0
+MOST_TIME_SHARE, FREE_S = 0.01, 0.25
 """Of the time that passes, what it may take; and seconds that it may take before."""
 
 MOST_BLOCKS = 1 << 16

@@ -195,7 +195,7 @@ def test_before_something_of_worth_is_evicted_the_pool_asks_what_to_give_up(per_
     def give_up() -> bool:
         """One block at a time, the latest first."""
         asked.append(blocks[-1 - len(asked)])
-        pool.groups[0].demote(asked[-1])
+        pool.groups[0].make_low(asked[-1:])
         return True
 
     pool.ask_before_evictions(give_up, lambda request, length: False)
