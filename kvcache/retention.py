@@ -210,19 +210,20 @@ class Retention:
 
     def _worth(self, point: Point) -> float:
         """Tokens saved per request that comes in and byte that giving it up would free."""
-        if point.is_end:
-            chance = self.reuse.chance(_sort(point.sort), self._now - point.last) * point.weight
+        blocks, is_end = self._blocks, not point.kept_children
+        if is_end:
+            chance = self.reuse.chance(point.sort, self._now - point.last) * point.weight
         else:
-            chance = self.reuse.chance(_sort(point.stop_sort), self._now - point.stopped) * point.weight
+            chance = self.reuse.chance(point.stop_sort, self._now - point.stopped) * point.weight
         if point.encoder is not None:
-            return chance * point.encoder[1] / self._blocks.encoder_bytes(point)
-        if not self._blocks.has_places:
-            return chance * self._size / max(1, self._blocks.path_block_bytes)
+            return chance * point.encoder[1] / blocks.encoder_bytes(point)
+        if not blocks.has_places:
+            return chance * self._size / max(1, blocks.path_block_bytes)
         length = max(point.lengths)
         before, start = _what_stays(point)
-        freed = self._blocks.place_bytes(length)
-        if point.is_end:
-            freed += (point.kept - start) * self._blocks.path_block_bytes
+        freed = blocks.place_bytes(length)
+        if is_end:
+            freed += (point.kept - start) * blocks.path_block_bytes
         return chance * (length - before) / max(1, freed)
 
     def _worth_of_place(self, request: RequestId, length: int) -> float:
@@ -401,11 +402,6 @@ def retain_by_worth(plan: MemoryPlan, pool: BlockPool, tables: Tables, arrivals:
     retention = Retention(plan, PointBlocks(plan, pool, tables), arrivals)
     pool.ask_before_evictions(retention.give_up, retention.give_up_for)
     return retention
-
-
-def _sort(sort: Sort | None) -> Sort:
-    assert sort is not None, "a candidate is of no sort"
-    return sort
 
 
 def _what_stays(point: Point) -> tuple[int, int]:

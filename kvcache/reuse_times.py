@@ -57,7 +57,7 @@ class ReuseTimes:
         self._rates_KGB = np.tile(FIRST_RATE, (len(Kind), GAPS, 1))
         self._of_times = np.ones((len(Kind), TIMES))
         self._of_new = np.ones((len(Kind), NEWS))
-        self._chances: dict[Sort, list[float]] = {}
+        self._chances: dict[Sort | None, list[float]] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -66,10 +66,11 @@ class ReuseTimes:
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
-    def chance(self, sort: Sort, age: int) -> float:
+    def chance(self, sort: Sort | None, age: int) -> float:
         """Uses per request of waiting, at best. Between the middles of two buckets it goes in a line."""
         chances = self._chances.get(sort)
         if chances is None:
+            assert sort is not None, "a point of no sort is no candidate"
             chances = self._chances[sort] = self._indices(sort)
         at = 2 * math.log2(age + 1) - 0.5
         if at <= 0:
