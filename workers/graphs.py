@@ -1,9 +1,11 @@
 """Decode steps that are recorded once per shape, then replayed: a GPU need not wait for Python between its kernels.
 
 Steps in which every request computes one token differ in numbers alone, once they are filled up to one of a few shapes:
-rows to 1, 2, 4, 8, 16, 24, 32, .., pages of a row to a power of two. For each shape there is a frame, whose tensors
-stay where they are. A step is put into its frame; the first one is computed as usual and then recorded, all later ones
-are replayed. Rows that fill up read and write the null page, or the spare one of a state.
+rows to 1, 2, 4, 8, 16, 24, 32, .., pages of a row to those of the longest request. For each count of rows there is a
+frame, whose tensors stay where they are. All are recorded before requests come, the largest first: the others lie in
+its memory. A step is put into its frame and replayed. Rows that fill up read and write the null page, or the spare one
+of a state. Where attention costs more over a wider table, pages are filled up to a power of two instead, and a shape is
+recorded when it first comes.
 
     step of 5 rows     a b c d e           tokens 17 4 9 9 2 0 0 0
     frame of 8         a b c d e . . .     tables [a's blocks] .. [0 0 0]    lengths 40 7 12 3 88 1 1 1
@@ -27,7 +29,10 @@ from .models.loaded_model import LoadedModel
 logger = logging.getLogger(__name__)
 
 MOST_FRAMES = 256
-"""Each keeps its logits and what lies between layers, in memory that all share; further shapes are not recorded."""
+"""Each keeps what lies between layers, in memory that all share; further shapes are not recorded."""
+
+MOST_ROWS = 512
+"""A step of more rows keeps a GPU busy without being recorded."""
 
 Replay = Callable[[], Tensor]
 Recorder = Callable[[Callable[[], Tensor]], Replay]
@@ -47,7 +52,8 @@ class CudaRecorder:
 
     def __call__(self, forward: Callable[[], Tensor]) -> Replay:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # What other threads of this process ask of the device, as of its memory, does not break it off.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = forward()
 
         def replay() -> Tensor:
@@ -88,21 +94,47 @@ class _Frame:
 class DecodeGraphs:
     """The frames of one model over its pages."""
 
-    def __init__(self, model: LoadedModel, logits: Callable[[Tensor, Tensor], Tensor], record: Recorder):
-        """logits: of tokens at their positions, over what the layers of `model` were told of the step"""
+    def __init__(
+        self,
+        model: LoadedModel,
+        logits: Callable[[Tensor, Tensor], Tensor],
+        record: Recorder,
+        most_rows: int,
+        widths: Sequence[int],
+    ):
+        """logits: of tokens at their positions, over what the layers of `model` were told of the step
+        widths: pages of the longest request, one for each of `step_masks`"""
+        self.refusal: str | None = None  # why nothing is recorded
         self._model = model
         self._logits = logits
         self._record = record
+        self._most_rows = padded_rows(min(most_rows, MOST_ROWS))
+        self._is_wide = model.attention.backend.has_wide_frames
+        self._widths = widths
         self._frames: dict[tuple[int, ...], _Frame] = {}
-        self.refusal: str | None = None  # why nothing is recorded
+        self._refused: set[tuple[int, ...]] = set()
+        self._largest: list[GroupMeta] = []  # whose memory all frames share, where they are wide
+        self._logits_RV: Tensor | None = None  # likewise
+
+    def shapes(self) -> list[int]:
+        """Counts of rows that are to be recorded before requests come, the largest first."""
+        counts = {padded_rows(rows) for rows in range(1, self._most_rows + 1)} if self._is_wide else set()
+        return sorted(counts, reverse=True)
+
+    def forget(self) -> None:
+        """What is recorded runs no more, as when the ranks meet anew: it calls into what connected them."""
+        self._frames.clear()
+        self._refused.clear()
 
     def run(self, step: DecodeStep) -> Tensor | None:
         """Logits [R, vocabulary], in a buffer that the next run overwrites. None: the step must go the usual way."""
-        if self.refusal is not None:
-            return None
         rows = len(step.tokens)
-        padded = [_padded(batch, padded_rows(rows)) for batch in step.batches]
-        shape = (padded_rows(rows), *(batch.block_table.shape[1] for batch in padded))
+        if self.refusal is not None or rows > self._most_rows:
+            return None
+        padded = [_padded(batch, padded_rows(rows), is_wide=self._is_wide) for batch in step.batches]
+        shape = (padded_rows(rows), *(0 if self._is_wide else batch.block_table.shape[1] for batch in padded))
+        if shape in self._refused:
+            return None
         frame = self._frames.get(shape)
         if frame is None:
             if len(self._frames) >= MOST_FRAMES:
@@ -115,10 +147,17 @@ class DecodeGraphs:
         if frame.replay is not None:
             return frame.replay()[:rows]
         logits = self._forward(frame)
+        self._kept(logits)  # has memory before it is recorded
         try:
-            frame.replay = self._record(lambda: self._forward(frame))
+            frame.replay = self._record(lambda: self._kept(self._forward(frame)))
         except RuntimeError as error:
-            self._refuse(f"a step of {frame.rows} rows could not be recorded: {error}")
+            # A device that is lost says so, too. Only what speaks of recording is about this shape alone.
+            if "captur" not in str(error):
+                raise
+            if not self._refused:
+                logger.warning("a step of %d rows could not be recorded: %s. Python is waited for", frame.rows, error)
+            del self._frames[shape]
+            self._refused.add(shape)
         return logits[:rows]
 
     def _refuse(self, reason: str) -> None:
@@ -127,20 +166,32 @@ class DecodeGraphs:
         logger.warning("decode steps are not recorded, so Python is waited for: %s", reason)
 
     def _make(self, rows: int, padded: Sequence[GroupBatch], step: DecodeStep) -> _Frame | None:
-        device, backend = self._model.device, self._model.attention.backend
-        metas = []
-        for batch in padded:
-            meta = backend.frame(batch, device)
-            if meta is None:
-                self._refuse(f"attention backend '{backend.name}' has no fixed shapes")
-                return None
-            metas.append(meta)
-        zeros = torch.zeros(rows, dtype=torch.int64, device=device)
+        metas = self._metas(rows, padded)
+        if metas is None:
+            self._refuse(f"attention backend '{self._model.attention.backend.name}' has no fixed shapes")
+            return None
+        zeros = torch.zeros(rows, dtype=torch.int64, device=self._model.device)
         states = {g: self._model.states.frame(rows) for g in step.states}
         if any(meta is None for meta in states.values()):
             self._refuse(f"state backend '{self._model.states.backend_name}' has no fixed shapes")
             return None
         return _Frame(rows, zeros, zeros.clone(), metas, states)
+
+    def _metas(self, rows: int, padded: Sequence[GroupBatch]) -> list[GroupMeta] | None:
+        """Of a frame. None: there are none of fixed shape."""
+        backend, device = self._model.attention.backend, self._model.device
+        if not self._is_wide:
+            metas = [backend.frame(batch, device) for batch in padded]
+            return [meta for meta in metas if meta is not None] if None not in metas else None
+        if not self._largest:
+            for batch, width in zip(padded, self._widths, strict=True):
+                table = np.zeros((self._most_rows, width), dtype=np.int32)
+                ones = np.ones(self._most_rows, dtype=np.int32)
+                meta = backend.frame(replace(batch, block_table=table, query_lens=ones, kv_lens=ones), device)
+                if meta is None:
+                    return None
+                self._largest.append(meta)
+        return [backend.narrow(meta, rows) for meta in self._largest]
 
     def _fill(self, frame: _Frame, step: DecodeStep, padded: Sequence[GroupBatch]) -> None:
         count = len(step.tokens)
@@ -157,11 +208,18 @@ class DecodeGraphs:
         self._model.states.resume(frame.states)
         return self._logits(frame.tokens_T, frame.positions_T)
 
+    def _kept(self, logits: Tensor) -> Tensor:
+        """Logits in the one buffer that all frames write to: it is read before the next step runs."""
+        if self._logits_RV is None or len(self._logits_RV) < len(logits):
+            self._logits_RV = torch.empty_like(logits)
+        return self._logits_RV[: len(logits)].copy_(logits)
 
-def _padded(batch: GroupBatch, rows: int) -> GroupBatch:
-    """The same with more rows, of one token in the null block each, and more columns."""
+
+def _padded(batch: GroupBatch, rows: int, *, is_wide: bool) -> GroupBatch:
+    """The same with more rows, of one token in the null block each; and more columns, if what is recorded depends on
+    them."""
     count, pages = batch.block_table.shape
-    table = np.zeros((rows, padded_pages(pages)), dtype=np.int32)
+    table = np.zeros((rows, pages if is_wide else padded_pages(pages)), dtype=np.int32)
     table[:count, :pages] = batch.block_table
     kv_lens = np.ones(rows, dtype=np.int32)
     kv_lens[:count] = batch.kv_lens

@@ -63,7 +63,7 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None  # None: no steps are recorded
         self._sampling = select_sampling(model.device)
         self._groups = plan.groups
-        self._masks = step_masks(plan)
+        self.masks = step_masks(plan)
         self._state_groups = model.pages.state_groups
         self._new_tables = partial(SlotTables, plan, limits, grammars if parallel.rank == 0 else None)
         self.tables = self._new_tables()
@@ -119,6 +119,9 @@ class ModelRunner:
         assert (computed + query_lens <= known).all(), self.tables.what_is_lacking(slots)
         return Rows(slots, order, query_lens, computed, computed + query_lens == known)
 
+    def block_tokens(self, group: int) -> int:
+        return self._groups[group].block_tokens
+
     # -- from slots to logits ----------------------------------------------------------------------------------------
 
     def use_threads_for(self, rows: int) -> None:
@@ -133,7 +136,7 @@ class ModelRunner:
         self.use_threads_for(int(ends[-1]))
         tokens = self._tokens(rows, kv_lens)
         positions = np.arange(ends[-1]) + np.repeat(rows.computed - starts, rows.query_lens)
-        batches = [self._batch(g, mask, rows, kv_lens) for g, mask in self._masks]
+        batches = [self._batch(g, mask, rows, kv_lens) for g, mask in self.masks]
         states = {
             g: state_batch(self.tables.block_tables[g], rows.slots, rows.query_lens, rows.computed, saves_in(g, saves))
             for g in self._state_groups

@@ -35,10 +35,27 @@ def warm_up(runner: ModelRunner, settings: ModelSettings) -> None:
     compile_products(model.module, limits.max_num_batched_tokens, runner.use_threads_for)
     runner.forward(_rows())
     runner.tables.retire(0)
-    # On a GPU: steps that only decode are recorded from now on.
+    # On a GPU: steps that only decode are recorded, now where that can be.
     record = recorder(model.device)
     if record is not None and not settings.enforce_eager and model.cross is None:
-        runner.graphs = DecodeGraphs(model, runner.logits, record)
+        longest = limits.max_model_len
+        widths = [-(-longest // runner.block_tokens(g)) for g, _ in runner.masks]
+        runner.graphs = DecodeGraphs(model, runner.logits, record, limits.max_num_seqs, widths)
+        record_all(runner)
+
+
+@torch.inference_mode()
+def record_all(runner: ModelRunner) -> None:
+    """Record a decode step of each count of rows, so that no request waits for that."""
+    graphs = runner.graphs
+    if graphs is None:
+        return
+    _take_slot(runner, WARM_UP_TOKENS)
+    for rows in graphs.shapes():
+        if graphs.refusal is None:
+            decode = _rows(rows=rows, tokens=1)
+            runner.forward(decode._replace(computed=np.ones(rows, dtype=np.int32)))
+    runner.tables.retire(0)
 
 
 @torch.inference_mode()

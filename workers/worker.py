@@ -28,7 +28,7 @@ from .models.load import blaming_config, load_model
 from .models.loaded_model import LoadedModel
 from .runner import Drawn, ModelRunner
 from .tensor_parallel import TensorParallel
-from .warm_up import run_largest_steps, warm_up
+from .warm_up import record_all, run_largest_steps, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,8 @@ class Worker:
 
     def join(self, addresses: Sequence[Address]) -> None:
         """Meet the other ranks, given the meeting points of all in rank order."""
+        if self._runner is not None and self._runner.graphs is not None:
+            self._runner.graphs.forget()  # what is recorded would call into what is taken apart here
         self._parallel.collectives.join(addresses)
 
     def load(self, settings: ModelSettings, may_keep: bool = False) -> ModelFacts:
@@ -109,6 +111,7 @@ class Worker:
         self._runner.clear()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # a step may not have fitted beside what was kept for the next
+        record_all(self._runner)  # anew, if the ranks have met anew
 
     def spare_memory(self, trial: MemoryPlan, limits: RunnerLimits, share: float) -> int | None:
         """Bytes left for pages when the engine takes `share` of the device's memory; None where a device has none of

@@ -72,6 +72,7 @@ class FlashBackend:
 
     name: ClassVar[str] = "flash"
     by_name_only: ClassVar[bool] = True
+    has_wide_frames: ClassVar[bool] = True
     module: ClassVar[str] = "vllm.vllm_flash_attn"
     version: ClassVar[int] = 3
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -105,11 +106,23 @@ class FlashBackend:
         place = torch.zeros(rows, dtype=torch.int64, device=device)
         return GroupMeta(place, place.clone(), _plan(replace(batch, kv_lens=full), device))
 
+    def narrow(self, frame: GroupMeta, rows: int) -> GroupMeta:
+        plan: _Plan = frame.plan
+        part = replace(
+            plan,
+            block_table=plan.block_table[:rows],
+            query_start=plan.query_start[: rows + 1],
+            kv_len=plan.kv_len[:rows],
+            kv_start=plan.kv_start[: rows + 1],
+            schedules={},
+        )
+        return GroupMeta(frame.token_page[:rows], frame.token_offset[:rows], part)
+
     def refill(self, frame: GroupMeta, batch: GroupBatch) -> None:
         plan: _Plan = frame.plan
         for buffer, values in (
             *zip((frame.token_page, frame.token_offset), batch.token_places(), strict=True),
-            (plan.block_table, batch.block_table),
+            (plan.block_table[:, : batch.block_table.shape[1]], batch.block_table),
             (plan.kv_len, batch.kv_lens),
             (plan.kv_start, starts_of(batch.kv_lens)),
         ):

@@ -60,6 +60,7 @@ class TorchBackend:
     """Where there is no compiler; runs unchanged on a GPU. Its only state is the workspace, reused by every layer."""
 
     name: ClassVar[str] = "torch"
+    has_wide_frames: ClassVar[bool] = False
     by_name_only: ClassVar[bool] = False
     capabilities: ClassVar[Capabilities] = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
@@ -90,6 +91,9 @@ class TorchBackend:
             tiles=(Tile(slice(0, rows), slice(None), torch.zeros(rows, 1, pages * batch.block_tokens, device=device)),),
         )
         return GroupMeta(place, place.clone(), plan=(part,))
+
+    def narrow(self, frame: GroupMeta, rows: int) -> GroupMeta:
+        raise AssertionError("there are no wide frames")
 
     def refill(self, frame: GroupMeta, batch: GroupBatch) -> None:
         (part,) = frame.plan

@@ -113,6 +113,7 @@ class Backend(Protocol):
 
     name: ClassVar[str]
     by_name_only: ClassVar[bool]  # never chosen unasked
+    has_wide_frames: ClassVar[bool]  # a frame for the longest table costs a step no more than a narrow one
     capabilities: ClassVar[Capabilities]
 
     @classmethod
@@ -131,8 +132,13 @@ class Backend(Protocol):
         """
         ...
 
+    def narrow(self, frame: GroupMeta, rows: int) -> GroupMeta:
+        """A frame of fewer rows in the same memory. Only asked of a backend that `has_wide_frames`."""
+        ...
+
     def refill(self, frame: GroupMeta, batch: GroupBatch) -> None:
-        """Put another step of the same shape into a frame."""
+        """Put another step of the same rows into a frame. Its table may be narrower where the backend
+        `has_wide_frames`."""
         ...
 
     def write(self, kv_view: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: GroupMeta) -> None:

@@ -17,6 +17,7 @@ class ReferenceBackend:
     """Every feature, every dtype, no speed. `compute_dtype` may be float64 to judge others."""
 
     name: ClassVar[str] = "reference"
+    has_wide_frames: ClassVar[bool] = False
     by_name_only: ClassVar[bool] = False
     capabilities: ClassVar[Capabilities] = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
@@ -36,6 +37,9 @@ class ReferenceBackend:
 
     def frame(self, batch: GroupBatch, device: torch.device) -> None:
         return None
+
+    def narrow(self, frame: GroupMeta, rows: int) -> GroupMeta:
+        raise AssertionError("there are no wide frames")
 
     def refill(self, frame: GroupMeta, batch: GroupBatch) -> None:
         raise AssertionError("there are no frames")

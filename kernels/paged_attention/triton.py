@@ -4,7 +4,7 @@ A step is at most two launches per layer: one over the rows with a single query,
 long rows are cut into splits, so that no processor idles, and merged by a third, small one.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -101,6 +101,7 @@ class TritonBackend:
 
     name: ClassVar[str] = "triton"
     by_name_only: ClassVar[bool] = False
+    has_wide_frames: ClassVar[bool] = True
     capabilities: ClassVar[Capabilities] = Capabilities(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
@@ -148,11 +149,24 @@ class TritonBackend:
         )
         return GroupMeta(place, place.clone(), plan)
 
+    def narrow(self, frame: GroupMeta, rows: int) -> GroupMeta:
+        plan: _Plan = frame.plan
+        assert plan.singles is not None, "a frame's rows have one query each"
+        every = np.arange(rows)
+        part = replace(
+            plan,
+            block_table=plan.block_table[:rows],
+            query_start=plan.query_start[: rows + 1],
+            kv_len=plan.kv_len[:rows],
+            singles=_Launch(every, np.ones(rows, dtype=np.int64), plan.singles.most_keys),
+        )
+        return GroupMeta(frame.token_page[:rows], frame.token_offset[:rows], part)
+
     def refill(self, frame: GroupMeta, batch: GroupBatch) -> None:
         plan: _Plan = frame.plan
         for buffer, values in (
             *zip((frame.token_page, frame.token_offset), batch.token_places(), strict=True),
-            (plan.block_table, batch.block_table),
+            (plan.block_table[:, : batch.block_table.shape[1]], batch.block_table),
             (plan.kv_len, batch.kv_lens),
         ):
             buffer.copy_(upload(values, buffer.device), non_blocking=True)

@@ -166,7 +166,7 @@ def _store(rows, main, rest, live, SIZE: tl.constexpr, MAIN: tl.constexpr, REST:
         tl.store(rows + f[None, :], rest.to(dtype), mask=live[:, None] & (f < SIZE)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])  # tables get wider as requests grow: no reason to compile anew
 def attend(
     q_ptr, pages_ptr, out_ptr, partial_ptr, sinks_ptr, table_ptr, tile_row_ptr, tile_number_ptr, query_start_ptr,
     kv_len_ptr,

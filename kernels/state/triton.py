@@ -28,6 +28,9 @@ CHUNKS = {LINEAR_ATTENTION.name: (32, 8), GATED_DELTA.name: (16, 4)}
 of a chunk waits for the one before it, so its chunks are short anyway."""
 CONVOLUTION_TOKENS = 16
 
+COLUMN_ITEMS = 4
+"""Of four bytes or more: a multiple of so many keeps columns that lie one behind another at multiples of 16 bytes."""
+
 
 class Launch(NamedTuple):
     """Pieces that run together: all of one token, or none."""
@@ -174,4 +177,9 @@ def heads_block(keys: int, values: int, one_token: bool) -> int:
 
 def _launch(pieces: list[Piece], device: torch.device) -> Launch:
     columns = Columns.of(pieces)
-    return Launch(Columns(*upload(np.stack(columns), device)), len(pieces), int(columns.length.max()))
+    # Each column begins at a multiple of 16 bytes: a kernel is compiled for addresses that are, or for any.
+    count = len(pieces)
+    padded = np.zeros((len(columns), -(-count // COLUMN_ITEMS) * COLUMN_ITEMS), dtype=columns.start.dtype)
+    padded[:, :count] = columns
+    uploaded = upload(padded, device)
+    return Launch(Columns(*(column[:count] for column in uploaded)), count, int(columns.length.max()))

@@ -4,12 +4,15 @@ every number that Python read baked in, as in a CUDA graph, and replayed without
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from intarsia.kernels.mixers import cpu as mixers
+from intarsia.kernels.paged_attention import TritonBackend
+from intarsia.kernels.state.triton import TritonStates
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.local import LocalWorkers, complete, make_engine
 from intarsia.workers import graphs, warm_up
@@ -132,3 +135,40 @@ def test_nothing_is_recorded_when_modules_shall_run_as_written(tiny: Callable, t
 def test_shapes_are_few_and_never_too_small():
     assert [padded_rows(n) for n in (1, 2, 3, 5, 8, 9, 16, 17, 64)] == [1, 2, 4, 8, 8, 16, 16, 24, 64]
     assert [padded_pages(n) for n in (1, 2, 3, 8, 9, 1000)] == [1, 2, 4, 8, 16, 1024]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "bamba"])
+def test_wide_frames_are_recorded_before_requests_come_and_are_few(
+    family: str, tiny: Callable, monkeypatch: pytest.MonkeyPatch
+):
+    """Our kernels for GPUs, run by Python. What is recorded is run again instead of replayed."""
+    recorded: list[int] = []
+
+    def record(forward: Callable[[], Tensor]) -> Replay:
+        recorded.append(len(forward()))
+        return forward
+
+    monkeypatch.setattr(warm_up, "recorder", lambda device: record)
+    monkeypatch.setattr(warm_up, "fuse", lambda *_: None)
+    capabilities = replace(TritonBackend.capabilities, devices=frozenset({"cpu"}))
+    monkeypatch.setattr(TritonBackend, "capabilities", capabilities)
+    monkeypatch.setattr(TritonStates, "devices", frozenset({"cpu"}))
+    model, workers = tiny(family), LocalWorkers()
+
+    async def run() -> None:
+        engine = await make_engine(model.path, workers, attention_backend="triton", max_num_seqs=3)
+        before = list(recorded)
+        answers = await complete(engine, model.prompts[:2], SamplingParams(temperature=0, max_tokens=5))
+        assert [answer.token_ids for answer in answers] == [tokens[:5] for tokens in model.expected[:2]]
+        # Largest first, all of them before the first request, and no other one after it.
+        assert before == recorded == [4, 2, 1]
+        runner = workers.worker._runner
+        assert runner is not None and runner.graphs is not None
+        tables = [frame.metas[0].plan.block_table for frame in runner.graphs._frames.values()]
+        assert len({table.data_ptr() for table in tables}) == 1, "frames share the memory of the largest"
+        # Ranks that meet anew take apart what was recorded; it is recorded again before the next request.
+        runner.graphs.forget()
+        workers.worker.clear()
+        assert recorded == [4, 2, 1] * 2
+
+    asyncio.run(run())
