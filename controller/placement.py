@@ -85,7 +85,16 @@ def _kill(pid: int, started: int) -> None:
 
 async def _place(size: int) -> PlacementGroup:
     have = ray.cluster_resources()
-    bundle = {"CPU": 1.0, "GPU": 1.0} if have.get("GPU", 0) >= size else {"CPU": 1.0}
+    gpus = have.get("GPU", 0)
+    if 0 < gpus < size:
+        raise InvalidSetting(
+            f"tensor_parallel_size {size} needs {size} GPUs; the Ray cluster has {gpus:g}. Lower it, or add nodes; on "
+            "CPUs, which take minutes where GPUs take seconds, it runs in a Ray that was started with --num-gpus 0.",
+            field="tensor_parallel_size",
+            asked=size,
+            limit=gpus,
+        )
+    bundle = {"CPU": 1.0, "GPU": 1.0} if gpus else {"CPU": 1.0}
     if have.get("CPU", 0) < size:
         raise InvalidSetting(
             f"tensor_parallel_size {size} needs {size} CPUs; the Ray cluster has {have.get('CPU', 0):g}. "

@@ -244,15 +244,39 @@ class WorkerGroup:
             return await self._collect(step)
 
     async def _collect(self, step: Step) -> StepResult:
-        results = [await self._result(rank, stream, step) for rank, stream in enumerate(self._streams)]
+        results = await self._results(step)
         self._unanswered -= 1
         self._quiet_since_s = time.monotonic()
-        self._failed = {rank for rank, result in enumerate(results) if result.fault is Fault.OTHER}
-        if any(result.fault for result in results):
-            rank = max(range(len(results)), key=lambda rank: results[rank].fault or 0)  # a peer's is but its echo
-            kind = OutOfMemory if results[rank].fault is Fault.MEMORY else EngineUnavailable
+        faults = {rank: result.fault for rank, result in results.items() if result.fault is not None}
+        # A GPU's process whose peers wait for it ends itself: nothing else makes them stop.
+        ends = {Fault.OTHER, Fault.MEMORY} if self._waits_for_ever else {Fault.OTHER}
+        self._failed = {rank for rank, fault in faults.items() if fault in ends}
+        if faults:
+            rank = max(faults, key=faults.__getitem__)  # a peer's is but its echo
+            kind = OutOfMemory if faults[rank] is Fault.MEMORY else EngineUnavailable
             raise kind(f"worker {rank} could not run step {step.number}: {results[rank].error}")
         return results[0]
+
+    @property
+    def _waits_for_ever(self) -> bool:
+        """Does a rank wait for one that failed? NCCL lets go of none."""
+        return self._placement.has_gpus and len(self._streams) > 1
+
+    async def _results(self, step: Step) -> dict[int, StepResult]:
+        """The answers of all ranks; or of some, if one that others wait for has a fault of its own."""
+        if not self._waits_for_ever:
+            return {rank: await self._result(rank, stream, step) for rank, stream in enumerate(self._streams)}
+        results: dict[int, StepResult] = {}
+        calls = (self._result(rank, stream, step) for rank, stream in enumerate(self._streams))
+        waits = {asyncio.ensure_future(call): rank for rank, call in enumerate(calls)}
+        try:
+            while waits and not any(result.fault in (Fault.OTHER, Fault.MEMORY) for result in results.values()):
+                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                results |= {waits.pop(each): each.result() for each in done}
+            return results
+        finally:
+            for each in waits:
+                each.cancel()
 
     async def lost(self) -> EngineUnavailable:
         """Wait until a worker is gone, be a step under way or not, or hangs in one; which one. A step under way fails

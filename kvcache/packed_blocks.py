@@ -331,11 +331,10 @@ class PackedBlocks(GroupBlocks):
     def make_low(self, blocks: Iterable[int]) -> None:
         lower = [block for block in blocks if self.is_cached(block)]
         self._cached.make_low(lower)
-        used, cached = self._used, self._cached
-        pages = [page for page in dict.fromkeys([block // self.per_page for block in lower]) if not used[page]]
+        pages = [page for page in dict.fromkeys(block // self.per_page for block in lower) if not self._used[page]]
         for page in pages:
-            cached.left(page)
-        self._pages.make_low([page for page in pages if not cached.page_tier(page)])
+            self._cached.left(page)
+        self._pages.make_low([page for page in pages if not self._cached.page_tier(page)])
 
     def _free_cached(self, block: int) -> None:
         page = block // self.per_page

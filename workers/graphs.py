@@ -109,7 +109,7 @@ class DecodeGraphs:
         self._logits = logits
         self._record = record
         self._most_rows = padded_rows(min(most_rows, MOST_ROWS))
-        self._is_wide = model.attention.backend.has_wide_frames
+        self._is_wide = model.attention.backend.capabilities.wide_frames
         self._widths = widths
         self._frames: dict[tuple[int, ...], _Frame] = {}
         self._refused: set[tuple[int, ...]] = set()

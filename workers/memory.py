@@ -7,12 +7,17 @@ A step's own memory cannot be told from a config: it depends on the module, the 
 largest steps are run once, over the null block, before there are pages.
 """
 
+import os
+import time
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from ..errors import InvalidSetting
+
+FREE_ENOUGH, STEADY_S, FREED_WITHIN_S, LOOK_EVERY_S = 0.05, 2.0, 30.0, 0.1
+"""Share of a device's memory below which none is waited for; how long it has to stay the same; how long at most."""
 
 
 class DeviceMemory(Protocol):
@@ -61,6 +66,43 @@ class CudaMemory:
 def device_memory(device: torch.device) -> DeviceMemory | None:
     """None where memory is not a device's own: a CPU shares it with the whole machine."""
     return CudaMemory(device) if device.type == "cuda" else None
+
+
+def check_device(device: torch.device) -> None:
+    """Raises `InvalidSetting` if this process was given a GPU and computes without."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if device.type == "cuda" or given in ("", "-1", "NoDevFiles"):
+        return
+    build = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is a build without CUDA"
+    raise InvalidSetting(
+        f"CUDA_VISIBLE_DEVICES gives this worker GPU {given}, and torch sees none: torch {torch.__version__} {build}. "
+        "Install a build of torch that fits the driver (nvidia-smi says which CUDA it takes). To compute on the CPU "
+        "instead, start Ray with --num-gpus 0, or set CUDA_VISIBLE_DEVICES to nothing.",
+        field="CUDA_VISIBLE_DEVICES",
+    )
+
+
+def await_freed_memory(
+    device: torch.device,
+    memory: DeviceMemory | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait until a device's memory gets no freer. The memory of a process that was killed is given back when the
+    driver has noticed, and a worker in its place needs it. memory: None: the device's own"""
+    memory = memory or device_memory(device)
+    if memory is None:
+        return
+    began_s = steady_s = clock()
+    least = memory.held()
+    # Where hardly anything is held, there is nothing to wait for.
+    while least > memory.total() * FREE_ENOUGH and clock() - began_s < FREED_WITHIN_S:
+        sleep(LOOK_EVERY_S)
+        held = memory.held()
+        if held < least:
+            least, steady_s = held, clock()
+        elif clock() - steady_s >= STEADY_S:
+            return
 
 
 def is_lack_of_memory(error: Exception) -> bool:

@@ -119,9 +119,6 @@ class ModelRunner:
         assert (computed + query_lens <= known).all(), self.tables.what_is_lacking(slots)
         return Rows(slots, order, query_lens, computed, computed + query_lens == known)
 
-    def block_tokens(self, group: int) -> int:
-        return self._groups[group].block_tokens
-
     # -- from slots to logits ----------------------------------------------------------------------------------------
 
     def use_threads_for(self, rows: int) -> None:

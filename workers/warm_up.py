@@ -38,8 +38,7 @@ def warm_up(runner: ModelRunner, settings: ModelSettings) -> None:
     # On a GPU: steps that only decode are recorded, now where that can be.
     record = recorder(model.device)
     if record is not None and not settings.enforce_eager and model.cross is None:
-        longest = limits.max_model_len
-        widths = [-(-longest // runner.block_tokens(g)) for g, _ in runner.masks]
+        widths = [runner.tables.block_tables[g].shape[1] for g, _ in runner.masks]
         runner.graphs = DecodeGraphs(model, runner.logits, record, limits.max_num_seqs, widths)
         record_all(runner)
 

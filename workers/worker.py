@@ -23,7 +23,7 @@ from ..proto.worker import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
 from .collectives import make_collectives
 from .cpu.threads import Threads
 from .grammar.matcher import Grammars
-from .memory import device_memory, is_lack_of_memory, spare_bytes
+from .memory import await_freed_memory, check_device, device_memory, is_lack_of_memory, spare_bytes
 from .models.load import blaming_config, load_model
 from .models.loaded_model import LoadedModel
 from .runner import Drawn, ModelRunner
@@ -75,7 +75,9 @@ class Worker:
         """
         if may_keep and self._model is not None and self._settings == settings:
             return self._model.facts
+        check_device(self._device)
         self._runner = self._model = self._allocated = self._spare = None  # free the old model first
+        await_freed_memory(self._device)
         self._settings = settings
         self._tracer = self._tracer or tracer_of("worker", settings.traces_endpoint, rank=self._parallel.rank)
         self._model = load_model(settings, self._parallel, self._device, self._note_loaded)

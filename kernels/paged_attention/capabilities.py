@@ -39,6 +39,8 @@ class Capabilities:
     latent: bool = True
     page_multiple: int = 1
     any_bytes: bool = True
+    wide_frames: bool = False
+    """A frame for the widest block table costs a step no more than a narrow one."""
 
     def refusal(self, needs: Needs, device: torch.device) -> str | None:
         """Why this layer cannot run here, in words; None if it can."""

@@ -72,7 +72,6 @@ class FlashBackend:
 
     name: ClassVar[str] = "flash"
     by_name_only: ClassVar[bool] = True
-    has_wide_frames: ClassVar[bool] = True
     module: ClassVar[str] = "vllm.vllm_flash_attn"
     version: ClassVar[int] = 3
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -82,6 +81,7 @@ class FlashBackend:
         page_multiple=16,
         latent=False,
         any_bytes=False,
+        wide_frames=True,
     )
 
     @classmethod

@@ -60,7 +60,6 @@ class TorchBackend:
     """Where there is no compiler; runs unchanged on a GPU. Its only state is the workspace, reused by every layer."""
 
     name: ClassVar[str] = "torch"
-    has_wide_frames: ClassVar[bool] = False
     by_name_only: ClassVar[bool] = False
     capabilities: ClassVar[Capabilities] = Capabilities(
         devices=frozenset({"cpu", "cuda"}),

@@ -113,13 +113,11 @@ class Backend(Protocol):
 
     name: ClassVar[str]
     by_name_only: ClassVar[bool]  # never chosen unasked
-    has_wide_frames: ClassVar[bool]  # a frame for the longest table costs a step no more than a narrow one
     capabilities: ClassVar[Capabilities]
 
     @classmethod
     def lacks(cls) -> str | None:
         """What this machine lacks for it, in words; None if nothing. May compile, and is asked before it is chosen."""
-        ...
 
     def prepare(self, batch: GroupBatch, device: torch.device) -> GroupMeta:
         """Work out all that layers of the group share: where tokens go, what is gathered, what each query sees."""
@@ -130,23 +128,19 @@ class Backend(Protocol):
         and `write` and `attend` neither wait for the device nor look at what the tensors hold, so that what they do can
         be recorded. Its contents are undefined before `refill`. None: this backend has no such thing.
         """
-        ...
 
     def narrow(self, frame: GroupMeta, rows: int) -> GroupMeta:
-        """A frame of fewer rows in the same memory. Only asked of a backend that `has_wide_frames`."""
+        """A frame of fewer rows in the same memory, of a backend with `wide_frames`."""
         ...
 
     def refill(self, frame: GroupMeta, batch: GroupBatch) -> None:
-        """Put another step of the same rows into a frame. Its table may be narrower where the backend
-        `has_wide_frames`."""
-        ...
+        """Put another step of as many rows into a frame; of `wide_frames`, the table may be narrower."""
 
     def write(self, kv_view: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: GroupMeta) -> None:
         """Put this step's keys [T,K,Dk] and values [T,K,Dv] into their pages; touch nothing else.
 
         Of a latent, Dv is 0.
         """
-        ...
 
     def attend(self, q_THD: Tensor, kv_view: Tensor, params: LayerParams, meta: GroupMeta, out_THD: Tensor) -> None:
         """Causal attention of the new tokens over their pages, which already hold the new tokens themselves.
@@ -154,4 +148,3 @@ class Backend(Protocol):
         Shapes  q [T,H,Dk]  kv_view [pages,tokens,K,Dk+Dv]  out [T,H,Dv], H a multiple of K, all of one dtype
         Result  fills out, which may hold anything; softmax and sums in float32 or wider
         """
-        ...

@@ -17,7 +17,6 @@ class ReferenceBackend:
     """Every feature, every dtype, no speed. `compute_dtype` may be float64 to judge others."""
 
     name: ClassVar[str] = "reference"
-    has_wide_frames: ClassVar[bool] = False
     by_name_only: ClassVar[bool] = False
     capabilities: ClassVar[Capabilities] = Capabilities(
         devices=frozenset({"cpu", "cuda"}),

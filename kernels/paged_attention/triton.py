@@ -101,10 +101,10 @@ class TritonBackend:
 
     name: ClassVar[str] = "triton"
     by_name_only: ClassVar[bool] = False
-    has_wide_frames: ClassVar[bool] = True
     capabilities: ClassVar[Capabilities] = Capabilities(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        wide_frames=True,
     )
 
     @classmethod

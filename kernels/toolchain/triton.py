@@ -5,17 +5,35 @@ Triton comes with torch's CUDA builds and is no dependency of ours, so nothing h
 that it can be.
 """
 
+import functools
 import importlib.util
 import os
+
+import torch
 
 LEAST_DOT = 16
 """The least side of a matrix product."""
 
 
 def missing() -> str | None:
-    """Why these kernels cannot be imported, in words; None if they can."""
+    """Why these kernels cannot run here, in words; None if they can. Where there is a GPU, one is launched."""
     if importlib.util.find_spec("triton") is None:
         return "needs triton, which is not installed (torch's CUDA builds bring it; else: pip install triton)"
+    return _cannot_launch() if torch.cuda.is_available() and not is_interpreted() else None
+
+
+@functools.cache
+def _cannot_launch() -> str | None:
+    """Triton builds what launches a kernel with a C compiler and Python's headers, which small containers lack."""
+    try:
+        from . import triton_probe  # here and not above: triton may be missing
+
+        triton_probe.launch()
+    except Exception as error:  # noqa: BLE001  whatever Triton, the compiler or the driver raise
+        return (
+            f"needs triton to compile and launch kernels, and it cannot: {error}. It takes a C compiler and Python's "
+            "headers (Debian: apt-get install gcc python3-dev)"
+        )
     return None
 
 

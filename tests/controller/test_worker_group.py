@@ -10,9 +10,10 @@ import pytest
 
 from intarsia.controller import worker_group
 from intarsia.controller.worker_group import WorkerGroup
-from intarsia.errors import CorruptCheckpoint, EngineUnavailable, InvalidSetting, ModelNotFound
+from intarsia.errors import CorruptCheckpoint, EngineUnavailable, InvalidSetting, ModelNotFound, OutOfMemory
+from intarsia.proto.channel import Stream, StreamServer
 from intarsia.proto.request import SamplingParams
-from intarsia.proto.step import Advance, Step, StepResult
+from intarsia.proto.step import Advance, Fault, Step, StepResult
 from intarsia.proto.worker import ModelSettings
 from intarsia.tests.conftest import Loop
 from intarsia.tests.local import Completion, asking, make_engine
@@ -152,3 +153,42 @@ def test_worker_that_takes_its_time_and_says_so_is_left_alone(
         loop.run(scenario())
     finally:
         loop.run(group.close())
+
+
+class NoPlacement:
+    """Ranks on GPUs, as far as the group asks."""
+
+    has_gpus = True
+    actors = (None, None)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "ends"),
+    [(Fault.MEMORY, OutOfMemory, {1}), (Fault.OTHER, EngineUnavailable, {1})],
+)
+def test_fault_of_a_gpu_is_heard_of_while_another_waits_for_it(
+    loop: Loop, fault: Fault, error: type[EngineUnavailable], ends: set[int]
+):
+    """Rank 0 never answers: NCCL does not let it go. The streams are real ones."""
+
+    async def run() -> None:
+        async def hang(stream: Stream) -> None:
+            await stream.receive()
+            await asyncio.Event().wait()
+
+        async def fail(stream: Stream) -> None:
+            step = Step.unpack(await stream.receive())
+            stream.send(StepResult(step.epoch, step.number, (), error="no room", fault=fault).pack())
+            await asyncio.Event().wait()
+
+        servers = [StreamServer(handle) for handle in (hang, fail)]
+        group: Any = WorkerGroup(NoPlacement())  # type: ignore[arg-type]
+        for server in servers:
+            group._streams.append(await Stream.connect(await server.start("127.0.0.1")))
+        with pytest.raises(error, match="worker 1 could not run step 7: no room") as caught:
+            await asyncio.wait_for(group.start_step(Step(1, 7, (), (), (), (), (), (), (), ())), 10)
+        assert type(caught.value) is error and group._failed == ends
+        for server in servers:
+            await server.close()
+
+    loop.run(run())

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from intarsia.controller.startup import build_engine
 from intarsia.deploy.settings.options import engine_settings
@@ -14,7 +15,14 @@ from intarsia.proto.worker import RunnerLimits
 from intarsia.tests.conftest import TinyModel
 from intarsia.tests.local import LocalWorkers, complete, make_engine
 from intarsia.workers import worker as worker_module
-from intarsia.workers.memory import spare_bytes
+from intarsia.workers.memory import (
+    FREED_WITHIN_S,
+    LOOK_EVERY_S,
+    STEADY_S,
+    await_freed_memory,
+    check_device,
+    spare_bytes,
+)
 
 MIB = 2**20
 
@@ -96,3 +104,60 @@ def test_a_cpu_has_no_memory_of_its_own(tiny: Callable):
 def test_a_share_beyond_all_is_refused(share: float):
     with pytest.raises(InvalidSetting, match="more than 0 and at most 1"):
         engine_settings("m", gpu_memory_utilization=share)
+
+
+class Freed:
+    """A device whose memory is given back bit by bit: what is held at each look."""
+
+    def __init__(self, *held: int):
+        self._held = list(held)
+        self.looks = 0
+
+    def total(self) -> int:
+        return 1000
+
+    def held(self) -> int:
+        self.looks += 1
+        return self._held[min(self.looks - 1, len(self._held) - 1)]
+
+    def in_use(self) -> int:
+        return self.held()
+
+    def peak_of(self, work: Callable[[], object]) -> int:
+        raise AssertionError("nothing is measured")
+
+
+@pytest.mark.parametrize(
+    ("held", "waited_s"),
+    [
+        ([30], 0.0),  # hardly anything is held
+        ([900, 700, 400, 20], 0.3),
+        ([900, 500], STEADY_S + LOOK_EVERY_S),  # another process has 500, and keeps it
+        ([1000 - n for n in range(900)], FREED_WITHIN_S),  # it gets freer for ever
+    ],
+)
+def test_memory_of_a_process_that_was_killed_is_awaited_until_it_gets_no_freer(held: list[int], waited_s: float):
+    now_s = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    await_freed_memory(torch.device("cpu"), Freed(*held), lambda: now_s, sleep)
+    assert now_s == pytest.approx(waited_s, abs=2 * LOOK_EVERY_S)
+
+
+@pytest.mark.parametrize(("visible", "is_fine"), [(None, True), ("", True), ("-1", True), ("0", False), ("1,2", False)])
+def test_a_gpu_that_was_given_and_cannot_be_used_is_an_error(
+    visible: str | None, is_fine: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    check_device(torch.device("cuda"))
+    if is_fine:
+        check_device(torch.device("cpu"))
+        return
+    with pytest.raises(InvalidSetting, match=rf"gives this worker GPU {visible}, and torch sees none: torch .* CUDA"):
+        check_device(torch.device("cpu"))

@@ -34,6 +34,8 @@ class Mamba2(Mixer):
         heads_per_group = module.num_heads // module.n_groups
         first_head = 0 if groups_are_cut else parallel.rank * self._heads
         self._group_of_head = (torch.arange(self._heads, device=module.A_log.device) + first_head) // heads_per_group
+        groups = torch.arange(self._groups, device=module.A_log.device)
+        self._is_of_group_GH = (self._group_of_head == groups.unsqueeze(1)).float()
         self._groups_span_ranks = parallel.size > 1 and not groups_are_cut
         self._A = -module.A_log.float().exp()
         self._bias = module.dt_bias.float()
@@ -94,8 +96,9 @@ class Mamba2(Mixer):
 
     def _normalized(self, x_THV: Tensor) -> Tensor:
         """By the mean square of each group, which has heads on several ranks."""
-        groups = x_THV.new_zeros((len(x_THV), self._groups))
-        squares_TG = groups.index_add_(1, self._group_of_head, x_THV.pow(2).sum(-1))
+        # Not by `index_add_`: on a GPU that adds in another order each time.
+        squares_TH = x_THV.pow(2).sum(-1)
+        squares_TG = (squares_TH.unsqueeze(1) * self._is_of_group_GH).sum(-1)
         self._parallel.collectives.all_reduce(squares_TG)
         scale_TG = torch.rsqrt(squares_TG / self._group_width + self._module.norm.variance_epsilon)
         return (x_THV * scale_TG[:, self._group_of_head].unsqueeze(-1)).flatten(1)
