@@ -4,7 +4,7 @@
 
 Prints one JSON object per kernel and shape: registers and shared memory, what is spilled to slow memory (there should
 be nothing), and which instructions multiply matrices (HGMMA is Hopper's own, HMMA the older one). What is compiled is
-what `TritonBackend` and `TritonStates` launch. Exits with 1 if a kernel asks for more memory than there is, or spills;
+what `TritonBackend`, `TritonStates` and `TritonSampling` launch. Exits with 1 if a kernel asks for more memory than there is, or spills;
 attention in float32 may, which is there to judge others.
 """
 
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from intarsia.kernels.paged_attention.triton import Shape, Size, TritonBackend, precision_of, shape_for
+from intarsia.kernels.sampling.triton import LIST_TOKENS, LIST_WARPS, WARPS, TritonSampling, shift_of
 from intarsia.kernels.state.triton import CHUNKS, CONVOLUTION_TOKENS, PRECISION, TritonStates, heads_block
 from intarsia.kernels.toolchain.triton import LEAST_DOT, power_of_two
 
@@ -42,10 +43,13 @@ class Variant(NamedTuple):
 
 
 def variants(dtypes: Sequence[str]) -> Iterator[Variant]:
-    """What real models launch: heads of 64 to 256 numbers, latents, windows, chunks, softcap and sinks; and states."""
+    """What real models launch: heads of 64 to 256 numbers, latents, windows, chunks, softcap and sinks; states;
+    and vocabularies of 32,000 to 262,144 tokens."""
     for dtype in dtypes:
         yield from _attention(dtype)
     yield from _states()
+    for dtype in dtypes:
+        yield from _sampling(dtype)
 
 
 ATTENTION = [  # name, heads per kv head, key size, value size, tokens of a page, rule, softcap, sinks
@@ -149,6 +153,28 @@ def _states() -> Iterator[Variant]:
     )
 
 
+def _sampling(dtype: str) -> Iterator[Variant]:
+    sampling = TritonSampling()
+    kernels = sampling._kernels
+    for vocab in (32_000, 128_256, 262_144):
+        parts, shift = sampling.parts(1, vocab), shift_of(vocab)
+        for kernel, constants in (
+            (kernels.change, {"BLOCK": parts.block}),
+            (kernels.scan, {"BLOCK": parts.block, "BIN": parts.bin}),
+            (kernels.weigh, {"BLOCK": parts.block, "SHIFT": shift}),
+            (kernels.choose, {"BLOCK": min(LIST_TOKENS, parts.block), "SHIFT": shift}),
+            (kernels.describe, {"BLOCK": parts.block, "SHIFT": shift}),
+        ):
+            types = _types(
+                kernel, {"logits_ptr"}, dtype, {"changed_ptr", "scores_ptr"}, {"masses_ptr", "lists_ptr", "chosen_ptr"}
+            )
+            if "token_stride" in types:  # Triton compiles for the number 1 where that is what it is
+                types["token_stride"] = "constexpr"
+                constants = {**constants, "token_stride": 1}
+            warps = LIST_WARPS if kernel is kernels.choose else WARPS
+            yield Variant(f"sampling {kernel.__name__} {dtype} {vocab:,}", kernel, types, constants, warps, 3)
+
+
 def _types(
     kernel: Any, numbers: Collection[str], dtype: str, float32: Collection[str] | None, int64: Collection[str] = ()
 ) -> dict[str, str]:  # fmt: skip
@@ -179,7 +205,7 @@ def compiled(variant: Variant, capability: int) -> dict[str, Any]:
     aligned = {
         (n,): [["tt.divisibility", 16]]
         for n, (name, kind) in enumerate(variant.types.items())
-        if kind.startswith("*") or name.endswith(("stride", "_token", "_head"))
+        if kind.startswith("*") or name.endswith(("stride", "_token", "_head", "vocab"))
     }
     source = ASTSource(variant.kernel, variant.types, variant.constants, aligned)
     options = {"num_warps": variant.warps, "num_stages": variant.stages}

@@ -4,7 +4,7 @@
     tokens, about = backend.draw(logits, draws, positions, changes)      # once per step
     about = backend.logprobs(logits, tokens, count)                      # of tokens that are known
 
-`plain_torch.py` is how it runs in plain torch, `cpu.py` on a CPU with a C++ compiler.
+`plain_torch.py` is how it runs in plain torch, `cpu.py` on a CPU with a C++ compiler, `triton.py` on a GPU.
 """
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from .cpu import NativeSampling
 from .plain_torch import TorchSampling
 from .protocol import PENALTIES, About, Changes, Draw, Penalties, SamplingBackend
+from .triton import TritonSampling
 
 __all__ = [
     "PENALTIES",
@@ -23,10 +24,11 @@ __all__ = [
     "Penalties",
     "SamplingBackend",
     "TorchSampling",
+    "TritonSampling",
     "select_sampling",
 ]
 
-SAMPLING_BACKENDS: tuple[type[SamplingBackend], ...] = (NativeSampling, TorchSampling)
+SAMPLING_BACKENDS: tuple[type[SamplingBackend], ...] = (NativeSampling, TritonSampling, TorchSampling)
 """Fastest first."""
 
 

@@ -1,4 +1,4 @@
-"""Tokens drawn in plain torch: runs anywhere, and is what the fast way must equal."""
+"""Tokens drawn in plain torch: runs anywhere, and is what the fast ways must equal."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -11,7 +11,7 @@ from .protocol import HIGHEST_LOGIT, TEMPERATURES, About, Changes, Draw, Penalti
 
 
 class TorchSampling(SamplingBackend):
-    """The default on a GPU, and where nothing can be compiled."""
+    """The default where nothing can be compiled."""
 
     name: ClassVar[str] = "torch"
     devices: ClassVar[frozenset[str]] = frozenset({"cpu", "cuda"})

@@ -17,11 +17,11 @@ from .packed import GREEDY, JOB, Edits, about_jobs, jobs_of, list_count, mask_wo
 from .plain_torch import TorchSampling
 from .protocol import About, Changes, Draw, SamplingBackend
 
-BLOCK_TOKENS = 4096
-"""Of a row, that a program looks at in one go."""
-LIST_TOKENS = 2048
+BLOCK_TOKENS, WARPS = 2048, 8
+"""Of a row, that a program looks at in one go: the most with which two programs or more share a processor's registers
+(`bench/ahead.py`)."""
+LIST_TOKENS, LIST_WARPS = 2048, 16
 """The same of a list, whose entries take twice the registers."""
-WARPS = 8
 LEAST_BIN = 16
 MOST_BINS, MOST_PARTS = 1024, 64
 """As in `triton_kernels.py`."""
@@ -208,7 +208,7 @@ class TritonSampling(SamplingBackend):
         self._kernels.choose[(len(chosen_R),)](
             source.jobs, found.keys, found.tokens, found.scores, found.winners, found.masses, found.lists, found.fills,
             chosen_R, parts.vocab, parts.count,
-            BLOCK=min(self.list_tokens, parts.block), SHIFT=shift_of(parts.vocab), num_warps=WARPS,
+            BLOCK=min(self.list_tokens, parts.block), SHIFT=shift_of(parts.vocab), num_warps=LIST_WARPS,
         )  # fmt: skip
 
     def _describe(

@@ -153,6 +153,14 @@ def _time(token, first_key, second_key):
 
 
 @triton.jit
+def _part(part, span, vocab, BLOCK: tl.constexpr):
+    """Where it begins and ends. Parts are whole blocks, so a block's tokens need only be held against the vocabulary's
+    size: where that is a multiple of 16, as it mostly is, so are the borders of every mask, and loads are wide."""
+    start = tl.multiple_of(part * span, BLOCK)
+    return start, tl.minimum(start + span, vocab)
+
+
+@triton.jit
 def _greatest(keys_ptr, job, parts):
     """Key of a row's greatest logit."""
     p = tl.arange(0, MOST_PARTS)
@@ -216,11 +224,10 @@ def change(
     about = rows_ptr + change * CHANGE_WORDS
     row, mask, repetition = tl.load(about + ROW), tl.load(about + MASK), _setting(about, REPETITION)
     changed = changed_ptr + change.to(tl.int64) * vocab
-    start = part * span
-    end = tl.minimum(start + span, vocab)
+    start, end = _part(part, span, vocab, BLOCK)
     for at in range(start, end, BLOCK):
         token = at + tl.arange(0, BLOCK)
-        live = token < end
+        live = token < vocab
         numbers = _logits_as_they_are(logits_ptr, row, row_stride, token_stride, token, live)
         tl.store(changed + token, _where_allowed(numbers, masks_ptr, mask, words, token, live), mask=live)
     tl.debug_barrier()
@@ -252,13 +259,12 @@ def scan(
     number, part = tl.program_id(0), tl.program_id(1)
     job = jobs_ptr + number * JOB_WORDS
     place, has_bins = tl.load(job + PLACE), tl.load(job + KIND) >= CUT
-    start = part * span
-    end = tl.minimum(start + span, vocab)
+    start, end = _part(part, span, vocab, BLOCK)
     best = tl.full([BLOCK], NO_KEY, tl.int32)
     winner = tl.full([BLOCK], NO_TOKEN, tl.int32)
     for at in range(start, end, BLOCK):
         token = at + tl.arange(0, BLOCK)
-        live = token < end
+        live = token < vocab
         key = _key(_logits(logits_ptr, changed_ptr, place, row_stride, token_stride, vocab, token, live))
         key = tl.where(live, key, NO_KEY)
         winner = tl.where(key > best, token, winner)
@@ -319,8 +325,7 @@ def weigh(
     kind, place = tl.load(job + KIND), tl.load(job + PLACE)
     temperature = _setting(job, TEMPERATURE)
     top = tl.div_rn(_number(_greatest(keys_ptr, number, parts)), temperature)
-    start = part * span
-    end = tl.minimum(start + span, vocab)
+    start, end = _part(part, span, vocab, BLOCK)
     if kind == RACE:
         first_key, second_key = tl.load(job + FIRST_KEY), tl.load(job + SECOND_KEY)
         least = tl.minimum(_setting(job, MIN_P), 1.0)
@@ -328,7 +333,7 @@ def weigh(
         winner = tl.full([BLOCK], NO_TOKEN, tl.int32)
         for at in range(start, end, BLOCK):
             token = at + tl.arange(0, BLOCK)
-            live = token < end
+            live = token < vocab
             numbers = _logits(logits_ptr, changed_ptr, place, row_stride, token_stride, vocab, token, live)
             weight = _weight(tl.div_rn(numbers, temperature) - top)
             weight = tl.where(live & (weight >= least), weight, 0.0)
@@ -350,7 +355,7 @@ def weigh(
         mass = tl.zeros([BLOCK], tl.int64)
         for at in range(start, end, BLOCK):
             token = at + tl.arange(0, BLOCK)
-            live = token < end
+            live = token < vocab
             numbers = _logits(logits_ptr, changed_ptr, place, row_stride, token_stride, vocab, token, live)
             distance = tl.div_rn(numbers, temperature) - top
             weight = tl.where(live, _weight(distance), 0.0)
@@ -510,14 +515,13 @@ def describe(
     most = _number(_greatest(keys_ptr, number, parts))
     log_of_sum = tl.log(total.to(tl.float64) * (1.0 / (1 << SHIFT))).to(tl.float32)
     log_of_sum = tl.where(_is_usable(most), log_of_sum, float("nan"))
-    token = tl.load(chosen_ptr + row).to(tl.int32)
-    chosen = _logits_as_they_are(logits_ptr, row, row_stride, token_stride, token, True) - most - log_of_sum
-    start = part * span
-    end = tl.minimum(start + span, vocab)
+    token_chosen = tl.load(chosen_ptr + row)
+    chosen = _logits_as_they_are(logits_ptr, row, row_stride, token_stride, token_chosen, True) - most - log_of_sum
+    start, end = _part(part, span, vocab, BLOCK)
     more = tl.zeros([BLOCK], tl.int32)
     for at in range(start, end, BLOCK):
         token = at + tl.arange(0, BLOCK)
-        live = token < end
+        live = token < vocab
         numbers = _logits_as_they_are(logits_ptr, row, row_stride, token_stride, token, live)
         more += (live & (numbers - most - log_of_sum > chosen)).to(tl.int32)
     tl.store(told + 1 + part, tl.sum(more, 0))
