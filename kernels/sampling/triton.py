@@ -226,12 +226,17 @@ class TritonSampling(SamplingBackend):
             *source.strides, first, most_told, parts.span, parts.count,
             BLOCK=parts.block, SHIFT=shift_of(parts.vocab), num_warps=WARPS,
         )  # fmt: skip
-        return _about(words.cpu().numpy(), parts.count, [count for _, count in told])
+        return _about(download(words), parts.count, [count for _, count in told])
 
 
 def shift_of(vocab: int) -> int:
     """Of weights as whole numbers: with so many bits behind the point, the sum of a vocabulary fits an int64."""
     return 62 - power_of_two(vocab).bit_length()
+
+
+def download(words: Tensor) -> np.ndarray:
+    """Waits for the device."""
+    return words.cpu().numpy()
 
 
 def _words(jobs: Sequence[tuple]) -> np.ndarray:

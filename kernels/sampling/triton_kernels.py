@@ -1,4 +1,4 @@
-"""Tokens drawn in Triton: every row of a step at once, in at most five launches, without a sort and without a float sum.
+"""Tokens drawn in Triton: all rows of a step at once, in at most five launches, without a sort or a sum of floats.
 
     change      logits of the rows that have changes, into a copy of their own       only if there are any
     scan        the greatest logit of each part of a row, and of each bin
@@ -8,7 +8,7 @@
 
 A job is a row to be read: one that is drawn from, or one whose log-probabilities are asked for. A part is what one
 program has of a row; a bin is some tokens side by side, of which the greatest logit is known after the scan. The n-th
-greatest of these is a floor that at least n tokens reach, so few others need to be looked at (as in `cpu_sampling.cpp`).
+greatest of these is a floor that at least n tokens reach, so few others are looked at (as in `cpu_sampling.cpp`).
 
     row     | bin | bin | bin | bin | bin | bin | bin | bin |           a block is what a program looks at in one go
             |<------- part 0 ------>|<------- part 1 ------>|
@@ -125,7 +125,7 @@ def _mass_of(candidate, SHIFT: tl.constexpr):
 
 @triton.jit
 def _time(token, first_key, second_key):
-    """How long a token runs, of an exponential distribution, by keys of its row (`_race` and `_bits` of plain_torch.py).
+    """How long a token runs, of an exponential distribution, by its row's keys (`_race`, `_bits` in plain_torch.py).
 
     The negative logarithm of 1 - uniform, accurate for the short times, which win: 1 - uniform is m * 2^e, and the
     logarithm of m that of a fraction, by the series of atanh.
@@ -315,8 +315,8 @@ def weigh(
     logits_ptr, changed_ptr, jobs_ptr, keys_ptr, bins_ptr, scores_ptr, winners_ptr, masses_ptr, lists_ptr, fills_ptr,
     row_stride, token_stride, vocab, span, parts, bins, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Of random rows: the race of a part, or where something is cut, its mass and which tokens may be kept. Of rows that
-    are told about: the mass, and which tokens may be among the most probable. Grid (J, P).
+    """Of random rows: the race of a part, or where something is cut, its mass and which tokens may be kept. Of rows
+    that are told about: the mass, and which tokens may be among the most probable. Grid (J, P).
 
     scores, winners, masses [J,P]  lists [lists,V] candidates, in any order
     """
@@ -502,8 +502,8 @@ def describe(
 ):  # fmt: skip
     """Of the jobs from `first` on. Grid (A, P).
 
-    chosen [R] int64  told [A, 1 + P + 2 * most_told]: the token's log-probability, how many tokens of each part are more
-    probable, the most probable tokens and their log-probabilities
+    chosen [R] int64  told [A, 1 + P + 2 * most_told]: the token's log-probability, how many tokens of each part are
+    more probable, the most probable tokens and their log-probabilities
     """
     part = tl.program_id(1)
     number = first + tl.program_id(0)
