@@ -1,6 +1,7 @@
 """Tokens drawn on a GPU by our own kernels: `triton_kernels.py`, and what they are launched with.
 
-A step is one upload, at most five launches and, only where a row wants log-probabilities, one download.
+A step is one upload, at most five launches and, only where a row wants log-probabilities, one download. Where a row
+wants more of them than `MOST_TOLD`, torch finds those, row by row.
 """
 
 from collections.abc import Sequence

@@ -20,7 +20,7 @@ def backend(request: pytest.FixtureRequest) -> SamplingBackend:
 
 def turns(backend: SamplingBackend, count: int) -> int:
     """So many draws, or a few by Triton's interpreter, which takes 50 ms for one."""
-    return min(count, 40) if backend.name == "triton" else count
+    return min(count, 24) if backend.name == "triton" else count
 
 
 def tokens_of(backend: SamplingBackend, logits: torch.Tensor, draw: Draw, count: int, changes: Changes | None = None):
