@@ -1,6 +1,8 @@
 """A family on a pretended CUDA device: what it answers, and what its steps cost there.
 
     python -m intarsia.tests.pretended_cuda.run gemma3 --json
+    python -m intarsia.tests.pretended_cuda.run gemma3 --ranks 2
+    python -m intarsia.tests.pretended_cuda.run gemma3 --planted          mistakes, and how each of them is told
 
 Its own process, because torch is changed for good. Ends with 1 if tokens differ from those of the oracle, or if decode
 steps are not recorded.
@@ -23,44 +25,55 @@ from typing import Any
 
 from intarsia.tests import models
 
-ORACLE_TOKENS = 24
+from .scenes import Scene, oracle, scene_of
+
+TOKENS = 6
 
 
 def main() -> int:
     asked = _arguments()
-    prompts, images = models.prompts_of(asked.family)
     with tempfile.TemporaryDirectory() as folder:
         path = asked.model or models.make_checkpoint(asked.family, Path(folder, asked.family))
-        expected = None if asked.model else _oracle(path, prompts, images, asked.tokens)
-        answer = _pretend(path, prompts, images, asked)
+        scene = scene_of(asked.family, path, asked.tokens, asked.ranks)
+        expected = None if asked.model or asked.planted else oracle(scene)
+        answer = _planted(scene) if asked.planted else _run(scene, asked.dtype)
     if expected is not None:
-        answer["is_right"] = answer["tokens"] == expected and answer["again"] == expected
+        answer["is_right"] = answer["tokens"] == answer["again"] == expected
     print(json.dumps(answer) if asked.json else _told(answer))
-    return int(not answer.get("is_right", True) or answer["refusal"] is not None)
+    return int(not answer.get("is_right", True) or answer.get("refusal") is not None)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="pretended_cuda.run", description="A family on a pretended CUDA device.")
     parser.add_argument("family", choices=sorted(models.FAMILIES))
-    parser.add_argument("--model", type=Path, help="its checkpoint, if there is one already; the tokens are not judged")
-    parser.add_argument("--tokens", type=int, default=ORACLE_TOKENS, help="of each answer")
+    parser.add_argument("--model", type=Path, help="its checkpoint, if there is one; then tokens are not judged")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of each answer")
+    parser.add_argument("--ranks", type=int, default=1, help="each in a thread of this process")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--planted", action="store_true", help="try the mistakes of planted.py, one by one")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 
 
-def _oracle(path: Path, prompts: list[list[int]], images: list[list[bytes]], count: int) -> list[list[int]]:
-    asked = zip(prompts, images, strict=True)
-    return [models.greedy(models.load_oracle(path, pictures), prompt, count) for prompt, pictures in asked]
+def _run(scene: Scene, dtype: str) -> dict[str, Any]:
+    _install()
+    from .engines import run_scene
+
+    return asyncio.run(run_scene(scene, dtype=dtype))
 
 
-def _pretend(path: Path, prompts: list[list[int]], images: list[list[bytes]], asked: argparse.Namespace) -> Any:
+def _planted(scene: Scene) -> dict[str, Any]:
+    _install()
+    from .planted import try_all
+
+    return try_all(scene)
+
+
+def _install() -> None:
+    """Modules of ours that use torch are imported after this."""
     from . import runtime
 
     runtime.install()
-    from . import engines  # modules of ours that use torch are imported from here on
-
-    return asyncio.run(engines.run_family(path, prompts, images, asked.tokens, dtype=asked.dtype))
 
 
 def _told(answer: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import launches
+from . import launches, nccl
 from .device import MEMORY_BYTES, PROCESSORS, current_device, pinned
 from .graphs import Graph, Pool, Recording
 from .guard import load_guard
@@ -103,17 +103,18 @@ def install() -> None:
     """Before any module of ours that needs torch is imported: `inference_mode` is a decorator there."""
     assert "pytest" not in sys.modules, "torch is changed for good: pretend in a process of its own"
     load_guard()
-    torch._C._set_only_lift_cpu_tensors(True)  # else `torch.tensor(.., device="cuda")` copies unseen
     for name, function in FUNCTIONS.items():
         setattr(torch.cuda, name, function)
     # In inference mode torch shows composite operators, not those that they are made of.
     setattr(torch, "inference_mode", lambda mode=True: torch.no_grad())
     _watch_reads()
     launches.install()
+    nccl.install()
     pretend_in_this_thread()
 
 
 def pretend_in_this_thread() -> None:
+    torch._C._set_only_lift_cpu_tensors(True)  # else `torch.tensor(.., device="cuda")` copies unseen
     OnPretendedDevice().__enter__()
 
 
