@@ -50,7 +50,7 @@ class Device:
         else:
             self.transfers.download(target, source.clone(), at)
 
-    def compute(self, kind: Kind, run: Callable[[], None], at: str) -> None:
+    def compute(self, kind: Kind, run: Callable[[], object], at: str) -> None:
         """A launch or a collective; where a graph is recorded, it becomes part of it."""
         if self.tape is not None:
             self.tape.other(kind, run, at)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,7 +63,8 @@ class PretendedWorkers(LocalWorkers):
             points = [rank.worker.meeting_point(HOST) for rank in self._ranks]
             await self._together(lambda worker: worker.join(points))
         # One after another, because transformers changes torch for the process while it makes a module.
-        return [await rank.call(rank.worker.load, settings) for rank in self._ranks][0]
+        facts = [await rank.call(rank.worker.load, settings) for rank in self._ranks]
+        return facts[0]
 
     async def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None:
         await self._together(lambda worker: worker.allocate(plan, limits))

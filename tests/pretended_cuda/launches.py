@@ -61,5 +61,5 @@ def _call_within(kernel: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def install() -> None:
-    InterpretedFunction.run = _launch
-    InterpretedFunction.__call__ = _call_within
+    for name, function in (("run", _launch), ("__call__", _call_within)):
+        setattr(InterpretedFunction, name, function)

@@ -68,7 +68,9 @@ def _nature(func: Any) -> _Nature:
         func in VIEWS or (bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)),
         torch.Tag.pointwise in func.tags or func is aten.fill_.Tensor,
         torch.Tag.inplace_view in func.tags or func in {aten.resize_.default, aten.set_.source_Storage},
-        tuple((n, a.name) for n, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write),
+        tuple(
+            (n, a.name) for n, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+        ),
     )
 
 
@@ -123,7 +125,7 @@ def _run_on_device(
     tape = device.tape
     if tape is not None:
         tape.will_write(_written(func, host_args, host_kwargs))
-    compute = _SHIMS.get(func, func)
+    compute: Callable[..., Any] = _SHIMS[func] if func in _SHIMS else func
     results = compute(*host_args, **host_kwargs)
     # Views, allocations and empty tensors need no kernel.
     if func in ALLOCATIONS:
@@ -213,8 +215,10 @@ def _to_copy(source: Tensor, **wanted: Any) -> Any:
         return NotImplemented
     non_blocking = wanted.pop("non_blocking", False)
     shape_of = _to_host({**wanted, "device": "cpu"})
-    target = aten._to_copy.default(on_host(source), **shape_of) if to_device else torch.empty_like(
-        on_host(source), dtype=wanted.get("dtype") or source.dtype
+    target = (
+        aten._to_copy.default(on_host(source), **shape_of)
+        if to_device
+        else torch.empty_like(on_host(source), dtype=wanted.get("dtype") or source.dtype)
     )
     if to_device:
         _copy(made := DeviceTensor(torch.empty_like(target)), source, non_blocking)

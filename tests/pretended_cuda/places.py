@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]  # of our package
 SITE = Path(torch.__file__).parents[1]
 
-HIDDEN = tuple(f"{folder}{os.sep}" for folder in (SITE / "torch", SITE / "triton", HERE)) + ("<",)
+HIDDEN = (*(f"{folder}{os.sep}" for folder in (SITE / "torch", SITE / "triton", HERE)), "<")
 SHOWN = str(HERE / "planted.py")
 """Its mistakes stand for mistakes of the product."""
 STANDARD = f"{os.path.dirname(os.__file__)}{os.sep}"  # `contextlib` and others stand between

@@ -117,7 +117,11 @@ def sampler_adds_a_host_tensor() -> Any:
 
 
 def sampler_waits_once_more() -> Any:
-    return _before_the_draw(lambda logits: logits if logits.isfinite().all() else logits)
+    def mistake(logits: Tensor) -> Tensor:
+        assert logits.isfinite().all()
+        return logits
+
+    return _before_the_draw(mistake)
 
 
 PLANTED: dict[str, Callable[[], Any]] = {
@@ -149,7 +153,7 @@ async def _try(scene: Scene, mistake: Any) -> dict[str, Any]:
         try:
             engine = await make_engine(scene.path, workers)
             await answers(engine, workers, scene)
-        except Exception as failure:
+        except Exception as failure:  # noqa: BLE001  of any kind, wherever the engine was
             return {"said": _first_cause(failure)}
     return {"said": workers.refusal, "waits": workers.costs["replayed"].places.get("sync", {})}
 

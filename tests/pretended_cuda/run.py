@@ -34,9 +34,9 @@ def main() -> int:
     asked = _arguments()
     with tempfile.TemporaryDirectory() as folder:
         path = asked.model or models.make_checkpoint(asked.family, Path(folder, asked.family))
-        scene = scene_of(asked.family, path, asked.tokens, asked.ranks)
+        scene = scene_of(asked.family, path, asked.prompts, asked.tokens, asked.ranks)
         expected = None if asked.model or asked.planted else oracle(scene)
-        answer = _planted(scene) if asked.planted else _run(scene, asked.dtype)
+        answer = _planted(scene) if asked.planted else _run(scene, asked)
     if expected is not None:
         answer["is_right"] = answer["tokens"] == answer["again"] == expected
     print(json.dumps(answer) if asked.json else _told(answer))
@@ -48,18 +48,24 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("family", choices=sorted(models.FAMILIES))
     parser.add_argument("--model", type=Path, help="its checkpoint, if there is one; then tokens are not judged")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each answer")
+    parser.add_argument("--prompts", type=int, default=3, help="how many of them")
     parser.add_argument("--ranks", type=int, default=1, help="each in a thread of this process")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--kv-cache-memory", default="4MiB", help="little of it makes requests give way to each other")
+    parser.add_argument("--block-size", type=int)
     parser.add_argument("--planted", action="store_true", help="try the mistakes of planted.py, one by one")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 
 
-def _run(scene: Scene, dtype: str) -> dict[str, Any]:
+def _run(scene: Scene, asked: argparse.Namespace) -> dict[str, Any]:
     _install()
     from .engines import run_scene
 
-    return asyncio.run(run_scene(scene, dtype=dtype))
+    settings = {"dtype": asked.dtype, "kv_cache_memory": asked.kv_cache_memory}
+    if asked.block_size is not None:
+        settings["block_size"] = asked.block_size
+    return asyncio.run(run_scene(scene, **settings))
 
 
 def _planted(scene: Scene) -> dict[str, Any]:

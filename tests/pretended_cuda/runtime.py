@@ -103,10 +103,9 @@ def install() -> None:
     """Before any module of ours that needs torch is imported: `inference_mode` is a decorator there."""
     assert "pytest" not in sys.modules, "torch is changed for good: pretend in a process of its own"
     load_guard()
-    for name, function in FUNCTIONS.items():
-        setattr(torch.cuda, name, function)
+    _replace(torch.cuda, **FUNCTIONS)
     # In inference mode torch shows composite operators, not those that they are made of.
-    setattr(torch, "inference_mode", lambda mode=True: torch.no_grad())
+    _replace(torch, inference_mode=lambda mode=True: torch.no_grad())
     _watch_reads()
     launches.install()
     nccl.install()
@@ -129,6 +128,10 @@ def _watch_reads() -> None:
                 transfers.check_read(tensor, place())
             return _original(tensor, *args, **kwargs)
 
-        setattr(Tensor, name, read)
-    setattr(Tensor, "pin_memory", _pin_memory)
-    setattr(Tensor, "is_pinned", lambda tensor, device=None: pinned.has(tensor))
+        _replace(Tensor, **{name: read})
+    _replace(Tensor, pin_memory=_pin_memory, is_pinned=lambda tensor, device=None: pinned.has(tensor))
+
+
+def _replace(owner: Any, **functions: Any) -> None:
+    for name, function in functions.items():
+        setattr(owner, name, function)

@@ -21,10 +21,10 @@ class Scene:
         return replace(self, prompts=[self.prompts[n] for n in which], images=[self.images[n] for n in which])
 
 
-def scene_of(family: str, path: Path, tokens: int, ranks: int = 1) -> Scene:
-    """Three of the usual prompts: a row more than a frame of two, so that a row is filled up."""
+def scene_of(family: str, path: Path, count: int, tokens: int, ranks: int = 1) -> Scene:
+    """The first `count` of the usual prompts. Of three rows one more is filled up: frames have 1, 2, 4, 8, .. rows."""
     prompts, images = models.prompts_of(family)
-    return Scene(family, path, prompts, images, tokens, ranks).of_prompts(0, 1, 2)
+    return Scene(family, path, prompts[:count], images[:count], tokens, ranks)
 
 
 def oracle(scene: Scene) -> list[list[int]]:

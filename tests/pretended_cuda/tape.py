@@ -22,7 +22,7 @@ class Node:
 
     kind: Kind
     place: str
-    run: Callable[[], None]
+    run: Callable[[], object]
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class Tape:
         for tensor in tensors:
             tensor.zero_()
 
-    def other(self, kind: Kind, run: Callable[[], None], at: str) -> None:
+    def other(self, kind: Kind, run: Callable[[], object], at: str) -> None:
         """A launch or a collective: it is recorded and does not run."""
         self.nodes.append(Node(kind, at, run))
 

@@ -27,7 +27,7 @@ class DeviceTensor(Tensor):
         tensor.host = host
         return tensor
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  as torch's own wrappers do
 
     @classmethod
     def __torch_dispatch__(
@@ -59,5 +59,3 @@ class DeviceTensor(Tensor):
 def on_host(value: Any) -> Any:
     """The numbers of a device's tensor; any other value as it is."""
     return value.host if isinstance(value, DeviceTensor) else value
-
-

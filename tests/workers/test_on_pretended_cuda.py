@@ -1,0 +1,167 @@
+"""Whole engines on a pretended CUDA device (`tests/pretended_cuda`): what a GPU would refuse is refused, and what would
+cost time on it is counted. Each runs in a process of its own, because torch is changed there for good."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+
+from intarsia.kernels.toolchain import triton as gpu
+from intarsia.tests.models import FAMILIES, WITH_IMAGES
+from intarsia.tests.pretended_cuda.child import pretend
+from intarsia.tests.pretended_cuda.guard import compiler
+from intarsia.tests.workers.test_families import least_memory
+
+pytestmark = [
+    pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing())),
+    pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler"),
+]
+
+TOKENS = 6
+PROMPTS = 3
+
+QUICK = ("gemma3", "bamba", "gpt_oss", "qwen3_next")
+ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+RECORDED = [parameter for parameter in ALL if parameter.values[0] not in WITH_IMAGES]
+"""Families with images are never recorded: what their layers see changes with each step."""
+
+Pretended = Callable[..., dict[str, Any]]
+
+
+class Budget(NamedTuple):
+    """Of a decode step of three greedy requests, filled up to four rows and replayed. True figures, which only fall."""
+
+    uploads: int
+    kernels_before: int  # of torch, outside the graph: uploads are put into their frame, tokens are chosen
+    kernels: int  # of torch, inside the graph
+    launches: int  # of Triton kernels, inside the graph
+
+
+SYNCS = 1
+"""The tokens are read. Nothing else is waited for."""
+
+BUDGETS: dict[str, Budget] = {}
+
+
+@pytest.fixture(scope="module")
+def pretended(tiny: Callable) -> Pretended:
+    """Runs a family once per module and set of flags."""
+    answers: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    def run(family: str, *flags: str) -> dict[str, Any]:
+        if (family, *flags) not in answers:
+            asked = ("--tokens", str(TOKENS), "--prompts", str(PROMPTS), *flags)
+            answers[family, *flags] = pretend(family, tiny(family).path, *asked)
+        return answers[family, *flags]
+
+    return run
+
+
+def expected(model: Any, prompts: int = PROMPTS, tokens: int = TOKENS) -> list[list[int]]:
+    return [answer[:tokens] for answer in model.expected[:prompts]]
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_tokens_of_recorded_steps_are_those_of_the_oracle(family: str, tiny: Callable, pretended: Pretended):
+    """Prompts in chunks, decode steps recorded and replayed, then all of it again out of the prefix cache."""
+    answer = pretended(family)
+    assert answer["tokens"] == answer["again"] == expected(tiny(family))
+    assert all(cached > 0 for cached in answer["cached"][1:]), "repeated prompts of 33 tokens and more must hit"
+    assert answer["is_all_free"]
+    if family not in WITH_IMAGES:
+        assert answer["refusal"] is None, answer["refusal"]
+        assert answer["costs"]["replayed"]["steps"] > 3
+
+
+@pytest.mark.parametrize("family", RECORDED)
+def test_a_decode_step_costs_no_more_than_its_budget(family: str, pretended: Pretended):
+    answer = pretended(family)
+    most = answer["costs"]["replayed"]["most"]
+    cost = Budget(
+        most.get("upload, pinned", 0) + most.get("upload, pageable", 0),
+        most["torch kernel"],
+        most["recorded torch kernel"],
+        most["recorded launch"],
+    )
+    layers = answer["layers"]
+    print(f"{family}: {cost}, {cost.kernels / layers:.1f} kernels of torch for each of {layers} layers")
+    assert most["sync"] == SYNCS, answer["costs"]["replayed"]["places"]["sync"]
+    over = [name for name, value, most in zip(cost._fields, cost, BUDGETS[family], strict=True) if value > most]
+    assert not over, f"{cost} is more than {BUDGETS[family]}: {answer['costs']['replayed']['places']}"
+
+
+PREEMPTED = [pytest.param(name, marks=() if name == "gemma3" else pytest.mark.slow) for name in FAMILIES]
+
+
+@pytest.mark.parametrize("family", PREEMPTED)
+def test_tokens_are_those_of_the_oracle_after_preemption(family: str, tiny: Callable, pretended: Pretended):
+    """A pool in which the longest request fits alone."""
+    model = tiny(family)
+    longest = max(len(prompt) for prompt in model.prompts[:PROMPTS]) + TOKENS
+    answer = pretended(family, "--kv-cache-memory", str(least_memory(model, 16, longest)))
+    assert answer["preemptions"] > 0
+    assert answer["tokens"] == answer["again"] == expected(model)
+    assert answer["is_all_free"]
+
+
+@pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
+def test_two_ranks_give_the_tokens_of_the_oracle(family: str, tiny: Callable, pretended: Pretended):
+    """Each rank in a thread with a device of its own; what they do together is part of the recording."""
+    answer = pretended(family, "--ranks", "2")
+    assert answer["tokens"] == answer["again"] == expected(tiny(family))
+    if family not in WITH_IMAGES:
+        assert answer["refusal"] is None, answer["refusal"]
+        assert answer["costs"]["replayed"]["most"]["recorded collective"] > answer["layers"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", RECORDED)
+def test_steps_in_bfloat16_mix_no_kinds_of_numbers_and_are_recorded(family: str, pretended: Pretended):
+    answer = pretended(family, "--dtype", "bfloat16")
+    assert answer["refusal"] is None, answer["refusal"]
+    assert answer["costs"]["replayed"]["most"]["sync"] == SYNCS
+
+
+def test_sparse_layers_of_gemma_3n_are_recorded(tiny: Callable, pretended: Pretended):
+    """transformers makes the quantile of their cutoff out of a number, in each layer and step."""
+    answer = pretended("gemma3n", "--prompts", "1")
+    assert answer["refusal"] is None, answer["refusal"]
+    assert answer["tokens"] == expected(tiny("gemma3n"), prompts=1)
+
+
+HERE = "tests/pretended_cuda/planted.py:"
+WAITS, COPIES = "the host waits for the device", "the host's memory is copied to the device"
+REFUSED = "could not be recorded: operation not permitted when stream is capturing: "
+
+FOUND = {
+    "lengths_stay_on_the_host": "argument 9 of the launch of 'attend' at kernels/paged_attention/triton.py:",
+    "attention_reads_a_number": f"{REFUSED}{WAITS} at {HERE}",
+    "attention_makes_a_tensor_of_a_number": f"{REFUSED}{COPIES} at {HERE}",
+    "attention_has_a_shape_of_its_numbers": f"{REFUSED}{WAITS} at {HERE}",
+    "attention_allocates_by_a_length": f"{REFUSED}{WAITS} at {HERE}",
+    "queries_are_of_another_kind": "the launch of 'attend' at kernels/paged_attention/triton.py:",
+    "one_pinned_buffer_for_all_uploads": f"the pinned buffer that {HERE}",
+    "tokens_are_read_before_they_arrive": f"reads what {HERE}",
+    "sampler_adds_a_host_tensor": f"aten.add.Tensor at {HERE}",
+}
+"""Mistake -> what is said of it, up to the number of the line."""
+
+
+@pytest.fixture(scope="module")
+def planted(tiny: Callable) -> dict[str, Any]:
+    return pretend("mistral", tiny("mistral").path, "--planted")
+
+
+@pytest.mark.parametrize("mistake", FOUND)
+def test_a_planted_mistake_is_refused_and_its_place_is_named(mistake: str, planted: dict[str, Any]):
+    assert FOUND[mistake] in str(planted[mistake]["said"])
+
+
+def test_a_planted_wait_is_counted_at_its_place(planted: dict[str, Any]):
+    waits = planted["sampler_waits_once_more"]["waits"]
+    assert sum(waits.values()) == SYNCS + 1
+    assert any(place.startswith(HERE) for place in waits)
+
+
+def test_every_planted_mistake_is_looked_for(planted: dict[str, Any]):
+    assert planted.keys() == {*FOUND, "sampler_waits_once_more"}
