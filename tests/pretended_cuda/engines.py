@@ -60,11 +60,15 @@ class PretendedWorkers(LocalWorkers):
 
     async def load(self, settings: ModelSettings) -> ModelFacts:
         if len(self._ranks) > 1:
-            points = [rank.worker.meeting_point(HOST) for rank in self._ranks]
-            await self._together(lambda worker: worker.join(points))
+            await self.meet()
         # One after another, because transformers changes torch for the process while it makes a module.
         facts = [await rank.call(rank.worker.load, settings) for rank in self._ranks]
         return facts[0]
+
+    async def meet(self) -> None:
+        """Again, too: that is what happens when a controller is replaced, and workers keep what they have."""
+        points = [rank.worker.meeting_point(HOST) for rank in self._ranks]
+        await self._together(lambda worker: worker.join(points))
 
     async def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None:
         await self._together(lambda worker: worker.allocate(plan, limits))
@@ -133,11 +137,13 @@ async def answers(engine: Engine, workers: PretendedWorkers, scene: Scene) -> li
     return await asked
 
 
-async def run_scene(scene: Scene, **settings: Any) -> dict[str, Any]:
-    """All prompts at once, then again out of the prefix cache."""
+async def run_scene(scene: Scene, meets_anew: bool, **settings: Any) -> dict[str, Any]:
+    """All prompts at once, then again out of the prefix cache. meets_anew: the ranks do in between"""
     workers = PretendedWorkers(scene.ranks)
     engine = await make_engine(scene.path, workers, max_prefill_chunk_tokens=20, **settings)
     first = await answers(engine, workers, scene)
+    if meets_anew:
+        await workers.meet()
     again = await answers(engine, workers, scene)
     return {
         "tokens": [each.token_ids for each in first],

@@ -125,7 +125,7 @@ def _run_on_device(
     tape = device.tape
     if tape is not None:
         tape.will_write(_written(func, host_args, host_kwargs))
-    compute: Callable[..., Any] = _SHIMS[func] if func in _SHIMS else func
+    compute: Callable[..., Any] = _SHIMS.get(func) or func
     results = compute(*host_args, **host_kwargs)
     # Views, allocations and empty tensors need no kernel.
     if func in ALLOCATIONS:
@@ -191,9 +191,10 @@ def _without_pinning(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
     """`copy_`, where the two are not on one device."""
-    to_device, from_device = isinstance(target, DeviceTensor), isinstance(source, DeviceTensor)
-    if to_device == from_device or source.numel() == 0:
+    if isinstance(target, DeviceTensor) == isinstance(source, DeviceTensor):
         return NotImplemented
+    if source.numel() == 0:
+        return target
     device, at = current_device(), place()
     if isinstance(target, DeviceTensor):
         # What has another kind or other strides is brought into a buffer of torch's own first.
@@ -213,20 +214,13 @@ def _to_copy(source: Tensor, **wanted: Any) -> Any:
     to_device = from_device if asked is None else torch.device(asked).type == "cuda"
     if to_device == from_device:
         return NotImplemented
-    non_blocking = wanted.pop("non_blocking", False)
-    shape_of = _to_host({**wanted, "device": "cpu"})
-    target = (
-        aten._to_copy.default(on_host(source), **shape_of)
-        if to_device
-        else torch.empty_like(on_host(source), dtype=wanted.get("dtype") or source.dtype)
-    )
+    non_blocking = wanted.get("non_blocking", False)
+    host = torch.empty_like(on_host(source), dtype=wanted.get("dtype") or source.dtype)
     if to_device:
-        _copy(made := DeviceTensor(torch.empty_like(target)), source, non_blocking)
-        return made
+        return _copy(DeviceTensor(host), source, non_blocking)
     if non_blocking:
-        pinned.add(target)  # as torch does
-    _copy(target, source, non_blocking)
-    return target
+        pinned.add(host)  # as torch does
+    return _copy(host, source, non_blocking)
 
 
 def _pin(source: Tensor, device: Any = None) -> Tensor:

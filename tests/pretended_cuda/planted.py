@@ -124,6 +124,20 @@ def sampler_waits_once_more() -> Any:
     return _before_the_draw(mistake)
 
 
+@contextmanager
+def recorded_steps_keep_their_lengths() -> Iterator[None]:
+    """Nothing is forbidden about it. A replay reads what is there, so later tokens see too little."""
+    refill = TritonBackend.refill
+
+    def with_mistake(self: TritonBackend, frame: Any, batch: Any) -> None:
+        lengths = frame.plan.kv_len.clone()
+        refill(self, frame, batch)
+        frame.plan.kv_len.copy_(lengths)
+
+    with patch.object(TritonBackend, "refill", with_mistake):
+        yield
+
+
 PLANTED: dict[str, Callable[[], Any]] = {
     mistake.__name__: mistake
     for mistake in (
@@ -137,12 +151,13 @@ PLANTED: dict[str, Callable[[], Any]] = {
         tokens_are_read_before_they_arrive,
         sampler_adds_a_host_tensor,
         sampler_waits_once_more,
+        recorded_steps_keep_their_lengths,
     )
 }
 
 
 def try_all(scene: Scene) -> dict[str, Any]:
-    """Of each mistake: what is said of it, and where a decode step waited."""
+    """Of each mistake: what is said of it; if nothing stopped, where a decode step waited, and which tokens came."""
     return {name: asyncio.run(_try(scene, mistake())) for name, mistake in PLANTED.items()}
 
 
@@ -152,10 +167,11 @@ async def _try(scene: Scene, mistake: Any) -> dict[str, Any]:
     with mistake:
         try:
             engine = await make_engine(scene.path, workers)
-            await answers(engine, workers, scene)
+            answer = await answers(engine, workers, scene)
         except Exception as failure:  # noqa: BLE001  of any kind, wherever the engine was
             return {"said": _first_cause(failure)}
-    return {"said": workers.refusal, "waits": workers.costs["replayed"].places.get("sync", {})}
+    waits = workers.costs["replayed"].places.get("sync", {})
+    return {"said": workers.refusal, "waits": waits, "tokens": [each.token_ids for each in answer]}
 
 
 def _first_cause(failure: BaseException) -> str:

@@ -50,6 +50,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each answer")
     parser.add_argument("--prompts", type=int, default=3, help="how many of them")
     parser.add_argument("--ranks", type=int, default=1, help="each in a thread of this process")
+    parser.add_argument("--meet-anew", action="store_true", help="the ranks, before all is asked once more")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--kv-cache-memory", default="4MiB", help="little of it makes requests give way to each other")
     parser.add_argument("--block-size", type=int)
@@ -65,7 +66,7 @@ def _run(scene: Scene, asked: argparse.Namespace) -> dict[str, Any]:
     settings = {"dtype": asked.dtype, "kv_cache_memory": asked.kv_cache_memory}
     if asked.block_size is not None:
         settings["block_size"] = asked.block_size
-    return asyncio.run(run_scene(scene, **settings))
+    return asyncio.run(run_scene(scene, asked.meet_anew, **settings))
 
 
 def _planted(scene: Scene) -> dict[str, Any]:

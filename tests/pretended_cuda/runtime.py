@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import launches, nccl
-from .device import MEMORY_BYTES, PROCESSORS, current_device, pinned
+from .device import MEMORY_BYTES, PROCESSORS, current_device
 from .graphs import Graph, Pool, Recording
 from .guard import load_guard
 from .operators import OnPretendedDevice
@@ -53,6 +53,9 @@ class Event:
     def synchronize(self) -> None:
         current_device().wait(place(), self._mark)
 
+    def query(self) -> bool:
+        return current_device().transfers.has_arrived(self._mark)
+
     def wait(self, stream: object = None) -> None: ...
 
 
@@ -63,12 +66,6 @@ def _stream(stream: object) -> Iterator[None]:
 
 def _synchronize(device: object = None) -> None:
     current_device().wait(place())
-
-
-def _pin_memory(tensor: Tensor, device: object = None) -> Tensor:
-    copy = tensor.clone()
-    pinned.add(copy)
-    return copy
 
 
 FUNCTIONS: dict[str, Any] = {
@@ -129,7 +126,6 @@ def _watch_reads() -> None:
             return _original(tensor, *args, **kwargs)
 
         _replace(Tensor, **{name: read})
-    _replace(Tensor, pin_memory=_pin_memory, is_pinned=lambda tensor, device=None: pinned.has(tensor))
 
 
 def _replace(owner: Any, **functions: Any) -> None:

@@ -61,6 +61,9 @@ class Transfers:
         """Of an event: how many copies were asked for before it."""
         return self._arrived + len(self._under_way)
 
+    def has_arrived(self, mark: int) -> bool:
+        return mark <= self._arrived
+
     def wait(self, mark: int, place: str) -> None:
         """Let those before `mark` arrive. Raises `Race` where a source is no longer what was to be copied."""
         count = max(0, mark - self._arrived)
