@@ -45,6 +45,8 @@ def _judge(kernel: Any, named: dict[str, Any], at: str) -> None:
             raise MixedDevices(
                 f"argument {number} of the launch of '{kernel.__name__}' at {at}, {name}, lies in host memory"
             )
+        if isinstance(value, DeviceTensor) and value.owner is not current_device():
+            raise MixedDevices(f"{name} of the launch of '{kernel.__name__}' at {at} is of another rank")
     if kernel.fn.__module__.endswith("paged_attention.triton_kernels"):
         kinds = {name: value.dtype for name, value in named.items() if name in OF_ONE_DTYPE}
         if len(set(kinds.values())) > 1:

@@ -41,7 +41,7 @@ WAITS = {
 INDEXING = {
     aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default,
 }  # fmt: skip
-"""They take indices from the host, and copy them to the device. The host waits for that."""
+"""They take indices from the host, too, and copy them to the device. The host waits for that."""
 
 PRODUCTS = {
     aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.mv.default, aten.dot.default,
@@ -120,7 +120,7 @@ def _run_on_device(
     device, nature, at = current_device(), _nature(func), place()
     if nature.changes_shape:
         raise NotImplementedError(f"{func} at {at}: a pretended tensor keeps its shape")
-    _judge(device, func, tensors, at)
+    _judge(device, func, args, tensors, at)
     host_args, host_kwargs = tree_map(on_host, (args, _to_host(kwargs)))
     tape = device.tape
     if tape is not None:
@@ -139,16 +139,15 @@ def _run_on_device(
     return _wrapped(results, tensors) if makes_device else results
 
 
-def _judge(device: Device, func: Any, tensors: Sequence[Tensor], at: str) -> None:
+def _judge(device: Device, func: Any, args: tuple, tensors: Sequence[Tensor], at: str) -> None:
     """Whether a GPU would do this, and whether the host waits for it."""
+    ours = [tensor for tensor in tensors if isinstance(tensor, DeviceTensor)]
     strangers = [tensor for tensor in tensors if not isinstance(tensor, DeviceTensor)]
-    if func in INDEXING:
-        for indices in strangers:
-            device.upload(torch.empty_like(indices), indices, is_pinned=False, is_blocking=True, at=at)
-        masks = tensors[1:]
-        if any(mask.dtype in (torch.bool, torch.uint8) for mask in masks[: 1 if len(masks) > 1 else None]):
-            device.wait(at)
-    elif len(strangers) < len(tensors) and any(each.dim() or not _nature(func).is_pointwise for each in strangers):
+    if any(tensor.owner is not device for tensor in ours):
+        raise MixedDevices(f"{func} at {at} is given a tensor of another rank")
+    if func in INDEXING and isinstance(args[0], DeviceTensor):
+        _judge_indices(device, args, strangers, at)
+    elif ours and any(each.dim() or not _nature(func).is_pointwise for each in strangers):
         raise MixedDevices(f"{func} at {at}: expected all tensors to be on the same device, but found cuda:0 and cpu")
     if func in WAITS:
         device.ledger.add(Kind.DOWNLOAD, at)
@@ -156,6 +155,17 @@ def _judge(device: Device, func: Any, tensors: Sequence[Tensor], at: str) -> Non
     kinds = {tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point}
     if func in PRODUCTS and len(kinds) > 1:
         raise MixedDtypes(f"{func} at {at}: operands are of {' and '.join(sorted(map(str, kinds)))}")
+
+
+def _judge_indices(device: Device, args: tuple, strangers: Sequence[Tensor], at: str) -> None:
+    """args: a tensor, its indices, and the values that are put there, if any are"""
+    masks = [each for each in args[1] if isinstance(each, DeviceTensor) and each.dtype in (torch.bool, torch.uint8)]
+    if masks and len(args) > 2 and args[2].numel() == 1 and len(strangers) == 1 and strangers[0] is args[2]:
+        return  # one number wherever a mask says so: torch calls `masked_fill_`
+    for given in strangers:
+        device.upload(torch.empty_like(given), given, is_pinned=False, is_blocking=True, at=at)
+    if masks:  # the host has to know how many there are
+        device.wait(at)
 
 
 def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:

@@ -6,6 +6,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from .device import Device, current_device
+
 CUDA = torch.device("cuda", 0)
 
 
@@ -13,6 +15,7 @@ class DeviceTensor(Tensor):
     """What torch sees of it is empty; `host` has the numbers, and the same shape, strides and kind."""
 
     host: Tensor
+    owner: Device
 
     @staticmethod
     def __new__(cls, host: Tensor) -> "DeviceTensor":
@@ -24,7 +27,7 @@ class DeviceTensor(Tensor):
             dtype=host.dtype,
             device=CUDA,
         )
-        tensor.host = host
+        tensor.host, tensor.owner = host, current_device()
         return tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  as torch's own wrappers do
