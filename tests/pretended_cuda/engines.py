@@ -105,6 +105,11 @@ class PretendedWorkers(LocalWorkers):
         return await asyncio.gather(*(rank.call(work, rank.worker) for rank in self._ranks))
 
     @property
+    def layers(self) -> int:
+        model: Any = self.worker._model
+        return model.module.config.get_text_config().num_hidden_layers
+
+    @property
     def refusal(self) -> str | None:
         """Why decode steps are not recorded, if they are not."""
         runner = self.worker._runner
@@ -152,6 +157,6 @@ async def run_scene(scene: Scene, meets_anew: bool, **settings: Any) -> dict[str
         "preemptions": engine.stats.preemptions,
         "is_all_free": engine.recount().all_free,
         "refusal": workers.refusal,
-        "layers": len(workers.worker._model.facts.layers) if workers.worker._model else 0,
+        "layers": workers.layers,
         "costs": {kind: costs.told() for kind, costs in workers.costs.items()},
     }

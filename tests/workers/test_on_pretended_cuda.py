@@ -40,7 +40,37 @@ class Budget(NamedTuple):
 SYNCS = 1
 """The tokens are read. Nothing else is waited for."""
 
-BUDGETS: dict[str, Budget] = {}
+BUDGETS: dict[str, Budget] = {
+    "gemma3": Budget(10, 11, 402, 12),
+    "gemma2": Budget(10, 11, 216, 8),
+    "ministral": Budget(10, 11, 147, 8),
+    "gpt_oss": Budget(10, 11, 254, 8),
+    "llama": Budget(6, 7, 114, 6),
+    "qwen3": Budget(6, 7, 150, 6),
+    "smollm3": Budget(6, 7, 137, 8),
+    "cohere2": Budget(10, 11, 129, 8),
+    "olmo3": Budget(10, 11, 202, 8),
+    "exaone4": Budget(10, 11, 185, 8),
+    "llama4": Budget(10, 11, 177, 8),
+    "bamba": Budget(7, 7, 165, 10),
+    "granite4": Budget(7, 7, 237, 11),
+    "nemotron_h": Budget(7, 7, 131, 8),
+    "falcon_h1": Budget(7, 7, 203, 15),
+    "zamba2": Budget(7, 7, 319, 24),
+    "jamba": Budget(7, 7, 200, 11),
+    "minimax": Budget(7, 7, 221, 5),
+    "lfm2": Budget(7, 7, 132, 8),
+    "qwen3_next": Budget(7, 7, 344, 11),
+    "qwen3_5": Budget(7, 7, 232, 11),
+    "gemma3n": Budget(10, 11, 770, 10),
+    "gemma4_e": Budget(10, 11, 443, 10),
+    "gemma4": Budget(10, 11, 470, 8),
+    "deepseek_v3": Budget(6, 7, 247, 6),
+    "mistral": Budget(6, 7, 114, 6),
+    "ministral3": Budget(6, 7, 135, 6),
+    "lfm2_moe": Budget(7, 7, 192, 8),
+    "qwen3_5_moe": Budget(7, 7, 332, 11),
+}
 
 
 @pytest.fixture(scope="module")
