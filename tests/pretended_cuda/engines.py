@@ -142,14 +142,14 @@ async def answers(engine: Engine, workers: PretendedWorkers, scene: Scene) -> li
     return await asked
 
 
-async def run_scene(scene: Scene, meets_anew: bool, **settings: Any) -> dict[str, Any]:
-    """All prompts at once, then again out of the prefix cache. meets_anew: the ranks do in between"""
+async def run_scene(scene: Scene, **settings: Any) -> dict[str, Any]:
+    """All prompts at once, then again out of the prefix cache."""
     workers = PretendedWorkers(scene.ranks)
     engine = await make_engine(scene.path, workers, max_prefill_chunk_tokens=20, **settings)
     first = await answers(engine, workers, scene)
-    if meets_anew:
+    if scene.meets_anew:
         await workers.meet()
-    again = await answers(engine, workers, scene)
+    again = await answers(engine, workers, scene) if scene.is_asked_again else []
     return {
         "tokens": [each.token_ids for each in first],
         "again": [each.token_ids for each in again],

@@ -16,15 +16,17 @@ class Scene:
     images: list[list[bytes]]
     tokens: int  # of each answer
     ranks: int = 1
+    is_asked_again: bool = True
+    meets_anew: bool = False  # the ranks, before all is asked again
 
     def of_prompts(self, *which: int) -> "Scene":
         return replace(self, prompts=[self.prompts[n] for n in which], images=[self.images[n] for n in which])
 
 
-def scene_of(family: str, path: Path, count: int, tokens: int, ranks: int = 1) -> Scene:
+def scene_of(family: str, path: Path, count: int, tokens: int) -> Scene:
     """The first `count` of the usual prompts. Of three rows one more is filled up: frames have 1, 2, 4, 8, .. rows."""
     prompts, images = models.prompts_of(family)
-    return Scene(family, path, prompts[:count], images[:count], tokens, ranks)
+    return Scene(family, path, prompts[:count], images[:count], tokens)
 
 
 def oracle(scene: Scene) -> list[list[int]]:

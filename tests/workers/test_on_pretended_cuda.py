@@ -80,7 +80,7 @@ def pretended(tiny: Callable) -> Pretended:
 
     def run(family: str, *flags: str) -> dict[str, Any]:
         if (family, *flags) not in answers:
-            asked = ("--tokens", str(TOKENS), "--prompts", str(PROMPTS), *flags)
+            asked = (f"--tokens={TOKENS}", f"--prompts={PROMPTS}", *flags)
             answers[family, *flags] = pretend(family, tiny(family).path, *asked)
         return answers[family, *flags]
 
@@ -125,19 +125,20 @@ PREEMPTED = [pytest.param(name, marks=() if name == "gemma3" else pytest.mark.sl
 
 @pytest.mark.parametrize("family", PREEMPTED)
 def test_tokens_are_those_of_the_oracle_after_preemption(family: str, tiny: Callable, pretended: Pretended):
-    """A pool in which the longest request fits alone."""
-    model = tiny(family)
-    longest = max(len(prompt) for prompt in model.prompts[:PROMPTS]) + TOKENS
-    answer = pretended(family, "--kv-cache-memory", str(least_memory(model, 16, longest)))
+    """A pool in which the longest request fits alone. Blocks of 5 tokens, so that each answer needs one more."""
+    model, tokens = tiny(family), 10
+    longest = max(len(prompt) for prompt in model.prompts[:PROMPTS]) + tokens
+    little = f"--kv-cache-memory={least_memory(model, 5, longest)}"
+    answer = pretended(family, little, "--block-size=5", f"--tokens={tokens}", "--once")
     assert answer["preemptions"] > 0
-    assert answer["tokens"] == answer["again"] == expected(model)
+    assert answer["tokens"] == expected(model, tokens=tokens)
     assert answer["is_all_free"]
 
 
 @pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
 def test_two_ranks_give_the_tokens_of_the_oracle(family: str, tiny: Callable, pretended: Pretended):
     """Each rank in a thread with a device of its own; what they do together is part of the recording."""
-    answer = pretended(family, "--ranks", "2")
+    answer = pretended(family, "--ranks=2")
     assert answer["tokens"] == answer["again"] == expected(tiny(family))
     if family not in WITH_IMAGES:
         assert answer["refusal"] is None, answer["refusal"]
@@ -147,21 +148,21 @@ def test_two_ranks_give_the_tokens_of_the_oracle(family: str, tiny: Callable, pr
 @pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="recorded steps hold the communicator that `join` destroys")
 def test_ranks_that_meet_anew_go_on_with_recorded_steps(tiny: Callable, pretended: Pretended):
-    answer = pretended("mistral", "--ranks", "2", "--meet-anew")
+    answer = pretended("mistral", "--ranks=2", "--meet-anew")
     assert answer["again"] == expected(tiny("mistral"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", RECORDED)
 def test_steps_in_bfloat16_mix_no_kinds_of_numbers_and_are_recorded(family: str, pretended: Pretended):
-    answer = pretended(family, "--dtype", "bfloat16")
+    answer = pretended(family, "--dtype=bfloat16", "--once")
     assert answer["refusal"] is None, answer["refusal"]
     assert answer["costs"]["replayed"]["most"]["sync"] == SYNCS
 
 
 def test_sparse_layers_of_gemma_3n_are_recorded(tiny: Callable, pretended: Pretended):
     """transformers makes the quantile of their cutoff out of a number, in each layer and step."""
-    answer = pretended("gemma3n", "--prompts", "1")
+    answer = pretended("gemma3n", "--prompts=1", "--once")
     assert answer["refusal"] is None, answer["refusal"]
     assert answer["tokens"] == expected(tiny("gemma3n"), prompts=1)
 
