@@ -9,7 +9,6 @@ from typing import Any
 
 from intarsia.controller.engine import Engine
 from intarsia.kvcache.plan import MemoryPlan
-from intarsia.proto.request import SamplingParams
 from intarsia.proto.step import Step, StepResult
 from intarsia.proto.worker import ModelFacts, ModelSettings, RunnerLimits
 from intarsia.tests.local import Completion, LocalWorkers, complete, make_engine
@@ -130,8 +129,7 @@ class StepFailed(Exception):
 
 async def answers(engine: Engine, workers: PretendedWorkers, scene: Scene) -> list[Completion]:
     """Raises `StepFailed`, where an engine would wait for other workers."""
-    greedy = SamplingParams(temperature=0, max_tokens=scene.tokens)
-    asked = asyncio.ensure_future(complete(engine, scene.prompts, greedy, scene.images))
+    asked = asyncio.ensure_future(complete(engine, scene.prompts, scene.sampling, scene.images))
     failed = asyncio.ensure_future(workers.failed.wait())
     await asyncio.wait({asked, failed}, return_when=asyncio.FIRST_COMPLETED)
     failed.cancel()

@@ -37,7 +37,8 @@ def main() -> int:
         path = asked.model or models.make_checkpoint(asked.family, Path(folder, asked.family))
         scene = scene_of(asked.family, path, asked.prompts, asked.tokens)
         scene = replace(scene, ranks=asked.ranks, is_asked_again=not asked.once, meets_anew=asked.meet_anew)
-        expected = None if asked.model or asked.planted else oracle(scene)
+        scene = replace(scene, is_varied=asked.varied)
+        expected = None if asked.model or asked.planted or asked.varied else oracle(scene)
         answer = _planted(scene) if asked.planted else _run(scene, asked)
     if expected is not None:
         answer["is_right"] = answer["tokens"] == expected and answer["again"] in (expected, [])
@@ -52,6 +53,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each answer")
     parser.add_argument("--prompts", type=int, default=3, help="how many of them")
     parser.add_argument("--ranks", type=int, default=1, help="each in a thread of this process")
+    parser.add_argument("--varied", action="store_true", help="each of three answers is drawn in its own way")
     parser.add_argument("--once", action="store_true", help="else all is asked again, out of the prefix cache")
     parser.add_argument("--meet-anew", action="store_true", help="the ranks, before all is asked once more")
     parser.add_argument("--dtype", default="float32")

@@ -1,15 +1,19 @@
 """Whole engines on a pretended CUDA device (`tests/pretended_cuda`): what a GPU would refuse is refused, and what would
 cost time on it is counted. Each runs in a process of its own, because torch is changed there for good."""
 
+import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 
 from intarsia.kernels.toolchain import triton as gpu
+from intarsia.tests.local import complete, make_engine
 from intarsia.tests.models import FAMILIES, WITH_IMAGES
 from intarsia.tests.pretended_cuda.child import pretend
 from intarsia.tests.pretended_cuda.guard import compiler
+from intarsia.tests.pretended_cuda.scenes import VARIED
 from intarsia.tests.workers.test_families import least_memory
 
 pytestmark = [
@@ -39,6 +43,9 @@ class Budget(NamedTuple):
 
 SYNCS = 1
 """The tokens are read. Nothing else is waited for."""
+
+VARIED_SYNCS = 33
+"""Of three requests whose tokens are drawn in every way that there is. It only falls, too."""
 
 BUDGETS: dict[str, Budget] = {
     "gemma3": Budget(10, 11, 402, 12),
@@ -133,6 +140,20 @@ def test_tokens_are_those_of_the_oracle_after_preemption(family: str, tiny: Call
     assert answer["preemptions"] > 0
     assert answer["tokens"] == expected(model, tokens=tokens)
     assert answer["is_all_free"]
+
+
+def test_tokens_drawn_in_every_way_are_those_drawn_on_a_cpu(tiny: Callable, pretended: Pretended):
+    model = tiny("mistral")
+
+    async def on_a_cpu() -> list[list[int]]:
+        engine = await make_engine(model.path)
+        params = [replace(each, max_tokens=TOKENS) for each in VARIED]
+        return [answer.token_ids for answer in await complete(engine, model.prompts[:PROMPTS], params)]
+
+    answer = pretended("mistral", "--varied", "--once")
+    assert answer["tokens"] == asyncio.run(on_a_cpu())
+    step = answer["costs"]["replayed"]
+    assert step["most"]["sync"] <= VARIED_SYNCS, step["places"]["sync"]
 
 
 @pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
