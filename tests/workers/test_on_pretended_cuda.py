@@ -2,7 +2,7 @@
 cost time on it is counted. Each runs in a process of its own, because torch is changed there for good."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,12 +21,25 @@ pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler"),
 ]
 
+SLOW = pytest.mark.slow
+PLANTED = pytest.mark.xdist_group("pretended-mistakes")  # one run tries them all
 TOKENS = 6
 PROMPTS = 3
 
-QUICK = ("gemma3", "bamba", "gpt_oss", "qwen3_next")
-ALL = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
-RECORDED = [parameter for parameter in ALL if parameter.values[0] not in WITH_IMAGES]
+QUICK = {"gemma3", "bamba", "gpt_oss", "qwen3_next"}
+"""Families whose tests are not slow: windows, states of Mamba, experts, a gated delta net."""
+
+
+def families(quick: Set[str], without: Set[str] = frozenset()) -> list[Any]:
+    """All but those in `without`, as parameters. Tests of a family that share a run share a process of pytest's."""
+    return [
+        pytest.param(name, marks=[pytest.mark.xdist_group(f"pretended-{name}"), *([] if name in quick else [SLOW])])
+        for name in FAMILIES
+        if name not in without
+    ]
+
+
+RECORDED = families(QUICK, without=WITH_IMAGES)
 """Families with images are never recorded: what their layers see changes with each step."""
 
 Pretended = Callable[..., dict[str, Any]]
@@ -98,7 +111,7 @@ def expected(model: Any, prompts: int = PROMPTS, tokens: int = TOKENS) -> list[l
     return [answer[:tokens] for answer in model.expected[:prompts]]
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", families(QUICK))
 def test_tokens_of_recorded_steps_are_those_of_the_oracle(family: str, tiny: Callable, pretended: Pretended):
     """Prompts in chunks, decode steps recorded and replayed, then all of it again out of the prefix cache."""
     answer = pretended(family)
@@ -127,10 +140,7 @@ def test_a_decode_step_costs_no_more_than_its_budget(family: str, pretended: Pre
     assert not over, f"{cost} is more than {BUDGETS[family]}: {answer['costs']['replayed']['places']}"
 
 
-PREEMPTED = [pytest.param(name, marks=() if name == "gemma3" else pytest.mark.slow) for name in FAMILIES]
-
-
-@pytest.mark.parametrize("family", PREEMPTED)
+@pytest.mark.parametrize("family", families({"gemma3"}))
 def test_tokens_are_those_of_the_oracle_after_preemption(family: str, tiny: Callable, pretended: Pretended):
     """A pool in which the longest request fits alone. Blocks of 5 tokens, so that each answer needs one more."""
     model, tokens = tiny(family), 10
@@ -156,11 +166,11 @@ def test_tokens_drawn_in_every_way_are_those_drawn_on_a_cpu(tiny: Callable, pret
     assert step["most"]["sync"] <= VARIED_SYNCS, step["places"]["sync"]
 
 
-@pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
+@pytest.mark.parametrize("family", families({"mistral"}))
 def test_two_ranks_give_the_tokens_of_the_oracle(family: str, tiny: Callable, pretended: Pretended):
     """Each rank in a thread with a device of its own; what they do together is part of the recording."""
-    answer = pretended(family, "--ranks=2")
-    assert answer["tokens"] == answer["again"] == expected(tiny(family))
+    answer = pretended(family, "--ranks=2", "--once")
+    assert answer["tokens"] == expected(tiny(family))
     if family not in WITH_IMAGES:
         assert answer["refusal"] is None, answer["refusal"]
         assert answer["costs"]["replayed"]["most"]["recorded collective"] > answer["layers"]
@@ -173,8 +183,7 @@ def test_ranks_that_meet_anew_go_on_with_recorded_steps(tiny: Callable, pretende
     assert answer["again"] == expected(tiny("mistral"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", RECORDED)
+@pytest.mark.parametrize("family", families(set(), without=WITH_IMAGES))
 def test_steps_in_bfloat16_mix_no_kinds_of_numbers_and_are_recorded(family: str, pretended: Pretended):
     answer = pretended(family, "--dtype=bfloat16", "--once")
     assert answer["refusal"] is None, answer["refusal"]
@@ -211,22 +220,26 @@ def planted(tiny: Callable) -> dict[str, Any]:
     return pretend("mistral", tiny("mistral").path, "--planted")
 
 
+@PLANTED
 @pytest.mark.parametrize("mistake", FOUND)
 def test_a_planted_mistake_is_refused_and_its_place_is_named(mistake: str, planted: dict[str, Any]):
     assert FOUND[mistake] in str(planted[mistake]["said"])
 
 
+@PLANTED
 def test_a_planted_wait_is_counted_at_its_place(planted: dict[str, Any]):
     waits = planted["sampler_waits_once_more"]["waits"]
     assert sum(waits.values()) == SYNCS + 1
     assert any(place.startswith(HERE) for place in waits)
 
 
+@PLANTED
 def test_a_planted_step_that_is_replayed_with_old_lengths_gives_other_tokens(tiny: Callable, planted: dict[str, Any]):
     right, wrong = planted["sampler_waits_once_more"], planted["recorded_steps_keep_their_lengths"]
     assert right["tokens"] == expected(tiny("mistral"), 1, 4)
     assert wrong["said"] is None and wrong["tokens"] != right["tokens"]
 
 
+@PLANTED
 def test_every_planted_mistake_is_looked_for(planted: dict[str, Any]):
     assert planted.keys() == {*FOUND, "sampler_waits_once_more", "recorded_steps_keep_their_lengths"}
