@@ -19,8 +19,8 @@ waits, copies, kernels.
     engines.py, run.py    an engine over it, in a process of its own
     planted.py            mistakes that it must find
 
-It shows no speed, no memory, no second stream, no sum in another order, and nothing of Triton's compiler. In half
-precision the interpreter rounds in its own way.
+It shows no speed, no memory, no second stream, no sum in another order, and nothing of Triton's compiler. Tokens are
+right in float32 alone: Triton's interpreter multiplies bfloat16 wrongly.
 
 All this changes torch for the whole process, for good. So only `run.py` installs it, in a process of its own.
 """

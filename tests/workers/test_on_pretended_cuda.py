@@ -185,6 +185,7 @@ def test_ranks_that_meet_anew_go_on_with_recorded_steps(tiny: Callable, pretende
 
 @pytest.mark.parametrize("family", families(set(), without=WITH_IMAGES))
 def test_steps_in_bfloat16_mix_no_kinds_of_numbers_and_are_recorded(family: str, pretended: Pretended):
+    """Which tokens come says nothing: Triton's interpreter multiplies bfloat16 wrongly."""
     answer = pretended(family, "--dtype=bfloat16", "--once")
     assert answer["refusal"] is None, answer["refusal"]
     assert answer["costs"]["replayed"]["most"]["sync"] == SYNCS
