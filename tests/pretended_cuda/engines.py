@@ -81,7 +81,8 @@ class PretendedWorkers(LocalWorkers):
         runs = [first.call(self._count, first, payload)]
         runs += [rank.call(lambda worker: worker.run(Step.unpack(payload)), rank.worker) for rank in others]
         results = await asyncio.gather(*runs)
-        self.failure = next((result.error for result in results if result.error is not None), None)
+        failures = (result.error for result in results if result.error is not None)
+        self.failure = self.failure or next(failures, None)  # what comes after the first one follows from it
         if self.failure is not None:
             self.failed.set()
             raise AssertionError(self.failure)
@@ -113,7 +114,9 @@ class PretendedWorkers(LocalWorkers):
         """Why decode steps are not recorded, if they are not."""
         runner = self.worker._runner
         assert runner is not None
-        return runner.graphs.refusal if runner.graphs is not None else "no steps of this model are recorded"
+        if runner.graphs is None:
+            return "no steps of this model are recorded"
+        return runner.graphs.refusal or next(iter(runner.graphs.refusals.values()), None)
 
 
 def _kind_of(step: Step, totals: dict[Kind, int]) -> str:

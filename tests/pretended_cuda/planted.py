@@ -129,10 +129,10 @@ def recorded_steps_keep_their_lengths() -> Iterator[None]:
     """Nothing is forbidden about it. A replay reads what is there, so later tokens see too little."""
     refill = TritonBackend.refill
 
-    def with_mistake(self: TritonBackend, frame: Any, batch: Any) -> None:
+    def with_mistake(self: TritonBackend, frame: Any, batch: Any, transfer: Any) -> None:
         lengths = frame.plan.kv_len.clone()
-        refill(self, frame, batch)
-        frame.plan.kv_len.copy_(lengths)
+        refill(self, frame, batch, transfer)
+        transfer.then(lambda: frame.plan.kv_len.copy_(lengths))
 
     with patch.object(TritonBackend, "refill", with_mistake):
         yield
