@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..kernels.paged_attention import GroupBatch
 from ..kernels.sampling import About, select_sampling
+from ..kernels.transfer import upload
 from ..kvcache.plan import MemoryPlan
 from ..kvcache.reach import Reach
 from ..proto.step import Logprobs, PromptLogprobs, Step
@@ -145,7 +146,7 @@ class ModelRunner:
                 return logits
         # Any other step goes through the module: tell its layers what each row computes, then run it.
         device = self.model.device
-        positions_T = torch.from_numpy(positions).to(device)
+        positions_T = upload(positions, device)
         self.model.attention.begin_step(batches, positions_T)
         if states:
             self.model.states.begin_step(states)
@@ -156,8 +157,8 @@ class ModelRunner:
         # Logits are computed for the tokens that need them.
         keep = np.concatenate([*(np.arange(starts[row], ends[row]) for row in asked), ends[rows.finishes] - 1])
         keeps_all = not len(asked) and len(keep) == len(tokens)
-        keep_T = None if keeps_all else torch.from_numpy(keep).to(device)
-        return self.logits(torch.from_numpy(tokens).to(device), positions_T, keep_T)
+        keep_T = None if keeps_all else upload(keep, device)
+        return self.logits(upload(tokens, device), positions_T, keep_T)
 
     def logits(self, tokens_T: Tensor, positions_T: Tensor, keep_T: Tensor | None = None) -> Tensor:
         """Of packed tokens, of those in `keep_T` alone if given. [T or K, vocabulary].

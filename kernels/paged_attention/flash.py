@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from ..tensors import dense_heads, starts_of
-from ..transfer import Transfer
+from ..transfer import Transfer, upload
 from .capabilities import Capabilities
-from .protocol import GroupBatch, GroupMeta, LayerParams, upload
+from .protocol import GroupBatch, GroupMeta, LayerParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,7 @@ def test_tokens_of_recorded_steps_are_those_of_the_oracle(family: str, tiny: Cal
 
 
 @pytest.mark.parametrize("family", RECORDED)
-def test_a_decode_step_costs_no_more_than_its_budget(family: str, pretended: Pretended):
+def test_a_decode_step_costs_no_more_than_its_budget_and_a_mixed_one_waits_once(family: str, pretended: Pretended):
     answer = pretended(family)
     most = answer["costs"]["replayed"]["most"]
     cost = Budget(
@@ -136,6 +136,8 @@ def test_a_decode_step_costs_no_more_than_its_budget(family: str, pretended: Pre
     layers = answer["layers"]
     print(f"{family}: {cost}, {cost.kernels / layers:.1f} kernels of torch for each of {layers} layers")
     assert most["sync"] == SYNCS, answer["costs"]["replayed"]["places"]["sync"]
+    mixed = answer["costs"]["mixed"]
+    assert mixed["most"]["sync"] == SYNCS, mixed["places"]["sync"]
     over = [name for name, value, most in zip(cost._fields, cost, BUDGETS[family], strict=True) if value > most]
     assert not over, f"{cost} is more than {BUDGETS[family]}: {answer['costs']['replayed']['places']}"
 
