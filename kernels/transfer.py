@@ -1,4 +1,4 @@
-"""From host memory to a device, without waiting for it."""
+"""Values for tensors that stay where they are, as those of a recorded step: to a GPU they go in one copy."""
 
 from collections.abc import Callable
 
@@ -12,15 +12,8 @@ ALIGNMENT_BYTES = 16
 NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.bool: np.bool_, torch.float32: np.float32}
 
 
-def upload(array: np.ndarray, device: torch.device) -> Tensor:
-    """An array on the device, in the order of its stream. It does not wait, so the array must not change any more."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
 class Transfer:
-    """Values for tensors that stay where they are, as those of a recorded step. `put` collects what is to be written,
-    `run` writes all of it, to a GPU in one copy. It is used once."""
+    """Collects what is to be written with `put`; `run` writes all of it. It is used once."""
 
     def __init__(self, device: torch.device):
         self._device = device

@@ -35,6 +35,9 @@ MOST_FRAMES = 256
 MOST_ROWS = 512
 """A step of more rows keeps a GPU busy without being recorded."""
 
+GRAPH_BYTES = 10 << 20
+"""What a GPU keeps of one recorded step, about: its nodes, some thousands, and their arguments."""
+
 Replay = Callable[[], Tensor]
 Recorder = Callable[[Callable[[], Tensor]], Replay]
 """Takes a forward pass over a frame that has just been run; gives what runs it again."""
@@ -71,6 +74,11 @@ def padded_rows(rows: int) -> int:
 
 def padded_pages(pages: int) -> int:
     return 1 << (pages - 1).bit_length()
+
+
+def recorded_rows(most_rows: int) -> list[int]:
+    """Counts of rows whose steps are recorded before requests come, the largest first."""
+    return sorted({padded_rows(rows) for rows in range(1, min(most_rows, MOST_ROWS) + 1)}, reverse=True)
 
 
 class DecodeStep(NamedTuple):
@@ -110,17 +118,17 @@ class DecodeGraphs:
         self._model = model
         self._logits = logits
         self._record = record
-        self._most_rows = padded_rows(min(most_rows, MOST_ROWS))
+        self._rows = recorded_rows(most_rows)
+        self._most_rows = self._rows[0]
         self._is_wide = model.attention.backend.capabilities.wide_frames
         self._widths = widths
         self._frames: dict[tuple[int, ...], _Frame] = {}
         self._largest: list[GroupMeta] = []  # whose memory all frames share, where they are wide
         self._logits_RV: Tensor | None = None  # likewise
 
-    def shapes(self) -> list[int]:
+    def to_record(self) -> list[int]:
         """Counts of rows that are to be recorded before requests come, the largest first."""
-        counts = {padded_rows(rows) for rows in range(1, self._most_rows + 1)} if self._is_wide else set()
-        return sorted(counts, reverse=True)
+        return self._rows if self._is_wide else []
 
     def forget(self) -> None:
         """What is recorded runs no more, as when the ranks meet anew: it calls into what connected them."""

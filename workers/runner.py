@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.paged_attention import GroupBatch
+from ..kernels.paged_attention import GroupBatch, upload
 from ..kernels.sampling import About, select_sampling
-from ..kernels.transfer import upload
 from ..kvcache.plan import MemoryPlan
 from ..kvcache.reach import Reach
 from ..proto.step import Logprobs, PromptLogprobs, Step
@@ -62,7 +61,7 @@ class ModelRunner:
         self.parallel = parallel
         self.threads = threads
         self.graphs: DecodeGraphs | None = None  # None: no steps are recorded
-        self._sampling = select_sampling(model.device)
+        self.sampling = select_sampling(model.device)
         self._groups = plan.groups
         self.masks = step_masks(plan)
         self._state_groups = model.pages.state_groups
@@ -87,7 +86,7 @@ class ModelRunner:
         first = counts.sum()
         if first and self.parallel.rank == 0:
             places = rows.slots[asked], rows.computed[asked], counts
-            about_prompts = prompt_logprobs(self._sampling, self.tables, *places, logits[:first])
+            about_prompts = prompt_logprobs(self.sampling, self.tables, *places, logits[:first])
         return self._sample(rows, logits[first:], about_prompts)
 
     def _apply(self, step: Step) -> None:
@@ -231,7 +230,7 @@ class ModelRunner:
             draws, places = [request.draw for request in requests], positions.tolist()
             slots = zip(requests, places, strict=True)
             changes = [None if slot.draws_as_is else slot.changes(place) for slot, place in slots]
-            drawn, about = self._sampling.draw(logits, draws, places, changes)
+            drawn, about = self.sampling.draw(logits, draws, places, changes)
         else:
             drawn = torch.empty(len(requests), dtype=torch.int64, device=logits.device)
         if self.parallel.size > 1:

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from ..tensors import dense_heads, starts_of
-from ..transfer import Transfer, upload
+from ..transfer import Transfer
 from .capabilities import Capabilities
-from .protocol import GroupBatch, GroupMeta, LayerParams
+from .protocol import GroupBatch, GroupMeta, LayerParams, upload
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..transfer import Transfer, upload
+from ..transfer import Transfer
 from .capabilities import Capabilities
-from .protocol import GroupBatch, GroupMeta, LayerParams, values_of
+from .protocol import GroupBatch, GroupMeta, LayerParams, upload, values_of
 
 SPREAD_TOKENS = 256
 """Decode rows share a part while padding costs a row less than a part of its own: about 30 us, or 256 tokens."""

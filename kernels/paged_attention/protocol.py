@@ -103,6 +103,12 @@ class GroupMeta:
     plan: Any
 
 
+def upload(array: np.ndarray, device: torch.device) -> Tensor:
+    """An array on the device, in the order of its stream. It does not wait, so the array must not change any more."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 class Backend(Protocol):
     """Paged attention on one kind of machine. Holds scratch memory at most: one instance per thread."""
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from ..tensors import dense_heads, starts_of
 from ..toolchain import triton as gpu
 from ..toolchain.triton import LEAST_DOT, power_of_two
-from ..transfer import Transfer, upload
+from ..transfer import Transfer
 from .capabilities import Capabilities
-from .protocol import GroupBatch, GroupMeta, LayerParams
+from .protocol import GroupBatch, GroupMeta, LayerParams, upload
 
 LEAST_SPLIT_TOKENS = 256
 """A shorter split costs more to merge than it gains."""

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..paged_attention.protocol import upload
 from ..tensors import dense
 from ..toolchain import triton as gpu
 from ..toolchain.triton import LEAST_DOT, power_of_two
-from ..transfer import Transfer, upload
+from ..transfer import Transfer
 from .protocol import Columns, Piece, Recurrence, StateBatch, waves
 from .reference import (
     CONVOLUTION,

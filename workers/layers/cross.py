@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...kernels.paged_attention import Backend, GroupBatch, GroupMeta, LayerParams, Needs, select_backend
-from ...kernels.transfer import upload
+from ...kernels.paged_attention import Backend, GroupBatch, GroupMeta, LayerParams, Needs, select_backend, upload
 from ...kvcache.plan import MemoryPlan
 from ...kvcache.spec import LayerSpec
 from ...proto.step import EncoderInput, View
