@@ -11,7 +11,11 @@ from .protocol import Activation, Norm, Operations, Places, Rotary
 __all__ = ["Activation", "Norm", "Operations", "Places", "Rotary", "operations_of"]
 
 
+_OPERATIONS: dict[str, Operations] = {"cpu": cpu, "cuda": triton}
+"""By the kind of device whose memory they can read."""
+
+
 def operations_of(device_type: str) -> Operations | None:
     """What computes them on such a device in one call each; None if nothing here does."""
-    operations: Operations | None = {"cpu": cpu, "cuda": triton}.get(device_type)
+    operations = _OPERATIONS.get(device_type)
     return operations if operations is not None and operations.is_available() else None

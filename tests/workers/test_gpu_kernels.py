@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from intarsia.kernels.paged_attention import TritonBackend
+from intarsia.kernels import tokenwise
 from intarsia.kernels.state import TritonStates
 from intarsia.kernels.toolchain import triton as gpu
 from intarsia.proto.request import SamplingParams
@@ -21,6 +22,7 @@ NEW_TOKENS = 4
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonBackend, "capabilities", replace(TritonBackend.capabilities, devices=frozenset({"cpu"})))
     monkeypatch.setattr(TritonStates, "devices", frozenset({"cpu"}))
+    monkeypatch.setitem(tokenwise._OPERATIONS, "cpu", tokenwise.triton)
 
 
 @pytest.mark.parametrize(
