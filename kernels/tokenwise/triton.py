@@ -81,12 +81,11 @@ def row_warps(block: int) -> int:
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    count = x.numel()
-    if count:
-        _kernels().activate[(-(-count // BLOCK),)](
-            x, out, count, ACTIVATION=int(activation), BLOCK=BLOCK, num_warps=WARPS
+    rows, width = _rows(x), x.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if len(rows):
+        _kernels().activate[len(rows), -(-width // BLOCK)](
+            rows, out, rows.stride(0), WIDTH=width, ACTIVATION=int(activation), BLOCK=BLOCK, num_warps=WARPS
         )
     return out
 
@@ -145,25 +144,28 @@ def prepare_heads(
         cos, sin = dense(cos_TR), dense(sin_TR)
     view, page, offset = places or (qkv_TC,) * 3
     value_dim = (width - (heads + kv_heads) * head_dim) // kv_heads if places else 0
-    query_block, key_block = (heads_block(n, head_dim, norm) for n, norm in zip((heads, kv_heads), norms, strict=True))
-    numbers = power_of_two(head_dim) * max(query_block, key_block)
+    query_width, key_width = (0 if norm is None else len(norm.scale) for norm in norms)
+    query_block, key_block = heads_block(heads, head_dim, query_width), heads_block(kv_heads, head_dim, key_width)
     _kernels().prepare_heads[tokens, -(-heads // query_block) - (-kv_heads // key_block)](
         qkv_TC, view, page, offset, *(qkv_TC if norm is None else norm.scale for norm in norms), cos, sin,
         qkv_TC.stride(0), *(view.stride()[:3] if places else (0, 0, 0)), cos.stride(0), sin.stride(0),
         *(0.0 if norm is None else norm.eps for norm in norms),
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, QUERY_BLOCK=query_block, KEY_BLOCK=key_block,
-        QUERY_NORM_WIDTH=0 if norms[0] is None else len(norms[0].scale),
-        KEY_NORM_WIDTH=0 if norms[1] is None else len(norms[1].scale),
+        QUERY_NORM_WIDTH=query_width, KEY_NORM_WIDTH=key_width,
         QUERY_ROUNDS_FIRST=norms[0] is not None and norms[0].rounds_first,
         KEY_ROUNDS_FIRST=norms[1] is not None and norms[1].rounds_first,
         **Turned.of(rotary, head_dim, rotary_dim, cos.shape[-1])._asdict(),
         WRITES=places is not None, VALUE_DIM=value_dim, VALUE_PADDED=power_of_two(value_dim),
-        num_warps=max(WARPS, row_warps(numbers)),
+        num_warps=heads_warps(head_dim, query_block, key_block),
     )  # fmt: skip
 
 
-def heads_block(heads: int, head_dim: int, norm: Norm | None) -> int:
+def heads_warps(head_dim: int, query_block: int, key_block: int) -> int:
+    return max(WARPS, row_warps(power_of_two(head_dim) * max(query_block, key_block)))
+
+
+def heads_block(heads: int, head_dim: int, norm_width: int) -> int:
     """Heads of one program: all where they are normed together, else as many as give each thread a few numbers."""
-    if norm is not None and len(norm.scale) > head_dim:
+    if norm_width > head_dim:
         return power_of_two(heads)
     return min(power_of_two(heads), max(1, BLOCK // power_of_two(head_dim)))

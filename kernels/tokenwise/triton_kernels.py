@@ -74,12 +74,13 @@ def _activated(x, ACTIVATION: tl.constexpr):
     return tl.sigmoid(x)
 
 
-@triton.jit(do_not_specialize=["count"])  # it changes from step to step: no reason to compile anew
-def activate(x_ptr, out_ptr, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (blocks of all numbers)."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + i, mask=i < count, other=0.0)
-    tl.store(out_ptr + i, _activated(x.to(tl.float32), ACTIVATION).to(x.dtype), mask=i < count)
+@triton.jit
+def activate(x_ptr, out_ptr, x_row_stride, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (rows, blocks of WIDTH)."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_row_stride + c, mask=c < WIDTH, other=0.0)
+    tl.store(out_ptr + row * WIDTH + c, _activated(x.to(tl.float32), ACTIVATION).to(x.dtype), mask=c < WIDTH)
 
 
 @triton.jit

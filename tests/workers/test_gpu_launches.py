@@ -1,4 +1,4 @@
-"""How many kernels a decoder layer of a decode step is on a GPU: each is launched and waited for, however little it does.
+"""How many kernels a decoder layer of a decode step is on a GPU: each is waited for, however little it does.
 
 Counted on a CPU: operators of torch that compute or copy, and launches of Triton, which its interpreter runs. Attention
 is one launch here; on a GPU, few long rows are a second one that merges splits.
@@ -25,15 +25,21 @@ from intarsia.tests.local import LocalWorkers, make_engine
 from intarsia.tests.models import make_checkpoint
 from intarsia.workers import warm_up
 from intarsia.workers.cpu import linear
+from intarsia.workers.cpu.threads import Threads
+from intarsia.workers.models import load
 from intarsia.workers.runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing()))
 
-KERNELS = dict.fromkeys(("gemma3", "gemma2", "llama", "qwen3", "ministral", "smollm3", "gpt_oss", "cohere2", "olmo3", "exaone4",
-"lfm2", "bamba", "qwen3_next", "jamba", "granite4", "llama4", "deepseek_v3", "minimax", "nemotron_h"))
-"""Of the layer with the most, of attention. What is left of the first figure in other layers is what the table lacks."""
+KERNELS: dict[str, dict[int, int]] = {
+    "gemma3": {83: 10}, "gemma2": {63: 10}, "llama": {39: 10}, "qwen3": {55: 10}, "ministral": {39: 10},
+    "smollm3": {29: 10, 39: 10}, "olmo3": {57: 9}, "exaone4": {45: 9, 55: 9}, "lfm2": {30: 13, 55: 10},
+    "bamba": {32: 15, 41: 10}, "cohere2": {25: 21, 39: 21}, "gpt_oss": {66: 35},
+}  # fmt: skip
+"""Of each kind of layer in bfloat16: as transformers 5.24 writes it, and as we compute it. Cohere 2's norm is of another kind
+than ours, and GPT-OSS's experts are 27 kernels of torch."""
 
-SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
+SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64, "kv_cache_memory": "512KiB"}
 """So that what is tried before requests come is soon done."""
 
 NO_KERNEL = {
@@ -115,18 +121,22 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonStates, "devices", frozenset({"cpu"}))
     monkeypatch.setitem(tokenwise._OPERATIONS, "cpu", tokenwise.triton)
     monkeypatch.setattr(linear, "linear_kind", lambda *_: None)
+    monkeypatch.setattr(load, "pack_experts", lambda *_: None)
+    monkeypatch.setattr(Threads, "learn", lambda *_: None)  # of a CPU, by steps that take long in an interpreter
 
 
 def kernels_of_layers(path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[list[str]]:
     """Of a decode step of two rows."""
     workers = LocalWorkers()
-    asyncio.run(make_engine(path, workers, attention_backend="triton", **SMALL, **settings))
+    asyncio.run(make_engine(path, workers, dtype="bfloat16", attention_backend="triton", **SMALL, **settings))
     runner = workers.worker._runner
     assert runner is not None
     module = runner.model.module
-    count = Count(next(list(each) for name, each in module.named_modules() if name.endswith("layers")))
+    layers: Any = next(each for name, each in module.named_modules() if name.endswith("layers"))
+    count = Count(list(layers))
     with monkeypatch.context() as patch:
-        for backend in (runner.model.attention.backend, runner.model.states._backend):
+        backends: list[Any] = [runner.model.attention.backend, runner.model.states._backend]
+        for backend in backends:
             patch.setattr(backend, "_kernels", Launches(backend._kernels, count))
         kernels = Launches(tokenwise.triton._kernels(), count)
         patch.setattr(tokenwise.triton, "_kernels", lambda: kernels)
@@ -143,12 +153,22 @@ def decode(runner: ModelRunner, count: Count) -> None:
     runner.tables.retire(0)
 
 
-@pytest.mark.parametrize("family", KERNELS)
+@pytest.mark.parametrize(
+    "family", ["gemma3", *(pytest.param(family, marks=pytest.mark.slow) for family in KERNELS if family != "gemma3")]
+)
 def test_a_layer_is_so_many_kernels(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = make_checkpoint(family, tmp_path / family)
     as_written = kernels_of_layers(path, monkeypatch, enforce_eager=True)
     ours = kernels_of_layers(path, monkeypatch)
-    from collections import Counter
-    print("XX", family, [len(each) for each in as_written], [len(each) for each in ours], ours[-1], "BBB", dict(Counter(ours[0])))
-    return
-    assert (max(map(len, as_written)), max(map(len, ours))) == KERNELS[family]
+    found = {len(theirs): len(mine) for theirs, mine in zip(as_written, ours, strict=True)}
+    print(f"{family}: {found}")
+    # What transformers writes differs from version to version.
+    assert sorted(found.values()) == sorted(KERNELS[family].values()), ours
+
+
+def test_a_layer_of_gemma3_is_launched_in_this_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for layer in kernels_of_layers(make_checkpoint("gemma3", tmp_path / "gemma3"), monkeypatch):
+        assert layer == [
+            "triton add_norm", "linear", "triton prepare_heads", "triton attend", "linear",
+            "triton add_norm", "linear", "triton gate", "linear", "triton add_norm",
+        ]  # fmt: skip

@@ -6,7 +6,7 @@ that we have in C++ and in Triton; those are taken over here, with their weights
 
 On a CPU with a C++ compiler and on a GPU with Triton; elsewhere nothing is taken over. A decode step of 32 requests
 through six layers of Gemma 3's kind took 8.6 ms on a CPU without this and 5.4 ms with it (`bench/engine.py throughput`,
-two threads). On a GPU a layer of Gemma 3 is 11 kernels with it (`tests/workers/test_gpu_launches.py`).
+two threads). On a GPU a layer of Gemma 3 is 10 kernels, not 83 (`tests/workers/test_gpu_launches.py`).
 """
 
 import logging
