@@ -2,29 +2,19 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
-from intarsia.kernels import tokenwise
-from intarsia.kernels.paged_attention import TritonBackend
-from intarsia.kernels.state import TritonStates
 from intarsia.kernels.toolchain import triton as gpu
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.local import complete, make_engine
-from intarsia.workers.cpu.threads import Threads
 
-pytestmark = pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing()))
+pytestmark = [
+    pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing())),
+    pytest.mark.usefixtures("as_on_a_gpu"),
+]
 
 NEW_TOKENS = 4
-
-
-@pytest.fixture(autouse=True)
-def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TritonBackend, "capabilities", replace(TritonBackend.capabilities, devices=frozenset({"cpu"})))
-    monkeypatch.setattr(TritonStates, "devices", frozenset({"cpu"}))
-    monkeypatch.setitem(tokenwise._OPERATIONS, "cpu", tokenwise.triton)
-    monkeypatch.setattr(Threads, "learn", lambda *_: None)  # of a CPU, by steps that take long in an interpreter
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ is one launch here; on a GPU, few long rows are a second one that merges splits.
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +17,24 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from intarsia.kernels import tokenwise
-from intarsia.kernels.paged_attention import TritonBackend
-from intarsia.kernels.state import TritonStates
 from intarsia.kernels.toolchain import triton as gpu
 from intarsia.tests.local import LocalWorkers, make_engine
 from intarsia.tests.models import make_checkpoint
 from intarsia.workers import warm_up
-from intarsia.workers.cpu import linear
-from intarsia.workers.cpu.threads import Threads
-from intarsia.workers.models import load
 from intarsia.workers.runner import ModelRunner
 
-pytestmark = pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing()))
+pytestmark = [
+    pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing())),
+    pytest.mark.usefixtures("as_on_a_gpu"),
+]
 
 KERNELS: dict[str, dict[int, int]] = {
     "gemma3": {83: 10}, "gemma2": {63: 10}, "llama": {39: 10}, "qwen3": {55: 10}, "ministral": {39: 10},
     "smollm3": {29: 10, 39: 10}, "olmo3": {57: 9}, "exaone4": {45: 9, 55: 9}, "lfm2": {30: 13, 55: 10},
     "bamba": {32: 15, 41: 10}, "cohere2": {25: 21, 39: 21}, "gpt_oss": {66: 35},
 }  # fmt: skip
-"""Of each kind of layer in bfloat16: as transformers 5.24 writes it, and as we compute it. Cohere 2's norm is of another kind
-than ours, and GPT-OSS's experts are 27 kernels of torch."""
+"""Of each kind of layer in bfloat16: as transformers 5.24 writes it, and as we compute it. Cohere 2's norm is of
+another kind than ours, and GPT-OSS's experts are 27 kernels of torch."""
 
 SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64, "kv_cache_memory": "512KiB"}
 """So that what is tried before requests come is soon done."""
@@ -112,17 +109,6 @@ class Kernel:
                 self._kernel[grid](*args, **constants)
 
         return launch
-
-
-@pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU would have is chosen; products stay torch's."""
-    monkeypatch.setattr(TritonBackend, "capabilities", replace(TritonBackend.capabilities, devices=frozenset({"cpu"})))
-    monkeypatch.setattr(TritonStates, "devices", frozenset({"cpu"}))
-    monkeypatch.setitem(tokenwise._OPERATIONS, "cpu", tokenwise.triton)
-    monkeypatch.setattr(linear, "linear_kind", lambda *_: None)
-    monkeypatch.setattr(load, "pack_experts", lambda *_: None)
-    monkeypatch.setattr(Threads, "learn", lambda *_: None)  # of a CPU, by steps that take long in an interpreter
 
 
 def kernels_of_layers(path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[list[str]]:
