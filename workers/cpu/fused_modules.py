@@ -54,7 +54,10 @@ class FusedAttention(nn.Module):
 
 
 class WritingAttention(FusedAttention):
-    """The same on a GPU, where keys are normed and rotated on their way into their pages."""
+    """The same on a GPU, where keys are normed and rotated on their way into their pages.
+
+    Of a layer with pages of its own: of one that reads another's nothing would be written, and so nothing prepared.
+    """
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None, *_: Any, **__: Any
