@@ -220,8 +220,8 @@ class DecodeGraphs:
 
     def _kept(self, logits: Tensor) -> Tensor:
         """Logits in the one buffer that all frames write to: it is read before the next step runs."""
-        if self._logits_RV is None or len(self._logits_RV) < len(logits):
-            self._logits_RV = torch.empty_like(logits)
+        if self._logits_RV is None:
+            self._logits_RV = logits.new_empty(self._most_rows, logits.shape[1])  # it stays where it is
         return self._logits_RV[: len(logits)].copy_(logits)
 
 
