@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from intarsia.kernels.mixers import cpu as mixers
 from intarsia.kernels.paged_attention import TritonBackend
 from intarsia.kernels.state.triton import TritonStates
+from intarsia.kernels.toolchain import triton as gpu
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.local import LocalWorkers, complete, make_engine
 from intarsia.workers import graphs, warm_up
@@ -138,6 +139,7 @@ def test_shapes_are_few_and_never_too_small():
     assert [padded_pages(n) for n in (1, 2, 3, 8, 9, 1000)] == [1, 2, 4, 8, 16, 1024]
 
 
+@pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing()))
 @pytest.mark.parametrize("family", ["gemma3", "bamba"])
 def test_wide_frames_are_recorded_before_requests_come_and_are_few(
     family: str, tiny: Callable, monkeypatch: pytest.MonkeyPatch
