@@ -4,8 +4,8 @@
 
 Prints one JSON object per kernel and shape: registers and shared memory, what is spilled to slow memory (there should
 be nothing), and which instructions multiply matrices (HGMMA is Hopper's own, HMMA the older one). What is compiled is
-what `TritonBackend`, `TritonStates` and `TritonSampling` launch. Exits with 1 if a kernel asks for more memory than
-there is, or spills; attention in float32 may, which is there to judge others.
+what `TritonBackend`, `TritonStates`, `TritonSampling` and `tokenwise/triton.py` launch. Exits with 1 if a kernel asks
+for more memory than there is, or spills; attention in float32 may, which is there to judge others.
 """
 
 import argparse
@@ -23,6 +23,8 @@ import torch
 from intarsia.kernels.paged_attention.triton import Shape, Size, TritonBackend, precision_of, shape_for
 from intarsia.kernels.sampling.triton import LIST_TOKENS, LIST_WARPS, WARPS, TritonSampling, shift_of
 from intarsia.kernels.state.triton import CHUNKS, CONVOLUTION_TOKENS, PRECISION, TritonStates, heads_block
+from intarsia.kernels.tokenwise import Activation, Rotary
+from intarsia.kernels.tokenwise import triton as tokenwise
 from intarsia.kernels.toolchain.triton import LEAST_DOT, power_of_two
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -47,6 +49,7 @@ def variants(dtypes: Sequence[str]) -> Iterator[Variant]:
     and vocabularies of 32,000 to 262,144 tokens."""
     for dtype in dtypes:
         yield from _attention(dtype)
+        yield from _tokenwise(dtype)
     yield from _states()
     for dtype in dtypes:
         yield from _sampling(dtype)
@@ -107,6 +110,77 @@ def _attention(dtype: str) -> Iterator[Variant]:
         4,
         3,
     )  # fmt: skip
+
+
+ROWS = [  # name, numbers of a row, of a gated half
+    ("gemma3 270m", 640, 2048),
+    ("llama 8b", 4096, 14336),
+    ("gemma3 27b", 5376, 21504),
+    ("llama 405b", 16384, 53248),
+]
+
+HEADS = [  # name, heads, kv heads, head size, rotated numbers, angles, how, whose norms, whether keys go into pages
+    ("gemma3 270m", 4, 1, 256, 256, 256, Rotary.HALVES, "heads", True),
+    ("gemma3 27b", 32, 16, 128, 128, 128, Rotary.HALVES, "heads", True),
+    ("gpt-oss", 64, 8, 64, 64, 32, Rotary.HALVES, None, True),
+    ("cohere2 pairs", 64, 8, 128, 128, 128, Rotary.PAIRS, None, True),
+    ("olmo3 over all heads", 40, 8, 128, 128, 128, Rotary.HALVES, "all", True),
+    ("partly rotated, head of 80", 32, 8, 80, 32, 32, Rotary.HALVES, None, False),
+]
+
+
+def _tokenwise(dtype: str) -> Iterator[Variant]:
+    kernels = tokenwise._kernels()
+    for name, width, half in ROWS:
+        block = power_of_two(width)
+        norms = {"HAS_AFTER": True, "HAS_BEFORE": True, "AFTER_ROUNDS_FIRST": False, "BEFORE_ROUNDS_FIRST": True}
+        yield Variant(
+            f"norm {dtype} {name}",
+            kernels.add_norm,
+            _types(kernels.add_norm, {"x_ptr", "added_ptr", "sum_ptr", "out_ptr"}, dtype, {"after_ptr", "before_ptr"}),
+            {"WIDTH": width, "BLOCK": block, "HAS_ADDED": True, "HAS_SCALE": True, **norms},
+            tokenwise.row_warps(block),
+            3,
+        )
+        yield Variant(
+            f"gate {dtype} {name}",
+            kernels.gate,
+            _types(kernels.gate, set(), dtype, None),
+            {"WIDTH": half, "ACTIVATION": int(Activation.GELU_TANH), "BLOCK": tokenwise.BLOCK},
+            tokenwise.WARPS,
+            3,
+        )
+    for activation in Activation:
+        yield Variant(
+            f"activation {dtype} {activation.name}",
+            kernels.activate,
+            _types(kernels.activate, set(), dtype, None),
+            {"WIDTH": 14336, "ACTIVATION": int(activation), "BLOCK": tokenwise.BLOCK},
+            tokenwise.WARPS,
+            3,
+        )
+    yield from _heads(dtype, kernels.prepare_heads)
+
+
+def _heads(dtype: str, kernel: Any) -> Iterator[Variant]:
+    numbers = {"tokens_ptr", "pages_ptr", "cos_ptr", "sin_ptr"}
+    types = _types(kernel, numbers, dtype, {"query_scale_ptr", "key_scale_ptr"}, {"page_ptr", "offset_ptr"})
+    for name, heads, kv_heads, head_dim, rotary_dim, angles, rotary, normed, writes in HEADS:
+        widths = [{"heads": head_dim, "all": n * head_dim, None: 0}[normed] for n in (heads, kv_heads)]
+        query_block, key_block = (
+            tokenwise.heads_block(n, head_dim, width) for n, width in zip((heads, kv_heads), widths, strict=True)
+        )
+        constants = {
+            "HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim,
+            "QUERY_BLOCK": query_block, "KEY_BLOCK": key_block,
+            "QUERY_NORM_WIDTH": widths[0], "KEY_NORM_WIDTH": widths[1],
+            "QUERY_ROUNDS_FIRST": False, "KEY_ROUNDS_FIRST": False,
+            **tokenwise.Turned.of(rotary, head_dim, rotary_dim, angles)._asdict(),
+            "WRITES": writes, "VALUE_DIM": head_dim if writes else 0,
+            "VALUE_PADDED": power_of_two(head_dim) if writes else 1,
+        }  # fmt: skip
+        warps = tokenwise.heads_warps(head_dim, query_block, key_block)
+        yield Variant(f"heads {dtype} {name}", kernel, types, constants, warps, 3)
 
 
 def _states() -> Iterator[Variant]:
@@ -185,7 +259,7 @@ def _types(
         if name.isupper() and name not in ("A", "B", "C"):
             types[name] = "constexpr"
         elif not name.endswith("_ptr"):
-            types[name] = "fp32" if name in ("scale", "softcap") else "i32"
+            types[name] = "fp32" if name.endswith(("scale", "softcap", "eps")) else "i32"
         elif name in int64:
             types[name] = "*i64"
         elif float32 is None or name in numbers:

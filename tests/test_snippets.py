@@ -47,6 +47,8 @@ ELSEWHERE = {
     "make test": ".ci/run",
     "make test-all": "by hand: it takes as long as all else",
     "make check": ".ci/run",
+    "python -m intarsia.tests.pretended_cuda.run": "tests/workers/test_on_pretended_cuda.py, where Triton is installed",
+    "python bench/gpu_battery.py": "by hand: it needs a GPU",
     "serve deploy": "tests/deploy/test_serve_commands.py",
     "serve run": "tests/deploy/test_serve_commands.py",
     "export": "tests/deploy/test_serve_commands.py",

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..kernels.paged_attention import GroupBatch, GroupMeta
 from ..kernels.state import StateBatch
+from ..kernels.transfer import Transfer
 from .models.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,9 @@ MOST_FRAMES = 256
 
 MOST_ROWS = 512
 """A step of more rows keeps a GPU busy without being recorded."""
+
+GRAPH_BYTES = 10 << 20
+"""What a GPU keeps of one recorded step, about: its nodes, some thousands, and their arguments."""
 
 Replay = Callable[[], Tensor]
 Recorder = Callable[[Callable[[], Tensor]], Replay]
@@ -72,6 +76,11 @@ def padded_pages(pages: int) -> int:
     return 1 << (pages - 1).bit_length()
 
 
+def recorded_rows(most_rows: int) -> list[int]:
+    """Counts of rows whose steps are recorded before requests come, the largest first."""
+    return sorted({padded_rows(rows) for rows in range(1, min(most_rows, MOST_ROWS) + 1)}, reverse=True)
+
+
 class DecodeStep(NamedTuple):
     """One token of each row. R rows."""
 
@@ -105,26 +114,26 @@ class DecodeGraphs:
         """logits: of tokens at their positions, over what the layers of `model` were told of the step
         widths: pages of the longest request, one for each of `step_masks`"""
         self.refusal: str | None = None  # why nothing is recorded
+        self.refusals: dict[tuple[int, ...], str] = {}  # shape -> why it is not
         self._model = model
         self._logits = logits
         self._record = record
-        self._most_rows = padded_rows(min(most_rows, MOST_ROWS))
+        self._rows = recorded_rows(most_rows)
+        self._most_rows = self._rows[0]
         self._is_wide = model.attention.backend.capabilities.wide_frames
         self._widths = widths
         self._frames: dict[tuple[int, ...], _Frame] = {}
-        self._refused: set[tuple[int, ...]] = set()
         self._largest: list[GroupMeta] = []  # whose memory all frames share, where they are wide
         self._logits_RV: Tensor | None = None  # likewise
 
-    def shapes(self) -> list[int]:
+    def to_record(self) -> list[int]:
         """Counts of rows that are to be recorded before requests come, the largest first."""
-        counts = {padded_rows(rows) for rows in range(1, self._most_rows + 1)} if self._is_wide else set()
-        return sorted(counts, reverse=True)
+        return self._rows if self._is_wide else []
 
     def forget(self) -> None:
         """What is recorded runs no more, as when the ranks meet anew: it calls into what connected them."""
         self._frames.clear()
-        self._refused.clear()
+        self.refusals.clear()
 
     def run(self, step: DecodeStep) -> Tensor | None:
         """Logits [R, vocabulary], in a buffer that the next run overwrites. None: the step must go the usual way."""
@@ -133,7 +142,7 @@ class DecodeGraphs:
             return None
         padded = [_padded(batch, padded_rows(rows), is_wide=self._is_wide) for batch in step.batches]
         shape = (padded_rows(rows), *(0 if self._is_wide else batch.block_table.shape[1] for batch in padded))
-        if shape in self._refused:
+        if shape in self.refusals:
             return None
         frame = self._frames.get(shape)
         if frame is None:
@@ -154,10 +163,11 @@ class DecodeGraphs:
             # A device that is lost says so, too. Only what speaks of recording is about this shape alone.
             if "captur" not in str(error):
                 raise
-            if not self._refused:
-                logger.warning("a step of %d rows could not be recorded: %s. Python is waited for", frame.rows, error)
+            reason = f"a step of {frame.rows} rows could not be recorded: {error}"
+            if not self.refusals:
+                logger.warning("%s. Python is waited for", reason)
+            self.refusals[shape] = reason
             del self._frames[shape]
-            self._refused.add(shape)
         return logits[:rows]
 
     def _refuse(self, reason: str) -> None:
@@ -194,14 +204,14 @@ class DecodeGraphs:
         return [backend.narrow(meta, rows) for meta in self._largest]
 
     def _fill(self, frame: _Frame, step: DecodeStep, padded: Sequence[GroupBatch]) -> None:
-        count = len(step.tokens)
+        transfer = Transfer(self._model.device)
         for buffer, values in ((frame.tokens_T, step.tokens), (frame.positions_T, step.positions)):
-            buffer[:count].copy_(torch.from_numpy(values), non_blocking=True)
-            buffer[count:] = 0
+            transfer.put(buffer, np.pad(values, (0, frame.rows - len(values))))
         for meta, batch in zip(frame.metas, padded, strict=True):
-            self._model.attention.backend.refill(meta, batch)
+            self._model.attention.backend.refill(meta, batch, transfer)
         for g, meta in frame.states.items():
-            self._model.states.refill(meta, step.states[g], frame.rows)
+            self._model.states.refill(meta, step.states[g], frame.rows, transfer)
+        transfer.run()
 
     def _forward(self, frame: _Frame) -> Tensor:
         self._model.attention.resume(frame.metas, frame.positions_T)
@@ -210,8 +220,8 @@ class DecodeGraphs:
 
     def _kept(self, logits: Tensor) -> Tensor:
         """Logits in the one buffer that all frames write to: it is read before the next step runs."""
-        if self._logits_RV is None or len(self._logits_RV) < len(logits):
-            self._logits_RV = torch.empty_like(logits)
+        if self._logits_RV is None:
+            self._logits_RV = logits.new_empty(self._most_rows, logits.shape[1])  # it stays where it is
         return self._logits_RV[: len(logits)].copy_(logits)
 
 

@@ -112,12 +112,15 @@ def is_lack_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's way to say so on a CPU
 
 
-def spare_bytes(memory: DeviceMemory, share: float, work: Callable[[], object], trial_bytes: int) -> int:
+def spare_bytes(
+    memory: DeviceMemory, share: float, work: Callable[[], object], trial_bytes: int, recorded_bytes: int = 0
+) -> int:
     """What is left for pages of `share` of the memory. trial_bytes: of pages that are there now and will go.
+    recorded_bytes: of recorded steps, which are not there yet.
 
     Raises `InvalidSetting` when nothing is.
     """
-    peak = memory.peak_of(work)
+    peak = memory.peak_of(work) + recorded_bytes
     used = memory.in_use() - trial_bytes
     allowed = int(memory.total() * share)
     if allowed <= used + peak:

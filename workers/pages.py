@@ -8,7 +8,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from ..kernels.pages import copy_pages
+from ..kernels.pages import copy_pages, put_pages, take_pages
 from ..kvcache.plan import Group, MemoryPlan, Place
 from ..kvcache.reach import Keeps
 from ..kvcache.spec import LayerSpec
@@ -68,14 +68,18 @@ class Pages:
 
     def swap_out(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """Keep whole blocks in host memory: (group, block, ticket) each."""
-        for g, block, ticket in moves:
-            self._swapped[ticket] = [pages[block].to("cpu", copy=True) for pages in self._whole[g]]
+        for g, of_group in groupby(sorted(moves), key=itemgetter(0)):
+            _, blocks, tickets = zip(*of_group, strict=True)
+            kept = [take_pages(pages, blocks) for pages in self._whole[g]]
+            self._swapped |= {ticket: [each[n] for each in kept] for n, ticket in enumerate(tickets)}
 
     def swap_in(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """Put them back, into any block: (group, ticket, block) each."""
-        for g, ticket, block in moves:
-            for pages, kept in zip(self._whole[g], self._swapped.pop(ticket), strict=True):
-                pages[block].copy_(kept)
+        for g, of_group in groupby(sorted(moves), key=itemgetter(0)):
+            _, tickets, blocks = zip(*of_group, strict=True)
+            kept = zip(*(self._swapped.pop(ticket) for ticket in tickets), strict=True)
+            for pages, rows in zip(self._whole[g], kept, strict=True):
+                put_pages(pages, blocks, rows)
 
     def forget(self, tickets: Sequence[int]) -> None:
         for ticket in tickets:

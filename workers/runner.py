@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.paged_attention import GroupBatch
+from ..kernels.paged_attention import GroupBatch, upload
 from ..kernels.sampling import About, select_sampling
 from ..kvcache.plan import MemoryPlan
 from ..kvcache.reach import Reach
@@ -61,7 +61,7 @@ class ModelRunner:
         self.parallel = parallel
         self.threads = threads
         self.graphs: DecodeGraphs | None = None  # None: no steps are recorded
-        self._sampling = select_sampling(model.device)
+        self.sampling = select_sampling(model.device)
         self._groups = plan.groups
         self.masks = step_masks(plan)
         self._state_groups = model.pages.state_groups
@@ -86,7 +86,7 @@ class ModelRunner:
         first = counts.sum()
         if first and self.parallel.rank == 0:
             places = rows.slots[asked], rows.computed[asked], counts
-            about_prompts = prompt_logprobs(self._sampling, self.tables, *places, logits[:first])
+            about_prompts = prompt_logprobs(self.sampling, self.tables, *places, logits[:first])
         return self._sample(rows, logits[first:], about_prompts)
 
     def _apply(self, step: Step) -> None:
@@ -145,7 +145,7 @@ class ModelRunner:
                 return logits
         # Any other step goes through the module: tell its layers what each row computes, then run it.
         device = self.model.device
-        positions_T = torch.from_numpy(positions).to(device)
+        positions_T = upload(positions, device)
         self.model.attention.begin_step(batches, positions_T)
         if states:
             self.model.states.begin_step(states)
@@ -156,8 +156,8 @@ class ModelRunner:
         # Logits are computed for the tokens that need them.
         keep = np.concatenate([*(np.arange(starts[row], ends[row]) for row in asked), ends[rows.finishes] - 1])
         keeps_all = not len(asked) and len(keep) == len(tokens)
-        keep_T = None if keeps_all else torch.from_numpy(keep).to(device)
-        return self.logits(torch.from_numpy(tokens).to(device), positions_T, keep_T)
+        keep_T = None if keeps_all else upload(keep, device)
+        return self.logits(upload(tokens, device), positions_T, keep_T)
 
     def logits(self, tokens_T: Tensor, positions_T: Tensor, keep_T: Tensor | None = None) -> Tensor:
         """Of packed tokens, of those in `keep_T` alone if given. [T or K, vocabulary].
@@ -230,7 +230,7 @@ class ModelRunner:
             draws, places = [request.draw for request in requests], positions.tolist()
             slots = zip(requests, places, strict=True)
             changes = [None if slot.draws_as_is else slot.changes(place) for slot, place in slots]
-            drawn, about = self._sampling.draw(logits, draws, places, changes)
+            drawn, about = self.sampling.draw(logits, draws, places, changes)
         else:
             drawn = torch.empty(len(requests), dtype=torch.int64, device=logits.device)
         if self.parallel.size > 1:

@@ -15,7 +15,6 @@ their forward pass. With one rank nothing is cut and nothing is hooked.
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import torch
@@ -72,7 +71,6 @@ STYLES: dict[str, Style] = {
     "colwise_gather_output": Style({"weight": Cut(0), "bias": Cut(0)}, "gather_outputs"),
     "sinks": Style({"sinks": Cut(0)}),
     "norm_over_ranks": Style({"weight": Cut(0)}, "normalize_over_ranks"),
-    "sparse_over_ranks": Style({}, "sparsify_over_ranks"),
     "expert_columns": Style(
         {"gate_up_proj": Cut(2), "gate_up_proj_bias": Cut(1), "down_proj": Cut(1), "down_proj_bias": FIRST_RANK},
         "sum_outputs",
@@ -113,6 +111,11 @@ class TensorParallel:
         """Fill `tensor` with rank 0's values, on all ranks."""
         if self.size > 1:
             self.collectives.share_from_first(tensor)
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Replace `tensor` by the sum over the ranks."""
+        if self.size > 1:
+            self.collectives.all_reduce(tensor)
 
     # -- which part of a parameter -----------------------------------------------------------------------------------
 
@@ -215,22 +218,6 @@ class TensorParallel:
             return (norm.weight * (wide * torch.rsqrt(mean + norm.variance_epsilon))).to(hidden.dtype)
 
         module.forward = forward
-
-    def sparsify_over_ranks(self, module: nn.Module, whole_shape: tuple[int, ...]) -> None:
-        """Gemma 3n: a cutoff by mean and deviation (arXiv 2506.06644), of activations that are cut."""
-        mlp: Any = module
-
-        def cut_off(gate: Tensor) -> Tensor:
-            columns = gate.shape[-1] * self.size
-            mean = gate.float().sum(-1, keepdim=True)
-            self.collectives.all_reduce(mean)
-            mean /= columns
-            variance = (gate.float() - mean).pow(2).sum(-1, keepdim=True)
-            self.collectives.all_reduce(variance)
-            quantile = NormalDist().inv_cdf(mlp.activation_sparsity)
-            return torch.relu(gate - (mean + (variance / columns).sqrt() * quantile).to(gate.dtype))
-
-        mlp._gaussian_topk = cut_off
 
     def embed_own_rows(self, module: nn.Module, whole_shape: tuple[int, ...]) -> None:
         part = self._vocab_part(whole_shape[0])

@@ -4,18 +4,22 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..errors import UnsupportedModel
 from ..kernels.paged_attention import BACKENDS, ORDERED_BACKENDS, select_backend
 from ..kernels.products import compile_products
-from ..kernels.sampling import Draw
+from ..kernels.sampling import Changes, Draw
 from ..proto.worker import ModelSettings
 from .cpu.fused import fuse
-from .graphs import DecodeGraphs, recorder
+from .graphs import GRAPH_BYTES, DecodeGraphs, Recorder, recorded_rows, recorder
 from .runner import ModelRunner, Rows
 from .slots import GREEDY, Slot
 
 WARM_UP_TOKENS = 4
+
+DEAREST, DEAREST_CHANGES = Draw(temperature=1.0, top_p=0.9, logprobs=0), Changes(biases=[(0, 1.0)])
+"""What takes the most memory of all ways to draw a token. On a GPU every kernel of a draw is launched."""
 
 
 @torch.inference_mode()
@@ -33,14 +37,27 @@ def warm_up(runner: ModelRunner, settings: ModelSettings) -> None:
     # On a CPU: how many threads compute a step, and its matrix products for each number of tokens.
     runner.threads.learn(lambda tokens: runner.forward(_rows(tokens=tokens)), longest, runner.parallel.share_from_first)
     compile_products(model.module, limits.max_num_batched_tokens, runner.use_threads_for)
-    runner.forward(_rows())
+    _draw_dearly(runner, runner.forward(_rows()))
     runner.tables.retire(0)
     # On a GPU: steps that only decode are recorded, now where that can be.
-    record = recorder(model.device)
-    if record is not None and not settings.enforce_eager and model.cross is None:
+    record = _recorder_of(runner, settings)
+    if record is not None:
         widths = [runner.tables.block_tables[g].shape[1] for g, _ in runner.masks]
         runner.graphs = DecodeGraphs(model, runner.logits, record, limits.max_num_seqs, widths)
         record_all(runner)
+
+
+def recorded_bytes(runner: ModelRunner, settings: ModelSettings) -> int:
+    """What the device will keep of recorded steps, about, beside the tensors of the largest one."""
+    if _recorder_of(runner, settings) is None:
+        return 0
+    return GRAPH_BYTES * len(recorded_rows(runner.limits.max_num_seqs))
+
+
+def _recorder_of(runner: ModelRunner, settings: ModelSettings) -> Recorder | None:
+    """None where steps are not recorded. What layers see of images changes with each step."""
+    is_wanted = not settings.enforce_eager and runner.model.cross is None
+    return recorder(runner.model.device) if is_wanted else None
 
 
 @torch.inference_mode()
@@ -50,7 +67,7 @@ def record_all(runner: ModelRunner) -> None:
     if graphs is None:
         return
     _take_slot(runner, WARM_UP_TOKENS)
-    for rows in graphs.shapes():
+    for rows in graphs.to_record():
         if graphs.refusal is None:
             decode = _rows(rows=rows, tokens=1)
             runner.forward(decode._replace(computed=np.ones(rows, dtype=np.int32)))
@@ -59,7 +76,8 @@ def record_all(runner: ModelRunner) -> None:
 
 @torch.inference_mode()
 def run_largest_steps(runner: ModelRunner, backend: str | None) -> None:
-    """Steps of as many tokens as there may be, of one prompt and of many rows."""
+    """Steps of as many tokens as there may be, of one prompt and of many rows, whose tokens are drawn as dearly as can
+    be."""
     limits = runner.limits
     longest = min(limits.max_num_batched_tokens, limits.max_model_len)
     rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
@@ -67,8 +85,16 @@ def run_largest_steps(runner: ModelRunner, backend: str | None) -> None:
     _take_slot(runner, longest)
     _choose_backend(runner, backend)
     runner.forward(_rows(tokens=longest))
-    runner.forward(_rows(rows=rows, tokens=each))
+    logits = runner.forward(_rows(rows=rows, tokens=each))
+    kept = torch.empty_like(logits)  # as recorded steps have it, beside those of a step that goes the usual way
+    _draw_dearly(runner, logits)
+    del kept
     runner.tables.retire(0)
+
+
+def _draw_dearly(runner: ModelRunner, logits: Tensor) -> None:
+    rows = len(logits)
+    runner.sampling.draw(logits, [DEAREST] * rows, [0] * rows, [DEAREST_CHANGES] * rows)
 
 
 def _choose_backend(runner: ModelRunner, name: str | None) -> None:

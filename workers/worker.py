@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -28,7 +29,7 @@ from .models.load import blaming_config, load_model
 from .models.loaded_model import LoadedModel
 from .runner import Drawn, ModelRunner
 from .tensor_parallel import TensorParallel
-from .warm_up import record_all, run_largest_steps, warm_up
+from .warm_up import record_all, recorded_bytes, run_largest_steps, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +131,9 @@ class Worker:
         with blaming_config(self._settings.model_dir):
             self._model.allocate(trial, backend)
             runner = self._new_runner(trial, limits)
-            spare = spare_bytes(memory, share, lambda: run_largest_steps(runner, backend), trial.memory_bytes)
+            recorded = recorded_bytes(runner, self._settings)
+            work = partial(run_largest_steps, runner, backend)
+            spare = spare_bytes(memory, share, work, trial.memory_bytes, recorded)
         self._spare = asked, spare
         return spare
 

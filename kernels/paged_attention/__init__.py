@@ -20,7 +20,7 @@ from .capabilities import Capabilities, Needs
 from .cpu import NativeBackend, OrderedBackend
 from .flash import FlashBackend, LegacyFlashBackend
 from .plain_torch import TorchBackend
-from .protocol import Backend, GroupBatch, GroupMeta, LayerParams
+from .protocol import Backend, GroupBatch, GroupMeta, LayerParams, upload
 from .reference import ReferenceBackend
 from .triton import TritonBackend
 
@@ -41,6 +41,7 @@ __all__ = [
     "TorchBackend",
     "TritonBackend",
     "select_backend",
+    "upload",
 ]
 
 BACKENDS: tuple[type[Backend], ...] = (

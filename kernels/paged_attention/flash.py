@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..tensors import dense_heads, starts_of
+from ..transfer import Transfer
 from .capabilities import Capabilities
 from .protocol import GroupBatch, GroupMeta, LayerParams, upload
 
@@ -118,7 +119,7 @@ class FlashBackend:
         )
         return GroupMeta(frame.token_page[:rows], frame.token_offset[:rows], part)
 
-    def refill(self, frame: GroupMeta, batch: GroupBatch) -> None:
+    def refill(self, frame: GroupMeta, batch: GroupBatch, transfer: Transfer) -> None:
         plan: _Plan = frame.plan
         for buffer, values in (
             *zip((frame.token_page, frame.token_offset), batch.token_places(), strict=True),
@@ -126,9 +127,8 @@ class FlashBackend:
             (plan.kv_len, batch.kv_lens),
             (plan.kv_start, starts_of(batch.kv_lens)),
         ):
-            buffer.copy_(upload(values, buffer.device), non_blocking=True)
-        for key, schedule in plan.schedules.items():
-            schedule.copy_(self._schedule(plan, key))
+            transfer.put(buffer, values)
+        transfer.then(lambda: self._schedule_anew(plan))
 
     def write(self, kv_view: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: GroupMeta) -> None:
         kv_view[meta.token_page, meta.token_offset] = torch.cat((k_TKD, v_TKD), dim=-1)
@@ -158,6 +158,10 @@ class FlashBackend:
         else:
             arguments["cu_seqlens_k"] = plan.kv_start
         self._flash.attend(dense_heads(q_THD), keys, values, **arguments)
+
+    def _schedule_anew(self, plan: _Plan) -> None:
+        for key, schedule in plan.schedules.items():
+            schedule.copy_(self._schedule(plan, key))
 
     def _schedule(self, plan: _Plan, key: tuple) -> Tensor:
         heads, kv_heads, key_dim, value_dim, dtype, has_softcap = key

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..transfer import Transfer
 from .capabilities import Capabilities
 from .protocol import GroupBatch, GroupMeta, LayerParams, upload, values_of
 
@@ -94,7 +95,7 @@ class TorchBackend:
     def narrow(self, frame: GroupMeta, rows: int) -> GroupMeta:
         raise AssertionError("there are no wide frames")
 
-    def refill(self, frame: GroupMeta, batch: GroupBatch) -> None:
+    def refill(self, frame: GroupMeta, batch: GroupBatch, transfer: Transfer) -> None:
         (part,) = frame.plan
         rows = np.arange(part.rows)
         blocks, dirty, padding = _gathered(batch, rows, *_page_span(batch, rows), len(part.pages) // part.rows)
@@ -105,7 +106,7 @@ class TorchBackend:
             (part.is_dirty, dead),
             (part.tiles[0].mask_NML, np.where(dead, np.float32("-inf"), np.float32(0))),
         ):
-            buffer.copy_(torch.from_numpy(values).view(buffer.shape), non_blocking=True)
+            transfer.put(buffer, values)
 
     def write(self, kv_view: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: GroupMeta) -> None:
         kv_view[meta.token_page, meta.token_offset] = torch.cat((k_TKD, v_TKD), dim=-1)

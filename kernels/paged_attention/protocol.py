@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..transfer import Transfer
 from .capabilities import Capabilities
 
 
@@ -133,8 +134,8 @@ class Backend(Protocol):
         """A frame of fewer rows in the same memory, of a backend with `wide_frames`."""
         ...
 
-    def refill(self, frame: GroupMeta, batch: GroupBatch) -> None:
-        """Put another step of as many rows into a frame; of `wide_frames`, the table may be narrower."""
+    def refill(self, frame: GroupMeta, batch: GroupBatch, transfer: Transfer) -> None:
+        """Have another step of as many rows put into a frame; of `wide_frames`, the table may be narrower."""
 
     def write(self, kv_view: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: GroupMeta) -> None:
         """Put this step's keys [T,K,Dk] and values [T,K,Dv] into their pages; touch nothing else.

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..transfer import Transfer
 from .capabilities import Capabilities
 from .protocol import GroupBatch, GroupMeta, LayerParams, values_of
 
@@ -40,7 +41,7 @@ class ReferenceBackend:
     def narrow(self, frame: GroupMeta, rows: int) -> GroupMeta:
         raise AssertionError("there are no wide frames")
 
-    def refill(self, frame: GroupMeta, batch: GroupBatch) -> None:
+    def refill(self, frame: GroupMeta, batch: GroupBatch, transfer: Transfer) -> None:
         raise AssertionError("there are no frames")
 
     def write(self, kv_view: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: GroupMeta) -> None:

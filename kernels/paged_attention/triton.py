@@ -15,6 +15,7 @@ from torch import Tensor
 from ..tensors import dense_heads, starts_of
 from ..toolchain import triton as gpu
 from ..toolchain.triton import LEAST_DOT, power_of_two
+from ..transfer import Transfer
 from .capabilities import Capabilities
 from .protocol import GroupBatch, GroupMeta, LayerParams, upload
 
@@ -162,14 +163,14 @@ class TritonBackend:
         )
         return GroupMeta(frame.token_page[:rows], frame.token_offset[:rows], part)
 
-    def refill(self, frame: GroupMeta, batch: GroupBatch) -> None:
+    def refill(self, frame: GroupMeta, batch: GroupBatch, transfer: Transfer) -> None:
         plan: _Plan = frame.plan
         for buffer, values in (
             *zip((frame.token_page, frame.token_offset), batch.token_places(), strict=True),
             (plan.block_table[:, : batch.block_table.shape[1]], batch.block_table),
             (plan.kv_len, batch.kv_lens),
         ):
-            buffer.copy_(upload(values, buffer.device), non_blocking=True)
+            transfer.put(buffer, values)
 
     def write(self, kv_view: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: GroupMeta) -> None:
         k_TKD, v_TKD = dense_heads(k_TKD), dense_heads(v_TKD)

@@ -1,7 +1,7 @@
 """Tokens drawn on a GPU by our own kernels: `triton_kernels.py`, and what they are launched with.
 
-A step is one upload, at most five launches and, only where a row wants log-probabilities, one download. Where a row
-wants more of them than `MOST_TOLD`, torch finds those, row by row.
+A step is at most one upload, two to five launches and, only where a row wants log-probabilities, one download. Greedy
+rows alone need no upload. Where a row wants more log-probabilities than `MOST_TOLD`, torch finds those, row by row.
 """
 
 from collections.abc import Sequence
@@ -32,6 +32,9 @@ MOST_TOLD = 32
 """More of the most probable tokens than these are found by torch, which sorts."""
 LIST_BYTES = 128 << 20
 """Of lists at once, where log-probabilities of many tokens are told."""
+
+
+JOB_WORDS = JOB.itemsize // 4
 
 
 class Parts(NamedTuple):
@@ -101,6 +104,7 @@ class TritonSampling(SamplingBackend):
         self._kernels: Any = triton_kernels
         self._torch = TorchSampling()
         self.block_tokens, self.list_tokens = BLOCK_TOKENS, LIST_TOKENS
+        self._greedy: dict[torch.device, Tensor] = {}  # words of greedy rows' jobs, of which a step takes the first
 
     def draw(
         self,
@@ -120,14 +124,18 @@ class TritonSampling(SamplingBackend):
         edits = Edits.of(changes or (), parts.borders)
         jobs = jobs_of(draws, positions, [change[0] for change in edits.rows], vocab)
         jobs += about_jobs(told, list_count(jobs))
-        tables = _uploaded([_words(jobs), *(edits.sections(vocab) if edits.rows else ())], logits_RV.device)
+        needs_weights = any(job[1] != GREEDY for job in jobs)
+        if edits.rows or needs_weights:
+            tables = _uploaded([_words(jobs), *(edits.sections(vocab) if edits.rows else ())], logits_RV.device)
+        else:
+            tables = [self._greedy_jobs(rows, logits_RV.device)]
         # Its launches.
         changed_CV = logits_RV.new_empty((len(edits.rows), vocab) if edits.rows else 1, dtype=torch.float32)
         source = Source(logits_RV, changed_CV, tables[0], parts)
         if edits.rows:
             self._change(source, tables, len(edits.rows))
         found = self._scan(source, jobs)
-        if any(job[1] != GREEDY for job in jobs):
+        if needs_weights:
             self._weigh(source, found, len(jobs))
         self._choose(source, found, chosen_R)
         about = dict(zip((row for row, _ in told), self._describe(source, found, chosen_R, told, rows), strict=True))
@@ -159,6 +167,15 @@ class TritonSampling(SamplingBackend):
             self._weigh(source, work, len(jobs))
             found += self._describe(source, work, tokens_R[own], told, 0)
         return found
+
+    def _greedy_jobs(self, rows: int, device: torch.device) -> Tensor:
+        """They are the same in each step, so they stay on the device."""
+        words = self._greedy.get(device)
+        if words is None or len(words) < rows * JOB_WORDS:
+            draws = [Draw(temperature=0)] * power_of_two(rows)
+            words = upload(_words(jobs_of(draws, range(len(draws)), (), 1)), device)
+            self._greedy[device] = words
+        return words
 
     def parts(self, jobs: int, vocab: int) -> Parts:
         """Each a whole number of blocks, and none empty."""

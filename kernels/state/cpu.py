@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..tensors import dense
 from ..toolchain import cpp
+from ..transfer import Transfer
 from .protocol import Columns, Recurrence, StateBatch, Wave, waves
 from .reference import (
     CONVOLUTION,
@@ -99,7 +100,7 @@ class NativeStates:
     def frame(self, rows: int, device: torch.device) -> None:
         return None  # on a CPU nothing is gained
 
-    def refill(self, frame: None, pages: np.ndarray) -> None:
+    def refill(self, frame: None, pages: np.ndarray, transfer: Transfer) -> None:
         raise AssertionError("there are no frames")
 
     def scan(

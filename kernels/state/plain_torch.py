@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..transfer import Transfer
 from .protocol import Piece, Recurrence, StateBatch, waves
 from .reference import (
     CONVOLUTION,
@@ -71,10 +72,10 @@ class ChunkedStates:
         no_pages = np.zeros(rows, dtype=np.int32)
         return self.prepare(StateBatch(no_pages, no_pages + 1, no_pages != 0), device)
 
-    def refill(self, frame: list[SplitWave], pages: np.ndarray) -> None:
+    def refill(self, frame: list[SplitWave], pages: np.ndarray, transfer: Transfer) -> None:
         singles = frame[0].singles
         assert singles is not None
-        singles.pages.copy_(torch.from_numpy(pages), non_blocking=True)
+        transfer.put(singles.pages, pages)
 
     def scan(
         self, recurrence: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor],

@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..transfer import Transfer
+
 Step = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, Tensor]]
 """(states [N,..], constants, inputs [N,..] each) -> (outputs [N,..], new states): one token of each of N rows."""
 
@@ -97,8 +99,8 @@ class StateBackend(Protocol):
         """
         ...
 
-    def refill(self, frame: Any, pages: np.ndarray) -> None:
-        """Put the pages [rows] of another such step into a frame."""
+    def refill(self, frame: Any, pages: np.ndarray, transfer: Transfer) -> None:
+        """Have the pages [rows] of another such step put into a frame."""
         ...
 
     def scan(

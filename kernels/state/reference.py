@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..transfer import Transfer
 from .protocol import Recurrence, StateBatch, Wave, waves
 
 
@@ -120,7 +121,7 @@ class ReferenceStates:
     def frame(self, rows: int, device: torch.device) -> None:
         return None
 
-    def refill(self, frame: None, pages: np.ndarray) -> None:
+    def refill(self, frame: None, pages: np.ndarray, transfer: Transfer) -> None:
         raise AssertionError("there are no frames")
 
     def scan(

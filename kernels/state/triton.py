@@ -12,6 +12,7 @@ from ..paged_attention.protocol import upload
 from ..tensors import dense
 from ..toolchain import triton as gpu
 from ..toolchain.triton import LEAST_DOT, power_of_two
+from ..transfer import Transfer
 from .protocol import Columns, Piece, Recurrence, StateBatch, waves
 from .reference import (
     CONVOLUTION,
@@ -74,8 +75,8 @@ class TritonStates:
         no_pages = np.zeros(rows, dtype=np.int32)
         return self.prepare(StateBatch(no_pages, no_pages + 1, no_pages != 0), device)
 
-    def refill(self, frame: list[Launch], pages: np.ndarray) -> None:
-        frame[0].columns.page.copy_(torch.from_numpy(pages), non_blocking=True)
+    def refill(self, frame: list[Launch], pages: np.ndarray, transfer: Transfer) -> None:
+        transfer.put(frame[0].columns.page, pages)
 
     def scan(
         self, recurrence: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor],

@@ -15,6 +15,8 @@ from ..toolchain import cpp
 from ..toolchain.calls import Call
 from .protocol import Activation, Norm, Rotary
 
+ANGLES_OF_ANY_DTYPE = False
+
 
 class _Norm(ctypes.Structure):
     _fields_ = [("scale", c_void_p), ("eps", c_float), ("rounds_first", c_int32)]

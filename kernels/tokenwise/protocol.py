@@ -1,10 +1,10 @@
-"""The words of token-wise operations.
+"""The words of token-wise operations, and what computes them on one kind of device.
 
 Suffixes: T tokens    C channels    H query heads    K key heads    D numbers of a head    R rotary numbers of a head
 """
 
 import enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -32,3 +32,47 @@ class Activation(enum.IntEnum):
     GELU_TANH = 1
     GELU = 2
     SIGMOID = 3
+
+
+class Places(NamedTuple):
+    """Where new keys and values go: see `kernels/paged_attention/protocol.py`."""
+
+    view: Tensor  # [pages,tokens,K,D+Dv]
+    page_T: Tensor  # int64
+    offset_T: Tensor  # int64
+
+
+class Operations(Protocol):
+    """What `cpu.py` and `triton.py` have in common: `reference.py` says what each computes."""
+
+    @property
+    def ANGLES_OF_ANY_DTYPE(self) -> bool:
+        """Whether cosines and sines may be of another dtype than heads."""
+        ...
+
+    def is_available(self) -> bool:
+        """Whether this machine can compile them."""
+        ...
+
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor: ...
+
+    def add_norm(
+        self, x: Tensor, added: Tensor, after: Norm | None, before: Norm | None, added_scale: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def activate(self, x: Tensor, activation: Activation) -> Tensor: ...
+
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor: ...
+
+    def prepare_heads(
+        self,
+        qkv_TC: Tensor,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        norms: tuple[Norm | None, Norm | None],
+        cos_TR: Tensor | None,
+        sin_TR: Tensor | None,
+        rotary: Rotary,
+        rotary_dim: int,
+    ) -> None: ...

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from intarsia.kernels.pages import copy_pages
+from intarsia.kernels.pages import copy_pages, put_pages, take_pages
 
 
 def test_copies_are_those_of_one_after_another():
@@ -29,3 +29,19 @@ def test_a_page_may_be_copied_twice_read_again_or_written_again(moves: list[tupl
     for source, target in moves:
         whole[target] = whole[source]
     assert pages[:, 0].tolist() == whole
+
+
+@pytest.mark.parametrize(("first", "stop"), [(4, 36), (8, 40)])  # eight bytes at a time, or one
+def test_pages_that_wait_in_host_memory_come_back_wherever_they_are_put(first: int, stop: int):
+    generator = torch.Generator().manual_seed(seed := 6)
+    print("seed", seed)
+    raw = torch.randint(0, 256, (9, 48), dtype=torch.uint8, generator=generator)
+    pages = raw[:, first:stop]
+    before = raw.clone()
+    kept = take_pages(pages, [7, 2, 4])
+    assert torch.equal(kept, before[[7, 2, 4], first:stop])
+    pages[[7, 2, 4]] = 0
+    put_pages(pages, [1, 2, 8], list(kept))
+    assert torch.equal(pages[[1, 2, 8]], before[[7, 2, 4], first:stop])
+    outside = torch.cat((raw[:, :first], raw[:, stop:]), 1)
+    assert torch.equal(outside, torch.cat((before[:, :first], before[:, stop:]), 1))

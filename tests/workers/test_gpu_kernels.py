@@ -2,34 +2,26 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
-from intarsia.kernels.paged_attention import TritonBackend
-from intarsia.kernels.sampling import NativeSampling, TritonSampling
-from intarsia.kernels.state import TritonStates
 from intarsia.kernels.toolchain import triton as gpu
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.local import complete, make_engine
 
-pytestmark = pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing()))
+pytestmark = [
+    pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing())),
+    pytest.mark.usefixtures("as_on_a_gpu"),
+]
 
 NEW_TOKENS = 4
-
-
-@pytest.fixture(autouse=True)
-def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TritonBackend, "capabilities", replace(TritonBackend.capabilities, devices=frozenset({"cpu"})))
-    monkeypatch.setattr(TritonStates, "devices", frozenset({"cpu"}))
-    monkeypatch.setattr(TritonSampling, "devices", frozenset({"cpu"}))
-    monkeypatch.setattr(NativeSampling, "devices", frozenset())
 
 
 @pytest.mark.parametrize(
     "family",
     ["gemma3", "bamba", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "llama4", "deepseek_v3"))]
-    + [pytest.param(name, marks=pytest.mark.slow) for name in ("jamba", "qwen3_next", "lfm2", "minimax")],
+    + [pytest.param(name, marks=pytest.mark.slow) for name in ("jamba", "qwen3_next", "lfm2", "minimax")]
+    + [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3", "cohere2", "olmo3", "gemma3n")],
 )
 def test_first_tokens_are_those_of_the_oracle(family: str, tiny: Callable):
     model = tiny(family)

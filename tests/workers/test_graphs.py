@@ -13,10 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from intarsia.kernels.mixers import cpu as mixers
 from intarsia.kernels.paged_attention import TritonBackend
 from intarsia.kernels.state.triton import TritonStates
+from intarsia.kernels.toolchain import triton as gpu
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.local import LocalWorkers, complete, make_engine
 from intarsia.workers import graphs, warm_up
-from intarsia.workers.graphs import Replay, padded_pages, padded_rows
+from intarsia.workers.graphs import MOST_ROWS, Replay, padded_pages, padded_rows, recorded_rows
 from intarsia.workers.models import load
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -134,9 +135,11 @@ def test_nothing_is_recorded_when_modules_shall_run_as_written(tiny: Callable, t
 
 def test_shapes_are_few_and_never_too_small():
     assert [padded_rows(n) for n in (1, 2, 3, 5, 8, 9, 16, 17, 64)] == [1, 2, 4, 8, 8, 16, 16, 24, 64]
+    assert recorded_rows(20) == [24, 16, 8, 4, 2, 1] and recorded_rows(4096)[0] == MOST_ROWS
     assert [padded_pages(n) for n in (1, 2, 3, 8, 9, 1000)] == [1, 2, 4, 8, 16, 1024]
 
 
+@pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing()))
 @pytest.mark.parametrize("family", ["gemma3", "bamba"])
 def test_wide_frames_are_recorded_before_requests_come_and_are_few(
     family: str, tiny: Callable, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""A decoder layer as we compute it: x + after(mixer(before(x))), and of that the same with an MLP as its mixer.
+"""A decoder layer on a CPU: see `fused_modules.FusedLayer`.
 
 Of few rows, all but attention is in two lists of C++ calls. In a decode step of few requests the products of a layer
 take a millisecond; the Python between them, whose code and data the weights push out of the processor's caches, took a
@@ -8,7 +8,7 @@ third of that.
 import math
 from collections.abc import Callable, Iterator
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from ...kernels.products import NativeLinear
 from ...kernels.tokenwise import Norm
 from ...kernels.tokenwise import cpu as native
 from ...kernels.toolchain.calls import Call, CallList
-from .fused_modules import FusedAttention, FusedMLP
+from .fused_modules import FusedAttention, FusedLayer, FusedMLP, LayerParts, tensor_of
 
 MOST_FEW_ROWS = 64
 """Beyond, the time between calls is small beside the time in them."""
@@ -25,43 +25,14 @@ MOST_FEW_ROWS = 64
 Step = Call | Callable[[], None]
 
 
-class LayerParts(NamedTuple):
-    """What a layer is made of. A norm that is None is not there."""
-
-    before_mixer: Norm | None
-    after_mixer: Norm | None
-    before_mlp: Norm | None
-    after_mlp: Norm | None
-    mixer: Any  # a module: attention, or what keeps a state
-    mlp: Any  # a module
-    added_scale: float  # of what is added to x
-
-
-class FusedLayer(nn.Module):
-    parts: LayerParts
+class LayerOfCalls(FusedLayer):
     few_rows: "FewRows"
-    gives_weights: bool  # of attention, beside what it computes; ours has none
 
     def forward(self, hidden_states: Tensor, **given: Any) -> Any:
-        if hidden_states.shape[1] <= self.few_rows.most:
-            out = self.few_rows.run(hidden_states, given)
-        else:
-            mixed = self.parts.mixer(hidden_states=self.into_mixer(hidden_states), **given)
-            out = self.from_mixer(hidden_states, tensor_of(mixed))
+        if hidden_states.shape[1] > self.few_rows.most:
+            return super().forward(hidden_states, **given)
+        out = self.few_rows.run(hidden_states, given)
         return (out, None) if self.gives_weights else out
-
-    def into_mixer(self, x: Tensor) -> Tensor:
-        return x if self.parts.before_mixer is None else native.rms_norm(x, self.parts.before_mixer)
-
-    def from_mixer(self, x: Tensor, mixed: Tensor) -> Tensor:
-        parts = self.parts
-        x, normed = native.add_norm(x, mixed, parts.after_mixer, parts.before_mlp, parts.added_scale)
-        return native.add_norm(x, tensor_of(parts.mlp(normed)), parts.after_mlp, None, parts.added_scale)[0]
-
-
-def tensor_of(output: Any) -> Tensor:
-    """Attention gives its weights too, and some experts the scores of their router."""
-    return output[0] if isinstance(output, tuple) else output
 
 
 class Buffers:

@@ -2,10 +2,11 @@
 decoder layers made of them.
 
 Families write the same arithmetic in many ways. `fused_table.py` names the classes of modules whose forward pass is one
-that we have in C++; those are taken over here, with their weights. Everything else stays as it is.
+that we have in C++ and in Triton; those are taken over here, with their weights. Everything else stays as it is.
 
-On a CPU with a C++ compiler; elsewhere nothing is taken over. A decode step of 32 requests through six layers of Gemma
-3's kind took 8.6 ms without this and 5.4 ms with it (`bench/engine.py throughput`, two threads).
+On a CPU with a C++ compiler and on a GPU with Triton; elsewhere nothing is taken over. A decode step of 32 requests
+through six layers of Gemma 3's kind took 8.6 ms on a CPU without this and 5.4 ms with it (`bench/engine.py throughput`,
+two threads). On a GPU a layer of Gemma 3 is 10 kernels, not 83 (`tests/workers/test_gpu_launches.py`).
 """
 
 import logging
@@ -17,12 +18,22 @@ import torch
 from torch import nn
 
 from ...kernels.products import PackedLinear
-from ...kernels.tokenwise import Activation, Norm, Rotary
+from ...kernels.tokenwise import Activation, Norm, Operations, Rotary, operations_of
 from ...kernels.tokenwise import cpu as native
+from ...kernels.tokenwise import triton as on_gpu
 from ...kernels.toolchain import calls
 from ..layers.attention import PagedAttention
-from .decoder_layer import Buffers, FewRows, FusedLayer, LayerParts
-from .fused_modules import FusedActivation, FusedAttention, FusedMLP, FusedNorm, Heads
+from .decoder_layer import Buffers, FewRows, LayerOfCalls
+from .fused_modules import (
+    FusedActivation,
+    FusedAttention,
+    FusedLayer,
+    FusedMLP,
+    FusedNorm,
+    Heads,
+    LayerParts,
+    WritingAttention,
+)
 from .fused_table import ACTIVATIONS, ATTENTIONS, DECODER_LAYERS, GATED_MLPS, NORMS
 from .linear import merge_linears
 
@@ -37,18 +48,22 @@ def fuse(model: nn.Module, attention: PagedAttention, device: torch.device) -> N
     """Take over the modules that the table names.
 
     attention: what it has learnt of each layer is kept (`PagedAttention.learn`)
-    device: where the model lies; nothing is taken over but on a CPU, whose memory is all that C++ can read
+    device: where the model lies, which says whose memory is read
     """
-    if device.type != "cpu" or not native.is_available():
+    operations = operations_of(device.type)
+    if operations is None:
         return
+    buffers = Buffers(attention.dtype) if operations is native else None
     takers = {
-        "attention": partial(_take_attention, attention),
-        "MLP": _take_mlp,
-        "norm": _take_norm,
-        "activation": _take_activation,
-        "layer": partial(_take_layer, Buffers(attention.dtype)),
+        "attention": partial(_take_attention, attention, operations),
+        "MLP": partial(_take_mlp, operations),
+        "norm": partial(_take_norm, operations),
+        "activation": partial(_take_activation, operations),
+        "layer": partial(_take_layer, operations, buffers),
     }
     counts = {name: sum(map(take, list(model.modules()))) for name, take in takers.items()}
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what merged weights were made of is of other sizes than all that comes
     logger.info("computed in one call each: %s", ", ".join(f"{count} x {name}" for name, count in counts.items()))
 
 
@@ -79,12 +94,12 @@ def _become(module: Any, kind: type[nn.Module], **parts: Any) -> None:
 # -- norms -----------------------------------------------------------------------------------------------------------
 
 
-def _take_norm(module: nn.Module) -> bool:
+def _take_norm(operations: Operations, module: Any) -> bool:
     norm = _norm_of(module)
     if norm is None:
         return False
     module.__class__ = FusedNorm
-    module.norm = norm  # type: ignore[assignment]
+    module.norm, module.operations = norm, operations
     return True
 
 
@@ -100,21 +115,21 @@ def _norm_of(module: Any) -> Norm | None:
 # -- activations that are left -----------------------------------------------------------------------------------------
 
 
-def _take_activation(module: nn.Module) -> bool:
+def _take_activation(operations: Operations, module: Any) -> bool:
     """torch computes the last numbers of a tensor in another way than the others, so that a token's may depend on how
     many there are."""
     activation = ACTIVATIONS.get(type(module).__name__) if _is_as_written(module) else None
     if activation is None:
         return False
     module.__class__ = FusedActivation
-    module.activation = activation  # type: ignore[assignment]
+    module.activation, module.operations = activation, operations
     return True
 
 
 # -- gated MLPs ------------------------------------------------------------------------------------------------------
 
 
-def _take_mlp(module: nn.Module) -> bool:
+def _take_mlp(operations: Operations, module: nn.Module) -> bool:
     kind = _entry(GATED_MLPS, module)
     if kind is None or not kind.is_plain(module):
         return False
@@ -127,14 +142,21 @@ def _take_mlp(module: nn.Module) -> bool:
     products = [getattr(module, kind.gate), getattr(module, kind.up)]
     if not _are_linear(products):
         return False
-    _become(module, FusedMLP, gate_up=merge_linears(products), down=getattr(module, kind.down), activation=activation)
+    _become(
+        module,
+        FusedMLP,
+        gate_up=merge_linears(products),
+        down=getattr(module, kind.down),
+        activation=activation,
+        operations=operations,
+    )
     return True
 
 
 # -- the way into attention ------------------------------------------------------------------------------------------
 
 
-def _take_attention(attention: PagedAttention, module: Any) -> bool:
+def _take_attention(attention: PagedAttention, operations: Operations, module: Any) -> bool:
     kind = _entry(ATTENTIONS, module)
     if kind is None:
         return False
@@ -142,7 +164,8 @@ def _take_attention(attention: PagedAttention, module: Any) -> bool:
     projections = [getattr(module, name) for name in PROJECTIONS]
     if not _are_linear(projections):
         return False
-    if kind.angles_are_float32 and projections[0].weight.dtype != torch.float32:
+    dtype = projections[0].weight.dtype
+    if kind.angles_are_float32 and dtype != torch.float32 and not operations.ANGLES_OF_ANY_DTYPE:
         return False
     norms: tuple[Norm | None, Norm | None] = (None, None)
     if kind.norms is not None:
@@ -154,13 +177,15 @@ def _take_attention(attention: PagedAttention, module: Any) -> bool:
     # Of a rank that holds a slice, the heads of that slice.
     heads, kv_heads = (len(projection.weight) // module.head_dim for projection in projections[:2])
     rotary = kind.rotary if kind.rotates(module) else Rotary.NONE
+    parts = Heads(heads, kv_heads, module.head_dim, norms, rotary, kind.angles_per_head, operations)
+    writes = operations is on_gpu and parts.changes_anything
     _become(
         module,
-        FusedAttention,
+        WritingAttention if writes else FusedAttention,
         qkv=merge_linears(projections),
         out=getattr(module, kind.out),
         attend=attention.attend_layer(module.layer_idx),
-        heads=Heads(heads, kv_heads, module.head_dim, norms, rotary, kind.angles_per_head),
+        heads=parts,
     )
     return True
 
@@ -168,22 +193,23 @@ def _take_attention(attention: PagedAttention, module: Any) -> bool:
 # -- decoder layers ----------------------------------------------------------------------------------------------------
 
 
-def _take_layer(buffers: Buffers, module: Any) -> bool:
-    """Its parts have been taken over before. buffers: which all layers share"""
+def _take_layer(operations: Operations, buffers: Buffers | None, module: Any) -> bool:
+    """Its parts have been taken over before. buffers: on a CPU, which all layers share"""
     kind = _entry(DECODER_LAYERS, module)
-    if kind is None or not kind.is_plain(module) or not calls.is_available():
+    if kind is None or not kind.is_plain(module) or not (buffers is None or calls.is_available()):
         return False
     names = kind.before_mixer, kind.after_mixer, kind.before_mlp, kind.after_mlp
     norms = [None if name is None else getattr(module, name) for name in names]
     if not all(norm is None or (type(norm) is FusedNorm and _is_as_written(norm)) for norm in norms):
         return False
-    module.__class__ = FusedLayer
+    module.__class__ = FusedLayer if buffers is None else LayerOfCalls
+    module.operations, module.gives_weights = operations, kind.gives_weights
     module.parts = LayerParts(
         *(None if norm is None else norm.norm for norm in norms),
         mixer=next(part for name in kind.mixers if (part := getattr(module, name, None)) is not None),
         mlp=getattr(module, kind.mlp),
         added_scale=1.0 if kind.added_scale is None else float(getattr(module, kind.added_scale)),
     )
-    module.few_rows = FewRows(module.parts, buffers)
-    module.gives_weights = kind.gives_weights
+    if buffers is not None:
+        module.few_rows = FewRows(module.parts, buffers)
     return True

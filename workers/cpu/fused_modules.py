@@ -1,35 +1,40 @@
-"""Parts of a model as we compute them, in one call of C++ each: see `kernels/tokenwise`."""
+"""Parts of a model as we compute them, in one call each of C++ or of a GPU: see `kernels/tokenwise`."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ...kernels.tokenwise import Activation, Norm, Rotary
-from ...kernels.tokenwise import cpu as native
+from ...kernels.paged_attention import GroupMeta
+from ...kernels.tokenwise import Activation, Norm, Operations, Places, Rotary
+from ...kernels.tokenwise import triton as on_gpu
 
 
 class FusedNorm(nn.Module):
     norm: Norm
+    operations: Operations
 
     def forward(self, x: Tensor) -> Tensor:
-        return native.rms_norm(x, self.norm)
+        return self.operations.rms_norm(x, self.norm)
 
 
 class FusedActivation(nn.Module):
     activation: Activation
+    operations: Operations
 
     def forward(self, x: Tensor) -> Tensor:
-        return native.activate(x, self.activation)
+        return self.operations.activate(x, self.activation)
 
 
 class FusedMLP(nn.Module):
     gate_up: nn.Linear
     down: nn.Linear
     activation: Activation
+    operations: Operations
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(native.gate(self.gate_up(x), self.activation))
+        return self.down(self.operations.gate(self.gate_up(x), self.activation))
 
 
 class FusedAttention(nn.Module):
@@ -37,7 +42,7 @@ class FusedAttention(nn.Module):
 
     qkv: nn.Linear
     out: nn.Linear
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor]  # q_THD, k_TKD, v_TKD -> out_THD
+    attend: Callable[..., Tensor]  # q_THD, k_TKD, v_TKD -> out_THD
     heads: "Heads"
 
     def forward(
@@ -45,6 +50,21 @@ class FusedAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         q_THD, k_TKD, v_TKD = self.heads.prepare(self.qkv(hidden_states[0]), position_embeddings)
         out_THD = self.attend(q_THD, k_TKD, v_TKD)
+        return self.out(out_THD.flatten(1).unsqueeze(0)), None
+
+
+class WritingAttention(FusedAttention):
+    """The same on a GPU, where keys are normed and rotated on their way into their pages.
+
+    Of a layer with pages of its own: of one that reads another's nothing would be written, and so nothing prepared.
+    """
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None, *_: Any, **__: Any
+    ) -> tuple[Tensor, None]:
+        qkv_TC = self.qkv(hidden_states[0])
+        write = partial(self.heads.prepare_and_write, qkv_TC, position_embeddings)
+        out_THD = self.attend(*self.heads.split(qkv_TC), write=write)
         return self.out(out_THD.flatten(1).unsqueeze(0)), None
 
 
@@ -57,16 +77,29 @@ class Heads(NamedTuple):
     norms: tuple[Norm | None, Norm | None]  # of queries and of keys
     rotary: Rotary
     angles_per_head: int  # numbers that are rotated, by the number of cosines
+    operations: Operations
 
     def prepare(self, qkv_TC: Tensor, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """angles: cosines and sines [1,T,R]. Returns q [T,H,D], k [T,K,D] and v [T,K,Dv], parts of `qkv_TC`."""
-        if self.rotary and angles:
-            cos_TR, sin_TR = (angle[0] for angle in angles)
-            rotary_dim = cos_TR.shape[-1] * self.angles_per_head
-            native.prepare_heads(qkv_TC, *self[:4], cos_TR, sin_TR, self.rotary, rotary_dim)
-        elif any(self.norms):
-            native.prepare_heads(qkv_TC, *self[:4], None, None, Rotary.NONE, 0)
+        rotated = self._rotated(angles)
+        if rotated[2] or any(self.norms):
+            self.operations.prepare_heads(qkv_TC, *self[:4], *rotated)
         return self.split(qkv_TC)
+
+    def prepare_and_write(
+        self, qkv_TC: Tensor, angles: tuple[Tensor, Tensor] | None, kv_view: Tensor, _: Tensor, __: Tensor,
+        meta: GroupMeta,
+    ) -> None:  # fmt: skip
+        """Queries in place, keys and values into their pages: what `Backend.write` would do with them prepared."""
+        places = Places(kv_view, meta.token_page, meta.token_offset)
+        on_gpu.prepare_heads(qkv_TC, *self[:4], *self._rotated(angles), places=places)
+
+    def _rotated(self, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Tensor | None, Rotary, int]:
+        """Cosines and sines [T,R], which numbers they rotate together, and how many."""
+        if not (self.rotary and angles):
+            return None, None, Rotary.NONE, 0
+        cos_TR, sin_TR = (angle[0] for angle in angles)
+        return cos_TR, sin_TR, self.rotary, cos_TR.shape[-1] * self.angles_per_head
 
     @property
     def changes_anything(self) -> bool:
@@ -81,3 +114,44 @@ class Heads(NamedTuple):
             k_TC.unflatten(1, (self.kv_heads, -1)),
             v_TC.unflatten(1, (self.kv_heads, -1)),
         )
+
+
+# -- decoder layers ----------------------------------------------------------------------------------------------------
+
+
+class LayerParts(NamedTuple):
+    """What a layer is made of. A norm that is None is not there."""
+
+    before_mixer: Norm | None
+    after_mixer: Norm | None
+    before_mlp: Norm | None
+    after_mlp: Norm | None
+    mixer: Any  # a module: attention, or what keeps a state
+    mlp: Any  # a module
+    added_scale: float  # of what is added to x
+
+
+class FusedLayer(nn.Module):
+    """x + after(mixer(before(x))), and of that the same with an MLP as its mixer."""
+
+    parts: LayerParts
+    operations: Operations
+    gives_weights: bool  # of attention, beside what it computes; ours has none
+
+    def forward(self, hidden_states: Tensor, **given: Any) -> Any:
+        mixed = self.parts.mixer(hidden_states=self.into_mixer(hidden_states), **given)
+        out = self.from_mixer(hidden_states, tensor_of(mixed))
+        return (out, None) if self.gives_weights else out
+
+    def into_mixer(self, x: Tensor) -> Tensor:
+        return x if self.parts.before_mixer is None else self.operations.rms_norm(x, self.parts.before_mixer)
+
+    def from_mixer(self, x: Tensor, mixed: Tensor) -> Tensor:
+        parts, add_norm = self.parts, self.operations.add_norm
+        x, normed = add_norm(x, mixed, parts.after_mixer, parts.before_mlp, parts.added_scale)
+        return add_norm(x, tensor_of(parts.mlp(normed)), parts.after_mlp, None, parts.added_scale)[0]
+
+
+def tensor_of(output: Any) -> Tensor:
+    """Attention gives its weights too, and some experts the scores of their router."""
+    return output[0] if isinstance(output, tuple) else output

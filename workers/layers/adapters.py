@@ -16,7 +16,7 @@ from .delta import GatedDeltaNet, PackedGatedDeltaNet
 from .latent import LatentAttention
 from .lightning import Lightning
 from .mamba import Mamba1, Mamba2
-from .patches import patch_layer_index, patch_query_scale
+from .patches import patch_layer_index, patch_query_scale, patch_sparsity
 from .states import Mixer, PagedStates
 
 
@@ -75,6 +75,7 @@ def bind(model: nn.Module, paged: Paged) -> None:
         if hasattr(module, "layer_idx"):
             patch_layer_index(module)
             paged.attention.bind(module, patch_query_scale(module))
+        patch_sparsity(module, paged.parallel)
         adapter = ADAPTERS.get(type(module).__name__)
         if adapter is not None:
             module.forward = adapter(module, paged)

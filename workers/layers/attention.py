@@ -25,7 +25,6 @@ IMPLEMENTATION = "intarsia"
 """The name under which transformers models find our attention function."""
 
 _OWNER = "intarsia_attention"
-
 _QUERY_SCALE = "intarsia_query_scale"
 
 
@@ -125,8 +124,10 @@ class PagedAttention:
         q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (q_BHTD, k_BKTD, v_BKTD))
         return self.attend_packed(q_THD, k_TKD, v_TKD, layer, params).unsqueeze(0)
 
-    def attend_packed(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, params: LayerParams) -> Tensor:
-        """The same with packed tokens. Returns [T,H,D]."""
+    def attend_packed(
+        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int, params: LayerParams, write: Any = None
+    ) -> Tensor:
+        """The same with packed tokens, written by `write` instead of `Backend.write` if given. Returns [T,H,D]."""
         if torch.compiler.is_compiling():
             return torch.ops.intarsia.attend(q_THD, k_TKD, v_TKD, layer, self._number)
         value_dim = params.latent_values or v_TKD.shape[-1]
@@ -138,11 +139,11 @@ class PagedAttention:
         out_THD = torch.empty((*q_THD.shape[:2], value_dim), dtype=q_THD.dtype, device=q_THD.device)
         meta, view = self._metas[self._mask_of[layer]], self._views[layer]
         if self._layers[layer].shares is None:  # else its source has written them, in this very step
-            self._backend.write(view, k_TKD, v_TKD, meta)
+            (write or self._backend.write)(view, k_TKD, v_TKD, meta)
         self._backend.attend(q_THD, view, params, meta, out_THD)
         return out_THD
 
-    def attend_layer(self, layer: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def attend_layer(self, layer: int) -> Callable[..., Tensor]:
         """`attend_packed` of one layer, with the constants it was learnt to have: q_THD, k_TKD, v_TKD -> out_THD."""
         return partial(self.attend_packed, layer=layer, params=self.params[layer])
 
@@ -182,8 +183,7 @@ def _intarsia_attention(
     query_scale = getattr(module, _QUERY_SCALE)
     if query_scale is not None:
         query = (query * query_scale(paged.positions_T)[:, None]).to(query.dtype)
-    params = LayerParams(scale, softcap, s_aux)
-    return paged.attend(layer, query, key, value, params), None
+    return paged.attend(layer, query, key, value, LayerParams(scale, softcap, s_aux)), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _intarsia_attention)

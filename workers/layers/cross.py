@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...kernels.paged_attention import Backend, GroupBatch, GroupMeta, LayerParams, Needs, select_backend
+from ...kernels.paged_attention import Backend, GroupBatch, GroupMeta, LayerParams, Needs, select_backend, upload
 from ...kvcache.plan import MemoryPlan
 from ...kvcache.spec import LayerSpec
 from ...proto.step import EncoderInput, View
@@ -78,11 +78,11 @@ class CrossAttention:
             block, offset = np.divmod(np.arange(start, start + len(states_ED)), self._size)
             for index, module in self._modules.items():
                 g = self._pages.encoder_group_of(index)
-                page = torch.from_numpy(np.array(tables[g], dtype=np.int64)[block]).to(self._device)
+                page = upload(np.array(tables[g], dtype=np.int64)[block], self._device)
                 attention = module.cross_attn
                 keys = attention.k_norm(attention.k_proj(states_ED).unflatten(-1, (-1, attention.head_dim)))
                 values = attention.v_proj(states_ED).unflatten(-1, (-1, attention.head_dim))
-                meta = GroupMeta(page, torch.from_numpy(offset).to(self._device), plan=None)
+                meta = GroupMeta(page, upload(offset, self._device), plan=None)
                 self._backend.write(self._pages.tokens[index], keys, values, meta)
 
     def _encode_one(self, data: bytes) -> Tensor:
@@ -132,7 +132,7 @@ class CrossAttention:
         for g in self._groups:
             batch = GroupBatch(tables[g][rows[:, None], columns], lens, kv_lens, self._size, is_causal=False)
             self._metas[g] = self._backend.prepare(batch, self._device)
-        self.tokens = torch.from_numpy(np.concatenate([tokens for _, _, tokens in seen])).to(self._device)
+        self.tokens = upload(np.concatenate([tokens for _, _, tokens in seen]), self._device)
 
     def attend(self, layer: int, q_THD: Tensor, scale: float) -> Tensor:
         """Attention of the step's `tokens` over their images. Returns [T,H,D]."""

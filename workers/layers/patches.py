@@ -1,13 +1,19 @@
 """Modules of transformers that are changed in place, where they are wrong or were written for unpacked batches."""
 
 from collections.abc import Callable
+from statistics import NormalDist
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..tensor_parallel import TensorParallel
+
 LAYER_FROM_CALL = {"Zamba2Attention"}
 """Classes of modules that are told with each call which layer they are: one block of weights is used by several."""
+
+SPARSE = {"Gemma3nTextMLP"}
+"""Classes of MLPs that drop most of their activations."""
 
 
 def patch_layer_index(module: Any) -> None:
@@ -34,6 +40,29 @@ def patch_query_scale(module: Any) -> Callable[[Tensor], Tensor] | None:
         return torch.log1p(torch.floor((positions.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
 
     return scale
+
+
+def patch_sparsity(module: Any, parallel: TensorParallel) -> None:
+    """Let the sparse MLPs of Gemma 3n take their cutoff from what is on the device, of all ranks' columns.
+
+    They keep only the largest activations of a token, those above a cutoff by mean and deviation (arXiv 2506.06644).
+    transformers asks torch for the quantile in each pass: that copies a number to the device, so a GPU is waited for in
+    each layer, and the step cannot be recorded. It knows nothing of columns on other ranks either.
+    """
+    if type(module).__name__ not in SPARSE or module.activation_sparsity == 0:
+        return
+    quantile = NormalDist().inv_cdf(module.activation_sparsity)
+
+    def cut_off(gate: Tensor) -> Tensor:
+        columns = gate.shape[-1] * parallel.size
+        mean = gate.float().sum(-1, keepdim=True)
+        parallel.add_up(mean)
+        mean /= columns
+        variance = (gate.float() - mean).pow(2).sum(-1, keepdim=True)
+        parallel.add_up(variance)
+        return torch.relu(gate - (mean + (variance / columns).sqrt() * quantile).to(gate.dtype))
+
+    module._gaussian_topk = cut_off
 
 
 def patch_rotary_dim(model: Any, config: Any) -> None:

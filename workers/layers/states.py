@@ -25,6 +25,7 @@ from ...kernels.state import (
     StateBatch,
     select_state_backend,
 )
+from ...kernels.transfer import Transfer
 from ..pages import Pages
 from ..tensor_parallel import Section, TensorParallel
 
@@ -92,11 +93,11 @@ class PagedStates:
         """Metadata of steps of one token for each of so many rows, in tensors that stay where they are; or None."""
         return self._backend.frame(rows, self._device)
 
-    def refill(self, frame: Any, batch: StateBatch, rows: int) -> None:
-        """Put such a step into a frame of `rows`; those beyond its own go on from the spare page."""
+    def refill(self, frame: Any, batch: StateBatch, rows: int, transfer: Transfer) -> None:
+        """Have such a step put into a frame of `rows`; those beyond its own go on from the spare page."""
         pages = np.full(rows, SPARE, dtype=np.int64)
         pages[: len(batch.pages)] = batch.pages
-        self._backend.refill(frame, pages)
+        self._backend.refill(frame, pages, transfer)
 
     @property
     def backend_name(self) -> str:

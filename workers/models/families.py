@@ -27,8 +27,8 @@ TENSOR_PARALLEL_PLANS: dict[str, dict[str, str]] = {
     | _cut("mlp", GATED_MLP | EXPERTS)
     | _cut("mlp.shared_experts", GATED_MLP),
     "falcon_h1": _cut("self_attn", ATTENTION) | _cut("feed_forward", GATED_MLP),
-    # Its first MLPs keep only the largest activations of a token, by the mean and deviation over all columns.
-    "gemma3n_text": _cut("self_attn", ATTENTION) | _cut("mlp", GATED_MLP) | {"model.layers.*.mlp": "sparse_over_ranks"},
+    # What its first MLPs need of all columns the ranks add up: see `patch_sparsity`.
+    "gemma3n_text": _cut("self_attn", ATTENTION) | _cut("mlp", GATED_MLP),
     # Gate and up of an expert take turns along one dimension, so any even cut leaves whole pairs.
     "gpt_oss": _cut("self_attn", ATTENTION)
     | {"model.layers.*.self_attn": "sinks", "model.layers.*.mlp.experts": "expert_columns"},

@@ -21,6 +21,7 @@ from intarsia.kernels.paged_attention import (
 )
 from intarsia.kernels.paged_attention import plain_torch as plain_torch_module
 from intarsia.kernels.paged_attention import triton as triton_module
+from intarsia.kernels.transfer import Transfer
 from intarsia.tests.kernels.scenes import CPU, Scene, World, assert_exact, check
 
 
@@ -39,7 +40,8 @@ def framed(backend: Backend, batch: GroupBatch, prepare: Callable[..., GroupMeta
     frame = backend.frame(batch, CPU)
     assert frame is not None
     for lens in (np.maximum(1, batch.kv_lens // 2), batch.kv_lens):
-        backend.refill(frame, replace(batch, kv_lens=lens))
+        backend.refill(frame, replace(batch, kv_lens=lens), transfer := Transfer(CPU))
+        transfer.run()
     return frame
 
 

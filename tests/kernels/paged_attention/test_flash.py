@@ -12,6 +12,7 @@ from torch import Tensor
 
 from intarsia.kernels.paged_attention import FlashBackend, GroupBatch, LayerParams, LegacyFlashBackend
 from intarsia.kernels.paged_attention.flash import Flash
+from intarsia.kernels.transfer import Transfer
 from intarsia.tests.kernels.scenes import CPU, Scene, World, assert_exact
 
 calls: list[dict[str, Any]] = []
@@ -133,11 +134,13 @@ def test_a_frame_holds_one_step_after_another_in_tensors_that_stay(backend: Flas
     shorter = GroupBatch(world.batch.block_table, world.batch.query_lens, np.array([9, 4], np.int32), 16, 12)
     q, k, v = world.packed(world.q), world.packed(world.k[0]), world.packed(world.v[0])
     out = torch.full((2, 4, 16), float("nan"), dtype=torch.float16)
-    backend.refill(frame, shorter)
+    backend.refill(frame, shorter, transfer := Transfer(CPU))
+    transfer.run()
     backend.attend(q, world.views[0], world.scene.params, frame, out)
     table, lens = frame.plan.block_table.data_ptr(), frame.plan.kv_len.data_ptr()
     schedules = [schedule.data_ptr() for schedule in frame.plan.schedules.values()]
-    backend.refill(frame, world.batch)
+    backend.refill(frame, world.batch, transfer := Transfer(CPU))
+    transfer.run()
     backend.write(world.views[0], k, v, frame)
     backend.attend(q, world.views[0], world.scene.params, frame, out)
     assert_exact(world, [out])

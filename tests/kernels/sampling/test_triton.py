@@ -189,16 +189,19 @@ class _Counted:
     ],
     ids=["greedy", "random", "cut", "changed", "told", "mixed"],
 )
-def test_a_step_is_one_upload_and_few_launches(
+def test_a_step_is_at_most_one_upload_and_few_launches(
     cases: Sequence[int], launches: set[str], downloads: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """And nothing else: torch launches nothing, and nobody looks at a result, which would wait for the device."""
+    """And nothing else: torch launches nothing, and no result is read, which would wait for the device. What greedy
+    rows are drawn with was uploaded by the step before."""
     draws, changes = zip(*(CASES[case] for case in cases), strict=True)
     backend = TritonSampling()
-    ledger = Ledger(backend, monkeypatch)
     logits = torch.randn(len(draws), 300, generator=torch.Generator().manual_seed(3))
+    backend.draw(logits, [CASES[0][0]] * len(draws), range(len(draws)))
+    ledger = Ledger(backend, monkeypatch)
     with ledger:
         backend.draw(logits, draws, range(len(draws)), changes)
-    expected = Counter({"uploads": 1, "downloads": downloads, **dict.fromkeys(launches, 1)})
+    uploads = int(any(cases))
+    expected = Counter({"uploads": uploads, "downloads": downloads, **dict.fromkeys(launches, 1)})
     assert +ledger.counts == +expected
     assert len(launches) <= MOST_LAUNCHES

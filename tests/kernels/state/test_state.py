@@ -23,6 +23,7 @@ from intarsia.kernels.state import (
     TritonStates,
     select_state_backend,
 )
+from intarsia.kernels.transfer import Transfer
 
 CPU = torch.device("cpu")
 H, K, V, C, S, W = 3, 4, 6, 10, 5, 3
@@ -194,8 +195,9 @@ def test_a_frame_runs_steps_of_one_token_from_whatever_pages_it_is_told(name: st
     rows = Rows(RECURRENCES[name], [9, 9, 9], kind())
     rows.step([8, 8, 8])
     frame = rows.backend.frame(4, CPU)
-    rows.backend.refill(frame, np.array([-1, -1, -1, -1]))
-    rows.backend.refill(frame, np.array([3, 1, 2, -1]))
+    for pages in ([-1, -1, -1, -1], [3, 1, 2, -1]):
+        rows.backend.refill(frame, np.array(pages), transfer := Transfer(CPU))
+        transfer.run()
     order = [2, 0, 1, 0]
     inputs = [torch.stack([rows.inputs[n][i][8] for n in order]).float() for i in range(len(rows.inputs[0]))]
     out = rows.backend.scan(rows.recurrence, rows.pages, rows.constants, inputs, frame)

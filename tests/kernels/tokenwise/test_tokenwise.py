@@ -1,12 +1,27 @@
-"""The C++ operations compute what a few lines of torch compute."""
+"""The C++ and the Triton operations compute what a few lines of torch compute."""
+
+from types import ModuleType
 
 import pytest
 import torch
 
-from intarsia.kernels.tokenwise import Activation, Norm, Rotary, reference
-from intarsia.kernels.tokenwise import cpu as native
+from intarsia.kernels.paged_attention import GroupMeta, TorchBackend
+from intarsia.kernels.tokenwise import Activation, Norm, Places, Rotary, cpu, operations_of, reference, triton
 
-pytestmark = pytest.mark.skipif(not native.is_available(), reason="there is no C++ compiler")
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # which Triton's interpreter says
+
+
+@pytest.fixture(params=[cpu, triton], ids=["C++", "Triton"])
+def native(request: pytest.FixtureRequest) -> ModuleType:
+    """Triton's interpreter takes a few milliseconds for each program, so that many rows are for C++ alone."""
+    operations = request.param
+    if not operations.is_available():
+        pytest.skip("there is no compiler for it")
+    shape = request.node.callspec.params.get("shape", ())
+    if operations is triton and 600 in shape:
+        pytest.skip("many rows differ from few for C++ alone, which wakes other threads")
+    return operations
+
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
@@ -26,13 +41,13 @@ def seed() -> None:
 @pytest.mark.parametrize("rounds_first", [False, True])
 @pytest.mark.parametrize("shape", [(1, 16), (3, 5), (1, 7, 40), (1, 4, 3, 33), (0, 8), (600, 256)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_are_the_reference(dtype: torch.dtype, shape: tuple[int, ...], rounds_first: bool):
+def test_norms_are_the_reference(native: ModuleType, dtype: torch.dtype, shape: tuple[int, ...], rounds_first: bool):
     x = (torch.randn(shape) * 3).to(dtype)
     norm = Norm(torch.randn(shape[-1]), 1e-6, rounds_first)
     close(native.rms_norm(x, norm), reference.rms_norm(x, norm))
 
 
-def test_a_norm_of_strided_heads_and_of_tiny_numbers_is_the_reference():
+def test_a_norm_of_strided_heads_and_of_tiny_numbers_is_the_reference(native: ModuleType):
     heads = torch.randn(1, 5, 3, 16).transpose(1, 2)
     norm = Norm(torch.ones(16), 1e-6)
     close(native.rms_norm(heads, norm), reference.rms_norm(heads, norm))
@@ -44,7 +59,7 @@ def test_a_norm_of_strided_heads_and_of_tiny_numbers_is_the_reference():
 @pytest.mark.parametrize("shape", [(1, 16), (1, 7, 40), (0, 8), (600, 256)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_with_norms_around_them_are_the_reference(
-    dtype: torch.dtype, shape: tuple[int, ...], norms: str, scale: float
+    native: ModuleType, dtype: torch.dtype, shape: tuple[int, ...], norms: str, scale: float
 ):
     x, added = (torch.randn(shape).to(dtype) for _ in range(2))
     after, before = (
@@ -62,13 +77,15 @@ def test_sums_with_norms_around_them_are_the_reference(
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("shape", [(1, 2), (3, 30), (1, 7, 128), (0, 8), (200, 1024)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gates_are_the_reference(dtype: torch.dtype, shape: tuple[int, ...], activation: Activation):
+def test_gates_are_the_reference(
+    native: ModuleType, dtype: torch.dtype, shape: tuple[int, ...], activation: Activation
+):
     gate_up = (torch.randn(shape) * 3).to(dtype)
     close(native.gate(gate_up, activation), reference.gate(gate_up, activation))
 
 
 @pytest.mark.parametrize("activation", Activation)
-def test_gates_far_from_zero_neither_overflow_nor_vanish(activation: Activation):
+def test_gates_far_from_zero_neither_overflow_nor_vanish(native: ModuleType, activation: Activation):
     gate_up = torch.tensor([[-1e4, -200.0, -90.0, 90.0, 200.0, 1e4, 1, 1, 1, 1, 1, 1]])
     close(native.gate(gate_up, activation), reference.gate(gate_up, activation))
 
@@ -76,7 +93,7 @@ def test_gates_far_from_zero_neither_overflow_nor_vanish(activation: Activation)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", list(Activation))
 def test_activations_are_the_reference_and_each_number_has_the_same_bits_anywhere(
-    dtype: torch.dtype, activation: Activation
+    native: ModuleType, dtype: torch.dtype, activation: Activation
 ):
     x = (torch.randn(7, 9001) * 4).to(dtype)
     found = native.activate(x, activation)
@@ -95,7 +112,13 @@ def test_activations_are_the_reference_and_each_number_has_the_same_bits_anywher
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (16, 16), (40, 10), (64, 32), (2, 2)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_heads_are_normed_and_rotated_as_the_reference_does(
-    dtype: torch.dtype, head_dim: int, rotary_dim: int, own_angles: bool, norm_over: str | None, rotary: Rotary
+    native: ModuleType,
+    dtype: torch.dtype,
+    head_dim: int,
+    rotary_dim: int,
+    own_angles: bool,
+    norm_over: str | None,
+    rotary: Rotary,
 ):
     tokens, heads, kv_heads = 5, 4, 2
     ours = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim).to(dtype)
@@ -121,7 +144,7 @@ def test_heads_are_normed_and_rotated_as_the_reference_does(
     assert torch.equal(ours[:, values:], theirs[:, values:])
 
 
-def test_heads_within_wider_tokens_are_changed_alone():
+def test_heads_within_wider_tokens_are_changed_alone(native: ModuleType):
     wide = torch.randn(3, 100)
     before = wide.clone()
     part = wide[:, :64]
@@ -129,3 +152,88 @@ def test_heads_within_wider_tokens_are_changed_alone():
     native.prepare_heads(part, 2, 1, 16, (None, None), angles.cos(), angles.sin(), Rotary.HALVES, 16)
     assert torch.equal(wide[:, 48:], before[:, 48:])
     assert not torch.equal(wide[:, :48], before[:, :48])
+
+
+def test_rows_may_lie_apart(native: ModuleType):
+    wide = torch.randn(2, 3, 5, 100)
+    x, added = wide[..., :33], wide[..., 50:83]
+    norm = Norm(torch.randn(33), 1e-6)
+    close(native.rms_norm(x, norm), reference.rms_norm(x, norm))
+    for found, expected in zip(
+        native.add_norm(x, added, norm, norm), reference.add_norm(x, added, norm, norm), strict=True
+    ):
+        close(found, expected)
+    close(native.gate(wide[..., :30], Activation.SILU), reference.gate(wide[..., :30], Activation.SILU))
+    close(native.activate(x, Activation.GELU), reference.activate(x, Activation.GELU))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_whatever_lies_beside_it(native: ModuleType, dtype: torch.dtype):
+    x, added = (torch.randn(4, 200).to(dtype) for _ in range(2))
+    norm = Norm(torch.randn(200), 1e-6)
+    for every, alone in zip(
+        native.add_norm(x, added, norm, norm), native.add_norm(x[2:3], added[2:3], norm, norm), strict=True
+    ):
+        assert torch.equal(every[2:3], alone)
+    assert torch.equal(native.gate(x, Activation.SILU)[2:3], native.gate(x[2:3], Activation.SILU))
+    angles = torch.rand(4, 16).to(dtype)
+    every, alone = x.clone(), x[2:3].clone()
+    for tokens, turned in ((every, angles), (alone, angles[2:3])):
+        native.prepare_heads(tokens, 8, 2, 16, (None, None), turned.cos(), turned.sin(), Rotary.HALVES, 16)
+    assert torch.equal(every[2:3], alone)
+
+
+# -- what only a GPU does --------------------------------------------------------------------------------------------
+
+needs_triton = pytest.mark.skipif(not triton.is_available(), reason="there is no Triton")
+
+
+@needs_triton
+@pytest.mark.parametrize("norm_over", [None, "a head", "all heads"])
+@pytest.mark.parametrize("rotary", Rotary)
+@pytest.mark.parametrize("value_dim", [16, 12])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_and_values_are_in_their_pages_as_if_written_after_they_were_prepared(
+    dtype: torch.dtype, value_dim: int, rotary: Rotary, norm_over: str | None
+):
+    tokens, heads, kv_heads, head_dim = 5, 6, 3, 16
+    keys_at, values_at = heads * head_dim, (heads + kv_heads) * head_dim
+    ours = torch.randn(tokens, values_at + kv_heads * value_dim).to(dtype)
+    theirs, before = ours.clone(), ours.clone()
+    pages = torch.full((4, 8, kv_heads + 1, head_dim + value_dim), float("nan"), dtype=dtype)
+    expected = pages.clone()
+    meta = GroupMeta(torch.tensor([2, 2, 0, 3, 1]), torch.tensor([7, 0, 3, 3, 1]), None)
+    angles = torch.rand(tokens, head_dim) * 6
+    over = {None: (0, 0), "a head": (head_dim, head_dim), "all heads": (keys_at, kv_heads * head_dim)}[norm_over]
+    queries, keys = (Norm(torch.randn(width), 1e-6, rounds_first=True) if width else None for width in over)
+    arguments = heads, kv_heads, head_dim, (queries, keys), angles.cos().to(dtype), angles.sin().to(dtype), rotary, 16
+    # A layer may own a part of each page only.
+    places = Places(pages[:, :, :kv_heads], meta.token_page, meta.token_offset)
+    triton.prepare_heads(ours, *arguments, places=places)
+    reference.prepare_heads(theirs, *arguments)
+    k_TKD, v_TKD = (
+        part.unflatten(1, (kv_heads, -1)) for part in theirs[:, keys_at:].tensor_split((kv_heads * head_dim,), dim=1)
+    )
+    TorchBackend().write(expected[:, :, :kv_heads], k_TKD, v_TKD, meta)
+    error = 2 * ROUNDING[dtype]
+    torch.testing.assert_close(pages, expected, rtol=error, atol=error, equal_nan=True)
+    torch.testing.assert_close(ours[:, :keys_at], theirs[:, :keys_at], rtol=error, atol=error)
+    assert torch.equal(ours[:, keys_at:], before[:, keys_at:])
+
+
+@needs_triton
+def test_angles_may_be_of_more_bits_than_heads():
+    ours = torch.randn(5, 4 * 16).to(torch.bfloat16)
+    theirs = ours.clone()
+    angles = torch.rand(5, 16) * 6
+    for operations, tokens in ((triton, ours), (reference, theirs)):
+        operations.prepare_heads(tokens, 2, 1, 16, (None, None), angles.cos(), angles.sin(), Rotary.HALVES, 16)
+    close(ours, theirs)
+
+
+def test_a_device_has_what_can_read_its_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cpu, "is_available", lambda: True)
+    monkeypatch.setattr(triton, "is_available", lambda: True)
+    assert [operations_of(kind) for kind in ("cpu", "cuda", "meta")] == [cpu, triton, None]
+    monkeypatch.setattr(triton, "is_available", lambda: False)
+    assert [operations_of(kind) for kind in ("cpu", "cuda")] == [cpu, None]

@@ -1,9 +1,13 @@
 """Where Triton's kernels cannot run, the reason is told before a layer asks for one."""
 
+import importlib.util
+
 import pytest
 import torch
 
 from intarsia.kernels.toolchain import triton
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
 def test_a_gpu_for_which_no_kernel_can_be_built_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch):

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from intarsia.kernels.tokenwise import Activation, Norm, Rotary
 from intarsia.kernels.tokenwise import cpu as native
-from intarsia.workers.cpu.decoder_layer import FusedLayer, tensor_of
 from intarsia.workers.cpu.fused import PROJECTIONS
-from intarsia.workers.cpu.fused_modules import FusedAttention, FusedMLP, FusedNorm, Heads
+from intarsia.workers.cpu.fused_modules import FusedAttention, FusedLayer, FusedMLP, FusedNorm, Heads, tensor_of
 from intarsia.workers.cpu.fused_table import DECODER_LAYERS, NORMS, DecoderLayerKind
 from intarsia.workers.models.loaded_model import LoadedModel
 
@@ -189,7 +188,7 @@ def heads_of(module: Any, attended: Attended) -> Iterator[Heads]:
                 norms = list(zip(norms_of(query.weight, eps), norms_of(key.weight, eps), strict=True))
     ways = ((Rotary.HALVES, 1), (Rotary.PAIRS, 1), (Rotary.HALVES, 2), (Rotary.NONE, 1))
     for (rotary, angles_per_head), both in itertools.product(ways, norms):
-        yield Heads(heads, kv_heads, head_dim, both, rotary, angles_per_head)
+        yield Heads(heads, kv_heads, head_dim, both, rotary, angles_per_head, native)
 
 
 def layer_found(name: str, module: Any, seen: Observer) -> Finding | None:

@@ -12,16 +12,16 @@ from intarsia.proto.request import SamplingParams
 from intarsia.tests.local import LocalWorkers, complete, make_engine
 from intarsia.tests.models import make_checkpoint, prompts_of
 from intarsia.tests.workers.cpu.test_fused import FUSED
-from intarsia.workers.cpu.decoder_layer import MOST_FEW_ROWS, Buffers, FewRows, FusedLayer
+from intarsia.workers.cpu.decoder_layer import MOST_FEW_ROWS, Buffers, FewRows, LayerOfCalls
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="there is no C++ compiler")
 
 WITH_LAYERS = [family for family, counts in FUSED.items() if counts[3]]
 
 
-def layers(workers: LocalWorkers) -> list[FusedLayer]:
+def layers(workers: LocalWorkers) -> list[LayerOfCalls]:
     assert workers.worker._model is not None
-    return [module for module in workers.worker._model.module.modules() if isinstance(module, FusedLayer)]
+    return [module for module in workers.worker._model.module.modules() if isinstance(module, LayerOfCalls)]
 
 
 def answers(path: Path, dtype: str, few_rows: bool) -> list[Any]:

@@ -6,7 +6,6 @@ the table.
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,15 @@ from transformers.models.llama import modeling_llama
 
 from intarsia.kernels.tokenwise import cpu as native
 from intarsia.kernels.tokenwise import reference
+from intarsia.kernels.tokenwise import triton as on_gpu
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.conftest import TinyModel
 from intarsia.tests.local import LocalWorkers, complete, make_engine
 from intarsia.tests.models import FAMILIES, granite4, make_checkpoint, prompts_of
 from intarsia.tests.workers.cpu.observer import TOLERANCE, Observer, findings
 from intarsia.tests.workers.models.test_load import granite
-from intarsia.workers.cpu.decoder_layer import FusedLayer
 from intarsia.workers.cpu.fused import fuse
-from intarsia.workers.cpu.fused_modules import FusedAttention, FusedMLP, FusedNorm
+from intarsia.workers.cpu.fused_modules import FusedAttention, FusedLayer, FusedMLP, FusedNorm
 from intarsia.workers.cpu.fused_table import ACTIVATIONS, ATTENTIONS, DECODER_LAYERS, GATED_MLPS, NORMS
 from intarsia.workers.models.loaded_model import LoadedModel
 
@@ -99,8 +98,8 @@ def complaints(path: Path, dtype: str) -> tuple[list[str], nn.Module]:
 
 
 def counts(model: nn.Module) -> tuple[int, ...]:
-    found = Counter(type(module) for module in model.modules())
-    return tuple(found[kind] for kind in (FusedAttention, FusedMLP, FusedNorm, FusedLayer))
+    kinds = FusedAttention, FusedMLP, FusedNorm, FusedLayer
+    return tuple(sum(isinstance(module, kind) for module in model.modules()) for kind in kinds)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -215,11 +214,13 @@ def test_an_activation_we_lack_leaves_its_mlp_as_written(tmp_path: Path):
     assert counts(model.module) == (3, 2, 7, 3)
 
 
-def test_nothing_is_even_tried_on_another_device(tiny: Callable, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("device", ["cuda", "meta"])
+def test_nothing_in_cpp_is_even_tried_on_another_device(device: str, tiny: Callable, monkeypatch: pytest.MonkeyPatch):
     """C++ that is given addresses of a GPU's memory ends the process."""
     model = loaded(tiny("gemma3").path, enforce_eager=True)
     monkeypatch.setattr(native, "is_available", lambda: pytest.fail("it was asked for"))
-    fuse(model.module, model.attention, torch.device("cuda"))
+    monkeypatch.setattr(on_gpu, "is_available", lambda: False)
+    fuse(model.module, model.attention, torch.device(device))
     assert counts(model.module) == (0, 0, 0, 0)
 
 

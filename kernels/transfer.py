@@ -1,0 +1,63 @@
+"""Values for tensors that stay where they are, as those of a recorded step: to a GPU they go in one copy."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ALIGNMENT_BYTES = 16
+"""Where each tensor's values begin in the buffer that is sent: any kind of number may be read there."""
+
+NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.bool: np.bool_, torch.float32: np.float32}
+
+
+class Transfer:
+    """Collects what is to be written with `put`; `run` writes all of it. It is used once."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._targets: list[Tensor] = []
+        self._values: list[np.ndarray] = []
+        self._afterwards: list[Callable[[], None]] = []
+
+    def put(self, target: Tensor, values: np.ndarray) -> None:
+        """Have `target` filled with as many values. They are kept by reference until `run`."""
+        assert target.numel() == values.size, f"{values.size} values do not fill {target.numel()} places"
+        self._targets.append(target)
+        self._values.append(np.ascontiguousarray(values, dtype=NUMPY[target.dtype]))
+
+    def then(self, work: Callable[[], None]) -> None:
+        """Have something done after that which reads what was written."""
+        self._afterwards.append(work)
+
+    def run(self) -> None:
+        sources = [torch.from_numpy(values) for values in self._values]
+        if self._device.type != "cpu":
+            sources = self._sent()
+        # Tensors of one dtype are written by one kernel, if their numbers lie side by side.
+        batches: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+        for target, source in zip(self._targets, sources, strict=True):
+            source = source.view(target.shape)
+            if target.is_contiguous():
+                batches.setdefault(target.dtype, []).append((target, source))
+            else:
+                target.copy_(source)
+        for batch in batches.values():
+            targets, values = map(list, zip(*batch, strict=True))
+            torch._foreach_copy_(targets, values)
+        for work in self._afterwards:
+            work()
+
+    def _sent(self) -> list[Tensor]:
+        """All values on the device, as parts of one buffer."""
+        ends = np.cumsum([-(-values.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for values in self._values])
+        packed = torch.empty(int(ends[-1]) if len(ends) else 0, dtype=torch.uint8, pin_memory=True)
+        starts = [0, *ends[:-1].tolist()]
+        for start, values in zip(starts, self._values, strict=True):
+            packed[start : start + values.nbytes].numpy()[:] = values.reshape(-1).view(np.uint8)
+        sent = packed.to(self._device, non_blocking=True)
+        return [
+            sent[start : start + values.nbytes].view(target.dtype)
+            for start, values, target in zip(starts, self._values, self._targets, strict=True)
+        ]

@@ -1,0 +1,163 @@
+"""An engine over pretended devices, in this process, and what its steps cost."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from intarsia.controller.engine import Engine
+from intarsia.kvcache.plan import MemoryPlan
+from intarsia.proto.step import Step, StepResult
+from intarsia.proto.worker import ModelFacts, ModelSettings, RunnerLimits
+from intarsia.tests.local import Completion, LocalWorkers, complete, make_engine
+from intarsia.workers.worker import Worker
+
+from .device import current_device
+from .ledger import RECORDED, UPLOADS, Kind
+from .runtime import pretend_in_this_thread
+from .scenes import Scene
+
+REPLAYED, UNRECORDED, MIXED = "replayed", "unrecorded", "mixed"
+HOST = "127.0.0.1"
+
+
+@dataclass(slots=True)
+class StepCosts:
+    """The most that a step of one kind cost, over those that ran."""
+
+    steps: int = 0
+    most: Counter[Kind] = field(default_factory=Counter)
+    places: dict[str, dict[str, int]] = field(default_factory=dict)  # what the latest of them did where
+
+    def told(self) -> dict[str, Any]:
+        return {"steps": self.steps, "most": {kind.value: n for kind, n in self.most.items()}, "places": self.places}
+
+
+class Rank:
+    """A worker in a thread of its own, which has a device of its own."""
+
+    def __init__(self, rank: int, size: int):
+        self._thread = ThreadPoolExecutor(1, f"rank-{rank}", pretend_in_this_thread)
+        self.device = self._thread.submit(current_device).result()
+        self.worker: Worker = self._thread.submit(Worker, rank, size).result()
+
+    async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.wrap_future(self._thread.submit(function, *arguments))
+
+
+class PretendedWorkers(LocalWorkers):
+    """All ranks, in this process. Counts what each step costs the first of them."""
+
+    def __init__(self, size: int = 1) -> None:
+        self._ranks = [Rank(rank, size) for rank in range(size)]
+        self.worker = self._ranks[0].worker
+        self.costs = {kind: StepCosts() for kind in (REPLAYED, UNRECORDED, MIXED)}
+        self.failure: str | None = None
+        self.failed = asyncio.Event()
+
+    async def load(self, settings: ModelSettings) -> ModelFacts:
+        if len(self._ranks) > 1:
+            await self.meet()
+        # One after another, because transformers changes torch for the process while it makes a module.
+        facts = [await rank.call(rank.worker.load, settings) for rank in self._ranks]
+        return facts[0]
+
+    async def meet(self) -> None:
+        """Again, too: that is what happens when a controller is replaced, and workers keep what they have."""
+        points = [rank.worker.meeting_point(HOST) for rank in self._ranks]
+        await self._together(lambda worker: worker.join(points))
+
+    async def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None:
+        await self._together(lambda worker: worker.allocate(plan, limits))
+
+    async def spare_memory(self, trial: MemoryPlan, limits: RunnerLimits, share: float) -> int | None:
+        return min(await self._together(lambda worker: worker.spare_memory(trial, limits, share)))
+
+    async def start_step(self, step: Step) -> StepResult:
+        first, *others = self._ranks
+        payload = step.pack()
+        runs = [first.call(self._count, first, payload)]
+        runs += [rank.call(lambda worker: worker.run(Step.unpack(payload)), rank.worker) for rank in others]
+        results = await asyncio.gather(*runs)
+        failures = (result.error for result in results if result.error is not None)
+        self.failure = self.failure or next(failures, None)  # what comes after the first one follows from it
+        if self.failure is not None:
+            self.failed.set()
+            raise AssertionError(self.failure)
+        return StepResult.unpack(results[0].pack())
+
+    def _count(self, rank: Rank, payload: bytes) -> StepResult:
+        """In the rank's thread: the next step may have been asked for already."""
+        step, ledger = Step.unpack(payload), rank.device.ledger
+        ledger.start()
+        result = rank.worker.run(step)
+        totals = ledger.totals()
+        costs = self.costs[_kind_of(step, totals)]
+        costs.steps += 1
+        costs.most |= Counter(totals)
+        asked = {"sync": (Kind.SYNC,), "upload": UPLOADS, "kernel": (*RECORDED.keys(), *RECORDED.values())}
+        costs.places = {name: ledger.places(*kinds) for name, kinds in asked.items()}
+        return result
+
+    async def _together(self, work: Callable[[Worker], Any]) -> list[Any]:
+        return await asyncio.gather(*(rank.call(work, rank.worker) for rank in self._ranks))
+
+    @property
+    def layers(self) -> int:
+        model: Any = self.worker._model
+        return model.module.config.get_text_config().num_hidden_layers
+
+    @property
+    def refusal(self) -> str | None:
+        """Why decode steps are not recorded, if they are not."""
+        runner = self.worker._runner
+        assert runner is not None
+        if runner.graphs is None:
+            return "no steps of this model are recorded"
+        return runner.graphs.refusal or next(iter(runner.graphs.refusals.values()), None)
+
+
+def _kind_of(step: Step, totals: dict[Kind, int]) -> str:
+    if Kind.REPLAY in totals:
+        return REPLAYED
+    computes_prompts = bool(step.admit) or any(advance.tokens > 1 for advance in step.advance)
+    return MIXED if computes_prompts else UNRECORDED
+
+
+class StepFailed(Exception):
+    """With the words of the worker."""
+
+
+async def answers(engine: Engine, workers: PretendedWorkers, scene: Scene) -> list[Completion]:
+    """Raises `StepFailed`, where an engine would wait for other workers."""
+    asked = asyncio.ensure_future(complete(engine, scene.prompts, scene.sampling, scene.images))
+    failed = asyncio.ensure_future(workers.failed.wait())
+    await asyncio.wait({asked, failed}, return_when=asyncio.FIRST_COMPLETED)
+    failed.cancel()
+    if workers.failed.is_set():
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        raise StepFailed(workers.failure)
+    return await asked
+
+
+async def run_scene(scene: Scene, **settings: Any) -> dict[str, Any]:
+    """All prompts at once, then again out of the prefix cache."""
+    workers = PretendedWorkers(scene.ranks)
+    engine = await make_engine(scene.path, workers, max_prefill_chunk_tokens=20, **settings)
+    first = await answers(engine, workers, scene)
+    if scene.meets_anew:
+        await workers.meet()
+    again = await answers(engine, workers, scene) if scene.is_asked_again else []
+    return {
+        "tokens": [each.token_ids for each in first],
+        "again": [each.token_ids for each in again],
+        "cached": [each.num_cached_tokens for each in again],
+        "preemptions": engine.stats.preemptions,
+        "is_all_free": engine.recount().all_free,
+        "refusal": workers.refusal,
+        "layers": workers.layers,
+        "costs": {kind: costs.told() for kind, costs in workers.costs.items()},
+    }

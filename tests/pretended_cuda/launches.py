@@ -1,0 +1,67 @@
+"""Launches of Triton kernels: judged as a GPU would, then run by Triton's interpreter."""
+
+import threading
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from triton.runtime.interpreter import InterpretedFunction, _patch_lang
+
+from .device import current_device
+from .faults import MixedDevices, MixedDtypes
+from .ledger import Kind
+from .places import place
+from .tensors import DeviceTensor, on_host
+
+OF_ONE_DTYPE = {"q_ptr", "key_ptr", "value_ptr", "pages_ptr", "out_ptr", "sinks_ptr"}
+"""Arguments of attention's kernels that are multiplied with each other, or lie in the same pages."""
+
+_one_at_a_time = threading.Lock()  # the interpreter keeps the place of a program in a global variable
+
+_taken_over: set[Any] = set()
+"""Functions for which Triton's language was taken over by the interpreter in this launch."""
+
+_interpret = InterpretedFunction.run
+
+
+def _launch(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
+    at = place()
+    named = {**dict(zip(kernel.arg_names, args)), **kwargs}
+    _judge(kernel, named, at)
+
+    def run() -> None:
+        host_args = [on_host(value) for value in args]
+        host_kwargs = {name: on_host(value) for name, value in kwargs.items()}
+        with _one_at_a_time, _disable_current_modes():
+            _taken_over.clear()
+            _interpret(kernel, *host_args, grid=grid, warmup=warmup, **host_kwargs)
+
+    current_device().compute(Kind.LAUNCH, run, at)
+
+
+def _judge(kernel: Any, named: dict[str, Any], at: str) -> None:
+    for number, (name, value) in enumerate(named.items()):
+        if isinstance(value, Tensor) and not isinstance(value, DeviceTensor):
+            raise MixedDevices(
+                f"argument {number} of the launch of '{kernel.__name__}' at {at}, {name}, lies in host memory"
+            )
+        if isinstance(value, DeviceTensor) and value.owner is not current_device():
+            raise MixedDevices(f"{name} of the launch of '{kernel.__name__}' at {at} is of another rank")
+    if kernel.fn.__module__.endswith("paged_attention.triton_kernels"):
+        kinds = {name: value.dtype for name, value in named.items() if name in OF_ONE_DTYPE}
+        if len(set(kinds.values())) > 1:
+            found = ", ".join(f"{name} {dtype}" for name, dtype in kinds.items())
+            raise MixedDtypes(f"the launch of '{kernel.__name__}' at {at} mixes kinds of numbers: {found}")
+
+
+def _call_within(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+    """A function that a kernel calls. Triton would take over its language anew for each call, a fifth of the time."""
+    if kernel.fn not in _taken_over:
+        _taken_over.add(kernel.fn)
+        _patch_lang(kernel.fn)
+    return kernel.rewrite()(*args, **kwargs)
+
+
+def install() -> None:
+    for name, function in (("run", _launch), ("__call__", _call_within)):
+        setattr(InterpretedFunction, name, function)

@@ -1,0 +1,56 @@
+"""What a device was asked to do, counted by kind and by place."""
+
+from collections import Counter
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """What costs time, or makes the host wait."""
+
+    SYNC = "sync"  # the host waits until all that was asked for is done
+    UPLOAD_PINNED = "upload, pinned"  # goes on beside the host
+    UPLOAD_PAGEABLE = "upload, pageable"  # the driver copies it aside first
+    DOWNLOAD = "download"
+    TORCH_KERNEL = "torch kernel"  # an operator that computes counts as one, though some launch several
+    LAUNCH = "launch"  # of a Triton kernel
+    COLLECTIVE = "collective"
+    RECORDED_TORCH_KERNEL = "recorded torch kernel"  # inside a graph that was replayed
+    RECORDED_LAUNCH = "recorded launch"
+    RECORDED_COLLECTIVE = "recorded collective"
+    REPLAY = "replay"
+
+
+RECORDED = {
+    Kind.TORCH_KERNEL: Kind.RECORDED_TORCH_KERNEL,
+    Kind.LAUNCH: Kind.RECORDED_LAUNCH,
+    Kind.COLLECTIVE: Kind.RECORDED_COLLECTIVE,
+}
+
+UPLOADS = (Kind.UPLOAD_PINNED, Kind.UPLOAD_PAGEABLE)
+
+
+class Ledger:
+    """Counts since `start`."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[Kind, str]] = Counter()
+
+    def start(self) -> None:
+        self._counts.clear()
+
+    def add(self, kind: Kind, place: str) -> None:
+        self._counts[kind, place] += 1
+
+    def totals(self) -> dict[Kind, int]:
+        totals: Counter[Kind] = Counter()
+        for (kind, _), count in self._counts.items():
+            totals[kind] += count
+        return dict(totals)
+
+    def places(self, *kinds: Kind) -> dict[str, int]:
+        """How often at which place, the most frequent first."""
+        found: Counter[str] = Counter()
+        for (kind, place), count in self._counts.items():
+            if kind in kinds:
+                found[place] += count
+        return dict(found.most_common())

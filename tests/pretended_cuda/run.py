@@ -1,0 +1,99 @@
+"""A family on a pretended CUDA device: what it answers, and what its steps cost there.
+
+    python -m intarsia.tests.pretended_cuda.run gemma3 --json
+    python -m intarsia.tests.pretended_cuda.run gemma3 --ranks 2
+    python -m intarsia.tests.pretended_cuda.run gemma3 --planted          mistakes, and how each of them is told
+
+Its own process, because torch is changed for good. Ends with 1 if greedy tokens in float32 differ from those of the
+oracle, or if decode steps are not recorded.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a real one would stand beside
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from intarsia.tests import models
+
+from .scenes import Scene, oracle, scene_of
+
+TOKENS = 6
+
+
+def main() -> int:
+    asked = _arguments()
+    with tempfile.TemporaryDirectory() as folder:
+        path = asked.model or models.make_checkpoint(asked.family, Path(folder, asked.family))
+        scene = scene_of(asked.family, path, asked.prompts, asked.tokens)
+        scene = replace(scene, ranks=asked.ranks, is_asked_again=not asked.once, meets_anew=asked.meet_anew)
+        scene = replace(scene, is_varied=asked.varied)
+        is_judged = asked.dtype == "float32" and not (asked.model or asked.planted or asked.varied)
+        expected = oracle(scene) if is_judged else None
+        answer = _planted(scene) if asked.planted else _run(scene, asked)
+    if expected is not None:
+        answer["is_right"] = answer["tokens"] == expected and answer["again"] in (expected, [])
+    print(json.dumps(answer) if asked.json else _told(answer))
+    return int(not answer.get("is_right", True) or answer.get("refusal") is not None)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="pretended_cuda.run", description="A family on a pretended CUDA device.")
+    parser.add_argument("family", choices=sorted(models.FAMILIES))
+    parser.add_argument("--model", type=Path, help="its checkpoint, if there is one; then tokens are not judged")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of each answer")
+    parser.add_argument("--prompts", type=int, default=3, help="how many of them")
+    parser.add_argument("--ranks", type=int, default=1, help="each in a thread of this process")
+    parser.add_argument("--varied", action="store_true", help="each of three answers is drawn in its own way")
+    parser.add_argument("--once", action="store_true", help="else all is asked again, out of the prefix cache")
+    parser.add_argument("--meet-anew", action="store_true", help="the ranks, before all is asked once more")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--kv-cache-memory", default="4MiB", help="little of it makes requests give way to each other")
+    parser.add_argument("--block-size", type=int)
+    parser.add_argument("--planted", action="store_true", help="try the mistakes of planted.py, one by one")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+def _run(scene: Scene, asked: argparse.Namespace) -> dict[str, Any]:
+    _install()
+    from .engines import run_scene
+
+    settings = {"dtype": asked.dtype, "kv_cache_memory": asked.kv_cache_memory}
+    if asked.block_size is not None:
+        settings["block_size"] = asked.block_size
+    return asyncio.run(run_scene(scene, **settings))
+
+
+def _planted(scene: Scene) -> dict[str, Any]:
+    _install()
+    from .planted import try_all
+
+    return try_all(scene)
+
+
+def _install() -> None:
+    """Modules of ours that use torch are imported after this."""
+    from . import runtime
+
+    runtime.install()
+
+
+def _told(answer: dict[str, Any]) -> str:
+    return "\n".join(f"{name}: {value}" for name, value in answer.items())
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # torch, changed as it is, need not tidy up: once in many times it aborts there

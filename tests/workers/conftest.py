@@ -1,0 +1,26 @@
+"""What tests of workers share: a CPU that has what a GPU would have."""
+
+from dataclasses import replace
+
+import pytest
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU would have is chosen, and Triton's interpreter runs it; products and experts stay torch's."""
+    from intarsia.kernels import tokenwise
+    from intarsia.kernels.paged_attention import TritonBackend
+    from intarsia.kernels.sampling import NativeSampling, TritonSampling
+    from intarsia.kernels.state import TritonStates
+    from intarsia.workers.cpu import linear
+    from intarsia.workers.cpu.threads import Threads
+    from intarsia.workers.models import load
+
+    monkeypatch.setattr(TritonBackend, "capabilities", replace(TritonBackend.capabilities, devices=frozenset({"cpu"})))
+    monkeypatch.setattr(TritonStates, "devices", frozenset({"cpu"}))
+    monkeypatch.setattr(TritonSampling, "devices", frozenset({"cpu"}))
+    monkeypatch.setattr(NativeSampling, "devices", frozenset())
+    monkeypatch.setitem(tokenwise._OPERATIONS, "cpu", tokenwise.triton)
+    monkeypatch.setattr(linear, "linear_kind", lambda *_: None)
+    monkeypatch.setattr(load, "pack_experts", lambda *_: None)
+    monkeypatch.setattr(Threads, "learn", lambda *_: None)  # of a CPU, by steps that take long in an interpreter

@@ -1,0 +1,252 @@
+"""Whole engines on a pretended CUDA device (`tests/pretended_cuda`): what a GPU would refuse is refused, and what would
+cost time on it is counted. Each runs in a process of its own, because torch is changed there for good."""
+
+import asyncio
+from collections.abc import Callable, Set
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+
+from intarsia.kernels.toolchain import triton as gpu
+from intarsia.tests.local import complete, make_engine
+from intarsia.tests.models import FAMILIES, WITH_IMAGES
+from intarsia.tests.pretended_cuda.child import pretend
+from intarsia.tests.pretended_cuda.guard import compiler
+from intarsia.tests.pretended_cuda.scenes import VARIED
+from intarsia.tests.workers.test_families import least_memory
+
+pytestmark = [
+    pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing())),
+    pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler"),
+]
+
+SLOW = pytest.mark.slow
+PLANTED = pytest.mark.xdist_group("pretended-mistakes")  # one run tries them all
+TOKENS = 6
+PROMPTS = 3
+
+QUICK = {"gemma3", "bamba", "gpt_oss", "qwen3_next"}
+"""Families whose tests are not slow: windows, states of Mamba, experts, a gated delta net."""
+
+
+def families(quick: Set[str], without: Set[str] = frozenset()) -> list[Any]:
+    """All but those in `without`, as parameters. Tests of a family that share a run share a process of pytest's."""
+    return [
+        pytest.param(name, marks=[pytest.mark.xdist_group(f"pretended-{name}"), *([] if name in quick else [SLOW])])
+        for name in FAMILIES
+        if name not in without
+    ]
+
+
+RECORDED = families(QUICK, without=WITH_IMAGES)
+"""Families with images are never recorded: what their layers see changes with each step."""
+
+Pretended = Callable[..., dict[str, Any]]
+
+
+class Budget(NamedTuple):
+    """Of a decode step of three greedy requests, filled up to four rows and replayed. True figures, which only fall."""
+
+    uploads: int
+    kernels_before: int  # of torch, outside the graph: uploads are put into their frame
+    kernels: int  # of torch, inside the graph
+    launches: int  # of Triton kernels, inside the graph
+
+
+SYNCS = 1
+"""The tokens are read. Nothing else is waited for."""
+
+GREEDY_LAUNCHES = 2
+"""Outside the graph: tokens are chosen."""
+
+VARIED_SYNCS, VARIED_LAUNCHES = 2, 5
+"""Of three requests whose tokens are drawn in every way that there is. Log-probabilities are read beside the tokens."""
+
+BUDGETS: dict[str, Budget] = {
+    "gemma3": Budget(1, 2, 42, 38),
+    "gemma2": Budget(1, 2, 30, 27),
+    "ministral": Budget(1, 2, 26, 26),
+    "gpt_oss": Budget(1, 2, 129, 23),
+    "llama": Budget(1, 1, 22, 22),
+    "qwen3": Budget(1, 1, 22, 22),
+    "smollm3": Budget(1, 1, 26, 29),
+    "cohere2": Budget(1, 2, 80, 13),
+    "olmo3": Budget(1, 2, 33, 22),
+    "exaone4": Budget(1, 2, 26, 22),
+    "llama4": Budget(1, 2, 110, 24),
+    "bamba": Budget(1, 1, 64, 29),
+    "granite4": Budget(1, 1, 174, 29),
+    "nemotron_h": Budget(1, 1, 94, 15),
+    "falcon_h1": Budget(1, 1, 159, 28),
+    "zamba2": Budget(1, 1, 239, 43),
+    "jamba": Budget(1, 1, 75, 38),
+    "minimax": Budget(1, 1, 131, 25),
+    "lfm2": Budget(1, 1, 35, 26),
+    "qwen3_next": Budget(1, 1, 244, 35),
+    "qwen3_5": Budget(1, 1, 136, 31),
+    "gemma3n": Budget(1, 2, 391, 85),
+    "gemma4_e": Budget(1, 2, 168, 67),
+    "gemma4": Budget(1, 2, 233, 54),
+    "deepseek_v3": Budget(1, 1, 153, 30),
+    "mistral": Budget(1, 1, 22, 19),
+    "ministral3": Budget(1, 1, 79, 22),
+    "lfm2_moe": Budget(1, 1, 104, 23),
+    "qwen3_5_moe": Budget(1, 1, 232, 35),
+}
+
+
+@pytest.fixture(scope="module")
+def pretended(tiny: Callable) -> Pretended:
+    """Runs a family once per module and set of flags."""
+    answers: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    def run(family: str, *flags: str) -> dict[str, Any]:
+        if (family, *flags) not in answers:
+            asked = (f"--tokens={TOKENS}", f"--prompts={PROMPTS}", *flags)
+            answers[family, *flags] = pretend(family, tiny(family).path, *asked)
+        return answers[family, *flags]
+
+    return run
+
+
+def expected(model: Any, prompts: int = PROMPTS, tokens: int = TOKENS) -> list[list[int]]:
+    return [answer[:tokens] for answer in model.expected[:prompts]]
+
+
+@pytest.mark.parametrize("family", families(QUICK))
+def test_tokens_of_recorded_steps_are_those_of_the_oracle(family: str, tiny: Callable, pretended: Pretended):
+    """Prompts in chunks, decode steps recorded and replayed, then all of it again out of the prefix cache."""
+    answer = pretended(family)
+    assert answer["tokens"] == answer["again"] == expected(tiny(family))
+    assert all(cached > 0 for cached in answer["cached"][1:]), "repeated prompts of 33 tokens and more must hit"
+    assert answer["is_all_free"]
+    if family not in WITH_IMAGES:
+        assert answer["refusal"] is None, answer["refusal"]
+        assert answer["costs"]["replayed"]["steps"] > 3
+
+
+@pytest.mark.parametrize("family", RECORDED)
+def test_a_decode_step_costs_no_more_than_its_budget_and_a_mixed_one_waits_once(family: str, pretended: Pretended):
+    answer = pretended(family)
+    most = answer["costs"]["replayed"]["most"]
+    cost = Budget(
+        most.get("upload, pinned", 0) + most.get("upload, pageable", 0),
+        most["torch kernel"],
+        most["recorded torch kernel"],
+        most["recorded launch"],
+    )
+    layers = answer["layers"]
+    print(f"{family}: {cost}, {cost.kernels / layers:.1f} kernels of torch for each of {layers} layers")
+    assert most["sync"] == SYNCS, answer["costs"]["replayed"]["places"]["sync"]
+    assert most["launch"] == GREEDY_LAUNCHES, answer["costs"]["replayed"]["places"]["kernel"]
+    mixed = answer["costs"]["mixed"]
+    assert mixed["most"]["sync"] == SYNCS, mixed["places"]["sync"]
+    over = [name for name, value, most in zip(cost._fields, cost, BUDGETS[family], strict=True) if value > most]
+    assert not over, f"{cost} is more than {BUDGETS[family]}: {answer['costs']['replayed']['places']}"
+
+
+@pytest.mark.parametrize("family", families({"gemma3"}))
+def test_tokens_are_those_of_the_oracle_after_preemption(family: str, tiny: Callable, pretended: Pretended):
+    """A pool in which the longest request fits alone. Blocks of 5 tokens, so that each answer needs one more."""
+    model, tokens = tiny(family), 10
+    longest = max(len(prompt) for prompt in model.prompts[:PROMPTS]) + tokens
+    little = f"--kv-cache-memory={least_memory(model, 5, longest)}"
+    answer = pretended(family, little, "--block-size=5", f"--tokens={tokens}", "--once")
+    assert answer["preemptions"] > 0
+    assert answer["tokens"] == expected(model, tokens=tokens)
+    assert answer["is_all_free"]
+
+
+def test_tokens_drawn_in_every_way_are_those_drawn_on_a_cpu(tiny: Callable, pretended: Pretended):
+    model = tiny("mistral")
+
+    async def on_a_cpu() -> list[list[int]]:
+        engine = await make_engine(model.path)
+        params = [replace(each, max_tokens=TOKENS) for each in VARIED]
+        return [answer.token_ids for answer in await complete(engine, model.prompts[:PROMPTS], params)]
+
+    answer = pretended("mistral", "--varied", "--once")
+    assert answer["tokens"] == asyncio.run(on_a_cpu())
+    step = answer["costs"]["replayed"]
+    assert step["most"]["sync"] == VARIED_SYNCS, step["places"]["sync"]
+    assert step["most"]["launch"] == VARIED_LAUNCHES, step["places"]["kernel"]
+
+
+@pytest.mark.parametrize("family", families({"mistral"}))
+def test_two_ranks_give_the_tokens_of_the_oracle(family: str, tiny: Callable, pretended: Pretended):
+    """Each rank in a thread with a device of its own; what they do together is part of the recording."""
+    answer = pretended(family, "--ranks=2", "--once")
+    assert answer["tokens"] == expected(tiny(family))
+    if family not in WITH_IMAGES:
+        assert answer["refusal"] is None, answer["refusal"]
+        assert answer["costs"]["replayed"]["most"]["recorded collective"] > answer["layers"]
+
+
+def test_ranks_that_meet_anew_record_their_steps_anew(tiny: Callable, pretended: Pretended):
+    """What was recorded holds the communicator that `join` destroys."""
+    answer = pretended("mistral", "--ranks=2", "--meet-anew")
+    assert answer["again"] == expected(tiny("mistral"))
+
+
+@pytest.mark.parametrize("family", families(set(), without=WITH_IMAGES))
+def test_steps_in_bfloat16_mix_no_kinds_of_numbers_and_are_recorded(family: str, pretended: Pretended):
+    """Which tokens come says nothing: Triton's interpreter multiplies bfloat16 wrongly."""
+    answer = pretended(family, "--dtype=bfloat16", "--once")
+    assert answer["refusal"] is None, answer["refusal"]
+    assert answer["costs"]["replayed"]["most"]["sync"] == SYNCS
+
+
+def test_sparse_layers_of_gemma_3n_are_recorded(tiny: Callable, pretended: Pretended):
+    """transformers makes the quantile of their cutoff out of a number, in each layer and step."""
+    answer = pretended("gemma3n", "--prompts=1", "--once")
+    assert answer["refusal"] is None, answer["refusal"]
+    assert answer["tokens"] == expected(tiny("gemma3n"), prompts=1)
+
+
+HERE = "tests/pretended_cuda/planted.py:"
+WAITS, COPIES = "the host waits for the device", "the host's memory is copied to the device"
+REFUSED = "could not be recorded: operation not permitted when stream is capturing: "
+
+FOUND = {
+    "lengths_stay_on_the_host": "argument 9 of the launch of 'attend' at kernels/paged_attention/triton.py:",
+    "attention_reads_a_number": f"{REFUSED}{WAITS} at {HERE}",
+    "attention_makes_a_tensor_of_a_number": f"{REFUSED}{COPIES} at {HERE}",
+    "attention_has_a_shape_of_its_numbers": f"{REFUSED}{WAITS} at {HERE}",
+    "attention_allocates_by_a_length": f"{REFUSED}{WAITS} at {HERE}",
+    "queries_are_of_another_kind": "the launch of 'attend' at kernels/paged_attention/triton.py:",
+    "one_pinned_buffer_for_all_uploads": f"the pinned buffer that {HERE}",
+    "tokens_are_read_before_they_arrive": f"reads what {HERE}",
+    "sampler_adds_a_host_tensor": f"aten.add.Tensor at {HERE}",
+}
+"""Mistake -> what is said of it, up to the number of the line."""
+
+
+@pytest.fixture(scope="module")
+def planted(tiny: Callable) -> dict[str, Any]:
+    return pretend("mistral", tiny("mistral").path, "--planted")
+
+
+@PLANTED
+@pytest.mark.parametrize("mistake", FOUND)
+def test_a_planted_mistake_is_refused_and_its_place_is_named(mistake: str, planted: dict[str, Any]):
+    assert FOUND[mistake] in str(planted[mistake]["said"])
+
+
+@PLANTED
+def test_a_planted_wait_is_counted_at_its_place(planted: dict[str, Any]):
+    waits = planted["sampler_waits_once_more"]["waits"]
+    assert sum(waits.values()) == SYNCS + 1
+    assert any(place.startswith(HERE) for place in waits)
+
+
+@PLANTED
+def test_a_planted_step_that_is_replayed_with_old_lengths_gives_other_tokens(tiny: Callable, planted: dict[str, Any]):
+    right, wrong = planted["sampler_waits_once_more"], planted["recorded_steps_keep_their_lengths"]
+    assert right["tokens"] == expected(tiny("mistral"), 1, 4)
+    assert wrong["said"] is None and wrong["tokens"] != right["tokens"]
+
+
+@PLANTED
+def test_every_planted_mistake_is_looked_for(planted: dict[str, Any]):
+    assert planted.keys() == {*FOUND, "sampler_waits_once_more", "recorded_steps_keep_their_lengths"}
