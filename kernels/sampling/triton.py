@@ -43,7 +43,7 @@ class Parts(NamedTuple):
     block: int  # tokens
     bin: int  # tokens
     span: int  # tokens of a part
-    count: int
+    number: int  # of parts
     vocab: int
 
     @property
@@ -53,7 +53,7 @@ class Parts(NamedTuple):
     @property
     def borders(self) -> np.ndarray:
         """The parts' first tokens, and the vocabulary's size."""
-        return np.minimum(np.arange(self.count + 1) * self.span, self.vocab)
+        return np.minimum(np.arange(self.number + 1) * self.span, self.vocab)
 
 
 class Found(NamedTuple):
@@ -79,7 +79,7 @@ class Source(NamedTuple):
 
     @property
     def strides(self) -> tuple[int, int, int]:
-        return (*self.logits_RV.stride(), self.parts.vocab)
+        return self.logits_RV.stride(0), self.logits_RV.stride(1), self.parts.vocab
 
 
 class TritonSampling(SamplingBackend):
@@ -187,16 +187,16 @@ class TritonSampling(SamplingBackend):
 
     def _change(self, source: Source, tables: list[Tensor], count: int) -> None:
         parts = source.parts
-        self._kernels.change[count, parts.count](
+        self._kernels.change[count, parts.number](
             source.logits_RV, source.changed_CV, *tables[1:], *source.strides, mask_words(parts.vocab), parts.span,
-            parts.count, BLOCK=parts.block, num_warps=WARPS,
+            parts.number, BLOCK=parts.block, num_warps=WARPS,
         )  # fmt: skip
 
     def _scan(self, source: Source, jobs: Sequence[tuple]) -> Found:
         parts, device = source.parts, source.logits_RV.device
         lists = list_count(jobs)
         int32 = {"dtype": torch.int32, "device": device}
-        by_part = (len(jobs), parts.count)
+        by_part = (len(jobs), parts.number)
         found = Found(
             torch.empty(by_part, **int32),
             torch.empty(by_part, **int32),
@@ -207,17 +207,17 @@ class TritonSampling(SamplingBackend):
             torch.empty(len(jobs), **int32),
             torch.empty((max(lists, 1), parts.vocab if lists else 1), dtype=torch.int64, device=device),
         )
-        self._kernels.scan[len(jobs), parts.count](
+        self._kernels.scan[len(jobs), parts.number](
             source.logits_RV, source.changed_CV, source.jobs, found.keys, found.tokens, found.bins, found.fills,
-            *source.strides, parts.span, parts.count, parts.bins, BLOCK=parts.block, BIN=parts.bin, num_warps=WARPS,
+            *source.strides, parts.span, parts.number, parts.bins, BLOCK=parts.block, BIN=parts.bin, num_warps=WARPS,
         )  # fmt: skip
         return found
 
     def _weigh(self, source: Source, found: Found, jobs: int) -> None:
         parts = source.parts
-        self._kernels.weigh[jobs, parts.count](
+        self._kernels.weigh[jobs, parts.number](
             source.logits_RV, source.changed_CV, source.jobs, found.keys, found.bins, found.scores, found.winners,
-            found.masses, found.lists, found.fills, *source.strides, parts.span, parts.count, parts.bins,
+            found.masses, found.lists, found.fills, *source.strides, parts.span, parts.number, parts.bins,
             BLOCK=parts.block, SHIFT=shift_of(parts.vocab), num_warps=WARPS,
         )  # fmt: skip
 
@@ -225,7 +225,7 @@ class TritonSampling(SamplingBackend):
         parts = source.parts
         self._kernels.choose[(len(chosen_R),)](
             source.jobs, found.keys, found.tokens, found.scores, found.winners, found.masses, found.lists, found.fills,
-            chosen_R, parts.vocab, parts.count,
+            chosen_R, parts.vocab, parts.number,
             BLOCK=min(self.list_tokens, parts.block), SHIFT=shift_of(parts.vocab), num_warps=LIST_WARPS,
         )  # fmt: skip
 
@@ -237,14 +237,14 @@ class TritonSampling(SamplingBackend):
             return []
         parts, most_told = source.parts, max(count for _, count in told)
         words = torch.empty(
-            (len(told), 1 + parts.count + 2 * most_told), dtype=torch.int32, device=source.logits_RV.device
+            (len(told), 1 + parts.number + 2 * most_told), dtype=torch.int32, device=source.logits_RV.device
         )
-        self._kernels.describe[len(told), parts.count](
+        self._kernels.describe[len(told), parts.number](
             source.logits_RV, source.jobs, found.keys, found.masses, found.lists, found.fills, chosen_R, words,
-            *source.strides, first, most_told, parts.span, parts.count,
+            *source.strides, first, most_told, parts.span, parts.number,
             BLOCK=parts.block, SHIFT=shift_of(parts.vocab), num_warps=WARPS,
         )  # fmt: skip
-        return _about(download(words), parts.count, [count for _, count in told])
+        return _about(download(words), parts.number, [count for _, count in told])
 
 
 def shift_of(vocab: int) -> int:
