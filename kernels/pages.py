@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .transfer import Arrival
+
 
 def copy_pages(pages: Tensor, moves: Sequence[tuple[int, int]]) -> None:
     """Copy pages, (source, target) each, with the result of copying them one after another.
@@ -22,25 +24,29 @@ def copy_pages(pages: Tensor, moves: Sequence[tuple[int, int]]) -> None:
     pages.index_copy_(0, target, pages.index_select(0, source))
 
 
-def take_pages(pages: Tensor, blocks: Sequence[int]) -> Tensor:
-    """Copy pages to host memory, in one transfer. Returns [len(blocks), bytes].
+def take_pages(pages: Tensor, blocks: Sequence[int], beside: torch.cuda.Stream | None = None) -> Arrival:
+    """Copy pages to host memory, in one transfer. What arrives is [len(blocks), bytes].
 
     Shapes  pages [blocks, bytes], as in `copy_pages`
+    beside: the stream that copies; pages may be written again at once, since they are gathered in that which computes
     """
-    words = _in_words(pages)
-    gathered = words.index_select(0, _indices(blocks, pages.device))
-    if pages.device.type == "cpu":
-        return gathered.view(torch.uint8)
-    kept = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
-    return kept.copy_(gathered).view(torch.uint8)
+    gathered = _in_words(pages).index_select(0, _indices(blocks, pages.device))
+    return Arrival(gathered.view(torch.uint8), beside)
 
 
-def put_pages(pages: Tensor, blocks: Sequence[int], kept: Sequence[Tensor]) -> None:
+def put_pages(
+    pages: Tensor, blocks: Sequence[int], kept: Sequence[Tensor], beside: torch.cuda.Stream | None = None
+) -> None:
     """Copy pages [bytes] each from host memory into these blocks, in one transfer."""
     words = _in_words(pages)
     stacked = torch.stack(list(kept)).view(words.dtype)
     if pages.device.type != "cpu":
-        stacked = stacked.pin_memory().to(pages.device, non_blocking=True)
+        current = torch.cuda.current_stream()
+        with torch.cuda.stream(beside or current):
+            stacked = stacked.pin_memory().to(pages.device, non_blocking=True)
+        if beside is not None:
+            current.wait_stream(beside)
+            stacked.record_stream(current)
     words.index_copy_(0, _indices(blocks, pages.device), stacked)
 
 

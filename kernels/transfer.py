@@ -1,4 +1,5 @@
-"""Values for tensors that stay where they are, as those of a recorded step: to a GPU they go in one copy."""
+"""Copies between host and GPU: values for tensors that stay where they are, in one copy; and tensors that are read
+later, while the GPU goes on."""
 
 from collections.abc import Callable
 
@@ -61,3 +62,33 @@ class Transfer:
             sent[start : start + values.nbytes].view(target.dtype)
             for start, values, target in zip(starts, self._values, self._targets, strict=True)
         ]
+
+
+class Arrival:
+    """A tensor on its way to the host. What is asked of the device later does not wait for that."""
+
+    def __init__(self, source: Tensor, beside: torch.cuda.Stream | None = None):
+        """beside: the stream that copies; None: that in which the device computes"""
+        self._event: torch.cuda.Event | None = None
+        if source.device.type == "cpu":
+            self._target = source
+            return
+        self._target = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        self._event = torch.cuda.Event()
+        current = torch.cuda.current_stream()
+        if beside is not None:
+            beside.wait_stream(current)
+            source.record_stream(beside)
+        with torch.cuda.stream(beside or current):
+            self._target.copy_(source, non_blocking=True)
+            self._event.record()
+
+    def is_there(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def read(self) -> Tensor:
+        """Waits for it."""
+        if self._event is not None and not self._event.query():
+            self._event.synchronize()
+        self._event = None
+        return self._target

@@ -10,12 +10,15 @@ import contextlib
 import hmac
 import logging
 import secrets
+import select
 import selectors
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from .codec import pack, unpack
@@ -326,6 +329,20 @@ class BlockingListener:
         connection.close()
 
 
+class Begun(NamedTuple):
+    """An answer that may not be known yet."""
+
+    read: Callable[[], bytes]  # waits for it
+    is_known: Callable[[], bool] = lambda: True
+
+
+MOST_BEGUN = 2
+"""One is computed while the next is prepared. Ours ask for no more at once."""
+
+LOOK_EVERY_S = 1e-4
+"""Whether an answer is known, while the next question may come."""
+
+
 class BlockingServer:
     """Serves one stream in the thread that calls `serve`: a worker serves its controller with it."""
 
@@ -335,20 +352,34 @@ class BlockingServer:
         self.address = self._listener.address
         self._connection: socket.socket | None = None
 
-    def serve(self, answer: Callable[[bytes], bytes], afterwards: Callable[[], None] = lambda: None) -> None:
+    def serve(self, answer: Callable[[bytes], bytes]) -> None:
         """Answer every frame of the first stream that knows the secret. Returns when that stream is closed, or when
         none came in time; or when it sends an empty frame, and then it may be served again.
 
         answer: raises `CorruptFrame` for what is nothing that ours would send; the stream is closed then
+        """
+        self.serve_ahead(lambda payload: Begun(partial(answer, payload)), lambda: None)
+
+    def serve_ahead(self, begin: Callable[[bytes], Begun], afterwards: Callable[[], None]) -> None:
+        """The same, in the same order, but what comes next is begun before an answer is waited for.
+
         afterwards: what is to be done each time an answer is on its way
         """
         try:
             if self._connection is None:
                 self._connection = self._listener.accept()
                 self._listener.close()
-            while payload := receive_blocking(self._connection):
-                send_blocking(self._connection, answer(payload))
-                afterwards()
+            begun: deque[Begun] = deque()
+            while True:
+                if begun and (len(begun) == MOST_BEGUN or not _comes_before(self._connection, begun[0].is_known)):
+                    send_blocking(self._connection, begun.popleft().read())
+                    afterwards()
+                elif payload := receive_blocking(self._connection):
+                    begun.append(begin(payload))
+                else:
+                    for answer in begun:
+                        send_blocking(self._connection, answer.read())
+                    return
         except CorruptFrame as error:
             logger.warning("a stream is closed: %s", error)
             self._end()
@@ -358,6 +389,14 @@ class BlockingServer:
     def _end(self) -> None:
         if self._connection is not None:
             self._connection.close()
+
+
+def _comes_before(connection: socket.socket, is_known: Callable[[], bool]) -> bool:
+    """Does something come through the connection before the answer is known?"""
+    while not is_known():
+        if select.select([connection], [], [], LOOK_EVERY_S)[0]:
+            return True
+    return False
 
 
 def connect_blocking(address: Address, timeout_s: float, taken_within_s: float | None) -> socket.socket:

@@ -49,7 +49,9 @@ class LocalWorkers:
 
     async def start_step(self, step: Step) -> StepResult:
         assert Step.unpack(step.pack()) == step
-        result = self.worker.run(Step.unpack(step.pack()))
+        ongoing = self.worker.launch(Step.unpack(step.pack()))
+        await asyncio.sleep(0)  # the next step is begun before this one is waited for
+        result = ongoing.result()
         assert result.error is None, result.error
         return StepResult.unpack(result.pack())
 

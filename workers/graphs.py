@@ -25,6 +25,7 @@ from torch import Tensor
 from ..kernels.paged_attention import GroupBatch, GroupMeta
 from ..kernels.state import StateBatch
 from ..kernels.transfer import Transfer
+from .last_tokens import LastTokens
 from .models.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,8 @@ def recorded_rows(most_rows: int) -> list[int]:
 class DecodeStep(NamedTuple):
     """One token of each row. R rows."""
 
-    tokens: np.ndarray  # [R] int64
+    slots: np.ndarray  # [R]
+    tokens: np.ndarray  # [R] int64, some in the device's memory alone: see `LastTokens`
     positions: np.ndarray  # [R] int64
     batches: Sequence[GroupBatch]  # one for each of `step_masks`
     states: Mapping[int, StateBatch]  # by group
@@ -93,7 +95,8 @@ class DecodeStep(NamedTuple):
 @dataclass(slots=True)
 class _Frame:
     rows: int
-    tokens_T: Tensor
+    slots_T: Tensor
+    picks_T: Tensor
     positions_T: Tensor
     metas: list[GroupMeta]
     states: dict[int, Any]
@@ -107,6 +110,7 @@ class DecodeGraphs:
         self,
         model: LoadedModel,
         logits: Callable[[Tensor, Tensor], Tensor],
+        last_tokens: LastTokens,
         record: Recorder,
         most_rows: int,
         widths: Sequence[int],
@@ -117,6 +121,7 @@ class DecodeGraphs:
         self.refusals: dict[tuple[int, ...], str] = {}  # shape -> why it is not
         self._model = model
         self._logits = logits
+        self._last_tokens = last_tokens
         self._record = record
         self._rows = recorded_rows(most_rows)
         self._most_rows = self._rows[0]
@@ -153,6 +158,7 @@ class DecodeGraphs:
                 return None
             self._frames[shape] = frame
         self._fill(frame, step, padded)
+        self._last_tokens.resume(frame.slots_T)
         if frame.replay is not None:
             return frame.replay()[:rows]
         logits = self._forward(frame)
@@ -185,7 +191,7 @@ class DecodeGraphs:
         if any(meta is None for meta in states.values()):
             self._refuse(f"state backend '{self._model.states.backend_name}' has no fixed shapes")
             return None
-        return _Frame(rows, zeros, zeros.clone(), metas, states)
+        return _Frame(rows, zeros, zeros.clone(), zeros.clone(), metas, states)
 
     def _metas(self, rows: int, padded: Sequence[GroupBatch]) -> list[GroupMeta] | None:
         """Of a frame. None: there are none of fixed shape."""
@@ -205,8 +211,14 @@ class DecodeGraphs:
 
     def _fill(self, frame: _Frame, step: DecodeStep, padded: Sequence[GroupBatch]) -> None:
         transfer = Transfer(self._model.device)
-        for buffer, values in ((frame.tokens_T, step.tokens), (frame.positions_T, step.positions)):
-            transfer.put(buffer, np.pad(values, (0, frame.rows - len(values))))
+        tokens, spare = self._last_tokens, self._last_tokens.spare_slot
+        transfer.put(tokens.known(len(step.tokens)), step.tokens)
+        for buffer, values, filling in (
+            (frame.slots_T, step.slots, spare),
+            (frame.picks_T, tokens.picks(step.tokens, step.slots), spare),
+            (frame.positions_T, step.positions, 0),
+        ):
+            transfer.put(buffer, np.pad(values, (0, frame.rows - len(values)), constant_values=filling))
         for meta, batch in zip(frame.metas, padded, strict=True):
             self._model.attention.backend.refill(meta, batch, transfer)
         for g, meta in frame.states.items():
@@ -216,7 +228,7 @@ class DecodeGraphs:
     def _forward(self, frame: _Frame) -> Tensor:
         self._model.attention.resume(frame.metas, frame.positions_T)
         self._model.states.resume(frame.states)
-        return self._logits(frame.tokens_T, frame.positions_T)
+        return self._logits(self._last_tokens.tokens(frame.picks_T), frame.positions_T)
 
     def _kept(self, logits: Tensor) -> Tensor:
         """Logits in the one buffer that all frames write to: it is read before the next step runs."""

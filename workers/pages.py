@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.pages import copy_pages, put_pages, take_pages
+from ..kernels.transfer import Arrival
 from ..kvcache.plan import Group, MemoryPlan, Place
 from ..kvcache.reach import Keeps
 from ..kvcache.spec import LayerSpec
@@ -33,7 +34,8 @@ class Pages:
         self.tokens: dict[int, Tensor] = {}  # layer -> view
         self.states: dict[int, tuple[Tensor, ...]] = {}
         self._places: dict[tuple[int, Keeps], tuple[int, int]] = {}  # layer -> its group, and its place there
-        self._swapped: dict[int, list[Tensor]] = {}  # ticket -> a block's bytes in each buffer
+        self._swapped: dict[int, tuple[int, list[Arrival]]] = {}  # ticket -> its row of what each buffer gave
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None  # copies to and from the host
         self._whole: list[list[Tensor]] = []  # [group][buffer]: [blocks, page_bytes]
         for g, group in enumerate(plan.groups):
             blocks = plan.blocks_of(group)
@@ -70,16 +72,16 @@ class Pages:
         """Keep whole blocks in host memory: (group, block, ticket) each."""
         for g, of_group in groupby(sorted(moves), key=itemgetter(0)):
             _, blocks, tickets = zip(*of_group, strict=True)
-            kept = [take_pages(pages, blocks) for pages in self._whole[g]]
-            self._swapped |= {ticket: [each[n] for each in kept] for n, ticket in enumerate(tickets)}
+            kept = [take_pages(pages, blocks, self._beside) for pages in self._whole[g]]
+            self._swapped |= {ticket: (n, kept) for n, ticket in enumerate(tickets)}
 
     def swap_in(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """Put them back, into any block: (group, ticket, block) each."""
         for g, of_group in groupby(sorted(moves), key=itemgetter(0)):
             _, tickets, blocks = zip(*of_group, strict=True)
-            kept = zip(*(self._swapped.pop(ticket) for ticket in tickets), strict=True)
-            for pages, rows in zip(self._whole[g], kept, strict=True):
-                put_pages(pages, blocks, rows)
+            kept = [self._swapped.pop(ticket) for ticket in tickets]
+            for buffer, pages in enumerate(self._whole[g]):
+                put_pages(pages, blocks, [of_buffer[buffer].read()[n] for n, of_buffer in kept], self._beside)
 
     def forget(self, tickets: Sequence[int]) -> None:
         for ticket in tickets:

@@ -6,28 +6,25 @@ from torch import Tensor
 
 from ..kernels.sampling import SamplingBackend
 from ..proto.step import Logprobs, PromptLogprobs
+from .launched import Rows
 from .slots import SlotTables
 
 
 def prompt_logprobs(
-    sampling: SamplingBackend,
-    tables: SlotTables,
-    slots: np.ndarray,
-    computed: np.ndarray,
-    counts: np.ndarray,
-    logits: Tensor,
+    sampling: SamplingBackend, tables: SlotTables, rows: Rows, asked: np.ndarray, logits: Tensor
 ) -> tuple[PromptLogprobs, ...]:
-    """Of the tokens that follow those computed in a step, as far as they are of the prompt.
+    """Of the tokens that follow those computed in a step, as far as they are of the prompt. asked: which of the rows
 
-    Shapes  slots, computed, counts [R]: of R rows, tokens computed before the step and in it
-            logits [sum of counts, vocabulary], row by row
+    Shapes  logits [T or more, vocabulary]: first those of all tokens of these rows, row by row
     """
     found = []
-    rows = zip(slots.tolist(), computed.tolist(), counts.tolist(), logits.split(counts.tolist()), strict=True)
-    for slot, start, count, logits_TV in rows:
+    counts = rows.query_lens[asked].tolist()
+    logits_of_rows = logits[: sum(counts)].split(counts)
+    places = zip(rows.slots[asked].tolist(), rows.computed[asked].tolist(), counts, logits_of_rows, strict=True)
+    for slot, start, count, logits_TV in places:
         request = tables[slot]
-        asked = request.sampling
-        follow = torch.from_numpy(request.prompt[start + 1 : min(start + count + 1, asked.prompt_tokens)])
-        about = sampling.logprobs(logits_TV[: len(follow)], follow.to(logits_TV.device), asked.prompt_logprobs)
+        sampled = request.sampling
+        follow = torch.from_numpy(request.prompt[start + 1 : min(start + count + 1, sampled.prompt_tokens)])
+        about = sampling.logprobs(logits_TV[: len(follow)], follow.to(logits_TV.device), sampled.prompt_logprobs)
         found.append(PromptLogprobs(slot, start + 1, tuple(Logprobs(*each) for each in about)))
     return tuple(found)

@@ -1,15 +1,15 @@
 """One step on one rank: slots and block tables become tensors, logits become tokens."""
 
 from collections.abc import Sequence
-from functools import partial
-from typing import NamedTuple
+from functools import cache, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..kernels.paged_attention import GroupBatch, upload
-from ..kernels.sampling import About, select_sampling
+from ..kernels.sampling import Tell, select_sampling
+from ..kernels.transfer import Arrival
 from ..kvcache.plan import MemoryPlan
 from ..kvcache.reach import Reach
 from ..proto.step import Logprobs, PromptLogprobs, Step
@@ -17,31 +17,14 @@ from ..proto.worker import RunnerLimits
 from .cpu.threads import Threads
 from .grammar.matcher import Grammars
 from .graphs import DecodeGraphs, DecodeStep
+from .last_tokens import LastTokens
+from .launched import Drawn, Launched, Rows
 from .layers.attention import step_masks
 from .layers.states import Save, saves_in, state_batch
 from .models.loaded_model import LoadedModel
 from .prompt_logprobs import prompt_logprobs
 from .slots import Slot, SlotTables
 from .tensor_parallel import TensorParallel
-
-
-class Drawn(NamedTuple):
-    """What a step drew: see `StepResult`."""
-
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[tuple[int, Logprobs], ...] = ()
-    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    failures: tuple[tuple[int, str], ...] = ()
-
-
-class Rows(NamedTuple):
-    """The requests of one step, those of one token first. Index arrays over slots; R rows."""
-
-    slots: np.ndarray  # [R]
-    places: np.ndarray  # [R] in the order of the step
-    query_lens: np.ndarray  # [R] int32: tokens to compute
-    computed: np.ndarray  # [R] int32: tokens computed before this step
-    finishes: np.ndarray  # [R] bool: the last known token is computed, so a new one is sampled
 
 
 class ModelRunner:
@@ -61,6 +44,8 @@ class ModelRunner:
         self.parallel = parallel
         self.threads = threads
         self.graphs: DecodeGraphs | None = None  # None: no steps are recorded
+        self.last_tokens = LastTokens.of(limits, model.device)  # None: the host has them
+        self._latest = Launched(Drawn)
         self.sampling = select_sampling(model.device)
         self._groups = plan.groups
         self.masks = step_masks(plan)
@@ -74,20 +59,18 @@ class ModelRunner:
         self.model.pages.forget_all()
 
     @torch.inference_mode()
-    def run(self, step: Step) -> Drawn:
-        """Compute the step's tokens. New tokens are returned on rank 0; all ranks keep them for the next step."""
+    def launch(self, step: Step) -> Launched:
+        """Have the step's tokens computed. New tokens are told on rank 0; all ranks keep them for the next step."""
         self._apply(step)
         rows = self._rows(step)
         asked = np.flatnonzero(rows.computed < self.tables.asked_before[rows.slots])  # of whose prompts, by row
         logits = self.forward(rows, step.saves, asked)
         # Logits of the prompts that are asked about come first.
         about_prompts = ()
-        counts = rows.query_lens[asked]
-        first = counts.sum()
-        if first and self.parallel.rank == 0:
-            places = rows.slots[asked], rows.computed[asked], counts
-            about_prompts = prompt_logprobs(self.sampling, self.tables, *places, logits[:first])
-        return self._sample(rows, logits[first:], about_prompts)
+        if len(asked) and self.parallel.rank == 0:
+            about_prompts = prompt_logprobs(self.sampling, self.tables, rows, asked, logits)
+        self._latest = self._sample(rows, logits[rows.query_lens[asked].sum() :], about_prompts)
+        return self._latest
 
     def _apply(self, step: Step) -> None:
         """All that a step asks for before its tokens are computed, in the order of its fields."""
@@ -140,7 +123,7 @@ class ModelRunner:
         }
         # A step that only decodes is replayed, where steps are recorded.
         if self.graphs is not None and not saves and not len(asked) and _is_plain_decode(rows):
-            logits = self.graphs.run(DecodeStep(tokens, positions, batches, states))
+            logits = self.graphs.run(DecodeStep(rows.slots, tokens, positions, batches, states))
             if logits is not None:
                 return logits
         # Any other step goes through the module: tell its layers what each row computes, then run it.
@@ -150,14 +133,14 @@ class ModelRunner:
         if states:
             self.model.states.begin_step(states)
         if self.model.cross is not None:
-            tables = [table[rows.slots] for table in self.tables.block_tables]
-            views = [self.tables[slot].views for slot in rows.slots]
-            self.model.cross.begin_step(tables, rows.query_lens, rows.computed, views)
+            self.model.cross.begin_step(rows, self.tables)
         # Logits are computed for the tokens that need them.
         keep = np.concatenate([*(np.arange(starts[row], ends[row]) for row in asked), ends[rows.finishes] - 1])
         keeps_all = not len(asked) and len(keep) == len(tokens)
         keep_T = None if keeps_all else upload(keep, device)
-        return self.logits(upload(tokens, device), positions_T, keep_T)
+        drawing, last_tokens = rows.slots[rows.finishes], self.last_tokens
+        tokens_T = last_tokens.begin_step(tokens, rows.slots, drawing) if last_tokens else upload(tokens, device)
+        return self.logits(tokens_T, positions_T, keep_T)
 
     def logits(self, tokens_T: Tensor, positions_T: Tensor, keep_T: Tensor | None = None) -> Tensor:
         """Of packed tokens, of those in `keep_T` alone if given. [T or K, vocabulary].
@@ -196,23 +179,39 @@ class ModelRunner:
 
     # -- from logits to tokens ---------------------------------------------------------------------------------------
 
-    def _sample(self, rows: Rows, logits: Tensor, about_prompts: tuple[PromptLogprobs, ...]) -> Drawn:
+    def _sample(self, rows: Rows, logits: Tensor, about_prompts: tuple[PromptLogprobs, ...]) -> Launched:
         tables = self.tables
         tables.computed[rows.slots] += rows.query_lens
         slots = rows.slots[rows.finishes]
         if len(slots) == 0:
-            return Drawn(prompt_logprobs=about_prompts)
+            return Launched(partial(Drawn, prompt_logprobs=about_prompts))
         requests = [request for slot in slots.tolist() if (request := tables.slots[slot]) is not None]
-        tokens, about = self._draw(requests, logits, tables.known[slots])
-        tables.last_token[slots] = tokens
+        drawn_R, tell = self._draw(requests, logits, tables.known[slots])
         tables.known[slots] += 1
+        told = partial(self._told, requests, np.argsort(rows.places[rows.finishes]), tell, about_prompts)
+        # Where a device computes beside us, the next step finds the tokens there: nothing waits until they are read.
+        if self.last_tokens is None:
+            tables.last_token[slots] = drawn_R.numpy()
+            return Launched(cache(partial(told, drawn_R)))
+        tables.last_token[slots] = self.last_tokens.keep(drawn_R)
+        arrival = Arrival(drawn_R)
+        return Launched(cache(lambda: told(arrival.read())), arrival.is_there)
+
+    def _told(
+        self,
+        requests: Sequence[Slot],
+        in_step: np.ndarray,
+        tell: Tell,
+        about_prompts: tuple[PromptLogprobs, ...],
+        drawn_R: Tensor,
+    ) -> Drawn:
+        """in_step: rows are in an order of ours; the answer is in the order of the step."""
         if self.parallel.rank:
             return Drawn()
+        tokens, about = drawn_R.numpy(), tell()
         # Penalties and grammars follow the tokens of their requests, by row.
         following = [row for row, request in enumerate(requests) if request.history or request.matcher]
         failures = [(row, why) for row in following if (why := requests[row].follow(int(tokens[row]))) is not None]
-        # Rows are in an order of ours; the answer is in the order of the step.
-        in_step = np.argsort(rows.places[rows.finishes])
         place = {int(row): n for n, row in enumerate(in_step)} if about or failures else {}
         return Drawn(
             tuple(tokens[in_step].tolist()),
@@ -221,21 +220,22 @@ class ModelRunner:
             tuple((place[row], why) for row, why in failures),
         )
 
-    def _draw(
-        self, requests: Sequence[Slot], logits: Tensor, positions: np.ndarray
-    ) -> tuple[np.ndarray, list[tuple[int, About]]]:
+    def _draw(self, requests: Sequence[Slot], logits: Tensor, positions: np.ndarray) -> tuple[Tensor, Tell]:
         """A token for each row of logits, the same on all ranks, and what rank 0 has to say about some."""
-        about: list[tuple[int, About]] = []
+        tell: Tell = list
         if self.parallel.rank == 0:
+            # Penalties and grammars need the tokens of the step before.
+            if not all(request.draws_as_is for request in requests):
+                self._latest.finish()
             draws, places = [request.draw for request in requests], positions.tolist()
             slots = zip(requests, places, strict=True)
             changes = [None if slot.draws_as_is else slot.changes(place) for slot, place in slots]
-            drawn, about = self.sampling.draw(logits, draws, places, changes)
+            drawn_R, tell = self.sampling.draw(logits, draws, places, changes)
         else:
-            drawn = torch.empty(len(requests), dtype=torch.int64, device=logits.device)
+            drawn_R = torch.empty(len(requests), dtype=torch.int64, device=logits.device)
         if self.parallel.size > 1:
-            self.parallel.share_from_first(drawn)
-        return drawn.cpu().numpy(), about
+            self.parallel.share_from_first(drawn_R)
+        return drawn_R, tell
 
 
 def _is_plain_decode(rows: Rows) -> bool:

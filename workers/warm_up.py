@@ -41,9 +41,10 @@ def warm_up(runner: ModelRunner, settings: ModelSettings) -> None:
     runner.tables.retire(0)
     # On a GPU: steps that only decode are recorded, now where that can be.
     record = _recorder_of(runner, settings)
-    if record is not None:
+    if record is not None and runner.last_tokens is not None:
         widths = [runner.tables.block_tables[g].shape[1] for g, _ in runner.masks]
-        runner.graphs = DecodeGraphs(model, runner.logits, record, limits.max_num_seqs, widths)
+        frames = runner.last_tokens, record, limits.max_num_seqs, widths
+        runner.graphs = DecodeGraphs(model, runner.logits, *frames)
         record_all(runner)
 
 

@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from ..environment import give_back_freed_memory, resident_bytes, threads_per_worker
 from ..errors import IntarsiaError
 from ..kvcache.plan import MemoryPlan
-from ..proto.channel import Address, BlockingServer, CorruptFrame, reading
+from ..proto.channel import Address, Begun, BlockingServer, CorruptFrame, reading
 from ..proto.codec import pack, unpack
 from ..proto.step import Fault, Step, StepResult
 from ..proto.tracing import Tracer, tracer_of
@@ -24,10 +25,11 @@ from ..proto.worker import ModelFacts, ModelSettings, RunnerLimits, WorkerStatus
 from .collectives import make_collectives
 from .cpu.threads import Threads
 from .grammar.matcher import Grammars
+from .launched import Drawn, Launched
 from .memory import await_freed_memory, check_device, device_memory, is_lack_of_memory, spare_bytes
 from .models.load import blaming_config, load_model
 from .models.loaded_model import LoadedModel
-from .runner import Drawn, ModelRunner
+from .runner import ModelRunner
 from .tensor_parallel import TensorParallel
 from .warm_up import record_all, recorded_bytes, run_largest_steps, warm_up
 
@@ -36,6 +38,23 @@ logger = logging.getLogger(__name__)
 LAST_WORDS_S = 1.0  # for the answer of a step that failed to leave the process
 GIVE_BACK_EVERY_S = 30.0  # freed memory is kept for the next tensor of its size, but not for ever
 CONTROLLER_TIMEOUT_S = 60.0  # for the controller to connect once it knows where: it may have died in between
+
+
+T = TypeVar("T")
+
+
+class Failure(NamedTuple):
+    """Why a step has no tokens."""
+
+    error: str
+    fault: Fault
+
+
+class OngoingStep(NamedTuple):
+    """A step that this rank has begun."""
+
+    result: Callable[[], StepResult]  # waits for it
+    has_ended: Callable[[], bool]
 
 
 class Worker:
@@ -56,6 +75,7 @@ class Worker:
         self._break_off: Callable[[], None] = lambda: None
         self._tracer: Tracer | None = None
         self._steps_run = self._run_us = 0
+        self._ended_s = 0.0  # the latest step
         self._gave_back_s = time.monotonic()
         self.loaded = (0, 0)  # parameters that are there, and all of them; read by another thread
 
@@ -143,25 +163,42 @@ class Worker:
         return ModelRunner(self._model, plan, limits, self._parallel, self._grammars, threads)
 
     def run(self, step: Step) -> StepResult:
-        """One step. A failure is an answer too: the controller decides what becomes of the requests."""
-        started = time.monotonic()
-        try:
-            assert self._runner is not None, "load a model and allocate its pages first"
-            drawn, error, fault = self._runner.run(step), None, None
-        except ConnectionError as failure:
-            drawn, error, fault = Drawn(), f"{type(failure).__name__}: {failure}", Fault.PEER
-        except Exception as failure:
-            logger.exception("step %d failed on rank %d", step.number, self._parallel.rank)
-            fault = Fault.MEMORY if is_lack_of_memory(failure) else Fault.OTHER
-            drawn, error = Drawn(), f"{type(failure).__name__}: {failure}"
-            self._leave_others()
-        run_us = int((time.monotonic() - started) * 1e6)
+        """One step, from its beginning to its end. A failure is an answer too: the controller decides what becomes of
+        the requests."""
+        return self.launch(step).result()
+
+    def launch(self, step: Step) -> "OngoingStep":
+        """Begin a step. The next one may be begun before this one has ended; results are asked for in order."""
+        runner = self._runner
+        assert runner is not None, "load a model and allocate its pages first"
+        started_s = time.monotonic()
+        launched, failure = self._attempt(step, lambda: runner.launch(step), Launched(Drawn))
+        return OngoingStep(partial(self._end, step, launched, failure, started_s), launched.has_ended)
+
+    def _end(self, step: Step, launched: Launched, failure: Failure | None, started_s: float) -> StepResult:
+        """failure: why it could not be launched"""
+        drawn, later_failure = self._attempt(step, launched.finish, Drawn())
+        failure = failure or later_failure
+        # A step begins when the one before it has ended.
+        started_s, self._ended_s = max(started_s, self._ended_s), time.monotonic()
+        run_us = int((self._ended_s - started_s) * 1e6)
         if step.traces and self._tracer is not None:
             about = {"intarsia.step": step.number, "intarsia.rank": self._parallel.rank}
-            self._tracer.record("step", step.traces, started, time.monotonic(), about)
+            self._tracer.record("step", step.traces, started_s, self._ended_s, about)
         self._steps_run += 1
         self._run_us += run_us
-        return StepResult(step.epoch, step.number, *drawn, run_us, error, fault)
+        return StepResult(step.epoch, step.number, *drawn, run_us, *(failure or (None, None)))
+
+    def _attempt(self, step: Step, work: Callable[[], T], otherwise: T) -> tuple[T, Failure | None]:
+        try:
+            return work(), None
+        except ConnectionError as error:
+            return otherwise, Failure(f"{type(error).__name__}: {error}", Fault.PEER)
+        except Exception as error:
+            logger.exception("step %d failed on rank %d", step.number, self._parallel.rank)
+            self._leave_others()
+            fault = Fault.MEMORY if is_lack_of_memory(error) else Fault.OTHER
+            return otherwise, Failure(f"{type(error).__name__}: {error}", fault)
 
     def _leave_others(self) -> None:
         """No rank may wait for one that failed. NCCL lets go of a process only when it has ended."""
@@ -205,12 +242,13 @@ class Worker:
         are cores, its helpers go to sleep at once whenever they wait: a step of 32 requests took 16 ms so.
         """
         assert self._steps is not None, "listen first"
-        self._steps.serve(self._answer_step, self._give_back_now_and_then)
+        self._steps.serve_ahead(self._begin_step, self._give_back_now_and_then)
 
-    def _answer_step(self, payload: bytes) -> bytes:
+    def _begin_step(self, payload: bytes) -> Begun:
         with reading("a step"):
             step = Step.unpack(payload)
-        return self.run(step).pack()
+        ongoing = self.launch(step)
+        return Begun(lambda: ongoing.result().pack(), ongoing.has_ended)
 
     def _give_back_now_and_then(self) -> None:
         """After an answer, so that only the next step waits for this."""

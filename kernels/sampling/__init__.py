@@ -1,7 +1,8 @@
 """The draw of tokens from logits.
 
     backend = select_sampling(device)
-    tokens, about = backend.draw(logits, draws, positions, changes)      # once per step
+    tokens, tell = backend.draw(logits, draws, positions, changes)       # once per step
+    about = tell()                                                       # of the rows that ask
     about = backend.logprobs(logits, tokens, count)                      # of tokens that are known
 
 `plain_torch.py` is how it runs in plain torch, `cpu.py` on a CPU with a C++ compiler, `triton.py` on a GPU.
@@ -11,7 +12,7 @@ import torch
 
 from .cpu import NativeSampling
 from .plain_torch import TorchSampling
-from .protocol import PENALTIES, About, Changes, Draw, Penalties, SamplingBackend
+from .protocol import PENALTIES, About, Changes, Draw, Penalties, SamplingBackend, Tell
 from .triton import TritonSampling
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "NativeSampling",
     "Penalties",
     "SamplingBackend",
+    "Tell",
     "TorchSampling",
     "TritonSampling",
     "select_sampling",

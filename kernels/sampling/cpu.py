@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..toolchain import cpp
-from .protocol import HIGHEST_LOGIT, About, Changes, Draw, SamplingBackend
+from .protocol import HIGHEST_LOGIT, About, Changes, Draw, SamplingBackend, Tell
 
 
 class _Changes(ctypes.Structure):
@@ -64,7 +64,7 @@ class NativeSampling(SamplingBackend):
         draws: Sequence[Draw],
         positions: Sequence[int],
         changes: Sequence[Changes | None] | None = None,
-    ) -> tuple[Tensor, list[tuple[int, About]]]:
+    ) -> tuple[Tensor, Tell]:
         logits_RV = _readable(logits_RV)
         tokens_R = torch.empty(len(draws), dtype=torch.int64)
         call = _Draws(tokens=tokens_R.data_ptr(), **_place(logits_RV))
@@ -97,14 +97,13 @@ class NativeSampling(SamplingBackend):
         return [About(value, tuple(zip(tokens, values, strict=True)), rank) for value, tokens, values, rank in found]
 
 
-def about_drawn(
-    backend: SamplingBackend, logits_RV: Tensor, tokens_R: Tensor, draws: Sequence[Draw]
-) -> list[tuple[int, About]]:
-    """What is said about the tokens of the rows that ask, by row."""
+def about_drawn(backend: SamplingBackend, logits_RV: Tensor, tokens_R: Tensor, draws: Sequence[Draw]) -> Tell:
+    """About the tokens of the rows that ask, by row: found out now, since the logits will be overwritten."""
     asked = [(row, draw.logprobs) for row, draw in enumerate(draws) if draw.logprobs >= 0]
-    return [
+    about = [
         (row, backend.logprobs(logits_RV[row : row + 1], tokens_R[row : row + 1], count)[0]) for row, count in asked
     ]
+    return lambda: about
 
 
 def race_keys(draws: Sequence[Draw], positions: Sequence[int]) -> np.ndarray:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .cpu import about_drawn, race_keys
-from .protocol import HIGHEST_LOGIT, TEMPERATURES, About, Changes, Draw, Penalties, SamplingBackend
+from .protocol import HIGHEST_LOGIT, TEMPERATURES, About, Changes, Draw, Penalties, SamplingBackend, Tell
 
 
 class TorchSampling(SamplingBackend):
@@ -22,7 +22,7 @@ class TorchSampling(SamplingBackend):
         draws: Sequence[Draw],
         positions: Sequence[int],
         changes: Sequence[Changes | None] | None = None,
-    ) -> tuple[Tensor, list[tuple[int, About]]]:
+    ) -> tuple[Tensor, Tell]:
         logits_RV = logits_RV.float()
         wanted_RV = _changed(logits_RV, changes or ())
         tokens_R = wanted_RV.argmax(dim=-1)

@@ -4,7 +4,7 @@ Suffixes: R rows, each of one sequence    V vocabulary
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -58,6 +58,10 @@ class About(NamedTuple):
     rank: int  # 1: no token is more probable
 
 
+Tell = Callable[[], list[tuple[int, About]]]
+"""What is said about rows, each once. Waits for the device if need be; to be called once."""
+
+
 class SamplingBackend(ABC):
     """Draws tokens. A row's token depends on nothing but the row, its settings and its position."""
 
@@ -76,10 +80,11 @@ class SamplingBackend(ABC):
         draws: Sequence[Draw],
         positions: Sequence[int],
         changes: Sequence[Changes | None] | None = None,
-    ) -> tuple[Tensor, list[tuple[int, About]]]:
-        """One token per row [R] int64, and what is said about those of the rows that want it.
+    ) -> tuple[Tensor, Tell]:
+        """One token per row [R] int64, and what tells about those of the rows that want it.
 
-        Logits of any float dtype; they stay as they are. positions: of the token to be drawn, in its sequence
+        Logits of any float dtype; they stay as they are, and may be overwritten before that is told.
+        positions: of the token to be drawn, in its sequence
         """
 
     @abstractmethod

@@ -4,7 +4,7 @@ A step is at most one upload, two to five launches and, only where a row wants l
 rows alone need no upload. Where a row wants more log-probabilities than `MOST_TOLD`, torch finds those, row by row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -14,9 +14,10 @@ from torch import Tensor
 from ..paged_attention.protocol import upload
 from ..toolchain import triton as gpu
 from ..toolchain.triton import power_of_two
+from ..transfer import Arrival
 from .packed import GREEDY, JOB, Edits, about_jobs, jobs_of, list_count, mask_words, pack
 from .plain_torch import TorchSampling
-from .protocol import About, Changes, Draw, SamplingBackend
+from .protocol import About, Changes, Draw, SamplingBackend, Tell
 
 BLOCK_TOKENS, WARPS = 2048, 8
 """Of a row, that a program looks at in one go: the most with which two programs or more share a processor's registers
@@ -112,11 +113,11 @@ class TritonSampling(SamplingBackend):
         draws: Sequence[Draw],
         positions: Sequence[int],
         changes: Sequence[Changes | None] | None = None,
-    ) -> tuple[Tensor, list[tuple[int, About]]]:
+    ) -> tuple[Tensor, Tell]:
         rows, vocab = logits_RV.shape
         chosen_R = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
         if not rows:
-            return chosen_R, []
+            return chosen_R, list
         # What every row is drawn with, in one upload.
         asked = [(row, draw.logprobs) for row, draw in enumerate(draws) if draw.logprobs >= 0]
         told = [(row, min(count, vocab)) for row, count in asked if min(count, vocab) <= MOST_TOLD]
@@ -138,12 +139,14 @@ class TritonSampling(SamplingBackend):
         if needs_weights:
             self._weigh(source, found, len(jobs))
         self._choose(source, found, chosen_R)
-        about = dict(zip((row for row, _ in told), self._describe(source, found, chosen_R, told, rows), strict=True))
-        for row, count in asked:
-            if row not in about:
-                alone = slice(row, row + 1)
-                about[row] = self._torch.logprobs(logits_RV[alone], chosen_R[alone], count)[0]
-        return chosen_R, sorted(about.items())
+        described = self._describe(source, found, chosen_R, told, rows)
+        others = {
+            row: self._torch.logprobs(logits_RV[row : row + 1], chosen_R[row : row + 1], count)[0]
+            for row, count in asked
+            if min(count, vocab) > MOST_TOLD
+        }
+        rows_told = [row for row, _ in told]
+        return chosen_R, lambda: sorted([*zip(rows_told, described(), strict=True), *others.items()])
 
     def logprobs(self, logits_RV: Tensor, tokens_R: Tensor, count: int) -> list[About]:
         rows, vocab = logits_RV.shape
@@ -165,7 +168,7 @@ class TritonSampling(SamplingBackend):
             )
             work = self._scan(source, jobs)
             self._weigh(source, work, len(jobs))
-            found += self._describe(source, work, tokens_R[own], told, 0)
+            found += self._describe(source, work, tokens_R[own], told, 0)()
         return found
 
     def _greedy_jobs(self, rows: int, device: torch.device) -> Tensor:
@@ -231,10 +234,10 @@ class TritonSampling(SamplingBackend):
 
     def _describe(
         self, source: Source, found: Found, chosen_R: Tensor, told: Sequence[tuple[int, int]], first: int
-    ) -> list[About]:
+    ) -> Callable[[], list[About]]:
         """Of the jobs from `first` on, in one download."""
         if not told:
-            return []
+            return list
         parts, most_told = source.parts, max(count for _, count in told)
         words = torch.empty(
             (len(told), 1 + parts.number + 2 * most_told), dtype=torch.int32, device=source.logits_RV.device
@@ -244,17 +247,13 @@ class TritonSampling(SamplingBackend):
             *source.strides, first, most_told, parts.span, parts.number,
             BLOCK=parts.block, SHIFT=shift_of(parts.vocab), num_warps=WARPS,
         )  # fmt: skip
-        return _about(download(words), parts.number, [count for _, count in told])
+        arrival, counts = Arrival(words), [count for _, count in told]
+        return lambda: _about(arrival.read().numpy(), parts.number, counts)
 
 
 def shift_of(vocab: int) -> int:
     """Of weights as whole numbers: with so many bits behind the point, the sum of a vocabulary fits an int64."""
     return 62 - power_of_two(vocab).bit_length()
-
-
-def download(words: Tensor) -> np.ndarray:
-    """Waits for the device."""
-    return words.cpu().numpy()
 
 
 def _words(jobs: Sequence[tuple]) -> np.ndarray:

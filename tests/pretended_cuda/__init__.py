@@ -10,6 +10,7 @@ waits, copies, kernels.
     tensors.py            the tensor that says cuda:0
     operators.py          what torch's operators do to it, and what they may not do
     transfers.py          copies between host and device that are under way
+    streams.py            memory that two streams use, and whether they wait for each other
     graphs.py             recorded graphs, and the rules of recording
     launches.py           launches of Triton kernels, which Triton's interpreter runs
     nccl.py               what several ranks do together, each in a thread of this process
@@ -19,7 +20,7 @@ waits, copies, kernels.
     engines.py, run.py    an engine over it, in a process of its own
     planted.py            mistakes that it must find
 
-It shows no speed, no memory, no second stream, no sum in another order, and nothing of Triton's compiler. Tokens are
+It shows no speed, no memory, no sum in another order, and nothing of Triton's compiler. Tokens are
 right in float32 alone: Triton's interpreter multiplies bfloat16 wrongly.
 
 All this changes torch for the whole process, for good. So only `run.py` installs it, in a process of its own.

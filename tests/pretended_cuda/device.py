@@ -4,12 +4,13 @@ Each thread has one of its own, as each rank has a process and a GPU of its own.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from .faults import ForbiddenWhileRecording
 from .ledger import Kind, Ledger
+from .streams import Clock, Streams
 from .tape import Tape
 from .transfers import PinnedMemory, Transfers
 
@@ -23,17 +24,27 @@ class Device:
     def __init__(self) -> None:
         self.ledger = Ledger()
         self.transfers = Transfers()
+        self.streams = Streams()
         self.tape: Tape | None = None  # where a graph is being recorded
 
-    def wait(self, at: str, mark: int | None = None) -> None:
-        """The host waits for all that was asked for, or for what was before `mark`."""
+    def use(self, read: Sequence[Tensor], written: Sequence[Tensor], at: str) -> None:
+        """Memory is used by the current stream; where a graph is recorded, with each replay of it."""
+        if self.tape is not None:
+            self.tape.uses.append((read, written, at))
+        else:
+            self.streams.use(read, written, at)
+
+    def wait(self, at: str, mark: int | None = None, clock: Clock | None = None) -> None:
+        """The host waits for all that the current stream was asked for; or for copies before `mark` and for `clock`."""
         self.refuse_while_recording("the host waits for the device", at)
         self.ledger.add(Kind.SYNC, at)
+        self.streams.host_waits(self.streams.clock(self.streams.current) if clock is None else clock)
         self.transfers.wait(self.transfers.mark if mark is None else mark, at)
 
     def upload(self, target: Tensor, source: Tensor, is_pinned: bool, is_blocking: bool, at: str) -> None:
         """source, target: in host memory and on the device; both are given as tensors in host memory"""
         self.refuse_while_recording("the host's memory is copied to the device", at)
+        self.use((), (target,), at)
         target.copy_(source)
         self.ledger.add(Kind.UPLOAD_PINNED if is_pinned else Kind.UPLOAD_PAGEABLE, at)
         if is_pinned:
@@ -44,14 +55,16 @@ class Device:
     def download(self, target: Tensor, source: Tensor, is_blocking: bool, at: str) -> None:
         self.refuse_while_recording("the device's memory is copied to the host", at)
         self.ledger.add(Kind.DOWNLOAD, at)
+        self.use((source,), (), at)
         if is_blocking:
             self.wait(at)
             target.copy_(source)
         else:
             self.transfers.download(target, source.clone(), at)
 
-    def compute(self, kind: Kind, run: Callable[[], object], at: str) -> None:
-        """A launch or a collective; where a graph is recorded, it becomes part of it."""
+    def compute(self, kind: Kind, run: Callable[[], object], tensors: Sequence[Tensor], at: str) -> None:
+        """A launch or a collective, which may write the tensors; where a graph is recorded, it becomes part of it."""
+        self.use((), tensors, at)
         if self.tape is not None:
             self.tape.other(kind, run, at)
             return

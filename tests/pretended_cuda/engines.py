@@ -5,22 +5,26 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from intarsia.controller.engine import Engine
+from intarsia.controller.scheduling.step_times import StepTimes
 from intarsia.kvcache.plan import MemoryPlan
 from intarsia.proto.step import Step, StepResult
 from intarsia.proto.worker import ModelFacts, ModelSettings, RunnerLimits
 from intarsia.tests.local import Completion, LocalWorkers, complete, make_engine
-from intarsia.workers.worker import Worker
+from intarsia.workers.worker import OngoingStep, Worker
 
 from .device import current_device
-from .ledger import RECORDED, UPLOADS, Kind
+from .ledger import RECORDED, UPLOADS, Costs, Kind
 from .runtime import pretend_in_this_thread
 from .scenes import Scene
 
 REPLAYED, UNRECORDED, MIXED = "replayed", "unrecorded", "mixed"
 HOST = "127.0.0.1"
+LOOKS, LOOK_EVERY_S = 10, 0.001
+"""Whether the next step has been launched."""
 
 
 @dataclass(slots=True)
@@ -29,10 +33,13 @@ class StepCosts:
 
     steps: int = 0
     most: Counter[Kind] = field(default_factory=Counter)
+    most_syncs_of_launch: int = 0  # of these, before the next step could be launched
     places: dict[str, dict[str, int]] = field(default_factory=dict)  # what the latest of them did where
 
     def told(self) -> dict[str, Any]:
-        return {"steps": self.steps, "most": {kind.value: n for kind, n in self.most.items()}, "places": self.places}
+        most = {kind.value: n for kind, n in self.most.items()}
+        launch = {"syncs of launch": self.most_syncs_of_launch}
+        return {"steps": self.steps, "most": most | launch, "places": self.places}
 
 
 class Rank:
@@ -56,6 +63,7 @@ class PretendedWorkers(LocalWorkers):
         self.costs = {kind: StepCosts() for kind in (REPLAYED, UNRECORDED, MIXED)}
         self.failure: str | None = None
         self.failed = asyncio.Event()
+        self._numbers, self._latest = count(), 0  # steps, and the latest that is launched
 
     async def load(self, settings: ModelSettings) -> ModelFacts:
         if len(self._ranks) > 1:
@@ -76,30 +84,35 @@ class PretendedWorkers(LocalWorkers):
         return min(await self._together(lambda worker: worker.spare_memory(trial, limits, share)))
 
     async def start_step(self, step: Step) -> StepResult:
-        first, *others = self._ranks
-        payload = step.pack()
-        runs = [first.call(self._count, first, payload)]
-        runs += [rank.call(lambda worker: worker.run(Step.unpack(payload)), rank.worker) for rank in others]
-        results = await asyncio.gather(*runs)
+        """A step is waited for when the next one has been launched, if one comes: so it is where a GPU computes."""
+        payload, number = step.pack(), next(self._numbers)
+        launches = [rank.call(_launched, rank, payload) for rank in self._ranks]
+        begun = await asyncio.gather(*launches)
+        self._latest = number
+        for _ in range(LOOKS):
+            if self._latest > number:
+                break
+            await asyncio.sleep(LOOK_EVERY_S)
+        ended = await asyncio.gather(
+            *(rank.call(_ended, rank, ongoing) for rank, (ongoing, _) in zip(self._ranks, begun, strict=True))
+        )
+        results = [result for result, _ in ended]
         failures = (result.error for result in results if result.error is not None)
         self.failure = self.failure or next(failures, None)  # what comes after the first one follows from it
         if self.failure is not None:
             self.failed.set()
             raise AssertionError(self.failure)
+        self._note(step, begun[0][1], ended[0][1])
         return StepResult.unpack(results[0].pack())
 
-    def _count(self, rank: Rank, payload: bytes) -> StepResult:
-        """In the rank's thread: the next step may have been asked for already."""
-        step, ledger = Step.unpack(payload), rank.device.ledger
-        ledger.start()
-        result = rank.worker.run(step)
-        totals = ledger.totals()
-        costs = self.costs[_kind_of(step, totals)]
+    def _note(self, step: Step, of_launch: Costs, of_end: Costs) -> None:
+        whole = of_launch + of_end
+        costs = self.costs[_kind_of(step, whole.totals())]
         costs.steps += 1
-        costs.most |= Counter(totals)
+        costs.most |= Counter(whole.totals())
+        costs.most_syncs_of_launch = max(costs.most_syncs_of_launch, of_launch.totals().get(Kind.SYNC, 0))
         asked = {"sync": (Kind.SYNC,), "upload": UPLOADS, "kernel": (*RECORDED.keys(), *RECORDED.values())}
-        costs.places = {name: ledger.places(*kinds) for name, kinds in asked.items()}
-        return result
+        costs.places = {name: whole.places(*kinds) for name, kinds in asked.items()}
 
     async def _together(self, work: Callable[[Worker], Any]) -> list[Any]:
         return await asyncio.gather(*(rank.call(work, rank.worker) for rank in self._ranks))
@@ -117,6 +130,17 @@ class PretendedWorkers(LocalWorkers):
         if runner.graphs is None:
             return "no steps of this model are recorded"
         return runner.graphs.refusal or next(iter(runner.graphs.refusals.values()), None)
+
+
+def _launched(rank: Rank, payload: bytes) -> tuple[OngoingStep, Costs]:
+    """In the rank's thread."""
+    rank.device.ledger.take()
+    return rank.worker.launch(Step.unpack(payload)), rank.device.ledger.take()
+
+
+def _ended(rank: Rank, ongoing: OngoingStep) -> tuple[StepResult, Costs]:
+    rank.device.ledger.take()
+    return ongoing.result(), rank.device.ledger.take()
 
 
 def _kind_of(step: Step, totals: dict[Kind, int]) -> str:
@@ -143,10 +167,18 @@ async def answers(engine: Engine, workers: PretendedWorkers, scene: Scene) -> li
     return await asked
 
 
+def swapping(memory: str) -> dict[str, Any]:
+    """Settings of an engine whose requests wait in host memory, when they have to give way. For the whole process: that
+    is taken to be cheaper than to compute them anew."""
+    StepTimes.prefill_us = lambda self, tokens: 1e9  # type: ignore[method-assign]
+    usual = {"block_size": 5, "max_prefill_chunk_tokens": 7, "enable_prefix_caching": False}
+    return {"kv_cache_memory": memory, "swap_space": "64MiB", **usual}
+
+
 async def run_scene(scene: Scene, **settings: Any) -> dict[str, Any]:
     """All prompts at once, then again out of the prefix cache."""
     workers = PretendedWorkers(scene.ranks)
-    engine = await make_engine(scene.path, workers, max_prefill_chunk_tokens=20, **settings)
+    engine = await make_engine(scene.path, workers, **{"max_prefill_chunk_tokens": 20, **settings})
     first = await answers(engine, workers, scene)
     if scene.meets_anew:
         await workers.meet()
@@ -156,6 +188,7 @@ async def run_scene(scene: Scene, **settings: Any) -> dict[str, Any]:
         "again": [each.token_ids for each in again],
         "cached": [each.num_cached_tokens for each in again],
         "preemptions": engine.stats.preemptions,
+        "swaps": engine.stats.swaps,
         "is_all_free": engine.recount().all_free,
         "refusal": workers.refusal,
         "layers": workers.layers,

@@ -47,6 +47,8 @@ class Graph:
         if self._pool.latest is not None and self._pool.latest is not tape:
             self._pool.latest.spoil()
         self._pool.latest = tape
+        for read, written, at in tape.uses:
+            device.streams.use(read, written, at)
         for node in tape.nodes:
             device.ledger.add(RECORDED[node.kind], node.place)
             node.run()

@@ -36,7 +36,8 @@ def _launch(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: 
             _taken_over.clear()
             _interpret(kernel, *host_args, grid=grid, warmup=warmup, **host_kwargs)
 
-    current_device().compute(Kind.LAUNCH, run, at)
+    tensors = [value.host for value in named.values() if isinstance(value, DeviceTensor)]
+    current_device().compute(Kind.LAUNCH, run, tensors, at)
 
 
 def _judge(kernel: Any, named: dict[str, Any], at: str) -> None:

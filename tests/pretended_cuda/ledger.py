@@ -29,17 +29,14 @@ RECORDED = {
 UPLOADS = (Kind.UPLOAD_PINNED, Kind.UPLOAD_PAGEABLE)
 
 
-class Ledger:
-    """Counts since `start`."""
+class Costs:
+    """Counts by kind and by place."""
 
-    def __init__(self) -> None:
-        self._counts: Counter[tuple[Kind, str]] = Counter()
+    def __init__(self, counts: Counter[tuple[Kind, str]]):
+        self._counts = counts
 
-    def start(self) -> None:
-        self._counts.clear()
-
-    def add(self, kind: Kind, place: str) -> None:
-        self._counts[kind, place] += 1
+    def __add__(self, other: "Costs") -> "Costs":
+        return Costs(self._counts + other._counts)
 
     def totals(self) -> dict[Kind, int]:
         totals: Counter[Kind] = Counter()
@@ -54,3 +51,17 @@ class Ledger:
             if kind in kinds:
                 found[place] += count
         return dict(found.most_common())
+
+
+class Ledger:
+    """Counts since the latest `take`."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[Kind, str]] = Counter()
+
+    def add(self, kind: Kind, place: str) -> None:
+        self._counts[kind, place] += 1
+
+    def take(self) -> Costs:
+        taken, self._counts = self._counts, Counter()
+        return Costs(taken)

@@ -98,7 +98,7 @@ def _together(tensor: Tensor, run: Callable[[Tensor, list[Tensor]], object]) -> 
     if not isinstance(tensor, DeviceTensor) or not tensor.is_contiguous():
         raise DeviceFault(f"NCCL takes dense tensors of the device, which the one at {at} is not")
     own = tensor.host
-    current_device().compute(Kind.COLLECTIVE, lambda: run(own, communicator.exchange(rank, own, at)), at)
+    current_device().compute(Kind.COLLECTIVE, lambda: run(own, communicator.exchange(rank, own, at)), (own,), at)
 
 
 def install() -> None:

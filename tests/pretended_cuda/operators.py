@@ -122,9 +122,11 @@ def _run_on_device(
         raise NotImplementedError(f"{func} at {at}: a pretended tensor keeps its shape")
     _judge(device, func, args, tensors, at)
     host_args, host_kwargs = tree_map(on_host, (args, _to_host(kwargs)))
-    tape = device.tape
+    tape, written = device.tape, _written(func, host_args, host_kwargs)
     if tape is not None:
-        tape.will_write(_written(func, host_args, host_kwargs))
+        tape.will_write(written)
+    if not nature.is_view and func not in ALLOCATIONS:
+        device.use([each for each in tree_leaves((host_args, host_kwargs)) if isinstance(each, Tensor)], written, at)
     compute: Callable[..., Any] = _SHIMS.get(func) or func
     results = compute(*host_args, **host_kwargs)
     # Views, allocations and empty tensors need no kernel.
@@ -136,6 +138,7 @@ def _run_on_device(
             tape.operator(compute, host_args, host_kwargs, results, at)
         else:
             device.ledger.add(Kind.TORCH_KERNEL, at)
+        device.use((), [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)], at)
     return _wrapped(results, tensors) if makes_device else results
 
 

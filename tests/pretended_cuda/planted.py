@@ -4,10 +4,10 @@ What is to be named is the place of the mistake: here, or where the product fall
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -17,11 +17,19 @@ from torch import Tensor
 from intarsia.kernels.paged_attention import TritonBackend
 from intarsia.kernels.paged_attention import triton as attention
 from intarsia.kernels.sampling import TritonSampling
+from intarsia.proto.step import Admit
 from intarsia.tests.local import make_engine
+from intarsia.workers.collectives import NcclCollectives
+from intarsia.workers.graphs import DecodeGraphs
+from intarsia.workers.last_tokens import ON_DEVICE, LastTokens
+from intarsia.workers.pages import Pages
+from intarsia.workers.slots import SlotTables
+from intarsia.workers.tensor_parallel import TensorParallel
+from intarsia.workers.worker import Worker
 
-from .engines import PretendedWorkers, answers
+from . import nccl
+from .engines import PretendedWorkers, answers, swapping
 from .scenes import Scene
-from .tensors import DeviceTensor
 
 Attend = Callable[..., None]
 
@@ -95,10 +103,35 @@ def one_pinned_buffer_for_all_uploads() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def tokens_are_read_before_they_arrive() -> Iterator[None]:
-    with patch.object(DeviceTensor, "cpu", lambda tensor: tensor.to("cpu", non_blocking=True)):
-        yield
+def tokens_are_read_before_they_arrive() -> Any:
+    return patch.object(torch.cuda.Event, "query", lambda event: True)
+
+
+def gathered_pages_are_copied_before_they_are_there() -> Any:
+    """The stream that copies does not wait for the one that computes."""
+    return patch.object(torch.cuda.Stream, "wait_stream", lambda own, other: _wait(own, other, own.number == 0))
+
+
+def pages_are_put_back_before_they_have_come() -> Any:
+    """The stream that computes does not wait for the one that copies."""
+    return patch.object(torch.cuda.Stream, "wait_stream", lambda own, other: _wait(own, other, own.number != 0))
+
+
+def _wait(own: Any, other: Any, does: bool) -> None:
+    if does:
+        own.wait_event(other.record_event())
+
+
+def pages_are_swapped_by_another_stream_than_they_are_written() -> Any:
+    """What is gathered for a copy to the host is gathered in the stream that copies, too."""
+    swap_out = Pages.swap_out
+
+    def with_mistake(self: Pages, moves: Any) -> None:
+        assert self._beside is not None
+        with torch.cuda.stream(self._beside):
+            swap_out(self, moves)
+
+    return patch.object(Pages, "swap_out", with_mistake)
 
 
 @contextmanager
@@ -138,36 +171,129 @@ def recorded_steps_keep_their_lengths() -> Iterator[None]:
         yield
 
 
-PLANTED: dict[str, Callable[[], Any]] = {
-    mistake.__name__: mistake
-    for mistake in (
-        lengths_stay_on_the_host,
-        attention_reads_a_number,
-        attention_makes_a_tensor_of_a_number,
-        attention_has_a_shape_of_its_numbers,
-        attention_allocates_by_a_length,
-        queries_are_of_another_kind,
-        one_pinned_buffer_for_all_uploads,
-        tokens_are_read_before_they_arrive,
-        sampler_adds_a_host_tensor,
-        sampler_waits_once_more,
-        recorded_steps_keep_their_lengths,
+def drawn_tokens_are_not_kept_for_the_next_step() -> Any:
+    return patch.object(LastTokens, "keep", lambda self, drawn: ON_DEVICE)
+
+
+def replayed_steps_pick_the_tokens_of_their_recording() -> Any:
+    fill = DecodeGraphs._fill
+
+    def with_mistake(self: DecodeGraphs, frame: Any, step: Any, padded: Any) -> None:
+        picks = frame.picks_T.clone()
+        fill(self, frame, step, padded)
+        frame.picks_T.copy_(picks)
+
+    return patch.object(DecodeGraphs, "_fill", with_mistake)
+
+
+def blocks_that_a_request_grows_by_are_lost() -> Any:
+    append = SlotTables.append_blocks
+
+    def with_mistake(self: SlotTables, entry: Any) -> None:
+        if isinstance(entry, Admit):
+            append(self, entry)
+
+    return patch.object(SlotTables, "append_blocks", with_mistake)
+
+
+def window_is_off_by_one() -> Any:
+    rule = attention._rule
+
+    def with_mistake(batch: Any) -> tuple[int, int]:
+        kind, tokens = rule(batch)
+        return kind, tokens - 1 if kind == 1 else tokens
+
+    return patch.object(attention, "_rule", with_mistake)
+
+
+def ranks_that_meet_anew_replay_what_they_recorded() -> Any:
+    return patch.object(DecodeGraphs, "forget", lambda self: None)
+
+
+def sums_of_ranks_are_left_out() -> Any:
+    return patch.object(NcclCollectives, "all_reduce", lambda self, tensor: None)
+
+
+@contextmanager
+def one_rank_leaves_out_a_collective() -> Iterator[None]:
+    share = TensorParallel.share_from_first
+
+    def with_mistake(self: TensorParallel, tensor: Tensor) -> None:
+        if self.rank == 0:
+            share(self, tensor)
+
+    with (
+        patch.object(nccl, "LONGEST_WAIT_S", 2.0),
+        patch.object(TensorParallel, "share_from_first", with_mistake),
+    ):
+        yield
+
+
+class Planted(NamedTuple):
+    """A mistake, and what an engine is asked that makes it."""
+
+    mistake: Callable[[], Any]
+    prompts: int = 1
+    tokens: int = 4
+    block_size: int = 16
+    ranks: int = 1
+    meets_anew: bool = False
+    swaps: bool = False
+
+
+def _of_swap(mistake: Callable[[], Any]) -> Planted:
+    return Planted(mistake, prompts=2, tokens=14, swaps=True)
+
+
+PLANTED: dict[str, Planted] = {
+    planted.mistake.__name__: planted
+    for planted in (
+        Planted(lengths_stay_on_the_host),
+        Planted(attention_reads_a_number),
+        Planted(attention_makes_a_tensor_of_a_number),
+        Planted(attention_has_a_shape_of_its_numbers),
+        Planted(attention_allocates_by_a_length),
+        Planted(queries_are_of_another_kind),
+        Planted(one_pinned_buffer_for_all_uploads),
+        Planted(tokens_are_read_before_they_arrive),
+        Planted(sampler_adds_a_host_tensor),
+        Planted(sampler_waits_once_more),
+        Planted(recorded_steps_keep_their_lengths),
+        Planted(drawn_tokens_are_not_kept_for_the_next_step),
+        Planted(replayed_steps_pick_the_tokens_of_their_recording, prompts=2),
+        Planted(blocks_that_a_request_grows_by_are_lost, tokens=8, block_size=5),
+        Planted(window_is_off_by_one, tokens=14),
+        _of_swap(gathered_pages_are_copied_before_they_are_there),
+        _of_swap(pages_are_put_back_before_they_have_come),
+        _of_swap(pages_are_swapped_by_another_stream_than_they_are_written),
+        Planted(sums_of_ranks_are_left_out, ranks=2),
+        Planted(one_rank_leaves_out_a_collective, ranks=2),
+        Planted(ranks_that_meet_anew_replay_what_they_recorded, ranks=2, meets_anew=True),
     )
 }
 
 
-def try_all(scene: Scene) -> dict[str, Any]:
-    """Of each mistake: what is said of it; if nothing stopped, where a decode step waited, and which tokens came."""
-    return {name: asyncio.run(_try(scene, mistake())) for name, mistake in PLANTED.items()}
+def try_all(scene: Scene, little_memory: str, names: Sequence[str]) -> dict[str, Any]:
+    """Of each mistake: what is said of it; if nothing stopped, where a decode step waited, and which tokens came.
+
+    little_memory: so little that one of two requests has to give way
+    """
+    # A rank that fails ends its process, so that no other waits for it. All are in this one.
+    Worker._leave_others = lambda self: None  # type: ignore[method-assign]
+    return {name: asyncio.run(_try(scene, PLANTED[name], little_memory)) for name in names}
 
 
-async def _try(scene: Scene, mistake: Any) -> dict[str, Any]:
-    scene = replace(scene.of_prompts(0), tokens=4)
-    workers = PretendedWorkers()
-    with mistake:
+async def _try(scene: Scene, planted: Planted, little_memory: str) -> dict[str, Any]:
+    scene = replace(scene.of_prompts(*range(planted.prompts)), tokens=planted.tokens)
+    workers = PretendedWorkers(planted.ranks)
+    settings = swapping(little_memory) if planted.swaps else {"block_size": planted.block_size}
+    with planted.mistake():
         try:
-            engine = await make_engine(scene.path, workers)
+            engine = await make_engine(scene.path, workers, max_num_seqs=2, **settings)
             answer = await answers(engine, workers, scene)
+            if planted.meets_anew:
+                await workers.meet()
+                answer = await answers(engine, workers, scene)
         except Exception as failure:  # noqa: BLE001  of any kind, wherever the engine was
             return {"said": _first_cause(failure)}
     waits = workers.costs["replayed"].places.get("sync", {})

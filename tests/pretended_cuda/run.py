@@ -38,9 +38,12 @@ def main() -> int:
         scene = scene_of(asked.family, path, asked.prompts, asked.tokens)
         scene = replace(scene, ranks=asked.ranks, is_asked_again=not asked.once, meets_anew=asked.meet_anew)
         scene = replace(scene, is_varied=asked.varied)
-        is_judged = asked.dtype == "float32" and not (asked.model or asked.planted or asked.varied)
+        is_judged = asked.dtype == "float32" and not (asked.model or asked.planted is not None or asked.varied)
         expected = oracle(scene) if is_judged else None
-        answer = _planted(scene) if asked.planted else _run(scene, asked)
+        if asked.planted is None:
+            answer = _run(scene, asked)
+        else:
+            answer = _planted(scene, asked.kv_cache_memory, asked.planted)
     if expected is not None:
         answer["is_right"] = answer["tokens"] == expected and answer["again"] in (expected, [])
     print(json.dumps(answer) if asked.json else _told(answer))
@@ -60,26 +63,29 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--kv-cache-memory", default="4MiB", help="little of it makes requests give way to each other")
     parser.add_argument("--block-size", type=int)
-    parser.add_argument("--planted", action="store_true", help="try the mistakes of planted.py, one by one")
+    parser.add_argument("--swap", action="store_true", help="requests that give way wait in host memory")
+    parser.add_argument("--planted", nargs="*", help="try mistakes of planted.py, all or these, one by one")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 
 
 def _run(scene: Scene, asked: argparse.Namespace) -> dict[str, Any]:
     _install()
-    from .engines import run_scene
+    from .engines import run_scene, swapping
 
-    settings = {"dtype": asked.dtype, "kv_cache_memory": asked.kv_cache_memory}
+    settings: dict[str, Any] = {"dtype": asked.dtype, "kv_cache_memory": asked.kv_cache_memory}
+    if asked.swap:
+        settings |= swapping(asked.kv_cache_memory)
     if asked.block_size is not None:
         settings["block_size"] = asked.block_size
     return asyncio.run(run_scene(scene, **settings))
 
 
-def _planted(scene: Scene) -> dict[str, Any]:
+def _planted(scene: Scene, little_memory: str, names: list[str]) -> dict[str, Any]:
     _install()
-    from .planted import try_all
+    from .planted import PLANTED, try_all
 
-    return try_all(scene)
+    return try_all(scene, little_memory, names or list(PLANTED))
 
 
 def _install() -> None:

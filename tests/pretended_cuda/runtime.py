@@ -15,6 +15,7 @@ from .graphs import Graph, Pool, Recording
 from .guard import load_guard
 from .operators import OnPretendedDevice
 from .places import place
+from .streams import Clock
 from .tensors import CUDA
 
 PROPERTIES = SimpleNamespace(
@@ -23,49 +24,65 @@ PROPERTIES = SimpleNamespace(
 
 
 class Stream:
-    """There is one stream, so they need not wait for each other."""
+    """By its number. Made without one, it is a new one."""
 
-    def __init__(self, *_: Any, **__: Any):
+    def __init__(self, *_: Any, number: int | None = None, **__: Any):
         self.device = CUDA
+        self.number = current_device().streams.add() if number is None else number
 
     def synchronize(self) -> None:
-        current_device().wait(place())
+        device = current_device()
+        device.wait(place(), clock=device.streams.clock(self.number))
 
-    def wait_stream(self, other: object) -> None: ...
+    def wait_stream(self, other: "Stream") -> None:
+        streams = current_device().streams
+        streams.wait(self.number, streams.clock(other.number))
 
-    def wait_event(self, event: object) -> None: ...
+    def wait_event(self, event: "Event") -> None:
+        event.wait(self)
 
     def record_event(self, event: "Event | None" = None) -> "Event":
         event = event or Event()
-        event.record()
+        event.record(self)
         return event
 
 
 class Event:
-    """A place in the stream."""
+    """A place in a stream."""
 
     def __init__(self, *_: Any, **__: Any):
         self._mark = 0
+        self._clock: Clock = {}
 
-    def record(self, stream: object = None) -> None:
-        self._mark = current_device().transfers.mark
+    def record(self, stream: Stream | None = None) -> None:
+        device = current_device()
+        self._mark = device.transfers.mark
+        self._clock = device.streams.clock(stream.number if stream is not None else device.streams.current)
 
     def synchronize(self) -> None:
-        current_device().wait(place(), self._mark)
+        current_device().wait(place(), self._mark, self._clock)
 
     def query(self) -> bool:
         return current_device().transfers.has_arrived(self._mark)
 
-    def wait(self, stream: object = None) -> None: ...
+    def wait(self, stream: Stream | None = None) -> None:
+        streams = current_device().streams
+        streams.wait(stream.number if stream is not None else streams.current, self._clock)
 
 
 @contextlib.contextmanager
-def _stream(stream: object) -> Iterator[None]:
-    yield
+def _stream(stream: Stream) -> Iterator[None]:
+    streams = current_device().streams
+    before, streams.current = streams.current, stream.number
+    try:
+        yield
+    finally:
+        streams.current = before
 
 
 def _synchronize(device: object = None) -> None:
-    current_device().wait(place())
+    streams = current_device().streams
+    current_device().wait(place(), clock=streams.all_done())
 
 
 FUNCTIONS: dict[str, Any] = {
@@ -85,8 +102,8 @@ FUNCTIONS: dict[str, Any] = {
     "empty_cache": lambda: None,
     "is_current_stream_capturing": lambda: current_device().tape is not None,
     "synchronize": _synchronize,
-    "current_stream": lambda device=None: Stream(),
-    "default_stream": lambda device=None: Stream(),
+    "current_stream": lambda device=None: Stream(number=current_device().streams.current),
+    "default_stream": lambda device=None: Stream(number=0),
     "stream": _stream,
     "Stream": Stream,
     "Event": Event,

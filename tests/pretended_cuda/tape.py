@@ -30,6 +30,7 @@ class Tape:
     """What was recorded so far."""
 
     nodes: list[Node] = field(default_factory=list)
+    uses: list[tuple[Sequence[Tensor], Sequence[Tensor], str]] = field(default_factory=list)  # what is read, written
     _made: list[Tensor] = field(default_factory=list)
     _overwritten: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 

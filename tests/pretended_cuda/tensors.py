@@ -43,6 +43,9 @@ class DeviceTensor(Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
+    def record_stream(self, s: object) -> None:
+        """Nothing gives this memory to somebody else."""
+
     def data_ptr(self) -> int:
         return self.host.data_ptr()
 

@@ -16,6 +16,7 @@ from intarsia.proto.channel import (
     HANDSHAKE_TIMEOUT_S,
     MOST_STRANGERS,
     Address,
+    Begun,
     BlockingListener,
     BlockingServer,
     ChannelClosed,
@@ -66,8 +67,8 @@ def test_stranger_without_the_secret_is_shut_out(secret: bytes):
 def test_blocking_server_serves_the_one_who_knows_the_secret_after_strangers():
     server = BlockingServer("127.0.0.1")
     afterwards: list[str] = []
-    answer = (lambda payload: payload[::-1]), (lambda: afterwards.append("sent"))
-    thread = threading.Thread(target=server.serve, args=answer, daemon=True)
+    answer = (lambda payload: Begun(lambda: payload[::-1])), (lambda: afterwards.append("sent"))
+    thread = threading.Thread(target=server.serve_ahead, args=answer, daemon=True)
     thread.start()
     with socket.create_connection(server.address[:2]) as stranger:
         stranger.sendall(b"\xff\xff\xff\xff")  # announces four gigabytes
@@ -113,6 +114,58 @@ def test_closed_server_is_seen_by_whoever_waits():
 
     with pytest.raises(ChannelClosed):
         asyncio.run(talk())
+
+
+def test_next_question_is_begun_before_an_answer_is_known_and_answers_keep_their_order():
+    """Of three questions the second is begun while the first is computed, the third when one is answered."""
+    server, events = BlockingServer("127.0.0.1"), []
+    is_begun = threading.Event()  # the second one
+
+    def begin(payload: bytes) -> Begun:
+        name = payload.decode()
+        events.append(f"begin {name}")
+        if name == "b":
+            is_begun.set()
+
+        def read() -> bytes:
+            events.append(f"read {name}")
+            return payload
+
+        return Begun(read, is_begun.is_set)
+
+    threading.Thread(target=server.serve_ahead, args=(begin, lambda: None), daemon=True).start()
+
+    async def ask() -> list[bytes]:
+        stream = await Stream.connect(server.address)
+        stream.send(b"a")
+        await asyncio.sleep(0.01)
+        stream.send(b"b")
+        stream.send(b"c")
+        answers = [await stream.receive() for _ in range(3)]
+        await stream.close()
+        return answers
+
+    assert asyncio.run(ask()) == [b"a", b"b", b"c"]
+    assert events == ["begin a", "begin b", "read a", "read b", "begin c", "read c"]
+
+
+def test_empty_frame_ends_the_serving_after_all_is_answered():
+    server = BlockingServer("127.0.0.1")
+    begun = (lambda payload: Begun(lambda: payload, lambda: False)), (lambda: None)
+    thread = threading.Thread(target=server.serve_ahead, args=begun, daemon=True)
+    thread.start()
+
+    async def ask() -> bytes:
+        stream = await Stream.connect(server.address)
+        stream.send(b"a")
+        stream.send(b"")
+        answer = await stream.receive()
+        await stream.close()
+        return answer
+
+    assert asyncio.run(ask()) == b"a"
+    thread.join(timeout=10)
+    assert not thread.is_alive()
 
 
 def test_what_is_sent_to_one_that_computes_for_long_arrives():

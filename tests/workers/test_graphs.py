@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -15,9 +16,11 @@ from intarsia.kernels.paged_attention import TritonBackend
 from intarsia.kernels.state.triton import TritonStates
 from intarsia.kernels.toolchain import triton as gpu
 from intarsia.proto.request import SamplingParams
+from intarsia.proto.worker import RunnerLimits
 from intarsia.tests.local import LocalWorkers, complete, make_engine
 from intarsia.workers import graphs, warm_up
-from intarsia.workers.graphs import MOST_ROWS, Replay, padded_pages, padded_rows, recorded_rows
+from intarsia.workers.graphs import MOST_ROWS, Recorder, Replay, padded_pages, padded_rows, recorded_rows
+from intarsia.workers.last_tokens import LastTokens
 from intarsia.workers.models import load
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -51,12 +54,22 @@ class Tape:
         return replay
 
 
+def record_with(record: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode steps are recorded on a CPU, and the tokens of a step stay where a GPU would have them."""
+
+    def last_tokens(limits: RunnerLimits, device: torch.device) -> LastTokens:
+        return LastTokens(limits.max_num_seqs, limits.max_num_batched_tokens, device)
+
+    monkeypatch.setattr(warm_up, "recorder", lambda device: record)
+    monkeypatch.setattr(LastTokens, "of", last_tokens)
+
+
 @pytest.fixture
 def taped(monkeypatch: pytest.MonkeyPatch) -> tuple[LocalWorkers, Tape]:
     """Workers whose decode steps are recorded."""
     workers = LocalWorkers()
     tape = Tape(workers)
-    monkeypatch.setattr(warm_up, "recorder", lambda device: tape)
+    record_with(tape, monkeypatch)
     # C++ leaves nothing on the tape. There is none on a GPU.
     monkeypatch.setattr(warm_up, "fuse", lambda *_: None)
     monkeypatch.setattr(load, "pack_linears", lambda *_: None)
@@ -91,7 +104,7 @@ def test_what_cannot_be_recorded_goes_on_unrecorded_and_the_log_says_why(
     def refuse(forward: Callable[[], Tensor]) -> Replay:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(warm_up, "recorder", lambda device: refuse)
+    record_with(refuse, monkeypatch)
     model = tiny("gemma3")
     for backend, reason in (("torch", "could not be recorded: operation not"), ("reference", "has no fixed shapes")):
         caplog.clear()
@@ -151,7 +164,7 @@ def test_wide_frames_are_recorded_before_requests_come_and_are_few(
         recorded.append(len(forward()))
         return forward
 
-    monkeypatch.setattr(warm_up, "recorder", lambda device: record)
+    record_with(record, monkeypatch)
     monkeypatch.setattr(warm_up, "fuse", lambda *_: None)
     capabilities = replace(TritonBackend.capabilities, devices=frozenset({"cpu"}))
     monkeypatch.setattr(TritonBackend, "capabilities", capabilities)

@@ -49,7 +49,7 @@ class Budget(NamedTuple):
     """Of a decode step of three greedy requests, filled up to four rows and replayed. True figures, which only fall."""
 
     uploads: int
-    kernels_before: int  # of torch, outside the graph: uploads are put into their frame
+    kernels_outside: int  # of torch, beside the graph: uploads are put into their frame, what was drawn is kept
     kernels: int  # of torch, inside the graph
     launches: int  # of Triton kernels, inside the graph
 
@@ -64,35 +64,35 @@ VARIED_SYNCS, VARIED_LAUNCHES = 2, 5
 """Of three requests whose tokens are drawn in every way that there is. Log-probabilities are read beside the tokens."""
 
 BUDGETS: dict[str, Budget] = {
-    "gemma3": Budget(1, 2, 42, 38),
-    "gemma2": Budget(1, 2, 30, 27),
-    "ministral": Budget(1, 2, 26, 26),
-    "gpt_oss": Budget(1, 2, 129, 23),
-    "llama": Budget(1, 1, 22, 22),
-    "qwen3": Budget(1, 1, 22, 22),
-    "smollm3": Budget(1, 1, 26, 29),
-    "cohere2": Budget(1, 2, 80, 13),
-    "olmo3": Budget(1, 2, 33, 22),
-    "exaone4": Budget(1, 2, 26, 22),
-    "llama4": Budget(1, 2, 110, 24),
-    "bamba": Budget(1, 1, 64, 29),
-    "granite4": Budget(1, 1, 174, 29),
-    "nemotron_h": Budget(1, 1, 94, 15),
-    "falcon_h1": Budget(1, 1, 159, 28),
-    "zamba2": Budget(1, 1, 239, 43),
-    "jamba": Budget(1, 1, 75, 38),
-    "minimax": Budget(1, 1, 131, 25),
-    "lfm2": Budget(1, 1, 35, 26),
-    "qwen3_next": Budget(1, 1, 244, 35),
-    "qwen3_5": Budget(1, 1, 136, 31),
-    "gemma3n": Budget(1, 2, 391, 85),
-    "gemma4_e": Budget(1, 2, 168, 67),
-    "gemma4": Budget(1, 2, 233, 54),
-    "deepseek_v3": Budget(1, 1, 153, 30),
-    "mistral": Budget(1, 1, 22, 19),
-    "ministral3": Budget(1, 1, 79, 22),
-    "lfm2_moe": Budget(1, 1, 104, 23),
-    "qwen3_5_moe": Budget(1, 1, 232, 35),
+    "gemma3": Budget(1, 3, 43, 38),
+    "gemma2": Budget(1, 3, 31, 27),
+    "ministral": Budget(1, 3, 27, 26),
+    "gpt_oss": Budget(1, 3, 130, 23),
+    "llama": Budget(1, 2, 23, 22),
+    "qwen3": Budget(1, 2, 23, 22),
+    "smollm3": Budget(1, 2, 27, 29),
+    "cohere2": Budget(1, 3, 81, 13),
+    "olmo3": Budget(1, 3, 34, 22),
+    "exaone4": Budget(1, 3, 27, 22),
+    "llama4": Budget(1, 3, 111, 24),
+    "bamba": Budget(1, 2, 65, 29),
+    "granite4": Budget(1, 2, 175, 29),
+    "nemotron_h": Budget(1, 2, 95, 15),
+    "falcon_h1": Budget(1, 2, 160, 28),
+    "zamba2": Budget(1, 2, 240, 43),
+    "jamba": Budget(1, 2, 76, 38),
+    "minimax": Budget(1, 2, 132, 25),
+    "lfm2": Budget(1, 2, 36, 26),
+    "qwen3_next": Budget(1, 2, 245, 35),
+    "qwen3_5": Budget(1, 2, 137, 31),
+    "gemma3n": Budget(1, 3, 392, 85),
+    "gemma4_e": Budget(1, 3, 169, 67),
+    "gemma4": Budget(1, 3, 234, 54),
+    "deepseek_v3": Budget(1, 2, 154, 30),
+    "mistral": Budget(1, 2, 23, 19),
+    "ministral3": Budget(1, 2, 80, 22),
+    "lfm2_moe": Budget(1, 2, 105, 23),
+    "qwen3_5_moe": Budget(1, 2, 233, 35),
 }
 
 
@@ -142,6 +142,7 @@ def test_a_decode_step_costs_no_more_than_its_budget_and_a_mixed_one_waits_once(
     assert most["launch"] == GREEDY_LAUNCHES, answer["costs"]["replayed"]["places"]["kernel"]
     mixed = answer["costs"]["mixed"]
     assert mixed["most"]["sync"] == SYNCS, mixed["places"]["sync"]
+    assert most["syncs of launch"] == mixed["most"]["syncs of launch"] == 0, "the next step is launched before that"
     over = [name for name, value, most in zip(cost._fields, cost, BUDGETS[family], strict=True) if value > most]
     assert not over, f"{cost} is more than {BUDGETS[family]}: {answer['costs']['replayed']['places']}"
 
@@ -154,6 +155,20 @@ def test_tokens_are_those_of_the_oracle_after_preemption(family: str, tiny: Call
     little = f"--kv-cache-memory={least_memory(model, 5, longest)}"
     answer = pretended(family, little, "--block-size=5", f"--tokens={tokens}", "--once")
     assert answer["preemptions"] > 0
+    assert answer["tokens"] == expected(model, tokens=tokens)
+    assert answer["is_all_free"]
+
+
+@pytest.mark.parametrize("family", families({"bamba"}))
+def test_tokens_are_those_of_the_oracle_when_blocks_have_waited_in_host_memory(
+    family: str, tiny: Callable, pretended: Pretended
+):
+    """Copies to and from the host are done by a stream of their own."""
+    model, tokens = tiny(family), 8
+    longest = max(len(prompt) for prompt in model.prompts[:PROMPTS]) + tokens
+    little = f"--kv-cache-memory={least_memory(model, 5, longest)}"
+    answer = pretended(family, little, "--swap", f"--tokens={tokens}", "--once")
+    assert answer["swaps"] > 0
     assert answer["tokens"] == expected(model, tokens=tokens)
     assert answer["is_all_free"]
 
@@ -218,13 +233,30 @@ FOUND = {
     "one_pinned_buffer_for_all_uploads": f"the pinned buffer that {HERE}",
     "tokens_are_read_before_they_arrive": f"reads what {HERE}",
     "sampler_adds_a_host_tensor": f"aten.add.Tensor at {HERE}",
+    "gathered_pages_are_copied_before_they_are_there": "kernels/transfer.py:",
+    "pages_are_put_back_before_they_have_come": "kernels/pages.py:",
+    "pages_are_swapped_by_another_stream_than_they_are_written": "kernels/pages.py:",
+    "one_rank_leaves_out_a_collective": "not all ranks came to the collective at workers/collectives.py:",
+    "ranks_that_meet_anew_replay_what_they_recorded": "uses a communicator that was destroyed",
 }
 """Mistake -> what is said of it, up to the number of the line."""
+
+UNSEEN = (
+    "recorded_steps_keep_their_lengths",
+    "drawn_tokens_are_not_kept_for_the_next_step",
+    "replayed_steps_pick_the_tokens_of_their_recording",
+    "blocks_that_a_request_grows_by_are_lost",
+    "window_is_off_by_one",
+    "sums_of_ranks_are_left_out",
+)
+"""Mistakes that a GPU would make without a word. Their names say the place."""
 
 
 @pytest.fixture(scope="module")
 def planted(tiny: Callable) -> dict[str, Any]:
-    return pretend("mistral", tiny("mistral").path, "--planted")
+    model = tiny("mistral")
+    little = least_memory(model, 5, max(len(prompt) for prompt in model.prompts[:2]) + 14)
+    return pretend("mistral", model.path, "--planted", f"--kv-cache-memory={little}")
 
 
 @PLANTED
@@ -241,12 +273,16 @@ def test_a_planted_wait_is_counted_at_its_place(planted: dict[str, Any]):
 
 
 @PLANTED
-def test_a_planted_step_that_is_replayed_with_old_lengths_gives_other_tokens(tiny: Callable, planted: dict[str, Any]):
-    right, wrong = planted["sampler_waits_once_more"], planted["recorded_steps_keep_their_lengths"]
+@pytest.mark.parametrize("mistake", UNSEEN)
+def test_a_planted_mistake_that_no_rule_forbids_gives_other_tokens(
+    mistake: str, tiny: Callable, planted: dict[str, Any]
+):
+    right, wrong = planted["sampler_waits_once_more"], planted[mistake]
     assert right["tokens"] == expected(tiny("mistral"), 1, 4)
-    assert wrong["said"] is None and wrong["tokens"] != right["tokens"]
+    assert wrong["said"] is None
+    assert wrong["tokens"] != expected(tiny("mistral"), 1, len(wrong["tokens"][0]))
 
 
 @PLANTED
 def test_every_planted_mistake_is_looked_for(planted: dict[str, Any]):
-    assert planted.keys() == {*FOUND, "sampler_waits_once_more", "recorded_steps_keep_their_lengths"}
+    assert planted.keys() == {*FOUND, *UNSEEN, "sampler_waits_once_more"}

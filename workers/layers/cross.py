@@ -21,9 +21,11 @@ from ...kernels.paged_attention import Backend, GroupBatch, GroupMeta, LayerPara
 from ...kvcache.plan import MemoryPlan
 from ...kvcache.spec import LayerSpec
 from ...proto.step import EncoderInput, View
+from ..launched import Rows
 from ..pages import Pages
 from ..pictures.decoding import decode
 from ..pictures.tiling import count_tiles, tile_processor
+from ..slots import SlotTables
 
 
 class CrossAttention:
@@ -100,15 +102,12 @@ class CrossAttention:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def begin_step(
-        self,
-        tables: Sequence[np.ndarray],
-        query_lens: np.ndarray,
-        computed: np.ndarray,
-        views: Sequence[Sequence[View]],
-    ) -> None:
-        """What each row sees in the next forward pass. tables: [group][row, block]; all others are by row."""
+    def begin_step(self, rows: Rows, slot_tables: SlotTables) -> None:
+        """What each row sees in the next forward pass."""
         assert self._pages is not None and self._backend is not None, "allocate pages first"
+        query_lens, computed = rows.query_lens, rows.computed
+        tables = [table[rows.slots] for table in slot_tables.block_tables]
+        views = [slot_tables[slot].views for slot in rows.slots]
         self.tokens = None
         seen: list[tuple[int, View, np.ndarray]] = []  # row, view, its packed tokens
         starts = np.cumsum(query_lens) - query_lens
@@ -123,14 +122,14 @@ class CrossAttention:
         if not seen:
             return
         # Each view is a row of its own, whose keys are the encoder's tokens that it shows.
-        rows = np.array([row for row, _, _ in seen])
+        rows_seen = np.array([row for row, _, _ in seen])
         lens = np.array([len(tokens) for _, _, tokens in seen], dtype=np.int32)
         kv_lens = np.array([view.tokens for _, view, _ in seen], dtype=np.int32)
         width = -(-int(kv_lens.max()) // self._size)
         first_block = np.array([view.first_block for _, view, _ in seen])
         columns = np.minimum(first_block[:, None] + np.arange(width), tables[self._groups[0]].shape[1] - 1)
         for g in self._groups:
-            batch = GroupBatch(tables[g][rows[:, None], columns], lens, kv_lens, self._size, is_causal=False)
+            batch = GroupBatch(tables[g][rows_seen[:, None], columns], lens, kv_lens, self._size, is_causal=False)
             self._metas[g] = self._backend.prepare(batch, self._device)
         self.tokens = upload(np.concatenate([tokens for _, _, tokens in seen]), self._device)
 

@@ -36,8 +36,10 @@ def test_random_draws_are_those_of_torch_and_of_each_row_alone(seed: int):
         draws = [some_draw(choose) for _ in range(rows)]
         changes = [some_changes(choose, vocab) for _ in range(rows)]
         positions = [choose.randrange(9999) for _ in range(rows)]
-        tokens, about = NATIVE.draw(logits, draws, positions, changes)
-        wanted, about_wanted = TORCH.draw(logits, draws, positions, changes)
+        tokens, tell = NATIVE.draw(logits, draws, positions, changes)
+        about = tell()
+        wanted, tell_wanted = TORCH.draw(logits, draws, positions, changes)
+        about_wanted = tell_wanted()
         assert tokens.tolist() == wanted.tolist(), (draws, logits.dtype, vocab)
         assert_as_told(about, about_wanted)
         alone = [
@@ -58,7 +60,8 @@ def test_results_do_not_depend_on_threads(dtype: torch.dtype, rows: int):
         results = []
         for count in (1, 2):
             with threads(count):
-                tokens, about = NATIVE.draw(logits, draws, range(rows), changes)
+                tokens, tell = NATIVE.draw(logits, draws, range(rows), changes)
+                about = tell()
                 results.append((tokens.tolist(), about, NATIVE.logprobs(logits, tokens, 3)))
         assert results[0] == results[1]
 

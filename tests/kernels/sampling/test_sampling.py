@@ -183,7 +183,8 @@ def test_what_a_cut_leaves_in_is_drawn_as_without_it(backend: SamplingBackend):
 def test_logprobs_are_of_the_model_whatever_the_temperature(backend: SamplingBackend):
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
     expected = torch.log_softmax(logits[0], -1)
-    tokens, [(row, about)] = backend.draw(logits, [Draw(3.0, seed=1, logprobs=2)], [0])
+    tokens, tell = backend.draw(logits, [Draw(3.0, seed=1, logprobs=2)], [0])
+    [(row, about)] = tell()
     assert row == 0
     assert about.logprob == pytest.approx(float(expected[int(tokens[0])]))
     assert [token for token, _ in about.top] == [2, 1]
@@ -240,7 +241,8 @@ def test_changes_leave_other_rows_and_logprobs_alone(backend: SamplingBackend):
     logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, 3.0, 1.0]])
     before = logits.clone()
     changes = Changes(biases=((2, 5.0),))
-    tokens, [(row, about)] = backend.draw(logits, [Draw(logprobs=0), Draw()], [0, 0], [changes, None])
+    tokens, tell = backend.draw(logits, [Draw(logprobs=0), Draw()], [0, 0], [changes, None])
+    [(row, about)] = tell()
     assert (row, tokens.tolist()) == (0, [2, 1])
     assert about.logprob == pytest.approx(float(torch.log_softmax(logits[0], -1)[2]))
     assert torch.equal(logits, before)

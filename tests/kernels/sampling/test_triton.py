@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from intarsia.kernels.sampling import Changes, Draw, Penalties, TorchSampling, TritonSampling
 from intarsia.kernels.sampling import triton as sampling
 from intarsia.kernels.toolchain import triton as gpu
+from intarsia.kernels.transfer import Arrival
 from intarsia.tests.kernels.sampling.scenes import assert_as_told, some_changes, some_draw, some_logits
 
 pytestmark = [
@@ -44,8 +45,10 @@ def test_random_draws_are_those_of_torch(seed: int):
         draws = [some_draw(choose) for _ in range(rows)]
         changes = [some_changes(choose, vocab) for _ in range(rows)]
         positions = [choose.randrange(9999) for _ in range(rows)]
-        tokens, about = backend.draw(logits, draws, positions, changes)
-        wanted, about_wanted = TORCH.draw(logits, draws, positions, changes)
+        tokens, tell = backend.draw(logits, draws, positions, changes)
+        about = tell()
+        wanted, tell_wanted = TORCH.draw(logits, draws, positions, changes)
+        about_wanted = tell_wanted()
         assert tokens.tolist() == wanted.tolist(), (draws, logits.dtype, vocab)
         assert_as_told(about, about_wanted)
 
@@ -70,8 +73,10 @@ def test_a_row_is_drawn_alike_in_one_part_and_in_many(block: int):
     """Of 47 blocks, and one."""
     logits = torch.randn(len(CASES), 3001, generator=torch.Generator().manual_seed(3)) * 3
     draws, changes = zip(*CASES, strict=True)
-    tokens, about = cut(block, 64).draw(logits, draws, range(len(CASES)), changes)
-    wanted, about_wanted = TORCH.draw(logits, draws, range(len(CASES)), changes)
+    tokens, tell = cut(block, 64).draw(logits, draws, range(len(CASES)), changes)
+    about = tell()
+    wanted, tell_wanted = TORCH.draw(logits, draws, range(len(CASES)), changes)
+    about_wanted = tell_wanted()
     assert tokens.tolist() == wanted.tolist()
     assert_as_told(about, about_wanted)
 
@@ -102,8 +107,10 @@ def test_logits_may_lie_anywhere_and_stay_as_they_are(dtype: torch.dtype):
     for name, logits in views.items():
         draws = [Draw(1.0, (0, 5)[row % 2], seed=row, logprobs=1) for row in range(len(logits))]
         changes = [Changes(biases=[(3, 2.0)]) if row % 3 == 0 else None for row in range(len(logits))]
-        tokens, about = TritonSampling().draw(logits, draws, range(len(draws)), changes)
-        wanted, about_wanted = TORCH.draw(logits, draws, range(len(draws)), changes)
+        tokens, tell = TritonSampling().draw(logits, draws, range(len(draws)), changes)
+        about = tell()
+        wanted, tell_wanted = TORCH.draw(logits, draws, range(len(draws)), changes)
+        about_wanted = tell_wanted()
         assert tokens.tolist() == wanted.tolist(), name
         assert_as_told(about, about_wanted)
     assert torch.equal(numbers, before)
@@ -116,8 +123,10 @@ def test_rows_may_lie_further_apart_than_an_int32_counts():
     logits.copy_(torch.randn(2, 50, generator=torch.Generator().manual_seed(3)))
     draws, changes = [Draw(1.0, 5, seed=3, logprobs=2)] * 2, [None, Changes(biases=[(3, 2.0)])]
     for some in (changes, None):
-        tokens, about = TritonSampling().draw(logits, draws, range(2), some)
-        wanted, about_wanted = TORCH.draw(logits, draws, range(2), some)
+        tokens, tell = TritonSampling().draw(logits, draws, range(2), some)
+        about = tell()
+        wanted, tell_wanted = TORCH.draw(logits, draws, range(2), some)
+        about_wanted = tell_wanted()
         assert tokens.tolist() == wanted.tolist()
         assert_as_told(about, about_wanted)
 
@@ -142,13 +151,12 @@ class Ledger(TorchDispatchMode):
             with _disable_current_modes():
                 return upload(array, device)
 
-        def downloaded(words: Tensor) -> np.ndarray:
+        def arriving(words: Tensor) -> Arrival:
             self.counts["downloads"] += 1
-            with _disable_current_modes():
-                return words.numpy()
+            return Arrival(words)
 
         monkeypatch.setattr(sampling, "upload", uploaded)
-        monkeypatch.setattr(sampling, "download", downloaded)
+        monkeypatch.setattr(sampling, "Arrival", arriving)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence = (), kwargs: dict | None = None) -> Any:
         if func.overloadpacket.__name__ not in NO_WORK:
