@@ -6,11 +6,15 @@ collective that only some of them call ends in an error after a while, where NCC
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
+from . import operators
 from .device import current_device
 from .faults import DeviceFault
 from .ledger import Kind
@@ -18,6 +22,7 @@ from .places import place
 from .tensors import DeviceTensor, on_host
 
 LONGEST_WAIT_S = 60.0
+GROUP = "ranks"
 
 
 class Communicator:
@@ -101,7 +106,30 @@ def _together(tensor: Tensor, run: Callable[[Tensor, list[Tensor]], object]) -> 
     current_device().compute(Kind.COLLECTIVE, lambda: run(own, communicator.exchange(rank, own, at)), (own,), at)
 
 
+def _one_shot_all_reduce(buffer: Tensor, given: Tensor, operation: str, group: str, out: Tensor) -> Tensor:
+    """Each rank puts what it has into its buffer, and reads those of all. They are added in rank order."""
+    assert operation == "sum" and group == GROUP, "there is one group, and ranks add up"
+    assert isinstance(buffer, DeviceTensor) and isinstance(out, DeviceTensor), "it is on the device"
+    communicator, rank, at = _own.communicator, _own.rank, place()
+    shared, own, target = buffer.host, on_host(given), out.host
+    assert communicator is not None, "there is no process group"
+
+    def run() -> None:
+        parts = communicator.exchange(rank, shared.copy_(own), at)
+        target.copy_(sum(parts[1:], start=parts[0]))
+
+    current_device().compute(Kind.COLLECTIVE, run, (shared, own, target), at)
+    return out
+
+
+def _symmetric_memory(size: int, **settings: Any) -> Tensor:
+    return torch.zeros(size, **settings)
+
+
 def install() -> None:
+    operators._SPECIAL[torch.ops.symm_mem.one_shot_all_reduce_copy_out.default] = _one_shot_all_reduce
+    symmetric_memory.empty = _symmetric_memory
+    symmetric_memory.rendezvous = lambda tensor, group: None
     for name, function in {
         "is_initialized": lambda: _own.communicator is not None,
         "init_process_group": _init_process_group,
@@ -109,5 +137,6 @@ def install() -> None:
         "all_reduce": _all_reduce,
         "broadcast": _broadcast,
         "gather": _gather,
+        "group": SimpleNamespace(WORLD=SimpleNamespace(group_name=GROUP)),
     }.items():
         setattr(dist, name, function)
