@@ -37,7 +37,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="gpu-battery-") as site:
         Path(site, "intarsia").symlink_to(ROOT, target_is_directory=True)
         sys.path[0] = site  # in place of the folder of this file, whose names would hide others
-        os.environ["PYTHONPATH"] = site
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (site, os.environ.get("PYTHONPATH"))))
         from intarsia.bench.gpu.run import run
 
         return run(__doc__ or "", Path(site))

@@ -24,9 +24,10 @@ def _ahead(bench: Bench) -> Iterator[Row]:
     """In a rehearsal for a GPU that is not there: the compiler needs none."""
     import torch
 
-    capability = 90 if bench.is_rehearsed else 10 * torch.cuda.get_device_capability()[0]
+    major, minor = torch.cuda.get_device_capability()
+    capability = 10 * major + minor
     command = [sys.executable, "-m", "intarsia.bench.gpu.compile", str(capability), "--of", str(bench.processes)]
-    command += ["--most", "2"] * bench.is_rehearsed
+    command += ["--most", "1"] * bench.is_rehearsed
     yield _together(bench, [[*command, "--share", str(n)] for n in range(bench.processes)])
 
 

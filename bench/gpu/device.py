@@ -53,7 +53,7 @@ class Bench:
         """ceilings: what this very run has measured, empty until it has"""
         self.device = torch.device("cuda")
         self.is_rehearsed, self.processes, self.parts, self.ceilings = is_rehearsed, processes, parts, ceilings
-        self.turns, self.replays = (2, 1) if is_rehearsed else (TURNS, REPLAYS)
+        self.turns, self.replays = (1, 1) if is_rehearsed else (TURNS, REPLAYS)
 
     # -- tensors -----------------------------------------------------------------------------------------------------
 
@@ -81,14 +81,15 @@ class Bench:
     def copies_of(self, size_bytes: float) -> int:
         """How many sets of inputs take turns."""
         if self.is_rehearsed:
-            return 2
+            return 1
         return max(1, min(MOST_COPIES, -(-CACHE_BYTES // max(1, int(size_bytes)))))
 
     # -- time --------------------------------------------------------------------------------------------------------
 
     def time(self, calls: Sequence[Call], *, may_record: bool = True) -> Timing:
         """Of one turn; calls, of other inputs each, take turns. They have to be such that they can be repeated."""
-        calls[0]()  # compiles, finds memory
+        for call in calls:
+            call()  # compiles, finds memory, plans
         once_us = self._elapsed_us(calls[-1])
         turns = max(1, min(self.turns, int(ENOUGH_US / max(once_us, 1.0))))
         how, replay = "launched", self._launched(calls, turns)

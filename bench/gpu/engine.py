@@ -15,15 +15,18 @@ import torch
 
 from .device import Bench, busy_share, by_name, kernels_of
 from .lines import short
+from .models import config_of
 from .parts import Case, Row
 from .session import Phase, Session
 from .shapes import ENGINES, Engine
 
 SIZES = ((1, 1024), (16, 1024), (64, 1024), (1, 4096), (16, 4096), (64, 4096))
-TINY_SIZES = ((1, 20), (2, 20), (2, 24), (1, 40), (2, 40), (2, 44))
+TINY_SIZES = ((1, 20), (2, 20), (1, 24), (1, 28), (1, 28), (2, 28))
+FEW = "steps of 1 x 1024", "steps of 64 x 1024", "prompt of 2048"
+"""Cases of an engine that is there for comparison."""
 PROMPTS = (2048, 16_384)
-TINY_PROMPTS = (20, 70)
-STEPS, TINY_STEPS = 20, 2
+TINY_PROMPTS = (20, 40)
+STEPS = 20
 PROFILED_STEPS = 5
 LARGEST_KERNELS = 15
 PEER_REQUESTS, PEER_PROMPT, PEER_NEW = 64, 256, 128
@@ -38,11 +41,29 @@ def cases(name: str, is_rehearsed: bool) -> list[Case]:
         return [Case("64 requests of 256 tokens and 128 new ones", partial(_beside_peer, asked))]
     sizes, prompts = (TINY_SIZES, TINY_PROMPTS) if is_rehearsed else (SIZES, PROMPTS)
     steps = [
-        (f"steps of {told[0]} x {told[1]}", partial(_steps, asked, *size)) for told, size in zip(SIZES, sizes, strict=True)
+        (f"steps of {told[0]} x {told[1]}", partial(_steps, asked, *size))
+        for told, size in zip(SIZES, sizes, strict=True)
     ]
-    first = [(f"prompt of {told}", partial(_prompt, asked, length)) for told, length in zip(PROMPTS, prompts, strict=True)]
-    runs = [("start", partial(_start, asked)), *steps, *first, ("mixed load", partial(_mixed, asked))]
-    return [Case(title, run) for title, run in runs]
+    first = [
+        (f"prompt of {told}", partial(_prompt, asked, length)) for told, length in zip(PROMPTS, prompts, strict=True)
+    ]
+    if asked.enforce_eager:
+        steps, first = ([run for run in runs if run[0] in FEW] for runs in (steps, first))
+    runs = [*steps, *first, ("mixed load", partial(_mixed, asked))]
+    return [Case("start", partial(_start, asked), partial(_touch, asked)), *(Case(title, run) for title, run in runs)]
+
+
+def _touch(asked: Engine, bench: Bench) -> None:
+    """A prompt and some steps, alone and with another, through a few layers."""
+    session = Session(asked, bench, is_cut=True)
+
+    async def ask() -> None:
+        for count in (1, 2):
+            answers = [session.submit(12 if bench.is_rehearsed else 700, 3) for _ in range(count)]
+            for answer in answers:
+                await answer.done.wait()
+
+    session.run(ask)
 
 
 def _session(asked: Engine, bench: Bench) -> Session:
@@ -81,19 +102,20 @@ def _steps(asked: Engine, rows: int, length: int, bench: Bench) -> Iterator[Row]
     if not session.fits(rows, length + 1024 if not bench.is_rehearsed else length):
         yield {"skipped": f"the pages do not hold {rows} requests of {length} tokens"}
         return
-    count, seen = TINY_STEPS if bench.is_rehearsed else STEPS, _Seen(session, bench)
+    settling, count, profiling = (1, 2, 1) if bench.is_rehearsed else (3, STEPS, PROFILED_STEPS)
+    seen = _Seen(session, bench)
     is_recorded = session.refusal() is None
-    settle, timed = Phase("settle", 3), Phase("graphs" if is_recorded else "eager", count, leave=seen.look)
-    profiled = Phase("profile", PROFILED_STEPS, seen.begin, seen.end)
+    settle, timed = Phase("settle", settling), Phase("graphs" if is_recorded else "eager", count, leave=seen.look)
+    profiled = Phase("profile", profiling, seen.begin, seen.end)
     phases = [settle, timed, profiled]
-    eager = Phase("launched", count + 1, seen.drop_graphs, seen.restore_graphs)
+    eager = Phase("launched", count, seen.drop_graphs, seen.restore_graphs)
     session.in_phases(rows, length, phases + [eager] * is_recorded)
     floor = _step_floor_us(session, seen.lengths, bench)
     for phase in (timed, eager) if is_recorded else (timed,):
         us = statistics.median(phase.run_us[1:])
         row: Row = {"how": phase.name, "rows": rows, "step_us": short(us), "tokens_per_s": short(rows / us * 1e6)}
         yield row | ({"floor_us": short(floor), "times_floor": short(us / floor)} if floor else {})
-    yield seen.told(PROFILED_STEPS)
+    yield seen.told(profiling)
 
 
 class _Seen:
@@ -217,7 +239,7 @@ def _mixed(asked: Engine, bench: Bench) -> Iterator[Row]:
     """16 requests decode when 4 prompts of 2,048 tokens come: what their tokens wait for, and when the prompts' come.
     Prompts get all that a step holds (prefill_share 1)."""
     session = _session(asked, bench)
-    rows, prompts, length, context = (1, 1, 40, 20) if bench.is_rehearsed else (16, 4, 2048, 1024)
+    rows, prompts, length, context = (1, 1, 24, 20) if bench.is_rehearsed else (16, 4, 2048, 1024)
     workers = session.workers
 
     async def ask() -> tuple[list[Any], list[Any]]:
@@ -260,7 +282,17 @@ def _beside_peer(asked: Engine, bench: Bench) -> Iterator[Row]:
     """The same requests through our engine, then through transformers' continuous batching, with the same weights."""
     from .peer import continuous_batching
 
-    count, length, new = (2, 8, 3) if bench.is_rehearsed else (PEER_REQUESTS, PEER_PROMPT, PEER_NEW)
+    sizes = (2, 8, 3) if bench.is_rehearsed else (PEER_REQUESTS, PEER_PROMPT, PEER_NEW)
+    ours = _tokens_per_s(asked, *sizes, bench)
+    yield {"engine": "ours", "tokens_per_s": short(ours)}
+    _sessions.clear()  # and the memory of its pages and weights with it
+    bench.tidy()
+    theirs = continuous_batching(config_of(asked.model, bench.is_rehearsed), *sizes, bench)
+    yield {"engine": "transformers", "tokens_per_s": short(theirs), "ours_to_theirs": short(ours / theirs)}
+
+
+def _tokens_per_s(asked: Engine, count: int, length: int, new: int, bench: Bench) -> float:
+    """Of the second time; the first one compiles."""
     session = _session(asked, bench)
 
     async def ask() -> float:
@@ -273,11 +305,4 @@ def _beside_peer(asked: Engine, bench: Bench) -> Iterator[Row]:
         return time.perf_counter() - started
 
     session.run(ask)
-    ours = count * new / session.run(ask)
-    yield {"engine": "ours", "tokens_per_s": short(ours)}
-    config = session.config
-    del session
-    _sessions.clear()
-    bench.tidy()
-    theirs = continuous_batching(config, count, length, new, bench)
-    yield {"engine": "transformers", "tokens_per_s": short(theirs), "ours_to_theirs": short(ours / theirs)}
+    return count * new / session.run(ask)

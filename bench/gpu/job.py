@@ -71,9 +71,7 @@ def _run(job: Job, args: argparse.Namespace, lines: Lines, bench) -> int:
 def _touch(args: argparse.Namespace, bench) -> int:
     """Launch every kernel of every `processes`-th case, so that a compiler has seen it. Failures are told later, where
     they are measured."""
-    cases: list[Case] = [case for job in jobs_of(args.parts) for case in job.cases(args.rehearse) if case.touch]
-    mine = cases[args.touch :: args.processes]
-    for case in mine[: 1 if args.rehearse else None]:
+    for case in _touchable(args)[args.touch :: args.processes]:
         try:
             assert case.touch is not None
             case.touch(bench)
@@ -83,6 +81,14 @@ def _touch(args: argparse.Namespace, bench) -> int:
             return LOST
         bench.tidy()
     return 0
+
+
+def _touchable(args: argparse.Namespace) -> list[Case]:
+    """Those that take long first. In a rehearsal one of each part."""
+    found: dict[str, list[Case]] = {}
+    for job in reversed(jobs_of(args.parts)):
+        found.setdefault(job.part, []).extend(case for case in job.cases(args.rehearse) if case.touch)
+    return [case for cases in found.values() for case in (cases[:1] if args.rehearse else cases)]
 
 
 def told(error: Exception) -> str:

@@ -119,6 +119,14 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
+def cut(config: dict[str, Any]) -> dict[str, Any]:
+    """With the fewest layers that are of every kind."""
+    layers = config.get("layer_types", [])
+    count = layers.index(FULL) + 1 if layers else 2
+    fewer = {"num_hidden_layers": count, "layer_types": layers[:count], "attn_layer_indices": [1]}
+    return config | {name: value for name, value in fewer.items() if name in config}
+
+
 def config_of(model: str, is_rehearsed: bool) -> dict[str, Any]:
     """What its config.json says."""
     config = {**MODELS[model], **COMMON}

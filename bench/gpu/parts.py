@@ -57,7 +57,7 @@ JOBS: Sequence[Job] = (
 
 PARTS = tuple(dict.fromkeys(job.part for job in JOBS))
 FIRST = tuple(part for part in PARTS if part != "engine")
-SECOND = ("ceilings", "engine")
+SECOND = ("ceilings", "compile", "engine")
 
 
 def jobs_of(parts: Sequence[str]) -> list[Job]:

@@ -15,6 +15,9 @@ from typing import Any
 from .lines import FAILED, LEFT_OUT, WRONG, Lines
 from .parts import FIRST, PARTS, SECOND, Job, jobs_of
 
+GRACE_S = 90.0
+"""A job may take longer than its share, while the others have not begun; then it is ended."""
+MINUTES, REHEARSAL_MINUTES = 9.0, 60.0
 MARGIN_S = 10.0
 """Before the end, for a process to be ended and the last lines to be written."""
 LEAST_S = 5.0
@@ -28,10 +31,13 @@ def run(description: str, site: Path) -> int:
     args = _arguments(description)
     os.environ["HF_HUB_OFFLINE"] = "1"
     jobs = jobs_of(args.parts)
+    if args.only:
+        jobs = [job for job in jobs if any(args.only in case.name for case in job.cases(args.rehearse))]
     if args.list:
         for job in jobs:
             for case in job.cases(args.rehearse):
-                print(f"{job.id}: {case.name}")
+                if args.only in case.name:
+                    print(f"{job.id}: {case.name}")
         return 0
     started = time.time()
     lines = Lines(args.output.absolute(), f"{time.strftime('%Y-%m-%dT%H:%M:%S')}-{os.getpid()}")
@@ -49,7 +55,7 @@ def _arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--first", action="store_true", help=f"parts {', '.join(FIRST)}")
     parser.add_argument("--second", action="store_true", help=f"parts {', '.join(SECOND)}")
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--minutes", type=float, default=9.0, help="after which nothing runs any more")
+    parser.add_argument("--minutes", type=float, help=f"after which nothing runs any more; default {MINUTES:g}")
     parser.add_argument(
         "--processes", type=int, default=max(1, min(12, (os.cpu_count() or 2) - 2)), help="that compile"
     )
@@ -59,6 +65,8 @@ def _arguments(description: str) -> argparse.Namespace:
     asked = [*(FIRST if args.first else ()), *(SECOND if args.second else ()), *(args.parts or ())]
     if unknown := set(asked) - set(PARTS):
         parser.error(f"there are no parts {', '.join(sorted(unknown))}; choose from {', '.join(PARTS)}")
+    if args.minutes is None:
+        args.minutes = REHEARSAL_MINUTES if args.rehearse else MINUTES
     args.parts = [part for part in PARTS if part in asked] or list(PARTS)
     if not (args.rehearse or args.list) and not _has_gpu():
         parser.error("there is no GPU here; --rehearse shows that the command works without one")
@@ -102,7 +110,7 @@ class Battery:
                 return None
             where = {"part": job.part, "job": job.id, "case": open_case or "-"}
             if code is None:
-                self._lines.add({**where, LEFT_OUT: "it was still running when all time was over"})
+                self._lines.add({**where, LEFT_OUT: "it was still running when the job's time was over"})
                 return self._leave_out(job, first, "no time was left")
             if open_case is not None:
                 self._lines.add({**where, FAILED: f"its process ended with {code}: {words}"})
@@ -121,7 +129,7 @@ class Battery:
         with tempfile.TemporaryFile("w+") as errors:
             child = subprocess.Popen(command, cwd=self._site, stderr=errors, start_new_session=True)
             try:
-                child.wait(max(1.0, self._until - time.time()))
+                child.wait(max(1.0, min(self._until, until + GRACE_S) - time.time()))
             except subprocess.TimeoutExpired:
                 os.killpg(child.pid, signal.SIGKILL)  # those that it started, too
                 child.wait()

@@ -68,7 +68,9 @@ def _measure(scene: Scene, bench: Bench) -> Iterator[Row]:
             yield {"backend": kind.name, "skipped": lacks}
             continue
 
-        def measured(backend: Any = kind()) -> Row:
+        backend = kind()
+
+        def measured(backend: Any = backend) -> Row:
             tokens, _ = backend.draw(*works[0])
             differ = float((tokens != expected).double().mean())
             timing = bench.time([partial(backend.draw, *work) for work in works], may_record=False)

@@ -7,7 +7,6 @@ steps can be run in phases, with graphs, under a profiler, without graphs.
 import asyncio
 import contextlib
 import importlib
-import importlib.util
 import sys
 import tempfile
 import time
@@ -22,13 +21,15 @@ import torch
 from torch import Tensor
 
 from .device import Bench
-from .models import config_of
+from .models import config_of, cut
 from .shapes import Engine as Asked
 from .weights import random_weights, write_config
 
 MODEL_TOKENS = 20_480
 """The longest request that is asked for, with room for its answer."""
 TINY_TOKENS = 256
+SOME_BYTES = 6 << 30
+"""For keys and values, where the engine is not alone."""
 MOST_ROWS = 64
 TINY_ROWS = 2
 
@@ -36,14 +37,13 @@ TINY_ROWS = 2
 def provide_msgpack() -> None:
     """The product's messages are packed with msgpack, which a bare machine lacks. Nothing is packed within a process,
     so pip's own copy will do, or an empty module."""
-    if importlib.util.find_spec("msgpack") is not None:
-        return
-    try:
-        sys.modules["msgpack"] = importlib.import_module("pip._vendor.msgpack")
-    except ImportError:
-        empty: Any = types.ModuleType("msgpack")
-        empty.UnpackException = ValueError
-        sys.modules["msgpack"] = empty
+    for name in ("msgpack", "pip._vendor.msgpack"):
+        with contextlib.suppress(ImportError):
+            sys.modules["msgpack"] = importlib.import_module(name)
+            return
+    empty: Any = types.ModuleType("msgpack")
+    empty.UnpackException = ValueError
+    sys.modules["msgpack"] = empty
 
 
 class Ran(NamedTuple):
@@ -163,11 +163,15 @@ class Answer:
 class Session:
     """An engine with a model of random weights, asked by the cases of one job."""
 
-    def __init__(self, asked: Asked, bench: Bench):
+    def __init__(self, asked: Asked, bench: Bench, *, is_cut: bool = False):
+        """is_cut: a few layers of each kind, which launch the same kernels as all of them"""
         provide_msgpack()
         self.bench, self.asked = bench, asked
         self.workers = Workers()
         self.config = config_of(asked.model, bench.is_rehearsed)
+        self._is_cut = is_cut
+        if is_cut:
+            self.config = cut(self.config)
         self._folder = tempfile.TemporaryDirectory(prefix="gpu-battery-model-")
         self._loop = asyncio.new_event_loop()
         self._handles = 0
@@ -188,12 +192,13 @@ class Session:
         model = ModelSettings(str(folder), dtype=self.config["dtype"], enforce_eager=self.asked.enforce_eager)
         settings = EngineSettings(
             model=model,
-            plan=PlanSettings(memory_bytes=4 << 20),
-            scheduler=SchedulerSettings(max_num_seqs=self.most_rows, max_num_batched_tokens=32 if tiny else 2048,
-                prefill_share=1.0),
+            plan=PlanSettings(memory_bytes=4 << 20 if tiny else SOME_BYTES),
+            scheduler=SchedulerSettings(
+                max_num_seqs=self.most_rows, max_num_batched_tokens=32 if tiny else 2048, prefill_share=1.0
+            ),
             max_model_len=TINY_TOKENS if tiny else MODEL_TOKENS,
             prefix_caching=False,
-            gpu_memory_utilization=None if tiny else 0.9,
+            gpu_memory_utilization=None if tiny or self._is_cut or self.asked.is_peer else 0.9,
         )
         return await build_engine(settings, self.workers)
 

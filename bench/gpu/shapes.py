@@ -58,7 +58,7 @@ class Attention:
         """The same kind of case, as small as it gets: for a rehearsal."""
         group = min(2, self.heads // self.kv_heads)
         kv_heads = min(2, self.kv_heads)
-        rows = [(20, 20) if queries == end else (min(queries, 9), min(end, 24)) for queries, end in self.rows]
+        rows = [(20, 20) if queries == end > 1 else (min(queries, 9), min(end, 24)) for queries, end in self.rows]
         rows = list(dict.fromkeys(rows))
         rows = (rows * 2)[: max(2, len(rows))][:3]
         key_dim = 32 if self.latent or self.key_dim != self.value_dim else 16
