@@ -8,6 +8,8 @@ from functools import partial
 
 import torch
 
+from intarsia.kernels.paged_attention import FlashBackend
+
 from .device import Bench
 from .lines import short
 from .parts import Case, Row
@@ -18,6 +20,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def cases(name: str, is_rehearsed: bool) -> list[Case]:
     size, side = (1 << 12, 32) if is_rehearsed else (1 << 30, 8192)
     return [
+        Case("device", _device),
         Case("copy", partial(_copy, size)),
         Case("read", partial(_read, size)),
         *(Case(f"products, {str(dtype)[6:]}", partial(_product, side, dtype)) for dtype in DTYPES),
@@ -25,6 +28,14 @@ def cases(name: str, is_rehearsed: bool) -> list[Case]:
         Case("launches", _launches),
         Case("host memory", partial(_host, size)),
     ]
+
+
+def _device(bench: Bench) -> Iterator[Row]:
+    """What it is, and whether there is a FlashAttention to be had."""
+    properties = torch.cuda.get_device_properties(bench.device)
+    row = {"device": properties.name, "memory_gb": short(properties.total_memory / 1e9)}
+    row |= {"processors": properties.multi_processor_count, "cuda": torch.version.cuda}
+    yield {**row, "flash_attention": FlashBackend.lacks() or "is here"}
 
 
 def _copy(size: int, bench: Bench) -> Iterator[Row]:
@@ -41,8 +52,7 @@ def _read(size: int, bench: Bench) -> Iterator[Row]:
 
 
 def _product(side: int, dtype: torch.dtype, bench: Bench) -> Iterator[Row]:
-    """float32 without TF32, as our kernels compute it."""
-    torch.backends.cuda.matmul.allow_tf32 = False
+    """float32 is not rounded to TF32 unless somebody asks torch for that."""
     side = side if dtype is not torch.float32 else max(32, side // 4)
     a, b = (bench.random(side, side, dtype=dtype) for _ in range(2))
     timing = bench.time([lambda: a @ b])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .lines import FAILED, short
+from .lines import FAILED, short, told
 from .parts import Row
 
 Call = Callable[[], Any]
@@ -196,8 +196,6 @@ class Bench:
 
     def attempt(self, about: Row, work: Callable[[], Row]) -> Row:
         """A row of a case that has several: one that fails loses no other, unless the device is lost with it."""
-        from .job import told
-
         try:
             return {**about, **work()}
         except Exception as error:

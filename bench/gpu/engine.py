@@ -102,7 +102,7 @@ def _steps(asked: Engine, rows: int, length: int, bench: Bench) -> Iterator[Row]
     if not session.fits(rows, length + 1024 if not bench.is_rehearsed else length):
         yield {"skipped": f"the pages do not hold {rows} requests of {length} tokens"}
         return
-    settling, count, profiling = (1, 2, 1) if bench.is_rehearsed else (3, STEPS, PROFILED_STEPS)
+    settling, count, profiling = (1, 1, 1) if bench.is_rehearsed else (3, STEPS, PROFILED_STEPS)
     seen = _Seen(session, bench)
     is_recorded = session.refusal() is None
     settle, timed = Phase("settle", settling), Phase("graphs" if is_recorded else "eager", count, leave=seen.look)
@@ -112,7 +112,7 @@ def _steps(asked: Engine, rows: int, length: int, bench: Bench) -> Iterator[Row]
     session.in_phases(rows, length, phases + [eager] * is_recorded)
     floor = _step_floor_us(session, seen.lengths, bench)
     for phase in (timed, eager) if is_recorded else (timed,):
-        us = statistics.median(phase.run_us[1:])
+        us = statistics.median(phase.run_us[1:] or phase.run_us)
         row: Row = {"how": phase.name, "rows": rows, "step_us": short(us), "tokens_per_s": short(rows / us * 1e6)}
         yield row | ({"floor_us": short(floor), "times_floor": short(us / floor)} if floor else {})
     yield seen.told(profiling)

@@ -6,11 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-from .lines import BEGAN, ENDED, FAILED, LEFT_OUT, Lines
+from .lines import BEGAN, ENDED, FAILED, LEFT_OUT, LOST, Lines, told
 from .parts import JOBS, Case, Job, jobs_of
-
-LOST = 3
-"""Exit status where the device does nothing more for this process."""
 
 
 def main() -> int:
@@ -62,7 +59,6 @@ def _run(job: Job, args: argparse.Namespace, lines: Lines, bench) -> int:
             lines.add({**where, FAILED: told(error)})
         lines.add({**where, ENDED: number, "took_s": round(time.time() - started, 2)})
         if not bench.is_alive():
-            print("lost the device", file=sys.stderr)
             return LOST
         bench.tidy()
     return 0
@@ -89,18 +85,6 @@ def _touchable(args: argparse.Namespace) -> list[Case]:
     for job in reversed(jobs_of(args.parts)):
         found.setdefault(job.part, []).extend(case for case in job.cases(args.rehearse) if case.touch)
     return [case for cases in found.values() for case in (cases[:1] if args.rehearse else cases)]
-
-
-def told(error: Exception) -> str:
-    """In a line, with the place in our code."""
-    place, trace = "", error.__traceback__
-    while trace is not None:
-        name = Path(trace.tb_frame.f_code.co_filename)
-        if "site-packages" not in name.parts:
-            place = f"{name.name}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__} at {place}: {text[:400]}"
 
 
 if __name__ == "__main__":

@@ -8,6 +8,9 @@ from typing import Any
 BEGAN, ENDED = "began", "ended"
 """Fields with a case's number. A case that began and did not end has ended its process."""
 
+LOST = 3
+"""Exit status of a process for which the device does nothing more, after an error of one case."""
+
 FAILED, LEFT_OUT, WRONG = "failed", "left_out", "wrong"
 
 
@@ -47,3 +50,15 @@ class Lines:
 def short(number: float) -> float:
     """To four digits."""
     return float(f"{number:.4g}")
+
+
+def told(error: Exception) -> str:
+    """In a line, with the place in our code."""
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        name = Path(trace.tb_frame.f_code.co_filename)
+        if "site-packages" not in name.parts:
+            place = f"{name.name}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__} at {place}: {text[:400]}"

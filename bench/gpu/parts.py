@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .bare import provide_msgpack
 from .shapes import ENGINES
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Job(NamedTuple):
 
     def cases(self, is_rehearsed: bool) -> list[Case]:
         """Of this job, by the function `cases` of the part's file."""
+        provide_msgpack()  # before anything of ours is imported
         module = importlib.import_module(f".{self.part}", __package__)
         return module.cases(self.name, is_rehearsed)
 

@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from .lines import FAILED, LEFT_OUT, WRONG, Lines
+from .lines import FAILED, LEFT_OUT, LOST, WRONG, Lines
 from .parts import FIRST, PARTS, SECOND, Job, jobs_of
 
 GRACE_S = 90.0
@@ -114,7 +114,7 @@ class Battery:
                 return self._leave_out(job, first, "no time was left")
             if open_case is not None:
                 self._lines.add({**where, FAILED: f"its process ended with {code}: {words}"})
-            elif not words.startswith("lost the device"):
+            elif code != LOST:
                 self._lines.add({**where, FAILED: f"the job could not begin, {code}: {words}"})
                 return None
         return self._leave_out(job, first, f"its process ended {MOST_RESTARTS} times")
@@ -131,9 +131,11 @@ class Battery:
             try:
                 child.wait(max(1.0, min(self._until, until + GRACE_S) - time.time()))
             except subprocess.TimeoutExpired:
-                os.killpg(child.pid, signal.SIGKILL)  # those that it started, too
-                child.wait()
                 return None, ""
+            finally:
+                if child.poll() is None:  # also where a person breaks it off
+                    os.killpg(child.pid, signal.SIGKILL)  # those that it started, too
+                    child.wait()
             errors.seek(0)
             return child.returncode, " ".join(errors.read().strip().splitlines()[-3:])[-600:]
 

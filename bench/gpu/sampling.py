@@ -24,7 +24,7 @@ WAYS = {
     "everything": Draw(temperature=0.8, top_p=0.9, top_k=100, min_p=0.01, logprobs=5),
 }
 SIZES = ((1, 262_144), (16, 262_144), (64, 262_144), (64, 128_256))
-TINY_SIZES = ((1, 300), (2, 300), (3, 300), (3, 200))
+TINY_SIZES = ((1, 100), (2, 100), (2, 100), (2, 80))
 
 AT_BORDERS = 0.02
 """Share of tokens that may differ: those at the border of top_p to the last bits, where torch itself is no judge."""

@@ -6,11 +6,8 @@ steps can be run in phases, with graphs, under a profiler, without graphs.
 
 import asyncio
 import contextlib
-import importlib
-import sys
 import tempfile
 import time
-import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,22 +25,10 @@ from .weights import random_weights, write_config
 MODEL_TOKENS = 20_480
 """The longest request that is asked for, with room for its answer."""
 TINY_TOKENS = 256
-SOME_BYTES = 6 << 30
+SOME_BYTES, LEAST_BYTES = 6 << 30, 2 << 30
 """For keys and values, where the engine is not alone."""
 MOST_ROWS = 64
 TINY_ROWS = 2
-
-
-def provide_msgpack() -> None:
-    """The product's messages are packed with msgpack, which a bare machine lacks. Nothing is packed within a process,
-    so pip's own copy will do, or an empty module."""
-    for name in ("msgpack", "pip._vendor.msgpack"):
-        with contextlib.suppress(ImportError):
-            sys.modules["msgpack"] = importlib.import_module(name)
-            return
-    empty: Any = types.ModuleType("msgpack")
-    empty.UnpackException = ValueError
-    sys.modules["msgpack"] = empty
 
 
 class Ran(NamedTuple):
@@ -165,7 +150,6 @@ class Session:
 
     def __init__(self, asked: Asked, bench: Bench, *, is_cut: bool = False):
         """is_cut: a few layers of each kind, which launch the same kernels as all of them"""
-        provide_msgpack()
         self.bench, self.asked = bench, asked
         self.workers = Workers()
         self.config = config_of(asked.model, bench.is_rehearsed)
@@ -192,7 +176,7 @@ class Session:
         model = ModelSettings(str(folder), dtype=self.config["dtype"], enforce_eager=self.asked.enforce_eager)
         settings = EngineSettings(
             model=model,
-            plan=PlanSettings(memory_bytes=4 << 20 if tiny else SOME_BYTES),
+            plan=PlanSettings(memory_bytes=4 << 20 if tiny else LEAST_BYTES if self._is_cut else SOME_BYTES),
             scheduler=SchedulerSettings(
                 max_num_seqs=self.most_rows, max_num_batched_tokens=32 if tiny else 2048, prefill_share=1.0
             ),

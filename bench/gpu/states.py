@@ -50,6 +50,8 @@ SHAPES = {  # heads, keys, values; or channels and numbers of each. Mamba-2 as B
     "mamba-1": (8192, 16),
     "convolution": (8192, 3),
 }
+HEADS_OF_GROUP = {"mamba-2": 128, "gated delta": 2}
+"""That share queries and keys, as those models have it."""
 TINY = {"mamba-2": (2, 16, 16), "gated delta": (2, 16, 16), "mamba-1": (32, 4), "convolution": (32, 3)}
 SIZES = ((1, 1), (64, 1), (1, 8192), (4, 2048))
 TINY_SIZES = ((1, 1), (3, 1), (1, 9), (2, 5))
@@ -112,7 +114,8 @@ def _numbers(scene: Scene, dtype: torch.dtype, bench: Bench) -> tuple[tuple[Tens
         inputs = draw(tokens, channels), draw(tokens, channels).abs(), draw(tokens, numbers), draw(tokens, numbers)
         return (-draw(channels, numbers).abs(),), inputs
     heads, keys, values = scene.shape
-    q, k = (F.normalize(draw(tokens, heads, keys), dim=-1) for _ in range(2))
+    groups = max(1, heads // HEADS_OF_GROUP[scene.name])
+    q, k = (F.normalize(draw(tokens, groups, keys), dim=-1) for _ in range(2))
     inputs = q, k, draw(tokens, heads, values), -draw(tokens, heads).abs()
     return (), (*inputs, draw(tokens, heads).sigmoid()) if scene.name == "gated delta" else inputs
 
