@@ -254,12 +254,18 @@ def _mixed(asked: Engine, bench: Bench) -> Iterator[Row]:
         return arriving, list(workers.ran)
 
     arriving, ran = session.run(ask)
-    mixed = [step.run_us for step in ran if not step.is_decode]
+    mixed = [step for step in ran if not step.is_decode]
+    us, tokens = (
+        statistics.median(values) for values in zip(*((step.run_us, step.tokens) for step in mixed), strict=True)
+    )
+    # What its tokens would take without those before them.
+    floor = bench.floor_us(_weight_bytes(session, int(tokens)), _prompt_flops(session, int(tokens)))
     yield {
         "steps": len(mixed),
-        "tokens_of_a_step": short(statistics.mean(step.tokens for step in ran if not step.is_decode)),
-        "mixed_step_us": short(statistics.median(mixed)),
-        "slowest_us": max(mixed),
+        "tokens_of_a_step": tokens,
+        "mixed_step_us": short(us),
+        "slowest_us": max(step.run_us for step in mixed),
+        **({"floor_us": short(floor), "times_floor": short(us / floor)} if floor else {}),
         "first_token_ms": [short((answer.times[0] - answer.asked) * 1e3) for answer in arriving],
         "tokens_per_s": short(sum(step.tokens for step in ran) / max(1e-9, sum(step.run_us for step in ran)) * 1e6),
     }

@@ -19,6 +19,9 @@ def install() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Products are tiny, and threads that wait for each other on a busy machine take longer than they.
+    torch.set_num_threads(1)
+    torch.set_num_threads = lambda count: None  # type: ignore[assignment]
     from intarsia.tests.pretended_cuda import runtime
 
     runtime.install()
