@@ -102,8 +102,8 @@ class Battery:
         seconds = (self._until - now) * job.share / sum(each.share for each in left)
         if self._until - now < LEAST_S:
             return self._leave_out(job, 0, "no time was left for this job")
+        first, _ = self._lines.unfinished(job.id)
         for _ in range(MOST_RESTARTS):
-            first, _ = self._lines.unfinished(job.id)
             code, words = self._process(job, first, now + seconds)
             first, open_case = self._lines.unfinished(job.id)
             if code == 0:
@@ -115,8 +115,8 @@ class Battery:
             if open_case is not None:
                 self._lines.add({**where, FAILED: f"its process ended with {code}: {words}"})
             elif code != LOST:
-                self._lines.add({**where, FAILED: f"the job could not begin, {code}: {words}"})
-                return None
+                self._lines.add({**where, FAILED: f"its process ended with {code} beside its cases: {words}"})
+                return self._leave_out(job, first, "the job could not go on")
         return self._leave_out(job, first, f"its process ended {MOST_RESTARTS} times")
 
     def _process(self, job: Job, first: int, until: float) -> tuple[int | None, str]:

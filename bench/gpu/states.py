@@ -86,7 +86,7 @@ class World:
         """The states are read and written, and so are the tokens."""
         states = 2 * self.scene.rows * self.pages[0].numel() * self.pages.element_size()
         tokens = sum(each.numel() * each.element_size() for each in self.inputs)
-        out = self.inputs[2] if len(self.inputs) > 2 and self.scene.name != "mamba-1" else self.inputs[0]
+        out = self.inputs[2 if len(self.scene.shape) == 3 else 0]
         return float(states + tokens + out.numel() * out.element_size())
 
     def meta(self, backend: Any, bench: Bench) -> Any:

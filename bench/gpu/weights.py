@@ -30,7 +30,7 @@ class RandomCheckpoint:
         self.config: dict[str, Any] = read_config(self.path / CONFIG)
         self._bench = bench
         config = AutoConfig.from_pretrained(self.path, local_files_only=True)
-        self._dtype = config.dtype
+        self._dtype: Any = config.dtype
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config)
         self._shapes = {name: tuple(empty.shape) for name, empty in module.named_parameters()}
