@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .device import Bench, busy_share, by_name, kernels_of
+from .floors import prompt_flops, step_floor_us, weight_bytes
 from .lines import short
 from .models import config_of
 from .parts import Case, Row
@@ -110,7 +111,7 @@ def _steps(asked: Engine, rows: int, length: int, bench: Bench) -> Iterator[Row]
     phases = [settle, timed, profiled]
     eager = Phase("launched", count, seen.drop_graphs, seen.restore_graphs)
     session.in_phases(rows, length, phases + [eager] * is_recorded)
-    floor = _step_floor_us(session, seen.lengths, bench)
+    floor = step_floor_us(session, seen.lengths, bench)
     for phase in (timed, eager) if is_recorded else (timed,):
         us = statistics.median(phase.run_us[1:] or phase.run_us)
         row: Row = {"how": phase.name, "rows": rows, "step_us": short(us), "tokens_per_s": short(rows / us * 1e6)}
@@ -158,34 +159,6 @@ class _Seen:
         return row | {"busy_us": short(busy_us), "busy_share": short(busy_share(kernels)), "largest": largest}
 
 
-def _step_floor_us(session: Session, lengths: list[int], bench: Bench) -> float | None:
-    """Of reading all weights that a step needs, and what each row keeps."""
-    kept = 0
-    for layer in session.workers.facts.layers:
-        if layer.reach.keeps_tokens:
-            kept += sum(length - layer.reach.oldest_needed(length) for length in lengths) * layer.token_bytes
-        else:
-            kept += 2 * layer.state_bytes * len(lengths)
-    return bench.floor_us(_weight_bytes(session, len(lengths)) + kept)
-
-
-def _weight_bytes(session: Session, tokens: int) -> float:
-    """Of the parameters that so many tokens read. A table of embeddings is not read as a whole, unless it is the last
-    product's, too. Of experts, as many as so many tokens choose at random."""
-    config, module = session.config, session.module
-    experts, chosen = config.get("num_local_experts", 0), config.get("num_experts_per_tok", 0)
-    share = 1 - (1 - chosen / experts) ** tokens if experts else 1.0
-    embeddings = module.get_input_embeddings().weight
-    head = module.get_output_embeddings().weight
-    total = 0.0
-    for name, parameter in module.named_parameters():
-        if parameter is embeddings and parameter is not head:
-            continue
-        size = parameter.numel() * parameter.element_size()
-        total += size * share if ".experts." in name else size
-    return total
-
-
 # -- prompts -----------------------------------------------------------------------------------------------------------
 
 
@@ -206,30 +179,11 @@ def _prompt(asked: Engine, length: int, bench: Bench) -> Iterator[Row]:
 
     took = [session.run(ask) for _ in range(1 if bench.is_rehearsed else 4)]
     seconds = statistics.median(each for each, _ in took[-3:])
-    flops = _prompt_flops(session, length)
-    floor = bench.floor_us(_weight_bytes(session, length), flops)
+    flops = prompt_flops(session, length)
+    floor = bench.floor_us(weight_bytes(session, length), flops)
     row: Row = {"tokens": length, "first_token_ms": short(seconds * 1e3), "steps": took[-1][1]}
     row |= {"tokens_per_s": short(length / seconds), "tflop_per_s": short(flops / seconds / 1e12)}
     yield row | ({"floor_ms": short(floor / 1e3), "times_floor": short(seconds * 1e6 / floor)} if floor else {})
-
-
-def _prompt_flops(session: Session, length: int) -> float:
-    """Two for each parameter that a token is multiplied with, and attention's products. The logits are of one token."""
-    config = session.config
-    experts, chosen = config.get("num_local_experts", 0), config.get("num_experts_per_tok", 0)
-    tables = {id(session.module.get_input_embeddings().weight), id(session.module.get_output_embeddings().weight)}
-    flops = 0.0
-    for name, parameter in session.module.named_parameters():
-        if id(parameter) not in tables:
-            share = chosen / experts if ".experts." in name else 1.0
-            flops += 2.0 * parameter.numel() * share * length
-    group = config["num_attention_heads"] // config["num_key_value_heads"]
-    for layer in session.workers.facts.layers:
-        if layer.reach.keeps_tokens:
-            window = min(layer.reach.max_lookback(length) + 1, length)
-            pairs = window * length - window * (window - 1) / 2
-            flops += 2.0 * pairs * layer.kv_heads * group * (layer.key_dim + layer.value_dim)
-    return flops
 
 
 # -- both at once ------------------------------------------------------------------------------------------------------
@@ -259,7 +213,7 @@ def _mixed(asked: Engine, bench: Bench) -> Iterator[Row]:
         statistics.median(values) for values in zip(*((step.run_us, step.tokens) for step in mixed), strict=True)
     )
     # What its tokens would take without those before them.
-    floor = bench.floor_us(_weight_bytes(session, int(tokens)), _prompt_flops(session, int(tokens)))
+    floor = bench.floor_us(weight_bytes(session, int(tokens)), prompt_flops(session, int(tokens)))
     yield {
         "steps": len(mixed),
         "tokens_of_a_step": tokens,

@@ -1,10 +1,11 @@
 """One job in a process of its own: `run.py` starts it, and starts it anew behind a case that ended the process."""
 
 import argparse
-import importlib
+import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from .lines import BEGAN, ENDED, FAILED, LEFT_OUT, LOST, Lines, told
 from .parts import JOBS, Case, Job, jobs_of
@@ -42,7 +43,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _run(job: Job, args: argparse.Namespace, lines: Lines, bench) -> int:
+def _run(job: Job, args: argparse.Namespace, lines: Lines, bench: Any) -> int:
     for number, case in enumerate(job.cases(args.rehearse)):
         if number < args.first or args.only not in case.name:
             continue
@@ -64,19 +65,21 @@ def _run(job: Job, args: argparse.Namespace, lines: Lines, bench) -> int:
     return 0
 
 
-def _touch(args: argparse.Namespace, bench) -> int:
+def _touch(args: argparse.Namespace, bench: Any) -> int:
     """Launch every kernel of every `processes`-th case, so that a compiler has seen it. Failures are told later, where
-    they are measured."""
+    they are measured; but a rehearsal is there to find them."""
+    failed = False
     for case in _touchable(args)[args.touch :: args.processes]:
         try:
             assert case.touch is not None
             case.touch(bench)
         except Exception as error:  # noqa: BLE001
             print(f"{case.name}: {told(error)}", file=sys.stderr)
+            failed = True
         if not bench.is_alive():
             return LOST
         bench.tidy()
-    return 0
+    return int(failed and args.rehearse)
 
 
 def _touchable(args: argparse.Namespace) -> list[Case]:
@@ -91,5 +94,5 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     if "--rehearse" in sys.argv:
-        importlib.import_module("os")._exit(code)  # torch, changed as it is, need not tidy up
+        os._exit(code)  # torch, changed as it is, need not tidy up
     sys.exit(code)
