@@ -269,8 +269,8 @@ def _types(
     return types
 
 
-def compiled(variant: Variant, capability: int) -> dict[str, Any]:
-    """What the compiler made of it."""
+def build(variant: Variant, capability: int) -> Any:
+    """Compiled by Triton, which keeps the result in its cache."""
     import triton  # pyright: ignore[reportMissingImports]
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
     from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
@@ -283,7 +283,12 @@ def compiled(variant: Variant, capability: int) -> dict[str, Any]:
     }
     source = ASTSource(variant.kernel, variant.types, variant.constants, aligned)
     options = {"num_warps": variant.warps, "num_stages": variant.stages}
-    result = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def compiled(variant: Variant, capability: int) -> dict[str, Any]:
+    """What the compiler made of it."""
+    result = build(variant, capability)
     usage, code = _dump(result.asm["cubin"])
     return {
         "kernel": variant.name,
