@@ -53,7 +53,7 @@ def _swap(scene: Scene, bench: Bench) -> Iterator[Row]:
     blocks = [2 * n for n in range(scene.blocks)]
     size = scene.blocks * scene.page_bytes
     before = pages.clone()
-    kept = take_pages(pages, blocks)
+    kept = take_pages(pages, blocks).read()
     pages[::2] = 0
     put_pages(pages, blocks, list(kept))
     wrong = {} if torch.equal(pages, before) else {WRONG: "what came back is not what went"}

@@ -76,10 +76,13 @@ class Workers:
 
     async def allocate(self, plan: Any, limits: Any) -> None:
         self.worker.allocate(plan, limits)
+        from intarsia.kernels.paged_attention import upload
+
         forward = self.runner.forward
 
         def skipping(rows: Any, saves: Any = (), asked: Any = ()) -> Tensor:  # as `ModelRunner.forward`
             if self.skips_prompts and (rows.query_lens > 1).any():
+                self.runner.last_tokens.resume(upload(rows.slots[rows.finishes], self.runner.model.device))
                 return torch.zeros(int(rows.finishes.sum()), self.facts.vocab_size, device=self.runner.model.device)
             return forward(rows, saves, asked)
 
@@ -109,7 +112,11 @@ class Workers:
         phase = self.phases[0] if self.phases and is_decode and rows == self.phase_rows else None
         if phase is not None and not phase.run_us:
             phase.enter()
-        result = self.worker.run(step)
+        ongoing = self.worker.launch(step)
+        await asyncio.sleep(0)
+        while not ongoing.has_ended():  # the next step is planned and launched meanwhile
+            await asyncio.sleep(0)
+        result = ongoing.result()
         if result.error is not None:
             raise RuntimeError(result.error)
         self.ran.append(Ran(rows, tokens, is_decode, result.run_us, time.perf_counter()))

@@ -38,8 +38,13 @@ class Device:
         """The host waits for all that the current stream was asked for; or for copies before `mark` and for `clock`."""
         self.refuse_while_recording("the host waits for the device", at)
         self.ledger.add(Kind.SYNC, at)
-        self.streams.host_waits(self.streams.clock(self.streams.current) if clock is None else clock)
-        self.transfers.wait(self.transfers.mark if mark is None else mark, at)
+        whole = self.transfers.mark if mark is None else mark
+        self.comes_to(whole, self.streams.clock(self.streams.current) if clock is None else clock, at)
+
+    def comes_to(self, mark: int, clock: Clock, at: str) -> None:
+        """Copies before `mark` have been done, and the host knows that `clock` has happened."""
+        self.streams.host_waits(clock)
+        self.transfers.wait(mark, at)
 
     def upload(self, target: Tensor, source: Tensor, is_pinned: bool, is_blocking: bool, at: str) -> None:
         """source, target: in host memory and on the device; both are given as tensors in host memory"""
