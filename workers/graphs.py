@@ -152,7 +152,8 @@ class DecodeGraphs:
             if frame is None:
                 return None
             self._frames[shape] = frame
-        self._fill(frame, step, padded)
+        if not self._fill(frame, step, padded):
+            return None
         if frame.replay is not None:
             return frame.replay()[:rows]
         logits = self._forward(frame)
@@ -203,15 +204,18 @@ class DecodeGraphs:
                 self._largest.append(meta)
         return [backend.narrow(meta, rows) for meta in self._largest]
 
-    def _fill(self, frame: _Frame, step: DecodeStep, padded: Sequence[GroupBatch]) -> None:
+    def _fill(self, frame: _Frame, step: DecodeStep, padded: Sequence[GroupBatch]) -> bool:
+        """False: it does not fit."""
         transfer = Transfer(self._model.device)
         for buffer, values in ((frame.tokens_T, step.tokens), (frame.positions_T, step.positions)):
             transfer.put(buffer, np.pad(values, (0, frame.rows - len(values))))
-        for meta, batch in zip(frame.metas, padded, strict=True):
-            self._model.attention.backend.refill(meta, batch, transfer)
+        refill = self._model.attention.backend.refill
+        if not all(refill(meta, batch, transfer) for meta, batch in zip(frame.metas, padded, strict=True)):
+            return False
         for g, meta in frame.states.items():
             self._model.states.refill(meta, step.states[g], frame.rows, transfer)
         transfer.run()
+        return True
 
     def _forward(self, frame: _Frame) -> Tensor:
         self._model.attention.resume(frame.metas, frame.positions_T)
