@@ -203,16 +203,17 @@ class TritonBackend:
         single, longer = (
             shape_for(key_dim, value_dim, group, q_THD.itemsize, is_single) for is_single in (True, False)
         )
-        work, sizes = meta.plan.work.lists(Tiling(group, single.rows, longer.rows, 4 * record), q_THD.device)
-        partial = q_THD.new_empty(max(1, sizes.records * record), dtype=torch.float32)
-        call = _Call(q_THD, kv_view, params, meta.plan, partial, out_THD)
-        # Rows of one query and others are two launches: a program has the registers of the larger tile.
-        if sizes.singles:
-            self._attend(call, single, work.singles, sizes.singles, is_single=True)
-        if sizes.longer:
-            self._attend(call, longer, work.longer, sizes.longer, is_single=False)
-        if sizes.merges:
-            self._merge(call, work.merges, sizes.merges, MERGED_ROWS if sizes.longer else min(group, MERGED_ROWS))
+        tiling = Tiling(group, single.rows, longer.rows, 4 * record)
+        for work, sizes in meta.plan.work.lists(tiling, q_THD.device):
+            partial = q_THD.new_empty(max(1, sizes.records * record), dtype=torch.float32)
+            call = _Call(q_THD, kv_view, params, meta.plan, partial, out_THD)
+            # Two launches, because in one all programs would have the registers of the larger tile (`docs/gpu.md`).
+            if sizes.singles:
+                self._attend(call, single, work.singles, sizes.singles, is_single=True)
+            if sizes.longer:
+                self._attend(call, longer, work.longer, sizes.longer, is_single=False)
+            if sizes.merges:
+                self._merge(call, work.merges, sizes.merges, MERGED_ROWS if sizes.longer else min(group, MERGED_ROWS))
 
     def _attend(self, call: _Call, shape: Shape, items: Tensor, count: int, *, is_single: bool) -> None:
         q_THD, kv_view, params, plan, partial, out_THD = call

@@ -70,8 +70,8 @@ def _see(
     VALUE_DIM: tl.constexpr, VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr, VALUE_AT: tl.constexpr,
     HIDES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys [low, high): scores, softmax as it goes, sums of values. Without MASKED they are whole runs of KEYS and every
-    query sees all of them; with HIDES each query sees only those from `oldest` to its position."""
+    """Keys [low, high): scores, softmax as it goes, sums of values. Without MASKED they are whole runs of KEYS and
+    every query sees all of them; with HIDES each query sees only those from `oldest` to its position."""
     d = tl.arange(0, KEY_MAIN)
     e = tl.arange(0, VALUE_MAIN)
     for start in range(low, high, KEYS):

@@ -15,6 +15,7 @@ item stays a small part of its row.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,7 +38,7 @@ MERGED_ROWS = 16
 """Query heads and queries that one entry of the list of merges has at most."""
 
 MOST_RECORD_BYTES = 64 << 20
-"""What the items of a recorded step may leave to be merged. A step that needs more goes the usual way."""
+"""What items may leave to be merged. A step with more is attended to in parts, or does not fit into a frame."""
 
 COLUMNS = 8
 """Numbers of an entry, some unused: entries begin at multiples of 32 bytes. Entry 0 of a list says how many follow."""
@@ -86,14 +87,17 @@ def most_cuts(keys: int, scale: int) -> int:
     return max(1, min(-(-keys // LEAST_CUT_TOKENS), math.isqrt(keys) // scale + 1))
 
 
-def work_of(batch: GroupBatch, tiling: Tiling) -> tuple[Work, Sizes]:
-    """All items of a step, the largest first, so that a late start costs little; and what is merged of them."""
+def work_of(batch: GroupBatch, tiling: Tiling, rows: np.ndarray | None = None) -> tuple[Work, Sizes]:
+    """All items of a step, or of some rows of it, the largest first, so that a late start costs little; and what is
+    merged of them."""
+    rows = np.arange(len(batch.query_lens)) if rows is None else rows
+    queries = batch.query_lens[rows]
     lists, merges, records = [], [], 0
-    for rows, tile_rows, scale in (
-        (np.flatnonzero(batch.query_lens == 1), tiling.single_rows, SINGLE_CUTS),
-        (np.flatnonzero(batch.query_lens > 1), tiling.longer_rows, LONGER_CUTS),
+    for some, tile_rows, scale in (
+        (rows[queries == 1], tiling.single_rows, SINGLE_CUTS),
+        (rows[queries > 1], tiling.longer_rows, LONGER_CUTS),
     ):
-        tiles = _tiles(batch, rows, tiling.group, tile_rows, scale)
+        tiles = _tiles(batch, some, tiling.group, tile_rows, scale)
         held = np.where(tiles.cuts > 1, tiles.live * tiles.cuts, 0)
         first_record = records + np.cumsum(held) - held
         records += int(held.sum())
@@ -188,14 +192,21 @@ class StepWork:
     their query heads."""
 
     batch: GroupBatch
-    _lists: dict[Tiling, Lists] = field(default_factory=dict)
+    _lists: dict[Tiling, list[Lists]] = field(default_factory=dict)
 
-    def lists(self, tiling: Tiling, device: torch.device) -> Lists:
+    def lists(self, tiling: Tiling, device: torch.device) -> list[Lists]:
         if tiling not in self._lists:
-            work, sizes = work_of(self.batch, tiling)
-            sent = upload(np.concatenate(work), device)
-            self._lists[tiling] = Lists(Work(*sent.split([len(entries) for entries in work])), sizes)
+            self._lists[tiling] = list(self._parts(tiling, np.arange(len(self.batch.query_lens)), device))
         return self._lists[tiling]
+
+    def _parts(self, tiling: Tiling, rows: np.ndarray, device: torch.device) -> Iterator[Lists]:
+        work, sizes = work_of(self.batch, tiling, rows)
+        if sizes.records * tiling.record_bytes <= MOST_RECORD_BYTES or len(rows) == 1:
+            sent = upload(np.concatenate(work), device)
+            yield Lists(Work(*sent.split([len(entries) for entries in work])), sizes)
+        else:
+            for half in np.array_split(rows, 2):
+                yield from self._parts(tiling, half, device)
 
 
 class FrameShape(NamedTuple):
@@ -236,12 +247,12 @@ class FrameWork:
     def narrowed(self, rows: int, tokens: int) -> "FrameWork":
         return FrameWork(FrameShape(rows, tokens, self.shape.most_keys), self.largest, self.buffers)
 
-    def lists(self, tiling: Tiling, device: torch.device) -> Lists:
+    def lists(self, tiling: Tiling, device: torch.device) -> list[Lists]:
         if tiling not in self.buffers:  # a step runs once before it is recorded
             self._add(tiling, device)
         lists = self.buffers[tiling]
         sizes = self.shape.sizes(tiling)
-        return Lists(lists.work, sizes._replace(records=min(sizes.records, lists.sizes.records)))
+        return [Lists(lists.work, sizes._replace(records=min(sizes.records, lists.sizes.records)))]
 
     def _add(self, tiling: Tiling, device: torch.device) -> None:
         assert self.batch is not None, "a frame is filled before layers look at it"

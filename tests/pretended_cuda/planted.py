@@ -127,12 +127,11 @@ def sampler_waits_once_more() -> Any:
 @contextmanager
 def recorded_steps_keep_their_lengths() -> Iterator[None]:
     """Nothing is forbidden about it. A replay reads what is there, so later tokens see too little."""
-    refill = TritonBackend.refill
+    refill, kept = TritonBackend.refill, {}
 
-    def with_mistake(self: TritonBackend, frame: Any, batch: Any, transfer: Any) -> None:
-        lengths = frame.plan.kv_len.clone()
-        refill(self, frame, batch, transfer)
-        transfer.then(lambda: frame.plan.kv_len.copy_(lengths))
+    def with_mistake(self: TritonBackend, frame: Any, batch: Any, transfer: Any) -> bool:
+        lengths = kept.setdefault(id(frame), batch.kv_lens)
+        return refill(self, frame, replace(batch, kv_lens=lengths), transfer)
 
     with patch.object(TritonBackend, "refill", with_mistake):
         yield

@@ -18,11 +18,10 @@ from intarsia.kernels.paged_attention import (
     ReferenceBackend,
     TorchBackend,
     TritonBackend,
-    worklist,
 )
 from intarsia.kernels.paged_attention import plain_torch as plain_torch_module
 from intarsia.kernels.transfer import Transfer
-from intarsia.tests.kernels.scenes import CPU, Scene, World, assert_exact, check
+from intarsia.tests.kernels.scenes import CPU, Scene, World, assert_exact, check, cut_short
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +40,8 @@ def framed(backend: Backend, batch: GroupBatch, prepare: Callable[..., GroupMeta
     frame = backend.frame(batch, CPU)
     assert frame is not None
     for lens in (np.maximum(batch.query_lens, batch.kv_lens // 2), batch.kv_lens):
-        assert backend.refill(frame, replace(batch, kv_lens=lens), transfer := Transfer(CPU))
+        transfer = Transfer(CPU)
+        assert backend.refill(frame, replace(batch, kv_lens=lens), transfer)
         transfer.run()
     return frame
 
@@ -84,12 +84,6 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "triton in cuts":
         cut_short(monkeypatch)
     return backend
-
-
-def cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a few tokens are cut, as those of thousands are."""
-    for name, value in (("LEAST_CUT_TOKENS", 4), ("SINGLE_CUTS", 1), ("LONGER_CUTS", 1)):
-        monkeypatch.setattr(worklist, name, value)
 
 
 def skip_if_interpreted(backend: Backend, dtype: torch.dtype) -> None:
