@@ -17,7 +17,7 @@ item stays a small part of its row.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -62,16 +62,19 @@ class Sizes(NamedTuple):
     records: int
 
 
-class Work(NamedTuple):
+Array = TypeVar("Array", np.ndarray, Tensor)
+
+
+class Work(NamedTuple, Generic[Array]):
     """Lists [1 + n, COLUMNS] int32, on the host or on a device.
 
     singles, longer  items: row, number of the tile, first key, end of keys, first record (-1: is not merged)
     merges           row, first row of the row's matrix, its first record, cuts, records from cut to cut, how many rows
     """
 
-    singles: np.ndarray | Tensor
-    longer: np.ndarray | Tensor
-    merges: np.ndarray | Tensor
+    singles: Array
+    longer: Array
+    merges: Array
 
 
 def cut_tokens(keys: np.ndarray, tiles: np.ndarray, scale: int) -> np.ndarray:
@@ -87,7 +90,7 @@ def most_cuts(keys: int, scale: int) -> int:
     return max(1, min(-(-keys // LEAST_CUT_TOKENS), math.isqrt(keys) // scale + 1))
 
 
-def work_of(batch: GroupBatch, tiling: Tiling, rows: np.ndarray | None = None) -> tuple[Work, Sizes]:
+def work_of(batch: GroupBatch, tiling: Tiling, rows: np.ndarray | None = None) -> tuple[Work[np.ndarray], Sizes]:
     """All items of a step, or of some rows of it, the largest first, so that a late start costs little; and what is
     merged of them."""
     rows = np.arange(len(batch.query_lens)) if rows is None else rows
@@ -182,7 +185,7 @@ def _with_count(entries: np.ndarray) -> np.ndarray:
 class Lists(NamedTuple):
     """The work of a step on the device, and how much of it there is, or may be in a frame."""
 
-    work: Work
+    work: Work[Tensor]
     sizes: Sizes
 
 
