@@ -139,7 +139,7 @@ class Backend(Protocol):
         ...
 
     def write(self, kv_view: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: GroupMeta) -> None:
-        """Put this step's keys [T,K,Dk] and values [T,K,Dv], of latents [T,K,0], into their pages and touch no other."""
+        """Put this step's keys [T,K,Dk] and values [T,K,Dv], of latents [T,K,0], into their pages; touch no other."""
 
     def attend(self, q_THD: Tensor, kv_view: Tensor, params: LayerParams, meta: GroupMeta, out_THD: Tensor) -> None:
         """Causal attention of the new tokens over their pages, which already hold the new tokens themselves.

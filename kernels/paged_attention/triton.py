@@ -136,7 +136,9 @@ class TritonBackend:
         tokens = int(batch.query_lens.sum())
         span = batch.window_tokens or batch.chunk_tokens
         most_keys = width * batch.block_tokens
-        shape = FrameShape(rows, tokens, most_keys if span is None else min(span + tokens - rows, most_keys))
+        is_mixed = bool((batch.query_lens != 1).any())
+        seen = most_keys if span is None else min(span + is_mixed * tokens, most_keys)
+        shape = FrameShape(rows, tokens, seen, is_mixed)
         place = torch.zeros(tokens, dtype=torch.int64, device=device)
         plan = _Plan(
             torch.zeros(rows, width, dtype=torch.int32, device=device),

@@ -214,8 +214,9 @@ class StepWork:
 
 class FrameShape(NamedTuple):
     rows: int
-    tokens: int  # as many as rows: each has one query
+    tokens: int
     most_keys: int  # that a row sees
+    is_mixed: bool  # rows may have more than one query
 
     def sizes(self, tiling: Tiling) -> Sizes:
         """The most of everything, whatever mixture of rows comes."""
@@ -225,7 +226,7 @@ class FrameShape(NamedTuple):
         is_cut = cuts > 1
         merges = self.rows * -(-group // MERGED_ROWS)
         sizes = Sizes(singles * cuts, 0, is_cut * merges, is_cut * self.rows * group * cuts)
-        if self.tokens == self.rows:
+        if not self.is_mixed:
             return sizes
         longer = self.tokens * group // tiling.longer_rows + min(self.rows, self.tokens // 2)
         cuts = most_cuts(self.most_keys, LONGER_CUTS)
@@ -248,7 +249,7 @@ class FrameWork:
     batch: GroupBatch | None = None  # what the frame was last filled with
 
     def narrowed(self, rows: int, tokens: int) -> "FrameWork":
-        return FrameWork(FrameShape(rows, tokens, self.shape.most_keys), self.largest, self.buffers)
+        return FrameWork(self.shape._replace(rows=rows, tokens=tokens), self.largest, self.buffers)
 
     def lists(self, tiling: Tiling, device: torch.device) -> list[Lists]:
         if tiling not in self.buffers:  # a step runs once before it is recorded

@@ -116,7 +116,7 @@ def test_a_frame_has_room_for_any_mixture_of_its_rows_and_tokens(tiling: Tiling,
         queries[random.randrange(rows)] += 1
     batch = batch_of([(count, random.randint(min(count, keys), keys)) for count in queries if count <= keys])
     _, needed = work_of(batch, tiling)
-    most = FrameShape(rows, (max(queries) > 1 and tokens) or rows, keys).sizes(tiling)
+    most = FrameShape(rows, tokens, keys, is_mixed=max(queries) > 1).sizes(tiling)
     assert all(size <= room for size, room in zip(needed, most, strict=True)), (needed, most)
 
 
@@ -133,7 +133,7 @@ def test_a_step_with_too_much_to_merge_is_done_in_parts(monkeypatch: pytest.Monk
 def test_a_step_with_too_much_to_merge_does_not_fit_into_a_frame(monkeypatch: pytest.MonkeyPatch):
     small, large = batch_of([(1, 5000)] + [(1, 100)] * 7), batch_of([(1, 5000)] * 8)
     monkeypatch.setattr(worklist, "MOST_RECORD_BYTES", 0)
-    shape = FrameShape(8, 8, 5000)
+    shape = FrameShape(8, 8, 5000, is_mixed=False)
     frame = FrameWork(shape, shape)
     assert frame.refilled(small) == [], "what layers need is not known yet"
     (lists,) = frame.lists(TILING, CPU)
