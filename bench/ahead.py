@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from intarsia.kernels.paged_attention.triton import Shape, Size, TritonBackend, precision_of, shape_for
+from intarsia.kernels.paged_attention.triton import MERGED_AT_ONCE, Shape, Size, TritonBackend, precision_of, shape_for
 from intarsia.kernels.sampling.triton import LIST_TOKENS, LIST_WARPS, WARPS, TritonSampling, shift_of
 from intarsia.kernels.state.triton import CHUNKS, CONVOLUTION_TOKENS, PRECISION, TritonStates, heads_block
 from intarsia.kernels.tokenwise import Activation, Rotary
@@ -74,23 +74,21 @@ def _attention(dtype: str) -> Iterator[Variant]:
         key, value = Size.of(key_dim), Size.of(value_dim)
         for one_query in (True, False):
             shape: Shape = shape_for(key_dim, value_dim, group, DTYPES[dtype].itemsize, one_query)
-            for splits in (1, 8) if one_query else (1,):
-                kind = f"single{', 8 splits' if splits > 1 else ''}" if one_query else "prompt"
-                yield Variant(
-                    f"attend {dtype} {name} ({kind})",
-                    kernels.attend,
-                    _types(kernels.attend, {"q_ptr", "pages_ptr", "out_ptr", "sinks_ptr"}, dtype, {"partial_ptr"}),
-                    {
-                        "GROUP": group, "ROWS": shape.rows, "KEYS": shape.keys, "PAGE": page, "SPLITS": splits,
-                        "KEY_DIM": key.dim, "KEY_MAIN": key.main, "KEY_REST": key.rest,
-                        "VALUE_DIM": value.dim, "VALUE_MAIN": value.main, "VALUE_REST": value.rest,
-                        "VALUE_AT": 0 if name == "latent" else key_dim, "RULE": rule, "ONE_QUERY": one_query,
-                        "HAS_SOFTCAP": softcap, "HAS_SINKS": sinks,
-                        "PRECISION": precision_of(DTYPES[dtype]),
-                    },
-                    shape.warps,
-                    shape.stages,
-                )  # fmt: skip
+            yield Variant(
+                f"attend {dtype} {name} ({'single' if one_query else 'prompt'})",
+                kernels.attend,
+                _types(kernels.attend, {"q_ptr", "pages_ptr", "out_ptr", "sinks_ptr"}, dtype, {"partial_ptr"}),
+                {
+                    "GROUP": group, "ROWS": shape.rows, "KEYS": shape.keys, "PAGE": page,
+                    "KEY_DIM": key.dim, "KEY_MAIN": key.main, "KEY_REST": key.rest,
+                    "VALUE_DIM": value.dim, "VALUE_MAIN": value.main, "VALUE_REST": value.rest,
+                    "VALUE_AT": 0 if name == "latent" else key_dim, "RULE": rule, "ONE_QUERY": one_query,
+                    "HAS_SOFTCAP": softcap, "HAS_SINKS": sinks,
+                    "PRECISION": precision_of(DTYPES[dtype]),
+                },
+                shape.warps,
+                shape.stages,
+            )  # fmt: skip
     yield Variant(
         f"write {dtype}",
         kernels.write,
@@ -99,17 +97,18 @@ def _attention(dtype: str) -> Iterator[Variant]:
         4,
         3,
     )
-    yield Variant(
-        f"merge {dtype}",
-        kernels.merge,
-        _types(kernels.merge, {"out_ptr", "sinks_ptr"}, dtype, {"partial_ptr"}),
-        {
-            "GROUP": 4, "ROWS": 16, "SPLITS": 8, "SPLITS_PADDED": 8, "VALUE_DIM": 128, "VALUE_PADDED": 128,
-            "HAS_SINKS": False,
-        },
-        4,
-        3,
-    )  # fmt: skip
+    for value_dim in (128, 512):
+        yield Variant(
+            f"merge {dtype} {value_dim}",
+            kernels.merge,
+            _types(kernels.merge, {"out_ptr", "sinks_ptr"}, dtype, {"partial_ptr"}),
+            {
+                "GROUP": 4, "CUTS": MERGED_AT_ONCE,
+                "VALUE_DIM": value_dim, "VALUE_PADDED": value_dim, "HAS_SINKS": False,
+            },
+            4,
+            3,
+        )  # fmt: skip
 
 
 ROWS = [  # name, numbers of a row, of a gated half

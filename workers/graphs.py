@@ -157,7 +157,8 @@ class DecodeGraphs:
             if frame is None:
                 return None
             self._frames[shape] = frame
-        self._fill(frame, step, padded)
+        if not self._fill(frame, step, padded):
+            return None
         self._last_tokens.resume(frame.slots_T)
         if frame.replay is not None:
             return frame.replay()[:rows]
@@ -209,7 +210,8 @@ class DecodeGraphs:
                 self._largest.append(meta)
         return [backend.narrow(meta, rows) for meta in self._largest]
 
-    def _fill(self, frame: _Frame, step: DecodeStep, padded: Sequence[GroupBatch]) -> None:
+    def _fill(self, frame: _Frame, step: DecodeStep, padded: Sequence[GroupBatch]) -> bool:
+        """False: it does not fit."""
         transfer = Transfer(self._model.device)
         tokens, spare = self._last_tokens, self._last_tokens.spare_slot
         transfer.put(tokens.known(len(step.tokens)), step.tokens)
@@ -219,11 +221,13 @@ class DecodeGraphs:
             (frame.positions_T, step.positions, 0),
         ):
             transfer.put(buffer, np.pad(values, (0, frame.rows - len(values)), constant_values=filling))
-        for meta, batch in zip(frame.metas, padded, strict=True):
-            self._model.attention.backend.refill(meta, batch, transfer)
+        refill = self._model.attention.backend.refill
+        if not all(refill(meta, batch, transfer) for meta, batch in zip(frame.metas, padded, strict=True)):
+            return False
         for g, meta in frame.states.items():
             self._model.states.refill(meta, step.states[g], frame.rows, transfer)
         transfer.run()
+        return True
 
     def _forward(self, frame: _Frame) -> Tensor:
         self._model.attention.resume(frame.metas, frame.positions_T)

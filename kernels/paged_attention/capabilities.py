@@ -41,6 +41,8 @@ class Capabilities:
     any_bytes: bool = True
     wide_frames: bool = False
     """A frame for the widest block table costs a step no more than a narrow one."""
+    mixed_frames: bool = False
+    """Rows of a frame may have any number of queries, as long as all together fit."""
 
     def refusal(self, needs: Needs, device: torch.device) -> str | None:
         """Why this layer cannot run here, in words; None if it can."""

@@ -107,7 +107,7 @@ class FlashBackend:
         place = torch.zeros(rows, dtype=torch.int64, device=device)
         return GroupMeta(place, place.clone(), _plan(replace(batch, kv_lens=full), device))
 
-    def narrow(self, frame: GroupMeta, rows: int) -> GroupMeta:
+    def narrow(self, frame: GroupMeta, rows: int, tokens: int | None = None) -> GroupMeta:
         plan: _Plan = frame.plan
         part = replace(
             plan,
@@ -119,7 +119,7 @@ class FlashBackend:
         )
         return GroupMeta(frame.token_page[:rows], frame.token_offset[:rows], part)
 
-    def refill(self, frame: GroupMeta, batch: GroupBatch, transfer: Transfer) -> None:
+    def refill(self, frame: GroupMeta, batch: GroupBatch, transfer: Transfer) -> bool:
         plan: _Plan = frame.plan
         for buffer, values in (
             *zip((frame.token_page, frame.token_offset), batch.token_places(), strict=True),
@@ -129,6 +129,7 @@ class FlashBackend:
         ):
             transfer.put(buffer, values)
         transfer.then(lambda: self._schedule_anew(plan))
+        return True
 
     def write(self, kv_view: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: GroupMeta) -> None:
         kv_view[meta.token_page, meta.token_offset] = torch.cat((k_TKD, v_TKD), dim=-1)

@@ -92,10 +92,10 @@ class TorchBackend:
         )
         return GroupMeta(place, place.clone(), plan=(part,))
 
-    def narrow(self, frame: GroupMeta, rows: int) -> GroupMeta:
+    def narrow(self, frame: GroupMeta, rows: int, tokens: int | None = None) -> GroupMeta:
         raise AssertionError("there are no wide frames")
 
-    def refill(self, frame: GroupMeta, batch: GroupBatch, transfer: Transfer) -> None:
+    def refill(self, frame: GroupMeta, batch: GroupBatch, transfer: Transfer) -> bool:
         (part,) = frame.plan
         rows = np.arange(part.rows)
         blocks, dirty, padding = _gathered(batch, rows, *_page_span(batch, rows), len(part.pages) // part.rows)
@@ -107,6 +107,7 @@ class TorchBackend:
             (part.tiles[0].mask_NML, np.where(dead, np.float32("-inf"), np.float32(0))),
         ):
             transfer.put(buffer, values)
+        return True
 
     def write(self, kv_view: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: GroupMeta) -> None:
         kv_view[meta.token_page, meta.token_offset] = torch.cat((k_TKD, v_TKD), dim=-1)

@@ -125,23 +125,21 @@ class Backend(Protocol):
         ...
 
     def frame(self, batch: GroupBatch, device: torch.device) -> GroupMeta | None:
-        """Metadata for steps of the shape of `batch`, in which each row has one query: its tensors stay where they are,
-        and `write` and `attend` neither wait for the device nor look at what the tensors hold, so that what they do can
-        be recorded. Its contents are undefined before `refill`. None: this backend has no such thing.
-        """
+        """Metadata for steps of the shape of `batch`, whose tensors stay where they are: `write` and `attend` neither
+        wait for the device nor look at what they hold, and can be recorded. Undefined before `refill`. None: there is
+        no such thing. Each row has one query, unless there are `mixed_frames`."""
 
-    def narrow(self, frame: GroupMeta, rows: int) -> GroupMeta:
-        """A frame of fewer rows in the same memory, of a backend with `wide_frames`."""
+    def narrow(self, frame: GroupMeta, rows: int, tokens: int | None = None) -> GroupMeta:
+        """A frame of fewer rows and tokens in the same memory, of a backend with `wide_frames`."""
         ...
 
-    def refill(self, frame: GroupMeta, batch: GroupBatch, transfer: Transfer) -> None:
-        """Have another step of as many rows put into a frame; of `wide_frames`, the table may be narrower."""
+    def refill(self, frame: GroupMeta, batch: GroupBatch, transfer: Transfer) -> bool:
+        """Have another step of as many rows put into a frame; of `wide_frames`, the table may be narrower, and rows and
+        tokens fewer: others go into the null page, and get no result. False: the step does not fit, nothing is put."""
+        ...
 
     def write(self, kv_view: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: GroupMeta) -> None:
-        """Put this step's keys [T,K,Dk] and values [T,K,Dv] into their pages; touch nothing else.
-
-        Of a latent, Dv is 0.
-        """
+        """Put this step's keys [T,K,Dk] and values [T,K,Dv], of latents [T,K,0], into their pages; touch no other."""
 
     def attend(self, q_THD: Tensor, kv_view: Tensor, params: LayerParams, meta: GroupMeta, out_THD: Tensor) -> None:
         """Causal attention of the new tokens over their pages, which already hold the new tokens themselves.

@@ -38,10 +38,10 @@ class ReferenceBackend:
     def frame(self, batch: GroupBatch, device: torch.device) -> None:
         return None
 
-    def narrow(self, frame: GroupMeta, rows: int) -> GroupMeta:
+    def narrow(self, frame: GroupMeta, rows: int, tokens: int | None = None) -> GroupMeta:
         raise AssertionError("there are no wide frames")
 
-    def refill(self, frame: GroupMeta, batch: GroupBatch, transfer: Transfer) -> None:
+    def refill(self, frame: GroupMeta, batch: GroupBatch, transfer: Transfer) -> bool:
         raise AssertionError("there are no frames")
 
     def write(self, kv_view: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: GroupMeta) -> None:

@@ -1,10 +1,10 @@
 """Paged attention on a GPU by our own kernels, `triton_kernels.py`: what they are launched with, and when.
 
-A step is at most two launches per layer: one over the rows with a single query, one over the tiles of the others. Few
-long rows are cut into splits, so that no processor idles, and merged by a third, small one.
+A step is at most three launches per layer: one over items of rows with a single query, one over items of the others,
+each with the tiles that fit it, and a small one that merges the items of rows that are cut (`worklist.py`).
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,10 +18,14 @@ from ..toolchain.triton import LEAST_DOT, power_of_two
 from ..transfer import Transfer
 from .capabilities import Capabilities
 from .protocol import GroupBatch, GroupMeta, LayerParams, upload
+from .worklist import MERGED_ROWS, FrameShape, FrameWork, StepWork, Tiling
 
-LEAST_SPLIT_TOKENS = 256
-"""A shorter split costs more to merge than it gains."""
-MOST_SPLITS = 64
+PROGRAMS_PER_PROCESSOR = 16
+"""That a launch has at most. Three or four of them run at a time: the next begins where one ends early. A recorded step
+launches as many as may be needed, and those that find nothing to do return."""
+
+MERGED_AT_ONCE = 16
+"""Cuts whose sums a program reads in one go."""
 
 
 class Size(NamedTuple):
@@ -62,27 +66,10 @@ def shape_for(key_dim: int, value_dim: int, group: int, itemsize: int, one_query
         return Shape(32 if widest <= 192 else 16, 16, 8, 2)
     if one_query:
         rows = min(max(LEAST_DOT, power_of_two(group)), 64 if widest <= 256 else 32)
-        return Shape(rows, 64 if widest <= 128 else 32, 4 if widest <= 256 else 8, 3 if widest <= 256 else 2)
+        return Shape(rows, 64 if widest <= 128 else 32, 4 if widest <= 256 else 8, 3 if widest <= 128 else 2)
     if widest > 256:
         return Shape(32, 32, 8, 2)
     return Shape(128, 64 if widest <= 192 else 32, 8, 3 if widest <= 128 else 2)
-
-
-class Tiles(NamedTuple):
-    """Where the tiles of one launch lie: request and number within it, [tiles] int32 each."""
-
-    row: Tensor
-    number: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Launch:
-    """Rows that are attended to together."""
-
-    rows: np.ndarray
-    queries: np.ndarray  # of each
-    most_keys: int  # that a tile may read: an upper bound
-    tiles: dict[tuple[int, int], Tiles] = field(default_factory=dict)  # by (group, rows of a tile)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,11 +77,25 @@ class _Plan:
     block_table: Tensor  # [R,P] int32
     query_start: Tensor  # [R+1] int32
     kv_len: Tensor  # [R] int32
-    singles: _Launch | None
-    longer: _Launch | None
+    work: StepWork | FrameWork
     rule: int
     span: int
     block_tokens: int
+
+
+class _Call(NamedTuple):
+    """What `attend` is asked for, and room for what is merged."""
+
+    q_THD: Tensor
+    kv_view: Tensor
+    params: LayerParams
+    plan: _Plan
+    partial: Tensor  # [records, K, Dv + 2]
+    out_THD: Tensor
+
+    @property
+    def sinks(self) -> Tensor:
+        return self.q_THD if self.params.sinks is None else self.params.sinks
 
 
 class TritonBackend:
@@ -106,6 +107,7 @@ class TritonBackend:
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         wide_frames=True,
+        mixed_frames=True,
     )
 
     @classmethod
@@ -116,18 +118,14 @@ class TritonBackend:
         from . import triton_kernels as paged_attention  # here and not above: triton may be missing
 
         self._kernels: Any = paged_attention
-        self.processors: int | None = None  # what a launch should keep busy; None: as many as the device has
 
     def prepare(self, batch: GroupBatch, device: torch.device) -> GroupMeta:
         page, offset = batch.token_places()
-        singles = np.flatnonzero(batch.query_lens == 1)
-        longer = np.flatnonzero(batch.query_lens > 1)
         plan = _Plan(
             upload(np.ascontiguousarray(batch.block_table, dtype=np.int32), device),
             upload(starts_of(batch.query_lens), device),
             upload(batch.kv_lens.astype(np.int32), device),
-            _launch(batch, singles) if len(singles) else None,
-            _launch(batch, longer) if len(longer) else None,
+            StepWork(batch),
             *_rule(batch),
             batch.block_tokens,
         )
@@ -135,42 +133,55 @@ class TritonBackend:
 
     def frame(self, batch: GroupBatch, device: torch.device) -> GroupMeta:
         rows, width = batch.block_table.shape
-        every = np.arange(rows)
-        place = torch.zeros(rows, dtype=torch.int64, device=device)
+        tokens = int(batch.query_lens.sum())
+        span = batch.window_tokens or batch.chunk_tokens
         most_keys = width * batch.block_tokens
-        span = batch.window_tokens or batch.chunk_tokens or most_keys
+        is_mixed = bool((batch.query_lens != 1).any())
+        seen = most_keys if span is None else min(span + is_mixed * tokens, most_keys)
+        shape = FrameShape(rows, tokens, seen, is_mixed)
+        place = torch.zeros(tokens, dtype=torch.int64, device=device)
         plan = _Plan(
             torch.zeros(rows, width, dtype=torch.int32, device=device),
-            upload(np.arange(rows + 1, dtype=np.int32), device),
-            torch.ones(rows, dtype=torch.int32, device=device),
-            _Launch(every, np.ones(rows, dtype=np.int64), min(span, most_keys)),
-            None,
+            torch.zeros(rows + 1, dtype=torch.int32, device=device),
+            torch.zeros(rows, dtype=torch.int32, device=device),
+            FrameWork(shape, shape),
             *_rule(batch),
             batch.block_tokens,
         )
         return GroupMeta(place, place.clone(), plan)
 
-    def narrow(self, frame: GroupMeta, rows: int) -> GroupMeta:
+    def narrow(self, frame: GroupMeta, rows: int, tokens: int | None = None) -> GroupMeta:
         plan: _Plan = frame.plan
-        assert plan.singles is not None, "a frame's rows have one query each"
-        every = np.arange(rows)
+        assert isinstance(plan.work, FrameWork)
+        tokens = rows if tokens is None else tokens
         part = replace(
             plan,
             block_table=plan.block_table[:rows],
             query_start=plan.query_start[: rows + 1],
             kv_len=plan.kv_len[:rows],
-            singles=_Launch(every, np.ones(rows, dtype=np.int64), plan.singles.most_keys),
+            work=plan.work.narrowed(rows, tokens),
         )
-        return GroupMeta(frame.token_page[:rows], frame.token_offset[:rows], part)
+        return GroupMeta(frame.token_page[:tokens], frame.token_offset[:tokens], part)
 
-    def refill(self, frame: GroupMeta, batch: GroupBatch, transfer: Transfer) -> None:
+    def refill(self, frame: GroupMeta, batch: GroupBatch, transfer: Transfer) -> bool:
         plan: _Plan = frame.plan
+        assert isinstance(plan.work, FrameWork)
+        lists = plan.work.refilled(batch)
+        if lists is None:
+            return False
+        rows, width = batch.block_table.shape
+        page, offset = batch.token_places()
+        more_rows, more_tokens = len(plan.kv_len) - rows, len(frame.token_page) - len(page)
         for buffer, values in (
-            *zip((frame.token_page, frame.token_offset), batch.token_places(), strict=True),
-            (plan.block_table[:, : batch.block_table.shape[1]], batch.block_table),
-            (plan.kv_len, batch.kv_lens),
+            (frame.token_page, np.pad(page, (0, more_tokens))),
+            (frame.token_offset, np.pad(offset, (0, more_tokens))),
+            (plan.block_table[:rows, :width], batch.block_table),
+            (plan.query_start, np.pad(starts_of(batch.query_lens), (0, more_rows), mode="edge")),
+            (plan.kv_len, np.pad(batch.kv_lens, (0, more_rows))),
+            *lists,
         ):
             transfer.put(buffer, values)
+        return True
 
     def write(self, kv_view: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: GroupMeta) -> None:
         k_TKD, v_TKD = dense_heads(k_TKD), dense_heads(v_TKD)
@@ -187,54 +198,56 @@ class TritonBackend:
         )  # fmt: skip
 
     def attend(self, q_THD: Tensor, kv_view: Tensor, params: LayerParams, meta: GroupMeta, out_THD: Tensor) -> None:
-        plan: _Plan = meta.plan
         q_THD = dense_heads(q_THD)
-        for launch in (plan.singles, plan.longer):
-            if launch is not None:
-                self._attend(q_THD, kv_view, params, plan, launch, out_THD)
-
-    def _attend(
-        self, q_THD: Tensor, kv_view: Tensor, params: LayerParams, plan: _Plan, launch: _Launch, out_THD: Tensor
-    ) -> None:
         heads, key_dim = q_THD.shape[1:]
         kv_heads, value_dim = kv_view.shape[2], out_THD.shape[2]
-        group, one_query = heads // kv_heads, launch is plan.singles
-        # Tiles as large as fit; long rows in splits where tiles alone would leave processors idle.
-        shape = shape_for(key_dim, value_dim, group, q_THD.itemsize, one_query)
-        tiles = _tiles(launch, group, shape.rows, q_THD.device)
-        programs = len(tiles.row) * kv_heads
-        splits = self._splits(programs, launch.most_keys, q_THD.device)
-        partial = q_THD.new_empty(
-            programs * splits * shape.rows * (value_dim + 2) if splits > 1 else 1, dtype=torch.float32
+        group, record = heads // kv_heads, kv_heads * (value_dim + 2)
+        single, longer = (
+            shape_for(key_dim, value_dim, group, q_THD.itemsize, is_single) for is_single in (True, False)
         )
-        sinks = q_THD if params.sinks is None else params.sinks
-        key, value = Size.of(key_dim), Size.of(value_dim)
-        self._kernels.attend[(len(tiles.row), kv_heads, splits)](
-            q_THD, kv_view, out_THD, partial, sinks, plan.block_table, tiles.row, tiles.number, plan.query_start,
-            plan.kv_len,
+        tiling = Tiling(group, single.rows, longer.rows, 4 * record)
+        for work, sizes in meta.plan.work.lists(tiling, q_THD.device):
+            partial = q_THD.new_empty(max(1, sizes.records * record), dtype=torch.float32)
+            call = _Call(q_THD, kv_view, params, meta.plan, partial, out_THD)
+            # Two launches, because in one all programs would have the registers of the larger tile (`docs/gpu.md`).
+            if sizes.singles:
+                self._attend(call, single, work.singles, sizes.singles, is_single=True)
+            if sizes.longer:
+                self._attend(call, longer, work.longer, sizes.longer, is_single=False)
+            if sizes.merges:
+                self._merge(call, work.merges, sizes.merges, MERGED_ROWS if sizes.longer else min(group, MERGED_ROWS))
+
+    def _attend(self, call: _Call, shape: Shape, items: Tensor, count: int, *, is_single: bool) -> None:
+        q_THD, kv_view, params, plan, partial, out_THD = call
+        heads, key_dim = q_THD.shape[1:]
+        kv_heads = kv_view.shape[2]
+        key, value = Size.of(key_dim), Size.of(out_THD.shape[2])
+        self._kernels.attend[(kv_heads, _programs(count, kv_heads, q_THD.device))](
+            q_THD, kv_view, out_THD, partial, call.sinks, plan.block_table, items, plan.query_start, plan.kv_len,
             *q_THD.stride()[:2], *out_THD.stride()[:2], *kv_view.stride()[:3], plan.block_table.stride(0),
             params.scale, params.softcap or 1.0, plan.span,
-            GROUP=group, ROWS=shape.rows, KEYS=shape.keys, PAGE=plan.block_tokens, SPLITS=splits,
+            GROUP=heads // kv_heads, ROWS=shape.rows, KEYS=shape.keys, PAGE=plan.block_tokens,
             KEY_DIM=key.dim, KEY_MAIN=key.main, KEY_REST=key.rest,
             VALUE_DIM=value.dim, VALUE_MAIN=value.main, VALUE_REST=value.rest,
             VALUE_AT=0 if params.latent_values is not None else key_dim,
-            RULE=plan.rule, ONE_QUERY=one_query, HAS_SOFTCAP=params.softcap is not None,
+            RULE=plan.rule, ONE_QUERY=is_single, HAS_SOFTCAP=params.softcap is not None,
             HAS_SINKS=params.sinks is not None, PRECISION=precision_of(q_THD.dtype),
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
-        # Splits of a row are merged in a second launch.
-        if splits > 1:
-            self._kernels.merge[(len(tiles.row), kv_heads, shape.rows)](
-                partial, out_THD, sinks, tiles.row, tiles.number, plan.query_start, *out_THD.stride()[:2],
-                GROUP=group, ROWS=shape.rows, SPLITS=splits, SPLITS_PADDED=power_of_two(splits),
-                VALUE_DIM=value_dim, VALUE_PADDED=power_of_two(value_dim), HAS_SINKS=params.sinks is not None,
-            )  # fmt: skip
 
-    def _splits(self, programs: int, most_keys: int, device: torch.device) -> int:
-        """Rounded to a power of two, because each count is compiled by itself."""
-        wanted = 2 * (self.processors or _processors(device)) // programs
-        useful = min(wanted, most_keys // LEAST_SPLIT_TOKENS, MOST_SPLITS)
-        return power_of_two(useful + 1) // 2 if useful > 1 else 1
+    def _merge(self, call: _Call, merges: Tensor, count: int, rows: int) -> None:
+        out_THD, kv_heads = call.out_THD, call.kv_view.shape[2]
+        value_dim = out_THD.shape[2]
+        self._kernels.merge[(kv_heads, _programs(count, kv_heads * rows, out_THD.device), rows)](
+            call.partial, out_THD, call.sinks, merges, call.plan.query_start, *out_THD.stride()[:2],
+            GROUP=out_THD.shape[1] // kv_heads, CUTS=MERGED_AT_ONCE,
+            VALUE_DIM=value_dim, VALUE_PADDED=power_of_two(value_dim), HAS_SINKS=call.params.sinks is not None,
+        )  # fmt: skip
+
+
+def _programs(count: int, others: int, device: torch.device) -> int:
+    """For each of so many others: one for each entry of a list, or as many as keep the device busy."""
+    return min(count, max(1, PROGRAMS_PER_PROCESSOR * _processors(device) // others))
 
 
 def _rule(batch: GroupBatch) -> tuple[int, int]:
@@ -244,26 +257,6 @@ def _rule(batch: GroupBatch) -> tuple[int, int]:
     if batch.window_tokens is not None:
         return 1, batch.window_tokens
     return (0, 0) if batch.chunk_tokens is None else (2, batch.chunk_tokens)
-
-
-def _launch(batch: GroupBatch, rows: np.ndarray) -> _Launch:
-    ends, queries = batch.kv_lens[rows].astype(np.int64), batch.query_lens[rows].astype(np.int64)
-    oldest = batch.oldest_visible(ends - queries) if batch.is_causal else 0 * ends
-    return _Launch(rows, queries, int((ends - oldest).max()))
-
-
-def _tiles(launch: _Launch, group: int, tile_rows: int, device: torch.device) -> Tiles:
-    """Made once per launch and shape, because layers of one group may differ in their query heads."""
-    tiles = launch.tiles.get((group, tile_rows))
-    if tiles is None:
-        counts = -(-launch.queries * group // tile_rows)
-        row = np.repeat(launch.rows, counts)
-        first = np.repeat(np.cumsum(counts) - counts, counts)
-        # The last tiles of a prompt see most, so they start first.
-        number = np.repeat(counts, counts) - 1 - (np.arange(len(row)) - first)
-        tiles = Tiles(upload(row.astype(np.int32), device), upload(number.astype(np.int32), device))
-        launch.tiles[group, tile_rows] = tiles
-    return tiles
 
 
 @cache

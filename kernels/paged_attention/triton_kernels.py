@@ -1,4 +1,4 @@
-"""Paged attention in Triton: prompts and single queries in one kernel, long rows cut into splits and merged.
+"""Paged attention in Triton: prompts and single queries in one kernel, long rows cut into items and merged.
 
 A tile is ROWS rows of a matrix product: the queries of one request times the query heads that share a kv head, heads
 first, so that a single query of a grouped model still fills a tile.
@@ -10,11 +10,14 @@ Keys are read KEYS at a time by token, so any page size will do. What the querie
     first            every query sees all            end
       |  some see  |  no mask, no bounds   |  some see  |      three loops over one body; outside, nothing is read
 
+A launch has as many programs as keep the device busy, and each takes one item of a list after another (`worklist.py`):
+what there is to do may change without another launch, and a program that finds nothing returns at once.
+
 Bytes that are no live token of the row never enter the arithmetic: they may be NaN (`protocol.py`). Numbers are
 multiplied in their own kind and summed in float32. Head sizes are cut into a power of two and a rest (192 = 128 + 64,
 80 = 64 + 16), so that little is padded.
 
-Suffixes in comments: T packed tokens    H query heads    K kv heads    D head size    P pages of a row    S splits
+Suffixes in comments: T packed tokens    H query heads    K kv heads    D head size    P pages of a row
 """
 
 import triton
@@ -29,6 +32,9 @@ NOWHERE = tl.constexpr(-1e30)
 """Stands for minus infinity, whose differences would be NaN."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 """The hardware's exponential is of base 2."""
+
+COLUMNS = tl.constexpr(8)
+"""Numbers of an entry of a list."""
 
 
 @triton.jit
@@ -62,9 +68,10 @@ def _see(
     KEYS: tl.constexpr, PAGE: tl.constexpr,
     KEY_DIM: tl.constexpr, KEY_MAIN: tl.constexpr, KEY_REST: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr, VALUE_AT: tl.constexpr,
-    RULE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    HIDES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One run of keys, [low, high): scores, softmax as it goes, sums of values. Without MASKED every query sees all."""
+    """Keys [low, high): scores, softmax as it goes, sums of values. Without MASKED they are whole runs of KEYS and
+    every query sees all of them; with HIDES each query sees only those from `oldest` to its position."""
     d = tl.arange(0, KEY_MAIN)
     e = tl.arange(0, VALUE_MAIN)
     for start in range(low, high, KEYS):
@@ -87,8 +94,8 @@ def _see(
             score = softcap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2_E) / softcap) + 1.0))
         score *= LOG2_E
         if MASKED:
-            visible = live[None, :] & (oldest < high)[:, None]
-            if RULE != ENCODER:
+            visible = live[None, :]
+            if HIDES:
                 visible = visible & (n[None, :] <= position[:, None]) & (n[None, :] >= oldest[:, None])
             score = tl.where(visible, score, NOWHERE)
         # Softmax as it goes: sums so far shrink when a higher score comes.
@@ -116,29 +123,21 @@ def _see(
 
 
 @triton.jit
-def _sight(
-    position, earliest, latest, kv_len, span, split, RULE: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr
-):
-    """Of a tile and a split of its keys: the oldest key that each query sees; where the split begins; where the keys
-    that every query sees begin and end in it, in whole runs of KEYS; where the split ends."""
+def _sight(position, earliest, latest, span, low, high, RULE: tl.constexpr, KEYS: tl.constexpr):
+    """Of a tile and a cut of its keys, [low, high): the oldest key that each query sees; where the keys that every
+    query sees begin and end in the cut, in whole runs of KEYS from `low`."""
     oldest = position * 0
-    first, end, inner, inner_end = 0, kv_len, 0, kv_len
-    if RULE != ENCODER:
-        end, inner_end = latest + 1, earliest + 1  # only the earliest query's keys are seen by all
+    inner = 0
     if RULE == WINDOW:
         oldest = tl.maximum(position - span + 1, 0)
-        first = tl.maximum(earliest - span + 1, 0)
         inner = tl.maximum(latest - span + 1, 0)
     elif RULE == CHUNK:
         oldest = position - position % span
-        first = earliest - earliest % span
         inner = latest - latest % span
-    per_split = tl.cdiv(tl.cdiv(end - first, KEYS), SPLITS) * KEYS
-    low = first + split * per_split
-    high = tl.minimum(low + per_split, end)
-    inner = tl.minimum(low + tl.cdiv(tl.maximum(inner - low, 0), KEYS) * KEYS, tl.maximum(high, low))
-    inner_end = inner + tl.maximum(tl.minimum(inner_end, high) - inner, 0) // KEYS * KEYS
-    return oldest, low, inner, inner_end, high
+    inner = tl.minimum(low + tl.cdiv(tl.maximum(inner - low, 0), KEYS) * KEYS, high)
+    # Only the earliest query's keys are seen by all.
+    inner_end = inner + tl.maximum(tl.minimum(earliest + 1, high) - inner, 0) // KEYS * KEYS
+    return oldest, inner, inner_end
 
 
 @triton.jit
@@ -168,110 +167,140 @@ def _store(rows, main, rest, live, SIZE: tl.constexpr, MAIN: tl.constexpr, REST:
 
 @triton.jit(do_not_specialize=["table_stride"])  # tables get wider as requests grow: no reason to compile anew
 def attend(
-    q_ptr, pages_ptr, out_ptr, partial_ptr, sinks_ptr, table_ptr, tile_row_ptr, tile_number_ptr, query_start_ptr,
-    kv_len_ptr,
+    q_ptr, pages_ptr, out_ptr, partial_ptr, sinks_ptr, table_ptr, items_ptr, query_start_ptr, kv_len_ptr,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride,
     page_stride, token_stride, head_stride, table_stride,
     scale, softcap, span,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
     KEY_DIM: tl.constexpr, KEY_MAIN: tl.constexpr, KEY_REST: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr, VALUE_AT: tl.constexpr,
     RULE: tl.constexpr, ONE_QUERY: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, K, S): one tile of one kv head over one split of its keys. Strides in items.
+    """Grid (K, any): the items of one kv head, each by one of the programs. Strides in items.
 
-    q [T,H,Dk]  pages [pages,tokens,K,content]  out [T,H,Dv]  partial [tiles*K, S, ROWS, Dv + 2], with several splits
-    tile_row, tile_number [tiles]: request, and which of its tiles    query_start [R+1], kv_len [R], table [R,P]: int32
+    q [T,H,Dk]  pages [pages,tokens,K,content]  out [T,H,Dv]  partial [records, K, Dv + 2], where something is merged
+    items [1 + n, COLUMNS]: see `worklist.Work`    query_start [R+1], kv_len [R], table [R,P]: int32
     span: of the window or chunk, in tokens    ONE_QUERY: each request of this launch has one
     """
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = tl.load(tile_row_ptr + tile)
-    number = tl.load(tile_number_ptr + tile)
-    query_start = tl.load(query_start_ptr + row)
-    queries = tl.load(query_start_ptr + row + 1) - query_start
-    kv_len = tl.load(kv_len_ptr + row)
+    kv_head = tl.program_id(0)
+    # What is the same for all items is computed anew for each: kept, it would cost more registers than time.
+    for index in tl.range(tl.program_id(1), tl.load(items_ptr), tl.num_programs(1), disable_licm=True):
+        item = items_ptr + (1 + index) * COLUMNS
+        row = tl.load(item)
+        first_row = tl.load(item + 1) * ROWS
+        low, high, record = tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
+        query_start = tl.load(query_start_ptr + row)
+        queries = tl.load(query_start_ptr + row + 1) - query_start
+        kv_len = tl.load(kv_len_ptr + row)
 
-    m = number * ROWS + tl.arange(0, ROWS)
-    query, head = m // GROUP, kv_head * GROUP + m % GROUP
-    is_query = query < queries
-    context = kv_len - queries
-    position = context + query
-    earliest = context + number * ROWS // GROUP
-    latest = context + tl.minimum((number * ROWS + ROWS - 1) // GROUP, queries - 1)
-    oldest, low, inner, inner_end, high = _sight(position, earliest, latest, kv_len, span, split, RULE, KEYS, SPLITS)
+        m = first_row + tl.arange(0, ROWS)
+        query, head = m // GROUP, kv_head * GROUP + m % GROUP
+        is_query = query < queries
+        context = kv_len - queries
+        earliest = context + first_row // GROUP
+        latest = context + tl.minimum((first_row + ROWS - 1) // GROUP, queries - 1)
+        q_row = q_ptr + (query_start + query).to(tl.int64)[:, None] * q_token_stride + head[:, None] * q_head_stride
+        q, q_rest = _load_parts(q_row, is_query, KEY_DIM, KEY_MAIN, KEY_REST)
+        acc, acc_rest, total, top = _sums(
+            q, q_rest, context + query, earliest, latest, low, high,
+            table_ptr + row.to(tl.int64) * table_stride, pages_ptr + kv_head * head_stride,
+            page_stride, token_stride, scale, softcap, span, ROWS, KEYS, PAGE, KEY_DIM, KEY_MAIN, KEY_REST,
+            VALUE_DIM, VALUE_MAIN, VALUE_REST, VALUE_AT, RULE, ONE_QUERY, HAS_SOFTCAP, PRECISION,
+        )  # fmt: skip
 
-    q_row = q_ptr + (query_start + query).to(tl.int64)[:, None] * q_token_stride + head[:, None] * q_head_stride
-    q, q_rest = _load_parts(q_row, is_query, KEY_DIM, KEY_MAIN, KEY_REST)
+        # A tile of one item has the whole answer. Several leave to `merge` what it needs.
+        if record < 0:
+            acc, acc_rest = _whole(acc, acc_rest, total, top, sinks_ptr + head, is_query, HAS_SINKS)
+            out_row = out_ptr + (query_start + query).to(tl.int64)[:, None] * out_token_stride
+            _store(
+                out_row + head[:, None] * out_head_stride, acc, acc_rest, is_query, VALUE_DIM, VALUE_MAIN, VALUE_REST
+            )
+        else:
+            place = (record + tl.arange(0, ROWS)).to(tl.int64) * tl.num_programs(0) + kv_head
+            partial = partial_ptr + place * (VALUE_DIM + 2)
+            _store(partial[:, None], acc, acc_rest, is_query, VALUE_DIM, VALUE_MAIN, VALUE_REST)
+            tl.store(partial + VALUE_DIM, total, mask=is_query)
+            tl.store(partial + VALUE_DIM + 1, top, mask=is_query)
+
+
+@triton.jit
+def _sums(
+    q, q_rest, position, earliest, latest, low, high, table, pages,
+    page_stride, token_stride, scale, softcap, span,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
+    KEY_DIM: tl.constexpr, KEY_MAIN: tl.constexpr, KEY_REST: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr, VALUE_AT: tl.constexpr,
+    RULE: tl.constexpr, ONE_QUERY: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of one item: sums of weighted values, sums of weights, and the highest scores."""
+    hides: tl.constexpr = not ONE_QUERY and RULE != ENCODER  # an item of one query has the keys that it sees
+    oldest, inner, inner_end = position, low, low + (high - low) // KEYS * KEYS
+    if hides:
+        oldest, inner, inner_end = _sight(position, earliest, latest, span, low, high, RULE, KEYS)
     acc = tl.zeros((ROWS, VALUE_MAIN), tl.float32)
     acc_rest = tl.zeros((ROWS, VALUE_REST if VALUE_REST > 0 else 1), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), NOWHERE, tl.float32)
-    table = table_ptr + row.to(tl.int64) * table_stride
-    pages = pages_ptr + kv_head * head_stride
     for part in tl.static_range(3):  # keys that some queries see, that all see, and again that some see
         if part == 0:
-            start, stop = low, tl.minimum(inner, high)
+            start, stop = low, inner
         elif part == 1:
             start, stop = inner, inner_end
         else:
             start, stop = inner_end, high
-        # With one query, or without a limit, no key at the lower end is hidden from any query.
-        if part > 0 or (not ONE_QUERY and RULE != EVERYTHING and RULE != ENCODER):
+        # Without a limit no key at the lower end is hidden from any query.
+        if part > 0 or (hides and RULE != EVERYTHING):
             acc, acc_rest, total, top = _see(
                 acc, acc_rest, total, top, q, q_rest, position, oldest, start, stop, table, pages,
                 page_stride, token_stride, scale, softcap, KEYS, PAGE, KEY_DIM, KEY_MAIN, KEY_REST,
-                VALUE_DIM, VALUE_MAIN, VALUE_REST, VALUE_AT, RULE, HAS_SOFTCAP, part != 1, PRECISION,
+                VALUE_DIM, VALUE_MAIN, VALUE_REST, VALUE_AT, hides, HAS_SOFTCAP, part != 1, PRECISION,
             )  # fmt: skip
-
-    # One split is the whole answer. Several leave to `merge` what it needs.
-    if SPLITS == 1:
-        acc, acc_rest = _whole(acc, acc_rest, total, top, sinks_ptr + head, is_query, HAS_SINKS)
-        out_row = out_ptr + (query_start + query).to(tl.int64)[:, None] * out_token_stride
-        out_row += head[:, None] * out_head_stride
-        _store(out_row, acc, acc_rest, is_query, VALUE_DIM, VALUE_MAIN, VALUE_REST)
-    else:
-        piece = (tile * tl.num_programs(1) + kv_head).to(tl.int64) * SPLITS + split
-        record = partial_ptr + (piece * ROWS + tl.arange(0, ROWS)) * (VALUE_DIM + 2)
-        _store(record[:, None], acc, acc_rest, is_query, VALUE_DIM, VALUE_MAIN, VALUE_REST)
-        tl.store(record + VALUE_DIM, total, mask=is_query)
-        tl.store(record + VALUE_DIM + 1, top, mask=is_query)
+    return acc, acc_rest, total, top
 
 
 @triton.jit
 def merge(
-    partial_ptr, out_ptr, sinks_ptr, tile_row_ptr, tile_number_ptr, query_start_ptr,
+    partial_ptr, out_ptr, sinks_ptr, merges_ptr, query_start_ptr,
     out_token_stride, out_head_stride,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr,
+    GROUP: tl.constexpr, CUTS: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, K, ROWS): the splits of one query and head, weighed by what each summed up. See `attend`."""
-    tile, kv_head, within = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = tl.load(tile_row_ptr + tile)
-    query_start = tl.load(query_start_ptr + row)
-    queries = tl.load(query_start_ptr + row + 1) - query_start
-    m = tl.load(tile_number_ptr + tile) * ROWS + within
-    query, head = m // GROUP, kv_head * GROUP + m % GROUP
-    if query < queries:
-        s = tl.arange(0, SPLITS_PADDED)
-        e = tl.arange(0, VALUE_PADDED)
-        piece = (tile * tl.num_programs(1) + kv_head).to(tl.int64) * SPLITS + s
-        record = partial_ptr + (piece * ROWS + within) * (VALUE_DIM + 2)
-        total = tl.load(record + VALUE_DIM, mask=s < SPLITS, other=0.0)
-        top = tl.load(record + VALUE_DIM + 1, mask=s < SPLITS, other=NOWHERE)
-        # A sink is one logit more, without a value.
-        highest = tl.max(top, 0)
-        if HAS_SINKS:
-            sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
-            highest = tl.maximum(highest, sink)
-        weight = tl.exp2(top - highest)
-        whole = tl.sum(weight * total, 0)
-        if HAS_SINKS:
-            whole += tl.exp2(sink - highest)
-        sums = tl.load(record[:, None] + e[None, :], mask=(s < SPLITS)[:, None] & (e < VALUE_DIM)[None, :], other=0.0)
-        result = tl.sum(sums * weight[:, None], 0) / whole
-        out = out_ptr + (query_start + query).to(tl.int64) * out_token_stride + head * out_head_stride
-        tl.store(out + e, result.to(out_ptr.dtype.element_ty), mask=e < VALUE_DIM)
+    """Grid (K, any, rows of an entry): the cuts of one query and head, in their order, CUTS at a time, weighed by what
+    each summed up. See `attend`, and `worklist.Work` for merges [1 + n, COLUMNS]."""
+    kv_head, within = tl.program_id(0), tl.program_id(2)
+    e = tl.arange(0, VALUE_PADDED)
+    for index in range(tl.program_id(1), tl.load(merges_ptr), tl.num_programs(1)):
+        entry = merges_ptr + (1 + index) * COLUMNS
+        if within < tl.load(entry + 5):
+            row, m = tl.load(entry), tl.load(entry + 1) + within
+            first, cuts, step = tl.load(entry + 2) + within, tl.load(entry + 3), tl.load(entry + 4)
+            acc = tl.zeros((VALUE_PADDED,), tl.float32)
+            total = tl.zeros((1,), tl.float32)
+            top = tl.full((1,), NOWHERE, tl.float32)
+            for start in range(0, cuts, CUTS):
+                cut = start + tl.arange(0, CUTS)
+                is_cut = cut < cuts
+                place = (first + cut * step).to(tl.int64) * tl.num_programs(0) + kv_head
+                partial = partial_ptr + place * (VALUE_DIM + 2)
+                tops = tl.load(partial + VALUE_DIM + 1, mask=is_cut, other=NOWHERE)
+                highest = tl.maximum(top, tl.max(tops, 0))
+                weight = tl.exp2(tops - highest)
+                shrink = tl.exp2(top - highest)
+                total = total * shrink + tl.sum(weight * tl.load(partial + VALUE_DIM, mask=is_cut, other=0.0), 0)
+                sums = tl.load(
+                    partial[:, None] + e[None, :], mask=is_cut[:, None] & (e < VALUE_DIM)[None, :], other=0.0
+                )
+                acc = acc * shrink + tl.sum(sums * weight[:, None], 0)
+                top = highest
+            query, head = m // GROUP, kv_head * GROUP + m % GROUP
+            if HAS_SINKS:  # one logit more, without a value
+                sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+                highest = tl.maximum(top, sink)
+                total = total * tl.exp2(top - highest) + tl.exp2(sink - highest)
+                acc *= tl.exp2(top - highest)
+            out = out_ptr + (tl.load(query_start_ptr + row) + query).to(tl.int64) * out_token_stride
+            tl.store(out + head * out_head_stride + e, (acc / total).to(out_ptr.dtype.element_ty), mask=e < VALUE_DIM)
 
 
 @triton.jit

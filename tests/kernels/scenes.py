@@ -9,10 +9,11 @@ Suffixes: T packed tokens, H query heads, K kv heads, D head size, Q queries of 
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
-from intarsia.kernels.paged_attention import Backend, GroupBatch, LayerParams
+from intarsia.kernels.paged_attention import Backend, GroupBatch, LayerParams, worklist
 
 CPU = torch.device("cpu")
 FLOAT32_ERROR = 1e-6
@@ -162,6 +163,12 @@ def assert_exact(world: World, outs: list[Tensor]) -> None:
         plain_error = (world.dense(world.scene.dtype, layer).double() - truth).abs().max()
         bound = max(2 * float(plain_error), FLOAT32_ERROR * max(1.0, float(truth.abs().max())))
         assert float(error.max()) <= bound, f"error {float(error.max()):.2e}, allowed {bound:.2e}"  # NaN fails too
+
+
+def cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our GPU kernels cut rows of a few tokens, as they do those of thousands."""
+    for name, value in (("LEAST_CUT_TOKENS", 4), ("SINGLE_CUTS", 1), ("LONGER_CUTS", 1)):
+        monkeypatch.setattr(worklist, name, value)
 
 
 def check(scene: Scene, backend: Backend) -> None:

@@ -160,12 +160,11 @@ def sampler_waits_once_more() -> Any:
 @contextmanager
 def recorded_steps_keep_their_lengths() -> Iterator[None]:
     """Nothing is forbidden about it. A replay reads what is there, so later tokens see too little."""
-    refill = TritonBackend.refill
+    refill, kept = TritonBackend.refill, {}
 
-    def with_mistake(self: TritonBackend, frame: Any, batch: Any, transfer: Any) -> None:
-        lengths = frame.plan.kv_len.clone()
-        refill(self, frame, batch, transfer)
-        transfer.then(lambda: frame.plan.kv_len.copy_(lengths))
+    def with_mistake(self: TritonBackend, frame: Any, batch: Any, transfer: Any) -> bool:
+        lengths = kept.setdefault(id(frame), batch.kv_lens)
+        return refill(self, frame, replace(batch, kv_lens=lengths), transfer)
 
     with patch.object(TritonBackend, "refill", with_mistake):
         yield
@@ -178,10 +177,11 @@ def drawn_tokens_are_not_kept_for_the_next_step() -> Any:
 def replayed_steps_pick_the_tokens_of_their_recording() -> Any:
     fill = DecodeGraphs._fill
 
-    def with_mistake(self: DecodeGraphs, frame: Any, step: Any, padded: Any) -> None:
+    def with_mistake(self: DecodeGraphs, frame: Any, step: Any, padded: Any) -> bool:
         picks = frame.picks_T.clone()
-        fill(self, frame, step, padded)
+        does_fit = fill(self, frame, step, padded)
         frame.picks_T.copy_(picks)
+        return does_fit
 
     return patch.object(DecodeGraphs, "_fill", with_mistake)
 

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from intarsia.kernels.mixers import cpu as mixers
-from intarsia.kernels.paged_attention import TritonBackend
+from intarsia.kernels.paged_attention import TritonBackend, worklist
 from intarsia.kernels.state.triton import TritonStates
 from intarsia.kernels.toolchain import triton as gpu
 from intarsia.proto.request import SamplingParams
 from intarsia.proto.worker import RunnerLimits
+from intarsia.tests.kernels.scenes import cut_short
 from intarsia.tests.local import LocalWorkers, complete, make_engine
 from intarsia.workers import graphs, warm_up
 from intarsia.workers.graphs import MOST_ROWS, Recorder, Replay, padded_pages, padded_rows, recorded_rows
@@ -152,12 +153,8 @@ def test_shapes_are_few_and_never_too_small():
     assert [padded_pages(n) for n in (1, 2, 3, 8, 9, 1000)] == [1, 2, 4, 8, 16, 1024]
 
 
-@pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing()))
-@pytest.mark.parametrize("family", ["gemma3", "bamba"])
-def test_wide_frames_are_recorded_before_requests_come_and_are_few(
-    family: str, tiny: Callable, monkeypatch: pytest.MonkeyPatch
-):
-    """Our kernels for GPUs, run by Python. What is recorded is run again instead of replayed."""
+def record_wide_frames(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each recording from now on."""
     recorded: list[int] = []
 
     def record(forward: Callable[[], Tensor]) -> Replay:
@@ -169,6 +166,16 @@ def test_wide_frames_are_recorded_before_requests_come_and_are_few(
     capabilities = replace(TritonBackend.capabilities, devices=frozenset({"cpu"}))
     monkeypatch.setattr(TritonBackend, "capabilities", capabilities)
     monkeypatch.setattr(TritonStates, "devices", frozenset({"cpu"}))
+    return recorded
+
+
+@pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing()))
+@pytest.mark.parametrize("family", ["gemma3", "bamba"])
+def test_wide_frames_are_recorded_before_requests_come_and_are_few(
+    family: str, tiny: Callable, monkeypatch: pytest.MonkeyPatch
+):
+    """Our kernels for GPUs, run by Python. What is recorded is run again instead of replayed."""
+    recorded = record_wide_frames(monkeypatch)
     model, workers = tiny(family), LocalWorkers()
 
     async def run() -> None:
@@ -188,3 +195,30 @@ def test_wide_frames_are_recorded_before_requests_come_and_are_few(
         assert recorded == [4, 2, 1] * 2
 
     asyncio.run(run())
+
+
+@pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing()))
+def test_a_step_that_does_not_fit_into_its_frame_goes_the_usual_way(tiny: Callable, monkeypatch: pytest.MonkeyPatch):
+    """Rows are cut every few tokens, and what is merged has no room, as with many rows of very long requests."""
+    record_wide_frames(monkeypatch)
+    cut_short(monkeypatch)
+    monkeypatch.setattr(worklist, "MOST_RECORD_BYTES", 0)
+    fitted: list[bool] = []
+    run = graphs.DecodeGraphs.run
+
+    def noted(self: graphs.DecodeGraphs, step: graphs.DecodeStep) -> Tensor | None:
+        logits = run(self, step)
+        fitted.append(logits is not None)
+        return logits
+
+    monkeypatch.setattr(graphs.DecodeGraphs, "run", noted)
+    model = tiny("mistral")
+
+    async def answer() -> None:
+        engine = await make_engine(model.path, LocalWorkers(), attention_backend="triton", max_num_seqs=1)
+        assert all(fitted)
+        (answer,) = await complete(engine, model.prompts[:1], SamplingParams(temperature=0, max_tokens=4))
+        assert answer.token_ids == model.expected[0][:4]
+        assert not fitted[-1]
+
+    asyncio.run(answer())

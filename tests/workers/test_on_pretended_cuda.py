@@ -224,7 +224,7 @@ WAITS, COPIES = "the host waits for the device", "the host's memory is copied to
 REFUSED = "could not be recorded: operation not permitted when stream is capturing: "
 
 FOUND = {
-    "lengths_stay_on_the_host": "argument 9 of the launch of 'attend' at kernels/paged_attention/triton.py:",
+    "lengths_stay_on_the_host": "argument 8 of the launch of 'attend' at kernels/paged_attention/triton.py:",
     "attention_reads_a_number": f"{REFUSED}{WAITS} at {HERE}",
     "attention_makes_a_tensor_of_a_number": f"{REFUSED}{COPIES} at {HERE}",
     "attention_has_a_shape_of_its_numbers": f"{REFUSED}{WAITS} at {HERE}",

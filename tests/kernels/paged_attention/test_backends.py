@@ -20,9 +20,8 @@ from intarsia.kernels.paged_attention import (
     TritonBackend,
 )
 from intarsia.kernels.paged_attention import plain_torch as plain_torch_module
-from intarsia.kernels.paged_attention import triton as triton_module
 from intarsia.kernels.transfer import Transfer
-from intarsia.tests.kernels.scenes import CPU, Scene, World, assert_exact, check
+from intarsia.tests.kernels.scenes import CPU, Scene, World, assert_exact, check, cut_short
 
 
 @pytest.fixture(autouse=True)
@@ -34,13 +33,15 @@ def one_thread() -> Iterator[None]:
 
 
 def framed(backend: Backend, batch: GroupBatch, prepare: Callable[..., GroupMeta]) -> GroupMeta:
-    """Steps of one query per row go through a frame that has held another step before."""
-    if not batch.is_causal or len(batch.query_lens) == 0 or (batch.query_lens != 1).any():
+    """Steps go through a frame that has held another step before, where there is one for such steps."""
+    are_single = len(batch.query_lens) > 0 and (batch.query_lens == 1).all()
+    if not batch.is_causal or not (are_single or backend.capabilities.mixed_frames):
         return prepare(batch, CPU)
     frame = backend.frame(batch, CPU)
     assert frame is not None
-    for lens in (np.maximum(1, batch.kv_lens // 2), batch.kv_lens):
-        backend.refill(frame, replace(batch, kv_lens=lens), transfer := Transfer(CPU))
+    for lens in (np.maximum(batch.query_lens, batch.kv_lens // 2), batch.kv_lens):
+        transfer = Transfer(CPU)
+        assert backend.refill(frame, replace(batch, kv_lens=lens), transfer)
         transfer.run()
     return frame
 
@@ -62,12 +63,12 @@ KINDS: dict[str, type[Backend]] = {
     "torch in frames": FramedTorch,
     "native": NativeBackend,
     "triton": TritonBackend,
-    "triton in splits": TritonBackend,
+    "triton in cuts": TritonBackend,
     "triton in frames": FramedTriton,
 }
 
 
-SLOW = ("triton in splits", "triton in frames")  # Python in place of a GPU takes its time
+SLOW = ("triton in cuts", "triton in frames")  # Python in place of a GPU takes its time
 
 
 @pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in KINDS])
@@ -80,9 +81,8 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(plain_torch_module, "PART_TOKENS", 48)
         monkeypatch.setattr(plain_torch_module, "TILE_QUERIES", 5)
     backend = kind()
-    if request.param == "triton in splits":
-        monkeypatch.setattr(triton_module, "LEAST_SPLIT_TOKENS", 4)
-        monkeypatch.setattr(backend, "processors", 16)
+    if request.param == "triton in cuts":
+        cut_short(monkeypatch)
     return backend
 
 
@@ -321,13 +321,11 @@ def test_random_scenes_match_dense_attention(backend, seed):
 
 
 @pytest.mark.parametrize("window_tokens", [None, 12])
-def test_triton_merges_splits_of_rows_with_one_query_and_with_several(monkeypatch, window_tokens):
+def test_triton_merges_cuts_of_rows_with_one_query_and_with_several(monkeypatch, window_tokens):
     if lacks := TritonBackend.lacks():
         pytest.skip(lacks)
-    monkeypatch.setattr(triton_module, "LEAST_SPLIT_TOKENS", 4)
-    backend = TritonBackend()
-    backend.processors = 32
-    check(Scene(((1, 90), (20, 90), (1, 3)), window_tokens=window_tokens, softcap=1.5, sinks=True), backend)
+    cut_short(monkeypatch)
+    check(Scene(((1, 90), (20, 90), (1, 3)), window_tokens=window_tokens, softcap=1.5, sinks=True), TritonBackend())
 
 
 def test_triton_goes_on_in_a_frame_from_the_step_that_is_put_into_it():
