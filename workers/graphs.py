@@ -1,4 +1,4 @@
-"""Decode steps that are recorded once per shape, then replayed: a GPU need not wait for Python between its kernels.
+"""Steps that are recorded once per shape, then replayed: a GPU need not wait for Python between its kernels.
 
 Steps in which every request computes one token differ in numbers alone, once they are filled up to one of a few shapes:
 rows to 1, 2, 4, 8, 16, 24, 32, .., pages of a row to those of the longest request. For each count of rows there is a
@@ -10,7 +10,12 @@ recorded when it first comes.
     step of 5 rows     a b c d e           tokens 17 4 9 9 2 0 0 0
     frame of 8         a b c d e . . .     tables [a's blocks] .. [0 0 0]    lengths 40 7 12 3 88 1 1 1
 
-Everything else a step may hold (prompts, states to save, log-probabilities of prompts) goes the usual way.
+Steps with prompts are filled up in their tokens: to 128, 256, 512 or 1,024, of as many rows as there may be. For that
+attention must take rows of any lengths in a frame, and there may be no states, whose scans are cut by row.
+
+    step of 3 rows     a b c c c c         frame of 128 tokens     a b c c c c . . . ..    logits of tokens 0 1 5 0 0 ..
+
+Everything else a step may hold (states to save, log-probabilities of prompts) goes the usual way.
 """
 
 import logging
@@ -35,6 +40,9 @@ MOST_FRAMES = 256
 
 MOST_ROWS = 512
 """A step of more rows keeps a GPU busy without being recorded."""
+
+MIXED_TOKENS = 128, 256, 512, 1024
+"""Of recorded steps with prompts. Longer ones keep a GPU busy without being recorded."""
 
 GRAPH_BYTES = 10 << 20
 """What a GPU keeps of one recorded step, about: its nodes, some thousands, and their arguments."""
@@ -82,40 +90,59 @@ def recorded_rows(most_rows: int) -> list[int]:
     return sorted({padded_rows(rows) for rows in range(1, min(most_rows, MOST_ROWS) + 1)}, reverse=True)
 
 
-class DecodeStep(NamedTuple):
-    """One token of each row. R rows."""
+def mixed_tokens(model: LoadedModel, most_tokens: int) -> list[int]:
+    """Counts of tokens to which recorded steps with prompts are filled up, the largest first. None where they are not
+    recorded. most_tokens: of a step"""
+    able = model.attention.backend.capabilities
+    if not (able.wide_frames and able.mixed_frames) or model.pages.state_groups or most_tokens < 2:
+        return []
+    return sorted({min(tokens, most_tokens) for tokens in MIXED_TOKENS}, reverse=True)
+
+
+class PackedStep(NamedTuple):
+    """R rows of T tokens together, of which F rows finish: logits of their last tokens are wanted."""
 
     slots: np.ndarray  # [R]
-    tokens: np.ndarray  # [R] int64, some in the device's memory alone: see `LastTokens`
-    positions: np.ndarray  # [R] int64
+    tokens: np.ndarray  # [T] int64, some in the device's memory alone: see `LastTokens`
+    positions: np.ndarray  # [T] int64
+    drawing: np.ndarray  # [F] slots of these rows
+    keep: np.ndarray  # [F] these tokens
     batches: Sequence[GroupBatch]  # one for each of `step_masks`
     states: Mapping[int, StateBatch]  # by group
+
+    @property
+    def is_decode(self) -> bool:
+        """One token of each row, and no row is new."""
+        return len(self.tokens) == len(self.drawing) == len(self.slots) and bool(self.positions.all())
 
 
 @dataclass(slots=True)
 class _Frame:
     rows: int
-    slots_T: Tensor
+    drawing_R: Tensor  # slots whose tokens are drawn
     picks_T: Tensor
     positions_T: Tensor
+    keep_R: Tensor | None  # tokens whose logits are wanted; None: all
     metas: list[GroupMeta]
     states: dict[int, Any]
     replay: Replay | None = None
 
 
-class DecodeGraphs:
+class StepGraphs:
     """The frames of one model over its pages."""
 
     def __init__(
         self,
         model: LoadedModel,
-        logits: Callable[[Tensor, Tensor], Tensor],
+        logits: Callable[[Tensor, Tensor, Tensor | None], Tensor],
         last_tokens: LastTokens,
         record: Recorder,
         most_rows: int,
+        most_tokens: int,
         widths: Sequence[int],
     ):
-        """logits: of tokens at their positions, over what the layers of `model` were told of the step
+        """logits: of tokens at their positions, of some or all, over what the layers of `model` were told of the step
+        most_tokens: of a step
         widths: pages of the longest request, one for each of `step_masks`"""
         self.refusal: str | None = None  # why nothing is recorded
         self.refusals: dict[tuple[int, ...], str] = {}  # shape -> why it is not
@@ -126,42 +153,58 @@ class DecodeGraphs:
         self._rows = recorded_rows(most_rows)
         self._most_rows = self._rows[0]
         self._is_wide = model.attention.backend.capabilities.wide_frames
+        self._mixed_tokens = mixed_tokens(model, most_tokens)
         self._widths = widths
         self._frames: dict[tuple[int, ...], _Frame] = {}
-        self._largest: list[GroupMeta] = []  # whose memory all frames share, where they are wide
+        self._largest: dict[bool, list[GroupMeta]] = {}  # whose memory frames share, where wide; by: of decode steps?
         self._logits_RV: Tensor | None = None  # likewise
 
     def to_record(self) -> list[int]:
-        """Counts of rows that are to be recorded before requests come, the largest first."""
+        """Counts of rows of decode steps that are to be recorded before requests come, the largest first."""
         return self._rows if self._is_wide else []
+
+    def mixed_to_record(self) -> list[int]:
+        """Counts of tokens of steps with prompts, likewise, and before the others."""
+        return self._mixed_tokens
 
     def forget(self) -> None:
         """What is recorded runs no more, as when the ranks meet anew: it calls into what connected them."""
         self._frames.clear()
         self.refusals.clear()
 
-    def run(self, step: DecodeStep) -> Tensor | None:
-        """Logits [R, vocabulary], in a buffer that the next run overwrites. None: the step must go the usual way."""
-        rows = len(step.tokens)
-        if self.refusal is not None or rows > self._most_rows:
+    def run(self, step: PackedStep) -> Tensor | None:
+        """Logits [F, vocabulary], in a buffer that the next run overwrites. None: the step must go the usual way."""
+        if self.refusal is not None or len(step.slots) > self._most_rows:
             return None
-        padded = [_padded(batch, padded_rows(rows), is_wide=self._is_wide) for batch in step.batches]
-        shape = (padded_rows(rows), *(0 if self._is_wide else batch.block_table.shape[1] for batch in padded))
+        if step.is_decode:
+            rows = tokens = padded_rows(len(step.slots))
+            padded = [_padded(batch, rows, is_wide=self._is_wide) for batch in step.batches]
+        else:
+            tokens = next((most for most in reversed(self._mixed_tokens) if most >= len(step.tokens)), 0)
+            rows, padded = self._most_rows, list(step.batches)
+        if not tokens:
+            return None
+        shape = (
+            step.is_decode,
+            rows,
+            tokens,
+            *(0 if self._is_wide else batch.block_table.shape[1] for batch in padded),
+        )
         if shape in self.refusals:
             return None
         frame = self._frames.get(shape)
         if frame is None:
             if len(self._frames) >= MOST_FRAMES:
                 return None
-            frame = self._make(shape[0], padded, step)
+            frame = self._make(rows, tokens, padded, step)
             if frame is None:
                 return None
             self._frames[shape] = frame
         if not self._fill(frame, step, padded):
             return None
-        self._last_tokens.resume(frame.slots_T)
+        self._last_tokens.resume(frame.drawing_R)
         if frame.replay is not None:
-            return frame.replay()[:rows]
+            return frame.replay()[: len(step.drawing)]
         logits = self._forward(frame)
         self._kept(logits)  # has memory before it is recorded
         try:
@@ -170,57 +213,69 @@ class DecodeGraphs:
             # A device that is lost says so, too. Only what speaks of recording is about this shape alone.
             if "captur" not in str(error):
                 raise
-            reason = f"a step of {frame.rows} rows could not be recorded: {error}"
+            reason = f"a step of {rows} rows and {tokens} tokens could not be recorded: {error}"
             if not self.refusals:
                 logger.warning("%s. Python is waited for", reason)
             self.refusals[shape] = reason
             del self._frames[shape]
-        return logits[:rows]
+        return logits[: len(step.drawing)]
 
     def _refuse(self, reason: str) -> None:
         self.refusal = reason
         self._frames.clear()
         logger.warning("decode steps are not recorded, so Python is waited for: %s", reason)
 
-    def _make(self, rows: int, padded: Sequence[GroupBatch], step: DecodeStep) -> _Frame | None:
-        metas = self._metas(rows, padded)
+    def _make(self, rows: int, tokens: int, padded: Sequence[GroupBatch], step: PackedStep) -> _Frame | None:
+        metas = self._metas(rows, tokens, padded, is_decode=step.is_decode)
         if metas is None:
             self._refuse(f"attention backend '{self._model.attention.backend.name}' has no fixed shapes")
             return None
-        zeros = torch.zeros(rows, dtype=torch.int64, device=self._model.device)
+        of_rows, of_tokens = (torch.zeros(n, dtype=torch.int64, device=self._model.device) for n in (rows, tokens))
         states = {g: self._model.states.frame(rows) for g in step.states}
         if any(meta is None for meta in states.values()):
             self._refuse(f"state backend '{self._model.states.backend_name}' has no fixed shapes")
             return None
-        return _Frame(rows, zeros, zeros.clone(), zeros.clone(), metas, states)
+        keep_R = None if step.is_decode else of_rows.clone()
+        return _Frame(rows, of_rows, of_tokens, of_tokens.clone(), keep_R, metas, states)
 
-    def _metas(self, rows: int, padded: Sequence[GroupBatch]) -> list[GroupMeta] | None:
+    def _metas(
+        self, rows: int, tokens: int, padded: Sequence[GroupBatch], *, is_decode: bool
+    ) -> list[GroupMeta] | None:
         """Of a frame. None: there are none of fixed shape."""
         backend, device = self._model.attention.backend, self._model.device
         if not self._is_wide:
             metas = [backend.frame(batch, device) for batch in padded]
             return [meta for meta in metas if meta is not None] if None not in metas else None
-        if not self._largest:
-            for batch, width in zip(padded, self._widths, strict=True):
-                table = np.zeros((self._most_rows, width), dtype=np.int32)
-                ones = np.ones(self._most_rows, dtype=np.int32)
-                meta = backend.frame(replace(batch, block_table=table, query_lens=ones, kv_lens=ones), device)
-                if meta is None:
-                    return None
-                self._largest.append(meta)
-        return [backend.narrow(meta, rows) for meta in self._largest]
+        largest = self._largest.get(is_decode)
+        if largest is None:
+            lens = np.ones(self._most_rows, dtype=np.int32)
+            if not is_decode:
+                lens[0] += max(1, self._mixed_tokens[0] - self._most_rows)
+            made = [self._largest_meta(batch, width, lens) for batch, width in zip(padded, self._widths, strict=True)]
+            if None in made:
+                return None
+            largest = self._largest[is_decode] = [meta for meta in made if meta is not None]
+        return [backend.narrow(meta, rows, tokens) for meta in largest]
 
-    def _fill(self, frame: _Frame, step: DecodeStep, padded: Sequence[GroupBatch]) -> bool:
+    def _largest_meta(self, batch: GroupBatch, width: int, lens: np.ndarray) -> GroupMeta | None:
+        table = np.zeros((self._most_rows, width), dtype=np.int32)
+        whole = replace(batch, block_table=table, query_lens=lens, kv_lens=lens)
+        return self._model.attention.backend.frame(whole, self._model.device)
+
+    def _fill(self, frame: _Frame, step: PackedStep, padded: Sequence[GroupBatch]) -> bool:
         """False: it does not fit."""
         transfer = Transfer(self._model.device)
         tokens, spare = self._last_tokens, self._last_tokens.spare_slot
         transfer.put(tokens.known(len(step.tokens)), step.tokens)
-        for buffer, values, filling in (
-            (frame.slots_T, step.slots, spare),
+        puts = [
+            (frame.drawing_R, step.drawing, spare),
             (frame.picks_T, tokens.picks(step.tokens, step.slots), spare),
             (frame.positions_T, step.positions, 0),
-        ):
-            transfer.put(buffer, np.pad(values, (0, frame.rows - len(values)), constant_values=filling))
+        ]
+        if frame.keep_R is not None:
+            puts.append((frame.keep_R, step.keep, 0))
+        for buffer, values, filling in puts:
+            transfer.put(buffer, np.pad(values, (0, len(buffer) - len(values)), constant_values=filling))
         refill = self._model.attention.backend.refill
         if not all(refill(meta, batch, transfer) for meta, batch in zip(frame.metas, padded, strict=True)):
             return False
@@ -232,7 +287,7 @@ class DecodeGraphs:
     def _forward(self, frame: _Frame) -> Tensor:
         self._model.attention.resume(frame.metas, frame.positions_T)
         self._model.states.resume(frame.states)
-        return self._logits(self._last_tokens.tokens(frame.picks_T), frame.positions_T)
+        return self._logits(self._last_tokens.tokens(frame.picks_T), frame.positions_T, frame.keep_R)
 
     def _kept(self, logits: Tensor) -> Tensor:
         """Logits in the one buffer that all frames write to: it is read before the next step runs."""

@@ -16,7 +16,7 @@ from ..proto.step import Logprobs, PromptLogprobs, Step
 from ..proto.worker import RunnerLimits
 from .cpu.threads import Threads
 from .grammar.matcher import Grammars
-from .graphs import DecodeGraphs, DecodeStep
+from .graphs import PackedStep, StepGraphs
 from .last_tokens import LastTokens
 from .launched import Drawn, Launched, Rows
 from .layers.attention import step_masks
@@ -43,7 +43,7 @@ class ModelRunner:
         self.limits = limits
         self.parallel = parallel
         self.threads = threads
-        self.graphs: DecodeGraphs | None = None  # None: no steps are recorded
+        self.graphs: StepGraphs | None = None  # None: no steps are recorded
         self.last_tokens = LastTokens.of(limits, model.device)  # None: the host has them
         self._latest = Launched(Drawn)
         self.sampling = select_sampling(model.device)
@@ -121,9 +121,10 @@ class ModelRunner:
             g: state_batch(self.tables.block_tables[g], rows.slots, rows.query_lens, rows.computed, saves_in(g, saves))
             for g in self._state_groups
         }
-        # A step that only decodes is replayed, where steps are recorded.
-        if self.graphs is not None and not saves and not len(asked) and _is_plain_decode(rows):
-            logits = self.graphs.run(DecodeStep(rows.slots, tokens, positions, batches, states))
+        # Where steps are recorded, a step is replayed if there is one of its shape.
+        if self.graphs is not None and not saves and not len(asked):
+            wanted = rows.slots[rows.finishes], ends[rows.finishes] - 1
+            logits = self.graphs.run(PackedStep(rows.slots, tokens, positions, *wanted, batches, states))
             if logits is not None:
                 return logits
         # Any other step goes through the module: tell its layers what each row computes, then run it.
@@ -236,7 +237,3 @@ class ModelRunner:
         if self.parallel.size > 1:
             self.parallel.share_from_first(drawn_R)
         return drawn_R, tell
-
-
-def _is_plain_decode(rows: Rows) -> bool:
-    return bool((rows.query_lens == 1).all() and rows.finishes.all() and (rows.computed > 0).all())

@@ -12,7 +12,8 @@ from ..kernels.products import compile_products
 from ..kernels.sampling import Changes, Draw
 from ..proto.worker import ModelSettings
 from .cpu.fused import fuse
-from .graphs import GRAPH_BYTES, DecodeGraphs, Recorder, recorded_rows, recorder
+from .graphs import GRAPH_BYTES, Recorder, StepGraphs, mixed_tokens, recorded_rows, recorder
+from .memory import DeviceMemory
 from .runner import ModelRunner, Rows
 from .slots import GREEDY, Slot
 
@@ -39,20 +40,29 @@ def warm_up(runner: ModelRunner, settings: ModelSettings) -> None:
     compile_products(model.module, limits.max_num_batched_tokens, runner.use_threads_for)
     _draw_dearly(runner, runner.forward(_rows()))
     runner.tables.retire(0)
-    # On a GPU: steps that only decode are recorded, now where that can be.
+    # On a GPU: steps are recorded, now where that can be.
     record = _recorder_of(runner, settings)
     if record is not None and runner.last_tokens is not None:
         widths = [runner.tables.block_tables[g].shape[1] for g, _ in runner.masks]
-        frames = runner.last_tokens, record, limits.max_num_seqs, widths
-        runner.graphs = DecodeGraphs(model, runner.logits, *frames)
+        limited = limits.max_num_seqs, limits.max_num_batched_tokens, widths
+        runner.graphs = StepGraphs(model, runner.logits, runner.last_tokens, record, *limited)
         record_all(runner)
 
 
-def recorded_bytes(runner: ModelRunner, settings: ModelSettings) -> int:
-    """What the device will keep of recorded steps, about, beside the tensors of the largest one."""
+@torch.inference_mode()
+def recorded_bytes(runner: ModelRunner, settings: ModelSettings, memory: DeviceMemory) -> int:
+    """What the device will keep of recorded steps, about: their graphs, and what lies between the layers of the one
+    with the most tokens, in which the others have theirs."""
     if _recorder_of(runner, settings) is None:
         return 0
-    return GRAPH_BYTES * len(recorded_rows(runner.limits.max_num_seqs))
+    limits = runner.limits
+    longest = min(limits.max_num_batched_tokens, limits.max_model_len)
+    _take_slot(runner, longest)
+    _choose_backend(runner, settings.attention_backend)
+    mixed = mixed_tokens(runner.model, limits.max_num_batched_tokens)
+    between = memory.peak_of(lambda: runner.forward(_of_tokens(mixed[0], longest))) if mixed else 0
+    runner.tables.retire(0)
+    return between + GRAPH_BYTES * (len(mixed) + len(recorded_rows(limits.max_num_seqs)))
 
 
 def _recorder_of(runner: ModelRunner, settings: ModelSettings) -> Recorder | None:
@@ -63,15 +73,18 @@ def _recorder_of(runner: ModelRunner, settings: ModelSettings) -> Recorder | Non
 
 @torch.inference_mode()
 def record_all(runner: ModelRunner) -> None:
-    """Record a decode step of each count of rows, so that no request waits for that."""
-    graphs = runner.graphs
+    """Record a step of each shape, so that no request waits for that."""
+    graphs, limits = runner.graphs, runner.limits
     if graphs is None:
         return
-    _take_slot(runner, WARM_UP_TOKENS)
+    longest = min(limits.max_num_batched_tokens, limits.max_model_len)
+    _take_slot(runner, longest)
+    steps = [_of_tokens(tokens, longest) for tokens in graphs.mixed_to_record()]
     for rows in graphs.to_record():
+        steps.append(_rows(rows=rows, tokens=1)._replace(computed=np.ones(rows, dtype=np.int32)))
+    for step in steps:
         if graphs.refusal is None:
-            decode = _rows(rows=rows, tokens=1)
-            runner.forward(decode._replace(computed=np.ones(rows, dtype=np.int32)))
+            runner.forward(step)
     runner.tables.retire(0)
 
 
@@ -119,6 +132,12 @@ def _rows(rows: int = 1, tokens: int = WARM_UP_TOKENS) -> Rows:
         computed=np.zeros(rows, dtype=np.int32),
         finishes=np.ones(rows, dtype=bool),
     )
+
+
+def _of_tokens(tokens: int, longest: int) -> Rows:
+    """Rows with so many tokens together, or a few less, none with more than `longest`."""
+    rows = -(-tokens // longest)
+    return _rows(rows=rows, tokens=tokens // rows)
 
 
 def _compile(runner: ModelRunner) -> None:

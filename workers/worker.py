@@ -151,7 +151,7 @@ class Worker:
         with blaming_config(self._settings.model_dir):
             self._model.allocate(trial, backend)
             runner = self._new_runner(trial, limits)
-            recorded = recorded_bytes(runner, self._settings)
+            recorded = recorded_bytes(runner, self._settings, memory)
             work = partial(run_largest_steps, runner, backend)
             spare = spare_bytes(memory, share, work, trial.memory_bytes, recorded)
         self._spare = asked, spare

@@ -178,7 +178,9 @@ def swapping(memory: str) -> dict[str, Any]:
 async def run_scene(scene: Scene, **settings: Any) -> dict[str, Any]:
     """All prompts at once, then again out of the prefix cache."""
     workers = PretendedWorkers(scene.ranks)
-    engine = await make_engine(scene.path, workers, **{"max_prefill_chunk_tokens": 20, **settings})
+    engine = await make_engine(
+        scene.path, workers, **{"max_prefill_chunk_tokens": 20, "max_num_batched_tokens": 32, **settings}
+    )
     first = await answers(engine, workers, scene)
     if scene.meets_anew:
         await workers.meet()

@@ -20,7 +20,7 @@ from intarsia.kernels.sampling import TritonSampling
 from intarsia.proto.step import Admit
 from intarsia.tests.local import make_engine
 from intarsia.workers.collectives import NcclCollectives
-from intarsia.workers.graphs import DecodeGraphs
+from intarsia.workers.graphs import StepGraphs
 from intarsia.workers.last_tokens import ON_DEVICE, LastTokens
 from intarsia.workers.pages import Pages
 from intarsia.workers.slots import SlotTables
@@ -175,15 +175,15 @@ def drawn_tokens_are_not_kept_for_the_next_step() -> Any:
 
 
 def replayed_steps_pick_the_tokens_of_their_recording() -> Any:
-    fill = DecodeGraphs._fill
+    fill = StepGraphs._fill
 
-    def with_mistake(self: DecodeGraphs, frame: Any, step: Any, padded: Any) -> bool:
+    def with_mistake(self: StepGraphs, frame: Any, step: Any, padded: Any) -> bool:
         picks = frame.picks_T.clone()
         does_fit = fill(self, frame, step, padded)
         frame.picks_T.copy_(picks)
         return does_fit
 
-    return patch.object(DecodeGraphs, "_fill", with_mistake)
+    return patch.object(StepGraphs, "_fill", with_mistake)
 
 
 def blocks_that_a_request_grows_by_are_lost() -> Any:
@@ -207,7 +207,7 @@ def window_is_off_by_one() -> Any:
 
 
 def ranks_that_meet_anew_replay_what_they_recorded() -> Any:
-    return patch.object(DecodeGraphs, "forget", lambda self: None)
+    return patch.object(StepGraphs, "forget", lambda self: None)
 
 
 def sums_of_ranks_are_left_out() -> Any:
@@ -289,7 +289,7 @@ async def _try(scene: Scene, planted: Planted, little_memory: str) -> dict[str, 
     settings = swapping(little_memory) if planted.swaps else {"block_size": planted.block_size}
     with planted.mistake():
         try:
-            engine = await make_engine(scene.path, workers, max_num_seqs=2, **settings)
+            engine = await make_engine(scene.path, workers, max_num_seqs=2, max_num_batched_tokens=32, **settings)
             answer = await answers(engine, workers, scene)
             if planted.meets_anew:
                 await workers.meet()

@@ -204,14 +204,14 @@ def test_a_step_that_does_not_fit_into_its_frame_goes_the_usual_way(tiny: Callab
     cut_short(monkeypatch)
     monkeypatch.setattr(worklist, "MOST_RECORD_BYTES", 0)
     fitted: list[bool] = []
-    run = graphs.DecodeGraphs.run
+    run = graphs.StepGraphs.run
 
-    def noted(self: graphs.DecodeGraphs, step: graphs.DecodeStep) -> Tensor | None:
+    def noted(self: graphs.StepGraphs, step: graphs.PackedStep) -> Tensor | None:
         logits = run(self, step)
         fitted.append(logits is not None)
         return logits
 
-    monkeypatch.setattr(graphs.DecodeGraphs, "run", noted)
+    monkeypatch.setattr(graphs.StepGraphs, "run", noted)
     model = tiny("mistral")
 
     async def answer() -> None:
