@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from intarsia.kernels.paged_attention import TritonBackend
+from intarsia.kernels.paged_attention import GroupBatch, TritonBackend
 from intarsia.kernels.paged_attention import triton as attention
 from intarsia.kernels.sampling import TritonSampling
 from intarsia.proto.step import Admit
@@ -197,13 +197,14 @@ def blocks_that_a_request_grows_by_are_lost() -> Any:
 
 
 def window_is_off_by_one() -> Any:
-    rule = attention._rule
+    """A query does not see the oldest key of its window."""
+    oldest = GroupBatch.oldest_visible
 
-    def with_mistake(batch: Any) -> tuple[int, int]:
-        kind, tokens = rule(batch)
-        return kind, tokens - 1 if kind == 1 else tokens
+    def with_mistake(self: GroupBatch, position: Any) -> Any:
+        found = oldest(self, position)
+        return found if self.window_tokens is None else np.where(found > 0, found + 1, found)
 
-    return patch.object(attention, "_rule", with_mistake)
+    return patch.object(GroupBatch, "oldest_visible", with_mistake)
 
 
 def ranks_that_meet_anew_replay_what_they_recorded() -> Any:
