@@ -184,12 +184,8 @@ class StepGraphs:
             rows, padded = self._most_rows, list(step.batches)
         if not tokens:
             return None
-        shape = (
-            step.is_decode,
-            rows,
-            tokens,
-            *(0 if self._is_wide else batch.block_table.shape[1] for batch in padded),
-        )
+        widths = (0 if self._is_wide else batch.block_table.shape[1] for batch in padded)
+        shape = (step.is_decode, rows, tokens, *widths)
         if shape in self.refusals:
             return None
         frame = self._frames.get(shape)
@@ -223,7 +219,7 @@ class StepGraphs:
     def _refuse(self, reason: str) -> None:
         self.refusal = reason
         self._frames.clear()
-        logger.warning("decode steps are not recorded, so Python is waited for: %s", reason)
+        logger.warning("steps are not recorded, so Python is waited for: %s", reason)
 
     def _make(self, rows: int, tokens: int, padded: Sequence[GroupBatch], step: PackedStep) -> _Frame | None:
         metas = self._metas(rows, tokens, padded, is_decode=step.is_decode)

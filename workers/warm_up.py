@@ -38,7 +38,9 @@ def warm_up(runner: ModelRunner, settings: ModelSettings) -> None:
     # On a CPU: how many threads compute a step, and its matrix products for each number of tokens.
     runner.threads.learn(lambda tokens: runner.forward(_rows(tokens=tokens)), longest, runner.parallel.share_from_first)
     compile_products(model.module, limits.max_num_batched_tokens, runner.use_threads_for)
-    _draw_dearly(runner, runner.forward(_rows()))
+    logits = runner.forward(_rows())
+    _draw_dearly(runner, logits)
+    runner.sampling.draw(logits, [Draw()], [0])
     runner.tables.retire(0)
     # On a GPU: steps are recorded, now where that can be.
     record = _recorder_of(runner, settings)

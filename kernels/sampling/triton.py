@@ -31,6 +31,8 @@ PROGRAMS = 512
 """What keeps a GPU busy, more or less: rows are cut into so many parts. Results do not depend on it."""
 MOST_TOLD = 32
 """More of the most probable tokens than these are found by torch, which sorts."""
+LEAST_GREEDY_JOBS = 512
+"""That stay on the device: a step of so many greedy rows uploads nothing to draw their tokens."""
 LIST_BYTES = 128 << 20
 """Of lists at once, where log-probabilities of many tokens are told."""
 
@@ -175,7 +177,7 @@ class TritonSampling(SamplingBackend):
         """They are the same in each step, so they stay on the device."""
         words = self._greedy.get(device)
         if words is None or len(words) < rows * JOB_WORDS:
-            draws = [Draw(temperature=0)] * power_of_two(rows)
+            draws = [Draw(temperature=0)] * max(LEAST_GREEDY_JOBS, power_of_two(rows))
             words = upload(_words(jobs_of(draws, range(len(draws)), (), 1)), device)
             self._greedy[device] = words
         return words

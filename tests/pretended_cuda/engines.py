@@ -23,6 +23,8 @@ from .scenes import Scene
 
 REPLAYED, UNRECORDED, MIXED = "replayed", "unrecorded", "mixed"
 HOST = "127.0.0.1"
+SMALL = {"max_prefill_chunk_tokens": 20, "max_num_batched_tokens": 32}
+"""So that what is recorded before requests come is soon done."""
 LOOKS, LOOK_EVERY_S = 10, 0.001
 """Whether the next step has been launched."""
 
@@ -32,6 +34,7 @@ class StepCosts:
     """The most that a step of one kind cost, over those that ran."""
 
     steps: int = 0
+    replays: int = 0  # steps that were replayed
     most: Counter[Kind] = field(default_factory=Counter)
     most_syncs_of_launch: int = 0  # of these, before the next step could be launched
     places: dict[str, dict[str, int]] = field(default_factory=dict)  # what the latest of them did where
@@ -39,7 +42,7 @@ class StepCosts:
     def told(self) -> dict[str, Any]:
         most = {kind.value: n for kind, n in self.most.items()}
         launch = {"syncs of launch": self.most_syncs_of_launch}
-        return {"steps": self.steps, "most": most | launch, "places": self.places}
+        return {"steps": self.steps, "replays": self.replays, "most": most | launch, "places": self.places}
 
 
 class Rank:
@@ -109,6 +112,7 @@ class PretendedWorkers(LocalWorkers):
         whole = of_launch + of_end
         costs = self.costs[_kind_of(step, whole.totals())]
         costs.steps += 1
+        costs.replays += Kind.REPLAY in whole.totals()
         costs.most |= Counter(whole.totals())
         costs.most_syncs_of_launch = max(costs.most_syncs_of_launch, of_launch.totals().get(Kind.SYNC, 0))
         asked = {"sync": (Kind.SYNC,), "upload": UPLOADS, "kernel": (*RECORDED.keys(), *RECORDED.values())}
@@ -144,10 +148,9 @@ def _ended(rank: Rank, ongoing: OngoingStep) -> tuple[StepResult, Costs]:
 
 
 def _kind_of(step: Step, totals: dict[Kind, int]) -> str:
-    if Kind.REPLAY in totals:
-        return REPLAYED
-    computes_prompts = bool(step.admit) or any(advance.tokens > 1 for advance in step.advance)
-    return MIXED if computes_prompts else UNRECORDED
+    if step.admit or any(advance.tokens > 1 for advance in step.advance):
+        return MIXED
+    return REPLAYED if Kind.REPLAY in totals else UNRECORDED
 
 
 class StepFailed(Exception):
@@ -178,9 +181,7 @@ def swapping(memory: str) -> dict[str, Any]:
 async def run_scene(scene: Scene, **settings: Any) -> dict[str, Any]:
     """All prompts at once, then again out of the prefix cache."""
     workers = PretendedWorkers(scene.ranks)
-    engine = await make_engine(
-        scene.path, workers, **{"max_prefill_chunk_tokens": 20, "max_num_batched_tokens": 32, **settings}
-    )
+    engine = await make_engine(scene.path, workers, **(SMALL | settings))
     first = await answers(engine, workers, scene)
     if scene.meets_anew:
         await workers.meet()
