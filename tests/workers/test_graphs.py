@@ -5,6 +5,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +22,13 @@ from intarsia.proto.worker import RunnerLimits
 from intarsia.tests.kernels.scenes import cut_short
 from intarsia.tests.local import LocalWorkers, complete, make_engine
 from intarsia.workers import graphs, warm_up
-from intarsia.workers.graphs import MOST_ROWS, Recorder, Replay, padded_pages, padded_rows, recorded_rows
+from intarsia.workers.graphs import MOST_ROWS, Recorder, Replay, mixed_tokens, padded_pages, padded_rows, recorded_rows
 from intarsia.workers.last_tokens import LastTokens
 from intarsia.workers.models import load
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
+SHORT = {"max_num_batched_tokens": 16}
+"""Steps, so that those with prompts are soon recorded by an interpreter of GPUs' kernels."""
 
 
 class Tape:
@@ -170,31 +174,47 @@ def record_wide_frames(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing()))
-@pytest.mark.parametrize("family", ["gemma3", "bamba"])
+@pytest.mark.parametrize(("family", "with_prompts"), [("gemma3", [4]), ("bamba", [])])
 def test_wide_frames_are_recorded_before_requests_come_and_are_few(
-    family: str, tiny: Callable, monkeypatch: pytest.MonkeyPatch
+    family: str, with_prompts: list[int], tiny: Callable, monkeypatch: pytest.MonkeyPatch
 ):
-    """Our kernels for GPUs, run by Python. What is recorded is run again instead of replayed."""
+    """Our kernels for GPUs, run by Python. What is recorded is run again instead of replayed.
+
+    with_prompts: logits of recorded steps with prompts. There are none where layers keep states
+    """
+    of_each = [*with_prompts, 4, 2, 1]
     recorded = record_wide_frames(monkeypatch)
     model, workers = tiny(family), LocalWorkers()
 
     async def run() -> None:
-        engine = await make_engine(model.path, workers, attention_backend="triton", max_num_seqs=3)
+        engine = await make_engine(model.path, workers, attention_backend="triton", max_num_seqs=3, **SHORT)
         before = list(recorded)
         answers = await complete(engine, model.prompts[:2], SamplingParams(temperature=0, max_tokens=5))
         assert [answer.token_ids for answer in answers] == [tokens[:5] for tokens in model.expected[:2]]
         # Largest first, all of them before the first request, and no other one after it.
-        assert before == recorded == [4, 2, 1]
+        assert before == recorded == of_each
         runner = workers.worker._runner
         assert runner is not None and runner.graphs is not None
         tables = [frame.metas[0].plan.block_table for frame in runner.graphs._frames.values()]
-        assert len({table.data_ptr() for table in tables}) == 1, "frames share the memory of the largest"
+        kinds = 1 + len(with_prompts)
+        assert len({table.data_ptr() for table in tables}) == kinds, "frames share the memory of the largest of a kind"
         # Ranks that meet anew take apart what was recorded; it is recorded again before the next request.
         runner.graphs.forget()
         workers.worker.clear()
-        assert recorded == [4, 2, 1] * 2
+        assert recorded == of_each * 2
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("most_tokens", "counts"), [(1, []), (2, [2]), (128, [128]), (300, [300, 256, 128]), (8192, [1024, 512, 256, 128])]
+)
+def test_steps_with_prompts_are_filled_up_to_few_counts_of_tokens(most_tokens: int, counts: list[int]):
+    attention = SimpleNamespace(backend=SimpleNamespace(capabilities=TritonBackend.capabilities))
+    model: Any = SimpleNamespace(attention=attention, pages=SimpleNamespace(state_groups=[]))
+    assert mixed_tokens(model, most_tokens) == counts
+    model.pages.state_groups.append(1)
+    assert mixed_tokens(model, most_tokens) == []
 
 
 @pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing()))
@@ -215,7 +235,7 @@ def test_a_step_that_does_not_fit_into_its_frame_goes_the_usual_way(tiny: Callab
     model = tiny("mistral")
 
     async def answer() -> None:
-        engine = await make_engine(model.path, LocalWorkers(), attention_backend="triton", max_num_seqs=1)
+        engine = await make_engine(model.path, LocalWorkers(), attention_backend="triton", max_num_seqs=1, **SHORT)
         assert all(fitted)
         (answer,) = await complete(engine, model.prompts[:1], SamplingParams(temperature=0, max_tokens=4))
         assert answer.token_ids == model.expected[0][:4]
