@@ -163,8 +163,9 @@ def recorded_steps_keep_their_lengths() -> Iterator[None]:
     refill, kept = TritonBackend.refill, {}
 
     def with_mistake(self: TritonBackend, frame: Any, batch: Any, transfer: Any) -> bool:
-        lengths = kept.setdefault(id(frame), batch.kv_lens)
-        return refill(self, frame, replace(batch, kv_lens=lengths), transfer)
+        if batch.query_lens.max() == 1:  # of decode steps
+            batch = replace(batch, kv_lens=kept.setdefault(id(frame), batch.kv_lens))
+        return refill(self, frame, batch, transfer)
 
     with patch.object(TritonBackend, "refill", with_mistake):
         yield
