@@ -22,7 +22,8 @@ import torch
 
 from intarsia.kernels.paged_attention.triton import MERGED_AT_ONCE, Shape, Size, TritonBackend, precision_of, shape_for
 from intarsia.kernels.sampling.triton import LIST_TOKENS, LIST_WARPS, WARPS, TritonSampling, shift_of
-from intarsia.kernels.state.triton import CHUNKS, CONVOLUTION_TOKENS, PRECISION, TritonStates, heads_block
+from intarsia.kernels.state.triton import CHUNKS, PRECISION, TritonStates, heads_block
+from intarsia.kernels.state.worklist import TILE_TOKENS
 from intarsia.kernels.tokenwise import Activation, Rotary
 from intarsia.kernels.tokenwise import triton as tokenwise
 from intarsia.kernels.toolchain.triton import LEAST_DOT, power_of_two
@@ -184,7 +185,11 @@ def _heads(dtype: str, kernel: Any) -> Iterator[Variant]:
 
 def _states() -> Iterator[Variant]:
     kernels = TritonStates()._kernels
-    columns = {"start_ptr", "length_ptr", "page_ptr", "new_ptr", "saved_ptr"}
+    lists = {"rows_ptr", "pieces_ptr", "tiles_ptr"}
+
+    def types(kernel: Any, dtype: str) -> dict[str, str]:
+        return _types(kernel, {name for name in kernel.arg_names if name not in lists}, dtype, set())
+
     for name, keys, values, delta in (
         ("mamba-2", 128, 64, False), ("lightning", 96, 96, False), ("gated delta", 128, 128, True)
     ):  # fmt: skip
@@ -198,12 +203,12 @@ def _states() -> Iterator[Variant]:
             if not one_token:
                 chunk, warps = CHUNKS["gated_delta" if delta else "linear_attention"]
                 constants |= {"CHUNK": chunk, "PRECISION": PRECISION}
-            types = _types(kernel, set(), "fp32", None, columns)
-            yield Variant(f"{name} ({'step' if one_token else 'prompt'})", kernel, types, constants, warps, 1)
+            title = f"{name} ({'step' if one_token else 'prompt'})"
+            yield Variant(title, kernel, types(kernel, "fp32"), constants, warps, 1)
     yield Variant(
         "selective scan",
         kernels.channels,
-        _types(kernels.channels, set(), "fp32", None, columns),
+        types(kernels.channels, "fp32"),
         {"STATES": 16, "STATES_PADDED": 16, "BLOCK": 32},
         4,
         1,
@@ -211,15 +216,15 @@ def _states() -> Iterator[Variant]:
     yield Variant(
         "convolution",
         kernels.convolve,
-        _types(kernels.convolve, set(), "bf16", None, columns),
-        {"WINDOW": 3, "TOKENS": CONVOLUTION_TOKENS, "BLOCK": 128},
+        types(kernels.convolve, "bf16"),
+        {"WINDOW": 3, "TOKENS": TILE_TOKENS, "BLOCK": 128},
         4,
         1,
     )
     yield Variant(
         "convolution's state",
         kernels.shift,
-        _types(kernels.shift, set(), "bf16", None, columns),
+        types(kernels.shift, "bf16"),
         {"WINDOW": 3, "BLOCK": 128},
         4,
         1,

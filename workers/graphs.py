@@ -11,11 +11,11 @@ recorded when it first comes.
     frame of 8         a b c d e . . .     tables [a's blocks] .. [0 0 0]    lengths 40 7 12 3 88 1 1 1
 
 Steps with prompts are filled up in their tokens: to 128, 256, 512 or 1,024, of as many rows as there may be. For that
-attention must take rows of any lengths in a frame, and there may be no states, whose scans are cut by row.
+attention and states must take rows of any lengths in a frame.
 
     step of 3 rows     a b c c c c         frame of 128 tokens     a b c c c c . . . ..    logits of tokens 0 1 5 0 0 ..
 
-Everything else a step may hold (states to save, log-probabilities of prompts) goes the usual way.
+Steps that tell log-probabilities of prompts go the usual way.
 """
 
 import logging
@@ -94,7 +94,8 @@ def mixed_tokens(model: LoadedModel, most_tokens: int) -> list[int]:
     """Counts of tokens to which recorded steps with prompts are filled up, the largest first. None where they are not
     recorded. most_tokens: of a step"""
     able = model.attention.backend.capabilities
-    if not (able.wide_frames and able.mixed_frames) or model.pages.state_groups or most_tokens < 2:
+    has_frames = able.wide_frames and able.mixed_frames
+    if not has_frames or (model.pages.state_groups and not model.states.has_mixed_frames) or most_tokens < 2:
         return []
     return sorted({min(tokens, most_tokens) for tokens in MIXED_TOKENS}, reverse=True)
 
@@ -118,7 +119,6 @@ class PackedStep(NamedTuple):
 
 @dataclass(slots=True)
 class _Frame:
-    rows: int
     drawing_R: Tensor  # slots whose tokens are drawn
     picks_T: Tensor
     positions_T: Tensor
@@ -227,12 +227,12 @@ class StepGraphs:
             self._refuse(f"attention backend '{self._model.attention.backend.name}' has no fixed shapes")
             return None
         of_rows, of_tokens = (torch.zeros(n, dtype=torch.int64, device=self._model.device) for n in (rows, tokens))
-        states = {g: self._model.states.frame(rows) for g in step.states}
+        states = {g: self._model.states.frame(rows, tokens) for g in step.states}
         if any(meta is None for meta in states.values()):
             self._refuse(f"state backend '{self._model.states.backend_name}' has no fixed shapes")
             return None
         keep_R = None if step.is_decode else of_rows.clone()
-        return _Frame(rows, of_rows, of_tokens, of_tokens.clone(), keep_R, metas, states)
+        return _Frame(of_rows, of_tokens, of_tokens.clone(), keep_R, metas, states)
 
     def _metas(
         self, rows: int, tokens: int, padded: Sequence[GroupBatch], *, is_decode: bool
@@ -275,8 +275,9 @@ class StepGraphs:
         refill = self._model.attention.backend.refill
         if not all(refill(meta, batch, transfer) for meta, batch in zip(frame.metas, padded, strict=True)):
             return False
-        for g, meta in frame.states.items():
-            self._model.states.refill(meta, step.states[g], frame.rows, transfer)
+        states = self._model.states
+        if not all(states.refill(meta, step.states[g], transfer) for g, meta in frame.states.items()):
+            return False
         transfer.run()
         return True
 

@@ -122,7 +122,7 @@ class ModelRunner:
             for g in self._state_groups
         }
         # Where steps are recorded, a step is replayed if there is one of its shape.
-        if self.graphs is not None and not saves and not len(asked):
+        if self.graphs is not None and not len(asked):
             wanted = rows.slots[rows.finishes], ends[rows.finishes] - 1
             logits = self.graphs.run(PackedStep(rows.slots, tokens, positions, *wanted, batches, states))
             if logits is not None:

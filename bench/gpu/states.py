@@ -91,10 +91,11 @@ class World:
 
     def meta(self, backend: Any, bench: Bench) -> Any:
         """As recorded steps have it, where each row has one token."""
-        if self.scene.length > 1 or (frame := backend.frame(self.scene.rows, bench.device)) is None:
+        rows = self.scene.rows
+        if self.scene.length > 1 or (frame := backend.frame(rows, rows, bench.device)) is None:
             return backend.prepare(self.batch, bench.device)
         transfer = Transfer(bench.device)
-        backend.refill(frame, self.batch.pages, transfer)
+        backend.refill(frame, self.batch, transfer)
         transfer.run()
         return frame
 

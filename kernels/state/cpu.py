@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from ctypes import c_int32, c_int64, c_void_p
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -77,6 +76,7 @@ class NativeStates:
 
     name: ClassVar[str] = "native"
     devices: ClassVar[frozenset[str]] = frozenset({"cpu"})
+    mixed_frames: ClassVar[bool] = False
 
     @classmethod
     def lacks(cls) -> str | None:
@@ -97,10 +97,10 @@ class NativeStates:
     def prepare(self, batch: StateBatch, device: torch.device) -> list[_Part]:
         return [_Part(wave) for wave in waves(batch)]
 
-    def frame(self, rows: int, device: torch.device) -> None:
+    def frame(self, rows: int, tokens: int, device: torch.device) -> None:
         return None  # on a CPU nothing is gained
 
-    def refill(self, frame: None, pages: np.ndarray, transfer: Transfer) -> None:
+    def refill(self, frame: None, batch: StateBatch, transfer: Transfer) -> bool:
         raise AssertionError("there are no frames")
 
     def scan(

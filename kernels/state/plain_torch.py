@@ -30,6 +30,9 @@ from .reference import (
 
 CHUNK_TOKENS = 64
 
+SPARE_PAGE = -1
+"""The last one."""
+
 Run = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, Tensor]]
 """(state [..], constants, inputs [T,..] each) -> (outputs [T,..], new state): T tokens of one row."""
 
@@ -55,6 +58,7 @@ class ChunkedStates:
 
     name: ClassVar[str] = "torch"
     devices: ClassVar[frozenset[str]] = frozenset({"cpu", "cuda"})
+    mixed_frames: ClassVar[bool] = False
 
     @classmethod
     def lacks(cls) -> str | None:
@@ -68,14 +72,19 @@ class ChunkedStates:
             result.append(SplitWave(_singles(single, device) if single else None, longer))
         return result
 
-    def frame(self, rows: int, device: torch.device) -> list[SplitWave]:
+    def frame(self, rows: int, tokens: int, device: torch.device) -> list[SplitWave] | None:
         no_pages = np.zeros(rows, dtype=np.int32)
-        return self.prepare(StateBatch(no_pages, no_pages + 1, no_pages != 0), device)
+        ones = StateBatch(no_pages, no_pages + 1, no_pages != 0)
+        return self.prepare(ones, device) if tokens == rows else None
 
-    def refill(self, frame: list[SplitWave], pages: np.ndarray, transfer: Transfer) -> None:
+    def refill(self, frame: list[SplitWave], batch: StateBatch, transfer: Transfer) -> bool:
         singles = frame[0].singles
         assert singles is not None
-        transfer.put(singles.pages, pages)
+        if batch.saves or batch.is_new.any():
+            return False
+        lacking = len(singles.pages) - len(batch.pages)
+        transfer.put(singles.pages, np.pad(batch.pages, (0, lacking), constant_values=SPARE_PAGE))
+        return True
 
     def scan(
         self, recurrence: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor],

@@ -82,6 +82,7 @@ class StateBackend(Protocol):
 
     name: ClassVar[str]
     devices: ClassVar[frozenset[str]]
+    mixed_frames: ClassVar[bool]  # frames take rows of several tokens, new ones and states to be saved
 
     @classmethod
     def lacks(cls) -> str | None:
@@ -92,15 +93,17 @@ class StateBackend(Protocol):
         """What all layers of the group share: which tokens run together, from which pages to which."""
         ...
 
-    def frame(self, rows: int, device: torch.device) -> Any:
-        """Metadata of steps of one token for each of so many rows, none of them new, nothing saved: its tensors stay
+    def frame(self, rows: int, tokens: int, device: torch.device) -> Any:
+        """Metadata of steps of up to so many rows and tokens, of one token each if there are as many: its tensors stay
         where they are, and `scan` neither waits for the device nor looks at what they hold. Undefined before `refill`.
         None: this backend has no such thing.
         """
         ...
 
-    def refill(self, frame: Any, pages: np.ndarray, transfer: Transfer) -> None:
-        """Have the pages [rows] of another such step put into a frame."""
+    def refill(self, frame: Any, batch: StateBatch, transfer: Transfer) -> bool:
+        """Have another such step put into a frame. Rows that are lacking write nothing, or the last page, which is to
+        be spare. False: it does not fit.
+        """
         ...
 
     def scan(

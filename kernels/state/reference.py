@@ -8,7 +8,6 @@ row alone, and not on how a prompt was cut into chunks: the same bits come out. 
 from collections.abc import Sequence
 from typing import ClassVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -110,6 +109,7 @@ class ReferenceStates:
 
     name: ClassVar[str] = "reference"
     devices: ClassVar[frozenset[str]] = frozenset({"cpu", "cuda"})
+    mixed_frames: ClassVar[bool] = False
 
     @classmethod
     def lacks(cls) -> str | None:
@@ -118,10 +118,10 @@ class ReferenceStates:
     def prepare(self, batch: StateBatch, device: torch.device) -> list[Wave]:
         return waves(batch)
 
-    def frame(self, rows: int, device: torch.device) -> None:
+    def frame(self, rows: int, tokens: int, device: torch.device) -> None:
         return None
 
-    def refill(self, frame: None, pages: np.ndarray, transfer: Transfer) -> None:
+    def refill(self, frame: None, batch: StateBatch, transfer: Transfer) -> bool:
         raise AssertionError("there are no frames")
 
     def scan(

@@ -1,19 +1,17 @@
 """Recurrences on a GPU by our own kernels: `kernels/state/triton_kernels.py`, and what they are launched with."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..paged_attention.protocol import upload
 from ..tensors import dense
 from ..toolchain import triton as gpu
 from ..toolchain.triton import LEAST_DOT, power_of_two
 from ..transfer import Transfer
-from .protocol import Columns, Piece, Recurrence, StateBatch, waves
+from .protocol import Recurrence, StateBatch
 from .reference import (
     CONVOLUTION,
     GATED_CONVOLUTION,
@@ -23,22 +21,11 @@ from .reference import (
     SILU_CONVOLUTION,
     of_each_head,
 )
+from .worklist import TILE_TOKENS, Work, frame_of, refill, sent, work_of
 
 CHUNKS = {LINEAR_ATTENTION.name: (32, 8), GATED_DELTA.name: (16, 4)}
 """Tokens of a chunk, and warps: the most that spills no registers (`bench/ahead.py`). Of a delta net every token
 of a chunk waits for the one before it, so its chunks are short anyway."""
-CONVOLUTION_TOKENS = 16
-
-COLUMN_ITEMS = 4
-"""Of four bytes or more: a multiple of so many keeps columns that lie one behind another at multiples of 16 bytes."""
-
-
-class Launch(NamedTuple):
-    """Pieces that run together: all of one token, or none."""
-
-    columns: Columns  # of tensors
-    pieces: int
-    longest: int
 
 
 class TritonStates:
@@ -46,6 +33,7 @@ class TritonStates:
 
     name: ClassVar[str] = "triton"
     devices: ClassVar[frozenset[str]] = frozenset({"cuda"})
+    mixed_frames: ClassVar[bool] = True
 
     @classmethod
     def lacks(cls) -> str | None:
@@ -62,25 +50,18 @@ class TritonStates:
             SELECTIVE_SCAN.name: self._channels,
         }
 
-    def prepare(self, batch: StateBatch, device: torch.device) -> list[Launch]:
-        launches = []
-        for wave in waves(batch):
-            for is_single in (True, False):
-                pieces = [piece for piece in wave if piece.is_single == is_single]
-                if pieces:
-                    launches.append(_launch(pieces, device))
-        return launches
+    def prepare(self, batch: StateBatch, device: torch.device) -> Work[Tensor]:
+        return sent(work_of(batch), device)
 
-    def frame(self, rows: int, device: torch.device) -> list[Launch]:
-        no_pages = np.zeros(rows, dtype=np.int32)
-        return self.prepare(StateBatch(no_pages, no_pages + 1, no_pages != 0), device)
+    def frame(self, rows: int, tokens: int, device: torch.device) -> Work[Tensor]:
+        return frame_of(rows, tokens, device)
 
-    def refill(self, frame: list[Launch], pages: np.ndarray, transfer: Transfer) -> None:
-        transfer.put(frame[0].columns.page, pages)
+    def refill(self, frame: Work[Tensor], batch: StateBatch, transfer: Transfer) -> bool:
+        return refill(frame, work_of(batch), transfer)
 
     def scan(
         self, recurrence: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor],
-        meta: list[Launch],
+        meta: Work[Tensor],
     ) -> Tensor:  # fmt: skip
         # What goes on around a recurrence is torch's.
         if recurrence is SILU_CONVOLUTION:
@@ -94,20 +75,20 @@ class TritonStates:
         run = self._run[recurrence.name]
         inputs = [dense(values) for values in inputs]
         out = torch.empty_like(inputs[_OUT_LIKE[recurrence.name]], memory_format=torch.contiguous_format)
-        for launch in meta:
-            run(recurrence, pages, constants, inputs, launch, out)
+        for rows in (meta.singles, meta.longer):
+            if len(rows):
+                run(recurrence, pages, constants, inputs, rows, meta, out)
         return out
 
     def _heads(
-        self, recurrence: Recurrence, pages: Tensor, _: Sequence[Tensor], inputs: Sequence[Tensor], launch: Launch,
-        out: Tensor,
+        self, recurrence: Recurrence, pages: Tensor, _: Sequence[Tensor], inputs: Sequence[Tensor], rows: Tensor,
+        meta: Work[Tensor], out: Tensor,
     ) -> None:  # fmt: skip
         q, k, v, g, *beta = inputs
         b = beta[0] if beta else g
-        columns = launch.columns
         slots, heads, keys, values = pages.shape
-        block = heads_block(keys, values, launch.longest == 1)
-        grid = (launch.pieces, heads, -(-values // block))
+        block = heads_block(keys, values, rows is meta.singles)
+        grid = (len(rows), heads, -(-values // block))
         strides = [stride for x in (q, k, v, g, b, out) for stride in x.stride()[:2]]
         common = {
             "KEYS": keys,
@@ -117,48 +98,49 @@ class TritonStates:
             "DELTA": bool(beta),
         }
         # One token needs no products of matrices; several go in chunks.
-        if launch.longest == 1:
+        if rows is meta.singles:
             self._kernels.heads_step[grid](
-                q, k, v, g, b, out, pages, columns.start, columns.page, columns.is_new, columns.saved_to,
+                q, k, v, g, b, out, pages, rows, meta.pieces,
                 *strides, pages.stride(0), pages.stride(1), slots, **common,
             )  # fmt: skip
         else:
             chunk, warps = CHUNKS[recurrence.name]
             self._kernels.heads[grid](
-                q, k, v, g, b, out, pages, *columns,
+                q, k, v, g, b, out, pages, rows, meta.pieces,
                 *strides, pages.stride(0), pages.stride(1), slots, **common,
                 CHUNK=chunk, PRECISION=PRECISION, num_warps=warps, num_stages=1,
             )  # fmt: skip
 
     def _channels(
-        self, _: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor], launch: Launch,
-        out: Tensor,
+        self, _: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor], rows: Tensor,
+        meta: Work[Tensor], out: Tensor,
     ) -> None:  # fmt: skip
         (A,) = constants
         slots, count, states = pages.shape
         block = 32
-        self._kernels.channels[launch.pieces, -(-count // block)](
-            A.contiguous(), *inputs, out, pages, *launch.columns,
+        self._kernels.channels[len(rows), -(-count // block)](
+            A.contiguous(), *inputs, out, pages, rows, meta.pieces,
             *(x.stride(0) for x in (*inputs, out)), pages.stride(0), slots, count,
             STATES=states, STATES_PADDED=power_of_two(states), BLOCK=block,
         )  # fmt: skip
 
     def _convolve(
-        self, _: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor], launch: Launch,
-        out: Tensor,
+        self, _: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor], rows: Tensor,
+        meta: Work[Tensor], out: Tensor,
     ) -> None:  # fmt: skip
         weight, bias = constants
         (x,) = inputs
-        columns = launch.columns
         slots, count, window = pages.shape
         block = 128
-        tokens = min(CONVOLUTION_TOKENS, power_of_two(launch.longest))
-        self._kernels.convolve[launch.pieces, -(-count // block), -(-launch.longest // tokens)](
-            weight.contiguous(), bias, x, out, pages, columns.start, columns.length, columns.page, columns.is_new,
-            x.stride(0), out.stride(0), pages.stride(0), slots, count, WINDOW=window, TOKENS=tokens, BLOCK=block,
+        is_single = rows is meta.singles
+        parts, blocks = len(rows if is_single else meta.tiles), -(-count // block)
+        self._kernels.convolve[parts, blocks](
+            weight.contiguous(), bias, x, out, pages, rows, meta.tiles,
+            x.stride(0), out.stride(0), pages.stride(0), slots, count,
+            WINDOW=window, TOKENS=1 if is_single else TILE_TOKENS, BLOCK=block,
         )  # fmt: skip
-        self._kernels.shift[launch.pieces, -(-count // block)](
-            x, pages, *columns, x.stride(0), pages.stride(0), slots, count, WINDOW=window, BLOCK=block
+        self._kernels.shift[len(rows), blocks](
+            x, pages, rows, meta.pieces, x.stride(0), pages.stride(0), slots, count, WINDOW=window, BLOCK=block
         )
 
 
@@ -174,13 +156,3 @@ def heads_block(keys: int, values: int, one_token: bool) -> int:
     """Values of a head that one program keeps: few, so that there are many programs and no registers are spilled."""
     most = 16 if keys > 128 else 32 if one_token or keys > 64 else 64
     return min(max(LEAST_DOT, power_of_two(values)), most)
-
-
-def _launch(pieces: list[Piece], device: torch.device) -> Launch:
-    columns = Columns.of(pieces)
-    # Each column begins at a multiple of 16 bytes: a kernel is compiled for addresses that are, or for any.
-    count = len(pieces)
-    padded = np.zeros((len(columns), -(-count // COLUMN_ITEMS) * COLUMN_ITEMS), dtype=columns.start.dtype)
-    padded[:, :count] = columns
-    uploaded = upload(padded, device)
-    return Launch(Columns(*(column[:count] for column in uploaded)), count, int(columns.length.max()))

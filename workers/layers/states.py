@@ -32,9 +32,6 @@ from ..tensor_parallel import Section, TensorParallel
 CONV, RECURRENT = 0, 1
 """Places of the tensors of a state; a mixer with one tensor has it at 0."""
 
-SPARE = -1
-"""The page behind those of the plan: see `Pages`."""
-
 Save = tuple[int, int, int, int]
 """(slot, group, tokens, block): see `Step.saves`."""
 
@@ -89,15 +86,17 @@ class PagedStates:
         """From which page each row goes on in the next forward pass, by group."""
         self._metas = {g: self._backend.prepare(batch, self._device) for g, batch in batches.items()}
 
-    def frame(self, rows: int) -> Any:
-        """Metadata of steps of one token for each of so many rows, in tensors that stay where they are; or None."""
-        return self._backend.frame(rows, self._device)
+    def frame(self, rows: int, tokens: int) -> Any:
+        """Metadata of steps of up to so many rows and tokens, in tensors that stay where they are; or None."""
+        return self._backend.frame(rows, tokens, self._device)
 
-    def refill(self, frame: Any, batch: StateBatch, rows: int, transfer: Transfer) -> None:
-        """Have such a step put into a frame of `rows`; those beyond its own go on from the spare page."""
-        pages = np.full(rows, SPARE, dtype=np.int64)
-        pages[: len(batch.pages)] = batch.pages
-        self._backend.refill(frame, pages, transfer)
+    def refill(self, frame: Any, batch: StateBatch, transfer: Transfer) -> bool:
+        """Have such a step put into a frame. False: it does not fit."""
+        return self._backend.refill(frame, batch, transfer)
+
+    @property
+    def has_mixed_frames(self) -> bool:
+        return self._backend.mixed_frames
 
     @property
     def backend_name(self) -> str:

@@ -194,9 +194,11 @@ def test_a_frame_runs_steps_of_one_token_from_whatever_pages_it_is_told(name: st
         pytest.skip(lacks)
     rows = Rows(RECURRENCES[name], [9, 9, 9], kind())
     rows.step([8, 8, 8])
-    frame = rows.backend.frame(4, CPU)
-    for pages in ([-1, -1, -1, -1], [3, 1, 2, -1]):
-        rows.backend.refill(frame, np.array(pages), transfer := Transfer(CPU))
+    frame = rows.backend.frame(4, 4, CPU)
+    for pages in ([1], [3, 1, 2]):
+        batch = StateBatch(np.array(pages), np.ones(len(pages)), np.zeros(len(pages), dtype=bool))
+        transfer = Transfer(CPU)
+        assert rows.backend.refill(frame, batch, transfer)
         transfer.run()
     order = [2, 0, 1, 0]
     inputs = [torch.stack([rows.inputs[n][i][8] for n in order]).float() for i in range(len(rows.inputs[0]))]
@@ -204,6 +206,48 @@ def test_a_frame_runs_steps_of_one_token_from_whatever_pages_it_is_told(name: st
     for at, n in enumerate(order[:3]):
         torch.testing.assert_close(out[at], rows.truths[n][0][8].float(), rtol=2e-4, atol=2e-5)
         rows.check_page(n + 1, rows.truths[n][1][9], 9)
+
+
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_a_frame_runs_mixed_steps_with_the_bits_of_unrecorded_ones(name: str):
+    """Rows of one token and of several, new ones and others, states that are saved on the way and at the end."""
+    if lacks := TritonStates.lacks():
+        pytest.skip(lacks)
+    random = np.random.default_rng(seed := 23)
+    print("seed", seed)
+    backend = TritonStates()
+    most_rows, most_tokens = 5, 64
+    frame = backend.frame(most_rows, most_tokens, CPU)
+    for _ in range(3):
+        lens = random.choice([0, 1, 1, 2, 16, 30], int(random.integers(1, most_rows + 1)))
+        lens[0] = max(1, 40 - lens[1:].sum())
+        saves = [
+            SaveAt(row, at, 20 + row) for row, length in enumerate(lens) if (at := int(random.integers(length + 1)))
+        ]
+        batch = StateBatch(random.permutation(10)[: len(lens)], lens, random.random(len(lens)) < 0.5, saves)
+        constants, inputs = make_inputs(name, most_tokens, seed)
+        constants, inputs = [value.float() for value in constants], [values.float() for values in inputs]
+        transfer = Transfer(CPU)
+        assert backend.refill(frame, batch, transfer)
+        transfer.run()
+        start = torch.randn((32, *STATE_SHAPES[name]), generator=torch.Generator().manual_seed(seed))
+        results = []
+        for meta in (frame, backend.prepare(batch, CPU)):
+            pages = start.clone()
+            out = backend.scan(RECURRENCES[name], pages, constants, inputs, meta)
+            results.append((out[: lens.sum()], pages))
+        assert torch.equal(results[0][0], results[1][0])
+        assert torch.equal(results[0][1], results[1][1])
+
+
+def test_a_step_with_more_rows_than_a_frame_holds_does_not_fit():
+    if lacks := TritonStates.lacks():
+        pytest.skip(lacks)
+    backend = TritonStates()
+    frame = backend.frame(3, 3, CPU)
+    for lens in ([1, 1, 1, 1], [2]):
+        batch = StateBatch(np.arange(len(lens)), np.array(lens), np.zeros(len(lens), dtype=bool))
+        assert not backend.refill(frame, batch, Transfer(CPU))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
