@@ -113,14 +113,14 @@ def is_lack_of_memory(error: Exception) -> bool:
 
 
 def spare_bytes(
-    memory: DeviceMemory, share: float, work: Callable[[], object], trial_bytes: int, recorded_bytes: int = 0
+    memory: DeviceMemory, share: float, work: Callable[[], object], trial_bytes: int, unseen_bytes: int = 0
 ) -> int:
     """What is left for pages of `share` of the memory. trial_bytes: of pages that are there now and will go.
-    recorded_bytes: of recorded steps, which are not there yet.
+    unseen_bytes: what steps take beyond that of `work`.
 
     Raises `InvalidSetting` when nothing is.
     """
-    peak = memory.peak_of(work) + recorded_bytes
+    peak = memory.peak_of(work) + unseen_bytes
     used = memory.in_use() - trial_bytes
     allowed = int(memory.total() * share)
     if allowed <= used + peak:

@@ -52,19 +52,22 @@ def warm_up(runner: ModelRunner, settings: ModelSettings) -> None:
 
 
 @torch.inference_mode()
-def recorded_bytes(runner: ModelRunner, settings: ModelSettings, memory: DeviceMemory) -> int:
-    """What the device will keep of recorded steps, about: their graphs, and what lies between the layers of the one
-    with the most tokens, in which the others have theirs."""
-    if _recorder_of(runner, settings) is None:
-        return 0
-    limits = runner.limits
+def unseen_bytes(runner: ModelRunner, settings: ModelSettings, memory: DeviceMemory) -> int:
+    """What steps will take of the device that `run_largest_steps` does not show, about: what is merged of long rows;
+    and where steps are recorded, the same once more, graphs, tables of frames, and what lies between the layers of the
+    one with the most tokens, in which the others have theirs."""
+    model, limits = runner.model, runner.limits
     longest = min(limits.max_num_batched_tokens, limits.max_model_len)
     _take_slot(runner, longest)
     _choose_backend(runner, settings.attention_backend)
-    mixed = mixed_tokens(runner.model, limits.max_num_batched_tokens)
+    merged = model.attention.backend.capabilities.merge_bytes if runner.masks else 0
+    if _recorder_of(runner, settings) is None:
+        return merged
+    rows, mixed = recorded_rows(limits.max_num_seqs), mixed_tokens(model, limits.max_num_batched_tokens)
+    tables = sum(runner.tables.block_tables[g][:1].nbytes for g, _ in runner.masks) * rows[0]
     between = memory.peak_of(lambda: runner.forward(_of_tokens(mixed[0], longest))) if mixed else 0
     runner.tables.retire(0)
-    return between + GRAPH_BYTES * (len(mixed) + len(recorded_rows(limits.max_num_seqs)))
+    return 2 * merged + between + tables * (2 if mixed else 1) + GRAPH_BYTES * (len(mixed) + len(rows))
 
 
 def _recorder_of(runner: ModelRunner, settings: ModelSettings) -> Recorder | None:

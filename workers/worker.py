@@ -31,7 +31,7 @@ from .models.load import blaming_config, load_model
 from .models.loaded_model import LoadedModel
 from .runner import ModelRunner
 from .tensor_parallel import TensorParallel
-from .warm_up import record_all, recorded_bytes, run_largest_steps, warm_up
+from .warm_up import record_all, run_largest_steps, unseen_bytes, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -151,9 +151,9 @@ class Worker:
         with blaming_config(self._settings.model_dir):
             self._model.allocate(trial, backend)
             runner = self._new_runner(trial, limits)
-            recorded = recorded_bytes(runner, self._settings, memory)
+            unseen = unseen_bytes(runner, self._settings, memory)
             work = partial(run_largest_steps, runner, backend)
-            spare = spare_bytes(memory, share, work, trial.memory_bytes, recorded)
+            spare = spare_bytes(memory, share, work, trial.memory_bytes, unseen)
         self._spare = asked, spare
         return spare
 

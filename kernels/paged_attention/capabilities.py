@@ -43,6 +43,8 @@ class Capabilities:
     """A frame for the widest block table costs a step no more than a narrow one."""
     mixed_frames: bool = False
     """Rows of a frame may have any number of queries, as long as all together fit."""
+    merge_bytes: int = 0
+    """Memory that long rows take beyond what their queries take, at most."""
 
     def refusal(self, needs: Needs, device: torch.device) -> str | None:
         """Why this layer cannot run here, in words; None if it can."""

@@ -18,7 +18,7 @@ from ..toolchain.triton import LEAST_DOT, power_of_two
 from ..transfer import Transfer
 from .capabilities import Capabilities
 from .protocol import GroupBatch, GroupMeta, LayerParams, upload
-from .worklist import MERGED_ROWS, FrameShape, FrameWork, StepWork, Tiling
+from .worklist import MERGED_ROWS, MOST_RECORD_BYTES, FrameShape, FrameWork, StepWork, Tiling
 
 PROGRAMS_PER_PROCESSOR = 16
 """That a launch has at most. Three or four of them run at a time: the next begins where one ends early. A recorded step
@@ -108,6 +108,7 @@ class TritonBackend:
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         wide_frames=True,
         mixed_frames=True,
+        merge_bytes=MOST_RECORD_BYTES,
     )
 
     @classmethod

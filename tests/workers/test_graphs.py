@@ -174,15 +174,13 @@ def record_wide_frames(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing()))
-@pytest.mark.parametrize(("family", "with_prompts"), [("gemma3", [4]), ("bamba", [])])
+@pytest.mark.parametrize("family", ["gemma3", "bamba"])
 def test_wide_frames_are_recorded_before_requests_come_and_are_few(
-    family: str, with_prompts: list[int], tiny: Callable, monkeypatch: pytest.MonkeyPatch
+    family: str, tiny: Callable, monkeypatch: pytest.MonkeyPatch
 ):
-    """Our kernels for GPUs, run by Python. What is recorded is run again instead of replayed.
-
-    with_prompts: logits of recorded steps with prompts. There are none where layers keep states
-    """
-    of_each = [*with_prompts, 4, 2, 1]
+    """Our kernels for GPUs, run by Python. What is recorded is run again instead of replayed."""
+    with_prompts, decode = [4], [4, 2, 1]  # rows of logits
+    of_each = with_prompts + decode
     recorded = record_wide_frames(monkeypatch)
     model, workers = tiny(family), LocalWorkers()
 
@@ -211,10 +209,13 @@ def test_wide_frames_are_recorded_before_requests_come_and_are_few(
 )
 def test_steps_with_prompts_are_filled_up_to_few_counts_of_tokens(most_tokens: int, counts: list[int]):
     attention = SimpleNamespace(backend=SimpleNamespace(capabilities=TritonBackend.capabilities))
-    model: Any = SimpleNamespace(attention=attention, pages=SimpleNamespace(state_groups=[]))
+    states = SimpleNamespace(has_mixed_frames=False)
+    model: Any = SimpleNamespace(attention=attention, pages=SimpleNamespace(state_groups=[]), states=states)
     assert mixed_tokens(model, most_tokens) == counts
     model.pages.state_groups.append(1)
     assert mixed_tokens(model, most_tokens) == []
+    states.has_mixed_frames = True
+    assert mixed_tokens(model, most_tokens) == counts
 
 
 @pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing()))

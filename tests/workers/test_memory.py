@@ -60,7 +60,7 @@ class Trying(LocalWorkers):
 def test_pages_get_what_the_share_leaves_beside_all_else():
     memory = Simulated(total=100 * MIB, in_use=30 * MIB, step=10 * MIB)
     assert spare_bytes(memory, 0.9, lambda: None, trial_bytes=5 * MIB) == (90 - (30 - 5) - 10) * MIB
-    assert spare_bytes(memory, 0.9, lambda: None, 5 * MIB, recorded_bytes=7 * MIB) == (90 - (30 - 5) - 10 - 7) * MIB
+    assert spare_bytes(memory, 0.9, lambda: None, 5 * MIB, unseen_bytes=7 * MIB) == (90 - (30 - 5) - 10 - 7) * MIB
 
 
 def test_a_share_that_leaves_nothing_is_refused_with_the_numbers():
