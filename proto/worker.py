@@ -21,7 +21,7 @@ class ModelSettings:
     enforce_eager: bool = False  # run the module's own code: nothing fused, recorded or compiled
     torch_compile: bool = False  # let torch compile the module instead
     trust_remote_code: bool = False  # run Python files that come with the checkpoint
-    same_bits: bool = False  # on a CPU: sums in one order, also where torch's own are faster
+    same_bits: bool = False  # sums in one order, also where torch's own are faster
     cpu_threads: int | None = None  # that compute on a CPU; None: a share of the cores, fewer for short steps
     traces_endpoint: str | None = None  # where spans go, OTLP over HTTP; None: no traces
     tokenizer_dir: str | None = None  # None: the checkpoint's own

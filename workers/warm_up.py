@@ -12,6 +12,7 @@ from ..kernels.products import compile_products
 from ..kernels.sampling import Changes, Draw
 from ..proto.worker import ModelSettings
 from .cpu.fused import fuse
+from .cpu.order import check_sums
 from .graphs import GRAPH_BYTES, Recorder, StepGraphs, mixed_tokens, recorded_rows, recorder
 from .memory import DeviceMemory
 from .runner import ModelRunner, Rows
@@ -35,6 +36,8 @@ def warm_up(runner: ModelRunner, settings: ModelSettings) -> None:
         _compile(runner)
     elif not settings.enforce_eager and model.is_tested:
         fuse(model.module, model.attention, model.device)
+    if model.order.is_one and model.device.type == "cuda":
+        check_sums(lambda: runner.forward(_rows()))
     # On a CPU: how many threads compute a step, and its matrix products for each number of tokens.
     runner.threads.learn(lambda tokens: runner.forward(_rows(tokens=tokens)), longest, runner.parallel.share_from_first)
     compile_products(model.module, limits.max_num_batched_tokens, runner.use_threads_for)

@@ -99,8 +99,9 @@ class EngineArguments(TypedDict, total=False):
     torch_compile: Annotated[bool, Setting(
         False, "model.torch_compile", "Compile the model with torch.compile; starting takes minutes.")]
     same_bits: Annotated[bool, Setting(
-        False, "model.same_bits", "On a CPU: an answer has the same bits in any company, at any price.",
-        more="Without it this holds too, but where torch multiplies prompts much faster; the start tells.")]
+        False, "model.same_bits", "An answer has the same bits in any company, at any price.",
+        more="On a CPU this holds without it, too, but where torch multiplies prompts much faster; the start tells. "
+        "On a GPU it is of rows of one step: how a prompt is cut still matters.")]
     cpu_threads: Annotated[int | None, Setting(
         None, "model.cpu_threads", "Threads of a worker without GPU.", "its cores, one less in short steps")]
     allow_generic: Annotated[bool, Setting(

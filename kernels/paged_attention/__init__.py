@@ -49,7 +49,8 @@ BACKENDS: tuple[type[Backend], ...] = (
 )  # fmt: skip
 """Fastest first."""
 
-ORDERED_BACKENDS = tuple(OrderedBackend if kind is NativeBackend else kind for kind in BACKENDS)
+_FLASH = FlashBackend, LegacyFlashBackend
+ORDERED_BACKENDS = tuple(OrderedBackend if kind is NativeBackend else kind for kind in BACKENDS if kind not in _FLASH)
 """Where sums have to have one order, as far as there is a choice."""
 
 

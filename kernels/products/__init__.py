@@ -4,33 +4,65 @@
     kind.take_over(linear)
 
 `protocol.py` says what a kind must do, `reference.py` shows the arithmetic. On a CPU it runs in C++ (`cpu.py`), or by
-oneDNN where nothing can be compiled (`onednn.py`).
+oneDNN where nothing can be compiled (`onednn.py`). On a GPU torch's products are taken, or Triton's for the same bits
+(`triton.py`).
 """
 
-import torch
+from collections.abc import Callable
+from typing import NamedTuple
 
-from .cpu import NativeLinear, PackedEmbedding, PackedWeights, combine
+import torch
+from torch import Tensor
+
+from . import cpu, triton
+from .cpu import NativeLinear, PackedEmbedding, PackedWeights
 from .onednn import OneDnnLinear, compile_products
 from .protocol import PackedLinear
+from .triton import TritonLinear, TritonWeights
 
 __all__ = [
     "LINEAR_KINDS",
+    "GroupedProducts",
     "NativeLinear",
     "OneDnnLinear",
     "PackedEmbedding",
     "PackedLinear",
     "PackedWeights",
-    "combine",
+    "TritonLinear",
+    "TritonWeights",
     "compile_products",
+    "grouped_products",
     "linear_kind",
 ]
 
 LINEAR_KINDS: tuple[type[PackedLinear], ...] = (NativeLinear, OneDnnLinear)
-"""Fastest first."""
+"""On a CPU, fastest first."""
 
 
-def linear_kind(dtype: torch.dtype, device: torch.device) -> type[PackedLinear] | None:
-    """The fastest way for weights of this dtype. None: torch's own product is, or no other takes it."""
-    if device.type != "cpu":
-        return None
-    return next((kind for kind in LINEAR_KINDS if dtype in kind.dtypes and kind.lacks() is None), None)
+def linear_kind(dtype: torch.dtype, device: torch.device, same_bits: bool = False) -> type[PackedLinear] | None:
+    """The fastest way for weights of this dtype. None: torch's own product is, or no other takes it.
+
+    same_bits: on a GPU: a row's result is to depend on that row alone
+    """
+    kinds = LINEAR_KINDS if device.type == "cpu" else (TritonLinear,) if same_bits else ()
+    return next((kind for kind in kinds if dtype in kind.dtypes and kind.lacks() is None), None)
+
+
+class GroupedProducts(NamedTuple):
+    """What experts are computed with."""
+
+    linear: type[PackedLinear]  # of one weight
+    weights: type[PackedWeights] | type[TritonWeights]
+    combine: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+_GROUPED = {
+    "cpu": GroupedProducts(NativeLinear, PackedWeights, cpu.combine),
+    "cuda": GroupedProducts(TritonLinear, TritonWeights, triton.combine),
+}
+
+
+def grouped_products(device: torch.device, same_bits: bool = False) -> GroupedProducts | None:
+    """None: torch's are taken, as on a GPU unless a row's result is to depend on that row alone."""
+    found = _GROUPED.get(device.type) if device.type == "cpu" or same_bits else None
+    return found if found is not None and found.linear.lacks() is None else None

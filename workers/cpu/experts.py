@@ -1,4 +1,5 @@
-"""Experts by products of our own, on a CPU: each token's row meets the weights of its experts, all in one call.
+"""Experts by products of our own, on a CPU, or on a GPU for the same bits: each token's row meets the weights of its
+experts, all in one call.
 
 transformers lets others compute the experts of a layer, by a function that is named in the config. Ours computes what
 `grouped_mm` does there, and a token's result depends on that token alone. What chooses the experts, the router, is a
@@ -12,35 +13,48 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
-from ...kernels.products import NativeLinear, PackedWeights, combine
-from ...kernels.tokenwise import Activation
-from ...kernels.tokenwise import cpu as tokenwise
+from ...kernels.products import GroupedProducts, NativeLinear, PackedWeights, TritonWeights, grouped_products
+from ...kernels.tokenwise import Activation, Operations, operations_of
+from ...kernels.tokenwise import cpu as native
 from .fused_table import ACTIVATIONS
 
 IMPLEMENTATION = "intarsia"
 """The name that transformers looks our function up by."""
 
 
+Weights = PackedWeights | TritonWeights
+
+
+class _Ways(NamedTuple):
+    """How they are computed on a device."""
+
+    products: GroupedProducts
+    tokenwise: Operations
+
+
 class _Experts(NamedTuple):
-    up: PackedWeights
-    down: PackedWeights
+    up: Weights
+    down: Weights
+    ways: _Ways
     gates: Activation | None = None  # None: the module's own function does it
 
 
-def pack_experts(model: nn.Module, device: torch.device) -> None:
-    """Take over the experts and routers of all layers that transformers lets others compute. On a CPU with a compiler;
-    elsewhere nothing happens."""
-    if device.type != "cpu" or NativeLinear.lacks() is not None:
+def pack_experts(model: nn.Module, device: torch.device, same_bits: bool = False) -> None:
+    """Take over the experts and routers of all layers that transformers lets others compute. On a CPU with a compiler,
+    and on a GPU if a row's result is to depend on that row alone; elsewhere nothing happens."""
+    products, tokenwise = grouped_products(device, same_bits), operations_of(device.type)
+    if products is None or tokenwise is None:
         return
+    ways = _Ways(products, tokenwise)
     for module in list(model.modules()):
         if type(module).__name__ == "Llama4TextMoe":
-            _take_llama4(module)
+            _take_llama4(module, ways)
         elif _has_experts(module):
-            _take_experts(module)
+            _take_experts(module, ways)
         elif isinstance(gate := getattr(module, "shared_expert_gate", None), NativeLinear):
             gate.__class__ = _Gate
         elif _is_router(module):
-            module.weight = _RoutingWeight.of(module._parameters.pop("weight"))  # type: ignore[assignment]
+            module.weight = _RoutingWeight.of(module._parameters.pop("weight"), ways)  # type: ignore[assignment]
 
 
 def _has_experts(module: Any) -> bool:
@@ -49,19 +63,19 @@ def _has_experts(module: Any) -> bool:
     return is_theirs and down is not None and down.dim() == 3 and down.dtype in NativeLinear.dtypes
 
 
-def _take_experts(module: Any) -> None:
+def _take_experts(module: Any, ways: _Ways) -> None:
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     is_plain = module.has_gate and type(module)._apply_gate is _default_apply_gate
     activation = ACTIVATIONS.get(type(module.act_fn).__name__) if is_plain else None
-    up, down = (_packed(module, name) for name in names)
-    module.packed = _Experts(up, down, activation)
+    up, down = (_packed(module, name, ways) for name in names)
+    module.packed = _Experts(up, down, ways, activation)
     module.config._experts_implementation = IMPLEMENTATION
 
 
-def _packed(module: Any, name: str) -> PackedWeights:
+def _packed(module: Any, name: str, ways: _Ways) -> Weights:
     weights = module._parameters.pop(name).detach()
     bias = module._parameters.pop(f"{name}_bias").detach() if module.has_bias else None
-    return PackedWeights(weights.transpose(1, 2) if module.is_transposed else weights, bias)
+    return ways.products.weights(weights.transpose(1, 2) if module.is_transposed else weights, bias)
 
 
 def _experts_forward(module: Any, hidden_TD: Tensor, experts_TK: Tensor, shares_TK: Tensor) -> Tensor:
@@ -72,7 +86,7 @@ def _experts_forward(module: Any, hidden_TD: Tensor, experts_TK: Tensor, shares_
     down = packed.down.grouped_product(_gated(module, up), rows.first)
     if module.has_post_expert_norm:
         down = module.post_expert_norm(down)
-    return combine(down, rows.place_TK, shares_TK)
+    return packed.ways.products.combine(down, rows.place_TK, shares_TK)
 
 
 class _Rows(NamedTuple):
@@ -86,15 +100,15 @@ class _Rows(NamedTuple):
 def _rows(experts_TK: Tensor, count: int) -> _Rows:
     experts, order = experts_TK.flatten().sort(stable=True)
     place = torch.empty_like(order)
-    place[order] = torch.arange(len(order))
-    first = torch.searchsorted(experts, torch.arange(count + 1))
+    place[order] = torch.arange(len(order), device=order.device)
+    first = torch.searchsorted(experts, torch.arange(count + 1, device=order.device))
     return _Rows(first, order // experts_TK.shape[1], place.view(experts_TK.shape))
 
 
 def _gated(module: Any, up: Tensor) -> Tensor:
-    activation = module.packed.gates
-    if activation is not None:
-        return tokenwise.gate(up, activation)
+    packed: _Experts = module.packed
+    if packed.gates is not None:
+        return packed.ways.tokenwise.gate(up, packed.gates)
     return module._apply_gate(up) if module.has_gate else module.act_fn(up)
 
 
@@ -104,24 +118,24 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts_forward)
 # -- Llama 4, which has experts of another form --------------------------------------------------------------------
 
 
-def _take_llama4(module: Any) -> None:
+def _take_llama4(module: Any, ways: _Ways) -> None:
     """Inputs, not outputs, are multiplied by their share. transformers computes all experts of every token, and those
     that were not chosen with inputs of zero; ours computes the chosen ones."""
     experts, router = module.experts, module.router
     if experts.down_proj.dtype not in NativeLinear.dtypes:
         return
     names = ("gate_up_proj", "down_proj")
-    up, down = (PackedWeights(experts._parameters.pop(name).detach().mT) for name in names)
-    packed = _Experts(up, down)
-    NativeLinear.take_over(router)
+    up, down = (ways.products.weights(experts._parameters.pop(name).detach().mT) for name in names)
+    ways.products.linear.take_over(router)
+    tokenwise = ways.tokenwise
     activation = ACTIVATIONS[type(experts.act_fn).__name__]
 
     def experts_forward(hidden_TD: Tensor, experts_TK: Tensor, shares_TK: Tensor) -> Tensor:
-        rows = _rows(experts_TK, packed.up.groups)
+        rows = _rows(experts_TK, up.groups)
         share_N = torch.empty_like(shares_TK.flatten()).scatter_(0, rows.place_TK.flatten(), shares_TK.flatten())
-        up = packed.up.grouped_product(hidden_TD[rows.token] * share_N.unsqueeze(1), rows.first)
-        down = packed.down.grouped_product(tokenwise.gate(up, activation), rows.first)
-        return combine(down, rows.place_TK, torch.ones(rows.place_TK.shape))
+        gate_up = up.grouped_product(hidden_TD[rows.token] * share_N.unsqueeze(1), rows.first)
+        out = down.grouped_product(tokenwise.gate(gate_up, activation), rows.first)
+        return ways.products.combine(out, rows.place_TK, torch.ones_like(shares_TK, dtype=torch.float32))
 
     def forward(hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
         hidden_TD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
@@ -146,12 +160,13 @@ def _is_router(module: nn.Module) -> bool:
 class _RoutingWeight(Tensor):
     """A weight that torch's `linear` multiplies by our product; anything else sees the numbers as they are."""
 
-    packed: dict[torch.dtype, PackedWeights]
+    packed: dict[torch.dtype, Weights]
+    ways: _Ways
 
     @classmethod
-    def of(cls, weight: Tensor) -> "_RoutingWeight":
+    def of(cls, weight: Tensor, ways: _Ways) -> "_RoutingWeight":
         routing: Any = torch.Tensor._make_subclass(cls, weight.detach())
-        routing.packed = {}
+        routing.packed, routing.ways = {}, ways
         return routing
 
     @classmethod
@@ -168,16 +183,16 @@ class _RoutingWeight(Tensor):
         return result
 
     def widened(self, wide: Tensor) -> "_RoutingWeight":
-        routing = _RoutingWeight.of(wide.as_subclass(Tensor))
+        routing = _RoutingWeight.of(wide.as_subclass(Tensor), self.ways)
         routing.packed = self.packed
         return routing
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.dtype not in self.packed:
             weight = self.as_subclass(Tensor).unsqueeze(0)
-            self.packed[self.dtype] = PackedWeights(weight, None if bias is None else bias.unsqueeze(0))
+            self.packed[self.dtype] = self.ways.products.weights(weight, None if bias is None else bias.unsqueeze(0))
         logits = self.packed[self.dtype].product(x.flatten(0, -2)).view(*x.shape[:-1], len(self))
-        return logits.as_subclass(_RoutingLogits)
+        return logits.as_subclass(_RoutingLogits) if self.ways.tokenwise is native else logits
 
 
 class _RoutingLogits(Tensor):
@@ -186,7 +201,7 @@ class _RoutingLogits(Tensor):
     __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
 
     def sigmoid(self) -> Tensor:
-        return tokenwise.activate(self.as_subclass(Tensor), Activation.SIGMOID)
+        return native.activate(self.as_subclass(Tensor), Activation.SIGMOID)
 
 
 class _Gate(NativeLinear):

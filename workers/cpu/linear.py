@@ -1,4 +1,4 @@
-"""Which weights of a model are packed, on a CPU, and which products are one: see `kernels/products`."""
+"""Which weights of a model are packed, and which products are one: see `kernels/products`."""
 
 import math
 from collections.abc import Sequence
@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...kernels.products import PackedEmbedding, PackedLinear, linear_kind
+from ...kernels.products import PackedEmbedding, PackedLinear, TritonLinear, linear_kind
 
 
-def pack_linears(module: nn.Module, device: torch.device, torch_from_rows: float = math.inf) -> None:
+def pack_linears(
+    module: nn.Module, device: torch.device, torch_from_rows: float = math.inf, same_bits: bool = False
+) -> None:
     """Pack every plain `nn.Linear` on a CPU. A weight of several modules is packed once if they are linears of the same
-    bias or embeddings, else it stays as it is. Elsewhere nothing happens.
+    bias or embeddings, else it stays as it is. On a GPU weights stay as they are, and nothing happens unless a row's
+    result is to depend on that row alone.
 
     torch_from_rows: products of so many rows and more go torch's way
     """
@@ -20,8 +23,11 @@ def pack_linears(module: nn.Module, device: torch.device, torch_from_rows: float
     for child in list(module.modules()):
         if type(child) is not nn.Linear:
             continue
-        kind = linear_kind(child.weight.dtype, device)
+        kind = linear_kind(child.weight.dtype, device, same_bits)
         others = [owner for owner in owners[id(child.weight)] if owner is not child]
+        if kind is TritonLinear:
+            kind.take_over(child)
+            continue
         if kind is None or (others and not (kind.has_neighbours and all(_can_read(child, each) for each in others))):
             continue
         linear = kind.take_over(child)
@@ -55,7 +61,8 @@ def merge_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
     if any(linear.bias is not None for linear in linears):
         biases = [x.weight.new_zeros(x.out_features) if x.bias is None else x.bias for x in linears]
         merged.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-    pack_linears(merged, merged.weight.device, getattr(linears[0], "torch_from_rows", math.inf))
+    same_bits = isinstance(linears[0], TritonLinear)
+    pack_linears(merged, merged.weight.device, getattr(linears[0], "torch_from_rows", math.inf), same_bits)
     return merged
 
 

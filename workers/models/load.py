@@ -88,7 +88,7 @@ def _load(
     config = whole.get_text_config()
     family_note = check_family((whole.model_type, config.model_type), allow_generic=settings.allow_generic)
     dtype = _dtype(settings, config)
-    order = sum_order(dtype, device, settings.same_bits)
+    order = sum_order(dtype, device, settings.same_bits, parallel.size)
     notes = [complete_layer_types(config, checkpoint.config), family_note, order.note]
     for note in filter(None, notes):
         logger.warning(note)
@@ -119,8 +119,8 @@ def _load(
         notes=tuple(filter(None, notes)),
     )
     if not settings.torch_compile:  # which sees no further than an operator it does not know
-        pack_linears(module, device, order.torch_from_rows)
-        pack_experts(module, device)
+        pack_linears(module, device, order.torch_from_rows, settings.same_bits)
+        pack_experts(module, device, settings.same_bits)
     return LoadedModel(module.eval(), attention, states, cross, facts, device, family_note is None, order)
 
 
