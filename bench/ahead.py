@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from intarsia.kernels.paged_attention.triton import MERGED_AT_ONCE, Shape, Size, TritonBackend, precision_of, shape_for
+from intarsia.kernels.products import triton as products
 from intarsia.kernels.sampling.triton import LIST_TOKENS, LIST_WARPS, WARPS, TritonSampling, shift_of
 from intarsia.kernels.state.triton import CHUNKS, PRECISION, TritonStates, heads_block
 from intarsia.kernels.state.worklist import TILE_TOKENS
@@ -52,6 +53,7 @@ def variants(dtypes: Sequence[str]) -> Iterator[Variant]:
         yield from _attention(dtype)
         yield from _tokenwise(dtype)
     yield from _states()
+    yield from _products()
     for dtype in dtypes:
         yield from _sampling(dtype)
 
@@ -229,6 +231,23 @@ def _states() -> Iterator[Variant]:
         4,
         1,
     )
+
+
+def _products() -> Iterator[Variant]:
+    """Products with --same-bits, of few rows and of many: alone, and of experts."""
+    kernel = products._kernels().product
+    for name, inputs, outputs, groups in (("gemma-3-27b", 5376, 21_504, 1), ("gpt-oss-20b experts", 2880, 5760, 32)):
+        for rows, is_cut in ((64, True), (64, False), (128, True), (128, False)):
+            tile, cut = products.tile_for(rows, 2), products.cut_inputs(inputs, outputs)
+            numbers, lists = {"x_ptr", "weight_ptr", "bias_ptr", "out_ptr"}, {"first_ptr", "token_ptr"}
+            constants = {
+                "INPUTS": inputs, "CUT": cut, "GROUPS_PADDED": 0 if groups == 1 else power_of_two(groups),
+                "HAS_TOKENS": groups > 1, "HAS_BIAS": groups > 1, "IS_CUT": is_cut, "ROWS": tile.rows,
+                "OUTPUTS": products.OUTPUTS, "BLOCK": tile.block, "PRECISION": "ieee",
+            }  # fmt: skip
+            types = _types(kernel, numbers, "bf16", {"parts_ptr"}, lists)
+            title = f"product {name}, {tile.rows} rows{', of one cut' if is_cut else ''}"
+            yield Variant(title, kernel, types, constants, tile.warps, tile.stages)
 
 
 def _sampling(dtype: str) -> Iterator[Variant]:

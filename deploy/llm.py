@@ -105,8 +105,9 @@ class LLM:
     min_free_memory           '256MiB': Host memory to keep free: with less, new requests are told to try again.
     enforce_eager             False: Run transformers' modules as they are written; slower.
     torch_compile             False: Compile the model with torch.compile; starting takes minutes.
-    same_bits                 False: On a CPU: an answer has the same bits in any company, at any price. Without it this
-                              holds too, but where torch multiplies prompts much faster; the start tells.
+    same_bits                 False: An answer has the same bits in any company, at any price. On a CPU this holds
+                              without it, too, but where torch multiplies prompts much faster; the start tells. On a GPU
+                              it is of rows of one step: how a prompt is cut still matters.
     cpu_threads               None (its cores, one less in short steps): Threads of a worker without GPU.
     allow_generic             False: Try an untested architecture, as plain attention.
     trust_remote_code         False: Run Python files that come with the checkpoint.

@@ -29,6 +29,21 @@ def _tile_of(tile, first_ptr, groups, GROUPS_PADDED: tl.constexpr, ROWS: tl.cons
 
 
 @triton.jit
+def _part(
+    x_rows, weights, is_row, is_output, k, begin,
+    CUT: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The sums over one cut, from its first input to its last."""
+    part = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for at in range(begin, tl.minimum(begin + CUT, INPUTS), BLOCK):
+        x = tl.load(x_rows + (at + k)[None, :], mask=is_row[:, None] & (at + k < INPUTS)[None, :], other=0.0)
+        w = tl.load(weights + (at + k)[:, None], mask=is_output[None, :] & (at + k < INPUTS)[:, None], other=0.0)
+        part = tl.dot(x, w, part, input_precision=PRECISION)
+    return part
+
+
+@triton.jit
 def product(
     x_ptr, weight_ptr, bias_ptr, out_ptr, parts_ptr, first_ptr, token_ptr, count, outputs, groups, x_stride,
     INPUTS: tl.constexpr, CUT: tl.constexpr, GROUPS_PADDED: tl.constexpr, HAS_TOKENS: tl.constexpr,
@@ -56,20 +71,16 @@ def product(
     x_rows = x_ptr + token.to(tl.int64)[:, None] * x_stride
     weights = weight_ptr + (group.to(tl.int64) if GROUPS_PADDED > 0 else 0) * outputs * INPUTS
     weights += o.to(tl.int64)[None, :] * INPUTS
-    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    cut = tl.program_id(2)
-    for begin in range(cut * CUT if IS_CUT else 0, tl.minimum((cut + 1) * CUT, INPUTS) if IS_CUT else INPUTS, CUT):
-        part = tl.zeros((ROWS, OUTPUTS), tl.float32)
-        for at in range(begin, tl.minimum(begin + CUT, INPUTS), BLOCK):
-            x = tl.load(x_rows + (at + k)[None, :], mask=is_row[:, None] & (at + k < INPUTS)[None, :], other=0.0)
-            w = tl.load(weights + (at + k)[:, None], mask=is_output[None, :] & (at + k < INPUTS)[:, None], other=0.0)
-            part = tl.dot(x, w, part, input_precision=PRECISION)
-        total += part
     place = n.to(tl.int64)[:, None] * outputs + o[None, :]
     own = is_row[:, None] & is_output[None, :]
     if IS_CUT:
-        tl.store(parts_ptr + cut.to(tl.int64) * count * outputs + place, total, mask=own)
+        cut = tl.program_id(2)
+        part = _part(x_rows, weights, is_row, is_output, k, cut * CUT, CUT, INPUTS, ROWS, OUTPUTS, BLOCK, PRECISION)
+        tl.store(parts_ptr + cut.to(tl.int64) * count * outputs + place, part, mask=own)
     else:
+        total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+        for begin in range(0, INPUTS, CUT):
+            total += _part(x_rows, weights, is_row, is_output, k, begin, CUT, INPUTS, ROWS, OUTPUTS, BLOCK, PRECISION)
         if HAS_BIAS:
             total += tl.load(bias_ptr + group * outputs + o, mask=is_output, other=0.0).to(tl.float32)[None, :]
         tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=own)

@@ -214,6 +214,17 @@ def test_steps_in_bfloat16_mix_no_kinds_of_numbers_and_are_recorded(family: str,
     assert answer["costs"]["replayed"]["most"]["sync"] == SYNCS
 
 
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=SLOW) for name in ("llama", "gemma3", "qwen3")] + ["gpt_oss"]
+)
+def test_with_same_bits_nothing_is_summed_by_torch(family: str, tiny: Callable, pretended: Pretended):
+    """Else the start is refused. Experts and their router go through our products, too."""
+    answer = pretended(family, "--same-bits", "--once")
+    assert answer["refusal"] is None, answer["refusal"]
+    assert answer["tokens"] == expected(tiny(family))
+    assert answer["costs"]["replayed"]["most"]["sync"] == SYNCS
+
+
 def test_sparse_layers_of_gemma_3n_are_recorded(tiny: Callable, pretended: Pretended):
     """transformers makes the quantile of their cutoff out of a number, in each layer and step."""
     answer = pretended("gemma3n", "--prompts=1", "--once")

@@ -160,13 +160,15 @@ def _is_router(module: nn.Module) -> bool:
 class _RoutingWeight(Tensor):
     """A weight that torch's `linear` multiplies by our product; anything else sees the numbers as they are."""
 
+    plain: Tensor
     packed: dict[torch.dtype, Weights]
     ways: _Ways
 
     @classmethod
     def of(cls, weight: Tensor, ways: _Ways) -> "_RoutingWeight":
-        routing: Any = torch.Tensor._make_subclass(cls, weight.detach())
-        routing.packed, routing.ways = {}, ways
+        plain = weight.detach()
+        routing: Any = torch.Tensor._make_subclass(cls, plain)
+        routing.plain, routing.packed, routing.ways = plain, {}, ways
         return routing
 
     @classmethod
@@ -183,13 +185,15 @@ class _RoutingWeight(Tensor):
         return result
 
     def widened(self, wide: Tensor) -> "_RoutingWeight":
-        routing = _RoutingWeight.of(wide.as_subclass(Tensor), self.ways)
+        if wide is self:
+            return self
+        routing = _RoutingWeight.of(wide, self.ways)
         routing.packed = self.packed
         return routing
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.dtype not in self.packed:
-            weight = self.as_subclass(Tensor).unsqueeze(0)
+            weight = self.plain.unsqueeze(0)
             self.packed[self.dtype] = self.ways.products.weights(weight, None if bias is None else bias.unsqueeze(0))
         logits = self.packed[self.dtype].product(x.flatten(0, -2)).view(*x.shape[:-1], len(self))
         return logits.as_subclass(_RoutingLogits) if self.ways.tokenwise is native else logits

@@ -22,9 +22,9 @@ from ...kernels.products import NativeLinear, TritonLinear
 from ...kernels.products.ways import way_of
 
 SUMS = frozenset({
-    "mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "mean", "sum", "cumsum", "var", "var_mean",
-    "_softmax", "logsumexp", "linalg_vector_norm", "native_layer_norm", "native_group_norm", "_fused_rms_norm",
-    "index_add",
+    "mm", "addmm", "mv", "dot", "bmm", "baddbmm", "_grouped_mm", "convolution", "mean", "sum", "cumsum", "var",
+    "var_mean", "_softmax", "logsumexp", "linalg_vector_norm", "native_layer_norm", "native_group_norm",
+    "_fused_rms_norm", "index_add",
 })  # fmt: skip
 """Operators of torch."""
 

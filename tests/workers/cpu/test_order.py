@@ -13,7 +13,7 @@ from intarsia.kernels.products.ways import Way
 from intarsia.proto.worker import ModelSettings
 from intarsia.tests.local import LocalWorkers, make_engine
 from intarsia.workers.cpu import order
-from intarsia.workers.cpu.order import SumOrder, sum_order
+from intarsia.workers.cpu.order import SumOrder, check_sums, sum_order
 
 CPU = torch.device("cpu")
 
@@ -77,3 +77,21 @@ def test_products_of_many_rows_go_torchs_way_where_that_is_faster(
     assert linears
     assert {each.torch_from_rows for each in linears} == {first}
     assert any("2.00 times" in note for note in engine.info.notes) is not same_bits
+
+
+def test_sums_of_torch_refuse_the_same_bits_on_a_gpu():
+    def forward() -> None:
+        x = torch.randn(3, 8)
+        torch.softmax(x * 2, -1)  # of short rows, each by a warp of its own
+        torch.arange(4).sum()  # whole numbers
+        x.mean(-1) @ torch.randn(3)
+
+    with pytest.raises(InvalidSetting, match=r"are computed by torch's dot, mean, whose sums") as refusal:
+        check_sums(forward)
+    assert refusal.value.field == "same_bits"
+    check_sums(lambda: torch.randn(3, 8).relu())
+
+
+def test_several_ranks_on_gpus_are_refused_the_same_bits():
+    with pytest.raises(InvalidSetting, match="2 ranks add up what each has"):
+        sum_order(torch.bfloat16, torch.device("cuda"), same_bits=True, ranks=2)
