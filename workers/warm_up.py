@@ -34,8 +34,8 @@ def warm_up(runner: ModelRunner, settings: ModelSettings) -> None:
     # Fewer calls of Python: by torch's compiler or by ours, for families whose modules the table is tested with.
     if settings.torch_compile:
         _compile(runner)
-    elif not settings.enforce_eager and model.is_tested:
-        fuse(model.module, model.attention, model.device)
+    else:
+        _fuse(runner, settings)
     if model.order.is_one and model.device.type == "cuda":
         check_sums(lambda: runner.forward(_rows()))
     # On a CPU: how many threads compute a step, and its matrix products for each number of tokens.
@@ -63,6 +63,7 @@ def unseen_bytes(runner: ModelRunner, settings: ModelSettings, memory: DeviceMem
     longest = min(limits.max_num_batched_tokens, limits.max_model_len)
     _take_slot(runner, longest)
     _choose_backend(runner, settings.attention_backend)
+    _fuse(runner, settings)  # before there are pages: weights lie beside those that are made of them for a moment
     merged = model.attention.backend.capabilities.merge_bytes if runner.masks else 0
     if _recorder_of(runner, settings) is None:
         return merged
@@ -71,6 +72,13 @@ def unseen_bytes(runner: ModelRunner, settings: ModelSettings, memory: DeviceMem
     between = memory.peak_of(lambda: runner.forward(_of_tokens(mixed[0], longest))) if mixed else 0
     runner.tables.retire(0)
     return 2 * merged + between + tables * (2 if mixed else 1) + GRAPH_BYTES * (len(mixed) + len(rows))
+
+
+def _fuse(runner: ModelRunner, settings: ModelSettings) -> None:
+    """What is fused already stays so."""
+    model = runner.model
+    if not (settings.torch_compile or settings.enforce_eager) and model.is_tested:
+        fuse(model.module, model.attention, model.device)
 
 
 def _recorder_of(runner: ModelRunner, settings: ModelSettings) -> Recorder | None:

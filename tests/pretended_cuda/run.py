@@ -61,7 +61,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--once", action="store_true", help="else all is asked again, out of the prefix cache")
     parser.add_argument("--meet-anew", action="store_true", help="the ranks, before all is asked once more")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--kv-cache-memory", default="4MiB", help="little of it makes requests give way to each other")
+    parser.add_argument(
+        "--kv-cache-memory",
+        default="4MiB",
+        help="little of it makes requests give way to each other; empty: what is left",
+    )
     parser.add_argument("--block-size", type=int)
     parser.add_argument("--swap", action="store_true", help="requests that give way wait in host memory")
     parser.add_argument("--same-bits", action="store_true", help="products in one order of sums")
@@ -74,7 +78,7 @@ def _run(scene: Scene, asked: argparse.Namespace) -> dict[str, Any]:
     _install()
     from .engines import run_scene, swapping
 
-    settings: dict[str, Any] = {"dtype": asked.dtype, "kv_cache_memory": asked.kv_cache_memory}
+    settings: dict[str, Any] = {"dtype": asked.dtype, "kv_cache_memory": asked.kv_cache_memory or None}
     settings["same_bits"] = asked.same_bits
     if asked.swap:
         settings |= swapping(asked.kv_cache_memory)
