@@ -37,7 +37,7 @@ def warm_up(runner: ModelRunner, settings: ModelSettings) -> None:
     else:
         _fuse(runner, settings)
     if model.order.is_one and model.device.type == "cuda":
-        check_sums(lambda: runner.forward(_rows()))
+        check_sums(model.attention.backend, lambda: runner.forward(_rows()))
     # On a CPU: how many threads compute a step, and its matrix products for each number of tokens.
     runner.threads.learn(lambda tokens: runner.forward(_rows(tokens=tokens)), longest, runner.parallel.share_from_first)
     compile_products(model.module, limits.max_num_batched_tokens, runner.use_threads_for)

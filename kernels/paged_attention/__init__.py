@@ -49,8 +49,7 @@ BACKENDS: tuple[type[Backend], ...] = (
 )  # fmt: skip
 """Fastest first."""
 
-_FLASH = FlashBackend, LegacyFlashBackend
-ORDERED_BACKENDS = tuple(OrderedBackend if kind is NativeBackend else kind for kind in BACKENDS if kind not in _FLASH)
+ORDERED_BACKENDS = tuple(OrderedBackend if kind is NativeBackend else kind for kind in BACKENDS)
 """Where sums have to have one order, as far as there is a choice."""
 
 

@@ -83,6 +83,7 @@ class FlashBackend:
         latent=False,
         any_bytes=False,
         wide_frames=True,
+        one_order=False,
     )
 
     @classmethod

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..tensors import spread, table_of
 from .protocol import GroupBatch, upload
 
 LEAST_CUT_TOKENS = 256
@@ -126,7 +127,7 @@ class _Tiles(NamedTuple):
 def _tiles(batch: GroupBatch, rows: np.ndarray, group: int, tile_rows: int, scale: int) -> _Tiles:
     queries, ends = batch.query_lens[rows].astype(np.int64), batch.kv_lens[rows].astype(np.int64)
     counts = -(-queries * group // tile_rows)
-    which, number = _spread(counts)
+    which, number = spread(counts)
     context, last = (ends - queries)[which], queries[which] - 1
     if batch.is_causal:
         first = batch.oldest_visible(context + number * tile_rows // group)
@@ -140,20 +141,21 @@ def _tiles(batch: GroupBatch, rows: np.ndarray, group: int, tile_rows: int, scal
 
 
 def _items(tiles: _Tiles, first_record: np.ndarray) -> np.ndarray:
-    which, cut = _spread(tiles.cuts)
+    which, cut = spread(tiles.cuts)
     low = tiles.first[which] + cut * tiles.cut[which]
     high = np.minimum(low + tiles.cut[which], tiles.end[which])
     record = np.where(tiles.cuts[which] > 1, first_record[which] + cut * tiles.live[which], -1)
-    entries = _entries(tiles.row[which], tiles.number[which], low, high, record)
-    return entries[np.argsort(low - high, kind="stable")]
+    items = table_of(COLUMNS, tiles.row[which], tiles.number[which], low, high, record)
+    return items[np.argsort(low - high, kind="stable")]
 
 
 def _merges(tiles: _Tiles, tile_rows: int, first_record: np.ndarray) -> np.ndarray:
     cut = np.flatnonzero(tiles.cuts > 1)
-    which, part = _spread(-(-tiles.live[cut] // MERGED_ROWS))
+    which, part = spread(-(-tiles.live[cut] // MERGED_ROWS))
     tile, start = cut[which], part * MERGED_ROWS
     live = tiles.live[tile]
-    return _entries(
+    return table_of(
+        COLUMNS,
         tiles.row[tile],
         tiles.number[tile] * tile_rows + start,
         first_record[tile] + start,
@@ -161,19 +163,6 @@ def _merges(tiles: _Tiles, tile_rows: int, first_record: np.ndarray) -> np.ndarr
         live,
         np.minimum(MERGED_ROWS, live - start),
     )
-
-
-def _spread(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For counts 2, 1, 3: which one, 0 0 1 2 2 2, and the place in it, 0 1 0 0 1 2."""
-    which = np.repeat(np.arange(len(counts)), counts)
-    return which, np.arange(len(which)) - (np.cumsum(counts) - counts)[which]
-
-
-def _entries(*columns: np.ndarray) -> np.ndarray:
-    entries = np.zeros((len(columns[0]), COLUMNS), dtype=np.int32)
-    for column, values in enumerate(columns):
-        entries[:, column] = values
-    return entries
 
 
 def _with_count(entries: np.ndarray) -> np.ndarray:

@@ -4,15 +4,16 @@ they were cut into pieces, on the rows beside or on the number of threads."""
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_int32, c_int64, c_void_p
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..tensors import dense
 from ..toolchain import cpp
 from ..transfer import Transfer
-from .protocol import Columns, Recurrence, StateBatch, Wave, waves
+from .protocol import NOWHERE, Piece, Recurrence, StateBatch, Wave, waves
 from .reference import (
     CONVOLUTION,
     GATED_CONVOLUTION,
@@ -23,8 +24,26 @@ from .reference import (
 )
 
 
+class _Columns(NamedTuple):
+    """Pieces as a kernel takes them: [N] int64 each."""
+
+    start: np.ndarray
+    length: np.ndarray
+    page: np.ndarray
+    is_new: np.ndarray
+    saved_to: np.ndarray
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> "_Columns":
+        rows = [
+            (start, end - start, page, is_new, NOWHERE if saved_to is None else saved_to)
+            for start, end, page, is_new, saved_to in pieces
+        ]
+        return cls(*np.array(rows, dtype=np.int64).reshape(-1, 5).T.copy())
+
+
 class _Pieces(ctypes.Structure):
-    _fields_ = [*((name, c_void_p) for name in Columns._fields), ("count", c_int64)]
+    _fields_ = [*((name, c_void_p) for name in _Columns._fields), ("count", c_int64)]
 
 
 class _Heads(ctypes.Structure):
@@ -59,7 +78,7 @@ class _Part:
     """The pieces of a wave as a kernel takes them."""
 
     def __init__(self, wave: Wave):
-        self._columns = Columns.of(wave)
+        self._columns = _Columns.of(wave)
         self._native = _Pieces(*(column.ctypes.data for column in self._columns), len(wave))
         self._counts_from_behind = bool((self._columns.page < 0).any())
 

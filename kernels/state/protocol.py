@@ -143,26 +143,4 @@ def waves(batch: StateBatch) -> list[Wave]:
 
 
 NOWHERE = -1
-"""Among the columns below: nothing is saved."""
-
-
-class Columns(NamedTuple):
-    """Pieces as a kernel takes them: [N] each, int64. Arrays on the host, or tensors on a device."""
-
-    start: Any
-    length: Any
-    page: Any
-    is_new: Any
-    saved_to: Any
-
-    @classmethod
-    def of(cls, pieces: Sequence[Piece]) -> "Columns":
-        rows = [
-            (piece.start, piece.end - piece.start, piece.page, piece.is_new, _or_nowhere(piece.saved_to))
-            for piece in pieces
-        ]
-        return cls(*np.array(rows, dtype=np.int64).reshape(-1, 5).T.copy())
-
-
-def _or_nowhere(page: int | None) -> int:
-    return NOWHERE if page is None else page
+"""In place of the page to which a state is saved: it is not."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..paged_attention.protocol import upload
+from ..tensors import spread, table_of
 from ..transfer import Transfer
 from .protocol import NOWHERE, StateBatch
 
@@ -59,15 +60,14 @@ def work_of(batch: StateBatch) -> Work[np.ndarray]:
     first_piece = np.searchsorted(row, own)
     begin = np.concatenate([[0], end[:-1]])
     begin[first_piece] = 0
-    pieces = _entries(PIECE_COLUMNS, starts[row] + begin, end - begin, saved_to)
+    pieces = table_of(PIECE_COLUMNS, starts[row] + begin, end - begin, saved_to)
     # Rows without a token in this step are left out.
     end_piece = np.searchsorted(row, own, side="right")
-    rows = _entries(ROW_COLUMNS, starts, lens, batch.pages, batch.is_new, first_piece, end_piece)
+    rows = table_of(ROW_COLUMNS, starts, lens, batch.pages, batch.is_new, first_piece, end_piece)
     longer = rows[lens > 1]
-    counts = -(-lens[lens > 1] // TILE_TOKENS)
-    of_tile = np.repeat(np.arange(len(longer)), counts)
-    at = (np.arange(len(of_tile)) - (np.cumsum(counts) - counts)[of_tile]) * TILE_TOKENS
-    return Work(rows[lens == 1], longer, pieces, _entries(TILE_COLUMNS, of_tile, at, np.ones_like(at)))
+    of_tile, number = spread(-(-lens[lens > 1] // TILE_TOKENS))
+    tiles = table_of(TILE_COLUMNS, of_tile, number * TILE_TOKENS, np.ones_like(number))
+    return Work(rows[lens == 1], longer, pieces, tiles)
 
 
 def frame_of(rows: int, tokens: int, device: torch.device) -> Work[Tensor]:
@@ -93,10 +93,3 @@ def sent(work: Work[np.ndarray], device: torch.device) -> Work[Tensor]:
     packed = upload(np.concatenate([values.reshape(-1) for values in work]), device)
     parts = packed.split([values.size for values in work])
     return Work(*(part.view(values.shape) for part, values in zip(parts, work, strict=True)))
-
-
-def _entries(columns: int, *values: np.ndarray) -> np.ndarray:
-    entries = np.zeros((len(values[0]), columns), dtype=np.int32)
-    for n, column in enumerate(values):
-        entries[:, n] = column
-    return entries

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import InvalidSetting
+from ...kernels.paged_attention import Backend
 from ...kernels.products import NativeLinear, TritonLinear
 from ...kernels.products.ways import way_of
 
@@ -44,28 +45,28 @@ def sum_order(dtype: torch.dtype, device: torch.device, same_bits: bool, ranks: 
 
     Raises  InvalidSetting if `same_bits` asks for what this machine, or this dtype, cannot have
     """
+    if device.type == "cuda":
+        return _on_gpu(same_bits, ranks)
     short = str(dtype).removeprefix("torch.")
     lack = NativeLinear.lacks() if device.type == "cpu" else None
     # Where there is no such order at all.
     why_not = None
-    if device.type == "cuda":
-        why_not = _why_not_on_gpus(ranks) if same_bits else "it was not asked for"
-    elif device.type != "cpu":
+    if device.type != "cpu":
         why_not = f"the model is on {device}"
     elif lack is not None:
         why_not = f"its kernels {lack}"
     elif dtype not in NativeLinear.dtypes:
         why_not = f"the model is in {short}; take float32 or bfloat16"
     if why_not is not None and same_bits:
-        raise InvalidSetting(f"same_bits cannot be had: {why_not}. Leave same_bits out.", field="same_bits")
+        raise _refused(why_not)
     if lack is not None:
         return SumOrder(
             False,
             note=f"torch's kernels compute instead of our own, which {lack}. That is slower, and the last bits of an "
             "answer may depend on what is computed beside it",
         )
-    if why_not is not None or device.type != "cpu":
-        return SumOrder(why_not is None)
+    if why_not is not None:
+        return SumOrder(False)
     # Where there is, it may cost too much to be taken unasked.
     way = way_of(dtype)
     if same_bits or way.torch_from_rows is None:
@@ -78,11 +79,16 @@ def sum_order(dtype: torch.dtype, device: torch.device, same_bits: bool, ranks: 
     )
 
 
-def _why_not_on_gpus(ranks: int) -> str | None:
-    if ranks > 1:
-        return f"{ranks} ranks add up what each has in an order that depends on how much that is"
-    lack = TritonLinear.lacks()
-    return f"its kernels' Triton {lack}" if lack else None
+def _refused(why_not: str) -> InvalidSetting:
+    return InvalidSetting(f"same_bits cannot be had: {why_not}. Leave same_bits out.", field="same_bits")
+
+
+def _on_gpu(same_bits: bool, ranks: int) -> SumOrder:
+    if same_bits and ranks > 1:
+        raise _refused(f"{ranks} ranks add up what each has in an order that depends on how much that is")
+    if same_bits and (lack := TritonLinear.lacks()) is not None:
+        raise _refused(f"its kernels' Triton {lack}")
+    return SumOrder(same_bits)
 
 
 class _OtherSums(TorchDispatchMode):
@@ -103,16 +109,18 @@ class _OtherSums(TorchDispatchMode):
         return out
 
 
-def check_sums(forward: Callable[[], object]) -> None:
+def check_sums(attention: Backend, forward: Callable[[], object]) -> None:
     """Run a step of a model that is to keep the order on a GPU.
 
-    Raises `InvalidSetting` if some of it is summed by torch, whose order depends on how many rows there are
+    Raises `InvalidSetting` if its attention does not, or if some of it is summed by torch, whose order depends on how
+    many rows there are
     """
+    if not attention.capabilities.one_order:
+        raise _refused(f"attention backend '{attention.name}' cuts its sums by what rows a step has")
     with _OtherSums() as seen:
         forward()
     if seen.names:
-        raise InvalidSetting(
-            f"same_bits cannot be had: layers of this model are computed by torch's {', '.join(sorted(seen.names))}, "
-            "whose sums depend on how many rows a step has. Leave same_bits out.",
-            field="same_bits",
+        raise _refused(
+            f"layers of this model are computed by torch's {', '.join(sorted(seen.names))}, whose sums depend on how "
+            "many rows a step has"
         )

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from intarsia.errors import InvalidSetting
+from intarsia.kernels.paged_attention import FlashBackend, TritonBackend
 from intarsia.kernels.products import NativeLinear
 from intarsia.kernels.products.ways import Way
 from intarsia.proto.worker import ModelSettings
@@ -80,16 +82,24 @@ def test_products_of_many_rows_go_torchs_way_where_that_is_faster(
 
 
 def test_sums_of_torch_refuse_the_same_bits_on_a_gpu():
+    attention: Any = SimpleNamespace(name="triton", capabilities=TritonBackend.capabilities)
+
     def forward() -> None:
         x = torch.randn(3, 8)
         torch.softmax(x * 2, -1)  # of short rows, each by a warp of its own
         torch.arange(4).sum()  # whole numbers
-        x.mean(-1) @ torch.randn(3)
+        torch.dot(x.mean(-1), torch.randn(3))
 
     with pytest.raises(InvalidSetting, match=r"are computed by torch's dot, mean, whose sums") as refusal:
-        check_sums(forward)
+        check_sums(attention, forward)
     assert refusal.value.field == "same_bits"
-    check_sums(lambda: torch.randn(3, 8).relu())
+    check_sums(attention, lambda: torch.randn(3, 8).relu())
+
+
+def test_attention_that_cuts_its_sums_by_the_step_refuses_the_same_bits_on_a_gpu():
+    backend: Any = SimpleNamespace(name="flash", capabilities=FlashBackend.capabilities)
+    with pytest.raises(InvalidSetting, match="attention backend 'flash' cuts its sums"):
+        check_sums(backend, lambda: None)
 
 
 def test_several_ranks_on_gpus_are_refused_the_same_bits():
