@@ -16,7 +16,7 @@ from .guard import load_guard
 from .operators import OnPretendedDevice
 from .places import place
 from .streams import Clock
-from .tensors import CUDA, DeviceTensor
+from .tensors import CUDA
 
 PROPERTIES = SimpleNamespace(
     name="a pretended device", major=9, minor=0, multi_processor_count=PROCESSORS, total_memory=MEMORY_BYTES
@@ -130,7 +130,6 @@ def install() -> None:
     # In inference mode torch shows composite operators, not those that they are made of.
     _replace(torch, inference_mode=lambda mode=True: torch.no_grad())
     _watch_reads()
-    _replace(Tensor, _make_subclass=_subclass_of(Tensor._make_subclass))
     launches.install()
     nccl.install()
     pretend_in_this_thread()
@@ -139,18 +138,6 @@ def install() -> None:
 def pretend_in_this_thread() -> None:
     torch._C._set_only_lift_cpu_tensors(True)  # else `torch.tensor(.., device="cuda")` copies unseen
     OnPretendedDevice().__enter__()
-
-
-def _subclass_of(original: Any) -> Any:
-    """A subclass of the product's own over a device's tensor is one of both kinds."""
-
-    def make(cls: type[Tensor], data: Tensor, require_grad: bool = False) -> Tensor:
-        if not isinstance(data, DeviceTensor):
-            return original(cls, data, require_grad)
-        both: Any = type(cls.__name__, (cls, DeviceTensor), {})  # pyright: ignore[reportGeneralTypeIssues]
-        return DeviceTensor.__new__(both, data.host)
-
-    return make
 
 
 def _watch_reads() -> None:

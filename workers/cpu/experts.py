@@ -167,7 +167,7 @@ class _RoutingWeight(Tensor):
     @classmethod
     def of(cls, weight: Tensor, ways: _Ways) -> "_RoutingWeight":
         plain = weight.detach()
-        routing: Any = torch.Tensor._make_subclass(cls, plain)
+        routing: Any = plain.as_subclass(cls)
         routing.plain, routing.packed, routing.ways = plain, {}, ways
         return routing
 
