@@ -7,6 +7,7 @@ It needs torch, triton, transformers and numpy, and neither Ray nor a network no
 in processes of its own, every case is a line of JSON as soon as it is known, and what no time is left for is said.
 
     ceilings    what this device copies, reads and multiplies, of random numbers; every other part is compared with it
+    families    tiny models of every family, tokens compared with those of transformers
     compile     every kernel, in several processes at once, so that no later part waits for a compiler
     attention   each backend and torch's own attention: checked, then timed; us, GB/s, TFLOP/s, over the floor
     states      recurrences in place, beside plain torch
@@ -19,7 +20,8 @@ in processes of its own, every case is a line of JSON as soon as it is known, an
 A time is the median over replays of 20 turns that are recorded in one graph and take turns over inputs that no cache
 holds. Where a turn cannot be recorded, the line says so: "timed": "launched".
 
---parts a,b    only these, in the order above        --list       every case of every part
+--parts a,b    only these, in the order above, or single jobs of them: engine/llama-3.1-8b
+--list         every case of every part
 --only TEXT    only cases whose name has it          --minutes    when to end
 --rehearse     everything in its smallest form on a pretended GPU: shows that it works, its times are played
 """

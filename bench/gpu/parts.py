@@ -47,6 +47,7 @@ class Job(NamedTuple):
 
 JOBS: Sequence[Job] = (
     Job("ceilings", "", 1),
+    Job("families", "", 4),
     Job("compile", "", 3),
     Job("attention", "", 6),
     Job("states", "", 2),
@@ -63,4 +64,5 @@ SECOND = ("ceilings", "compile", "engine")
 
 
 def jobs_of(parts: Sequence[str]) -> list[Job]:
-    return [job for job in JOBS if job.part in parts]
+    """parts: or single jobs of them, by their ids"""
+    return [job for job in JOBS if job.part in parts or job.id in parts]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .lines import FAILED, LEFT_OUT, LOST, WRONG, Lines
-from .parts import FIRST, PARTS, SECOND, Job, jobs_of
+from .parts import FIRST, JOBS, PARTS, SECOND, Job, jobs_of
 
 GRACE_S = 90.0
 """A job may take longer than its share, while the others have not begun; then it is ended."""
@@ -63,11 +63,12 @@ def _arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args()
     asked = [*(FIRST if args.first else ()), *(SECOND if args.second else ()), *(args.parts or ())]
-    if unknown := set(asked) - set(PARTS):
-        parser.error(f"there are no parts {', '.join(sorted(unknown))}; choose from {', '.join(PARTS)}")
+    known = [*PARTS, *(job.id for job in JOBS if job.name)]
+    if unknown := set(asked) - set(known):
+        parser.error(f"there are no parts {', '.join(sorted(unknown))}; choose from {', '.join(known)}")
     if args.minutes is None:
         args.minutes = REHEARSAL_MINUTES if args.rehearse else MINUTES
-    args.parts = [part for part in PARTS if part in asked] or list(PARTS)
+    args.parts = [part for part in known if part in asked] or list(PARTS)
     if not (args.rehearse or args.list) and not _has_gpu():
         parser.error("there is no GPU here; --rehearse shows that the command works without one")
     return args

@@ -1,7 +1,6 @@
 """The gate of every family: engine tokens equal transformers' full-recompute greedy tokens, whatever happens."""
 
 import asyncio
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,16 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 from intarsia.controller.engine import Engine
 from intarsia.deploy.front_end.images import ImageReader, read_images
 from intarsia.errors import InvalidSetting
-from intarsia.kvcache.plan import MemoryPlan, PlanSettings
 from intarsia.kvcache.state_table import StateTable
-from intarsia.kvcache.strategies import plan_memory
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.conftest import Loop, TinyModel
+from intarsia.tests.least_memory import least_memory
 from intarsia.tests.local import Completion, asking, complete, make_engine
 from intarsia.tests.models import (
     FAMILIES,
@@ -69,28 +66,6 @@ async def check_preempted(model: TinyModel, workers: Any, block_size: int, ranks
     assert engine.stats.preemptions > 0
     assert [c.token_ids for c in completions] == model.expected
     assert engine.recount().all_free
-
-
-def least_memory(model: TinyModel, block_size: int, tokens: int, ranks: int = 1, item_bytes: int = 4) -> int:
-    """Bytes on a rank in which a request of so many tokens just fits, to a kibibyte, and a large page to spare.
-
-    item_bytes: of a number in the cache
-    """
-    config = AutoConfig.from_pretrained(model.path).get_text_config()
-    layers = read_layers(config, ranks, item_bytes)
-    encoder_tokens = 3 * -(-20 // block_size) * block_size if any(model.images) else 0  # 4 tiles of 5, of 3 images
-
-    def plan(kibibytes: int) -> MemoryPlan | None:
-        try:
-            settings = PlanSettings(kibibytes << 10, block_size, encoder_tokens=encoder_tokens)
-            return plan_memory(layers, settings, config.max_position_embeddings)
-        except InvalidSetting:
-            return None
-
-    least = bisect_left(range(4096), True, key=lambda n: (made := plan(n + 1)) is not None and made.fits(tokens)) + 1
-    made = plan(least)
-    assert made is not None
-    return (least << 10) + made.arenas[0].page_bytes
 
 
 TOLERANCE = {"nemotron_h": 1e-2, "zamba2": 1e-2}

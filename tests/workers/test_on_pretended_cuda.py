@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from intarsia.kernels.toolchain import triton as gpu
+from intarsia.tests.least_memory import least_memory
 from intarsia.tests.local import complete, make_engine
 from intarsia.tests.models import FAMILIES, WITH_IMAGES
 from intarsia.tests.pretended_cuda.child import pretend
 from intarsia.tests.pretended_cuda.guard import compiler
 from intarsia.tests.pretended_cuda.scenes import VARIED
-from intarsia.tests.workers.test_families import least_memory
 
 pytestmark = [
     pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing())),

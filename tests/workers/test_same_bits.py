@@ -10,9 +10,10 @@ import pytest
 
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.conftest import TinyModel
+from intarsia.tests.least_memory import least_memory
 from intarsia.tests.local import bits, complete, make_engine
 from intarsia.tests.models import FAMILIES, WITH_IMAGES, prompts
-from intarsia.tests.workers.test_families import LARGE_STATES, least_memory
+from intarsia.tests.workers.test_families import LARGE_STATES
 
 ASKED = SamplingParams(temperature=0, max_tokens=24, logprobs=5, ignore_eos=True)
 """Log-probabilities tell logits apart that differ in their last bit."""

@@ -10,8 +10,8 @@ from intarsia.controller.engine import Engine
 from intarsia.controller.scheduling.step_times import StepTimes
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.conftest import Loop, TinyModel
+from intarsia.tests.least_memory import least_memory
 from intarsia.tests.local import complete, make_engine
-from intarsia.tests.workers.test_families import least_memory
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
