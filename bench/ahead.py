@@ -152,6 +152,14 @@ def _tokenwise(dtype: str) -> Iterator[Variant]:
             tokenwise.WARPS,
             3,
         )
+    yield Variant(
+        f"clamped gate {dtype} gpt-oss",
+        kernels.clamped_gate,
+        _types(kernels.clamped_gate, set(), dtype, None),
+        {"WIDTH": 2880, "BLOCK": tokenwise.BLOCK},
+        tokenwise.WARPS,
+        3,
+    )
     for activation in Activation:
         yield Variant(
             f"activation {dtype} {activation.name}",
@@ -234,8 +242,8 @@ def _states() -> Iterator[Variant]:
 
 
 def _products() -> Iterator[Variant]:
-    """Products with --same-bits, of few rows and of many: alone, and of experts."""
-    kernel = products._kernels().product
+    """Products of few rows and of many: alone, for the same bits, and of experts."""
+    kernels = products._kernels()
     for name, inputs, outputs, groups in (("gemma-3-27b", 5376, 21_504, 1), ("gpt-oss-20b experts", 2880, 5760, 32)):
         for rows, is_cut in ((64, True), (64, False), (128, True), (128, False)):
             tile, cut = products.tile_for(rows, 2), products.cut_inputs(inputs, outputs)
@@ -245,9 +253,13 @@ def _products() -> Iterator[Variant]:
                 "HAS_TOKENS": groups > 1, "HAS_BIAS": groups > 1, "IS_CUT": is_cut, "ROWS": tile.rows,
                 "OUTPUTS": products.OUTPUTS, "BLOCK": tile.block, "PRECISION": "ieee",
             }  # fmt: skip
-            types = _types(kernel, numbers, "bf16", {"parts_ptr"}, lists)
+            types = _types(kernels.product, numbers, "bf16", {"parts_ptr"}, lists)
             title = f"product {name}, {tile.rows} rows{', of one cut' if is_cut else ''}"
-            yield Variant(title, kernel, types, constants, tile.warps, tile.stages)
+            yield Variant(title, kernels.product, types, constants, tile.warps, tile.stages)
+    for groups, picks in ((32, 4), (256, 8)):
+        constants = {"PICKS": picks, "GROUPS_PADDED": groups, "BLOCK": max(16, products.SORTED_AT_ONCE // groups)}
+        types = _types(kernels.sort_rows, (), "bf16", (), {"group_ptr", "first_ptr", "token_ptr", "place_ptr"})
+        yield Variant(f"sort rows of {groups} experts", kernels.sort_rows, types, constants, products.SORT_WARPS, 3)
 
 
 def _sampling(dtype: str) -> Iterator[Variant]:
@@ -282,7 +294,7 @@ def _types(
         if name.isupper() and name not in ("A", "B", "C"):
             types[name] = "constexpr"
         elif not name.endswith("_ptr"):
-            types[name] = "fp32" if name.endswith(("scale", "softcap", "eps")) else "i32"
+            types[name] = "fp32" if name.endswith(("scale", "softcap", "eps", "alpha", "limit")) else "i32"
         elif name in int64:
             types[name] = "*i64"
         elif float32 is None or name in numbers:

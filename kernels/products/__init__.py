@@ -5,7 +5,7 @@
 
 `protocol.py` says what a kind must do, `reference.py` shows the arithmetic. On a CPU it runs in C++ (`cpu.py`), or by
 oneDNN where nothing can be compiled (`onednn.py`). On a GPU torch's products are taken, or Triton's for the same bits
-(`triton.py`).
+and for experts (`triton.py`).
 """
 
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import cpu, triton
+from . import cpu, reference, triton
 from .cpu import NativeLinear, PackedEmbedding, PackedWeights
 from .onednn import OneDnnLinear, compile_products
-from .protocol import PackedLinear
+from .protocol import PackedLinear, SortedRows
 from .triton import TritonLinear, TritonWeights
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "PackedEmbedding",
     "PackedLinear",
     "PackedWeights",
+    "SortedRows",
     "TritonLinear",
     "TritonWeights",
     "compile_products",
@@ -53,16 +54,17 @@ class GroupedProducts(NamedTuple):
 
     linear: type[PackedLinear]  # of one weight
     weights: type[PackedWeights] | type[TritonWeights]
+    sort_rows: Callable[[Tensor, int], SortedRows]
     combine: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 _GROUPED = {
-    "cpu": GroupedProducts(NativeLinear, PackedWeights, cpu.combine),
-    "cuda": GroupedProducts(TritonLinear, TritonWeights, triton.combine),
+    "cpu": GroupedProducts(NativeLinear, PackedWeights, reference.sort_rows, cpu.combine),
+    "cuda": GroupedProducts(TritonLinear, TritonWeights, triton.sort_rows, triton.combine),
 }
 
 
-def grouped_products(device: torch.device, same_bits: bool = False) -> GroupedProducts | None:
-    """None: torch's are taken, as on a GPU unless a row's result is to depend on that row alone."""
-    found = _GROUPED.get(device.type) if device.type == "cpu" or same_bits else None
+def grouped_products(device: torch.device) -> GroupedProducts | None:
+    """None: nothing here computes them on such a device."""
+    found = _GROUPED.get(device.type)
     return found if found is not None and found.linear.lacks() is None else None

@@ -7,10 +7,18 @@ A module that is taken over keeps its hooks and whoever refers to it. `reference
 """
 
 import math
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+
+
+class SortedRows(NamedTuple):
+    """A row for each token and each group that it is to meet, those of one group side by side. N rows, all int64."""
+
+    first: Tensor  # [groups + 1], from 0 to N: where the rows of a group begin
+    token: Tensor  # [N]
+    place_TK: Tensor  # which row each of a token's groups has
 
 
 class PackedLinear(nn.Linear):

@@ -1,7 +1,8 @@
-"""Products on a GPU by our own kernels, where a row's result is to depend on that row alone: see `triton_kernels.py`.
+"""Products on a GPU by our own kernels: see `triton_kernels.py`.
 
-torch's products (cuBLAS) choose their tiles, and where they cut sums, by the number of rows. These are slower, and are
-for those who ask for the same bits.
+A row's result depends on that row alone. torch's products (cuBLAS) choose their tiles, and where they cut sums, by the
+number of rows; they are taken unless someone asks for the same bits. Experts of decode steps are computed here anyway:
+a few launches do what takes torch dozens.
 """
 
 import functools
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from ..tensors import dense
 from ..toolchain import triton as gpu
 from ..toolchain.triton import power_of_two
-from .protocol import PackedLinear
+from . import reference
+from .protocol import PackedLinear, SortedRows
 
 PROGRAMS = 264
 """That a product should have: two for each processor of an H100. Where outputs give fewer, inputs are cut."""
@@ -23,6 +25,11 @@ OUTPUTS = 128
 """Of a tile. The matrix instruction must be the same for all tiles, as it says in which order it sums."""
 COMBINED = 1024
 """Numbers of a program."""
+SORTED_AT_ONCE = 8192
+"""Rows times groups that the program which sorts rows compares in one go."""
+SORT_WARPS = 8
+MOST_SORTED = 1 << 18
+"""Rows times groups. More are sorted by torch, in many launches: one program would take longer."""
 
 
 class Tile(NamedTuple):
@@ -56,7 +63,7 @@ class TritonWeights:
 
     def __init__(self, weights: Tensor, biases: Tensor | None = None):
         self.groups, self.outputs, self.inputs = weights.shape
-        self._weights = weights if weights.is_contiguous() else weights.contiguous()
+        self._weights = weights.contiguous()
         self._biases = None if biases is None else biases.contiguous()
         self._cut = cut_inputs(self.inputs, self.outputs)
 
@@ -113,6 +120,22 @@ def combine(x_ND: Tensor, row_of: Tensor, shares: Tensor) -> Tensor:
             x_ND, row_of, shares, out, width, row_of.stride(0), shares.stride(0), EXPERTS=experts, BLOCK=COMBINED
         )
     return out
+
+
+def sort_rows(groups_TK: Tensor, count: int) -> SortedRows:
+    """As in `reference.py`, in one launch where rows are not too many."""
+    rows, padded = groups_TK.numel(), power_of_two(count)
+    if rows * padded > MOST_SORTED:
+        return reference.sort_rows(groups_TK, count)
+    groups_TK = groups_TK.contiguous()
+    first, place_TK = groups_TK.new_empty(count + 1), torch.empty_like(groups_TK)
+    token = groups_TK.new_empty(rows)
+    block = min(power_of_two(rows), max(16, SORTED_AT_ONCE // padded))
+    _kernels().sort_rows[(1,)](
+        groups_TK, first, token, place_TK, rows, count,
+        PICKS=groups_TK.shape[1], GROUPS_PADDED=padded, BLOCK=block, num_warps=SORT_WARPS,
+    )  # fmt: skip
+    return SortedRows(first, token, place_TK)
 
 
 class TritonLinear(PackedLinear):

@@ -120,3 +120,31 @@ def combine(
         share = tl.load(share_ptr + r * share_stride + e).to(tl.float32)
         total += tl.load(x_ptr + row * width + d, mask=d < width, other=0.0).to(tl.float32) * share
     tl.store(out_ptr + r.to(tl.int64) * width + d, total.to(out_ptr.dtype.element_ty), mask=d < width)
+
+
+@triton.jit
+def sort_rows(
+    group_ptr, first_ptr, token_ptr, place_ptr, count, groups,
+    PICKS: tl.constexpr, GROUPS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows of one group side by side, in the order in which they come. One program, which counts, then places.
+
+    group [N]: of each row  first [G+1]  token [N]: which PICKS neighbours each place came from  place [N]: of each row
+    """
+    g = tl.arange(0, GROUPS_PADDED)
+    n = tl.arange(0, BLOCK)
+    rows_of = tl.zeros((GROUPS_PADDED,), tl.int32)
+    for at in range(0, count, BLOCK):
+        group = tl.load(group_ptr + at + n, mask=at + n < count, other=-1)
+        rows_of += tl.sum((group[:, None] == g[None, :]).to(tl.int32), 0)
+    end = tl.cumsum(rows_of, 0)
+    tl.store(first_ptr + g + 1, end.to(tl.int64), mask=g < groups)
+    tl.store(first_ptr + g, (end - rows_of).to(tl.int64), mask=g == 0)
+    next_place = end - rows_of
+    for at in range(0, count, BLOCK):
+        group = tl.load(group_ptr + at + n, mask=at + n < count, other=-1)
+        is_own = (group[:, None] == g[None, :]).to(tl.int32)
+        place = tl.sum((tl.cumsum(is_own, 0) - 1 + next_place[None, :]) * is_own, 1)
+        tl.store(place_ptr + at + n, place.to(tl.int64), mask=at + n < count)
+        tl.store(token_ptr + place, ((at + n) // PICKS).to(tl.int64), mask=at + n < count)
+        next_place += tl.sum(is_own, 0)

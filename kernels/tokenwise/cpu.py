@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..toolchain import cpp
 from ..toolchain.calls import Call
+from . import reference
 from .protocol import Activation, Norm, Rotary
 
 ANGLES_OF_ANY_DTYPE = False
@@ -133,6 +134,10 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
 def gate_call(width: int, dtype: torch.dtype, activation: Activation) -> Call:
     """To be set: gate_up, out, rows."""
     return Call(_library().intarsia_gate, _Gate(None, None, 0, width, activation, cpp.KINDS[dtype]))
+
+
+def clamped_gate(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    return reference.clamped_gate(gate_up, alpha, limit)
 
 
 # -- queries and keys ------------------------------------------------------------------------------------------------

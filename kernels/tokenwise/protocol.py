@@ -64,6 +64,8 @@ class Operations(Protocol):
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor: ...
 
+    def clamped_gate(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor: ...
+
     def prepare_heads(
         self,
         qkv_TC: Tensor,

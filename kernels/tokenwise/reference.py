@@ -43,6 +43,13 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     return (_ACTIVATE[activation](gates).to(gate_up.dtype) * up).to(gate_up.dtype)
 
 
+def clamped_gate(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """gate_up: [.., 2C], gates and the rest by turns. Returns [.., C]: gate * sigmoid(alpha * gate) * (rest + 1), of
+    numbers that are cut off at the limit (GPT-OSS, arXiv 2508.10925)."""
+    gates, up = gate_up[..., ::2].clamp(max=limit), gate_up[..., 1::2].clamp(-limit, limit)
+    return gates * torch.sigmoid(gates * alpha) * (up + 1)
+
+
 def prepare_heads(
     qkv_TC: Tensor,
     heads: int,

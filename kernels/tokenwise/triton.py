@@ -100,6 +100,16 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     return out
 
 
+def clamped_gate(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    rows, width = _rows(gate_up), gate_up.shape[-1] // 2
+    out = gate_up.new_empty((*gate_up.shape[:-1], width))
+    if len(rows):
+        _kernels().clamped_gate[len(rows), -(-width // BLOCK)](
+            rows, out, rows.stride(0), alpha, limit, WIDTH=width, BLOCK=BLOCK, num_warps=WARPS
+        )
+    return out
+
+
 # -- queries and keys ------------------------------------------------------------------------------------------------
 
 

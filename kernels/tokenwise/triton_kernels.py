@@ -97,6 +97,23 @@ def gate(
     tl.store(out_ptr + row * WIDTH + c, (activated.to(tl.float32) * up.to(tl.float32)).to(up.dtype), mask=live)
 
 
+@triton.jit
+def clamped_gate(
+    gate_up_ptr, out_ptr, gate_up_row_stride, alpha, limit, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Grid (rows, blocks of WIDTH): of gates and others that take turns in a row. Rounded once, at the end."""
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * BLOCK
+    n = 2 * start + tl.arange(0, 2 * BLOCK)
+    both = tl.load(gate_up_ptr + row * gate_up_row_stride + n, mask=n < 2 * WIDTH, other=0.0)
+    gates, up = tl.split(tl.reshape(both.to(tl.float32), (BLOCK, 2)))
+    gates = tl.minimum(gates, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    c = start + tl.arange(0, BLOCK)
+    out = gates / (1.0 + tl.exp(-alpha * gates)) * (up + 1.0)
+    tl.store(out_ptr + row * WIDTH + c, out.to(both.dtype), mask=c < WIDTH)
+
+
 # -- queries and keys ------------------------------------------------------------------------------------------------
 
 

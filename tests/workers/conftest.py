@@ -3,16 +3,20 @@
 from dataclasses import replace
 
 import pytest
+import torch
+
+GPU = torch.device("cuda")
 
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU would have is chosen, and Triton's interpreter runs it; products and experts stay torch's."""
+    """What a GPU would have is chosen, and Triton's interpreter runs it; products stay torch's."""
     from intarsia.kernels import tokenwise
     from intarsia.kernels.paged_attention import TritonBackend
     from intarsia.kernels.sampling import NativeSampling, TritonSampling
     from intarsia.kernels.state import TritonStates
     from intarsia.workers.cpu import linear
+    from intarsia.workers.cpu.experts import pack_experts
     from intarsia.workers.cpu.threads import Threads
     from intarsia.workers.models import load
 
@@ -22,5 +26,5 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NativeSampling, "devices", frozenset())
     monkeypatch.setitem(tokenwise._OPERATIONS, "cpu", tokenwise.triton)
     monkeypatch.setattr(linear, "linear_kind", lambda *_: None)
-    monkeypatch.setattr(load, "pack_experts", lambda *_: None)
+    monkeypatch.setattr(load, "pack_experts", lambda module, _, *others: pack_experts(module, GPU, *others))
     monkeypatch.setattr(Threads, "learn", lambda *_: None)  # of a CPU, by steps that take long in an interpreter

@@ -1,17 +1,21 @@
-"""Experts by products of our own, on a CPU, or on a GPU for the same bits: each token's row meets the weights of its
-experts, all in one call.
+"""Experts by products of our own: each token's row meets the weights of its experts, all in one call.
 
 transformers lets others compute the experts of a layer, by a function that is named in the config. Ours computes what
-`grouped_mm` does there, and a token's result depends on that token alone. What chooses the experts, the router, is a
-product as well; its weight is a parameter that a function of torch multiplies with, so it is a tensor that knows how.
+`grouped_mm` does there, and a token's result depends on that token alone. On a GPU long prompts go torch's way, unless
+the same bits are asked for: there its grouped product is the faster one.
+
+What chooses the experts, the router, is a product as well, ours on a CPU and for the same bits. Its weight is a
+parameter that a function of torch multiplies with, so it is a tensor that knows how.
 """
 
+import math
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate, grouped_mm_experts_forward
 
 from ...kernels.products import GroupedProducts, NativeLinear, PackedWeights, TritonWeights, grouped_products
 from ...kernels.tokenwise import Activation, Operations, operations_of
@@ -25,63 +29,98 @@ IMPLEMENTATION = "intarsia"
 Weights = PackedWeights | TritonWeights
 
 
+TORCH_FROM_ROWS = 8192
+"""Rows of a GPU's step, one for each token and expert of it, from which torch's grouped product is taken."""
+
+
 class _Ways(NamedTuple):
     """How they are computed on a device."""
 
     products: GroupedProducts
     tokenwise: Operations
+    is_one_order: bool  # a row's result depends on that row alone, always
+
+    def torch_from_rows(self, dtype: torch.dtype) -> float:
+        """torch has a grouped product of its own for one kind of numbers."""
+        return math.inf if self.is_one_order or dtype != torch.bfloat16 else TORCH_FROM_ROWS
+
+
+class Clamped(NamedTuple):
+    """GPT-OSS's gates: see `tokenwise.reference.clamped_gate`."""
+
+    alpha: float
+    limit: float
 
 
 class _Experts(NamedTuple):
     up: Weights
     down: Weights
     ways: _Ways
-    gates: Activation | None = None  # None: the module's own function does it
+    gates: Activation | Clamped | None  # None: the module's own function does it
+    torch_from_rows: float
 
 
 def pack_experts(model: nn.Module, device: torch.device, same_bits: bool = False) -> None:
-    """Take over the experts and routers of all layers that transformers lets others compute. On a CPU with a compiler,
-    and on a GPU if a row's result is to depend on that row alone; elsewhere nothing happens."""
-    products, tokenwise = grouped_products(device, same_bits), operations_of(device.type)
+    """Take over the experts of all layers that transformers lets others compute, on a CPU with a compiler and on a GPU;
+    and where a row's result is to depend on that row alone, the routers. Elsewhere nothing happens."""
+    products, tokenwise = grouped_products(device), operations_of(device.type)
     if products is None or tokenwise is None:
         return
-    ways = _Ways(products, tokenwise)
+    ways = _Ways(products, tokenwise, is_one_order=device.type == "cpu" or same_bits)
     for module in list(model.modules()):
         if type(module).__name__ == "Llama4TextMoe":
             _take_llama4(module, ways)
-        elif _has_experts(module):
+        elif _has_experts(module, ways):
             _take_experts(module, ways)
+        elif not ways.is_one_order:
+            continue
         elif isinstance(gate := getattr(module, "shared_expert_gate", None), NativeLinear):
             gate.__class__ = _Gate
         elif _is_router(module):
             module.weight = _RoutingWeight.of(module._parameters.pop("weight"), ways)  # type: ignore[assignment]
 
 
-def _has_experts(module: Any) -> bool:
+def _has_experts(module: Any, ways: _Ways) -> bool:
     down = module._parameters.get("down_proj")
     is_theirs = hasattr(module, "is_transposed") and hasattr(module, "has_post_expert_norm")
-    return is_theirs and down is not None and down.dim() == 3 and down.dtype in NativeLinear.dtypes
+    return is_theirs and down is not None and down.dim() == 3 and down.dtype in ways.products.linear.dtypes
 
 
 def _take_experts(module: Any, ways: _Ways) -> None:
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-    is_plain = module.has_gate and type(module)._apply_gate is _default_apply_gate
-    activation = ACTIVATIONS.get(type(module.act_fn).__name__) if is_plain else None
-    up, down = (_packed(module, name, ways) for name in names)
-    module.packed = _Experts(up, down, ways, activation)
+    torch_from_rows = ways.torch_from_rows(module.down_proj.dtype)
+    up, down = (_packed(module, name, ways, keeps=torch_from_rows < math.inf) for name in names)
+    module.packed = _Experts(up, down, ways, _gates(module), torch_from_rows)
     module.config._experts_implementation = IMPLEMENTATION
 
 
-def _packed(module: Any, name: str, ways: _Ways) -> Weights:
+def _gates(module: Any) -> Activation | Clamped | None:
+    if type(module).__name__ == "GptOssExperts":
+        return Clamped(module.alpha, module.limit)
+    is_plain = module.has_gate and type(module)._apply_gate is _default_apply_gate
+    return ACTIVATIONS.get(type(module.act_fn).__name__) if is_plain else None
+
+
+def _packed(module: Any, name: str, ways: _Ways, *, keeps: bool) -> Weights:
+    """keeps: the module's parameters, for torch; they then look at the memory in which ours lie"""
     weights = module._parameters.pop(name).detach()
     bias = module._parameters.pop(f"{name}_bias").detach() if module.has_bias else None
-    return ways.products.weights(weights.transpose(1, 2) if module.is_transposed else weights, bias)
+    if module.is_transposed:
+        weights = weights.transpose(1, 2).contiguous()
+    if keeps:
+        theirs = {name: weights.transpose(1, 2) if module.is_transposed else weights, f"{name}_bias": bias}
+        for each, tensor in theirs.items():
+            if tensor is not None:
+                module.register_parameter(each, nn.Parameter(tensor, requires_grad=False))
+    return ways.products.weights(weights, bias)
 
 
 def _experts_forward(module: Any, hidden_TD: Tensor, experts_TK: Tensor, shares_TK: Tensor) -> Tensor:
     """Returns [T,D]: of each token its experts' outputs, by their shares."""
     packed: _Experts = module.packed
-    rows = _rows(experts_TK, packed.up.groups)
+    if experts_TK.numel() >= packed.torch_from_rows:
+        return grouped_mm_experts_forward(module, hidden_TD, experts_TK, shares_TK)
+    rows = packed.ways.products.sort_rows(experts_TK, packed.up.groups)
     up = packed.up.grouped_product(hidden_TD, rows.first, rows.token)
     down = packed.down.grouped_product(_gated(module, up), rows.first)
     if module.has_post_expert_norm:
@@ -89,26 +128,13 @@ def _experts_forward(module: Any, hidden_TD: Tensor, experts_TK: Tensor, shares_
     return packed.ways.products.combine(down, rows.place_TK, shares_TK)
 
 
-class _Rows(NamedTuple):
-    """A row for each token and expert of it, those of one expert side by side. N rows."""
-
-    first: Tensor  # [experts + 1]
-    token: Tensor  # [N]
-    place_TK: Tensor  # which row each of a token's experts has
-
-
-def _rows(experts_TK: Tensor, count: int) -> _Rows:
-    experts, order = experts_TK.flatten().sort(stable=True)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
-    first = torch.searchsorted(experts, torch.arange(count + 1, device=order.device))
-    return _Rows(first, order // experts_TK.shape[1], place.view(experts_TK.shape))
-
-
 def _gated(module: Any, up: Tensor) -> Tensor:
     packed: _Experts = module.packed
+    tokenwise = packed.ways.tokenwise
+    if isinstance(packed.gates, Clamped):
+        return tokenwise.clamped_gate(up, *packed.gates)
     if packed.gates is not None:
-        return packed.ways.tokenwise.gate(up, packed.gates)
+        return tokenwise.gate(up, packed.gates)
     return module._apply_gate(up) if module.has_gate else module.act_fn(up)
 
 
@@ -122,16 +148,16 @@ def _take_llama4(module: Any, ways: _Ways) -> None:
     """Inputs, not outputs, are multiplied by their share. transformers computes all experts of every token, and those
     that were not chosen with inputs of zero; ours computes the chosen ones."""
     experts, router = module.experts, module.router
-    if experts.down_proj.dtype not in NativeLinear.dtypes:
+    if experts.down_proj.dtype not in ways.products.linear.dtypes:
         return
     names = ("gate_up_proj", "down_proj")
     up, down = (ways.products.weights(experts._parameters.pop(name).detach().mT) for name in names)
-    ways.products.linear.take_over(router)
+    scores_of = ways.products.linear.take_over(router) if ways.is_one_order else partial(nn.Linear.forward, router)
     tokenwise = ways.tokenwise
     activation = ACTIVATIONS[type(experts.act_fn).__name__]
 
     def experts_forward(hidden_TD: Tensor, experts_TK: Tensor, shares_TK: Tensor) -> Tensor:
-        rows = _rows(experts_TK, up.groups)
+        rows = ways.products.sort_rows(experts_TK, up.groups)
         share_N = torch.empty_like(shares_TK.flatten()).scatter_(0, rows.place_TK.flatten(), shares_TK.flatten())
         gate_up = up.grouped_product(hidden_TD[rows.token] * share_N.unsqueeze(1), rows.first)
         out = down.grouped_product(tokenwise.gate(gate_up, activation), rows.first)
@@ -139,7 +165,7 @@ def _take_llama4(module: Any, ways: _Ways) -> None:
 
     def forward(hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
         hidden_TD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
-        logits_TE = router(hidden_TD)
+        logits_TE = scores_of(hidden_TD)
         best_TK, experts_TK = logits_TE.topk(module.top_k, dim=1)
         shares_TK = tokenwise.activate(best_TK.float(), Activation.SIGMOID).to(hidden_TD.dtype)
         return module.shared_expert(hidden_TD) + experts(hidden_TD, experts_TK, shares_TK), logits_TE

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from intarsia.kernels.products import TritonLinear, TritonWeights, reference
 from intarsia.kernels.products import triton as products
-from intarsia.kernels.products.triton import combine, cut_inputs
+from intarsia.kernels.products.triton import combine, cut_inputs, sort_rows
 from intarsia.kernels.toolchain import triton as gpu
 
 pytestmark = pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing()))
@@ -71,3 +71,14 @@ def test_rows_are_combined_by_their_shares():
     torch.manual_seed(0)
     x, row_of, shares = torch.randn(12, 70), torch.randint(0, 12, (5, 3)), torch.rand(5, 3)
     close(combine(x, row_of, shares), (x[row_of] * shares.unsqueeze(2)).sum(1))
+
+
+@pytest.mark.parametrize(("tokens", "picks", "groups"), [(1, 1, 1), (1, 4, 32), (64, 4, 32), (70, 8, 100), (300, 2, 7)])
+def test_rows_are_sorted_by_their_groups_in_the_order_in_which_they_come(
+    tokens: int, picks: int, groups: int, monkeypatch: pytest.MonkeyPatch
+):
+    torch.manual_seed(0)
+    picked = torch.stack([torch.randperm(groups)[:picks] for _ in range(tokens)])
+    monkeypatch.setattr(products, "SORTED_AT_ONCE", 512)
+    for found, wanted in zip(sort_rows(picked, groups), reference.sort_rows(picked, groups), strict=True):
+        assert torch.equal(found, wanted)

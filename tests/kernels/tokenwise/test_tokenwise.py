@@ -84,6 +84,14 @@ def test_gates_are_the_reference(
     close(native.gate(gate_up, activation), reference.gate(gate_up, activation))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 2), (3, 70), (2, 5, 2100)])
+def test_clamped_gates_are_the_reference(native: ModuleType, shape: tuple[int, ...], dtype: torch.dtype):
+    gate_up = (torch.randn(shape) * 6).to(dtype)
+    found, wanted = native.clamped_gate(gate_up, 1.702, 7.0), reference.clamped_gate(gate_up.float(), 1.702, 7.0)
+    torch.testing.assert_close(found.float(), wanted, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=2e-2)
+
+
 @pytest.mark.parametrize("activation", Activation)
 def test_gates_far_from_zero_neither_overflow_nor_vanish(native: ModuleType, activation: Activation):
     gate_up = torch.tensor([[-1e4, -200.0, -90.0, 90.0, 200.0, 1e4, 1, 1, 1, 1, 1, 1]])
