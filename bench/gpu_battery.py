@@ -22,7 +22,7 @@ A time is the median over replays of 20 turns that are recorded in one graph and
 holds. Where a turn cannot be recorded, the line says so: "timed": "launched".
 
 --parts a,b    only these, in the order above, or single jobs of them: engine/llama-3.1-8b
---list         every case of every part
+--list         every case of every part                        --tables FILE   what a file holds, for people
 --only TEXT    only cases whose name has it          --minutes    when to end
 --rehearse     everything in its smallest form on a pretended GPU: shows that it works, its times are played
 """

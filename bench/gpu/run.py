@@ -14,6 +14,7 @@ from typing import Any
 
 from .lines import FAILED, LEFT_OUT, LOST, WRONG, Lines
 from .parts import FIRST, JOBS, PARTS, SECOND, Job, jobs_of
+from .tables import tables
 
 GRACE_S = 90.0
 """A job may take longer than its share, while the others have not begun; then it is ended."""
@@ -30,6 +31,9 @@ def run(description: str, site: Path) -> int:
     """site: a folder in which `intarsia` is found"""
     args = _arguments(description)
     os.environ["HF_HUB_OFFLINE"] = "1"
+    if args.tables:
+        print(tables(args.tables))
+        return 0
     jobs = jobs_of(args.parts)
     if args.only:
         jobs = [job for job in jobs if any(args.only in case.name for case in job.cases(args.rehearse))]
@@ -60,6 +64,7 @@ def _arguments(description: str) -> argparse.Namespace:
         "--processes", type=int, default=max(1, min(12, (os.cpu_count() or 2) - 2)), help="that compile"
     )
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--tables", type=Path, metavar="FILE", help="print what a file holds as tables, and end")
     parser.add_argument("--rehearse", action="store_true")
     args = parser.parse_args()
     asked = [*(FIRST if args.first else ()), *(SECOND if args.second else ()), *(args.parts or ())]
@@ -69,7 +74,7 @@ def _arguments(description: str) -> argparse.Namespace:
     if args.minutes is None:
         args.minutes = REHEARSAL_MINUTES if args.rehearse else MINUTES
     args.parts = [part for part in known if part in asked] or list(PARTS)
-    if not (args.rehearse or args.list) and not _has_gpu():
+    if not (args.rehearse or args.list or args.tables) and not _has_gpu():
         parser.error("there is no GPU here; --rehearse shows that the command works without one")
     return args
 
