@@ -48,6 +48,8 @@ class Shape(NamedTuple):
     keys: int
     warps: int
     stages: int
+    at_once: bool = False  # all keys in one loop; else three loops, which hide nothing where nothing is to be hidden
+    ahead: bool = False  # with the scores of a turn computed in the turn before; only at once
 
 
 def shape_for(key_dim: int, value_dim: int, group: int, itemsize: int, one_query: bool) -> Shape:
@@ -232,7 +234,8 @@ class TritonBackend:
             VALUE_DIM=value.dim, VALUE_MAIN=value.main, VALUE_REST=value.rest,
             VALUE_AT=0 if params.latent_values is not None else key_dim,
             RULE=plan.rule, ONE_QUERY=is_single, HAS_SOFTCAP=params.softcap is not None,
-            HAS_SINKS=params.sinks is not None, PRECISION=precision_of(q_THD.dtype),
+            HAS_SINKS=params.sinks is not None, AT_ONCE=shape.at_once, AHEAD=shape.ahead,
+            PRECISION=precision_of(q_THD.dtype),
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
 
