@@ -64,14 +64,16 @@ def shape_for(key_dim: int, value_dim: int, group: int, itemsize: int, one_query
         if one_query:
             return Shape(min(rows, 64), 32, 4, 2) if widest <= 192 else Shape(rows, 16, 8, 2)
         if widest <= 128:
-            return Shape(64 if widest <= 64 else 32, 32, 8, 2)
-        return Shape(32 if widest <= 192 else 16, 16, 8, 2)
+            return Shape(64 if widest <= 64 else 32, 32, 8, 2, at_once=True, ahead=True)
+        return Shape(32 if widest <= 192 else 16, 16, 8, 2, at_once=True)
     if one_query:
         rows = min(max(LEAST_DOT, power_of_two(group)), 64 if widest <= 256 else 32)
         return Shape(rows, 64 if widest <= 128 else 32, 4 if widest <= 256 else 8, 3 if widest <= 128 else 2)
     if widest > 256:
         return Shape(32, 32, 8, 2)
-    return Shape(128, 64 if widest <= 192 else 32, 8, 3 if widest <= 128 else 2)
+    if widest > 128:
+        return Shape(128, 64 if widest <= 192 else 32, 8, 2, at_once=True)
+    return Shape(128, 64, 8, 3, at_once=True, ahead=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -234,7 +236,7 @@ class TritonBackend:
             VALUE_DIM=value.dim, VALUE_MAIN=value.main, VALUE_REST=value.rest,
             VALUE_AT=0 if params.latent_values is not None else key_dim,
             RULE=plan.rule, ONE_QUERY=is_single, HAS_SOFTCAP=params.softcap is not None,
-            HAS_SINKS=params.sinks is not None, AT_ONCE=shape.at_once, AHEAD=shape.ahead,
+            HAS_SINKS=params.sinks is not None, AT_ONCE=shape.at_once and params.scale > 0, AHEAD=shape.ahead,
             PRECISION=precision_of(q_THD.dtype),
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip

@@ -126,17 +126,16 @@ def _see(
 
 @triton.jit
 def _hidden(
-    score, n, position, oldest, low, high, scale, softcap, is_hidden, HIDES: tl.constexpr, HAS_SOFTCAP: tl.constexpr
+    score, n, oldest, newest, is_hidden, scale, softcap,
+    HIDES: tl.constexpr, RULE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Scores, with the softcap if there is one, and nowhere for keys outside [low, high), and for those that a query
-    does not see if some may be hidden."""
+    """Scores, with the softcap if there is one; nowhere if keys may be hidden that are not of `oldest` to `newest`."""
     if HAS_SOFTCAP:  # a tangent hyperbolic by way of an exponential that may overflow to its limit
         score = softcap * (1.0 - 2.0 / (tl.exp2(score * (scale * 2.0 * LOG2_E) / softcap) + 1.0))
     if is_hidden:
-        visible = ((n >= low) & (n < high))[None, :]
-        if HIDES:
-            visible = visible & (n[None, :] <= position[:, None]) & (n[None, :] >= oldest[:, None])
-        score = tl.where(visible, score, NOWHERE)
+        score = tl.where(n[None, :] <= newest[:, None], score, NOWHERE)
+        if HIDES and RULE != EVERYTHING:
+            score = tl.where(n[None, :] >= oldest[:, None], score, NOWHERE)
     return score
 
 
@@ -153,13 +152,20 @@ def _weigh(score, total, top, unit):
 
 
 @triton.jit
+def _place(page, token, page_stride, token_stride):
+    """Where tokens of pages lie, as numbers from the first. None of these is negative: so it takes fewer instructions."""
+    first = page.to(tl.uint32).to(tl.uint64) * page_stride.to(tl.uint64)
+    return first + (token * token_stride.to(tl.uint32)).to(tl.uint64)
+
+
+@triton.jit
 def _see_at_once(
     acc, acc_rest, total, top, q, q_rest, position, oldest, low, inner, inner_end, high, table, pages,
     page_stride, token_stride, scale, softcap,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
     KEY_DIM: tl.constexpr, KEY_MAIN: tl.constexpr, KEY_REST: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr, VALUE_AT: tl.constexpr,
-    HIDES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
+    HIDES: tl.constexpr, RULE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Keys [low, high) in one loop, which hides what is to be hidden before `inner` and from `inner_end`. It reads live
     tokens only: the last one again where there are none.
@@ -172,36 +178,38 @@ def _see_at_once(
     e = tl.arange(0, VALUE_MAIN)
     unit = LOG2_E if HAS_SOFTCAP else scale * LOG2_E
     last = high - 1
+    newest = tl.minimum(position, last) if HIDES else position * 0 + last
     # Page numbers are read a turn before they are needed.
-    page = tl.load(table + tl.minimum(low + k, last) // PAGE)
-    place = pages + page.to(tl.int64) * page_stride + tl.minimum(low + k, last) % PAGE * token_stride
-    weight = tl.zeros((ROWS, KEYS), tl.float32)
+    at = tl.minimum(low + k, last).to(tl.uint32)
+    page = tl.load(table + at // PAGE)
+    place = _place(page, at % PAGE, page_stride, token_stride)
+    weight = tl.zeros((ROWS, KEYS), tl.float32)  # is rounded in the turn that multiplies it: else products wait for it
     shrink = tl.full((ROWS,), 1.0, tl.float32)
     for start in range(low, high + KEYS if AHEAD else high, KEYS):
         n = start + k
-        token = pages + page.to(tl.int64) * page_stride + tl.minimum(n, last) % PAGE * token_stride
-        page = tl.load(table + tl.minimum(n + KEYS, last) // PAGE)
+        token = _place(page, tl.minimum(n, last).to(tl.uint32) % PAGE, page_stride, token_stride)
+        page = tl.load(table + tl.minimum(n + KEYS, last).to(tl.uint32) // PAGE)
         # Scores of KEYS keys: a product for the main part of a head, and one for its rest.
-        key = _load(token[:, None] + d[None, :], d, k, KEY_DIM, KEY_MAIN, False)
+        key = _load((pages + d[None, :]) + token[:, None], d, k, KEY_DIM, KEY_MAIN, False)
         score = tl.dot(q, tl.trans(key), input_precision=PRECISION)
         if KEY_REST > 0:
             r = tl.arange(0, KEY_REST)
-            rest = _load(token[:, None] + KEY_MAIN + r[None, :], r, k, KEY_DIM - KEY_MAIN, KEY_REST, False)
+            rest = _load((pages + KEY_MAIN + r[None, :]) + token[:, None], r, k, KEY_DIM - KEY_MAIN, KEY_REST, False)
             score = tl.dot(q_rest, tl.trans(rest), score, input_precision=PRECISION)
         score = _hidden(
-            score, n, position, oldest, low, high, scale, softcap, start < inner or start >= inner_end,
-            HIDES, HAS_SOFTCAP,
+            score, n, oldest, newest, start < inner or start >= inner_end, scale, softcap, HIDES, RULE, HAS_SOFTCAP
         )  # fmt: skip
         if not AHEAD:
             place = token
             weight, shrink, total, top = _weigh(score, total, top, unit)
-        value = _load(place[:, None] + VALUE_AT + e[None, :], e, k, VALUE_DIM, VALUE_MAIN, False)
+        value = _load((pages + VALUE_AT + e[None, :]) + place[:, None], e, k, VALUE_DIM, VALUE_MAIN, False)
         factor = weight.to(value.dtype)
         acc = tl.dot(factor, value, acc * shrink[:, None], input_precision=PRECISION)
         if VALUE_REST > 0:
             f = tl.arange(0, VALUE_REST)
             rest = _load(
-                place[:, None] + VALUE_AT + VALUE_MAIN + f[None, :], f, k, VALUE_DIM - VALUE_MAIN, VALUE_REST, False
+                (pages + VALUE_AT + VALUE_MAIN + f[None, :]) + place[:, None],
+                f, k, VALUE_DIM - VALUE_MAIN, VALUE_REST, False,
             )
             acc_rest = tl.dot(factor, rest, acc_rest * shrink[:, None], input_precision=PRECISION)
         if AHEAD:
@@ -336,7 +344,7 @@ def _sums(
         return _see_at_once(
             acc, acc_rest, total, top, q, q_rest, position, oldest, low, inner, inner_end, high, table, pages,
             page_stride, token_stride, scale, softcap, ROWS, KEYS, PAGE, KEY_DIM, KEY_MAIN, KEY_REST,
-            VALUE_DIM, VALUE_MAIN, VALUE_REST, VALUE_AT, hides, HAS_SOFTCAP, AHEAD, PRECISION,
+            VALUE_DIM, VALUE_MAIN, VALUE_REST, VALUE_AT, hides, RULE, HAS_SOFTCAP, AHEAD, PRECISION,
         )  # fmt: skip
     for part in tl.static_range(3):  # keys that some queries see, that all see, and again that some see
         if part == 0:
