@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 def shape_for(key_dim: int, value_dim: int, group: int, itemsize: int, one_query: bool) -> Shape:
     """Tiles that fit the registers and the shared memory of an H100: `bench/ahead.py` says what each takes.
 
-    Nothing is spilled in 16 bits. In float32, which takes three products for one, heads of 256 numbers spill a little
+    With `ahead`, heads of more than 128 numbers would spill. Nothing is spilled in 16 bits. In float32, which takes three products for one, heads of 256 numbers spill a little
     and latents much: that is for judging others, not for serving.
     """
     widest = max(key_dim, value_dim)

@@ -10,6 +10,9 @@ Keys are read KEYS at a time by token, so any page size will do. What the querie
     first            every query sees all            end
       |  some see  |  no mask, no bounds   |  some see  |      three loops over one body; outside, nothing is read
 
+Of several queries it is one loop instead, if so asked, which branches around its mask: nothing stops between the parts,
+and softmax is computed while matrices are multiplied (`_see_at_once`).
+
 A launch has as many programs as keep the device busy, and each takes one item of a list after another (`worklist.py`):
 what there is to do may change without another launch, and a program that finds nothing returns at once.
 
@@ -153,7 +156,7 @@ def _weigh(score, total, top, unit):
 
 @triton.jit
 def _place(page, token, page_stride, token_stride):
-    """Where tokens of pages lie, as numbers from the first. None of these is negative: so it takes fewer instructions."""
+    """Where tokens of pages lie, in numbers from the first. Nothing is negative, which takes fewer instructions."""
     first = page.to(tl.uint32).to(tl.uint64) * page_stride.to(tl.uint64)
     return first + (token * token_stride.to(tl.uint32)).to(tl.uint64)
 
@@ -207,10 +210,8 @@ def _see_at_once(
         acc = tl.dot(factor, value, acc * shrink[:, None], input_precision=PRECISION)
         if VALUE_REST > 0:
             f = tl.arange(0, VALUE_REST)
-            rest = _load(
-                (pages + VALUE_AT + VALUE_MAIN + f[None, :]) + place[:, None],
-                f, k, VALUE_DIM - VALUE_MAIN, VALUE_REST, False,
-            )
+            rest = (pages + VALUE_AT + VALUE_MAIN + f[None, :]) + place[:, None]
+            rest = _load(rest, f, k, VALUE_DIM - VALUE_MAIN, VALUE_REST, False)
             acc_rest = tl.dot(factor, rest, acc_rest * shrink[:, None], input_precision=PRECISION)
         if AHEAD:
             place = token
