@@ -55,17 +55,20 @@ class Shape(NamedTuple):
 def shape_for(key_dim: int, value_dim: int, group: int, itemsize: int, one_query: bool) -> Shape:
     """Tiles that fit the registers and the shared memory of an H100: `bench/ahead.py` says what each takes.
 
-    With `ahead`, heads of more than 128 numbers would spill. Nothing is spilled in 16 bits. In float32, which takes three products for one, heads of 256 numbers spill a little
-    and latents much: that is for judging others, not for serving.
+    In 16 bits nothing is spilled; heads of more than 128 numbers would be with `ahead`. In float32, which takes three
+    products for one, heads of 80, 128 and 256 numbers spill a little and latents much: that is for judging others, not
+    for serving. There each way is taken by some sizes.
     """
     widest = max(key_dim, value_dim)
     if itemsize == 4:
         rows = max(LEAST_DOT, power_of_two(group)) if one_query and widest <= 128 else LEAST_DOT
         if one_query:
             return Shape(min(rows, 64), 32, 4, 2) if widest <= 192 else Shape(rows, 16, 8, 2)
-        if widest <= 128:
+        if widest < 128:
             return Shape(64 if widest <= 64 else 32, 32, 8, 2, at_once=True, ahead=True)
-        return Shape(32 if widest <= 192 else 16, 16, 8, 2, at_once=True)
+        if widest == 128:
+            return Shape(32, 32, 8, 2)
+        return Shape(32, 16, 8, 2, at_once=True) if widest <= 192 else Shape(16, 16, 8, 2)
     if one_query:
         rows = min(max(LEAST_DOT, power_of_two(group)), 64 if widest <= 256 else 32)
         return Shape(rows, 64 if widest <= 128 else 32, 4 if widest <= 256 else 8, 3 if widest <= 128 else 2)
