@@ -86,7 +86,7 @@ def _attention(dtype: str) -> Iterator[Variant]:
                     "KEY_DIM": key.dim, "KEY_MAIN": key.main, "KEY_REST": key.rest,
                     "VALUE_DIM": value.dim, "VALUE_MAIN": value.main, "VALUE_REST": value.rest,
                     "VALUE_AT": 0 if name == "latent" else key_dim, "RULE": rule, "ONE_QUERY": one_query,
-                    "HAS_SOFTCAP": softcap, "HAS_SINKS": sinks,
+                    "HAS_SOFTCAP": softcap, "HAS_SINKS": sinks, "AT_ONCE": shape.at_once, "AHEAD": shape.ahead,
                     "PRECISION": precision_of(DTYPES[dtype]),
                 },
                 shape.warps,

@@ -48,28 +48,35 @@ class Shape(NamedTuple):
     keys: int
     warps: int
     stages: int
+    at_once: bool = False  # all keys in one loop; else three loops, which hide nothing where nothing is to be hidden
+    ahead: bool = False  # with the scores of a turn computed in the turn before; only at once
 
 
 def shape_for(key_dim: int, value_dim: int, group: int, itemsize: int, one_query: bool) -> Shape:
     """Tiles that fit the registers and the shared memory of an H100: `bench/ahead.py` says what each takes.
 
-    Nothing is spilled in 16 bits. In float32, which takes three products for one, heads of 256 numbers spill a little
-    and latents much: that is for judging others, not for serving.
+    In 16 bits nothing is spilled; heads of more than 128 numbers would be with `ahead`. In float32, which takes three
+    products for one, heads of 80, 128 and 256 numbers spill a little and latents much: that is for judging others, not
+    for serving. There each way is taken by some sizes.
     """
     widest = max(key_dim, value_dim)
     if itemsize == 4:
         rows = max(LEAST_DOT, power_of_two(group)) if one_query and widest <= 128 else LEAST_DOT
         if one_query:
             return Shape(min(rows, 64), 32, 4, 2) if widest <= 192 else Shape(rows, 16, 8, 2)
-        if widest <= 128:
-            return Shape(64 if widest <= 64 else 32, 32, 8, 2)
-        return Shape(32 if widest <= 192 else 16, 16, 8, 2)
+        if widest < 128:
+            return Shape(64 if widest <= 64 else 32, 32, 8, 2, at_once=True, ahead=True)
+        if widest == 128:
+            return Shape(32, 32, 8, 2)
+        return Shape(32, 16, 8, 2, at_once=True) if widest <= 192 else Shape(16, 16, 8, 2)
     if one_query:
         rows = min(max(LEAST_DOT, power_of_two(group)), 64 if widest <= 256 else 32)
         return Shape(rows, 64 if widest <= 128 else 32, 4 if widest <= 256 else 8, 3 if widest <= 128 else 2)
     if widest > 256:
         return Shape(32, 32, 8, 2)
-    return Shape(128, 64 if widest <= 192 else 32, 8, 3 if widest <= 128 else 2)
+    if widest > 128:
+        return Shape(128, 64 if widest <= 192 else 32, 8, 2, at_once=True)
+    return Shape(128, 64, 8, 3, at_once=True, ahead=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -232,7 +239,8 @@ class TritonBackend:
             VALUE_DIM=value.dim, VALUE_MAIN=value.main, VALUE_REST=value.rest,
             VALUE_AT=0 if params.latent_values is not None else key_dim,
             RULE=plan.rule, ONE_QUERY=is_single, HAS_SOFTCAP=params.softcap is not None,
-            HAS_SINKS=params.sinks is not None, PRECISION=precision_of(q_THD.dtype),
+            HAS_SINKS=params.sinks is not None, AT_ONCE=shape.at_once and params.scale > 0, AHEAD=shape.ahead,
+            PRECISION=precision_of(q_THD.dtype),
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
 

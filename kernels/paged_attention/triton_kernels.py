@@ -10,6 +10,9 @@ Keys are read KEYS at a time by token, so any page size will do. What the querie
     first            every query sees all            end
       |  some see  |  no mask, no bounds   |  some see  |      three loops over one body; outside, nothing is read
 
+Of several queries it is one loop instead, if so asked, which branches around its mask: nothing stops between the parts,
+and softmax is computed while matrices are multiplied (`_see_at_once`).
+
 A launch has as many programs as keep the device busy, and each takes one item of a list after another (`worklist.py`):
 what there is to do may change without another launch, and a program that finds nothing returns at once.
 
@@ -30,6 +33,8 @@ ENCODER = tl.constexpr(3)
 
 NOWHERE = tl.constexpr(-1e30)
 """Stands for minus infinity, whose differences would be NaN."""
+FLOOR = tl.constexpr(-1e20)
+"""Far above nowhere, far below every score."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 """The hardware's exponential is of base 2."""
 
@@ -123,6 +128,98 @@ def _see(
 
 
 @triton.jit
+def _hidden(
+    score, n, oldest, newest, is_hidden, scale, softcap,
+    HIDES: tl.constexpr, RULE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Scores, with the softcap if there is one; nowhere if keys may be hidden that are not of `oldest` to `newest`."""
+    if HAS_SOFTCAP:  # a tangent hyperbolic by way of an exponential that may overflow to its limit
+        score = softcap * (1.0 - 2.0 / (tl.exp2(score * (scale * 2.0 * LOG2_E) / softcap) + 1.0))
+    if is_hidden:
+        score = tl.where(n[None, :] <= newest[:, None], score, NOWHERE)
+        if HIDES and RULE != EVERYTHING:
+            score = tl.where(n[None, :] >= oldest[:, None], score, NOWHERE)
+    return score
+
+
+@triton.jit
+def _weigh(score, total, top, unit):
+    """Softmax as it goes: weights, by how much sums so far shrink, and the new sums and highest scores. Scores are
+    scaled within the exponential, in one instruction."""
+    highest = tl.maximum(top, tl.max(score, 1))
+    # Where a query has seen nothing yet, its hidden scores are to come out far below the highest, not at it.
+    base = tl.maximum(highest, FLOOR) * unit
+    weight = tl.exp2(tl.fma(score, unit, -base[:, None]))
+    shrink = tl.exp2((top - highest) * unit)
+    return weight, shrink, total * shrink + tl.sum(weight, 1), highest
+
+
+@triton.jit
+def _place(page, token, page_stride, token_stride):
+    """Where tokens of pages lie, in numbers from the first. Nothing is negative, which takes fewer instructions."""
+    first = page.to(tl.uint32).to(tl.uint64) * page_stride.to(tl.uint64)
+    return first + (token * token_stride.to(tl.uint32)).to(tl.uint64)
+
+
+@triton.jit
+def _see_at_once(
+    acc, acc_rest, total, top, q, q_rest, position, oldest, low, inner, inner_end, high, table, pages,
+    page_stride, token_stride, scale, softcap,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
+    KEY_DIM: tl.constexpr, KEY_MAIN: tl.constexpr, KEY_REST: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr, VALUE_AT: tl.constexpr,
+    HIDES: tl.constexpr, RULE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys [low, high) in one loop, which hides what is to be hidden before `inner` and from `inner_end`. It reads live
+    tokens only: the last one again where there are none.
+
+    With AHEAD a turn multiplies queries by its keys, and the weights of the turn before by their values; its softmax is
+    computed while that second product goes on. So the first turn has no weights yet, and there is a turn more.
+    """
+    k = tl.arange(0, KEYS)
+    d = tl.arange(0, KEY_MAIN)
+    e = tl.arange(0, VALUE_MAIN)
+    unit = LOG2_E if HAS_SOFTCAP else scale * LOG2_E
+    last = high - 1
+    newest = tl.minimum(position, last) if HIDES else position * 0 + last
+    # Page numbers are read a turn before they are needed.
+    at = tl.minimum(low + k, last).to(tl.uint32)
+    page = tl.load(table + at // PAGE)
+    place = _place(page, at % PAGE, page_stride, token_stride)
+    weight = tl.zeros((ROWS, KEYS), tl.float32)  # is rounded in the turn that multiplies it: else products wait for it
+    shrink = tl.full((ROWS,), 1.0, tl.float32)
+    for start in range(low, high + KEYS if AHEAD else high, KEYS):
+        n = start + k
+        token = _place(page, tl.minimum(n, last).to(tl.uint32) % PAGE, page_stride, token_stride)
+        page = tl.load(table + tl.minimum(n + KEYS, last).to(tl.uint32) // PAGE)
+        # Scores of KEYS keys: a product for the main part of a head, and one for its rest.
+        key = _load((pages + d[None, :]) + token[:, None], d, k, KEY_DIM, KEY_MAIN, False)
+        score = tl.dot(q, tl.trans(key), input_precision=PRECISION)
+        if KEY_REST > 0:
+            r = tl.arange(0, KEY_REST)
+            rest = _load((pages + KEY_MAIN + r[None, :]) + token[:, None], r, k, KEY_DIM - KEY_MAIN, KEY_REST, False)
+            score = tl.dot(q_rest, tl.trans(rest), score, input_precision=PRECISION)
+        score = _hidden(
+            score, n, oldest, newest, start < inner or start >= inner_end, scale, softcap, HIDES, RULE, HAS_SOFTCAP
+        )  # fmt: skip
+        if not AHEAD:
+            place = token
+            weight, shrink, total, top = _weigh(score, total, top, unit)
+        value = _load((pages + VALUE_AT + e[None, :]) + place[:, None], e, k, VALUE_DIM, VALUE_MAIN, False)
+        factor = weight.to(value.dtype)
+        acc = tl.dot(factor, value, acc * shrink[:, None], input_precision=PRECISION)
+        if VALUE_REST > 0:
+            f = tl.arange(0, VALUE_REST)
+            rest = (pages + VALUE_AT + VALUE_MAIN + f[None, :]) + place[:, None]
+            rest = _load(rest, f, k, VALUE_DIM - VALUE_MAIN, VALUE_REST, False)
+            acc_rest = tl.dot(factor, rest, acc_rest * shrink[:, None], input_precision=PRECISION)
+        if AHEAD:
+            place = token
+            weight, shrink, total, top = _weigh(score, total, top, unit)
+    return acc, acc_rest, total, top * unit
+
+
+@triton.jit
 def _sight(position, earliest, latest, span, low, high, RULE: tl.constexpr, KEYS: tl.constexpr):
     """Of a tile and a cut of its keys, [low, high): the oldest key that each query sees; where the keys that every
     query sees begin and end in the cut, in whole runs of KEYS from `low`."""
@@ -175,7 +272,7 @@ def attend(
     KEY_DIM: tl.constexpr, KEY_MAIN: tl.constexpr, KEY_REST: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr, VALUE_AT: tl.constexpr,
     RULE: tl.constexpr, ONE_QUERY: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    AT_ONCE: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (K, any): the items of one kv head, each by one of the programs. Strides in items.
 
@@ -206,7 +303,8 @@ def attend(
             q, q_rest, context + query, earliest, latest, low, high,
             table_ptr + row.to(tl.int64) * table_stride, pages_ptr + kv_head * head_stride,
             page_stride, token_stride, scale, softcap, span, ROWS, KEYS, PAGE, KEY_DIM, KEY_MAIN, KEY_REST,
-            VALUE_DIM, VALUE_MAIN, VALUE_REST, VALUE_AT, RULE, ONE_QUERY, HAS_SOFTCAP, PRECISION,
+            VALUE_DIM, VALUE_MAIN, VALUE_REST, VALUE_AT, RULE, ONE_QUERY, HAS_SOFTCAP,
+            AT_ONCE, AHEAD, PRECISION,
         )  # fmt: skip
 
         # A tile of one item has the whole answer. Several leave to `merge` what it needs.
@@ -231,7 +329,8 @@ def _sums(
     ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
     KEY_DIM: tl.constexpr, KEY_MAIN: tl.constexpr, KEY_REST: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_MAIN: tl.constexpr, VALUE_REST: tl.constexpr, VALUE_AT: tl.constexpr,
-    RULE: tl.constexpr, ONE_QUERY: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    RULE: tl.constexpr, ONE_QUERY: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    AT_ONCE: tl.constexpr, AHEAD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of one item: sums of weighted values, sums of weights, and the highest scores."""
     hides: tl.constexpr = not ONE_QUERY and RULE != ENCODER  # an item of one query has the keys that it sees
@@ -242,6 +341,12 @@ def _sums(
     acc_rest = tl.zeros((ROWS, VALUE_REST if VALUE_REST > 0 else 1), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), NOWHERE, tl.float32)
+    if AT_ONCE:
+        return _see_at_once(
+            acc, acc_rest, total, top, q, q_rest, position, oldest, low, inner, inner_end, high, table, pages,
+            page_stride, token_stride, scale, softcap, ROWS, KEYS, PAGE, KEY_DIM, KEY_MAIN, KEY_REST,
+            VALUE_DIM, VALUE_MAIN, VALUE_REST, VALUE_AT, hides, RULE, HAS_SOFTCAP, AHEAD, PRECISION,
+        )  # fmt: skip
     for part in tl.static_range(3):  # keys that some queries see, that all see, and again that some see
         if part == 0:
             start, stop = low, inner
