@@ -18,8 +18,10 @@ attention and states must take rows of any lengths in a frame.
 Steps that tell log-probabilities of prompts go the usual way.
 """
 
+import contextlib
+import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -65,15 +67,33 @@ class CudaRecorder:
 
     def __call__(self, forward: Callable[[], Tensor]) -> Replay:
         graph = torch.cuda.CUDAGraph()
-        # What other threads of this process ask of the device, as of its memory, does not break it off.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = forward()
+        try:
+            # What other threads of this process ask of the device, as of its memory, does not break it off.
+            with _no_collector(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                logits = forward()
+        except BaseException:
+            # The allocator believes that a recording into this memory still goes on.
+            self._pool = torch.cuda.graph_pool_handle()
+            raise
 
         def replay() -> Tensor:
             graph.replay()
             return logits
 
         return replay
+
+
+@contextlib.contextmanager
+def _no_collector() -> Iterator[None]:
+    """What the garbage collector finds may be graphs and events of an engine before this one: they must not be freed
+    while a step is recorded."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def padded_rows(rows: int) -> int:

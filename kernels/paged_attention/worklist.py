@@ -10,11 +10,10 @@ Where a row is cut depends on that row alone: on how many keys it sees and how m
 same in any company, in a decode step and a mixed one, recorded or not. Each item is summed afresh, and the items of a
 tile are merged in their order, whichever programs computed them.
 
-The cuts grow with the square root of the keys. So do their number and the memory for what is merged, while the longest
-item stays a small part of its row.
+The cuts grow with a root of the keys. So do their number and the memory for what is merged, while the longest item
+stays a small part of its row.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
@@ -29,11 +28,11 @@ from .protocol import GroupBatch, upload
 LEAST_CUT_TOKENS = 256
 """A shorter cut costs more to merge than it gains."""
 
-SINGLE_CUTS = 8
-"""Keys of a cut over the square root of those that a row of one query sees: 1,024 keys in 4 cuts, 65,536 in 32."""
-LONGER_CUTS = 16
-"""Likewise, over the square root of keys times tiles, of rows with more queries. They have more numbers to merge, and
-tiles to keep processors busy: 128 queries on 65,536 keys are cut into 8, a prompt of 16,384 is not."""
+SINGLE_CUTS = 25
+"""Keys of a cut over the cube root of those that a row of one query sees: 1,024 keys in 4 cuts, 65,536 in 64."""
+LONGER_CUTS = 8
+"""Keys of a cut over the square root of keys times tiles, of rows with more queries. They have more numbers to merge,
+and tiles to keep processors busy: 128 queries on 65,536 keys are cut into 16, a prompt of 16,384 is not."""
 
 MERGED_ROWS = 16
 """Query heads and queries that one entry of the list of merges has at most."""
@@ -78,17 +77,27 @@ class Work(NamedTuple, Generic[Array]):
     merges: Array
 
 
-def cut_tokens(keys: np.ndarray, tiles: np.ndarray, scale: int) -> np.ndarray:
-    """Keys of a cut of rows that see so many keys in so many tiles: the least power of two that is not below scale
-    times the square root of their product."""
-    square = (scale * scale * keys * tiles).astype(np.float64)
-    exponent = np.frexp(np.maximum(square - 1, 0))[1].astype(np.int64)
-    return np.maximum(LEAST_CUT_TOKENS, 1 << -(-exponent // 2))
+def cut_of_single(keys: np.ndarray) -> np.ndarray:
+    """Keys of a cut of rows of one query that see so many: the least power of two that is not below `SINGLE_CUTS`
+    times their cube root."""
+    return _least_cut(SINGLE_CUTS**3 * keys, 3)
 
 
-def most_cuts(keys: int, scale: int) -> int:
+def cut_of_longer(keys: np.ndarray, tiles: np.ndarray) -> np.ndarray:
+    """Likewise of rows with more queries, `LONGER_CUTS` and the square root of keys times tiles."""
+    return _least_cut(LONGER_CUTS**2 * keys * tiles, 2)
+
+
+def _least_cut(product: np.ndarray, power: int) -> np.ndarray:
+    """The least power of two whose square or cube is not below the product."""
+    exponent = np.frexp(np.maximum(product - 1, 0).astype(np.float64))[1].astype(np.int64)
+    return np.maximum(LEAST_CUT_TOKENS, 1 << -(-exponent // power))
+
+
+def most_cuts(keys: int, *, is_single: bool) -> int:
     """Of a tile that sees at most so many keys."""
-    return max(1, min(-(-keys // LEAST_CUT_TOKENS), math.isqrt(keys) // scale + 1))
+    least_cut = SINGLE_CUTS * keys ** (1 / 3) if is_single else LONGER_CUTS * keys**0.5
+    return max(1, min(-(-keys // LEAST_CUT_TOKENS), int(keys / max(least_cut, 1)) + 1))
 
 
 def work_of(batch: GroupBatch, tiling: Tiling, rows: np.ndarray | None = None) -> tuple[Work[np.ndarray], Sizes]:
@@ -97,11 +106,9 @@ def work_of(batch: GroupBatch, tiling: Tiling, rows: np.ndarray | None = None) -
     rows = np.arange(len(batch.query_lens)) if rows is None else rows
     queries = batch.query_lens[rows]
     lists, merges, records = [], [], 0
-    for some, tile_rows, scale in (
-        (rows[queries == 1], tiling.single_rows, SINGLE_CUTS),
-        (rows[queries > 1], tiling.longer_rows, LONGER_CUTS),
-    ):
-        tiles = _tiles(batch, some, tiling.group, tile_rows, scale)
+    for is_single, tile_rows in ((True, tiling.single_rows), (False, tiling.longer_rows)):
+        some = rows[queries == 1] if is_single else rows[queries > 1]
+        tiles = _tiles(batch, some, tiling.group, tile_rows, is_single=is_single)
         held = np.where(tiles.cuts > 1, tiles.live * tiles.cuts, 0)
         first_record = records + np.cumsum(held) - held
         records += int(held.sum())
@@ -124,7 +131,7 @@ class _Tiles(NamedTuple):
     cuts: np.ndarray
 
 
-def _tiles(batch: GroupBatch, rows: np.ndarray, group: int, tile_rows: int, scale: int) -> _Tiles:
+def _tiles(batch: GroupBatch, rows: np.ndarray, group: int, tile_rows: int, *, is_single: bool) -> _Tiles:
     queries, ends = batch.query_lens[rows].astype(np.int64), batch.kv_lens[rows].astype(np.int64)
     counts = -(-queries * group // tile_rows)
     which, number = spread(counts)
@@ -135,7 +142,7 @@ def _tiles(batch: GroupBatch, rows: np.ndarray, group: int, tile_rows: int, scal
         keys = ends - batch.oldest_visible(ends - queries)
     else:
         first, end, keys = 0 * which, ends[which], ends
-    cut = cut_tokens(keys, counts, scale)[which]
+    cut = (cut_of_single(keys) if is_single else cut_of_longer(keys, counts))[which]
     live = np.minimum(tile_rows, queries[which] * group - number * tile_rows)
     return _Tiles(rows[which], number, first, end, live, cut, np.maximum(1, -(-(end - first) // cut)))
 
@@ -211,14 +218,14 @@ class FrameShape(NamedTuple):
         """The most of everything, whatever mixture of rows comes."""
         group = tiling.group
         singles = self.rows * -(-group // tiling.single_rows)
-        cuts = most_cuts(self.most_keys, SINGLE_CUTS)
+        cuts = most_cuts(self.most_keys, is_single=True)
         is_cut = cuts > 1
         merges = self.rows * -(-group // MERGED_ROWS)
         sizes = Sizes(singles * cuts, 0, is_cut * merges, is_cut * self.rows * group * cuts)
         if not self.is_mixed:
             return sizes
         longer = self.tokens * group // tiling.longer_rows + min(self.rows, self.tokens // 2)
-        cuts = most_cuts(self.most_keys, LONGER_CUTS)
+        cuts = most_cuts(self.most_keys, is_single=False)
         is_cut = cuts > 1
         return Sizes(
             sizes.singles,

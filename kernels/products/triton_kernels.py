@@ -96,7 +96,7 @@ def add_cuts(
     o = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     total = tl.zeros((OUTPUTS,), tl.float32)
     for cut in tl.static_range(0, CUTS):
-        total += tl.load(parts_ptr + (cut * count.to(tl.int64) + n) * outputs + o, mask=o < outputs, other=0.0)
+        total += tl.load(parts_ptr + (cut * count + n) * outputs + o, mask=o < outputs, other=0.0)
     if HAS_BIAS:
         group = 0
         if GROUPS_PADDED > 0:

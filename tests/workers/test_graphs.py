@@ -2,8 +2,10 @@
 every number that Python read baked in, as in a CUDA graph, and replayed without any Python between them."""
 
 import asyncio
+import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,16 @@ from intarsia.proto.worker import RunnerLimits
 from intarsia.tests.kernels.scenes import cut_short
 from intarsia.tests.local import LocalWorkers, complete, make_engine
 from intarsia.workers import graphs, warm_up
-from intarsia.workers.graphs import MOST_ROWS, Recorder, Replay, mixed_tokens, padded_pages, padded_rows, recorded_rows
+from intarsia.workers.graphs import (
+    MOST_ROWS,
+    CudaRecorder,
+    Recorder,
+    Replay,
+    mixed_tokens,
+    padded_pages,
+    padded_rows,
+    recorded_rows,
+)
 from intarsia.workers.last_tokens import LastTokens
 from intarsia.workers.models import load
 
@@ -101,6 +112,33 @@ def test_replayed_steps_give_the_tokens_of_the_oracle(family: str, tiny: Callabl
     asyncio.run(run())
     assert tape.recorded > 2, "rows and pages must have taken several shapes"
     assert tape.replayed > 10
+
+
+def test_a_recording_that_fails_leaves_its_memory_behind_and_the_garbage_collector_waits(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """After a failure the allocator believes that a recording into that memory still goes on. What is collected may be
+    graphs of an engine before, which must not be freed meanwhile."""
+    pools: list[object] = []
+
+    @contextmanager
+    def graph(_: object, pool: object, capture_error_mode: str) -> Iterator[None]:
+        pools.append(pool)
+        assert not gc.isenabled()
+        if len(pools) == 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        yield
+
+    for name, value in (("graph_pool_handle", object), ("CUDAGraph", object), ("graph", graph)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    record = CudaRecorder()
+    with pytest.raises(RuntimeError):
+        record(lambda: torch.zeros(1))
+    for _ in range(2):
+        record(lambda: torch.zeros(1))
+    assert gc.isenabled()
+    assert pools[0] is not pools[1]
+    assert pools[1] is pools[2]
 
 
 def test_what_cannot_be_recorded_goes_on_unrecorded_and_the_log_says_why(

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from intarsia.kernels.paged_attention import GroupBatch, worklist
-from intarsia.kernels.paged_attention.worklist import FrameShape, FrameWork, StepWork, Tiling, cut_tokens, work_of
+from intarsia.kernels.paged_attention.worklist import (
+    FrameShape,
+    FrameWork,
+    StepWork,
+    Tiling,
+    cut_of_longer,
+    cut_of_single,
+    most_cuts,
+    work_of,
+)
 
 CPU = torch.device("cpu")
 TILING = Tiling(group=4, single_rows=16, longer_rows=128, record_bytes=4 * 8 * 130)  # heads of 128, 8 kv heads
@@ -33,14 +42,24 @@ def random_rows(random: Random) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    "keys, tiles, scale, cut",
-    [
-        (1, 1, 8, 256), (256, 1, 8, 256), (1024, 1, 8, 256), (1025, 1, 8, 512), (4096, 1, 8, 512),
-        (65_536, 1, 8, 2048), (131_072, 1, 8, 4096), (65_536, 4, 16, 8192), (16_384, 64, 16, 16_384),
-    ],
-)  # fmt: skip
-def test_cuts_grow_with_the_square_root_of_a_rows_work(keys: int, tiles: int, scale: int, cut: int):
-    assert cut_tokens(np.array([keys]), np.array([tiles]), scale).tolist() == [cut]
+    "keys, cut",
+    [(1, 256), (1024, 256), (1100, 512), (4096, 512), (8192, 512), (32_768, 1024), (65_536, 1024), (131_072, 2048)],
+)
+def test_cuts_of_a_single_query_grow_with_the_cube_root_of_its_keys(keys: int, cut: int):
+    assert cut_of_single(np.array([keys])).tolist() == [cut]
+
+
+@pytest.mark.parametrize("keys, tiles, cut", [(1, 1, 256), (8192, 4, 2048), (65_536, 4, 4096), (16_384, 512, 32_768)])
+def test_cuts_of_other_rows_grow_with_the_square_root_of_their_work(keys: int, tiles: int, cut: int):
+    assert cut_of_longer(np.array([keys]), np.array([tiles])).tolist() == [cut]
+
+
+@pytest.mark.parametrize("is_single", [True, False])
+def test_no_tile_of_so_many_keys_or_fewer_has_more_than_the_most_cuts(is_single: bool):
+    keys = np.arange(1, 200_000)
+    cut = cut_of_single(keys) if is_single else cut_of_longer(keys, np.ones_like(keys))
+    most = np.maximum.accumulate(-(-keys // cut))
+    assert all(most_cuts(n, is_single=is_single) >= most[n - 1] for n in range(1, 200_000, 131))
 
 
 @pytest.mark.parametrize("tiling", [TILING, MANY_HEADS], ids=["tile of a query", "tiles of a query"])
@@ -70,7 +89,7 @@ def test_no_item_is_longer_than_the_cut_of_its_row_and_the_longest_come_first():
     rows = [(1, 1000)] * 63 + [(1, 65_536)]
     items = items_of(batch_of(rows))
     sizes = [high - low for _, _, low, high, _ in items]
-    assert max(size for size, item in zip(sizes, items, strict=True) if item[0] == 63) == 2048
+    assert max(size for size, item in zip(sizes, items, strict=True) if item[0] == 63) == 1024
     assert max(size for size, item in zip(sizes, items, strict=True) if item[0] < 63) == 256
     assert sizes == sorted(sizes, reverse=True)
     assert max(sizes) < sum(sizes) / 60, "no program is busy for longer than the others together"
