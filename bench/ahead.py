@@ -23,7 +23,8 @@ import torch
 from intarsia.kernels.paged_attention.triton import MERGED_AT_ONCE, Shape, Size, TritonBackend, precision_of, shape_for
 from intarsia.kernels.products import triton as products
 from intarsia.kernels.sampling.triton import LIST_TOKENS, LIST_WARPS, WARPS, TritonSampling, shift_of
-from intarsia.kernels.state.triton import CHUNKS, PRECISION, TritonStates, heads_block
+from intarsia.kernels.state import GATED_DELTA, LINEAR_ATTENTION
+from intarsia.kernels.state.triton import PRECISION, TritonStates, launch_of, step_block
 from intarsia.kernels.state.worklist import TILE_TOKENS
 from intarsia.kernels.tokenwise import Activation, Rotary
 from intarsia.kernels.tokenwise import triton as tokenwise
@@ -192,21 +193,26 @@ def _states() -> Iterator[Variant]:
     def types(kernel: Any, dtype: str) -> dict[str, str]:
         return _types(kernel, {name for name in kernel.arg_names if name not in lists}, dtype, set())
 
-    for name, keys, values, delta in (
-        ("mamba-2", 128, 64, False), ("lightning", 96, 96, False), ("gated delta", 128, 128, True)
+    for name, keys, values, delta, group, key_dtype in (
+        ("mamba-2", 128, 64, False, 128, "bf16"), ("mamba-2 in fp32", 128, 64, False, 128, "fp32"),
+        ("lightning", 96, 96, False, 1, "fp32"), ("gated delta", 128, 128, True, 2, "fp32"),
+        ("gated delta of 256 keys", 256, 256, True, 1, "fp32"),
     ):  # fmt: skip
+        recurrence = GATED_DELTA if delta else LINEAR_ATTENTION
+        launch = launch_of(recurrence, keys, DTYPES[key_dtype].itemsize)
         for one_token in (True, False):
             kernel = kernels.heads_step if one_token else kernels.heads
-            warps = 4
             constants = {
                 "KEYS": keys, "KEYS_PADDED": max(LEAST_DOT, power_of_two(keys)), "VALUES": values,
-                "VALUES_BLOCK": heads_block(keys, values, one_token), "DELTA": delta,
+                "VALUES_BLOCK": step_block(keys, values) if one_token else launch.block(values),
+                "GROUP": group, "DELTA": delta,
             }  # fmt: skip
             if not one_token:
-                chunk, warps = CHUNKS["gated_delta" if delta else "linear_attention"]
-                constants |= {"CHUNK": chunk, "PRECISION": PRECISION}
+                constants |= {"CHUNK": launch.chunk_tokens, "PRECISION": PRECISION}
             title = f"{name} ({'step' if one_token else 'prompt'})"
-            yield Variant(title, kernel, types(kernel, "fp32"), constants, warps, 1)
+            own = types(kernel, "fp32") | dict.fromkeys(("q_ptr", "k_ptr"), f"*{key_dtype}")
+            warps, stages = (4, 3) if one_token else (launch.warps, launch.stages)
+            yield Variant(title, kernel, own, constants, warps, stages)
     yield Variant(
         "selective scan",
         kernels.channels,

@@ -1,7 +1,7 @@
 """Recurrences on a GPU by our own kernels: `kernels/state/triton_kernels.py`, and what they are launched with."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +19,32 @@ from .reference import (
     LINEAR_ATTENTION,
     SELECTIVE_SCAN,
     SILU_CONVOLUTION,
-    of_each_head,
 )
 from .worklist import TILE_TOKENS, Work, frame_of, refill, sent, work_of
 
-CHUNKS = {LINEAR_ATTENTION.name: (32, 8), GATED_DELTA.name: (16, 4)}
-"""Tokens of a chunk, and warps: the most that spills no registers (`bench/ahead.py`). Of a delta net every token
-of a chunk waits for the one before it, so its chunks are short anyway."""
+
+class Launch(NamedTuple):
+    """How prompts go through heads."""
+
+    chunk_tokens: int
+    values: int  # of a head, at most, in one program
+    warps: int
+    stages: int  # of loads, beside the products
+
+    def block(self, values: int) -> int:
+        return min(max(LEAST_DOT, power_of_two(values)), self.values)
+
+
+LAUNCHES = {
+    (LINEAR_ATTENTION.name, 2): Launch(64, 64, 4, 2),
+    (LINEAR_ATTENTION.name, 4): Launch(32, 64, 4, 2),
+    (GATED_DELTA.name, 2): Launch(64, 32, 4, 2),
+    (GATED_DELTA.name, 4): Launch(32, 32, 4, 2),
+}
+"""By the recurrence and the bytes of a number of q and k. None spills registers (`bench/ahead.py`)."""
+
+MOST_KEYS = 128
+"""Of a head. One with more keeps fewer values in a program, in shorter chunks."""
 
 
 class TritonStates:
@@ -69,9 +88,6 @@ class TritonStates:
         if recurrence is GATED_CONVOLUTION:
             before, x, after = inputs
             return after * self.scan(CONVOLUTION, pages, constants, (before * x,), meta)
-        if recurrence is LINEAR_ATTENTION or recurrence is GATED_DELTA:
-            q, k, v, *others = inputs
-            inputs = (of_each_head(q, v), of_each_head(k, v), v, *others)
         run = self._run[recurrence.name]
         inputs = [dense(values) for values in inputs]
         out = torch.empty_like(inputs[_OUT_LIKE[recurrence.name]], memory_format=torch.contiguous_format)
@@ -87,29 +103,32 @@ class TritonStates:
         q, k, v, g, *beta = inputs
         b = beta[0] if beta else g
         slots, heads, keys, values = pages.shape
-        block = heads_block(keys, values, rows is meta.singles)
+        if is_prompt := rows is not meta.singles:
+            # Of bfloat16 alone kernels make products as they are: what float16 has no room for may be in a state.
+            q, k = (x if x.dtype is torch.bfloat16 else x.float() for x in (q, k))
+        launch = launch_of(recurrence, keys, q.element_size())
+        block = launch.block(values) if is_prompt else step_block(keys, values)
         grid = (len(rows), heads, -(-values // block))
         strides = [stride for x in (q, k, v, g, b, out) for stride in x.stride()[:2]]
+        arguments = (
+            q, k, v, g, b, out, pages, rows, meta.pieces, *strides, pages.stride(0), pages.stride(1), slots
+        )  # fmt: skip
         common = {
             "KEYS": keys,
             "KEYS_PADDED": max(LEAST_DOT, power_of_two(keys)),
             "VALUES": values,
             "VALUES_BLOCK": block,
+            "GROUP": heads // q.shape[1],
             "DELTA": bool(beta),
         }
         # One token needs no products of matrices; several go in chunks.
-        if rows is meta.singles:
-            self._kernels.heads_step[grid](
-                q, k, v, g, b, out, pages, rows, meta.pieces,
-                *strides, pages.stride(0), pages.stride(1), slots, **common,
+        if is_prompt:
+            self._kernels.heads[grid](
+                *arguments, **common, CHUNK=launch.chunk_tokens, PRECISION=PRECISION,
+                num_warps=launch.warps, num_stages=launch.stages,
             )  # fmt: skip
         else:
-            chunk, warps = CHUNKS[recurrence.name]
-            self._kernels.heads[grid](
-                q, k, v, g, b, out, pages, rows, meta.pieces,
-                *strides, pages.stride(0), pages.stride(1), slots, **common,
-                CHUNK=chunk, PRECISION=PRECISION, num_warps=warps, num_stages=1,
-            )  # fmt: skip
+            self._kernels.heads_step[grid](*arguments, **common)
 
     def _channels(
         self, _: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor], rows: Tensor,
@@ -147,12 +166,18 @@ class TritonStates:
 _OUT_LIKE = {CONVOLUTION.name: 0, LINEAR_ATTENTION.name: 2, GATED_DELTA.name: 2, SELECTIVE_SCAN.name: 0}
 """The input that has the output's shape."""
 
-PRECISION = "tf32"
-"""Of the matrix products of a prompt: 11 bits of each number, which are all that there are where a model computes in
-bfloat16. What is summed, and what is kept, is float32."""
+PRECISION = "tf32" if gpu.is_interpreted() else "bf16x3"
+"""Of the products of float32 in a prompt. Each number is a sum of two of bfloat16, which has 16 bits; a product of
+those takes operands that lie either way, one of tf32 does not. What is summed, and what is kept, is float32. The
+interpreter does not know it, and computes in float32 whatever it is told."""
 
 
-def heads_block(keys: int, values: int, one_token: bool) -> int:
-    """Values of a head that one program keeps: few, so that there are many programs and no registers are spilled."""
-    most = 16 if keys > 128 else 32 if one_token or keys > 64 else 64
-    return min(max(LEAST_DOT, power_of_two(values)), most)
+def launch_of(recurrence: Recurrence, keys: int, key_bytes: int) -> Launch:
+    """key_bytes: of a number of q and k"""
+    launch = LAUNCHES[recurrence.name, key_bytes]
+    return launch if keys <= MOST_KEYS else Launch(16, 16, 4, 1)
+
+
+def step_block(keys: int, values: int) -> int:
+    """Values of a head in one program, for one token: few, so that there are many programs."""
+    return min(max(LEAST_DOT, power_of_two(values)), 16 if keys > 128 else 32)
