@@ -31,20 +31,16 @@ class Launch(NamedTuple):
     warps: int
     stages: int  # of loads, beside the products
 
-    def block(self, values: int) -> int:
-        return min(max(LEAST_DOT, power_of_two(values)), self.values)
 
+LAUNCHES = {LINEAR_ATTENTION.name: Launch(32, 32, 8, 1), GATED_DELTA.name: Launch(16, 32, 4, 1)}
+"""Of q and k in float32: the most that spills no registers (`bench/ahead.py`). Of a delta net every token of a chunk
+waits for the one before it, so its chunks are short anyway."""
 
-LAUNCHES = {
-    (LINEAR_ATTENTION.name, 2): Launch(64, 64, 4, 2),
-    (LINEAR_ATTENTION.name, 4): Launch(32, 64, 4, 2),
-    (GATED_DELTA.name, 2): Launch(64, 32, 4, 2),
-    (GATED_DELTA.name, 4): Launch(32, 32, 4, 2),
-}
-"""By the recurrence and the bytes of a number of q and k. None spills registers (`bench/ahead.py`)."""
+BFLOAT16_LAUNCH = Launch(64, 32, 8, 3)
+"""Of linear attention with q and k in bfloat16: the most that spills no registers."""
 
-MOST_KEYS = 128
-"""Of a head. One with more keeps fewer values in a program, in shorter chunks."""
+MOST_BFLOAT16_KEYS = 128
+"""Of a head. More would leave no registers for anything else."""
 
 
 class TritonStates:
@@ -101,34 +97,40 @@ class TritonStates:
         meta: Work[Tensor], out: Tensor,
     ) -> None:  # fmt: skip
         q, k, v, g, *beta = inputs
-        b = beta[0] if beta else g
         slots, heads, keys, values = pages.shape
-        if is_prompt := rows is not meta.singles:
-            # Of bfloat16 alone kernels make products as they are: what float16 has no room for may be in a state.
-            q, k = (x if x.dtype is torch.bfloat16 else x.float() for x in (q, k))
-        launch = launch_of(recurrence, keys, q.element_size())
-        block = launch.block(values) if is_prompt else step_block(keys, values)
+        is_prompt = rows is not meta.singles
+        in_bfloat16 = is_prompt and launches_bfloat16(recurrence, keys, q, k)
+        launch = BFLOAT16_LAUNCH if in_bfloat16 else LAUNCHES[recurrence.name]
+        if is_prompt and not in_bfloat16:
+            q, k = q.float(), k.float()
+        block = prompt_block(launch, keys, values) if is_prompt else step_block(keys, values)
         grid = (len(rows), heads, -(-values // block))
-        strides = [stride for x in (q, k, v, g, b, out) for stride in x.stride()[:2]]
-        arguments = (
-            q, k, v, g, b, out, pages, rows, meta.pieces, *strides, pages.stride(0), pages.stride(1), slots
-        )  # fmt: skip
         common = {
             "KEYS": keys,
             "KEYS_PADDED": max(LEAST_DOT, power_of_two(keys)),
             "VALUES": values,
             "VALUES_BLOCK": block,
             "GROUP": heads // q.shape[1],
-            "DELTA": bool(beta),
         }
+        if in_bfloat16:
+            strides = (q.stride(1), k.stride(1), v.stride(1), *g.stride(), out.stride(1))
+            self._kernels.shared_heads[grid](
+                q, k, v, g, out, pages, rows, meta.pieces, *strides, pages.stride(0), pages.stride(1), slots, **common,
+                CHUNK=launch.chunk_tokens, **token_strides(q, k, v, out),
+                num_warps=launch.warps, num_stages=launch.stages,
+            )  # fmt: skip
+            return
+        b = beta[0] if beta else g
+        strides = [stride for x in (q, k, v, g, b, out) for stride in x.stride()[:2]]
+        arguments = q, k, v, g, b, out, pages, rows, meta.pieces, *strides, pages.stride(0), pages.stride(1), slots
         # One token needs no products of matrices; several go in chunks.
         if is_prompt:
             self._kernels.heads[grid](
-                *arguments, **common, CHUNK=launch.chunk_tokens, PRECISION=PRECISION,
+                *arguments, **common, CHUNK=launch.chunk_tokens, DELTA=bool(beta), PRECISION=PRECISION,
                 num_warps=launch.warps, num_stages=launch.stages,
             )  # fmt: skip
         else:
-            self._kernels.heads_step[grid](*arguments, **common)
+            self._kernels.heads_step[grid](*arguments, **common, DELTA=bool(beta))
 
     def _channels(
         self, _: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor], rows: Tensor,
@@ -166,18 +168,29 @@ class TritonStates:
 _OUT_LIKE = {CONVOLUTION.name: 0, LINEAR_ATTENTION.name: 2, GATED_DELTA.name: 2, SELECTIVE_SCAN.name: 0}
 """The input that has the output's shape."""
 
-PRECISION = "tf32" if gpu.is_interpreted() else "bf16x3"
-"""Of the products of float32 in a prompt. Each number is a sum of two of bfloat16, which has 16 bits; a product of
-those takes operands that lie either way, one of tf32 does not. What is summed, and what is kept, is float32. The
-interpreter does not know it, and computes in float32 whatever it is told."""
+PRECISION = "tf32"
+"""Of the matrix products of a prompt: 11 bits of each number, which are all that there are where a model computes in
+bfloat16. What is summed, and what is kept, is float32."""
 
 
-def launch_of(recurrence: Recurrence, keys: int, key_bytes: int) -> Launch:
-    """key_bytes: of a number of q and k"""
-    launch = LAUNCHES[recurrence.name, key_bytes]
-    return launch if keys <= MOST_KEYS else Launch(16, 16, 4, 1)
+def launches_bfloat16(recurrence: Recurrence, keys: int, q: Tensor, k: Tensor) -> bool:
+    """Whether prompts go through `shared_heads`. The interpreter multiplies bfloat16 wrongly."""
+    is_bfloat16 = q.dtype is torch.bfloat16 and k.dtype is torch.bfloat16
+    fits = recurrence is LINEAR_ATTENTION and keys <= MOST_BFLOAT16_KEYS
+    return is_bfloat16 and fits and not gpu.is_interpreted()
+
+
+def token_strides(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> dict[str, int]:
+    """As constants of a kernel: a model has the same in each step."""
+    return {"Q_TOKEN": q.stride(0), "K_TOKEN": k.stride(0), "V_TOKEN": v.stride(0), "OUT_TOKEN": out.stride(0)}
+
+
+def prompt_block(launch: Launch, keys: int, values: int) -> int:
+    """Values of a head in one program: few, so that there are many programs and no registers are spilled."""
+    most = 16 if keys > 128 else launch.values if keys > 64 else 64
+    return min(max(LEAST_DOT, power_of_two(values)), most)
 
 
 def step_block(keys: int, values: int) -> int:
-    """Values of a head in one program, for one token: few, so that there are many programs."""
+    """The same for one token."""
     return min(max(LEAST_DOT, power_of_two(values)), 16 if keys > 128 else 32)

@@ -40,44 +40,97 @@ def _save(state, pages, pieces_ptr, piece, page_stride, own):
 
 
 @triton.jit
-def _times(a, b, total, PRECISION: tl.constexpr):
-    """total + a b. Where a is bfloat16, b is a sum of two of those: 16 bits of each number, and half the bytes."""
-    if a.dtype == tl.bfloat16:
-        high = b.to(tl.bfloat16)
-        low = (b - high.to(tl.float32)).to(tl.bfloat16)
-        return tl.dot(a, high, tl.dot(a, low, total))
-    return tl.dot(a, b, total, input_precision=PRECISION)
-
-
-@triton.jit
-def _inverse(lower, t, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
-    """Of the identity plus `lower` [L,L], which is 0 on the diagonal and above.
-
-    Blocks of 1, 2, 4, .. tokens are merged in pairs: the inverse of [[A, 0], [C, B]] is [[A', 0], [-B' C A', B']].
-    No power of a matrix is made, so nothing grows that the inverse does not have.
-    """
-    i, j = t[:, None], t[None, :]
-    inverse = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, lower, 0.0)
-    for level in tl.static_range(1, 8):
-        if (1 << level) < CHUNK:
-            is_between = (i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level)
-            reached = tl.dot(inverse, tl.where(is_between, lower, 0.0), input_precision=PRECISION)
-            inverse -= tl.dot(reached, inverse, input_precision=PRECISION)
-    return inverse
-
-
-@triton.jit
 def heads(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, out_ptr, pages_ptr, rows_ptr, pieces_ptr,
     q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token, beta_head, out_token, out_head,
     page_stride, head_stride, pages,
     KEYS: tl.constexpr, KEYS_PADDED: tl.constexpr, VALUES: tl.constexpr, VALUES_BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, DELTA: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, CHUNK: tl.constexpr, DELTA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Linear attention, or with DELTA a gated delta net, in chunks of CHUNK tokens. Grid (N, H, V / VALUES_BLOCK).
 
-    q, k [T,H/GROUP,K], float32 or bfloat16  v, out [T,H,V]  g, beta [T,H]  pages [pages,H,K,V], dense within a head
-    The arithmetic is that of `kernels/state/plain_torch.py`. Loads of the next chunks go on beside the products.
+    q, k [T,H/GROUP,K]  v, out [T,H,V]  g, beta [T,H]  pages [pages,H,K,V], dense within a head
+    The arithmetic is that of `kernels/state/plain_torch.py`; the triangular system of a delta net is solved row by row,
+    which is stable.
+    """
+    row, head = tl.program_id(0), tl.program_id(1)
+    group = head // GROUP
+    start, length, page, is_new = _row(rows_ptr, row, pages)
+    if length == 0:
+        return
+    kk = tl.arange(0, KEYS_PADDED)
+    vv = tl.program_id(2) * VALUES_BLOCK + tl.arange(0, VALUES_BLOCK)
+    own = (kk < KEYS)[:, None] & (vv < VALUES)[None, :]
+    inside = head * head_stride + kk[:, None] * VALUES + vv[None, :]
+    state = _take(pages_ptr + page * page_stride + inside, is_new, own)
+    t = tl.arange(0, CHUNK)
+    for piece in range(tl.load(rows_ptr + row * ROW + 4), tl.load(rows_ptr + row * ROW + 5)):
+        start = tl.load(pieces_ptr + piece * PIECE).to(tl.int64)
+        length = tl.load(pieces_ptr + piece * PIECE + 1)
+        for at in range(0, length, CHUNK):
+            live = at + t < length
+            token = start + at + t
+            # Keys are read the way a product takes them, as columns: turning them around costs more than reading them.
+            k_columns = tl.load(
+                k_ptr + token[None, :] * k_token + group * k_head + kk[:, None],
+                mask=live[None, :] & (kk < KEYS)[:, None], other=0.0,
+            )  # fmt: skip
+            value_mask = live[:, None] & (vv < VALUES)[None, :]
+            v = tl.load(v_ptr + token[:, None] * v_token + head * v_head + vv[None, :], mask=value_mask, other=0.0)
+            g = tl.load(g_ptr + token * g_token + head * g_head, mask=live, other=0.0)
+            total = tl.cumsum(g, 0)
+            end = tl.sum(g, 0)
+            is_past = t[:, None] >= t[None, :]
+            between = tl.where(is_past, tl.exp(tl.where(is_past, total[:, None] - total[None, :], 0.0)), 0.0)
+            since_start = tl.exp(total)[:, None]
+            rows = token[:, None] * q_token + group * q_head + kk[None, :]
+            row_mask = live[:, None] & (kk < KEYS)[None, :]
+            # In a delta net, what each token adds depends on what the tokens before it added.
+            if DELTA:
+                beta = tl.load(beta_ptr + token * beta_token + head * beta_head, mask=live, other=0.0)
+                k = tl.load(k_ptr + token[:, None] * k_token + group * k_head + kk[None, :], mask=row_mask, other=0.0)
+                depends = tl.dot(k, k_columns, input_precision=PRECISION) * between * beta[:, None]
+                depends = tl.where(t[:, None] > t[None, :], depends, 0.0)
+                v = (v - tl.dot(k, state, input_precision=PRECISION) * since_start) * beta[:, None]
+                for row in range(1, CHUNK):
+                    weights = tl.sum(tl.where((t == row)[:, None], depends, 0.0), 0)
+                    known = tl.sum(weights[:, None] * v, 0)
+                    v = tl.where((t == row)[:, None], v - known[None, :], v)
+            q = tl.load(q_ptr + rows, mask=row_mask, other=0.0)
+            out = tl.dot(q, state, input_precision=PRECISION) * since_start
+            seen = tl.dot(q, k_columns, input_precision=PRECISION) * between
+            out = tl.dot(seen, v, out, input_precision=PRECISION)
+            to_end = tl.exp(end - total)[:, None]
+            state = tl.dot(k_columns, v * to_end, state * tl.exp(end), input_precision=PRECISION)
+            out_at = out_ptr + token[:, None] * out_token + head * out_head + vv[None, :]
+            tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=value_mask)
+        _save(state, pages_ptr + inside, pieces_ptr, piece, page_stride, own)
+    tl.store(pages_ptr + page * page_stride + inside, state.to(pages_ptr.dtype.element_ty), mask=own)
+
+
+@triton.jit
+def _times(a, b, total):
+    """total + a b, where a is bfloat16 and b a sum of two of those: 16 bits of each number, and half the bytes."""
+    high = b.to(tl.bfloat16)
+    low = (b - high.to(tl.float32)).to(tl.bfloat16)
+    return tl.dot(a, high, tl.dot(a, low, total))
+
+
+@triton.jit
+def shared_heads(
+    q_ptr, k_ptr, v_ptr, g_ptr, out_ptr, pages_ptr, rows_ptr, pieces_ptr,
+    q_head, k_head, v_head, g_token, g_head, out_head,
+    page_stride, head_stride, pages,
+    KEYS: tl.constexpr, KEYS_PADDED: tl.constexpr, VALUES: tl.constexpr, VALUES_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, CHUNK: tl.constexpr,
+    Q_TOKEN: tl.constexpr, K_TOKEN: tl.constexpr, V_TOKEN: tl.constexpr, OUT_TOKEN: tl.constexpr,
+):  # fmt: skip
+    """Linear attention in chunks of CHUNK tokens, where q and k are bfloat16. Grid (N, H, V / VALUES_BLOCK).
+
+    q, k [T,H/GROUP,K]  v, out [T,H,V]  g [T,H], float32  pages [pages,H,K,V], dense within a head
+    The arithmetic is that of `kernels/state/plain_torch.py`; of each number of float32 16 bits enter a product. Loads
+    of the next chunks go on beside the products. Strides are constants, and what is the same for each chunk is computed
+    anew, so that no registers are spilled.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     start, length, page, is_new = _row(rows_ptr, row, pages)
@@ -89,24 +142,23 @@ def heads(
     inside = head * head_stride + kk[:, None] * VALUES + vv[None, :]
     state = _take(pages_ptr + page * page_stride + inside, is_new, own)
     t = tl.arange(0, CHUNK)
-    is_past = t[:, None] >= t[None, :]
     q_ptr += head // GROUP * q_head
     k_ptr += head // GROUP * k_head
     v_ptr += head * v_head
     g_ptr += head * g_head
-    beta_ptr += head * beta_head
     out_ptr += head * out_head
-    for piece in range(tl.load(rows_ptr + row * ROW + 4), tl.load(rows_ptr + row * ROW + 5)):
+    first, last = tl.load(rows_ptr + row * ROW + 4), tl.load(rows_ptr + row * ROW + 5)
+    for piece in tl.range(first, last, disable_licm=True):
         start = tl.load(pieces_ptr + piece * PIECE).to(tl.int64)
         length = tl.load(pieces_ptr + piece * PIECE + 1)
-        for at in range(0, length, CHUNK):
+        for at in tl.range(0, length, CHUNK, disable_licm=True):
             token = start + at
             live = t < length - at
             key_mask = live[:, None] & (kk < KEYS)[None, :]
             value_mask = live[:, None] & (vv < VALUES)[None, :]
-            k_at = k_ptr + token * k_token + (t[:, None] * k_token + kk[None, :])
-            q_at = q_ptr + token * q_token + (t[:, None] * q_token + kk[None, :])
-            v_at = v_ptr + token * v_token + (t[:, None] * v_token + vv[None, :])
+            k_at = k_ptr + token * K_TOKEN + (t[:, None] * K_TOKEN + kk[None, :])
+            q_at = q_ptr + token * Q_TOKEN + (t[:, None] * Q_TOKEN + kk[None, :])
+            v_at = v_ptr + token * V_TOKEN + (t[:, None] * V_TOKEN + vv[None, :])
             g = tl.load(g_ptr + token * g_token + t * g_token, mask=live, other=0.0)
             k = tl.load(k_at, mask=key_mask, other=0.0)
             q = tl.load(q_at, mask=key_mask, other=0.0)
@@ -114,21 +166,15 @@ def heads(
             # What is left of a token when another reads it, and of the state.
             total = tl.cumsum(g, 0)
             end = tl.sum(g, 0)
-            between = tl.exp(tl.where(is_past, total[:, None] - total[None, :], float("-inf")))
+            here = at + t  # and not t: what is the same for each chunk would be kept in registers
+            between = tl.exp(tl.where(here[:, None] >= here[None, :], total[:, None] - total[None, :], float("-inf")))
             since_start = tl.exp(total)[:, None]
             to_end = tl.exp(end - total)[:, None]
-            # In a delta net, what each token adds depends on what the tokens before it added.
-            if DELTA:
-                beta = tl.load(beta_ptr + token * beta_token + t * beta_token, mask=live, other=0.0)[:, None]
-                depends = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * beta
-                inverse = _inverse(tl.where(t[:, None] > t[None, :], depends, 0.0), t, CHUNK, PRECISION)
-                known = _times(k, state, tl.zeros((CHUNK, VALUES_BLOCK), tl.float32), PRECISION)
-                v = tl.dot(inverse, (v - known * since_start) * beta, input_precision=PRECISION)
-            seen = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between
-            out = _times(q, state, tl.zeros((CHUNK, VALUES_BLOCK), tl.float32), PRECISION) * since_start
-            out = tl.dot(seen, v, out, input_precision=PRECISION)
-            state = _times(tl.trans(k), v * to_end, state * tl.exp(end), PRECISION)
-            out_at = out_ptr + token * out_token + (t[:, None] * out_token + vv[None, :])
+            seen = tl.dot(q, tl.trans(k)) * between
+            out = _times(q, state, tl.zeros((CHUNK, VALUES_BLOCK), tl.float32)) * since_start
+            out = tl.dot(seen, v, out, input_precision="bf16x3")
+            state = _times(tl.trans(k), v * to_end, state * tl.exp(end))
+            out_at = out_ptr + token * OUT_TOKEN + (t[:, None] * OUT_TOKEN + vv[None, :])
             tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=value_mask)
         _save(state, pages_ptr + inside, pieces_ptr, piece, page_stride, own)
     tl.store(pages_ptr + page * page_stride + inside, state.to(pages_ptr.dtype.element_ty), mask=own)
