@@ -23,7 +23,14 @@ import torch
 from intarsia.kernels.paged_attention.triton import MERGED_AT_ONCE, Shape, Size, TritonBackend, precision_of, shape_for
 from intarsia.kernels.products import triton as products
 from intarsia.kernels.sampling.triton import LIST_TOKENS, LIST_WARPS, WARPS, TritonSampling, shift_of
-from intarsia.kernels.state.triton import CHUNKS, PRECISION, TritonStates, heads_block
+from intarsia.kernels.state.triton import (
+    BFLOAT16_LAUNCH,
+    LAUNCHES,
+    PRECISION,
+    TritonStates,
+    prompt_block,
+    step_block,
+)
 from intarsia.kernels.state.worklist import TILE_TOKENS
 from intarsia.kernels.tokenwise import Activation, Rotary
 from intarsia.kernels.tokenwise import triton as tokenwise
@@ -200,21 +207,28 @@ def _states() -> Iterator[Variant]:
     def types(kernel: Any, dtype: str) -> dict[str, str]:
         return _types(kernel, {name for name in kernel.arg_names if name not in lists}, dtype, set())
 
-    for name, keys, values, delta in (
-        ("mamba-2", 128, 64, False), ("lightning", 96, 96, False), ("gated delta", 128, 128, True)
+    for name, keys, values, delta, group in (
+        ("mamba-2", 128, 64, False, 128), ("lightning", 96, 96, False, 1), ("gated delta", 128, 128, True, 2)
     ):  # fmt: skip
-        for one_token in (True, False):
-            kernel = kernels.heads_step if one_token else kernels.heads
-            warps = 4
-            constants = {
-                "KEYS": keys, "KEYS_PADDED": max(LEAST_DOT, power_of_two(keys)), "VALUES": values,
-                "VALUES_BLOCK": heads_block(keys, values, one_token), "DELTA": delta,
-            }  # fmt: skip
-            if not one_token:
-                chunk, warps = CHUNKS["gated_delta" if delta else "linear_attention"]
-                constants |= {"CHUNK": chunk, "PRECISION": PRECISION}
-            title = f"{name} ({'step' if one_token else 'prompt'})"
-            yield Variant(title, kernel, types(kernel, "fp32"), constants, warps, 1)
+        launch = LAUNCHES["gated_delta" if delta else "linear_attention"]
+        common = {
+            "KEYS": keys, "KEYS_PADDED": max(LEAST_DOT, power_of_two(keys)), "VALUES": values, "GROUP": group
+        }  # fmt: skip
+        step = common | {"VALUES_BLOCK": step_block(keys, values), "DELTA": delta}
+        yield Variant(f"{name} (step)", kernels.heads_step, types(kernels.heads_step, "fp32"), step, 4, 3)
+        prompt = common | {
+            "VALUES_BLOCK": prompt_block(launch, keys, values), "CHUNK": launch.chunk_tokens, "DELTA": delta,
+            "PRECISION": PRECISION,
+        }  # fmt: skip
+        own = types(kernels.heads, "fp32")
+        yield Variant(f"{name} (prompt)", kernels.heads, own, prompt, launch.warps, launch.stages)
+    kernel, launch = kernels.shared_heads, BFLOAT16_LAUNCH
+    constants = {
+        "KEYS": 128, "KEYS_PADDED": 128, "VALUES": 64, "VALUES_BLOCK": prompt_block(launch, 128, 64), "GROUP": 128,
+        "CHUNK": launch.chunk_tokens, "Q_TOKEN": 8448, "K_TOKEN": 8448, "V_TOKEN": 8192, "OUT_TOKEN": 8192,
+    }  # fmt: skip
+    own = types(kernel, "fp32") | {"q_ptr": "*bf16", "k_ptr": "*bf16"}
+    yield Variant("mamba-2 in bfloat16 (prompt)", kernel, own, constants, launch.warps, launch.stages)
     yield Variant(
         "selective scan",
         kernels.channels,

@@ -117,6 +117,8 @@ def _numbers(scene: Scene, dtype: torch.dtype, bench: Bench) -> tuple[tuple[Tens
     heads, keys, values = scene.shape
     groups = max(1, heads // HEADS_OF_GROUP[scene.name])
     q, k = (F.normalize(draw(tokens, groups, keys), dim=-1) for _ in range(2))
+    if scene.name == "mamba-2":
+        q, k = (x.to(bench.dtype(torch.bfloat16)) for x in (q, k))
     inputs = q, k, draw(tokens, heads, values), -draw(tokens, heads).abs()
     return (), (*inputs, draw(tokens, heads).sigmoid()) if scene.name == "gated delta" else inputs
 

@@ -108,7 +108,7 @@ class ChunkedStates:
 def run_piece(run: Run, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor], piece: Piece) -> Tensor:
     """One piece by itself, from the state in its page, which ends up with the new state. Returns [tokens,..]."""
     own = pages[piece.page]
-    state = (torch.zeros_like(own) if piece.is_new else own).to(inputs[0].dtype)
+    state = (torch.zeros_like(own) if piece.is_new else own).to(inputs[-1].dtype)
     result, state = run(state, constants, [values[piece.start : piece.end] for values in inputs])
     own.copy_(state)
     if piece.saved_to is not None:
@@ -138,7 +138,7 @@ def _room(inputs: Sequence[Tensor], like: Tensor) -> Tensor:
 def _step(
     recurrence: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor], singles: Singles
 ) -> Tensor:
-    states = pages[singles.pages].to(inputs[0].dtype)
+    states = pages[singles.pages].to(inputs[-1].dtype)
     if singles.new is not None:
         states[singles.new] = 0
     result, states = recurrence.step(states, constants, [values[singles.tokens] for values in inputs])
@@ -228,7 +228,7 @@ RUNS: dict[str, Run] = {
 def _chunks(inputs: Sequence[Tensor]):
     """Inputs [T,H,..] in chunks [H,L,..], the first two for each head."""
     q, k, v, *others = inputs
-    inputs = (of_each_head(q, v), of_each_head(k, v), v, *others)
+    inputs = (of_each_head(q.to(v.dtype), v), of_each_head(k.to(v.dtype), v), v, *others)
     tokens = len(v)
     for start in range(0, tokens, CHUNK_TOKENS):
         yield [values[start : start + CHUNK_TOKENS].transpose(0, 1) for values in inputs]

@@ -1,7 +1,7 @@
 """Recurrences on a GPU by our own kernels: `kernels/state/triton_kernels.py`, and what they are launched with."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +19,28 @@ from .reference import (
     LINEAR_ATTENTION,
     SELECTIVE_SCAN,
     SILU_CONVOLUTION,
-    of_each_head,
 )
 from .worklist import TILE_TOKENS, Work, frame_of, refill, sent, work_of
 
-CHUNKS = {LINEAR_ATTENTION.name: (32, 8), GATED_DELTA.name: (16, 4)}
-"""Tokens of a chunk, and warps: the most that spills no registers (`bench/ahead.py`). Of a delta net every token
-of a chunk waits for the one before it, so its chunks are short anyway."""
+
+class Launch(NamedTuple):
+    """How prompts go through heads."""
+
+    chunk_tokens: int
+    values: int  # of a head, at most, in one program
+    warps: int
+    stages: int  # of loads, beside the products
+
+
+LAUNCHES = {LINEAR_ATTENTION.name: Launch(32, 32, 8, 1), GATED_DELTA.name: Launch(16, 32, 4, 1)}
+"""Of q and k in float32: the most that spills no registers (`bench/ahead.py`). Of a delta net every token of a chunk
+waits for the one before it, so its chunks are short anyway."""
+
+BFLOAT16_LAUNCH = Launch(64, 32, 8, 3)
+"""Of linear attention with q and k in bfloat16: the most that spills no registers."""
+
+MOST_BFLOAT16_KEYS = 128
+"""Of a head. More would leave no registers for anything else."""
 
 
 class TritonStates:
@@ -69,9 +84,6 @@ class TritonStates:
         if recurrence is GATED_CONVOLUTION:
             before, x, after = inputs
             return after * self.scan(CONVOLUTION, pages, constants, (before * x,), meta)
-        if recurrence is LINEAR_ATTENTION or recurrence is GATED_DELTA:
-            q, k, v, *others = inputs
-            inputs = (of_each_head(q, v), of_each_head(k, v), v, *others)
         run = self._run[recurrence.name]
         inputs = [dense(values) for values in inputs]
         out = torch.empty_like(inputs[_OUT_LIKE[recurrence.name]], memory_format=torch.contiguous_format)
@@ -85,31 +97,40 @@ class TritonStates:
         meta: Work[Tensor], out: Tensor,
     ) -> None:  # fmt: skip
         q, k, v, g, *beta = inputs
-        b = beta[0] if beta else g
         slots, heads, keys, values = pages.shape
-        block = heads_block(keys, values, rows is meta.singles)
+        is_prompt = rows is not meta.singles
+        in_bfloat16 = is_prompt and launches_bfloat16(recurrence, keys, q, k)
+        launch = BFLOAT16_LAUNCH if in_bfloat16 else LAUNCHES[recurrence.name]
+        if is_prompt and not in_bfloat16:
+            q, k = q.float(), k.float()
+        block = prompt_block(launch, keys, values) if is_prompt else step_block(keys, values)
         grid = (len(rows), heads, -(-values // block))
-        strides = [stride for x in (q, k, v, g, b, out) for stride in x.stride()[:2]]
         common = {
             "KEYS": keys,
             "KEYS_PADDED": max(LEAST_DOT, power_of_two(keys)),
             "VALUES": values,
             "VALUES_BLOCK": block,
-            "DELTA": bool(beta),
+            "GROUP": heads // q.shape[1],
         }
+        if in_bfloat16:
+            strides = (q.stride(1), k.stride(1), v.stride(1), *g.stride(), out.stride(1))
+            self._kernels.shared_heads[grid](
+                q, k, v, g, out, pages, rows, meta.pieces, *strides, pages.stride(0), pages.stride(1), slots, **common,
+                CHUNK=launch.chunk_tokens, **token_strides(q, k, v, out),
+                num_warps=launch.warps, num_stages=launch.stages,
+            )  # fmt: skip
+            return
+        b = beta[0] if beta else g
+        strides = [stride for x in (q, k, v, g, b, out) for stride in x.stride()[:2]]
+        arguments = q, k, v, g, b, out, pages, rows, meta.pieces, *strides, pages.stride(0), pages.stride(1), slots
         # One token needs no products of matrices; several go in chunks.
-        if rows is meta.singles:
-            self._kernels.heads_step[grid](
-                q, k, v, g, b, out, pages, rows, meta.pieces,
-                *strides, pages.stride(0), pages.stride(1), slots, **common,
+        if is_prompt:
+            self._kernels.heads[grid](
+                *arguments, **common, CHUNK=launch.chunk_tokens, DELTA=bool(beta), PRECISION=PRECISION,
+                num_warps=launch.warps, num_stages=launch.stages,
             )  # fmt: skip
         else:
-            chunk, warps = CHUNKS[recurrence.name]
-            self._kernels.heads[grid](
-                q, k, v, g, b, out, pages, rows, meta.pieces,
-                *strides, pages.stride(0), pages.stride(1), slots, **common,
-                CHUNK=chunk, PRECISION=PRECISION, num_warps=warps, num_stages=1,
-            )  # fmt: skip
+            self._kernels.heads_step[grid](*arguments, **common, DELTA=bool(beta))
 
     def _channels(
         self, _: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor], rows: Tensor,
@@ -152,7 +173,24 @@ PRECISION = "tf32"
 bfloat16. What is summed, and what is kept, is float32."""
 
 
-def heads_block(keys: int, values: int, one_token: bool) -> int:
-    """Values of a head that one program keeps: few, so that there are many programs and no registers are spilled."""
-    most = 16 if keys > 128 else 32 if one_token or keys > 64 else 64
+def launches_bfloat16(recurrence: Recurrence, keys: int, q: Tensor, k: Tensor) -> bool:
+    """Whether prompts go through `shared_heads`. The interpreter multiplies bfloat16 wrongly."""
+    is_bfloat16 = q.dtype is torch.bfloat16 and k.dtype is torch.bfloat16
+    fits = recurrence is LINEAR_ATTENTION and keys <= MOST_BFLOAT16_KEYS
+    return is_bfloat16 and fits and not gpu.is_interpreted()
+
+
+def token_strides(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> dict[str, int]:
+    """As constants of a kernel: a model has the same in each step."""
+    return {"Q_TOKEN": q.stride(0), "K_TOKEN": k.stride(0), "V_TOKEN": v.stride(0), "OUT_TOKEN": out.stride(0)}
+
+
+def prompt_block(launch: Launch, keys: int, values: int) -> int:
+    """Values of a head in one program: few, so that there are many programs and no registers are spilled."""
+    most = 16 if keys > 128 else launch.values if keys > 64 else 64
     return min(max(LEAST_DOT, power_of_two(values)), most)
+
+
+def step_block(keys: int, values: int) -> int:
+    """The same for one token."""
+    return min(max(LEAST_DOT, power_of_two(values)), 16 if keys > 128 else 32)

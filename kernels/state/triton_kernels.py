@@ -45,14 +45,16 @@ def heads(
     q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token, beta_head, out_token, out_head,
     page_stride, head_stride, pages,
     KEYS: tl.constexpr, KEYS_PADDED: tl.constexpr, VALUES: tl.constexpr, VALUES_BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr, DELTA: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, CHUNK: tl.constexpr, DELTA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Linear attention, or with DELTA a gated delta net, in chunks of CHUNK tokens. Grid (N, H, V / VALUES_BLOCK).
 
-    q, k [T,H,K]  v, out [T,H,V]  g, beta [T,H]  pages [pages,H,K,V], dense within a head    The arithmetic is that of
-    `kernels/state/plain_torch.py`; the triangular system of a delta net is solved row by row, which is stable.
+    q, k [T,H/GROUP,K]  v, out [T,H,V]  g, beta [T,H]  pages [pages,H,K,V], dense within a head
+    The arithmetic is that of `kernels/state/plain_torch.py`; the triangular system of a delta net is solved row by row,
+    which is stable.
     """
     row, head = tl.program_id(0), tl.program_id(1)
+    group = head // GROUP
     start, length, page, is_new = _row(rows_ptr, row, pages)
     if length == 0:
         return
@@ -70,7 +72,7 @@ def heads(
             token = start + at + t
             # Keys are read the way a product takes them, as columns: turning them around costs more than reading them.
             k_columns = tl.load(
-                k_ptr + token[None, :] * k_token + head * k_head + kk[:, None],
+                k_ptr + token[None, :] * k_token + group * k_head + kk[:, None],
                 mask=live[None, :] & (kk < KEYS)[:, None], other=0.0,
             )  # fmt: skip
             value_mask = live[:, None] & (vv < VALUES)[None, :]
@@ -81,12 +83,12 @@ def heads(
             is_past = t[:, None] >= t[None, :]
             between = tl.where(is_past, tl.exp(tl.where(is_past, total[:, None] - total[None, :], 0.0)), 0.0)
             since_start = tl.exp(total)[:, None]
-            rows = token[:, None] * q_token + head * q_head + kk[None, :]
+            rows = token[:, None] * q_token + group * q_head + kk[None, :]
             row_mask = live[:, None] & (kk < KEYS)[None, :]
             # In a delta net, what each token adds depends on what the tokens before it added.
             if DELTA:
                 beta = tl.load(beta_ptr + token * beta_token + head * beta_head, mask=live, other=0.0)
-                k = tl.load(k_ptr + token[:, None] * k_token + head * k_head + kk[None, :], mask=row_mask, other=0.0)
+                k = tl.load(k_ptr + token[:, None] * k_token + group * k_head + kk[None, :], mask=row_mask, other=0.0)
                 depends = tl.dot(k, k_columns, input_precision=PRECISION) * between * beta[:, None]
                 depends = tl.where(t[:, None] > t[None, :], depends, 0.0)
                 v = (v - tl.dot(k, state, input_precision=PRECISION) * since_start) * beta[:, None]
@@ -107,12 +109,84 @@ def heads(
 
 
 @triton.jit
+def _times(a, b, total):
+    """total + a b, where a is bfloat16 and b a sum of two of those: 16 bits of each number, and half the bytes."""
+    high = b.to(tl.bfloat16)
+    low = (b - high.to(tl.float32)).to(tl.bfloat16)
+    return tl.dot(a, high, tl.dot(a, low, total))
+
+
+@triton.jit
+def shared_heads(
+    q_ptr, k_ptr, v_ptr, g_ptr, out_ptr, pages_ptr, rows_ptr, pieces_ptr,
+    q_head, k_head, v_head, g_token, g_head, out_head,
+    page_stride, head_stride, pages,
+    KEYS: tl.constexpr, KEYS_PADDED: tl.constexpr, VALUES: tl.constexpr, VALUES_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, CHUNK: tl.constexpr,
+    Q_TOKEN: tl.constexpr, K_TOKEN: tl.constexpr, V_TOKEN: tl.constexpr, OUT_TOKEN: tl.constexpr,
+):  # fmt: skip
+    """Linear attention in chunks of CHUNK tokens, where q and k are bfloat16. Grid (N, H, V / VALUES_BLOCK).
+
+    q, k [T,H/GROUP,K]  v, out [T,H,V]  g [T,H], float32  pages [pages,H,K,V], dense within a head
+    The arithmetic is that of `kernels/state/plain_torch.py`; of each number of float32 16 bits enter a product. Loads
+    of the next chunks go on beside the products. Strides are constants, and what is the same for each chunk is computed
+    anew, so that no registers are spilled.
+    """
+    row, head = tl.program_id(0), tl.program_id(1)
+    start, length, page, is_new = _row(rows_ptr, row, pages)
+    if length == 0:
+        return
+    kk = tl.arange(0, KEYS_PADDED)
+    vv = tl.program_id(2) * VALUES_BLOCK + tl.arange(0, VALUES_BLOCK)
+    own = (kk < KEYS)[:, None] & (vv < VALUES)[None, :]
+    inside = head * head_stride + kk[:, None] * VALUES + vv[None, :]
+    state = _take(pages_ptr + page * page_stride + inside, is_new, own)
+    t = tl.arange(0, CHUNK)
+    q_ptr += head // GROUP * q_head
+    k_ptr += head // GROUP * k_head
+    v_ptr += head * v_head
+    g_ptr += head * g_head
+    out_ptr += head * out_head
+    first, last = tl.load(rows_ptr + row * ROW + 4), tl.load(rows_ptr + row * ROW + 5)
+    for piece in tl.range(first, last, disable_licm=True):
+        start = tl.load(pieces_ptr + piece * PIECE).to(tl.int64)
+        length = tl.load(pieces_ptr + piece * PIECE + 1)
+        for at in tl.range(0, length, CHUNK, disable_licm=True):
+            token = start + at
+            live = t < length - at
+            key_mask = live[:, None] & (kk < KEYS)[None, :]
+            value_mask = live[:, None] & (vv < VALUES)[None, :]
+            k_at = k_ptr + token * K_TOKEN + (t[:, None] * K_TOKEN + kk[None, :])
+            q_at = q_ptr + token * Q_TOKEN + (t[:, None] * Q_TOKEN + kk[None, :])
+            v_at = v_ptr + token * V_TOKEN + (t[:, None] * V_TOKEN + vv[None, :])
+            g = tl.load(g_ptr + token * g_token + t * g_token, mask=live, other=0.0)
+            k = tl.load(k_at, mask=key_mask, other=0.0)
+            q = tl.load(q_at, mask=key_mask, other=0.0)
+            v = tl.load(v_at, mask=value_mask, other=0.0).to(tl.float32)
+            # What is left of a token when another reads it, and of the state.
+            total = tl.cumsum(g, 0)
+            end = tl.sum(g, 0)
+            here = at + t  # and not t: what is the same for each chunk would be kept in registers
+            between = tl.exp(tl.where(here[:, None] >= here[None, :], total[:, None] - total[None, :], float("-inf")))
+            since_start = tl.exp(total)[:, None]
+            to_end = tl.exp(end - total)[:, None]
+            seen = tl.dot(q, tl.trans(k)) * between
+            out = _times(q, state, tl.zeros((CHUNK, VALUES_BLOCK), tl.float32)) * since_start
+            out = tl.dot(seen, v, out, input_precision="bf16x3")
+            state = _times(tl.trans(k), v * to_end, state * tl.exp(end))
+            out_at = out_ptr + token * OUT_TOKEN + (t[:, None] * OUT_TOKEN + vv[None, :])
+            tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=value_mask)
+        _save(state, pages_ptr + inside, pieces_ptr, piece, page_stride, own)
+    tl.store(pages_ptr + page * page_stride + inside, state.to(pages_ptr.dtype.element_ty), mask=own)
+
+
+@triton.jit
 def heads_step(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, out_ptr, pages_ptr, rows_ptr, pieces_ptr,
     q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token, beta_head, out_token, out_head,
     page_stride, head_stride, pages,
     KEYS: tl.constexpr, KEYS_PADDED: tl.constexpr, VALUES: tl.constexpr, VALUES_BLOCK: tl.constexpr,
-    DELTA: tl.constexpr,
+    GROUP: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     """The same for rows of one token: no products of matrices, the state is read once and written once."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -124,8 +198,8 @@ def heads_step(
     own = (kk < KEYS)[:, None] & (vv < VALUES)[None, :]
     inside = head * head_stride + kk[:, None] * VALUES + vv[None, :]
     state = _take(pages_ptr + page * page_stride + inside, is_new, own)
-    q = tl.load(q_ptr + token * q_token + head * q_head + kk, mask=kk < KEYS, other=0.0)
-    k = tl.load(k_ptr + token * k_token + head * k_head + kk, mask=kk < KEYS, other=0.0)
+    q = tl.load(q_ptr + token * q_token + head // GROUP * q_head + kk, mask=kk < KEYS, other=0.0)
+    k = tl.load(k_ptr + token * k_token + head // GROUP * k_head + kk, mask=kk < KEYS, other=0.0)
     v = tl.load(v_ptr + token * v_token + head * v_head + vv, mask=vv < VALUES, other=0.0)
     state *= tl.exp(tl.load(g_ptr + token * g_token + head * g_head))
     # A delta net adds what the state does not know yet.

@@ -67,6 +67,9 @@ class Mamba2(Mixer):
         gate_TC, xBC_TC, dt_TH = projected.split([self._inner, self._inner + 2 * self._shared, self._heads], dim=-1)
         xBC_TC = self._convolve(xBC_TC)
         q_TGK, k_TGK, x_THV, decay_TH = self._around.mamba2_inputs(xBC_TC, dt_TH, self._A, self._bias, self._sizes)
+        if xBC_TC.dtype is torch.bfloat16 and xBC_TC.is_cuda:
+            # As they are: kernels of a GPU read half the bytes, and nothing is rounded.
+            k_TGK, q_TGK = xBC_TC[:, self._inner :].unflatten(-1, (2, self._groups, -1)).unbind(1)
         if self._groups_span_ranks:
             q_TGK, k_TGK = q_TGK[:, self._group_of_head], k_TGK[:, self._group_of_head]
         inputs = q_TGK, k_TGK, x_THV, decay_TH
