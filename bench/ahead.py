@@ -5,7 +5,7 @@
 Prints one JSON object per kernel and shape: registers and shared memory, what is spilled to slow memory (there should
 be nothing), and which instructions multiply matrices (HGMMA is Hopper's own, HMMA the older one). What is compiled is
 what `TritonBackend`, `TritonStates`, `TritonSampling` and `tokenwise/triton.py` launch. Exits with 1 if a kernel asks
-for more memory than there is, or spills; attention in float32 may, which is there to judge others.
+for more memory than there is, or spills; prompts in float32 may, which is there to judge others.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from intarsia.kernels.sampling.triton import LIST_TOKENS, LIST_WARPS, WARPS, Tri
 from intarsia.kernels.state.triton import (
     BFLOAT16_LAUNCH,
     LAUNCHES,
-    PRECISION,
+    PRECISIONS,
     TritonStates,
     prompt_block,
     step_block,
@@ -38,6 +38,14 @@ from intarsia.kernels.toolchain.triton import LEAST_DOT, power_of_two
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """What a program may use at most, by compute capability."""
+
+SPILLS_A_LITTLE = {
+    "mamba-2 bf16 (prompt)": 16,
+    "attend bf16 gpt-oss sinks (prompt)": 64,
+    "attend fp16 gpt-oss sinks (prompt)": 64,
+}
+"""Bytes, with Triton 3.9; none with 3.6, with which both were the fastest on an H100: 571 us where what spills nothing
+with either takes 1,000, and 1,461 where it takes 1,762."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -218,17 +226,17 @@ def _states() -> Iterator[Variant]:
         yield Variant(f"{name} (step)", kernels.heads_step, types(kernels.heads_step, "fp32"), step, 4, 3)
         prompt = common | {
             "VALUES_BLOCK": prompt_block(launch, keys, values), "CHUNK": launch.chunk_tokens, "DELTA": delta,
-            "PRECISION": PRECISION,
+            "PRECISION": PRECISIONS["gated_delta" if delta else "linear_attention"],
         }  # fmt: skip
         own = types(kernels.heads, "fp32")
-        yield Variant(f"{name} (prompt)", kernels.heads, own, prompt, launch.warps, launch.stages)
+        yield Variant(f"{name} fp32 (prompt)", kernels.heads, own, prompt, launch.warps, launch.stages)
     kernel, launch = kernels.shared_heads, BFLOAT16_LAUNCH
     constants = {
         "KEYS": 128, "KEYS_PADDED": 128, "VALUES": 64, "VALUES_BLOCK": prompt_block(launch, 128, 64), "GROUP": 128,
         "CHUNK": launch.chunk_tokens, "Q_TOKEN": 8448, "K_TOKEN": 8448, "V_TOKEN": 8192, "OUT_TOKEN": 8192,
     }  # fmt: skip
     own = types(kernel, "fp32") | {"q_ptr": "*bf16", "k_ptr": "*bf16"}
-    yield Variant("mamba-2 in bfloat16 (prompt)", kernel, own, constants, launch.warps, launch.stages)
+    yield Variant("mamba-2 bf16 (prompt)", kernel, own, constants, launch.warps, launch.stages)
     yield Variant(
         "selective scan",
         kernels.channels,
@@ -379,7 +387,8 @@ def main() -> None:
         if args.only not in variant.name:
             continue
         row = compiled(variant, args.capability)
-        may_spill = variant.name.startswith("attend fp32")
+        in_float32 = variant.name.startswith("attend fp32") or variant.name.endswith("fp32 (prompt)")
+        may_spill = in_float32 or row["spilled_bytes"] <= SPILLS_A_LITTLE.get(variant.name, 0)
         failed |= row["spilled_bytes"] > 0 and not may_spill
         failed |= row["shared_bytes"] > SHARED_BYTES[args.capability]
         print(json.dumps(row), flush=True)

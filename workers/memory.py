@@ -112,6 +112,13 @@ def is_lack_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's way to say so on a CPU
 
 
+def is_of_the_device(error: Exception) -> bool:
+    """Whether a GPU raised it, or what drives one: it says nothing about what it was asked to compute."""
+    return isinstance(error, torch.AcceleratorError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in ("CUDA", "captur", "mempool"))
+    )
+
+
 def spare_bytes(
     memory: DeviceMemory, share: float, work: Callable[[], object], trial_bytes: int, unseen_bytes: int = 0
 ) -> int:

@@ -117,6 +117,12 @@ def _times(a, b, total):
 
 
 @triton.jit
+def _numbers(first, kk, vv, KEYS: tl.constexpr, VALUES: tl.constexpr):
+    """Where the state of a head lies in its page, and which of it is no padding."""
+    return first + kk[:, None] * VALUES + vv[None, :], (kk < KEYS)[:, None] & (vv < VALUES)[None, :]
+
+
+@triton.jit
 def shared_heads(
     q_ptr, k_ptr, v_ptr, g_ptr, out_ptr, pages_ptr, rows_ptr, pieces_ptr,
     q_head, k_head, v_head, g_token, g_head, out_head,
@@ -138,8 +144,7 @@ def shared_heads(
         return
     kk = tl.arange(0, KEYS_PADDED)
     vv = tl.program_id(2) * VALUES_BLOCK + tl.arange(0, VALUES_BLOCK)
-    own = (kk < KEYS)[:, None] & (vv < VALUES)[None, :]
-    inside = head * head_stride + kk[:, None] * VALUES + vv[None, :]
+    inside, own = _numbers(head * head_stride, kk, vv, KEYS, VALUES)
     state = _take(pages_ptr + page * page_stride + inside, is_new, own)
     t = tl.arange(0, CHUNK)
     q_ptr += head // GROUP * q_head
@@ -147,15 +152,20 @@ def shared_heads(
     v_ptr += head * v_head
     g_ptr += head * g_head
     out_ptr += head * out_head
-    first, last = tl.load(rows_ptr + row * ROW + 4), tl.load(rows_ptr + row * ROW + 5)
-    for piece in tl.range(first, last, disable_licm=True):
+    for piece in tl.range(
+        tl.load(rows_ptr + row * ROW + 4), tl.load(rows_ptr + row * ROW + 5), disable_licm=True
+    ):  # fmt: skip
         start = tl.load(pieces_ptr + piece * PIECE).to(tl.int64)
         length = tl.load(pieces_ptr + piece * PIECE + 1)
         for at in tl.range(0, length, CHUNK, disable_licm=True):
             token = start + at
             live = t < length - at
-            key_mask = live[:, None] & (kk < KEYS)[None, :]
-            value_mask = live[:, None] & (vv < VALUES)[None, :]
+            key_mask = live[:, None]
+            value_mask = live[:, None]
+            if KEYS < KEYS_PADDED:
+                key_mask = key_mask & (kk < KEYS)[None, :]
+            if VALUES % VALUES_BLOCK > 0:
+                value_mask = value_mask & (vv < VALUES)[None, :]
             k_at = k_ptr + token * K_TOKEN + (t[:, None] * K_TOKEN + kk[None, :])
             q_at = q_ptr + token * Q_TOKEN + (t[:, None] * Q_TOKEN + kk[None, :])
             v_at = v_ptr + token * V_TOKEN + (t[:, None] * V_TOKEN + vv[None, :])
@@ -173,10 +183,16 @@ def shared_heads(
             seen = tl.dot(q, tl.trans(k)) * between
             out = _times(q, state, tl.zeros((CHUNK, VALUES_BLOCK), tl.float32)) * since_start
             out = tl.dot(seen, v, out, input_precision="bf16x3")
-            state = _times(tl.trans(k), v * to_end, state * tl.exp(end))
             out_at = out_ptr + token * OUT_TOKEN + (t[:, None] * OUT_TOKEN + vv[None, :])
             tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=value_mask)
+            state = _times(tl.trans(k), v * to_end, state * tl.exp(end))
+        nothing = tl.load(pieces_ptr + piece * PIECE + 3)
+        inside, own = _numbers(head * head_stride, kk + nothing, vv, KEYS, VALUES)
         _save(state, pages_ptr + inside, pieces_ptr, piece, page_stride, own)
+    # Computed anew from a zero that the compiler does not know: kept for so long, they would take registers.
+    nothing = tl.load(rows_ptr + row * ROW + 6)
+    start, length, page, is_new = _row(rows_ptr, row + nothing, pages)
+    inside, own = _numbers(head * head_stride, kk + nothing, vv, KEYS, VALUES)
     tl.store(pages_ptr + page * page_stride + inside, state.to(pages_ptr.dtype.element_ty), mask=own)
 
 

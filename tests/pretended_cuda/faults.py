@@ -19,3 +19,8 @@ class Race(DeviceFault):
 
 class ForbiddenWhileRecording(DeviceFault):
     """Something that needs the host, while a graph is recorded."""
+
+
+class OutsideMemory(DeviceFault):
+    """A kernel touches memory that belongs to none of its tensors. A GPU may give what happens to lie there, or end the
+    process."""

@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from triton.runtime.interpreter import InterpretedFunction, _patch_lang
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, _patch_lang
 
 from .device import current_device
-from .faults import MixedDevices, MixedDtypes
+from .faults import MixedDevices, MixedDtypes, OutsideMemory
 from .ledger import Kind
 from .places import place
 from .tensors import DeviceTensor, on_host
@@ -21,7 +21,11 @@ _one_at_a_time = threading.Lock()  # the interpreter keeps the place of a progra
 _taken_over: set[Any] = set()
 """Functions for which Triton's language was taken over by the interpreter in this launch."""
 
+_memory: list[tuple[int, int]] = []
+"""Of the tensors of this launch, from and to: all that it may read and write."""
+
 _interpret = InterpretedFunction.run
+_load, _store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 
 
 def _launch(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
@@ -34,7 +38,11 @@ def _launch(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: 
         host_kwargs = {name: on_host(value) for name, value in kwargs.items()}
         with _one_at_a_time, _disable_current_modes():
             _taken_over.clear()
-            _interpret(kernel, *host_args, grid=grid, warmup=warmup, **host_kwargs)
+            _memory[:] = _memory_of(host_args, host_kwargs)
+            try:
+                _interpret(kernel, *host_args, grid=grid, warmup=warmup, **host_kwargs)
+            except OutsideMemory as fault:
+                raise OutsideMemory(f"the launch of '{kernel.__name__}' at {at} {fault}") from None
 
     tensors = [value.host for value in named.values() if isinstance(value, DeviceTensor)]
     current_device().compute(Kind.LAUNCH, run, tensors, at)
@@ -55,6 +63,32 @@ def _judge(kernel: Any, named: dict[str, Any], at: str) -> None:
             raise MixedDtypes(f"the launch of '{kernel.__name__}' at {at} mixes kinds of numbers: {found}")
 
 
+def _memory_of(args: list[Any], kwargs: dict[str, Any]) -> list[tuple[int, int]]:
+    storages = [value.untyped_storage() for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    return [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+
+
+def _checked(pointers: Any, mask: Any, how: str) -> None:
+    """What lanes that are not masked touch lies in one of the tensors, wherever values come from that are not used."""
+    touched = pointers.data if mask.data.all() else pointers.data[mask.data]
+    if touched.size == 0:
+        return
+    size = pointers.get_element_ty().primitive_bitwidth // 8
+    low, high = int(touched.min()), int(touched.max()) + size
+    if not any(start <= low and high <= end for start, end in _memory):
+        raise OutsideMemory(f"{how} memory outside of its tensors")
+
+
+def _checked_load(builder: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+    _checked(pointers, mask, "reads")
+    return _load(builder, pointers, mask, *others)
+
+
+def _checked_store(builder: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
+    _checked(pointers, mask, "writes")
+    return _store(builder, pointers, value, mask, *others)
+
+
 def _call_within(kernel: Any, *args: Any, **kwargs: Any) -> Any:
     """A function that a kernel calls. Triton would take over its language anew for each call, a fifth of the time."""
     if kernel.fn not in _taken_over:
@@ -66,3 +100,4 @@ def _call_within(kernel: Any, *args: Any, **kwargs: Any) -> Any:
 def install() -> None:
     for name, function in (("run", _launch), ("__call__", _call_within)):
         setattr(InterpretedFunction, name, function)
+    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = _checked_load, _checked_store

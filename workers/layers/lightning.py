@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...kernels.mixers import Function
@@ -32,6 +33,9 @@ class Lightning(Mixer):
         hidden = hidden_states[0]
         qkv = self._activated(module.qkv_proj(hidden)).unflatten(-1, (len(self._decay_H), -1))
         q_THK, k_THK, v_THV = qkv.split(module.head_dim, dim=-1)
+        if hidden.dtype is torch.bfloat16 and hidden.is_cuda:
+            # As transformers has them: kernels of a GPU multiply them as they are.
+            q_THK, k_THK = q_THK.to(hidden.dtype), k_THK.to(hidden.dtype)
         decay_TH = self._decay_H.expand(len(hidden), -1)
         out = self._states.scan(self._layer, 0, LINEAR_ATTENTION, (), (q_THK, k_THK, v_THV, decay_TH))
         out = module.norm(out.flatten(1).to(hidden.dtype))

@@ -27,7 +27,7 @@ from ..layers.attention import IMPLEMENTATION, PagedAttention
 from ..layers.cross import CrossAttention
 from ..layers.patches import patch_rotary_dim
 from ..layers.states import PagedStates
-from ..memory import is_lack_of_memory
+from ..memory import is_lack_of_memory, is_of_the_device
 from ..pictures.tiling import tile_tokens
 from ..tensor_parallel import TensorParallel
 from .families import WITH_ENCODER
@@ -59,14 +59,14 @@ def load_model(
 def blaming_config(model_dir: str) -> Iterator[None]:
     """A config may be within bounds and still describe no model. transformers and torch then raise errors of any kind.
 
-    Raises `UnsupportedModel` with their words. Lack of memory stays what it is.
+    Raises `UnsupportedModel` with their words. Lack of memory stays what it is, and so does a fault of a device.
     """
     try:
         yield
     except (IntarsiaError, ConnectionError):
         raise
     except Exception as error:
-        if is_lack_of_memory(error):
+        if is_lack_of_memory(error) or is_of_the_device(error):
             raise
         logger.debug("what was raised for %s", model_dir, exc_info=True)
         raise UnsupportedModel(
