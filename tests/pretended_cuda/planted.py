@@ -89,6 +89,14 @@ def queries_are_of_another_kind() -> Any:
     return _before_attention(lambda q, *others: (q.to(torch.bfloat16), *others))
 
 
+def pages_are_read_behind_their_end() -> Any:
+    def mistake(q: Tensor, pages: Tensor, params: Any, meta: Any, out: Tensor) -> tuple:
+        plan = replace(meta.plan, block_table=meta.plan.block_table + len(pages))
+        return q, pages, params, replace(meta, plan=plan), out
+
+    return _before_attention(mistake)
+
+
 @contextmanager
 def one_pinned_buffer_for_all_uploads() -> Iterator[None]:
     buffer = torch.empty(1 << 16, dtype=torch.uint8).pin_memory()
@@ -256,6 +264,7 @@ PLANTED: dict[str, Planted] = {
         Planted(attention_has_a_shape_of_its_numbers),
         Planted(attention_allocates_by_a_length),
         Planted(queries_are_of_another_kind),
+        Planted(pages_are_read_behind_their_end),
         Planted(one_pinned_buffer_for_all_uploads),
         Planted(tokens_are_read_before_they_arrive),
         Planted(sampler_adds_a_host_tensor),

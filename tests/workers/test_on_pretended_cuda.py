@@ -243,6 +243,7 @@ FOUND = {
     "attention_has_a_shape_of_its_numbers": f"{REFUSED}{WAITS} at {HERE}",
     "attention_allocates_by_a_length": f"{REFUSED}{WAITS} at {HERE}",
     "queries_are_of_another_kind": "the launch of 'attend' at kernels/paged_attention/triton.py:",
+    "pages_are_read_behind_their_end": "reads memory outside of its tensors",
     "one_pinned_buffer_for_all_uploads": f"the pinned buffer that {HERE}",
     "tokens_are_read_before_they_arrive": "reads what kernels/transfer.py:",
     "sampler_adds_a_host_tensor": f"aten.add.Tensor at {HERE}",
