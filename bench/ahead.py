@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from intarsia.kernels.mixers import triton as mixers
 from intarsia.kernels.paged_attention.triton import MERGED_AT_ONCE, Shape, Size, TritonBackend, precision_of, shape_for
 from intarsia.kernels.products import triton as products
 from intarsia.kernels.sampling.triton import LIST_TOKENS, LIST_WARPS, WARPS, TritonSampling, shift_of
@@ -68,6 +69,7 @@ def variants(dtypes: Sequence[str]) -> Iterator[Variant]:
         yield from _attention(dtype)
         yield from _tokenwise(dtype)
     yield from _states()
+    yield from _mixers()
     yield from _products()
     for dtype in dtypes:
         yield from _sampling(dtype)
@@ -249,7 +251,7 @@ def _states() -> Iterator[Variant]:
         "convolution",
         kernels.convolve,
         types(kernels.convolve, "bf16"),
-        {"WINDOW": 3, "TOKENS": TILE_TOKENS, "BLOCK": 128},
+        {"WINDOW": 3, "TOKENS": TILE_TOKENS, "BLOCK": 128, "SILU": True},
         4,
         1,
     )
@@ -261,6 +263,30 @@ def _states() -> Iterator[Variant]:
         4,
         1,
     )
+
+
+def _mixers() -> Iterator[Variant]:
+    """Around states of Bamba 9B, and of Qwen3-Next."""
+    kernels = mixers._kernels()
+    numbers = {"qkv_ptr", "a_ptr", "b_ptr", "x_ptr", "dt_ptr", "gate_ptr", "factor_ptr"}
+
+    def types(kernel: Any, *others: str) -> dict[str, str]:
+        floats = {name for name in kernel.arg_names if name.endswith("_ptr")} - numbers - {*others}
+        found = _types(kernel, numbers | {*others}, "bf16", floats)
+        return found | {name: "fp32" for name in ("least", "most", "key_scale", "eps") if name in found}
+
+    delta = {"KEY_HEADS": 16, "KEYS": 128, "KEYS_PADDED": 128, "HEADS": 32, "VALUES": 128, "VALUES_PADDED": 128}
+    yield Variant("mixer delta inputs", kernels.delta_inputs, types(kernels.delta_inputs), delta, 1, 3)
+    inputs = {"INNER": 8192, "VALUES": 64, "BLOCK": mixers.BLOCK}
+    yield Variant("mixer mamba-2 inputs", kernels.mamba2_inputs, types(kernels.mamba2_inputs), inputs, 4, 3)
+    function = {"WIDTH": 8192, "FUNCTION": 0, "HAS_FACTOR": False, "BLOCK": mixers.BLOCK}
+    yield Variant("mixer time steps", kernels.mapped, types(kernels.mapped), function, 4, 3)
+    for name, order, width, skips, rounds in (("bamba", 2, 8192, True, False), ("qwen3-next", 1, 128, False, True)):
+        norm = {
+            "CHANNELS": 8192, "WIDTH": width, "BLOCK": width, "ORDER": order, "HAS_SKIP": skips, "ROUNDS": rounds
+        }  # fmt: skip
+        warps = mixers.warps_of(width)
+        yield Variant(f"mixer norm {name}", kernels.gated_norm, types(kernels.gated_norm, "out_ptr"), norm, warps, 3)
 
 
 def _products() -> Iterator[Variant]:

@@ -1,4 +1,4 @@
-"""What a state mixer does around its recurrence in plain torch: what the fast ways must equal; the way on a GPU."""
+"""What a state mixer does around its recurrence in plain torch: what the fast ways must equal."""
 
 import torch
 import torch.nn.functional as F

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..tensors import dense
@@ -60,6 +59,7 @@ class TritonStates:
         self._kernels: Any = states
         self._run = {
             CONVOLUTION.name: self._convolve,
+            SILU_CONVOLUTION.name: self._convolve,
             LINEAR_ATTENTION.name: self._heads,
             GATED_DELTA.name: self._heads,
             SELECTIVE_SCAN.name: self._channels,
@@ -79,14 +79,12 @@ class TritonStates:
         meta: Work[Tensor],
     ) -> Tensor:  # fmt: skip
         # What goes on around a recurrence is torch's.
-        if recurrence is SILU_CONVOLUTION:
-            return F.silu(self.scan(CONVOLUTION, pages, constants, inputs, meta))
         if recurrence is GATED_CONVOLUTION:
             before, x, after = inputs
             return after * self.scan(CONVOLUTION, pages, constants, (before * x,), meta)
         run = self._run[recurrence.name]
         inputs = [dense(values) for values in inputs]
-        out = torch.empty_like(inputs[_OUT_LIKE[recurrence.name]], memory_format=torch.contiguous_format)
+        out = torch.empty_like(inputs[_OUT_LIKE.get(recurrence.name, 0)], memory_format=torch.contiguous_format)
         for rows in (meta.singles, meta.longer):
             if len(rows):
                 run(recurrence, pages, constants, inputs, rows, meta, out)
@@ -146,8 +144,8 @@ class TritonStates:
         )  # fmt: skip
 
     def _convolve(
-        self, _: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor], rows: Tensor,
-        meta: Work[Tensor], out: Tensor,
+        self, recurrence: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor],
+        rows: Tensor, meta: Work[Tensor], out: Tensor,
     ) -> None:  # fmt: skip
         weight, bias = constants
         (x,) = inputs
@@ -158,15 +156,15 @@ class TritonStates:
         self._kernels.convolve[parts, blocks](
             weight.contiguous(), bias, x, out, pages, rows, meta.tiles,
             x.stride(0), out.stride(0), pages.stride(0), slots, count,
-            WINDOW=window, TOKENS=1 if is_single else TILE_TOKENS, BLOCK=block,
+            WINDOW=window, TOKENS=1 if is_single else TILE_TOKENS, BLOCK=block, SILU=recurrence is SILU_CONVOLUTION,
         )  # fmt: skip
         self._kernels.shift[len(rows), blocks](
             x, pages, rows, meta.pieces, x.stride(0), pages.stride(0), slots, count, WINDOW=window, BLOCK=block
         )
 
 
-_OUT_LIKE = {CONVOLUTION.name: 0, LINEAR_ATTENTION.name: 2, GATED_DELTA.name: 2, SELECTIVE_SCAN.name: 0}
-"""The input that has the output's shape."""
+_OUT_LIKE = {LINEAR_ATTENTION.name: 2, GATED_DELTA.name: 2}
+"""The input that has the output's shape, where it is not the first."""
 
 PRECISIONS = {LINEAR_ATTENTION.name: "tf32x3", GATED_DELTA.name: "tf32"}
 """Of the matrix products of prompts in float32. Linear attention comes here where a model computes in float32, which

@@ -265,9 +265,9 @@ def channels(
 @triton.jit
 def convolve(
     weight_ptr, bias_ptr, x_ptr, out_ptr, pages_ptr, rows_ptr, tiles_ptr, x_token, out_token, page_stride, pages, count,
-    WINDOW: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """A short convolution of each channel. Grid (tiles, C / BLOCK), or (N, C / BLOCK) where TOKENS is 1.
+    """A short convolution of each channel, and its SiLU. Grid (tiles, C / BLOCK), or (N, C / BLOCK) where TOKENS is 1.
 
     weight [C,WINDOW+1]  bias [C]  x, out [T,C]  pages [pages,C,WINDOW]: the latest inputs, which `shift` renews after.
     """
@@ -299,7 +299,11 @@ def convolve(
         )
         before = tl.where(is_new, 0.0, before)
         total += tl.where((back >= 0)[:, None], recent, before).to(tl.float32) * weight[None, :]
-    tl.store(out_ptr + (start + t)[:, None] * out_token + c[None, :], total.to(out_ptr.dtype.element_ty), mask=own)
+    total = total.to(out_ptr.dtype.element_ty)
+    if SILU:  # of what was rounded, as modules of transformers have it
+        wide = total.to(tl.float32)
+        total = (wide / (1.0 + tl.exp(-wide))).to(total.dtype)
+    tl.store(out_ptr + (start + t)[:, None] * out_token + c[None, :], total, mask=own)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from intarsia.workers.cpu import linear
     from intarsia.workers.cpu.experts import pack_experts
     from intarsia.workers.cpu.threads import Threads
+    from intarsia.workers.layers import states
     from intarsia.workers.models import load
 
     monkeypatch.setattr(TritonBackend, "capabilities", replace(TritonBackend.capabilities, devices=frozenset({"cpu"})))
@@ -25,6 +26,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonSampling, "devices", frozenset({"cpu"}))
     monkeypatch.setattr(NativeSampling, "devices", frozenset())
     monkeypatch.setitem(tokenwise._OPERATIONS, "cpu", tokenwise.triton)
+    monkeypatch.setitem(states.AROUND, "cpu", states.AROUND["cuda"])
     monkeypatch.setattr(linear, "linear_kind", lambda *_: None)
     monkeypatch.setattr(load, "pack_experts", lambda module, _, *others: pack_experts(module, GPU, *others))
     monkeypatch.setattr(Threads, "learn", lambda *_: None)  # of a CPU, by steps that take long in an interpreter

@@ -44,6 +44,7 @@ class Mamba2(Mixer):
         self._sizes = Mamba2Sizes(self._heads, module.head_dim, self._groups, module.ssm_state_size, limits)
         self._group_width = module.head_dim * heads_per_group
         self._norm = self._norm_of(module)
+        self._in_scale: float = getattr(module, "ssm_in_multiplier", 1.0)
         self._scales = getattr(module, "mup_vector", None)
         if self._scales is not None and parallel.size > 1:
             sections = self.sections(module, parallel.size)["in_proj"]
@@ -61,15 +62,15 @@ class Mamba2(Mixer):
 
     def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         module = self._module
-        projected = module.in_proj(hidden_states[0] * getattr(module, "ssm_in_multiplier", 1.0))
+        hidden_TD = hidden_states[0]
+        if self._in_scale != 1.0:
+            hidden_TD = hidden_TD * self._in_scale
+        projected = module.in_proj(hidden_TD)
         if self._scales is not None:
             projected = projected * self._scales.flatten()
         gate_TC, xBC_TC, dt_TH = projected.split([self._inner, self._inner + 2 * self._shared, self._heads], dim=-1)
         xBC_TC = self._convolve(xBC_TC)
         q_TGK, k_TGK, x_THV, decay_TH = self._around.mamba2_inputs(xBC_TC, dt_TH, self._A, self._bias, self._sizes)
-        if xBC_TC.dtype is torch.bfloat16 and xBC_TC.is_cuda:
-            # As they are: kernels of a GPU read half the bytes, and nothing is rounded.
-            k_TGK, q_TGK = xBC_TC[:, self._inner :].unflatten(-1, (2, self._groups, -1)).unbind(1)
         if self._groups_span_ranks:
             q_TGK, k_TGK = q_TGK[:, self._group_of_head], k_TGK[:, self._group_of_head]
         inputs = q_TGK, k_TGK, x_THV, decay_TH

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from ...kernels.mixers import cpu, reference
+from ...kernels.mixers import cpu, reference, triton
 from ...kernels.state import (
     CONVOLUTION,
     GATED_CONVOLUTION,
@@ -31,6 +31,9 @@ from ..tensor_parallel import Section, TensorParallel
 
 CONV, RECURRENT = 0, 1
 """Places of the tensors of a state; a mixer with one tensor has it at 0."""
+
+AROUND: dict[str, Any] = {"cpu": cpu, "cuda": triton}
+"""What computes on one kind of device what goes on around recurrences."""
 
 Save = tuple[int, int, int, int]
 """(slot, group, tokens, block): see `Step.saves`."""
@@ -140,7 +143,8 @@ class Mixer:
         self._layer: int = module.layer_idx
         self._activate = ACT2FN[getattr(module, "activation", "silu")]
         self._is_silu = is_silu(self._activate)
-        self._is_native = cpu.is_available() and next(module.parameters()).device.type == "cpu"
+        around = AROUND.get(next(module.parameters()).device.type)
+        self._fast = around if around is not None and around.is_available() else None
 
     @staticmethod
     def sections(module: Any, ranks: int) -> dict[str, Sequence[Section]]:
@@ -152,17 +156,17 @@ class Mixer:
 
     @property
     def _around(self) -> Any:
-        """How what goes on around a recurrence is computed: in C++ on a CPU, otherwise by torch."""
-        return cpu if self._is_native and not torch.compiler.is_compiling() else reference
+        """How what goes on around a recurrence is computed: in few calls, or by torch."""
+        return reference if self._fast is None or torch.compiler.is_compiling() else self._fast
 
     def _convolve(self, x_TC: Tensor) -> Tensor:
         """Convolved and activated."""
-        if self._is_silu and self._around is cpu:
+        if self._is_silu and self._around is not reference:
             return self._convolve_by(SILU_CONVOLUTION, x_TC)
         return self._activate(self._convolve_by(CONVOLUTION, x_TC))
 
     def _convolve_gated(self, before_TC: Tensor, x_TC: Tensor, after_TC: Tensor) -> Tensor:
-        if self._around is cpu:
+        if self._around is not reference:
             return self._convolve_by(GATED_CONVOLUTION, before_TC, x_TC, after_TC)
         return after_TC * self._convolve_by(CONVOLUTION, before_TC * x_TC)
 
