@@ -35,6 +35,10 @@ COMPILE_FLAGS = (
     "-fPIC",
     "-c",
 )
+NO_NARROW_ARITHMETIC = "-mno-avx512fp16"
+"""Else compilers compute in float16 what is written in float32 and stored in float16, here and not there, so the last
+bits of a row depend on how many tokens it has."""
+
 LINK_FLAGS = ("-shared", "-fopenmp")
 
 NARROWER = {"avx2": ("-mno-avx512f",), "default": ("-mno-avx512f", "-mno-avx2")}
@@ -111,7 +115,18 @@ def _version(compiler: str) -> str:
 
 
 def _compile_flags() -> tuple[str, ...]:
-    return COMPILE_FLAGS + NARROWER.get(os.environ.get("ATEN_CPU_CAPABILITY", ""), ())
+    own = (NO_NARROW_ARITHMETIC,) if _takes(_compiler(), NO_NARROW_ARITHMETIC) else ()
+    return COMPILE_FLAGS + own + NARROWER.get(os.environ.get("ATEN_CPU_CAPABILITY", ""), ())
+
+
+@functools.cache
+def _takes(compiler: str, flag: str) -> bool:
+    """Older compilers, and those for other processors, do not know all flags."""
+    try:
+        _run([compiler, flag, "-x", "c++", "-fsyntax-only", os.devnull])
+    except Unavailable:
+        return False
+    return True
 
 
 def _compiler() -> str:
