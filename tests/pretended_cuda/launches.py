@@ -100,4 +100,5 @@ def _call_within(kernel: Any, *args: Any, **kwargs: Any) -> Any:
 def install() -> None:
     for name, function in (("run", _launch), ("__call__", _call_within)):
         setattr(InterpretedFunction, name, function)
-    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = _checked_load, _checked_store
+    for name, function in (("create_masked_load", _checked_load), ("create_masked_store", _checked_store)):
+        setattr(InterpreterBuilder, name, function)
