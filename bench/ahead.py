@@ -285,7 +285,7 @@ def _mixers() -> Iterator[Variant]:
         norm = {
             "CHANNELS": 8192, "WIDTH": width, "BLOCK": width, "ORDER": order, "HAS_SKIP": skips, "ROUNDS": rounds
         }  # fmt: skip
-        warps = mixers.warps_of(width)
+        warps = tokenwise.row_warps(width)
         yield Variant(f"mixer norm {name}", kernels.gated_norm, types(kernels.gated_norm, "out_ptr"), norm, warps, 3)
 
 

@@ -47,6 +47,15 @@ class LocalWorkers:
         await asyncio.Event().wait()
         raise AssertionError
 
+    @property
+    def refusal(self) -> str | None:
+        """Why decode steps are not recorded, if they are not."""
+        runner = self.worker._runner
+        assert runner is not None
+        if runner.graphs is None:
+            return "no steps of this model are recorded"
+        return runner.graphs.refusal or next(iter(runner.graphs.refusals.values()), None)
+
     async def start_step(self, step: Step) -> StepResult:
         assert Step.unpack(step.pack()) == step
         ongoing = self.worker.launch(Step.unpack(step.pack()))

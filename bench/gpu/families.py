@@ -150,7 +150,7 @@ async def _answered(way: Way, scene: Any, expected: list[list[int]]) -> Row:
     with mock.patch.object(StepTimes, "prefill_us", lambda self, tokens: 1e9):
         answers = [await ask(), await ask()]
     stats = engine.stats
-    row: Row = {"not_recorded": _refusal(workers), "preemptions": stats.preemptions, "swaps": stats.swaps}
+    row: Row = {"not_recorded": workers.refusal, "preemptions": stats.preemptions, "swaps": stats.swaps}
     pairs = [
         (token, wanted)
         for each in answers
@@ -164,13 +164,6 @@ async def _answered(way: Way, scene: Any, expected: list[list[int]]) -> Row:
     if not engine.recount().all_free:
         row[WRONG] = "blocks are still held"
     return row
-
-
-def _refusal(workers: Any) -> str | None:
-    graphs = workers.worker._runner.graphs
-    if graphs is None:
-        return "no steps are recorded"
-    return graphs.refusal or next(iter(graphs.refusals.values()), None)
 
 
 if __name__ == "__main__":

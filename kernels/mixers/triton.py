@@ -9,12 +9,11 @@ from torch import Tensor
 
 from ..tensors import dense
 from ..toolchain import triton as gpu
-from ..toolchain.triton import power_of_two
+from ..toolchain.triton import power_of_two, row_warps
 from .protocol import DeltaSizes, Function, GatedNorm, Mamba2Sizes, Order
 
 BLOCK = 1024
 """Numbers of a program where rows may be cut."""
-NUMBERS_OF_A_THREAD = 16
 
 
 def is_available() -> bool:
@@ -93,14 +92,9 @@ def gated_norm(y_TC: Tensor, gate_TC: Tensor, norm: GatedNorm, skip: tuple[Tenso
     _kernels().gated_norm[len(y_TC), -(-channels // width)](
         y_TC, gate_TC, weight, D_C, x_TC, out, y_TC.stride(0), gate_TC.stride(0), x_TC.stride(0), norm.eps,
         CHANNELS=channels, WIDTH=width, BLOCK=block, ORDER=int(norm.order), HAS_SKIP=skip is not None,
-        ROUNDS=norm.rounds, num_warps=warps_of(block),
+        ROUNDS=norm.rounds, num_warps=row_warps(block),
     )  # fmt: skip
     return out
-
-
-def warps_of(block: int) -> int:
-    """Of a program that holds so many numbers."""
-    return min(max(block // (32 * NUMBERS_OF_A_THREAD), 1), 16)
 
 
 def _new(like: Tensor, *shape: int) -> Tensor:

@@ -40,6 +40,12 @@ def _save(state, pages, pieces_ptr, piece, page_stride, own):
 
 
 @triton.jit
+def _numbers(first, kk, vv, KEYS: tl.constexpr, VALUES: tl.constexpr):
+    """Where the state of a head lies in its page, and which of it is no padding."""
+    return first + kk[:, None] * VALUES + vv[None, :], (kk < KEYS)[:, None] & (vv < VALUES)[None, :]
+
+
+@triton.jit
 def heads(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, out_ptr, pages_ptr, rows_ptr, pieces_ptr,
     q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token, beta_head, out_token, out_head,
@@ -60,8 +66,7 @@ def heads(
         return
     kk = tl.arange(0, KEYS_PADDED)
     vv = tl.program_id(2) * VALUES_BLOCK + tl.arange(0, VALUES_BLOCK)
-    own = (kk < KEYS)[:, None] & (vv < VALUES)[None, :]
-    inside = head * head_stride + kk[:, None] * VALUES + vv[None, :]
+    inside, own = _numbers(head * head_stride, kk, vv, KEYS, VALUES)
     state = _take(pages_ptr + page * page_stride + inside, is_new, own)
     t = tl.arange(0, CHUNK)
     for piece in range(tl.load(rows_ptr + row * ROW + 4), tl.load(rows_ptr + row * ROW + 5)):
@@ -114,12 +119,6 @@ def _times(a, b, total):
     high = b.to(tl.bfloat16)
     low = (b - high.to(tl.float32)).to(tl.bfloat16)
     return tl.dot(a, high, tl.dot(a, low, total))
-
-
-@triton.jit
-def _numbers(first, kk, vv, KEYS: tl.constexpr, VALUES: tl.constexpr):
-    """Where the state of a head lies in its page, and which of it is no padding."""
-    return first + kk[:, None] * VALUES + vv[None, :], (kk < KEYS)[:, None] & (vv < VALUES)[None, :]
 
 
 @triton.jit
@@ -211,8 +210,7 @@ def heads_step(
         return
     kk = tl.arange(0, KEYS_PADDED)
     vv = tl.program_id(2) * VALUES_BLOCK + tl.arange(0, VALUES_BLOCK)
-    own = (kk < KEYS)[:, None] & (vv < VALUES)[None, :]
-    inside = head * head_stride + kk[:, None] * VALUES + vv[None, :]
+    inside, own = _numbers(head * head_stride, kk, vv, KEYS, VALUES)
     state = _take(pages_ptr + page * page_stride + inside, is_new, own)
     q = tl.load(q_ptr + token * q_token + head // GROUP * q_head + kk, mask=kk < KEYS, other=0.0)
     k = tl.load(k_ptr + token * k_token + head // GROUP * k_head + kk, mask=kk < KEYS, other=0.0)

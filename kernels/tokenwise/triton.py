@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..tensors import dense
 from ..toolchain import triton as gpu
-from ..toolchain.triton import power_of_two
+from ..toolchain.triton import power_of_two, row_warps
 from .protocol import Activation, Norm, Places, Rotary
 
 ANGLES_OF_ANY_DTYPE = True
@@ -70,11 +70,6 @@ def _add_norm(
         BEFORE_ROUNDS_FIRST=before is not None and before.rounds_first,
         num_warps=row_warps(block),
     )  # fmt: skip
-
-
-def row_warps(block: int) -> int:
-    """Of a program that holds a whole row: 16 numbers for each thread, so that many loads are in flight."""
-    return min(max(block // 512, 1), 16)
 
 
 # -- activations -----------------------------------------------------------------------------------------------------

@@ -45,3 +45,8 @@ def is_interpreted() -> bool:
 def power_of_two(number: int) -> int:
     """The least one that is not below `number`."""
     return 1 << max(0, number - 1).bit_length()
+
+
+def row_warps(block: int) -> int:
+    """Of a program that holds a whole row: 16 numbers for each thread, so that many loads are in flight."""
+    return min(max(block // 512, 1), 16)

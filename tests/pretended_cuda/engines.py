@@ -126,15 +126,6 @@ class PretendedWorkers(LocalWorkers):
         model: Any = self.worker._model
         return model.module.config.get_text_config().num_hidden_layers
 
-    @property
-    def refusal(self) -> str | None:
-        """Why decode steps are not recorded, if they are not."""
-        runner = self.worker._runner
-        assert runner is not None
-        if runner.graphs is None:
-            return "no steps of this model are recorded"
-        return runner.graphs.refusal or next(iter(runner.graphs.refusals.values()), None)
-
 
 def _launched(rank: Rank, payload: bytes) -> tuple[OngoingStep, Costs]:
     """In the rank's thread."""
