@@ -16,7 +16,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from intarsia.kernels import mixers, products, tokenwise
+from intarsia.kernels.mixers import triton as mixers
+from intarsia.kernels.products import triton as products
+from intarsia.kernels.tokenwise import triton as tokenwise
 from intarsia.kernels.toolchain import triton as gpu
 from intarsia.tests.local import LocalWorkers, make_engine
 from intarsia.tests.models import make_checkpoint
@@ -124,7 +126,7 @@ def kernels_of_layers(path: Path, monkeypatch: pytest.MonkeyPatch, **settings: A
         backends: list[Any] = [runner.model.attention.backend, runner.model.states._backend]
         for backend in backends:
             patch.setattr(backend, "_kernels", Launches(backend._kernels, count))
-        for operations in (tokenwise.triton, products.triton, mixers.triton):
+        for operations in (tokenwise, products, mixers):
             kernels = Launches(operations._kernels(), count)
             patch.setattr(operations, "_kernels", lambda kernels=kernels: kernels)
         decode(runner, count)
