@@ -4,7 +4,7 @@ looked up here.
 
 from collections.abc import Mapping
 
-_NOT_QUANTISED = "weights are served as float32, bfloat16 or float16, and mxfp4 is unpacked; take such a checkpoint"
+_NOT_QUANTISED = "how weights are packed is read from the checkpoint; leave it out"
 _NO_LORA = "adapters (LoRA) are not served; merge them into the checkpoint"
 _NO_DRAFTS = "there is no speculative decoding; leave it out"
 _TOOLS = "tools are understood by the form that the checkpoint's template has; leave it out"

@@ -46,7 +46,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "serve {tmp}/bad-json": ("config.json", "not readable JSON"),
     "serve {tmp}/bert": ("bert is not a family", "Gemma 3", "--allow-generic"),
     "serve {tmp}/no-type": ("no model_type",),
-    "serve {tmp}/fp8": ("quantised weights (fp8)", "mxfp4", "bfloat16"),
+    "serve {tmp}/exl3": ("quantised weights that are not read: its method is exl3", "fp8", "bfloat16"),
     "serve {tmp}/bad-tokenizer": ("the tokenizer in {tmp}/bad-tokenizer cannot be read",),
     "serve demo --tokenizer {tmp}/empty": ("{tmp}/empty", "tokenizer.json"),
     "serve demo --tokenizer some/where": ("some/where", "hf download some/where"),
@@ -106,7 +106,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "serve demo --config {tmp}/unknown.yaml": ("sets max_num_seq,", "Did you mean max_num_seqs?"),
     "serve demo --seed 3": ("no --seed", "each request says it for itself"),
     "serve demo --enable-lora": ("no --enable-lora", "merge them"),
-    "serve demo --quantization fp8": ("no --quantization", "bfloat16"),
+    "serve demo --quantization fp8": ("no --quantization", "checkpoint"),
     "serve --model demo": ("no --model", "intarsia serve MODEL_DIR"),
     "serve demo --tool-call-parser hermes": ("no --tool-call-parser", "leave it out"),
     "serve demo -pp 2": ("no -pp", "--tensor-parallel-size"),
@@ -227,7 +227,7 @@ def _make_models(tmp: Path) -> None:
     (copy("bad-json") / "config.json").write_text("{")
     copy("bert", model_type="bert")
     copy("no-type", model_type=None)
-    copy("fp8", quantization_config={"quant_method": "fp8"})
+    copy("exl3", quantization_config={"quant_method": "exl3"})
     (copy("bad-tokenizer") / "tokenizer.json").write_text('{"version": "1.0"}')
     hub = tmp / "hub-home" / "hub" / "models--half--loaded"
     (hub / "refs").mkdir(parents=True)

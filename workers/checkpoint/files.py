@@ -1,13 +1,15 @@
 """A checkpoint directory: is it one, and where in its files does a tensor lie? Free of torch until a tensor is read."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import ModelNotFound, UnsupportedModel
+from ...errors import ModelNotFound
 from .config_schema import check_config, check_tensors
 from .json_file import MIB, clipped, corrupt, parse_object, quote, read_bytes, read_object, size_of
+from .packed.description import read_description
+from .packed.formats import find_packed
 from .safetensors_header import StoredTensor, read_headers
 from .side_files import check_side_files
 
@@ -22,9 +24,6 @@ MAX_INDEX_BYTES = 24 * MIB
 MAX_FILES = 4096
 MAX_FILE_NAME_CHARS = 255
 
-UNPACKED_METHODS = ("mxfp4",)
-"""Quantised weights that are unpacked on loading."""
-
 
 class Checkpoint:
     """The safetensors files of one directory. Reading a slice reads only that slice."""
@@ -37,14 +36,21 @@ class Checkpoint:
         self.path = Path(model_dir)
         _check_folder(self.path)
         self.config = read_config(self.path / CONFIG)
-        _refuse_quantised(self.path, self.config)
+        self.description = read_description(self.path, self.config)
         check_side_files(self.path)
         self._tensors = _find_tensors(self.path)
+        self.packed = find_packed(self._tensors, self.description)
         check_tensors(self.config, {name: tensor.shape for name, tensor in self._tensors.items()}, self.path)
         self._open_files: dict[str, Any] = {}
 
     def names(self) -> Iterable[str]:
         return self._tensors.keys()
+
+    def stored(self, name: str) -> StoredTensor:
+        return self._tensors[name]
+
+    def file_of(self, name: str) -> Path:
+        return self.path / self._tensors[name].file
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape
@@ -82,17 +88,6 @@ def _check_folder(path: Path) -> None:
         )
     if not holds_config:
         raise ModelNotFound(f"{path} has no config.json, so it is no Hugging Face checkpoint", field="model")
-
-
-def _refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:
-    quantization = config.get("quantization_config")
-    method = quantization.get("quant_method", "unknown") if quantization is not None else None
-    if quantization is not None and method not in UNPACKED_METHODS:
-        raise UnsupportedModel(
-            f"{path} holds quantised weights ({clipped(str(method))}); only {', '.join(UNPACKED_METHODS)} can be read. "
-            "Use a float32, bfloat16 or float16 checkpoint of the model.",
-            field="model",
-        )
 
 
 def _find_tensors(path: Path) -> dict[str, StoredTensor]:

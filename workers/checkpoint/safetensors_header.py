@@ -38,6 +38,7 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     start: int
     stop: int
+    dtype: str  # as safetensors calls it
 
 
 def read_headers(folder: Path, files: Iterable[str]) -> Iterator[StoredTensor]:
@@ -85,11 +86,12 @@ def _tensor(file: str, name: str, said: Any) -> StoredTensor:
     if len(name) > MAX_NAME_CHARS:
         raise corrupt(f"the name of a tensor, {quote(name)}, has {len(name)} characters; the limit is {MAX_NAME_CHARS}")
     try:
-        bits, shape, (start, stop) = BITS_OF[said["dtype"]], said["shape"], said["data_offsets"]
+        dtype, shape, (start, stop) = said["dtype"], said["shape"], said["data_offsets"]
+        bits = BITS_OF[dtype]
         told = type(shape) is list and len(shape) <= MAX_DIMS
         told = told and all([type(n) is int and n >= 0 for n in (*shape, start, stop)])
     except (KeyError, TypeError, ValueError):
-        bits, shape, start, stop, told = 0, [], 0, 0, False
+        dtype, bits, shape, start, stop, told = "", 0, [], 0, 0, False
     if not told:
         raise corrupt(
             f"tensor {quote(name)} must have a dtype that is known, a shape of at most {MAX_DIMS} whole numbers, and "
@@ -97,7 +99,7 @@ def _tensor(file: str, name: str, said: Any) -> StoredTensor:
         )
     if math.prod(shape) * bits != (stop - start) * 8:
         raise corrupt(f"tensor {quote(name)} of shape {clipped(str(shape))} cannot be bytes {start} to {stop}")
-    return StoredTensor(name, file, tuple(shape), start, stop)
+    return StoredTensor(name, file, tuple(shape), start, stop, dtype)
 
 
 def _check_layout(tensors: list[StoredTensor], data_bytes: int) -> None:

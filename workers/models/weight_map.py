@@ -6,7 +6,7 @@ together is, so that reading a slice of a parameter still reads only that slice 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,8 +22,13 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from ...errors import UnsupportedModel
+from ...errors import CorruptCheckpoint, UnsupportedModel
 from ..checkpoint.files import Checkpoint
+from ..checkpoint.packed.formats import SHORT, USED_ELSEWHERE, Packed
+from .unpacked import Unpacked, table_of_pairs
+
+SCALE_LIKE = re.compile("scale|zero|qweight|packed|_blocks|g_idx")
+"""Last names of tensors that say how others are to be read."""
 
 
 class Source(Protocol):
@@ -121,22 +126,19 @@ class Mxfp4:
         return _from_mxfp4(self.blocks.read(stored, start, stop), self.scales.read(stored, start, stop))
 
 
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
 def _from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """[experts, outputs, groups, 16] and [experts, outputs, groups] -> [experts, groups * 32, outputs], bfloat16."""
-    values = torch.tensor([*FP4_VALUES, *(-v for v in FP4_VALUES)], dtype=torch.bfloat16)
-    low, high = values[(blocks & 15).int()], values[(blocks >> 4).int()]
-    pairs = torch.stack((low, high), dim=-1).flatten(-2)
+    pairs = table_of_pairs().bfloat16()[blocks.int()].flatten(-2)
     exponents = (scales.int() - 127).unsqueeze(-1)
     return torch.ldexp(pairs, exponents).flatten(-2).transpose(1, 2)
 
 
-def find_sources(module: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Source]:
+def find_sources(module: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Source]:
     """Full name of a parameter or buffer of `module` -> where it comes from. Other tensors of the files are left out.
 
-    Raises `UnsupportedModel` when transformers puts a family's tensors together in a way that is not known here.
+    dtype: of the numbers of packed weights
+    Raises `UnsupportedModel` when transformers puts a family's tensors together in a way that is not known here, and
+    `CorruptCheckpoint` for numbers of a parameter that nothing says how to read.
     """
     transforms = get_model_conversion_mapping(module, add_legacy=False)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
@@ -144,36 +146,75 @@ def find_sources(module: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, S
     wanted = module.state_dict()
     sources: dict[str, Source] = {}
     pieces: dict[str, dict[str, list[str]]] = {}  # parameter -> pattern -> stored names
-    # Each stored tensor is a parameter, or a piece of one, or of no use here.
-    for stored in checkpoint.names():
+
+    def parameter_of(stored: str) -> tuple[str | None, str | None]:
         name, pattern = rename_source_key(stored, renamings, converters, module.base_model_prefix, wanted)
-        name = _in_text_model(name, wanted)
+        return _in_text_model(name, wanted), pattern
+
+    # Each stored tensor, and each weight that several make, is a parameter, or a piece of one, or of no use here.
+    stored_sources = _stored_sources(checkpoint, dtype)
+    for stored, source in stored_sources.items():
+        name, pattern = parameter_of(stored)
         if name is None:
+            _check_unused(checkpoint, stored, parameter_of)
             continue
+        if isinstance(source, Stored) and wanted[name].is_floating_point():
+            _check_plain(checkpoint, stored)
         if pattern is None:
-            sources[name] = Stored(checkpoint, stored)
+            sources[name] = source
         else:
             pieces.setdefault(name, {}).setdefault(pattern, []).append(stored)
     # Pieces are put together in the order in which their pattern numbers them.
     for name, by_pattern in pieces.items():
         converter = next(c for c in converters if set(by_pattern) <= set(c.source_patterns))
         ordered = [sorted(by_pattern.get(pattern, ()), key=_numbers) for pattern in converter.source_patterns]
-        sources[name] = _put_together(checkpoint, name, ordered, converter.operations)
-    # What is still missing may be stored in four bits.
-    for name in wanted:
-        if (
-            name not in sources
-            and (blocks := sources.get(f"{name}_blocks"))
-            and (scales := sources.get(f"{name}_scales"))
-        ):
-            sources[name] = Mxfp4(blocks, scales)
+        parts = [[stored_sources[each] for each in names] for names in ordered if names]
+        sources[name] = _put_together(name, parts, converter.operations)
     return sources
 
 
-def _put_together(
-    checkpoint: Checkpoint, name: str, stored: Sequence[Sequence[str]], operations: Sequence[Any]
-) -> Source:
-    parts: list[list[Source]] = [[Stored(checkpoint, one) for one in names] for names in stored if names]
+def _stored_sources(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Source]:
+    """Of weights, by the names that they have or would have in a file of 16-bit numbers."""
+    packed = checkpoint.packed
+    found: dict[str, Source] = {
+        name: Stored(checkpoint, name) for name in checkpoint.names() if name not in packed.taken
+    }
+    for name, weight in packed.weights.items():
+        if isinstance(weight, Packed):
+            found[name] = Unpacked(checkpoint, weight, dtype)
+        else:
+            found[name] = Mxfp4(Stored(checkpoint, weight.codes), Stored(checkpoint, weight.scale))
+    return found
+
+
+def _check_plain(checkpoint: Checkpoint, stored: str) -> None:
+    """Numbers of a weight that need a scale, or are packed, must not be taken for the weight."""
+    tensor = checkpoint.stored(stored)
+    if tensor.dtype in SHORT:
+        said = checkpoint.description
+        told = "nothing describes them" if said is None else f"{said.place} does not"
+        raise CorruptCheckpoint(
+            f"{checkpoint.path / tensor.file}: {stored} holds {tensor.dtype} {list(tensor.shape)}, and no scheme that "
+            f"is known says how these become weights; {told}. Scales may be missing, or have another name.",
+            field="model",
+        )
+
+
+def _check_unused(checkpoint: Checkpoint, stored: str, parameter_of: Callable[[str], tuple[str | None, Any]]) -> None:
+    """A scale that is never read makes a weight of the model wrong, unless it belongs to a part that is not loaded."""
+    module, _, last = stored.rpartition(".")
+    if last in USED_ELSEWHERE or not SCALE_LIKE.search(last):
+        return
+    of_weight = [f"{module}.weight", f"{module}.{re.sub('_(scale.*|blocks|scales)$', '', last)}"]
+    if any(parameter_of(each)[0] is not None for each in of_weight):
+        raise CorruptCheckpoint(
+            f"{checkpoint.file_of(stored)}: {stored} would never be read: no scheme that is known has it beside the "
+            f"tensors of {module}. Weights without it would be wrong.",
+            field="model",
+        )
+
+
+def _put_together(name: str, parts: list[list[Source]], operations: Sequence[Any]) -> Source:
     for operation in operations:
         if isinstance(operation, MergeModulelist) and operation.dim == 0:
             parts = [[Stacked(tuple(group))] for group in parts]
@@ -188,9 +229,8 @@ def _put_together(
 
 def _in_text_model(name: str, wanted: dict[str, Any]) -> str | None:
     """A text model may be read from the checkpoint of a multimodal model around it."""
-    plain = re.sub(r"_(blocks|scales)$", "", name)
     for prefix, instead in (("", ""), ("language_model.", ""), ("model.language_model.", "model.")):
-        if plain.startswith(prefix) and instead + plain.removeprefix(prefix) in wanted:
+        if name.startswith(prefix) and instead + name.removeprefix(prefix) in wanted:
             return instead + name.removeprefix(prefix)
     return None
 

@@ -34,7 +34,7 @@ def fill_weights(
 ) -> None:
     """Give every parameter its memory: this rank's slice, read from the files. Tied parameters share theirs."""
     styles = styles_of(module, config, parallel)
-    sources = find_sources(module, checkpoint)
+    sources = find_sources(module, checkpoint, dtype)
     module.tie_weights()
     total = sum(empty.numel() for empty in module.parameters())
     done = 0

@@ -1,0 +1,307 @@
+"""Checkpoints in fewer bits, each with a twin that holds the same weights as plain numbers.
+
+What transformers makes of the twin is the truth: no quantiser takes part in it. Numbers of a twin are computed here by
+the formula of each format, element by element, and not by what is tested.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+"""By what stands behind the module's name."""
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+GROUP = 32
+BLOCK = 24, 40
+"""Divides none of the tiny models' sizes, so that the last blocks are partial."""
+
+LINEAR = re.compile(r".*(proj|proj_\w+|_linear|\bw[123]|fc\d?|dense)\.weight")
+"""Weights that are packed. Routers, embeddings and norms are not, and the narrow ones of delta nets are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One way to pack a weight, and what config.json says of it."""
+
+    config: Mapping[str, Any]
+    pack: Callable[[Tensor], tuple[Tensors, Tensor]]
+    """[rows, columns] float32 -> stored tensors, and the numbers that they stand for, float32."""
+
+    group: int = 1
+    """What columns are a multiple of, else a weight stays as it is; rows too where words lie along them."""
+
+    rows: int = 1
+
+
+def make_twins(source: Path, folder: Path, format: Format, only: Callable[[str], bool] = lambda name: True) -> Path:
+    """Writes folder/packed and folder/plain of a checkpoint. Returns the folder."""
+    for kind in ("packed", "plain"):
+        shutil.copytree(source, folder / kind, dirs_exist_ok=True)
+    plain = {name: tensor.float() for name, tensor in load_file(source / "model.safetensors").items()}
+    packed = dict(plain)
+    count = 0
+    for name, weight in list(plain.items()):
+        if not LINEAR.fullmatch(name) or weight.dim() != 2 or not only(name):
+            continue
+        if weight.shape[1] % format.group or weight.shape[0] % format.rows:
+            continue
+        tensors, plain[name] = format.pack(weight)
+        del packed[name]
+        module = name.removesuffix(".weight")
+        packed |= {f"{module}.{suffix}": tensor.contiguous() for suffix, tensor in tensors.items()}
+        count += 1
+    assert count, "nothing was packed"
+    for kind, tensors in (("packed", packed), ("plain", plain)):
+        save_file(tensors, folder / kind / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": dict(format.config)}
+    (folder / "packed" / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+# -- floats of 8 bits ------------------------------------------------------------------------------------------------
+
+
+def e4m3(values: Tensor) -> Tensor:
+    return values.clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def fp8_blocks(weight: Tensor) -> tuple[Tensors, Tensor]:
+    rows, columns = weight.shape
+    shape = -(-rows // BLOCK[0]), -(-columns // BLOCK[1])
+    scale = torch.empty(shape)
+    codes, plain = torch.empty(rows, columns, dtype=torch.float8_e4m3fn), torch.empty(rows, columns)
+    for i in range(shape[0]):
+        for j in range(shape[1]):
+            place = slice(i * BLOCK[0], (i + 1) * BLOCK[0]), slice(j * BLOCK[1], (j + 1) * BLOCK[1])
+            scale[i, j] = (weight[place].abs().max() / 448).bfloat16().float()
+            codes[place] = e4m3(weight[place] / scale[i, j])
+            plain[place] = codes[place].float() * scale[i, j]
+    return {"weight": codes, "weight_scale_inv": scale.bfloat16()}, plain
+
+
+def fp8_rows(weight: Tensor) -> tuple[Tensors, Tensor]:
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    codes = e4m3(weight / scale)
+    return {"weight": codes, "weight_scale": scale}, codes.float() * scale
+
+
+def fp8_tensor(weight: Tensor) -> tuple[Tensors, Tensor]:
+    scale = weight.abs().max() / 448
+    codes = e4m3(weight / scale)
+    stored = {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(0.02)}
+    return stored, codes.float() * scale
+
+
+def mxfp8(weight: Tensor) -> tuple[Tensors, Tensor]:
+    groups = weight.unflatten(1, (-1, 32))
+    exponent = torch.floor(torch.log2(groups.abs().amax(-1))) - 8
+    codes = e4m3(groups / torch.exp2(exponent).unsqueeze(-1))
+    plain = codes.float() * torch.exp2(exponent).unsqueeze(-1)
+    return {"weight": codes.flatten(1), "weight_scale": (exponent + 127).to(torch.uint8)}, plain.flatten(1)
+
+
+def int8_rows(weight: Tensor) -> tuple[Tensors, Tensor]:
+    scale = (weight.abs().amax(1, keepdim=True) / 127).bfloat16().float()
+    codes = (weight / scale).round().clamp(-128, 127).to(torch.int8)
+    return {"weight": codes, "weight_scale": scale.bfloat16()}, codes.float() * scale
+
+
+# -- integers in words -----------------------------------------------------------------------------------------------
+
+
+def in_words(codes: Tensor, dim: int, order: tuple[int, ...] | None = None, bits: int = 4) -> Tensor:
+    """Integers side by side along `dim`; order: in which place of its word the first, second, .. is."""
+    each = 32 // bits
+    codes = codes.long().movedim(dim, -1)
+    length = codes.shape[-1]
+    codes = torch.nn.functional.pad(codes, (0, -length % each)).unflatten(-1, (-1, each))
+    words = torch.zeros(codes.shape[:-1], dtype=torch.int64)
+    for i, place in enumerate(order or range(each)):
+        words |= codes[..., i] << (bits * place)
+    words = torch.where(words >= 2**31, words - 2**32, words)
+    return words.to(torch.int32).movedim(-1, dim)
+
+
+def groups_of(weight: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [rows, columns], scales and zero points [rows, groups], all such that (code - zero) * scale is meant."""
+    groups = weight.unflatten(1, (-1, GROUP))
+    top = 2**bits - 1
+    if symmetric:
+        scale = groups.abs().amax(-1) / (top / 2)
+        zero = torch.full_like(scale, 2 ** (bits - 1))
+    else:
+        low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        scale = (high - low) / top
+        zero = (-low / scale).round().clamp(1, top)
+    scale = scale.half().float()
+    codes = ((groups / scale.unsqueeze(-1)).round() + zero.unsqueeze(-1)).clamp(0, top)
+    return codes.flatten(1), scale, zero
+
+
+def meant(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    return ((codes.unflatten(1, (-1, GROUP)) - zero.unsqueeze(-1)) * scale.unsqueeze(-1)).flatten(1)
+
+
+def ct_int(weight: Tensor, bits: int = 4, symmetric: bool = True) -> tuple[Tensors, Tensor]:
+    codes, scale, zero = groups_of(weight, bits, symmetric)
+    stored = {
+        "weight_packed": in_words(codes, 1, bits=bits),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    if not symmetric:
+        stored["weight_zero_point"] = in_words(zero, 0, bits=bits)
+    return stored, meant(codes, scale, zero)
+
+
+def awq(weight: Tensor) -> tuple[Tensors, Tensor]:
+    codes, scale, zero = groups_of(weight, 4, symmetric=False)
+    order = (0, 4, 1, 5, 2, 6, 3, 7)  # column 1 in the fifth place
+    stored = {
+        "qweight": in_words(codes.T, 1, order),
+        "qzeros": in_words(zero.T, 1, order),
+        "scales": scale.T.half(),
+    }
+    return stored, meant(codes, scale, zero)
+
+
+def gptq(weight: Tensor, version: int = 1, symmetric: bool = True, shuffled: bool = False) -> tuple[Tensors, Tensor]:
+    columns = weight.shape[1]
+    order = (
+        torch.randperm(columns, generator=torch.Generator().manual_seed(columns)) if shuffled else torch.arange(columns)
+    )
+    codes, scale, zero = groups_of(weight[:, order], 4, symmetric)
+    plain = torch.empty_like(weight)
+    plain[:, order] = meant(codes, scale, zero)
+    in_place = torch.empty_like(codes)
+    in_place[:, order] = codes
+    group_of = torch.empty(columns, dtype=torch.int32)
+    group_of[order] = torch.arange(columns, dtype=torch.int32) // GROUP
+    stored = {
+        "qweight": in_words(in_place.T, 0),
+        "qzeros": in_words(zero.T - int(version == 1), 1),
+        "scales": scale.T.half(),
+        "g_idx": group_of,
+    }
+    return stored, plain
+
+
+# -- floats of 4 bits ------------------------------------------------------------------------------------------------
+
+
+def e2m1(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and what they mean: the nearest."""
+    nearest = (values.abs().unsqueeze(-1) - E2M1).abs().argmin(-1)
+    return nearest + 8 * (values < 0), E2M1[nearest] * torch.where(values < 0, -1.0, 1.0)
+
+
+def in_bytes(codes: Tensor) -> Tensor:
+    low, high = codes[:, 0::2], codes[:, 1::2]
+    return (low | (high << 4)).to(torch.uint8)
+
+
+def nvfp4(weight: Tensor, by: str) -> tuple[Tensors, Tensor]:
+    groups = weight.unflatten(1, (-1, 16))
+    divisor = 2688 / weight.abs().max()
+    scale = e4m3(groups.abs().amax(-1) / 6 * divisor)
+    if by == "compressed-tensors":
+        whole = scale.float() / divisor
+        about = {"weight_global_scale": divisor.view(1)}
+    else:
+        whole = scale.float() * (1 / divisor)
+        about = {"weight_scale_2": 1 / divisor, "input_scale": torch.tensor(0.01)}
+    codes, values = e2m1(groups / whole.unsqueeze(-1))
+    name = "weight_packed" if by == "compressed-tensors" else "weight"
+    stored = {name: in_bytes(codes.flatten(1)), "weight_scale": scale, **about}
+    return stored, (values * whole.unsqueeze(-1)).flatten(1)
+
+
+def mxfp4(weight: Tensor) -> tuple[Tensors, Tensor]:
+    groups = weight.unflatten(1, (-1, 32))
+    exponent = torch.ceil(torch.log2(groups.abs().amax(-1) / 6))
+    codes, values = e2m1(groups / torch.exp2(exponent).unsqueeze(-1))
+    stored = {"weight_packed": in_bytes(codes.flatten(1)), "weight_scale": (exponent + 127).to(torch.uint8)}
+    return stored, (values * torch.exp2(exponent).unsqueeze(-1)).flatten(1)
+
+
+# -- what config.json says -------------------------------------------------------------------------------------------
+
+
+def of_compressed_tensors(kind: str, weights: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False, **weights}}
+        },
+        "ignore": ["lm_head"],
+        **more,
+    }
+
+
+def of_gptq(version: int = 1, symmetric: bool = True, shuffled: bool = False) -> dict[str, Any]:
+    return {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": GROUP,
+        "sym": symmetric,
+        "desc_act": shuffled,
+        "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
+    }
+
+
+INTEGERS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+
+FORMATS: dict[str, Format] = {
+    "fp8-blocks": Format({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK)}, fp8_blocks),
+    "fp8-rows": Format(
+        of_compressed_tensors("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}), fp8_rows
+    ),
+    "fp8-modelopt": Format({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8_tensor),
+    "mxfp8": Format({"quant_method": "modelopt", "quant_algo": "MXFP8"}, mxfp8, 32),
+    "int8": Format(
+        of_compressed_tensors("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}), int8_rows
+    ),
+    "w4a16": Format(of_compressed_tensors("pack-quantized", INTEGERS), ct_int, GROUP),
+    "w4a16-zero-points": Format(
+        of_compressed_tensors("pack-quantized", {**INTEGERS, "symmetric": False}),
+        lambda weight: ct_int(weight, symmetric=False),
+        GROUP,
+    ),
+    "w8a16": Format(
+        of_compressed_tensors("pack-quantized", {**INTEGERS, "num_bits": 8}), lambda weight: ct_int(weight, 8), GROUP
+    ),
+    "awq": Format(
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, awq, GROUP, 8
+    ),
+    "gptq": Format(of_gptq(), gptq, GROUP, 8),
+    "gptq-zero-points": Format(
+        of_gptq(symmetric=False), lambda weight: gptq(weight, symmetric=False), GROUP, 8
+    ),
+    "gptq-v2-by-activation": Format(
+        of_gptq(2, shuffled=True), lambda weight: gptq(weight, 2, shuffled=True), GROUP, 8
+    ),
+    "nvfp4": Format(
+        of_compressed_tensors(
+            "nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+        ),
+        lambda weight: nvfp4(weight, "compressed-tensors"),
+        16,
+    ),
+    "nvfp4-modelopt": Format(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"}, lambda weight: nvfp4(weight, "modelopt"), 16
+    ),
+    "mxfp4": Format(
+        of_compressed_tensors("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "group_size": 32}), mxfp4, 32
+    ),
+}  # fmt: skip

@@ -1,0 +1,356 @@
+"""Which tensors of the files make one packed weight, seen by their names, kinds of numbers and shapes.
+
+    mlp.up_proj.weight            F8_E4M3 [N, K]       ┐ one weight [N, K], whose numbers are
+    mlp.up_proj.weight_scale_inv  BF16 [N/128, K/128]  ┘ those of the first times those of the second
+
+Every tensor of a packed weight goes along the rows of the weight, its columns, both or none, and one entry covers some
+of them. So any slice of the weight says which slices of the tensors are to be read, rounded outward.
+
+What is stored in fewer bits and is no part of such a weight is refused before anything is read, and so is a scale that
+no weight has: both would give wrong numbers, and nothing else would tell.
+
+Suffixes: N rows (outputs)    K columns (inputs)    g columns that share a scale
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ....errors import UnsupportedModel
+from ..json_file import corrupt
+from ..safetensors_header import StoredTensor
+from .description import Description, Integers
+
+E4M3, E8M0, FLOATS = ("F8_E4M3",), ("F8_E8M0", "U8"), ("F32", "BF16", "F16")
+SHORT = frozenset({"F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F6_E2M3", "F6_E3M2", "F4",
+                   "I8", "U8", "I16", "U16", "I32", "U32"})  # fmt: skip
+"""Kinds of numbers that no plain weight has."""
+
+GROUP_OF = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}
+AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7
+"""Which of a word's eight integers is the first column, the second, ..."""
+
+
+class Along(NamedTuple):
+    """A dimension of a tensor that goes along the weight's rows or columns."""
+
+    dim: int
+    per: int = 1  # of the weight's, which one entry covers
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stored tensor of a packed weight. Without rows or columns one entry is for all of them."""
+
+    name: str
+    rows: Along | None = None
+    columns: Along | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A weight of the model, [rows, columns] as an `nn.Linear` has it, in fewer bits."""
+
+    name: str
+    format: str
+    shape: tuple[int, int]
+    parts: Mapping[str, Part]
+    """`codes`, `scale` and, where there are such, `zero`, `factor`, `divisor`, `group_of`."""
+
+    bits: int = 8
+    order: tuple[int, ...] = ()
+    """Of packed integers: which of a word's is the first. Empty: from the lowest bits on."""
+
+    zero: int = 0
+    """What is subtracted from a code, beside what `zero` stores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Experts of gpt-oss as released, [experts, rows, columns]: see `weight_map.Mxfp4`."""
+
+    name: str
+    codes: str
+    scale: str
+
+
+class _Found:
+    """The tensors of one module, by what stands behind the module's name."""
+
+    def __init__(self, module: str, tensors: Mapping[str, StoredTensor], description: Description | None):
+        self.module = module
+        self.tensors = tensors
+        self.description = description
+
+    def has(self, suffix: str, dtypes: Iterable[str] = ()) -> bool:
+        found = self.tensors.get(suffix)
+        return found is not None and (not dtypes or found.dtype in dtypes)
+
+    def name(self, suffix: str) -> str:
+        return f"{self.module}.{suffix}"
+
+    def shape(self, suffix: str) -> tuple[int, ...]:
+        return self.tensors[suffix].shape
+
+    def matrix(self, suffix: str) -> tuple[int, int]:
+        shape = self.shape(suffix)
+        if len(shape) != 2:
+            raise self.wrong(suffix, "two dimensions")
+        return shape[0], shape[1]
+
+    def need(self, suffix: str, dtypes: Iterable[str], what: str) -> StoredTensor:
+        """Raises `CorruptCheckpoint` if it is not there, or of other numbers."""
+        found = self.tensors.get(suffix)
+        if found is None:
+            raise corrupt(
+                f"{next(iter(self.tensors.values())).file} lacks {self.name(suffix)}, without which the {what} weight "
+                f"of {self.module} cannot be read. It holds {', '.join(sorted(self.tensors))} of it."
+            )
+        if found.dtype not in dtypes:
+            raise self.wrong(suffix, f"numbers of {' or '.join(dtypes)} for {what}")
+        return found
+
+    def expect(self, suffix: str, shape: tuple[int, ...], what: str) -> None:
+        if self.shape(suffix) != shape:
+            raise self.wrong(suffix, f"shape {list(shape)} as scheme {what} has it")
+
+    def wrong(self, suffix: str, wanted: str) -> Exception:
+        found = self.tensors[suffix]
+        return corrupt(f"{found.file}: {self.name(suffix)} is {found.dtype} {list(found.shape)}; it must have {wanted}")
+
+
+# -- the formats -------------------------------------------------------------------------------------------------------
+
+
+def _float8(found: _Found) -> Packed | None:
+    """One scale for the tensor, a row, a block of rows and columns, or (MX) 32 columns of a row."""
+    if not found.has("weight", E4M3):
+        return None
+    suffixes = "weight_scale_inv", "weight_scale", "qscale_weight", "scale"
+    suffix = next((each for each in suffixes if found.has(each)), suffixes[0])
+    shape = found.matrix("weight")
+    tensor = found.need(suffix, FLOATS + E8M0, "FP8")
+    block = found.description.block if found.description is not None else (0, 0)
+    if tensor.dtype == "U8":
+        found.expect(suffix, (shape[0], -(-shape[1] // 32)), "MXFP8")
+        return _plain(found, "mxfp8", shape, Part(found.name(suffix), Along(0), Along(1, 32)))
+    return _plain(found, "fp8", shape, _scale(found, suffix, shape, block))
+
+
+def _int8(found: _Found) -> Packed | None:
+    if not (found.has("weight", ("I8",)) and found.has("weight_scale")):
+        return None
+    shape = found.matrix("weight")
+    found.need("weight_scale", FLOATS, "INT8")
+    if found.has("weight_zero_point") and found.tensors["weight_zero_point"].dtype != "I8":
+        raise found.wrong("weight_zero_point", "numbers of I8")
+    packed = _plain(found, "int8", shape, _scale(found, "weight_scale", shape, (0, 0)))
+    if not found.has("weight_zero_point"):
+        return packed
+    return _with(packed, zero=_scale(found, "weight_zero_point", shape, (0, 0)))
+
+
+def _scale(found: _Found, suffix: str, shape: tuple[int, int], block: tuple[int, int]) -> Part:
+    """By its shape: of all, of a row, of a block."""
+    rows, columns = shape
+    stored, name = found.shape(suffix), found.name(suffix)
+    if math.prod(stored) == 1 and shape != (1, 1):
+        return Part(name)
+    if stored in ((rows,), (rows, 1)):
+        return Part(name, rows=Along(0))
+    if 0 in block:
+        raise found.wrong(suffix, f"one number, or one for each of {rows} rows")
+    blocks = -(-rows // block[0]), -(-columns // block[1])
+    if stored == blocks:
+        return Part(name, Along(0, block[0]), Along(1, block[1]))
+    if stored == (blocks[0], 1, blocks[1], 1):
+        return Part(name, Along(0, block[0]), Along(2, block[1]))
+    raise found.wrong(
+        suffix, f"one number, one for each of {rows} rows, or {list(blocks)}, one for each block of {list(block)}"
+    )
+
+
+def _plain(found: _Found, format: str, shape: tuple[int, int], scale: Part) -> Packed:
+    codes = Part(found.name("weight"), Along(0), Along(1))
+    return Packed(found.name("weight"), format, shape, {"codes": codes, "scale": scale})
+
+
+def _with(packed: Packed, **parts: Part) -> Packed:
+    return Packed(
+        packed.name, packed.format, packed.shape, {**packed.parts, **parts}, packed.bits, packed.order, packed.zero
+    )
+
+
+def _float4(found: _Found) -> Packed | None:
+    """Pairs of e2m1 in a byte: NVFP4 in both spellings, whose global scales are inverse to each other, and MXFP4."""
+    if found.has("weight_packed", ("U8",)):
+        codes, divisor, factor = "weight_packed", "weight_global_scale", None
+    elif found.has("weight", ("U8",)) and (found.has("weight_scale_2") or found.has("weight_scale", E4M3)):
+        codes, divisor, factor = "weight", None, "weight_scale_2"
+    elif found.has("weight", ("U8", "I8")) and found.has("scale", E8M0):
+        return _nibbles(found, "mxfp4", "weight", "scale")
+    else:
+        return None
+    scale = found.need("weight_scale", E4M3 + E8M0, "4-bit float")
+    if scale.dtype not in E4M3:
+        return _nibbles(found, "mxfp4", codes, "weight_scale")
+    packed = _nibbles(found, "nvfp4", codes, "weight_scale")
+    role, suffix = ("divisor", divisor) if divisor is not None else ("factor", factor)
+    assert suffix is not None
+    found.need(suffix, ("F32",), "NVFP4")
+    if math.prod(found.shape(suffix)) != 1:
+        raise found.wrong(suffix, "one number")
+    return _with(packed, **{role: Part(found.name(suffix))})
+
+
+def _nibbles(found: _Found, format: str, codes: str, scale: str) -> Packed:
+    rows, half = found.matrix(codes)
+    group = GROUP_OF[format]
+    found.expect(scale, (rows, -(-half * 2 // group)), format.upper())
+    parts = {
+        "codes": Part(found.name(codes), Along(0), Along(1, 2)),
+        "scale": Part(found.name(scale), Along(0), Along(1, group)),
+    }
+    return Packed(found.name("weight"), format, (rows, half * 2), parts, bits=4)
+
+
+def _words_by_rows(found: _Found) -> Packed | None:
+    """compressed-tensors: integers without a sign in words along the columns; zero points in words along rows."""
+    if not found.has("weight_packed", ("I32",)):
+        return None
+    said = _said(found)
+    rows, words = found.matrix("weight_packed")
+    each = 32 // said.bits
+    columns = words * each
+    groups = 1 if said.group is None else -(-columns // said.group)
+    found.need("weight_scale", FLOATS, "integer")
+    found.expect("weight_scale", (rows, groups), f"W{said.bits}A16 with groups of {said.group or columns}")
+    group = Along(1, said.group or columns)
+    parts = {
+        "codes": Part(found.name("weight_packed"), Along(0), Along(1, each)),
+        "scale": Part(found.name("weight_scale"), Along(0), group),
+    }
+    if found.has("weight_zero_point"):
+        found.need("weight_zero_point", ("I32",), "integer")
+        found.expect("weight_zero_point", (-(-rows // each), groups), f"W{said.bits}A16")
+        parts["zero"] = Part(found.name("weight_zero_point"), Along(0, each), group)
+    elif not said.is_symmetric:
+        found.need("weight_zero_point", ("I32",), "asymmetric integer")
+    if found.has("weight_g_idx"):
+        parts |= _order(found, "weight_g_idx", columns)
+    # A stored code is larger than the number by half the range; so is a zero point, so that both cancel out.
+    zero = 0 if "zero" in parts else 1 << (said.bits - 1)
+    return Packed(found.name("weight"), f"int{said.bits}", (rows, columns), parts, said.bits, (), zero)
+
+
+def _words_by_columns(found: _Found) -> Packed | None:
+    """AWQ, whose words lie along rows, and GPTQ, whose words lie along columns. Both store the weight turned."""
+    if not found.has("qweight", ("I32",)):
+        return None
+    said = _said(found)
+    each = 32 // said.bits
+    is_awq = found.description is not None and found.description.method in ("awq",)
+    stored = found.matrix("qweight")
+    rows, columns = (stored[1] * each, stored[0]) if is_awq else (stored[1], stored[0] * each)
+    if is_awq and said.bits != 4:
+        raise _cannot(found, "qweight", f"AWQ of {said.bits} bits")
+    what = f"{'AWQ' if is_awq else 'GPTQ'} with groups of {said.group or columns}"
+    group = said.group or columns
+    groups = -(-columns // group)
+    found.need("scales", FLOATS, what)
+    found.expect("scales", (groups, rows), what)
+    found.need("qzeros", ("I32",), what)
+    found.expect("qzeros", (groups, -(-rows // each)), what)
+    codes = (Along(1, each), Along(0)) if is_awq else (Along(1), Along(0, each))
+    parts = {
+        "codes": Part(found.name("qweight"), *codes),
+        "scale": Part(found.name("scales"), Along(1), Along(0, group)),
+        "zero": Part(found.name("qzeros"), Along(1, each), Along(0, group)),
+    }
+    if found.has("g_idx"):
+        parts |= _order(found, "g_idx", columns)
+    format = "awq" if is_awq else "gptq"
+    zero = 1 if said.zero_is_less_one else 0
+    return Packed(found.name("weight"), format, (rows, columns), parts, said.bits, AWQ_ORDER if is_awq else (), zero)
+
+
+def _order(found: _Found, suffix: str, columns: int) -> dict[str, Part]:
+    """Each column says which group it belongs to."""
+    found.need(suffix, ("I32", "I64"), "integer")
+    found.expect(suffix, (columns,), "GPTQ")
+    return {"group_of": Part(found.name(suffix), columns=Along(0))}
+
+
+def _said(found: _Found) -> Integers:
+    if found.description is None:
+        tensor = next(tensor for tensor in found.tensors.values() if tensor.dtype == "I32")
+        raise _cannot(found, tensor.name.removeprefix(f"{found.module}."), "packed integers")
+    return found.description.integers_of(found.module)
+
+
+def _cannot(found: _Found, suffix: str, what: str) -> UnsupportedModel:
+    tensor = found.tensors[suffix]
+    why = "and nothing in the folder describes them" if found.description is None else "which are not read"
+    return UnsupportedModel(
+        f"{tensor.file}: {tensor.name} ({tensor.dtype} {list(tensor.shape)}) holds {what}, {why}. Take another "
+        "checkpoint of the model.",
+        field="model",
+    )
+
+
+FORMATS: tuple[Callable[[_Found], Packed | None], ...] = (_float8, _int8, _float4, _words_by_rows, _words_by_columns)
+
+USED_ELSEWHERE = frozenset({
+    # Scales of activations, which stay in 16 bits here, and of caches.
+    "input_scale", "activation_scale", "input_global_scale", "input_zero_point", "qscale_act", "output_scale",
+    "k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "k_cache_scale",
+    "weight_shape",  # is that of the codes
+})  # fmt: skip
+
+
+# -- all of a checkpoint -----------------------------------------------------------------------------------------------
+
+
+class PackedTensors(NamedTuple):
+    """What is packed of a checkpoint, and what of its tensors says nothing more."""
+
+    weights: Mapping[str, Packed | Blocks]  # by the name of the weight that they make
+    taken: frozenset[str]  # stored tensors that are part of one, or not needed
+
+
+def find_packed(tensors: Mapping[str, StoredTensor], description: Description | None) -> PackedTensors:
+    """Raises `CorruptCheckpoint` for a weight that lacks a part or has one of another shape, and `UnsupportedModel` for
+    one that is packed in a way that is not known."""
+    modules: dict[str, dict[str, StoredTensor]] = {}
+    weights: dict[str, Packed | Blocks] = {}
+    taken: set[str] = set()
+    for name, tensor in tensors.items():
+        module, _, suffix = name.rpartition(".")
+        if suffix.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in tensors:
+            blocks = _blocks(name.removesuffix("_blocks"), tensors)
+            weights[blocks.name] = blocks
+            taken |= {blocks.codes, blocks.scale}
+        modules.setdefault(module, {})[suffix] = tensor
+    for module, own in modules.items():
+        if not any(tensor.dtype in SHORT for tensor in own.values()):
+            continue
+        found = _Found(module, own, description)
+        packed = next(filter(None, (read(found) for read in FORMATS)), None)
+        if packed is not None:
+            weights[packed.name] = packed
+            taken |= {part.name for part in packed.parts.values()}
+            taken |= {f"{module}.{suffix}" for suffix in own if suffix in USED_ELSEWHERE}
+    return PackedTensors(weights, frozenset(taken))
+
+
+def _blocks(name: str, tensors: Mapping[str, StoredTensor]) -> Blocks:
+    blocks = Blocks(name, f"{name}_blocks", f"{name}_scales")
+    codes, scale = tensors[blocks.codes], tensors[blocks.scale]
+    is_right = codes.dtype == "U8" and scale.dtype in E8M0 and len(codes.shape) == 4 and codes.shape[3] == 16
+    if not is_right or scale.shape != codes.shape[:3]:
+        raise corrupt(
+            f"{codes.file}: {codes.name} is {codes.dtype} {list(codes.shape)} and {scale.name} {scale.dtype} "
+            f"{list(scale.shape)}; of MXFP4 they are [experts, outputs, inputs / 32, 16] and the same without the last"
+        )
+    return blocks
