@@ -6,7 +6,8 @@ on how many there are, nor on the number of threads (`cpu_products.cpp`).
 
 import ctypes
 import functools
-from ctypes import c_char_p, c_int32, c_int64, c_void_p
+from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 
 from ..toolchain import cpp
 from ..toolchain.calls import Call
+from .codes import Codes
 from .protocol import PackedLinear
 
 PANEL_OUTPUTS = 64
@@ -23,11 +25,22 @@ PANEL_OUTPUTS = 64
 WORD_BYTES = 4
 
 
+class _Codes(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("codes", "scale", "zero", "factor")),
+        ("groups", c_int64),
+        *((name, c_int32) for name in ("code_kind", "scale_kind", "columns", "offset")),
+        ("middle", c_float),
+        ("divides", c_int32),
+    ]
+
+
 class _Product(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("x", "packed", "bias", "out", "first_row", "row_of")),
         *((name, c_int64) for name in ("rows", "x_stride")),
         *((name, c_int32) for name in ("groups", "outputs", "depth", "kind")),
+        ("codes", _Codes),
     ]
 
 
@@ -37,6 +50,8 @@ def _library() -> Any:
     if not isinstance(library, str):
         library.intarsia_pack.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int32]
         library.intarsia_combine.argtypes = [c_void_p] * 4 + [c_int64] * 3 + [c_int32]
+        library.intarsia_expand.argtypes = [c_void_p, c_void_p, c_int64, c_void_p]
+        library.intarsia_product.argtypes = [c_void_p]
         library.intarsia_unpack.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int32]
     return library
 
@@ -121,6 +136,108 @@ class PackedWeights:
         return out
 
 
+SCALE_KINDS = {
+    torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3, torch.uint8: 4,
+    torch.float8_e8m0fnu: 4,
+}  # fmt: skip
+"""As `decode.h` counts them."""
+
+
+class PackedCodes(PackedWeights):
+    """Weights in fewer bits, in panels: a thread decodes a part of one just before its rows meet it."""
+
+    def __init__(self, codes: Codes, dtype: torch.dtype, biases: Tensor | None = None):
+        """codes: [N,K] or [E,N,K]. dtype: of the rows to come, and of results. biases: [E,N]"""
+        self.groups, self.outputs, self.inputs = (1, *codes.shape)[-3:]
+        self.dtype = dtype
+        self.order = codes.order
+        self._codes = codes
+        # Outputs in panels of 64, columns in pairs: see `decode.h`.
+        each = 8 // codes.kind.bits
+        odd = -self.inputs % 2  # of eight bits only
+        raw = F.pad(self._in_panels(codes.codes), (0, odd)).unflatten(-1, (-1, 2 // each))
+        self._raw = raw.permute(0, 1, 3, 4, 2).contiguous()
+        scale = _bytes(codes.scale)
+        self._scale = self._in_panels(scale).transpose(2, 3).contiguous()
+        self._zero = None if codes.zero is None else self._in_panels(codes.zero).transpose(2, 3).contiguous()
+        self._factor = None if codes.factor is None else self._in_panels(codes.factor.unsqueeze(-1)).contiguous()
+        self._biases = None if biases is None else biases.to(dtype).contiguous()
+        self._codes = replace(codes, codes=codes.codes[..., :0, :0], scale=codes.scale[..., :0, :0], zero=None, factor=None)
+        is_pair = dtype == torch.bfloat16
+        self._call = _Product(
+            bias=_address(self._biases),
+            groups=self.groups,
+            outputs=self.outputs,
+            depth=self.inputs + (odd if is_pair else 0),
+            kind=self._kind,
+            codes=_Codes(
+                codes=self._raw.data_ptr(),
+                scale=self._scale.data_ptr(),
+                zero=_address(self._zero),
+                factor=_address(self._factor),
+                groups=codes.scale.shape[-1],
+                code_kind=codes.kind,
+                scale_kind=SCALE_KINDS[codes.scale.dtype],
+                columns=codes.columns,
+                offset=codes.offset,
+                middle=float(codes.middle),
+                divides=codes.divides,
+            ),
+        )
+
+    @staticmethod
+    def takes(codes: Codes) -> bool:
+        return codes.columns % 2 == 0 and codes.offset % 2 == 0 and codes.scale.dtype in SCALE_KINDS
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (self._raw, self._scale, self._zero, self._factor) if t is not None)
+
+    def codes(self) -> Codes:
+        """What it was made of."""
+        raw = self._raw.permute(0, 1, 4, 2, 3).flatten(3)
+        return replace(
+            self._codes,
+            codes=self._from_panels(raw)[..., : self.inputs * self._codes.kind.bits // 8],
+            scale=self._from_panels(self._scale.transpose(2, 3)).view(self._codes.scale.dtype),
+            zero=None if self._zero is None else self._from_panels(self._zero.transpose(2, 3)),
+            factor=None if self._factor is None else self._from_panels(self._factor).squeeze(-1),
+        )
+
+    def rows(self, numbers: Tensor, group: int = 0) -> Tensor:
+        assert group == 0, "rows are of the first group"
+        numbers = numbers.to(torch.int64).contiguous()
+        out = torch.empty(len(numbers), self._call.depth, dtype=self.dtype)
+        _library().intarsia_expand(ctypes.byref(self._call), numbers.data_ptr(), len(numbers), out.data_ptr())
+        out = out[:, : self.inputs]
+        return out if self.order is None else torch.empty_like(out).index_copy_(1, self.order, out)
+
+    def _run(self, x_RI: Tensor, count: int, first_row: int | None = None, row_of: int | None = None) -> Tensor:
+        return super()._run(x_RI if self.order is None else x_RI[:, self.order], count, first_row, row_of)
+
+    def call(self) -> Call:
+        assert self.order is None, "columns are in the order of the weight"
+        return super().call()
+
+    def _in_panels(self, tensor: Tensor) -> Tensor:
+        """[..,N,X] -> [E,panels,64,X]"""
+        grouped = tensor if tensor.dim() == 3 else tensor.unsqueeze(0)
+        return F.pad(grouped, (0, 0, 0, -self.outputs % PANEL_OUTPUTS)).unflatten(1, (-1, PANEL_OUTPUTS))
+
+    def _from_panels(self, tensor: Tensor) -> Tensor:
+        whole = tensor.flatten(1, 2)[:, : self.outputs].contiguous()
+        return whole if self._codes.codes.dim() == 3 else whole[0]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """torch pads no numbers of 8 bits."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
 def vectors() -> str:
     """What the processor's vectors are, as far as products use them."""
     named = _library().intarsia_vectors
@@ -173,6 +290,31 @@ class NativeLinear(PackedLinear):
         if input.dim() == 2:
             return self.packed.product(input)
         return self.packed.product(input.flatten(0, -2)).view(*input.shape[:-1], self.packed.outputs)
+
+
+class CodesLinear(NativeLinear):
+    """A linear whose weight stays in the bits in which its file has it."""
+
+    packed: PackedCodes
+
+    @classmethod
+    def hold(cls, linear: nn.Linear, codes: Codes, dtype: torch.dtype) -> "CodesLinear":
+        """Change this very module, whose weight is not there yet."""
+        module: Any = linear
+        module._parameters.pop("weight", None)
+        module.__class__ = cls
+        module.codes, module.dtype = codes, dtype
+        return module
+
+    codes: Codes | None
+    """Until the bias is there too, and `settle` is called."""
+
+    dtype: torch.dtype
+
+    def settle(self) -> None:
+        assert self.codes is not None
+        self.packed = PackedCodes(self.codes, self.dtype, None if self.bias is None else self.bias.unsqueeze(0))
+        self.codes = None
 
 
 class PackedEmbedding(nn.Embedding):

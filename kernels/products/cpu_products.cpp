@@ -17,6 +17,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "decode.h"
 #include "numbers.h"
 #include "vectors.h"
 
@@ -31,6 +32,7 @@ struct Product {
     const int64_t* row_of;     // [rows]: which row of x; null: the same
     int64_t rows, x_stride;    // x_stride: between rows, in numbers
     int32_t groups, outputs, depth, kind;  // kind of numbers: 0 float32, 1 bfloat16
+    Codes codes;               // in place of `packed`, of all groups one after the other
 };
 
 }  // extern "C"
@@ -40,6 +42,7 @@ namespace {
 constexpr int OUTPUTS = 64;             // of a panel
 constexpr int STEP_LANES = OUTPUTS / WIDTH;  // vectors of a step
 constexpr int CACHED_STEPS = 1024;      // of a panel: 256 KiB, which stay in a core's second cache for all rows
+constexpr int DECODED_STEPS = 64;       // of a packed panel that few rows meet: 16 KiB, which stay in the first cache
 constexpr int SHARE_ROWS = 192;         // of x that a thread takes at a time
 constexpr int64_t STREAMED_ROWS = 96;   // up to so many, memory is waited for, and the next panel is fetched meanwhile
 constexpr int64_t MANY_PANELS = 256, RUN_PANELS = 16;  // of so many, a thread takes so many at a time
@@ -112,6 +115,7 @@ void some_rows(int rows, const uint32_t* const* x, int64_t from, const uint32_t*
 }
 
 struct Room {
+    std::vector<uint32_t> decoded;
     std::vector<float> sums;
     std::vector<const uint32_t*> x;
 };
@@ -121,6 +125,7 @@ template <class T>
 void panel_of_rows(const Product& a, int group, int panel, int64_t first, int64_t last, Room& room) {
     const int64_t steps = (a.depth + NUMBERS<T> - 1) / NUMBERS<T>, rows = last - first;
     const int64_t panels = (a.outputs + OUTPUTS - 1) / OUTPUTS;
+    const bool is_packed = a.codes.codes != nullptr;
     const uint32_t* weight = static_cast<const uint32_t*>(a.packed) + (group * panels + panel) * steps * OUTPUTS;
     room.sums.assign(rows * OUTPUTS, 0.0f);
     room.x.resize(rows);
@@ -130,8 +135,22 @@ void panel_of_rows(const Product& a, int group, int panel, int64_t first, int64_
     }
     // Blocks of nearly equal size, none of them of a row or two beside others of six.
     const int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;
-    for (int64_t from = 0; from < steps; from += CACHED_STEPS) {
-        const int64_t here = std::min<int64_t>(CACHED_STEPS, steps - from);
+    const int64_t part = is_packed && blocks == 1 ? DECODED_STEPS : CACHED_STEPS;
+    if (is_packed) room.decoded.resize((part + 1) * OUTPUTS);
+    for (int64_t from = 0; from < steps; from += part) {
+        const int64_t here = std::min<int64_t>(part, steps - from);
+        if (is_packed) {
+            const int64_t pairs = (a.depth + 1) / 2, first = from * NUMBERS<T> / 2;
+            const int64_t end = std::min(pairs, ((from + here) * NUMBERS<T> + 1) / 2);
+            decode<T>(a.codes, pairs, group * panels + panel, first, end, room.decoded.data());
+            Ahead nothing{nullptr, nullptr, 0};
+            for (int64_t b = 0; b < blocks; b++) {
+                const int64_t begin = b * rows / blocks, end = (b + 1) * rows / blocks;
+                some_rows<T>(int(end - begin), room.x.data() + begin, from, room.decoded.data(), here,
+                             room.sums.data() + begin * OUTPUTS, nothing);
+            }
+            continue;
+        }
         // The next part lies behind this one; of the last panel it is another weight's, which does no harm.
         const uint32_t* next = weight + (from + here) * OUTPUTS;
         const int64_t next_steps = from + here < steps ? std::min<int64_t>(CACHED_STEPS, steps - from - here)
@@ -218,6 +237,27 @@ void unpack(const uint32_t* packed, const int64_t* rows, int64_t count, T* out, 
     }
 }
 
+// Rows of a weight in fewer bits: out [count, depth]. Neighbours share what is decoded.
+template <class T>
+void expand(const Product& a, const int64_t* rows, int64_t count, T* out) {
+    constexpr int N = NUMBERS<T>;
+    const int64_t steps = (a.depth + N - 1) / N, pairs = (a.depth + 1) / 2;
+#pragma omp parallel if (count > 1)
+    {
+        std::vector<uint32_t> words((steps + 1) * OUTPUTS);
+        int64_t decoded = -1;
+#pragma omp for schedule(dynamic, OUTPUTS)
+        for (int64_t r = 0; r < count; r++) {
+            if (rows[r] / OUTPUTS != decoded) {
+                decoded = rows[r] / OUTPUTS;
+                decode<T>(a.codes, pairs, decoded, 0, pairs, words.data());
+            }
+            const T* from = reinterpret_cast<const T*>(words.data()) + rows[r] % OUTPUTS * N;
+            for (int64_t k = 0; k < a.depth; k++) out[r * a.depth + k] = from[k / N * OUTPUTS * N + k % N];
+        }
+    }
+}
+
 // out[r] = sum over j of shares[r][j] * x[row_of[r][j]], from first to last
 template <class T>
 void combine(const T* x, const int64_t* row_of, const float* shares, T* out, int64_t rows, int64_t count, int64_t width) {
@@ -267,6 +307,14 @@ void intarsia_unpack(const void* packed, const int64_t* rows, int64_t count, voi
     with_weight(kind, [&](auto* number) {
         using T = std::remove_pointer_t<decltype(number)>;
         unpack(static_cast<const uint32_t*>(packed), rows, count, static_cast<T*>(out), depth);
+    });
+}
+
+// Rows of a weight in fewer bits, of the first group: out [count, depth].
+void intarsia_expand(const Product* a, const int64_t* rows, int64_t count, void* out) {
+    with_weight(a->kind, [&](auto* number) {
+        using T = std::remove_pointer_t<decltype(number)>;
+        expand(*a, rows, count, static_cast<T*>(out));
     });
 }
 

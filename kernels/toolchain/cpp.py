@@ -104,7 +104,8 @@ def _temporary_folder() -> Path | None:
 def identity(name: str) -> str:
     """What the library of kernels/`name`.cpp depends on: source, compiler, flags, processor. Raises `Unavailable`."""
     source = KERNELS / f"{name}.cpp"
-    texts = [source.read_text(), *(header.read_text() for header in sorted(TOOLCHAIN.glob("*.h")))]
+    headers = sorted([*TOOLCHAIN.glob("*.h"), *source.parent.glob("*.h")])
+    texts = [source.read_text(), *(header.read_text() for header in headers)]
     version = _version(_compiler())
     return sha256("\n".join([*texts, version, *_compile_flags(), *LINK_FLAGS, _processor()]).encode()).hexdigest()[:20]
 

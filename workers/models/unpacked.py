@@ -1,27 +1,24 @@
-"""The numbers of packed weights: any slice of one, from the slices of its tensors that are needed for it.
+"""Packed weights as sources: any slice of one, as numbers or in as few bits as it is stored.
 
-`checkpoint/packed/formats.py` says which tensors make a weight and how they lie along it. A slice that begins or ends
-within a group is read from the group's beginning to its end, and cut when its numbers are there.
+`checkpoint/packed/formats.py` says which tensors make a weight and how they lie along it; here they become `Codes`,
+whatever the format. A slice that begins or ends within a group is read from the group's beginning to its end, and cut
+afterwards.
 
 Sources: OCP Microscaling Formats (MX) 1.0; OCP 8-bit Floating Point (OFP8) 1.0; compressed-tensors; AutoGPTQ, AutoAWQ.
 
 Suffixes: N rows (outputs)    K columns (inputs)    G groups of columns
 """
 
-import functools
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ...errors import CorruptCheckpoint
+from ...kernels.products.codes import CodeKind, Codes
 from ..checkpoint.files import Checkpoint
-from ..checkpoint.packed.formats import Along, Packed, Part
-
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of e2m1, by its lowest three bits. The fourth is the sign."""
+from ..checkpoint.packed.formats import Packed, Part
 
 NUMBERS_AT_ONCE = 2**21
 """Of a weight, while they are float32: what a tensor takes beside the numbers that are kept."""
@@ -34,6 +31,12 @@ MOST_MEAN_CODE = 0.6
 
 CHECKED_NUMBERS = 4096
 """From so many on a mean says something."""
+
+KINDS = {
+    "fp8": CodeKind.E4M3, "mxfp8": CodeKind.E4M3, "int8": CodeKind.INT8, "nvfp4": CodeKind.E2M1,
+    "mxfp4": CodeKind.E2M1,
+}  # fmt: skip
+"""Of a format. Others hold integers without a sign, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,29 +52,41 @@ class Unpacked:
         return self.packed.shape
 
     def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
-        length = self.shape[dim]
-        stop = length if stop is None else stop
+        stop = self.shape[dim] if stop is None else stop
         if start >= stop:
             shape = list(self.shape)
             shape[dim] = 0
             return torch.empty(shape, dtype=self.dtype)
-        # Rounded outward to whole groups, words and blocks.
-        step = _entries_meet(self.packed, dim)
-        first, last = start // step * step, min(-(-stop // step) * step, length)
-        parts = {role: self._read(role, part, dim, first, last) for role, part in self.packed.parts.items()}
-        rows, columns = (last - first, self.shape[1]) if dim == 0 else (self.shape[0], last - first)
-        out = torch.empty(rows, columns, dtype=self.dtype)
-        seen = _Seen(self)
-        for top, bottom in _row_runs(self.packed, rows, columns):
-            numbers, codes = _numbers(self.packed, parts, top, bottom, columns)
-            seen.add(numbers, codes)
-            out[top:bottom] = numbers
-        seen.check()
-        return out.narrow(dim, start - first, stop - start)
+        codes, first = self._outward(dim, start, stop)
+        numbers = torch.cat([part.numbers(self.dtype) for part in codes.runs(NUMBERS_AT_ONCE)])
+        return numbers.narrow(dim, start - first, stop - start)
 
-    def _read(self, role: str, part: Part, dim: int, first: int, last: int) -> Tensor:
+    def codes(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Codes | None:
+        """The same slice in as few bits as it is stored. None: it begins or ends where codes cannot be cut."""
+        stop = self.shape[dim] if stop is None else stop
+        if start >= stop:
+            return None
+        codes, first = self._outward(dim, start, stop)
+        return codes.cut(dim, start - first, stop - first)
+
+    def _outward(self, dim: int, start: int, stop: int) -> tuple[Codes, int]:
+        """Of rows or columns from the last place before `start` to the first one after `stop` at which an entry of
+        every part begins; and the first of them. Where columns say which group they are of, it is all of them."""
+        length, parts = self.shape[dim], self.packed.parts
+        if dim == 1 and "group_of" in parts:
+            start, stop = 0, length
+        along = (part.rows if dim == 0 else part.columns for part in parts.values())
+        step = min(math.lcm(*(each.per for each in along if each is not None)), length)
+        first, last = start // step * step, min(-(-stop // step) * step, length)
+        stored = {role: self._read(part, dim, first, last) for role, part in parts.items()}
+        shape = (last - first, self.shape[1]) if dim == 0 else (self.shape[0], last - first)
+        codes = _Reading(self, stored, shape).codes()
+        _check(self, codes)
+        return codes, first
+
+    def _read(self, part: Part, dim: int, first: int, last: int) -> Tensor:
         """[rows, columns] of a part, 1 where it has none of them."""
-        along = _along(self.packed, role, dim)
+        along = part.rows if dim == 0 else part.columns
         if along is None:
             found = self.checkpoint.read(part.name)
         else:
@@ -81,88 +96,88 @@ class Unpacked:
         rows = 1 if part.rows is None else found.shape[part.rows.dim if found.dim() != 2 else 0]
         return found.reshape(rows, -1)
 
-
-def _along(packed: Packed, role: str, dim: int) -> Along | None:
-    """Where columns say which group they are of, all groups are needed for any of them."""
-    part = packed.parts[role]
-    if dim == 1 and role in ("scale", "zero") and "group_of" in packed.parts:
-        return None
-    return part.rows if dim == 0 else part.columns
-
-
-def _entries_meet(packed: Packed, dim: int) -> int:
-    """The smallest number of rows or columns at whose multiples an entry of every part begins."""
-    steps = (along.per for role in packed.parts if (along := _along(packed, role, dim)) is not None)
-    return min(math.lcm(*steps), max(1, packed.shape[dim]))
-
-
-def _row_runs(packed: Packed, rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    step = _entries_meet(packed, 0)
-    run = max(1, NUMBERS_AT_ONCE // max(1, columns) // step) * step
-    return ((top, min(top + run, rows)) for top in range(0, rows, run))
-
-
-# -- numbers -----------------------------------------------------------------------------------------------------------
-
-
-def _numbers(
-    packed: Packed, parts: Mapping[str, Tensor], top: int, bottom: int, columns: int
-) -> tuple[Tensor, Tensor | None]:
-    """Rows [top, bottom) of what was read, [rows, columns] float32; and, if zero points were subtracted, the codes."""
-    here = {role: _rows_of(packed.parts[role], part, top, bottom) for role, part in parts.items()}
-    group_of = here.get("group_of")
-    rows = bottom - top
-
-    def spread(role: str, values: Tensor) -> Tensor:
-        """One number for each of the weight, or one where that does for all."""
-        if group_of is not None and values.shape[1] > 1:
-            return values[:, group_of[0].long()]
-        per_rows, per_columns = (
-            1 if each is None else each.per for each in (packed.parts[role].rows, packed.parts[role].columns)
+    def corrupt(self, what: str) -> CorruptCheckpoint:
+        packed = self.packed
+        names = ", ".join(part.name for part in packed.parts.values())
+        file = self.checkpoint.file_of(packed.parts["codes"].name)
+        return CorruptCheckpoint(
+            f"{file}: weight {packed.name} ({packed.format}, made of {names}): {what}", field="model"
         )
-        if role == "zero" and packed.bits < 8 and packed.format != "int8":
-            per_rows = 1  # its words are open already
-        if per_rows > 1:
-            values = values.repeat_interleave(per_rows, dim=0)[:rows]
-        if per_columns > 1 and values.shape[1] > 1:
-            values = values.repeat_interleave(per_columns, dim=1)[:, :columns]
-        return values
-
-    codes = _codes(packed, here["codes"], packed.parts["codes"])[:rows, :columns]
-    scale = _floats(here["scale"])
-    if "divisor" in here:
-        scale = scale / here["divisor"].float()
-    if "factor" in here:
-        scale = scale * here["factor"].float()
-    is_centred = "zero" in here
-    if is_centred:
-        zero = here["zero"]
-        zero = zero.float() if packed.format == "int8" else _words(zero, 0, packed.bits, packed.order)[:rows].float()
-        codes = codes - spread("zero", zero)
-    if packed.zero:
-        codes = codes - packed.zero
-    return codes * spread("scale", scale), codes if is_centred else None
 
 
-def _rows_of(part: Part, values: Tensor, top: int, bottom: int) -> Tensor:
-    if part.rows is None:
-        return values
-    return values[top // part.rows.per : -(-bottom // part.rows.per)]
+class _Reading:
+    """What was read of a weight, on its way to codes."""
+
+    def __init__(self, source: Unpacked, stored: dict[str, Tensor], shape: tuple[int, int]):
+        self._source = source
+        self._packed = source.packed
+        self._stored = stored
+        self._rows, self._columns = shape
+
+    def codes(self) -> Codes:
+        packed, group = self._packed, self._along("scale").columns
+        columns = self._columns + self._columns % 2 if group is None else group.per
+        codes = Codes(self._kind, self._raw_codes(), self._for_each_row("scale"), columns, middle=packed.zero)
+        if "zero" in self._stored:
+            codes = replace(codes, zero=self._zero())
+        if packed.format == "int8" and codes.zero is not None:  # without their signs, as zero points have none
+            codes = replace(codes, kind=CodeKind.UINT8, codes=codes.codes ^ 0x80)
+        for role in ("factor", "divisor"):
+            if role in self._stored:
+                factor = self._stored[role].float().expand(self._rows, 1).flatten().contiguous()
+                codes = replace(codes, factor=factor, divides=role == "divisor")
+        return codes if "group_of" not in self._stored else self._in_order(codes)
+
+    @property
+    def _kind(self) -> CodeKind:
+        packed = self._packed
+        if packed.format in KINDS:
+            return KINDS[packed.format]
+        return CodeKind.INT4 if packed.bits == 4 else CodeKind.UINT8
+
+    def _along(self, role: str) -> Part:
+        return self._packed.parts[role]
+
+    def _raw_codes(self) -> Tensor:
+        """uint8 [N,K], or [N,K/2] where two are in a byte"""
+        packed, stored, part = self._packed, self._stored["codes"], self._along("codes")
+        if self._kind is CodeKind.E2M1 or stored.itemsize == 1:
+            return stored.contiguous().view(torch.uint8)
+        assert part.rows is not None and part.columns is not None
+        dim = 0 if part.rows.per > 1 else 1
+        if dim == 1 and packed.bits == 4 and not packed.order:  # the bytes of a word, from the lowest on
+            return stored.contiguous().view(torch.uint8)[: self._rows, : self._columns // 2]
+        opened = in_words(stored, dim, packed.bits, packed.order)[: self._rows, : self._columns].to(torch.uint8)
+        return opened if packed.bits == 8 else opened[:, 0::2] | (opened[:, 1::2] << 4)
+
+    def _zero(self) -> Tensor:
+        """uint8 [N,G]"""
+        packed, stored = self._packed, self._stored["zero"]
+        if stored.itemsize == 1:
+            return self._for_each_row("zero").view(torch.uint8) ^ 0x80
+        return in_words(stored, 0, packed.bits, packed.order)[: self._rows].to(torch.uint8)
+
+    def _for_each_row(self, role: str) -> Tensor:
+        """[N,G]"""
+        stored, along = self._stored[role], self._along(role).rows
+        values = stored.view(torch.uint8) if stored.itemsize == 1 else stored  # torch repeats no numbers of 8 bits
+        if along is None:
+            values = values.expand(self._rows, -1)
+        elif along.per > 1:
+            values = values.repeat_interleave(along.per, dim=0)[: self._rows]
+        return values.contiguous().view(stored.dtype)
+
+    def _in_order(self, codes: Codes) -> Codes:
+        """Columns of one group side by side, in the order of groups."""
+        group_of = self._stored["group_of"].flatten().long()
+        order = torch.argsort(group_of, stable=True)
+        columns = torch.arange(len(order))
+        if not torch.equal(group_of[order], columns // codes.columns):
+            raise self._source.corrupt(f"its g_idx does not put {codes.columns} columns into each group")
+        return codes if torch.equal(order, columns) else codes.sorted_columns(order)
 
 
-def _codes(packed: Packed, stored: Tensor, part: Part) -> Tensor:
-    """float32 [rows, columns]"""
-    if packed.format in ("fp8", "mxfp8"):
-        return _floats(stored)
-    if packed.format == "int8" and stored.dtype == torch.int8:
-        return stored.float()
-    if packed.format in ("nvfp4", "mxfp4"):
-        return table_of_pairs()[stored.view(torch.uint8).int()].flatten(1)
-    assert part.rows is not None and part.columns is not None
-    return _words(stored, 0 if part.rows.per > 1 else 1, packed.bits, packed.order).float()
-
-
-def _words(words: Tensor, dim: int, bits: int, order: tuple[int, ...]) -> Tensor:
+def in_words(words: Tensor, dim: int, bits: int, order: tuple[int, ...]) -> Tensor:
     """The integers in words, side by side along `dim`. order: which of a word's is the first; empty: the lowest."""
     each = 32 // bits
     shifts = torch.tensor(order or range(each), dtype=torch.int32) * bits
@@ -170,75 +185,28 @@ def _words(words: Tensor, dim: int, bits: int, order: tuple[int, ...]) -> Tensor
     return ((words.unsqueeze(dim + 1) >> shifts.view(shape)) & ((1 << bits) - 1)).flatten(dim, dim + 1)
 
 
-def _floats(stored: Tensor) -> Tensor:
-    """float32, whatever kind of float is stored; bytes are powers of two (e8m0)."""
-    if stored.dtype in (torch.uint8, torch.float8_e8m0fnu):
-        return _table_of_powers()[stored.view(torch.uint8).int()]
-    if stored.dtype == torch.float8_e4m3fn:
-        return _table_of_e4m3()[stored.view(torch.uint8).int()]
-    return stored.float()
-
-
-@functools.cache
-def table_of_pairs() -> Tensor:
-    """Byte -> its two numbers of e2m1, the low one first. [256, 2]"""
-    values = torch.tensor([*FP4_VALUES, *(-v for v in FP4_VALUES)])
-    byte = torch.arange(256)
-    return torch.stack((values[byte & 15], values[byte >> 4]), dim=1)
-
-
-@functools.cache
-def _table_of_e4m3() -> Tensor:
-    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-
-
-@functools.cache
-def _table_of_powers() -> Tensor:
-    """2^(byte - 127); 255 is no number."""
-    powers = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(256) - 127).float()
-    powers[255] = torch.nan
-    return powers
-
-
 # -- what numbers cannot be --------------------------------------------------------------------------------------------
 
 
-class _Seen:
-    """Sums over the numbers of a slice, which tell whether a scale or a zero point can be meant as it was read."""
-
-    def __init__(self, source: Unpacked):
-        self._source = source
-        self._squares = self._codes = 0.0
-        self._count = self._centred = 0
-
-    def add(self, numbers: Tensor, codes: Tensor | None) -> None:
-        self._squares += float(numbers.square().sum())
-        self._count += numbers.numel()
-        if codes is not None:
-            self._codes += float(codes.sum())
-            self._centred += codes.numel()
-
-    def check(self) -> None:
-        """Raises `CorruptCheckpoint`."""
-        rms = math.sqrt(self._squares / max(1, self._count))
-        if not math.isfinite(rms):
-            raise self._corrupt("some of its numbers are no finite numbers")
-        if self._count >= CHECKED_NUMBERS and rms and not LEAST_RMS < rms < MOST_RMS:
-            raise self._corrupt(
-                f"the root mean square of its numbers would be {rms:.2g}, and no model has such weights: its scales "
-                "may be inverted, or those of another tensor"
-            )
-        mean = self._codes / max(1, self._centred)
-        if self._centred >= CHECKED_NUMBERS and abs(mean) > MOST_MEAN_CODE:
-            raise self._corrupt(
-                f"its integers lie {mean:+.2f} from their zero points on average, where weights lie around 0: its "
-                "zero points may be stored in another way than the config says (checkpoint_format)"
-            )
-
-    def _corrupt(self, what: str) -> CorruptCheckpoint:
-        packed, checkpoint = self._source.packed, self._source.checkpoint
-        names = ", ".join(part.name for part in packed.parts.values())
-        file = checkpoint.file_of(packed.parts["codes"].name)
-        return CorruptCheckpoint(
-            f"{file}: weight {packed.name} ({packed.format}, made of {names}): {what}", field="model"
+def _check(source: Unpacked, codes: Codes) -> None:
+    """By some of its rows, whether a scale or a zero point can be meant as it was read. Raises `CorruptCheckpoint`."""
+    some = next(codes.runs(NUMBERS_AT_ONCE))
+    numbers = some.numbers(torch.float32)
+    if numbers.numel() < CHECKED_NUMBERS:
+        return
+    rms = float(numbers.square().mean().sqrt())
+    if not math.isfinite(rms):
+        raise source.corrupt("some of its numbers are no finite numbers")
+    if rms and not LEAST_RMS < rms < MOST_RMS:
+        raise source.corrupt(
+            f"the root mean square of its numbers would be {rms:.2g}, and no model has such weights: its scales may be "
+            "inverted, or those of another tensor"
+        )
+    if some.zero is None:
+        return
+    mean = float(some.centred().mean())
+    if abs(mean) > MOST_MEAN_CODE:
+        raise source.corrupt(
+            f"its integers lie {mean:+.2f} from their zero points on average, where weights lie around 0: its zero "
+            "points may be stored in another way than the config says (checkpoint_format)"
         )

@@ -23,9 +23,10 @@ from transformers.core_model_loading import (
 )
 
 from ...errors import CorruptCheckpoint, UnsupportedModel
+from ...kernels.products.codes import table_of_pairs
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.packed.formats import SHORT, USED_ELSEWHERE, Packed
-from .unpacked import Unpacked, table_of_pairs
+from .unpacked import Unpacked
 
 SCALE_LIKE = re.compile("scale|zero|qweight|packed|_blocks|g_idx")
 """Last names of tensors that say how others are to be read."""

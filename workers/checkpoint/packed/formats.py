@@ -241,7 +241,7 @@ def _words_by_rows(found: _Found) -> Packed | None:
         parts |= _order(found, "weight_g_idx", columns)
     # A stored code is larger than the number by half the range; so is a zero point, so that both cancel out.
     zero = 0 if "zero" in parts else 1 << (said.bits - 1)
-    return Packed(found.name("weight"), f"int{said.bits}", (rows, columns), parts, said.bits, (), zero)
+    return Packed(found.name("weight"), f"w{said.bits}a16", (rows, columns), parts, said.bits, (), zero)
 
 
 def _words_by_columns(found: _Found) -> Packed | None:
