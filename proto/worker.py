@@ -9,6 +9,11 @@ from ..kvcache.spec import LayerSpec
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
+PACKED_PRODUCTS = "auto", "cpu", "reference", "expanded"
+"""Weights in fewer bits are multiplied as they are stored, by C++ on a CPU or slowly by torch on any device; or they
+are expanded when they are loaded. "auto" is the fastest that keeps them, else expanded."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
     """Which checkpoint, in which precision, on how many workers."""
@@ -22,6 +27,7 @@ class ModelSettings:
     torch_compile: bool = False  # let torch compile the module instead
     trust_remote_code: bool = False  # run Python files that come with the checkpoint
     same_bits: bool = False  # sums in one order, also where torch's own are faster
+    packed_products: str = "auto"  # how weights in fewer bits are multiplied: one of PACKED_PRODUCTS
     cpu_threads: int | None = None  # that compute on a CPU; None: a share of the cores, fewer for short steps
     traces_endpoint: str | None = None  # where spans go, OTLP over HTTP; None: no traces
     tokenizer_dir: str | None = None  # None: the checkpoint's own
@@ -51,6 +57,11 @@ class ModelSettings:
                     f"same_bits needs kernels of our own, which {other} leaves out: leave one of them out",
                     field="same_bits",
                 )
+        if self.packed_products not in PACKED_PRODUCTS:
+            raise InvalidSetting(
+                f"packed_products must be one of {', '.join(PACKED_PRODUCTS)}; got {self.packed_products!r}",
+                field="packed_products",
+            )
         if self.dtype not in DTYPES:
             raise InvalidSetting(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}", field="dtype")
 

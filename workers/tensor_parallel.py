@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InvalidSetting, UnsupportedModel
+from ..kernels.products import PackedLinear
 from .checkpoint.layer_specs import kv_heads_of, layer_config
 from .collectives import Collectives
 
@@ -256,7 +257,9 @@ def count_own_heads(module: nn.Module) -> None:
         here: Any = attention
         for count, projection in (("num_heads", "q_proj"), ("num_key_value_heads", "k_proj")):
             if hasattr(here, count) and hasattr(here, projection) and hasattr(here, "head_dim"):
-                setattr(here, count, getattr(here, projection).weight.shape[0] // here.head_dim)
+                linear = getattr(here, projection)
+                outputs = linear.outputs if isinstance(linear, PackedLinear) else linear.weight.shape[0]
+                setattr(here, count, outputs // here.head_dim)
 
 
 def _kv_heads(config: Any, path: str) -> int:

@@ -102,6 +102,10 @@ class EngineArguments(TypedDict, total=False):
         False, "model.same_bits", "An answer has the same bits in any company, at any price.",
         more="On a CPU this holds without it, too, but where torch multiplies prompts much faster; the start tells. "
         "On a GPU it is of rows of one step: how a prompt is cut still matters.")]
+    packed_products: Annotated[str, Setting(
+        "auto", "model.packed_products", "How weights in fewer bits are multiplied: auto, cpu, reference or expanded.",
+        more="cpu keeps them as they are stored, expanded makes them 16 bits when they are loaded; auto is cpu where "
+        "it can be had. reference keeps them, too, and is slow.")]
     cpu_threads: Annotated[int | None, Setting(
         None, "model.cpu_threads", "Threads of a worker without GPU.", "its cores, one less in short steps")]
     allow_generic: Annotated[bool, Setting(

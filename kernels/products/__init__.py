@@ -15,25 +15,37 @@ import torch
 from torch import Tensor
 
 from . import cpu, reference, triton
-from .cpu import NativeLinear, PackedEmbedding, PackedWeights
+from .codes import Codes, side_by_side, stacked
+from .cpu import NativeCodesLinear, NativeLinear, PackedCodes, PackedEmbedding, PackedWeights
 from .onednn import OneDnnLinear, compile_products
-from .protocol import PackedLinear, SortedRows
+from .protocol import CodesLinear, PackedLinear, SortedRows
+from .reference import ExpandedCodes, ReferenceCodesLinear
 from .triton import TritonLinear, TritonWeights
 
 __all__ = [
+    "CODES_KINDS",
     "LINEAR_KINDS",
+    "Codes",
+    "CodesKind",
+    "CodesLinear",
+    "ExpandedCodes",
     "GroupedProducts",
+    "NativeCodesLinear",
     "NativeLinear",
     "OneDnnLinear",
+    "PackedCodes",
     "PackedEmbedding",
     "PackedLinear",
     "PackedWeights",
+    "ReferenceCodesLinear",
     "SortedRows",
     "TritonLinear",
     "TritonWeights",
     "compile_products",
     "grouped_products",
     "linear_kind",
+    "side_by_side",
+    "stacked",
 ]
 
 LINEAR_KINDS: tuple[type[PackedLinear], ...] = (NativeLinear, OneDnnLinear)
@@ -47,6 +59,19 @@ def linear_kind(dtype: torch.dtype, device: torch.device, same_bits: bool = Fals
     """
     kinds = LINEAR_KINDS if device.type == "cpu" else (TritonLinear,) if same_bits else ()
     return next((kind for kind in kinds if dtype in kind.dtypes and kind.lacks() is None), None)
+
+
+class CodesKind(NamedTuple):
+    """How weights in fewer bits are multiplied."""
+
+    linear: type[CodesLinear]
+    weights: type[PackedCodes] | type[ExpandedCodes]  # of experts
+
+
+CODES_KINDS: dict[str, CodesKind] = {
+    "cpu": CodesKind(NativeCodesLinear, PackedCodes),
+    "reference": CodesKind(ReferenceCodesLinear, ExpandedCodes),
+}
 
 
 class GroupedProducts(NamedTuple):

@@ -1,7 +1,7 @@
 """Weights in fewer bits as values: codes, scales and zero points, as files have them but for how they lie.
 
-Every format comes to this. A number is (code - zero) * scale, computed in float32 and rounded once; a scale is for a row
-and a run of columns. `cpu.py` multiplies with codes as they are, anything else expands them first (`Codes.numbers`).
+Every format comes to this. A number is (code - zero) * scale, computed in float32 and rounded once; a scale is for a
+row and a run of columns. `cpu.py` multiplies with codes as they are, anything else expands them first (`Codes.numbers`).
 
 Suffixes: E experts, or none    N rows (outputs)    K columns (inputs)    G groups of columns
 """
@@ -90,10 +90,10 @@ class Codes:
         return floats(self.codes.view(torch.float8_e4m3fn)) if self.kind is CodeKind.E4M3 else self.codes.float()
 
     def cut(self, dim: int, start: int, stop: int) -> "Codes | None":
-        """Rows or columns [start, stop) of a weight [N,K]. None: two columns that lie in one byte would be parted."""
+        """Rows (0) or columns (1) from `start` to `stop`. None: two columns that lie in one byte would be parted."""
         if dim == 0:
-            return self._with_each(lambda tensor: tensor[start:stop])
-        if (start, stop) == (0, self.shape[1]):
+            return self.some_rows(start, stop)
+        if (start, stop) == (0, self.shape[-1]):
             return self
         place = self.offset + start
         if self.order is not None or start % 2 or stop % 2 or self.columns % 2:
@@ -102,17 +102,29 @@ class Codes:
         each = 8 // self.kind.bits
         return replace(
             self,
-            codes=self.codes[:, start // each : stop // each].contiguous(),
-            scale=_as_bytes(self.scale)[:, first:last].contiguous().view(self.scale.dtype),
-            zero=None if self.zero is None else self.zero[:, first:last].contiguous(),
+            codes=self.codes[..., start // each : stop // each].contiguous(),
+            scale=_as_bytes(self.scale)[..., first:last].contiguous().view(self.scale.dtype),
+            zero=None if self.zero is None else self.zero[..., first:last].contiguous(),
             offset=place - first * self.columns,
         )
 
     def runs(self, numbers: int) -> Iterator["Codes"]:
         """Some rows after the other, of at most so many numbers each, but of one row at least."""
+        rows = self.shape[-2]
         step = max(1, numbers // max(1, self.shape[-1]))
-        for start in range(0, self.shape[0], step):
-            yield self._with_each(lambda tensor, start=start: tensor[start : start + step])
+        return (self.some_rows(start, min(start + step, rows)) for start in range(0, rows, step))
+
+    def some_rows(self, start: int, stop: int) -> "Codes":
+        return replace(
+            self,
+            codes=self.codes[..., start:stop, :],
+            scale=self.scale[..., start:stop, :],
+            zero=None if self.zero is None else self.zero[..., start:stop, :],
+            factor=None if self.factor is None else self.factor[..., start:stop],
+        )
+
+    def of_expert(self, number: int) -> "Codes":
+        return self._with_each(lambda tensor: tensor[number])
 
     def sorted_columns(self, order: Tensor) -> "Codes":
         """Codes of another order of columns than the weight's."""
@@ -202,7 +214,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
-# -- numbers of few bits -------------------------------------------------------------------------------------------------
+# -- numbers of few bits -------------------------------------------------------------------------------------------
 
 
 def floats(stored: Tensor) -> Tensor:

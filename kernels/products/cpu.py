@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ..toolchain import cpp
 from ..toolchain.calls import Call
 from .codes import Codes
-from .protocol import PackedLinear
+from .protocol import CodesLinear, PackedLinear
 
 PANEL_OUTPUTS = 64
 """As many as lie side by side."""
@@ -151,7 +151,6 @@ class PackedCodes(PackedWeights):
         self.groups, self.outputs, self.inputs = (1, *codes.shape)[-3:]
         self.dtype = dtype
         self.order = codes.order
-        self._codes = codes
         # Outputs in panels of 64, columns in pairs: see `decode.h`.
         each = 8 // codes.kind.bits
         odd = -self.inputs % 2  # of eight bits only
@@ -162,7 +161,8 @@ class PackedCodes(PackedWeights):
         self._zero = None if codes.zero is None else self._in_panels(codes.zero).transpose(2, 3).contiguous()
         self._factor = None if codes.factor is None else self._in_panels(codes.factor.unsqueeze(-1)).contiguous()
         self._biases = None if biases is None else biases.to(dtype).contiguous()
-        self._codes = replace(codes, codes=codes.codes[..., :0, :0], scale=codes.scale[..., :0, :0], zero=None, factor=None)
+        empty = codes.codes[..., :0, :0]
+        self._codes = replace(codes, codes=empty, scale=codes.scale[..., :0, :0], zero=None, factor=None)
         is_pair = dtype == torch.bfloat16
         self._call = _Product(
             bias=_address(self._biases),
@@ -215,9 +215,10 @@ class PackedCodes(PackedWeights):
     def _run(self, x_RI: Tensor, count: int, first_row: int | None = None, row_of: int | None = None) -> Tensor:
         return super()._run(x_RI if self.order is None else x_RI[:, self.order], count, first_row, row_of)
 
-    def call(self) -> Call:
-        assert self.order is None, "columns are in the order of the weight"
-        return super().call()
+    @property
+    def is_padded(self) -> bool:
+        """Whether rows of x get a zero more, or are put into another order, for a product."""
+        return self.order is not None or super().is_padded
 
     def _in_panels(self, tensor: Tensor) -> Tensor:
         """[..,N,X] -> [E,panels,64,X]"""
@@ -292,29 +293,26 @@ class NativeLinear(PackedLinear):
         return self.packed.product(input.flatten(0, -2)).view(*input.shape[:-1], self.packed.outputs)
 
 
-class CodesLinear(NativeLinear):
-    """A linear whose weight stays in the bits in which its file has it."""
+class NativeCodesLinear(CodesLinear, NativeLinear):
+    """On a CPU with a C++ compiler."""
 
-    packed: PackedCodes
-
-    @classmethod
-    def hold(cls, linear: nn.Linear, codes: Codes, dtype: torch.dtype) -> "CodesLinear":
-        """Change this very module, whose weight is not there yet."""
-        module: Any = linear
-        module._parameters.pop("weight", None)
-        module.__class__ = cls
-        module.codes, module.dtype = codes, dtype
-        return module
-
-    codes: Codes | None
-    """Until the bias is there too, and `settle` is called."""
-
-    dtype: torch.dtype
+    packed: PackedCodes | None = None  # type: ignore[assignment]
 
     def settle(self) -> None:
-        assert self.codes is not None
-        self.packed = PackedCodes(self.codes, self.dtype, None if self.bias is None else self.bias.unsqueeze(0))
-        self.codes = None
+        codes = self.codes
+        self.packed = PackedCodes(codes, self.dtype, None if self.bias is None else self.bias.unsqueeze(0))
+        self.held = None
+
+    @property
+    def codes(self) -> Codes:
+        return self.held if self.packed is None else self.packed.codes()
+
+    @property
+    def outputs(self) -> int:
+        return self.held.shape[0] if self.packed is None else self.packed.outputs
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        return self.held.numbers(self.dtype)[numbers] if self.packed is None else self.packed.rows(numbers)
 
 
 class PackedEmbedding(nn.Embedding):

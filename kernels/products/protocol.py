@@ -12,6 +12,8 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from .codes import Codes
+
 
 class SortedRows(NamedTuple):
     """A row for each token and each group that it is to meet, those of one group side by side. N rows, all int64."""
@@ -67,4 +69,29 @@ class PackedLinear(nn.Linear):
     @property
     def outputs(self) -> int:
         """May be fewer than `out_features`, where a rank has a part."""
+        raise NotImplementedError
+
+
+class CodesLinear(PackedLinear):
+    """A linear whose weight stays in the bits in which its file has it."""
+
+    held: Any = None  # a `Codes`, until it lies as products read it
+    dtype: torch.dtype
+    """Of inputs and outputs."""
+
+    @classmethod
+    def hold(cls, linear: nn.Linear, codes: Codes, dtype: torch.dtype) -> Self:
+        """Change this very module, whose weight is not there yet. `settle` follows when its bias is."""
+        module: Any = linear
+        module._parameters.pop("weight", None)
+        module.__class__ = cls
+        module.held, module.dtype = codes, dtype
+        return module
+
+    def settle(self) -> None:
+        """Nothing changes from now on."""
+        raise NotImplementedError
+
+    @property
+    def codes(self) -> Codes:
         raise NotImplementedError

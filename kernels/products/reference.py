@@ -1,9 +1,13 @@
 """A product in plain torch: what the fast ones must equal, but for the order of their sums."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from .protocol import SortedRows
+from .codes import Codes
+from .protocol import CodesLinear, SortedRows
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -28,3 +32,56 @@ def sort_rows(groups_TK: Tensor, count: int) -> SortedRows:
     place[order] = torch.arange(len(order), device=order.device)
     first = torch.searchsorted(groups, torch.arange(count + 1, device=order.device))
     return SortedRows(first, order // groups_TK.shape[1], place.view(groups_TK.shape))
+
+
+class ExpandedCodes:
+    """Weights in fewer bits [N,K] or [E,N,K], expanded for each product."""
+
+    def __init__(self, codes: Codes, dtype: torch.dtype, biases: Tensor | None = None):
+        """biases: [E,N]"""
+        self.groups, self.outputs, self.inputs = (1, *codes.shape)[-3:]
+        self.dtype = dtype
+        self._codes = codes
+        self._biases = biases
+
+    def product(self, x_RI: Tensor) -> Tensor:
+        return F.linear(x_RI, self._codes.numbers(self.dtype), None if self._biases is None else self._biases[0])
+
+    def grouped_product(self, x_RI: Tensor, first_row: Tensor, row_of: Tensor | None = None) -> Tensor:
+        rows = x_RI if row_of is None else x_RI[row_of]
+        out = rows.new_empty(len(rows), self.outputs)
+        first = first_row.tolist()
+        for g in range(self.groups):
+            if first[g] < first[g + 1]:
+                bias = None if self._biases is None else self._biases[g]
+                part = slice(first[g], first[g + 1])
+                out[part] = F.linear(rows[part], self._codes.of_expert(g).numbers(self.dtype), bias)
+        return out
+
+
+class ReferenceCodesLinear(CodesLinear):
+    """On any device, slowly."""
+
+    dtypes: ClassVar[frozenset[torch.dtype]] = frozenset({torch.float32, torch.bfloat16, torch.float16})
+    has_neighbours: ClassVar[bool] = False
+
+    @classmethod
+    def lacks(cls) -> str | None:
+        return None
+
+    def settle(self) -> None:
+        pass
+
+    @property
+    def codes(self) -> Codes:
+        return self.held
+
+    @property
+    def outputs(self) -> int:
+        return self.held.shape[0]
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        return self.held.numbers(self.dtype)[numbers]
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.held.numbers(self.dtype), self.bias)

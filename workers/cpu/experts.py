@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate, grouped_mm_experts_forward
 
-from ...kernels.products import GroupedProducts, NativeLinear, PackedWeights, TritonWeights, grouped_products
+from ...kernels.products import (
+    ExpandedCodes,
+    GroupedProducts,
+    NativeLinear,
+    PackedWeights,
+    TritonWeights,
+    grouped_products,
+)
 from ...kernels.tokenwise import Activation, Operations, operations_of
 from ...kernels.tokenwise import cpu as native
 from .fused_table import ACTIVATIONS
@@ -26,7 +33,7 @@ IMPLEMENTATION = "intarsia"
 """The name that transformers looks our function up by."""
 
 
-Weights = PackedWeights | TritonWeights
+Weights = PackedWeights | TritonWeights | ExpandedCodes
 
 
 TORCH_FROM_ROWS = 8192
@@ -81,14 +88,18 @@ def pack_experts(model: nn.Module, device: torch.device, same_bits: bool = False
 
 
 def _has_experts(module: Any, ways: _Ways) -> bool:
+    if not (hasattr(module, "is_transposed") and hasattr(module, "has_post_expert_norm")):
+        return False
+    if "down_proj" in vars(module).get("kept", {}):
+        return True
     down = module._parameters.get("down_proj")
-    is_theirs = hasattr(module, "is_transposed") and hasattr(module, "has_post_expert_norm")
-    return is_theirs and down is not None and down.dim() == 3 and down.dtype in ways.products.linear.dtypes
+    return down is not None and down.dim() == 3 and down.dtype in ways.products.linear.dtypes
 
 
 def _take_experts(module: Any, ways: _Ways) -> None:
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-    torch_from_rows = ways.torch_from_rows(module.down_proj.dtype)
+    kept = vars(module).get("kept", {})
+    torch_from_rows = math.inf if kept else ways.torch_from_rows(module.down_proj.dtype)
     up, down = (_packed(module, name, ways, keeps=torch_from_rows < math.inf) for name in names)
     module.packed = _Experts(up, down, ways, _gates(module), torch_from_rows)
     module.config._experts_implementation = IMPLEMENTATION
@@ -103,8 +114,11 @@ def _gates(module: Any) -> Activation | Clamped | None:
 
 def _packed(module: Any, name: str, ways: _Ways, *, keeps: bool) -> Weights:
     """keeps: the module's parameters, for torch; they then look at the memory in which ours lie"""
-    weights = module._parameters.pop(name).detach()
     bias = module._parameters.pop(f"{name}_bias").detach() if module.has_bias else None
+    kept = vars(module).get("kept", {}).pop(name, None)
+    if kept is not None:
+        return kept.weights(bias)
+    weights = module._parameters.pop(name).detach()
     if module.is_transposed:
         weights = weights.transpose(1, 2).contiguous()
     if keeps:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...kernels.products import PackedEmbedding, PackedLinear, TritonLinear, linear_kind
+from ...kernels.products import CodesLinear, PackedEmbedding, PackedLinear, TritonLinear, linear_kind, side_by_side
 
 
 def pack_linears(
@@ -19,6 +19,10 @@ def pack_linears(
 
     torch_from_rows: products of so many rows and more go torch's way
     """
+    for child in module.modules():
+        if isinstance(child, CodesLinear):
+            child.settle()
+            child.torch_from_rows = torch_from_rows
     owners = _owners(module)
     for child in list(module.modules()):
         if type(child) is not nn.Linear:
@@ -56,14 +60,33 @@ def _owners(module: nn.Module) -> dict[int, list[nn.Module]]:
 def merge_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
     """One product in place of several of the same input: their outputs side by side."""
     merged = nn.Linear(linears[0].in_features, 1, bias=False, device="meta")
-    merged.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
-    merged.out_features = len(merged.weight)
+    merged.out_features = sum(map(outputs_of, linears))
     if any(linear.bias is not None for linear in linears):
         biases = [x.weight.new_zeros(x.out_features) if x.bias is None else x.bias for x in linears]
         merged.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    if (joined := _merge_codes(merged, linears)) is not None:
+        return joined
+    merged.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
     same_bits = isinstance(linears[0], TritonLinear)
     pack_linears(merged, merged.weight.device, getattr(linears[0], "torch_from_rows", math.inf), same_bits)
     return merged
+
+
+def _merge_codes(merged: nn.Linear, linears: Sequence[nn.Linear]) -> nn.Linear | None:
+    """Weights in fewer bits stay so, if all are packed alike."""
+    kept = [linear for linear in linears if isinstance(linear, CodesLinear)]
+    codes = side_by_side([linear.codes for linear in kept]) if len(kept) == len(linears) else None
+    if codes is None:
+        return None
+    joined = type(kept[0]).hold(merged, codes, kept[0].dtype)
+    joined.settle()
+    joined.torch_from_rows = kept[0].torch_from_rows
+    return joined
+
+
+def outputs_of(linear: nn.Linear) -> int:
+    """On this rank."""
+    return linear.outputs if isinstance(linear, PackedLinear) else len(linear.weight)
 
 
 # -- an embedding that shares its weight with the output -------------------------------------------------------------

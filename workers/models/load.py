@@ -31,6 +31,7 @@ from ..memory import is_lack_of_memory, is_of_the_device
 from ..pictures.tiling import tile_tokens
 from ..tensor_parallel import TensorParallel
 from .families import WITH_ENCODER
+from .kept import keeper_of, kept_bytes
 from .loaded_model import LoadedModel
 from .weights import fill_weights
 
@@ -96,7 +97,8 @@ def _load(
     layers = read_layers(config, parallel.size, dtype.itemsize)
     module = _build(whole, config, dtype, settings)
     vocab_size = module.get_input_embeddings().num_embeddings
-    fill_weights(module, checkpoint, parallel, config, dtype, device, watch)
+    keeper = keeper_of(settings, dtype, device)
+    fill_weights(module, checkpoint, parallel, config, dtype, device, watch, keeper)
     patch_rotary_dim(module, config)
     # Layers that remember go through our pages from now on.
     attention = PagedAttention(layers, dtype, device)
@@ -109,7 +111,7 @@ def _load(
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
         layers=layers,
-        weight_bytes=sum(p.numel() * p.element_size() for p in module.parameters()),
+        weight_bytes=sum(p.numel() * p.element_size() for p in module.parameters()) + kept_bytes(module),
         vocab_size=vocab_size,
         max_positions=config.max_position_embeddings,
         eos_token_ids=_eos_token_ids(generation, config),

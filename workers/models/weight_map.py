@@ -6,7 +6,7 @@ together is, so that reading a slice of a parameter still reads only that slice 
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ from transformers.core_model_loading import (
 )
 
 from ...errors import CorruptCheckpoint, UnsupportedModel
-from ...kernels.products.codes import table_of_pairs
+from ...kernels.products.codes import CodeKind, Codes, side_by_side, stacked
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.packed.formats import SHORT, USED_ELSEWHERE, Packed
 from .unpacked import Unpacked
@@ -42,6 +42,10 @@ class Source(Protocol):
         """Elements [start, stop) along `dim`; the whole of it by default."""
         ...
 
+    def codes(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Codes | None:
+        """The same in fewer bits, [.., outputs, inputs]. None: it is not stored so, or cannot be cut there."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
@@ -56,6 +60,9 @@ class Stored:
 
     def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
         return self.checkpoint.read(self.name, dim, start, stop)
+
+    def codes(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Codes | None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,13 @@ class Stacked:
             return torch.stack(some) if some else torch.empty(0, *self.parts[0].shape)
         return torch.stack([part.read(dim - 1, start, stop) for part in self.parts])
 
+    def codes(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Codes | None:
+        if dim == 0:
+            parts = [part.codes() for part in self.parts[start:stop]]
+        else:
+            parts = [part.codes(dim - 1, start, stop) for part in self.parts]
+        return _all_of(parts, stacked)
+
 
 @dataclass(frozen=True, slots=True)
 class Joined:
@@ -91,14 +105,30 @@ class Joined:
     def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
         if dim != self.joined_dim:
             return torch.cat([part.read(dim, start, stop) for part in self.parts], dim=self.joined_dim)
-        stop = self.shape[dim] if stop is None else stop
-        pieces, at = [], 0
-        for part in self.parts:
-            length = part.shape[dim]
-            if start < at + length and at < stop:
-                pieces.append(part.read(dim, max(start - at, 0), min(stop - at, length)))
-            at += length
+        pieces = [part.read(dim, *cut) for part, *cut in self._pieces(start, stop)]
         return torch.cat(pieces, dim=dim) if pieces else self.parts[0].read(dim, 0, 0)
+
+    def codes(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Codes | None:
+        if self.joined_dim != len(self.shape) - 2:  # along inputs, whose scales would have to be joined too
+            return None
+        if dim != self.joined_dim:
+            return _all_of([part.codes(dim, start, stop) for part in self.parts], side_by_side)
+        return _all_of([part.codes(dim, *cut) for part, *cut in self._pieces(start, stop)], side_by_side)
+
+    def _pieces(self, start: int, stop: int | None) -> Iterator[tuple[Source, int, int]]:
+        """Parts that are among [start, stop) of the joined dimension, and what is of each."""
+        stop = self.shape[self.joined_dim] if stop is None else stop
+        at = 0
+        for part in self.parts:
+            length = part.shape[self.joined_dim]
+            if start < at + length and at < stop:
+                yield part, max(start - at, 0), min(stop - at, length)
+            at += length
+
+
+def _all_of(parts: Sequence[Codes | None], join: Callable[[Sequence[Codes]], Codes | None]) -> Codes | None:
+    there = [part for part in parts if part is not None]
+    return join(there) if there and len(there) == len(parts) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +148,27 @@ class Mxfp4:
         return experts, groups * half * 2, outputs
 
     def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
-        if dim == 1:  # inputs: cut in whole groups, the rest afterwards
-            stop = self.shape[1] if stop is None else stop
+        codes, first = self._outward(dim, start, stop)
+        numbers = codes.numbers(torch.bfloat16).transpose(1, 2)
+        if dim != 1:
+            return numbers
+        stop = self.shape[1] if stop is None else stop
+        return numbers[:, start - first : stop - first]
+
+    def codes(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Codes | None:
+        codes, first = self._outward(dim, start, stop)
+        stop = self.shape[dim] if stop is None else stop
+        return codes.cut(1, start - first, stop - first) if dim == 1 else codes
+
+    def _outward(self, dim: int, start: int, stop: int | None) -> tuple[Codes, int]:
+        """Inputs are read from the beginning of a group to the end of one. Returns the first that was read, too."""
+        stop = self.shape[dim] if stop is None else stop
+        stored, first, last = {0: 0, 1: 2, 2: 1}[dim], start, stop
+        if dim == 1:
             first, last = start // 32, -(-stop // 32)
-            whole = _from_mxfp4(self.blocks.read(2, first, last), self.scales.read(2, first, last))
-            return whole[:, start - first * 32 : stop - first * 32]
-        stored = {0: 0, 2: 1}[dim]
-        return _from_mxfp4(self.blocks.read(stored, start, stop), self.scales.read(stored, start, stop))
-
-
-def _from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """[experts, outputs, groups, 16] and [experts, outputs, groups] -> [experts, groups * 32, outputs], bfloat16."""
-    pairs = table_of_pairs().bfloat16()[blocks.int()].flatten(-2)
-    exponents = (scales.int() - 127).unsqueeze(-1)
-    return torch.ldexp(pairs, exponents).flatten(-2).transpose(1, 2)
+        blocks, scales = self.blocks.read(stored, first, last), self.scales.read(stored, first, last)
+        codes = Codes(CodeKind.E2M1, blocks.flatten(-2), scales, columns=32)
+        return codes, first * 32 if dim == 1 else first
 
 
 def find_sources(module: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Source]:

@@ -1,5 +1,6 @@
 """The weights of a model: every parameter of an empty module gets this rank's slice, read from the files."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..checkpoint.files import Checkpoint
 from ..layers.adapters import cut_mixers
 from ..tensor_parallel import Slice, Style, TensorParallel, count_own_heads
 from .families import TENSOR_PARALLEL_PLANS, VOCABULARIES
+from .kept import Keeper
 from .weight_map import Source, find_sources
 
 
@@ -31,12 +33,17 @@ def fill_weights(
     dtype: torch.dtype,
     device: torch.device,
     watch: Callable[[int, int], None],
+    keeper: Keeper | None = None,
 ) -> None:
-    """Give every parameter its memory: this rank's slice, read from the files. Tied parameters share theirs."""
+    """Give every parameter its memory: this rank's slice, read from the files. Tied parameters share theirs.
+
+    keeper: of weights that stay in fewer bits
+    """
     styles = styles_of(module, config, parallel)
     sources = find_sources(module, checkpoint, dtype)
     module.tie_weights()
     total = sum(empty.numel() for empty in module.parameters())
+    owners = Counter(id(each) for owner in module.modules() for each in owner.parameters(recurse=False))
     done = 0
     filled: dict[int, nn.Parameter] = {}
     missing: list[str] = []
@@ -51,9 +58,15 @@ def fill_weights(
                 continue
             if id(empty) not in filled:
                 part = parallel.slice_of(path, name, whole_shapes[name], style, config) if style else None
-                value = _read(checkpoint, sources[full_name], full_name, whole_shapes[name], part)
-                filled[id(empty)] = nn.Parameter(value.to(device=device, dtype=dtype), requires_grad=False)
+                source, is_shared = sources[full_name], owners[id(empty)] > 1
                 done += empty.numel()
+                if keeper is not None and not is_shared and source.shape == whole_shapes[name]:
+                    is_kept = keeper.keep(owner, name, source, part)
+                    if is_kept:
+                        watch(done, total)
+                        continue
+                value = _read(checkpoint, source, full_name, whole_shapes[name], part)
+                filled[id(empty)] = nn.Parameter(value.to(device=device, dtype=dtype), requires_grad=False)
                 watch(done, total)
             setattr(owner, name, filled[id(empty)])
         # What the ranks add up or gather happens around the forward pass.

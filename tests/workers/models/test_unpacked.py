@@ -3,16 +3,20 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from intarsia.proto.request import SamplingParams
+from intarsia.tests import models
 from intarsia.tests.local import complete, make_engine
 from intarsia.tests.packing import FORMATS, Format, make_twins
 from intarsia.workers.checkpoint.files import Checkpoint
 from intarsia.workers.models.unpacked import Unpacked
+
+FAMILIES = "gemma3", "gpt_oss", "qwen3_5_moe", "nemotron_h", "granite4", "jamba", "deepseek_v3"
 
 
 def weight_of(
@@ -46,19 +50,32 @@ def test_a_slice_that_begins_and_ends_within_groups_is_that_of_the_whole(name: s
         torch.testing.assert_close(part, plain.narrow(dim, start, stop - start), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("products", ["cpu", "reference", "expanded"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_an_engine_of_packed_weights_answers_as_transformers_with_the_plain_twin(
-    name: str, tiny: Callable, tmp_path: Path
+    name: str, products: str, tiny: Callable, tmp_path: Path
 ):
-    from intarsia.tests import models
-
     source = tiny("qwen3")
     folder = make_twins(source.path, tmp_path, FORMATS[name])
     expected = [models.greedy(models.load_oracle(folder / "plain", ()), prompt, 12) for prompt in source.prompts]
+    assert asyncio.run(answers(folder / "packed", source.prompts, packed_products=products)) == expected
 
-    async def answers() -> list[list[int]]:
-        engine = await make_engine(folder / "packed", dtype="float32")
-        completions = await complete(engine, source.prompts, SamplingParams(temperature=0, max_tokens=12))
-        return [completion.token_ids for completion in completions]
 
-    assert asyncio.run(answers()) == expected
+@pytest.mark.parametrize("products", ["cpu", "reference"])
+@pytest.mark.parametrize("name", ["fp8-blocks", "w4a16-zero-points", "nvfp4"])
+@pytest.mark.parametrize(
+    "family", ["gemma3", "gpt_oss", "qwen3_5_moe", "nemotron_h", "granite4", "jamba", "deepseek_v3"]
+)
+def test_families_with_packed_weights_answer_as_transformers_with_the_plain_twin(
+    family: str, name: str, products: str, tiny: Callable, tmp_path: Path
+):
+    source = tiny(family)
+    folder = make_twins(source.path, tmp_path, FORMATS[name])
+    expected = [models.greedy(models.load_oracle(folder / "plain", ()), prompt, 8) for prompt in source.prompts]
+    assert asyncio.run(answers(folder / "packed", source.prompts, 8, packed_products=products)) == expected
+
+
+async def answers(path: Path, prompts: list[list[int]], tokens: int = 12, **settings: Any) -> list[list[int]]:
+    engine = await make_engine(path, dtype="float32", **settings)
+    asked = SamplingParams(temperature=0, max_tokens=tokens)
+    return [completion.token_ids for completion in await complete(engine, prompts, asked)]

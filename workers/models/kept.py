@@ -1,0 +1,119 @@
+"""Weights that stay in the bits in which their files have them, and what multiplies with them.
+
+One way is chosen for all layers, like an attention backend. What it cannot keep (a slice that begins within a byte, a
+weight that an embedding shares, experts of a form of their own) is expanded when it is loaded.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import InvalidSetting
+from ...kernels.products import (
+    CODES_KINDS,
+    Codes,
+    CodesKind,
+    CodesLinear,
+    ExpandedCodes,
+    PackedCodes,
+    side_by_side,
+)
+from ...proto.worker import ModelSettings
+from ..tensor_parallel import Slice
+from .weight_map import Source
+
+EXPERTS = "gate_up_proj", "up_proj", "down_proj"
+
+
+class KeptExperts(NamedTuple):
+    """A parameter of experts [E,N,K]."""
+
+    codes: Codes
+    kind: CodesKind
+    dtype: torch.dtype
+
+    def weights(self, biases: Tensor | None) -> PackedCodes | ExpandedCodes:
+        return self.kind.weights(self.codes, self.dtype, biases)
+
+
+@dataclass(frozen=True, slots=True)
+class Keeper:
+    """Keeps what it can."""
+
+    kind: CodesKind
+    dtype: torch.dtype
+
+    def keep(self, owner: Any, name: str, source: Source, part: Slice | None) -> bool:
+        """Whether `owner` has what it needs for its parameter `name` from now on, without the parameter."""
+        is_linear = type(owner) is nn.Linear and name == "weight"
+        has_experts = hasattr(owner, "is_transposed") and hasattr(owner, "has_post_expert_norm")
+        if not (is_linear or (has_experts and name in EXPERTS)):
+            return False
+        codes = _codes(source, part)
+        if codes is None or not self._takes(codes):
+            return False
+        if is_linear:
+            self.kind.linear.hold(owner, codes, self.dtype)
+        else:
+            del owner._parameters[name]
+            vars(owner).setdefault("kept", {})[name] = KeptExperts(codes, self.kind, self.dtype)
+        owner._is_hf_initialized = True  # tells transformers to leave it alone
+        return True
+
+    def _takes(self, codes: Codes) -> bool:
+        return self.kind.weights is ExpandedCodes or PackedCodes.takes(codes)
+
+
+def keeper_of(settings: ModelSettings, dtype: torch.dtype, device: torch.device) -> Keeper | None:
+    """None: all weights are expanded. Raises `InvalidSetting` with what the asked way lacks."""
+    asked = settings.packed_products
+    if asked == "expanded":
+        return None
+    why_not = _lacks(asked if asked != "auto" else "cpu", settings, dtype, device)
+    if why_not is None:
+        return Keeper(CODES_KINDS["cpu" if asked == "auto" else asked], dtype)
+    if asked == "auto":
+        return None
+    raise InvalidSetting(
+        f"packed_products {asked!r} cannot be had: {why_not}. Leave it out, or take 'expanded'.",
+        field="packed_products",
+    )
+
+
+def _lacks(name: str, settings: ModelSettings, dtype: torch.dtype, device: torch.device) -> str | None:
+    kind = CODES_KINDS[name].linear
+    if settings.torch_compile:
+        return "torch_compile sees no further than an operator that it does not know"
+    if name == "cpu" and device.type != "cpu":
+        return f"the model runs on {device}"
+    if dtype not in kind.dtypes:
+        return f"it multiplies {', '.join(sorted(str(each) for each in kind.dtypes))}, not {dtype}"
+    return kind.lacks()
+
+
+def kept_bytes(module: nn.Module) -> int:
+    """Of weights that are kept, before they are settled."""
+    return sum(codes.nbytes for codes in _kept(module))
+
+
+def _kept(module: nn.Module) -> Iterator[Codes]:
+    for child in module.modules():
+        if isinstance(child, CodesLinear):
+            yield child.codes
+        yield from (kept.codes for kept in vars(child).get("kept", {}).values())
+
+
+def _codes(source: Source, part: Slice | None) -> Codes | None:
+    if part is None:
+        return source.codes()
+    ranges = [(start, stop) for start, stop in part.ranges if start < stop]
+    if not ranges or ranges[-1][1] > source.shape[part.dim]:
+        return None
+    pieces = [source.codes(part.dim, start, stop) for start, stop in ranges]
+    there = [piece for piece in pieces if piece is not None]
+    if len(there) < len(pieces):
+        return None
+    return there[0] if len(there) == 1 else side_by_side(there) if part.dim == len(source.shape) - 2 else None
