@@ -2,14 +2,15 @@
 
 A kernel takes a time of its own, however little it does, and the time of its bytes at the rate of its kind:
 
-    us = own_us + weights / product rate + keys and values * imbalance / read rate + states / copy rate + rest / read rate
+    us = own_us + weights / product rate + (keys and values * imbalance + others) / read rate + states / copy rate
 
 All numbers are of the H100's rates or of single kernels that were timed on it (`measured.py`). None is of a whole step,
 and none differs from model to model.
 """
 
+import functools
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -89,11 +90,12 @@ class Heads(NamedTuple):
         return 4 * self.kv_heads * (self.value_dim + 2)
 
 
-def attention_costs(heads: Heads, lengths: Sequence[int]) -> tuple[Cost, Cost | None]:
+@functools.cache
+def attention_costs(heads: Heads, lengths: tuple[int, ...]) -> tuple[Cost, Cost | None]:
     """Of rows of one query which see so many keys, the new one included: their items, and the merge if rows are cut."""
     ends = np.array(lengths, dtype=np.int32)
-    table = np.zeros((len(ends), 1), dtype=np.int32)
-    batch = GroupBatch(table, np.ones_like(ends), ends, 1, window_tokens=heads.window, chunk_tokens=heads.chunk)
+    table, page = np.zeros((len(ends), 1), dtype=np.int32), int(ends.max())
+    batch = GroupBatch(table, np.ones_like(ends), ends, page, window_tokens=heads.window, chunk_tokens=heads.chunk)
     tiling = Tiling(heads.group, heads.tile_rows, heads.tile_rows, heads.record_bytes)
     work, sizes = work_of(batch, tiling)
     items = work.singles[1:]

@@ -39,7 +39,7 @@ class Launched(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What it is given and makes, each once. A kernel that does not need a tensor is given another a second time."""
+        """What it is given and makes, each once: in place of a tensor that it does not need, it is given another."""
         found = [value for value in (*self.given.values(), *self.made) if isinstance(value, Tensor)]
         return list({(t.untyped_storage()._cdata, t.storage_offset(), t.shape): t for t in found}.values())
 
@@ -97,7 +97,9 @@ def _launch(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: 
     trace.add(Launched(kernel.__name__, True, {name: on_host(value) for name, value in named.items()}, ()))
 
 
-def _run_on_device(func: Any, args: tuple, kwargs: dict[str, Any], tensors: Sequence[Tensor], makes_device: bool) -> Any:
+def _run_on_device(
+    func: Any, args: tuple, kwargs: dict[str, Any], tensors: Sequence[Tensor], makes_device: bool
+) -> Any:
     from intarsia.tests.pretended_cuda import operators
 
     given = tree_map(_on_meta, (args, operators._without_pinning(kwargs)))
