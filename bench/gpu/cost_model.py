@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import traced
 from .lines import short
 from .models import MODELS
 from .tables import markdown_row
@@ -31,8 +30,10 @@ def main() -> int:
     asked = parser.parse_args()
     if unknown := [model for model in asked.models if model not in MODELS]:
         parser.error(f"there are no models {', '.join(unknown)}; choose from {', '.join(MODELS)}")
+    from . import traced
+
     traced.install()
-    from .predicted import attention, predictions  # which uses torch
+    from .predicted import attention, predictions  # and with it what uses torch
 
     found = [each for model in asked.models for each in predictions(model)]
     layers = attention()

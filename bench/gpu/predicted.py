@@ -1,6 +1,5 @@
 """Decode steps as the cost model has them: traced kernels, priced and added up, beside what was measured."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -125,7 +124,7 @@ def predict(engine: TracedEngine, model: str, step: str, lengths: Sequence[int])
 def summed(model: str, step: str, found: StepTrace, lengths: Sequence[int], config: dict[str, Any]) -> Prediction:
     """Without its floor."""
     costs = list(costs_of([*found.recorded, *found.around], lengths, config))
-    us_of: Counter[Kind] = Counter()
+    us_of = dict.fromkeys(Kind, 0.0)
     for cost in costs:
         us_of[cost.kind] += cost.us
     gigabytes = {
