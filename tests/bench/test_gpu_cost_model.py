@@ -32,8 +32,8 @@ traced = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
 STEP_ERROR, FLOOR_ERROR_MS = 0.08, 0.12
 """Of predicted steps, as a share of what was measured. Of floors: rows were some tokens longer when that was."""
 NAMES = {
-    "Gemma 3 27B": "gemma-3-27b", "gpt-oss 20B, in 16 bits": "gpt-oss-20b", "Llama 3.1 8B": "llama-3.1-8b",
-    "Gemma 3 4B": "gemma-3-4b", "Bamba 9B": "bamba-9b",
+    "Gemma 3 27B": "gemma-3-27b", "gpt-oss 20B, in 16 bits": "gpt-oss-20b", "gpt-oss 20B": "gpt-oss-20b",
+    "Llama 3.1 8B": "llama-3.1-8b", "Gemma 3 4B": "gemma-3-4b", "Bamba 9B": "bamba-9b",
 }  # fmt: skip
 """Of `docs/gpu.md`."""
 
@@ -53,18 +53,26 @@ def predicted(*models: str) -> list[dict[str, Any]]:
     return json.loads(done.stdout)["steps"]
 
 
+def told_steps(since: str, until: str) -> list[list[str]]:
+    """Rows of a table of `docs/gpu.md` that are about a step, each with its model."""
+    found, model = [], ""
+    text = (ROOT / "docs" / "gpu.md").read_text().partition(since)[2].partition(until)[0]
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) > 1 and re.match(r"\d+ x \d+k", cells[1]):
+            model = NAMES[cells[0]] if cells[0] else model
+            found.append([model, *cells[1:]])
+    return found
+
+
 # -- what the model takes from an H100 ---------------------------------------------------------------------------------
 
 
 def test_what_was_measured_is_what_the_docs_say():
-    rows, model = [], ""
-    text = (ROOT / "docs" / "gpu.md").read_text().partition("**Decode steps**")[2].partition("**Attention**")[0]
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 7 and (size := re.fullmatch(r"(\d+) x (\d+)k", cells[1])):
-            model = cells[0] or model
-            count, tokens = map(int, size.groups())
-            rows.append(measured.Step(NAMES[model], count, tokens * 1024, float(cells[2]), float(cells[3])))
+    rows = []
+    for model, step, ms, floor_ms, *_ in told_steps("**Decode steps**", "**Attention**"):
+        count, tokens = map(int, step.removesuffix("k").split(" x "))
+        rows.append(measured.Step(model, count, tokens * 1024, float(ms), float(floor_ms)))
     assert tuple(rows) == STEPS
 
 
@@ -203,6 +211,16 @@ def test_steps_of_all_models_are_predicted_as_they_were_measured():
     times_floor = {(step["model"], step["step"]): step["times_floor"] for step in steps if step["measured_ms"] is None}
     for model in ("gemma-3-27b", "gpt-oss-20b", "llama-3.1-8b"):
         assert all(times_floor[model, name] <= allowed for name, (_, allowed) in ASKED.items())
+    # The docs say so.
+    told, held = told_steps("**Predicted**", "**Held"), told_steps("**Held", "## How")
+    assert (len(told), len(held)) == (len(MODELS) * len(ASKED), len(STEPS))
+    for model, name, ms, floor_ms, ratio, *_, kernels in told:
+        [step] = [each for each in steps if (each["model"], each["step"]) == (model, name) and not each["measured_ms"]]
+        figures = f"{step['ms']:.1f}", f"{step['floor_ms']:.1f}", f"{step['times_floor']:.2f}", str(step["kernels"])
+        assert (ms, floor_ms, ratio, kernels) == figures, (model, name)
+    for model, name, kernels, ms, *_ in held:
+        [step] = [each for each in steps if (each["model"], each["step"]) == (model, name) and each["measured_ms"]]
+        assert (kernels, ms) == (f"{step['kernels']:,}", f"{step['ms']:.1f}"), (model, name)
     # Its floor takes it that states are written as fast as they are read.
     assert 1.2 < times_floor["bamba-9b", "64 x 4k"] < 1.3
 
