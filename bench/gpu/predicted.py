@@ -55,6 +55,8 @@ SEVERAL_LAUNCHES = {"topk": 2}
 """Operators of torch that launch more than one kernel on a GPU: here one that gathers, and one that sorts."""
 STATE_TIMES = {"heads_step": 2, "convolve": 1, "shift": 2}
 """How often a kernel goes over the state of a row: to read it, to write it."""
+IN_PLACE = {"prepare_heads": "tokens_ptr"}
+"""Kernels that write what they have read, changed or into pages, and the argument that this is."""
 LARGER = {"pages_ptr", "partial_ptr", "items_ptr", "merges_ptr", "table_ptr"}
 """Arguments that are larger than what is read of them."""
 
@@ -88,6 +90,8 @@ def _cost_of_torch(kernel: Launched) -> Cost:
 def _cost_of_ours(kernel: Launched, rows: int, config: dict[str, Any]) -> Cost:
     given = kernel.given
     moved = sum(map(_bytes, kernel.tensors)) - sum(_bytes(given[name]) for name in LARGER & given.keys())
+    if kernel.name in IN_PLACE:
+        moved += _bytes(given[IN_PLACE[kernel.name]])
     if kernel.name == "product":  # of experts
         weight = _bytes(given["weight_ptr"])
         return Cost(Kind.PRODUCT, weight * expert_share(config, rows), other_bytes=moved - weight)

@@ -156,6 +156,7 @@ def test_kernels_are_priced_by_what_they_move():
         Launched("product", True, {"x_ptr": x, "weight_ptr": experts, "out_ptr": rows, "parts_ptr": rows}, ()),
         Launched("heads_step", True, {"v_ptr": x, "pages_ptr": pages}, ()),
         Launched("gate", True, {"gate_up_ptr": out, "out_ptr": x}, ()),
+        Launched("prepare_heads", True, {"tokens_ptr": out, "pages_ptr": pages, "cos_ptr": x}, ()),
     ]
     around = 2 * 64 * (4096 + 6144)
     share = 1 - (1 - 4 / 32) ** 64
@@ -167,6 +168,7 @@ def test_kernels_are_priced_by_what_they_move():
         Cost(Kind.PRODUCT, weight_bytes=2 * 32 * 5760 * 2880 * share, other_bytes=2 * (64 * 4096 + 256 * 5760)),
         Cost(Kind.STATE, state_bytes=2 * 64 * 4 * 128 * 128 * 64, other_bytes=2 * 64 * 4096),
         Cost(Kind.SMALL, other_bytes=around),
+        Cost(Kind.SMALL, other_bytes=around + 2 * 64 * 6144),
     ]
 
 
