@@ -149,6 +149,17 @@ def test_a_decode_step_costs_no_more_than_its_budget_and_a_mixed_one_waits_once(
     assert not over, f"{cost} is more than {BUDGETS[family]}: {answer['costs']['replayed']['places']}"
 
 
+@pytest.mark.parametrize("family", families({"gemma3"}, without=WITH_IMAGES))
+def test_what_a_quiet_step_uploads_does_not_depend_on_the_tokens_that_a_request_has(family: str, pretended: Pretended):
+    """Block tables stay on the device. Here a request grows by four blocks, within one cut of its keys."""
+    answer = pretended(family, "--prompts=1", "--once", "--tokens=20", "--block-size=5")
+    assert answer["costs"]["replayed"]["steps"] > 15
+    assert len(answer["quiet bytes"]["1"]) == 1, answer["quiet bytes"]
+    most = answer["costs"]["replayed"]["most"]
+    assert most["bytes uploaded"] > answer["quiet bytes"]["1"][0], "a new block is told"
+    assert most["upload, pinned"] == 1, "by the same upload"
+
+
 @pytest.mark.parametrize("family", families({"mistral"}))
 def test_tokens_are_those_of_the_oracle_after_preemption(family: str, tiny: Callable, pretended: Pretended):
     """A pool in which the longest request fits alone. Blocks of 5 tokens, so that each answer needs one more."""
@@ -260,6 +271,7 @@ UNSEEN = (
     "drawn_tokens_are_not_kept_for_the_next_step",
     "replayed_steps_pick_the_tokens_of_their_recording",
     "blocks_that_a_request_grows_by_are_lost",
+    "changes_of_tables_do_not_reach_the_device",
     "window_is_off_by_one",
     "sums_of_ranks_are_left_out",
 )
