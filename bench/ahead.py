@@ -97,7 +97,10 @@ def _attention(dtype: str) -> Iterator[Variant]:
             yield Variant(
                 f"attend {dtype} {name} ({'single' if one_query else 'prompt'})",
                 kernels.attend,
-                _types(kernels.attend, {"q_ptr", "pages_ptr", "out_ptr", "sinks_ptr"}, dtype, {"partial_ptr"}),
+                _types(
+                    kernels.attend, {"q_ptr", "pages_ptr", "out_ptr", "sinks_ptr"}, dtype, {"partial_ptr"},
+                    {"table_start_ptr"},
+                ),
                 {
                     "GROUP": group, "ROWS": shape.rows, "KEYS": shape.keys, "PAGE": page,
                     "KEY_DIM": key.dim, "KEY_MAIN": key.main, "KEY_REST": key.rest,

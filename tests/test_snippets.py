@@ -49,6 +49,7 @@ ELSEWHERE = {
     "make check": ".ci/run",
     "python -m intarsia.tests.pretended_cuda.run": "tests/workers/test_on_pretended_cuda.py, where Triton is installed",
     "python bench/gpu_battery.py": "by hand: it needs a GPU",
+    "python -m intarsia.bench.gpu.cost_model": "tests/bench/test_gpu_cost_model.py, where Triton is installed",
     "serve deploy": "tests/deploy/test_serve_commands.py",
     "serve run": "tests/deploy/test_serve_commands.py",
     "export": "tests/deploy/test_serve_commands.py",

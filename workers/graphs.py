@@ -274,8 +274,11 @@ class StepGraphs:
         return [backend.narrow(meta, rows, tokens) for meta in largest]
 
     def _largest_meta(self, batch: GroupBatch, width: int, lens: np.ndarray) -> GroupMeta | None:
-        table = np.zeros((self._most_rows, width), dtype=np.int32)
-        whole = replace(batch, block_table=table, query_lens=lens, kv_lens=lens)
+        lengths = {"query_lens": lens, "kv_lens": lens}
+        if batch.held is None:
+            whole = replace(batch, block_table=np.zeros((self._most_rows, width), dtype=np.int32), **lengths)
+        else:
+            whole = replace(batch, held=batch.held.padded(self._most_rows), **lengths)
         return self._model.attention.backend.frame(whole, self._model.device)
 
     def _fill(self, frame: _Frame, step: PackedStep, padded: Sequence[GroupBatch]) -> bool:
@@ -316,9 +319,12 @@ class StepGraphs:
 def _padded(batch: GroupBatch, rows: int, *, is_wide: bool) -> GroupBatch:
     """The same with more rows, of one token in the null block each; and more columns, if what is recorded depends on
     them."""
-    count, pages = batch.block_table.shape
+    count = len(batch.kv_lens)
+    lengths = {"query_lens": np.ones(rows, dtype=np.int32), "kv_lens": np.ones(rows, dtype=np.int32)}
+    lengths["kv_lens"][:count] = batch.kv_lens
+    if batch.held is not None:
+        return replace(batch, held=batch.held.padded(rows), **lengths)
+    pages = batch.block_table.shape[1]
     table = np.zeros((rows, pages if is_wide else padded_pages(pages)), dtype=np.int32)
     table[:count, :pages] = batch.block_table
-    kv_lens = np.ones(rows, dtype=np.int32)
-    kv_lens[:count] = batch.kv_lens
-    return replace(batch, block_table=table, query_lens=np.ones(rows, dtype=np.int32), kv_lens=kv_lens)
+    return replace(batch, block_table=table, **lengths)

@@ -50,12 +50,11 @@ class ModelRunner:
         self._groups = plan.groups
         self.masks = step_masks(plan)
         self._state_groups = model.pages.state_groups
-        self._new_tables = partial(SlotTables, plan, limits, grammars if parallel.rank == 0 else None)
-        self.tables = self._new_tables()
+        self.tables = SlotTables(plan, limits, grammars if parallel.rank == 0 else None)
 
     def clear(self) -> None:
         """Forget all requests, also those whose blocks wait in host memory."""
-        self.tables = self._new_tables()
+        self.tables.clear()
         self.model.pages.forget_all()
 
     @torch.inference_mode()
@@ -167,15 +166,16 @@ class ModelRunner:
         )
 
     def _batch(self, g: int, mask: Reach, rows: Rows, kv_lens: np.ndarray) -> GroupBatch:
-        group = self._groups[g]
+        group, table, held = self._groups[g], self.tables.block_tables[g], self.tables.held
         width = -(-int(kv_lens.max()) // group.block_tokens)
         return GroupBatch(
-            block_table=self.tables.block_tables[g][rows.slots, :width],
+            block_table=table[rows.slots, :width] if held is None else table,
             query_lens=rows.query_lens,
             kv_lens=kv_lens,
             block_tokens=group.block_tokens,
             window_tokens=mask.window_tokens,
             chunk_tokens=mask.chunk_tokens,
+            held=None if held is None else held.of(g, rows.slots),
         )
 
     # -- from logits to tokens ---------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from ..kernels.paged_attention.held_tables import HeldTables
 from ..kernels.sampling import Changes, Draw
 from ..kvcache.plan import Group, MemoryPlan
 from ..proto.step import Admit, Advance, Sampling, View
@@ -86,14 +88,31 @@ class SlotTables:
         self._grammars = grammars
         slots = limits.max_num_seqs
         self.slots: list[Slot | None] = [None] * slots
-        self.block_tables = [
-            np.zeros((slots, _most_blocks(group, limits.max_model_len)), dtype=np.int32) for group in plan.groups
-        ]
+        # All tables lie in one array. The row behind the slots has null blocks alone: for rows that fill up a step.
+        self._shapes = [(slots + 1, _most_blocks(group, limits.max_model_len)) for group in plan.groups]
+        sizes = [rows * width for rows, width in self._shapes]
+        self._blocks = np.zeros(sum(sizes), dtype=np.int32)
+        parts = np.split(self._blocks, np.cumsum(sizes)[:-1])
+        self.block_tables = [part.reshape(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        self.held: HeldTables | None = None  # the same on a device
         self.num_blocks = np.zeros((len(plan.groups), slots), dtype=np.int32)
         self.known = np.zeros(slots, dtype=np.int32)
         self.computed = np.zeros(slots, dtype=np.int32)
         self.last_token = np.zeros(slots, dtype=np.int64)
         self.asked_before = np.zeros(slots, dtype=np.int32)  # tokens computed before this position tell of the prompt
+
+    def hold(self, device: torch.device) -> None:
+        """Keep the tables on a device, too."""
+        if self.held is None:
+            self.held = HeldTables(self._blocks, self._shapes, device)
+
+    def clear(self) -> None:
+        """Forget all requests. The arrays stay where they are."""
+        self.slots[:] = [None] * len(self.slots)
+        for array in (self._blocks, self.num_blocks, self.known, self.computed, self.last_token, self.asked_before):
+            array[:] = 0
+        if self.held is not None:
+            self.held.clear()
 
     def admit(self, entry: Admit) -> None:
         slot, sampling = entry.slot, entry.sampling
@@ -108,10 +127,12 @@ class SlotTables:
 
     def append_blocks(self, entry: Admit | Advance) -> None:
         slot = entry.slot
-        for table, count, blocks in zip(self.block_tables, self.num_blocks, entry.blocks, strict=True):
+        for g, (table, count, blocks) in enumerate(zip(self.block_tables, self.num_blocks, entry.blocks, strict=True)):
             start = count[slot]
             table[slot, start : start + len(blocks)] = blocks
             count[slot] += len(blocks)
+            if self.held is not None and blocks:
+                self.held.note(g, slot, start, count[slot])
 
     def what_is_lacking(self, slots: np.ndarray) -> str:
         """Why a step over these cannot run: they know fewer tokens than it computes."""

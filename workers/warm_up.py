@@ -68,7 +68,9 @@ def unseen_bytes(runner: ModelRunner, settings: ModelSettings, memory: DeviceMem
     if _recorder_of(runner, settings) is None:
         return merged
     rows, mixed = recorded_rows(limits.max_num_seqs), mixed_tokens(model, limits.max_num_batched_tokens)
-    tables = sum(runner.tables.block_tables[g][:1].nbytes for g, _ in runner.masks) * rows[0]
+    tables = 0  # of frames; those that are held are there already
+    if runner.tables.held is None:
+        tables = sum(runner.tables.block_tables[g][:1].nbytes for g, _ in runner.masks) * rows[0]
     between = memory.peak_of(lambda: runner.forward(_of_tokens(mixed[0], longest))) if mixed else 0
     runner.tables.retire(0)
     return 2 * merged + between + tables * (2 if mixed else 1) + GRAPH_BYTES * (len(mixed) + len(rows))
@@ -132,6 +134,8 @@ def _choose_backend(runner: ModelRunner, name: str | None) -> None:
     backends = ORDERED_BACKENDS if model.order.is_one else BACKENDS
     choose = partial(select_backend, device=model.device, name=name, backends=backends)
     model.attention.learn(lambda: runner.forward(_rows()), choose)
+    if runner.last_tokens is not None and model.attention.backend.capabilities.held_tables:
+        runner.tables.hold(model.device)
 
 
 def _take_slot(runner: ModelRunner, tokens: int) -> None:

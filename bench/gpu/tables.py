@@ -20,7 +20,12 @@ def tables(path: Path) -> str:
     for title, part, wanted, head, cells in TABLES:
         lines = [line for row in _grouped(rows, part, wanted) if (line := cells(row)) is not None]
         if lines:
-            found += [f"\n**{title}**\n", _line(head), _line(["---"] * len(head)), *map(_line, lines)]
+            found += [
+                f"\n**{title}**\n",
+                markdown_row(head),
+                markdown_row(["---"] * len(head)),
+                *map(markdown_row, lines),
+            ]
     bad = [row for row in rows if row.get(FAILED) or row.get(WRONG)]
     found += [f"\n{FAILED if row.get(FAILED) else WRONG}: {row}" for row in bad]
     return "\n".join(found)
@@ -52,7 +57,7 @@ def _grouped(rows: list[Row], part: str, wanted: str) -> Iterator[dict[str, Row]
     yield from groups.values()
 
 
-def _line(cells: list[Any]) -> str:
+def markdown_row(cells: list[Any]) -> str:
     return "| " + " | ".join("" if cell is None else str(cell) for cell in cells) + " |"
 
 

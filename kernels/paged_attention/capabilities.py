@@ -43,6 +43,8 @@ class Capabilities:
     """A frame for the widest block table costs a step no more than a narrow one."""
     mixed_frames: bool = False
     """Rows of a frame may have any number of queries, as long as all together fit."""
+    held_tables: bool = False
+    """It takes `GroupBatch.held`: block tables that stay on the device."""
     one_order: bool = True
     """How a row is summed does not depend on the other rows of a step."""
     merge_bytes: int = 0

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..transfer import Transfer
 from .capabilities import Capabilities
+from .held_tables import Held
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class GroupBatch:
             Without is_causal the keys are those of an encoder: every query sees all kv_lens of them, new tokens are no
             part of them, and nothing is written.
     The packed tokens lie in row order. Blocks no query can see may be 0, and so may the tail of a table row.
+    With `held`, block_table is the host's whole table, and row r has row slots[r] of it: where a backend can take that.
     """
 
     block_table: np.ndarray
@@ -65,10 +67,11 @@ class GroupBatch:
     window_tokens: int | None = None
     chunk_tokens: int | None = None
     is_causal: bool = True
+    held: Held | None = None
 
     def __post_init__(self) -> None:
-        rows, pages = self.block_table.shape
-        assert self.query_lens.shape == self.kv_lens.shape == (rows,), "one length per row of the block table"
+        pages, rows = self.block_table.shape[1], self.block_table if self.held is None else self.held.slots
+        assert self.query_lens.shape == self.kv_lens.shape == (len(rows),), "one length per row of the block table"
         assert not self.is_causal or (self.query_lens <= self.kv_lens).all(), "kv_lens counts the new tokens too"
         assert self.is_causal or self.window_tokens is self.chunk_tokens is None, "an encoder's keys have no order"
         assert self.kv_lens.max(initial=0) <= pages * self.block_tokens, "a row is longer than its block table"
@@ -82,10 +85,10 @@ class GroupBatch:
         if not self.is_causal:
             return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
         row = np.repeat(np.arange(len(self.query_lens)), self.query_lens)
-        first_position = self.kv_lens - self.query_lens - self.first_token()
-        position = np.arange(len(row)) + first_position[row]
+        position = np.arange(len(row)) + (self.kv_lens - self.query_lens - self.first_token())[row]
         block, offset = np.divmod(position, self.block_tokens)
-        return self.block_table[row, block].astype(np.int64), offset.astype(np.int64)
+        own = row if self.held is None else self.held.slots[row]
+        return self.block_table[own, block].astype(np.int64), offset.astype(np.int64)
 
     def oldest_visible(self, position: Any) -> Any:
         """First position that the query at `position` (an int or an array) sees."""

@@ -86,9 +86,10 @@ def shape_for(key_dim: int, value_dim: int, group: int, itemsize: int, one_query
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Plan:
-    block_table: Tensor  # [R,P] int32
+    block_table: Tensor  # [R,P] int32, or the numbers of all held tables
     query_start: Tensor  # [R+1] int32
     kv_len: Tensor  # [R] int32
+    table_start: Tensor  # [R] int64: where the pages of each row begin in `block_table`
     work: StepWork | FrameWork
     rule: int
     span: int
@@ -120,6 +121,7 @@ class TritonBackend:
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         wide_frames=True,
         mixed_frames=True,
+        held_tables=True,
         merge_bytes=MOST_RECORD_BYTES,
     )
 
@@ -135,9 +137,10 @@ class TritonBackend:
     def prepare(self, batch: GroupBatch, device: torch.device) -> GroupMeta:
         page, offset = batch.token_places()
         plan = _Plan(
-            upload(np.ascontiguousarray(batch.block_table, dtype=np.int32), device),
+            _table(batch, device),
             upload(starts_of(batch.query_lens), device),
             upload(batch.kv_lens.astype(np.int32), device),
+            upload(_table_starts(batch), device),
             StepWork(batch),
             *_rule(batch),
             batch.block_tokens,
@@ -145,7 +148,7 @@ class TritonBackend:
         return GroupMeta(upload(page, device), upload(offset, device), plan)
 
     def frame(self, batch: GroupBatch, device: torch.device) -> GroupMeta:
-        rows, width = batch.block_table.shape
+        rows, width = len(batch.query_lens), batch.block_table.shape[1]
         tokens = int(batch.query_lens.sum())
         span = batch.window_tokens or batch.chunk_tokens
         most_keys = width * batch.block_tokens
@@ -153,10 +156,12 @@ class TritonBackend:
         seen = most_keys if span is None else min(span + is_mixed * tokens, most_keys)
         shape = FrameShape(rows, tokens, seen, is_mixed)
         place = torch.zeros(tokens, dtype=torch.int64, device=device)
+        starts = torch.arange(rows, device=device) * width  # are put anew where tables are held
         plan = _Plan(
-            torch.zeros(rows, width, dtype=torch.int32, device=device),
+            torch.zeros(rows, width, dtype=torch.int32, device=device) if batch.held is None else _table(batch, device),
             torch.zeros(rows + 1, dtype=torch.int32, device=device),
             torch.zeros(rows, dtype=torch.int32, device=device),
+            starts,
             FrameWork(shape, shape),
             *_rule(batch),
             batch.block_tokens,
@@ -169,9 +174,9 @@ class TritonBackend:
         tokens = rows if tokens is None else tokens
         part = replace(
             plan,
-            block_table=plan.block_table[:rows],
             query_start=plan.query_start[: rows + 1],
             kv_len=plan.kv_len[:rows],
+            table_start=plan.table_start[:rows],
             work=plan.work.narrowed(rows, tokens),
         )
         return GroupMeta(frame.token_page[:tokens], frame.token_offset[:tokens], part)
@@ -182,13 +187,17 @@ class TritonBackend:
         lists = plan.work.refilled(batch)
         if lists is None:
             return False
-        rows, width = batch.block_table.shape
         page, offset = batch.token_places()
-        more_rows, more_tokens = len(plan.kv_len) - rows, len(frame.token_page) - len(page)
+        more_rows, more_tokens = len(plan.kv_len) - len(batch.kv_lens), len(frame.token_page) - len(page)
+        if batch.held is None:
+            rows, width = batch.block_table.shape
+            transfer.put(plan.block_table[:rows, :width], batch.block_table)
+        else:
+            batch.held.tables.put(transfer)
+            transfer.put(plan.table_start, np.pad(batch.held.starts, (0, more_rows)))
         for buffer, values in (
             (frame.token_page, np.pad(page, (0, more_tokens))),
             (frame.token_offset, np.pad(offset, (0, more_tokens))),
-            (plan.block_table[:rows, :width], batch.block_table),
             (plan.query_start, np.pad(starts_of(batch.query_lens), (0, more_rows), mode="edge")),
             (plan.kv_len, np.pad(batch.kv_lens, (0, more_rows))),
             *lists,
@@ -237,7 +246,7 @@ class TritonBackend:
         key, value = Size.of(key_dim), Size.of(out_THD.shape[2])
         self._kernels.attend[(kv_heads, _programs(count, kv_heads, q_THD.device))](
             q_THD, kv_view, out_THD, partial, call.sinks, plan.block_table, items, plan.query_start, plan.kv_len,
-            *q_THD.stride()[:2], *out_THD.stride()[:2], *kv_view.stride()[:3], plan.block_table.stride(0),
+            plan.table_start, *q_THD.stride()[:2], *out_THD.stride()[:2], *kv_view.stride()[:3],
             params.scale, params.softcap or 1.0, plan.span,
             GROUP=heads // kv_heads, ROWS=shape.rows, KEYS=shape.keys, PAGE=plan.block_tokens,
             KEY_DIM=key.dim, KEY_MAIN=key.main, KEY_REST=key.rest,
@@ -262,6 +271,20 @@ class TritonBackend:
 def _programs(count: int, others: int, device: torch.device) -> int:
     """For each of so many others: one for each entry of a list, or as many as keep the device busy."""
     return min(count, max(1, PROGRAMS_PER_PROCESSOR * _processors(device) // others))
+
+
+def _table(batch: GroupBatch, device: torch.device) -> Tensor:
+    """The pages of a step's rows, on the device."""
+    if batch.held is None:
+        return upload(np.ascontiguousarray(batch.block_table, dtype=np.int32), device)
+    batch.held.tables.send()
+    return batch.held.tables.numbers
+
+
+def _table_starts(batch: GroupBatch) -> np.ndarray:
+    """[R] int64: where the pages of each row begin there."""
+    rows, width = batch.block_table.shape
+    return np.arange(rows, dtype=np.int64) * width if batch.held is None else batch.held.starts
 
 
 def _rule(batch: GroupBatch) -> tuple[int, int]:

@@ -262,11 +262,11 @@ def _store(rows, main, rest, live, SIZE: tl.constexpr, MAIN: tl.constexpr, REST:
         tl.store(rows + f[None, :], rest.to(dtype), mask=live[:, None] & (f < SIZE)[None, :])
 
 
-@triton.jit(do_not_specialize=["table_stride"])  # tables get wider as requests grow: no reason to compile anew
+@triton.jit
 def attend(
     q_ptr, pages_ptr, out_ptr, partial_ptr, sinks_ptr, table_ptr, items_ptr, query_start_ptr, kv_len_ptr,
-    q_token_stride, q_head_stride, out_token_stride, out_head_stride,
-    page_stride, token_stride, head_stride, table_stride,
+    table_start_ptr,
+    q_token_stride, q_head_stride, out_token_stride, out_head_stride, page_stride, token_stride, head_stride,
     scale, softcap, span,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
     KEY_DIM: tl.constexpr, KEY_MAIN: tl.constexpr, KEY_REST: tl.constexpr,
@@ -277,7 +277,8 @@ def attend(
     """Grid (K, any): the items of one kv head, each by one of the programs. Strides in items.
 
     q [T,H,Dk]  pages [pages,tokens,K,content]  out [T,H,Dv]  partial [records, K, Dv + 2], where something is merged
-    items [1 + n, COLUMNS]: see `worklist.Work`    query_start [R+1], kv_len [R], table [R,P]: int32
+    items [1 + n, COLUMNS]: see `worklist.Work`    query_start [R+1], kv_len [R]: int32
+    table: int32, the pages of all rows    table_start [R] int64: where those of each row begin
     span: of the window or chunk, in tokens    ONE_QUERY: each request of this launch has one
     """
     kv_head = tl.program_id(0)
@@ -301,7 +302,7 @@ def attend(
         q, q_rest = _load_parts(q_row, is_query, KEY_DIM, KEY_MAIN, KEY_REST)
         acc, acc_rest, total, top = _sums(
             q, q_rest, context + query, earliest, latest, low, high,
-            table_ptr + row.to(tl.int64) * table_stride, pages_ptr + kv_head * head_stride,
+            table_ptr + tl.load(table_start_ptr + row), pages_ptr + kv_head * head_stride,
             page_stride, token_stride, scale, softcap, span, ROWS, KEYS, PAGE, KEY_DIM, KEY_MAIN, KEY_REST,
             VALUE_DIM, VALUE_MAIN, VALUE_REST, VALUE_AT, RULE, ONE_QUERY, HAS_SOFTCAP,
             AT_ONCE, AHEAD, PRECISION,

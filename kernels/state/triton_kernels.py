@@ -151,16 +151,14 @@ def shared_heads(
     v_ptr += head * v_head
     g_ptr += head * g_head
     out_ptr += head * out_head
-    for piece in tl.range(
-        tl.load(rows_ptr + row * ROW + 4), tl.load(rows_ptr + row * ROW + 5), disable_licm=True
-    ):  # fmt: skip
+    first, last = tl.load(rows_ptr + row * ROW + 4), tl.load(rows_ptr + row * ROW + 5)
+    for piece in tl.range(first, last, disable_licm=True):
         start = tl.load(pieces_ptr + piece * PIECE).to(tl.int64)
         length = tl.load(pieces_ptr + piece * PIECE + 1)
         for at in tl.range(0, length, CHUNK, disable_licm=True):
             token = start + at
             live = t < length - at
-            key_mask = live[:, None]
-            value_mask = live[:, None]
+            key_mask, value_mask = live[:, None], live[:, None]
             if KEYS < KEYS_PADDED:
                 key_mask = key_mask & (kk < KEYS)[None, :]
             if VALUES % VALUES_BLOCK > 0:

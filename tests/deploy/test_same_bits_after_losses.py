@@ -56,7 +56,7 @@ def struck(
     request: pytest.FixtureRequest, dtype: str, ray_cluster: None, loop: Loop, tiny: Callable
 ) -> Iterator[Struck]:
     settings = engine_settings(
-        str(tiny(request.param).path), dtype=dtype, tensor_parallel_size=2, kv_cache_memory="4MiB"
+        str(tiny(request.param).path), dtype=dtype, tensor_parallel_size=2, kv_cache_memory="4MiB", same_bits=True
     )
     engine = loop.run(start_engine(settings))
     yield Struck(engine, loop.run(streams(engine)))

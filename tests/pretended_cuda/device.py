@@ -52,6 +52,7 @@ class Device:
         self.use((), (target,), at)
         target.copy_(source)
         self.ledger.add(Kind.UPLOAD_PINNED if is_pinned else Kind.UPLOAD_PAGEABLE, at)
+        self.ledger.add(Kind.UPLOADED_BYTES, at, source.nbytes)
         if is_pinned:
             self.transfers.upload(source, at)
         if is_blocking:

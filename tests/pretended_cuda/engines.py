@@ -64,6 +64,7 @@ class PretendedWorkers(LocalWorkers):
         self._ranks = [Rank(rank, size) for rank in range(size)]
         self.worker = self._ranks[0].worker
         self.costs = {kind: StepCosts() for kind in (REPLAYED, UNRECORDED, MIXED)}
+        self.quiet_bytes: dict[int, set[int]] = {}  # requests of a quiet step -> bytes that such steps uploaded
         self.failure: str | None = None
         self.failed = asyncio.Event()
         self._numbers, self._latest = count(), 0  # steps, and the latest that is launched
@@ -115,6 +116,8 @@ class PretendedWorkers(LocalWorkers):
         costs.replays += Kind.REPLAY in whole.totals()
         costs.most |= Counter(whole.totals())
         costs.most_syncs_of_launch = max(costs.most_syncs_of_launch, of_launch.totals().get(Kind.SYNC, 0))
+        if step.decode and not (step.admit or step.advance):
+            self.quiet_bytes.setdefault(len(step.decode), set()).add(whole.totals()[Kind.UPLOADED_BYTES])
         asked = {"sync": (Kind.SYNC,), "upload": UPLOADS, "kernel": (*RECORDED.keys(), *RECORDED.values())}
         costs.places = {name: whole.places(*kinds) for name, kinds in asked.items()}
 
@@ -187,4 +190,5 @@ async def run_scene(scene: Scene, **settings: Any) -> dict[str, Any]:
         "refusal": workers.refusal,
         "layers": workers.layers,
         "costs": {kind: costs.told() for kind, costs in workers.costs.items()},
+        "quiet bytes": {rows: sorted(found) for rows, found in workers.quiet_bytes.items()},
     }

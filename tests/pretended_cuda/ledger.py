@@ -10,6 +10,7 @@ class Kind(StrEnum):
     SYNC = "sync"  # the host waits until all that was asked for is done
     UPLOAD_PINNED = "upload, pinned"  # goes on beside the host
     UPLOAD_PAGEABLE = "upload, pageable"  # the driver copies it aside first
+    UPLOADED_BYTES = "bytes uploaded"
     DOWNLOAD = "download"
     TORCH_KERNEL = "torch kernel"  # an operator that computes counts as one, though some launch several
     LAUNCH = "launch"  # of a Triton kernel
@@ -59,8 +60,8 @@ class Ledger:
     def __init__(self) -> None:
         self._counts: Counter[tuple[Kind, str]] = Counter()
 
-    def add(self, kind: Kind, place: str) -> None:
-        self._counts[kind, place] += 1
+    def add(self, kind: Kind, place: str, count: int = 1) -> None:
+        self._counts[kind, place] += count
 
     def take(self) -> Costs:
         taken, self._counts = self._counts, Counter()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from intarsia.kernels.paged_attention import GroupBatch, TritonBackend
 from intarsia.kernels.paged_attention import triton as attention
+from intarsia.kernels.paged_attention.held_tables import HeldTables
 from intarsia.kernels.sampling import TritonSampling
 from intarsia.proto.step import Admit
 from intarsia.tests.local import make_engine
@@ -205,6 +206,17 @@ def blocks_that_a_request_grows_by_are_lost() -> Any:
     return patch.object(SlotTables, "append_blocks", with_mistake)
 
 
+def changes_of_tables_do_not_reach_the_device() -> Any:
+    """The host's table is right, and so is the place to which the next token is written."""
+    put = HeldTables.put
+
+    def with_mistake(self: HeldTables, transfer: Any) -> None:
+        self._noted = [(start, stop) for start, stop in self._noted if stop - start > 1]  # those of newcomers
+        put(self, transfer)
+
+    return patch.object(HeldTables, "put", with_mistake)
+
+
 def window_is_off_by_one() -> Any:
     """A query does not see the oldest key of its window."""
     oldest = GroupBatch.oldest_visible
@@ -273,6 +285,7 @@ PLANTED: dict[str, Planted] = {
         Planted(drawn_tokens_are_not_kept_for_the_next_step),
         Planted(replayed_steps_pick_the_tokens_of_their_recording, prompts=2),
         Planted(blocks_that_a_request_grows_by_are_lost, tokens=8, block_size=5),
+        Planted(changes_of_tables_do_not_reach_the_device, tokens=8, block_size=5),
         Planted(window_is_off_by_one, tokens=14),
         _of_swap(gathered_pages_are_copied_before_they_are_there),
         _of_swap(pages_are_put_back_before_they_have_come),

@@ -231,9 +231,11 @@ def test_wide_frames_are_recorded_before_requests_come_and_are_few(
         assert before == recorded == of_each
         runner = workers.worker._runner
         assert runner is not None and runner.graphs is not None
-        tables = [frame.metas[0].plan.block_table for frame in runner.graphs._frames.values()]
+        plans = [frame.metas[0].plan for frame in runner.graphs._frames.values()]
         kinds = 1 + len(with_prompts)
-        assert len({table.data_ptr() for table in tables}) == kinds, "frames share the memory of the largest of a kind"
+        assert len({plan.kv_len.data_ptr() for plan in plans}) == kinds, "frames share the memory of the largest"
+        held = runner.tables.held
+        assert held is not None and all(plan.block_table is held.numbers for plan in plans), "none has its own table"
         # Ranks that meet anew take apart what was recorded; it is recorded again before the next request.
         runner.graphs.forget()
         workers.worker.clear()

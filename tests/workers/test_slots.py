@@ -24,8 +24,8 @@ def admission(slot: int, tokens: int, blocks: tuple[tuple[int, ...], tuple[int, 
     return Admit(slot, tuple(range(tokens)), computed, blocks, sampling=GREEDY)
 
 
-def test_a_table_has_a_column_for_each_block_of_the_longest_request(tables: SlotTables):
-    assert [table.shape for table in tables.block_tables] == [(3, 5), (3, 1)]
+def test_a_table_has_a_column_for_each_block_of_the_longest_request_and_a_row_of_null_blocks(tables: SlotTables):
+    assert [table.shape for table in tables.block_tables] == [(4, 5), (4, 1)]
 
 
 def test_blocks_are_appended_to_those_of_the_admission(tables: SlotTables):

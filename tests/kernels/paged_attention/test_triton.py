@@ -12,6 +12,7 @@ from torch import Tensor
 
 from intarsia.kernels.paged_attention import GroupBatch, TritonBackend
 from intarsia.kernels.paged_attention import triton as triton_module
+from intarsia.kernels.paged_attention.held_tables import HeldTables
 from intarsia.kernels.transfer import Transfer
 from intarsia.tests.kernels.scenes import CPU, Scene, World, cut_short
 
@@ -45,12 +46,23 @@ class Sight:
             kv_lens=batch.kv_lens[which],
         )
 
+    def held(self, rows: Sequence[int]) -> GroupBatch:
+        """The same rows out of tables that lie on a device, each in some slot. Other slots have blocks of nobody."""
+        batch, which = self.world.batch, list(rows)
+        shape = len(ROWS) + 3, batch.block_table.shape[1]
+        others, own = np.full(12, 1 << 20, dtype=np.int32), np.full(shape, 1 << 20, dtype=np.int32)
+        slots = np.random.default_rng(len(which)).permutation(shape[0] - 1)[: len(which)]
+        own[slots], own[-1] = batch.block_table[which], 0
+        tables = HeldTables(np.concatenate([others, own.reshape(-1)]), [(3, 4), shape], CPU)
+        tables.note(1, 0, 0, own.size)
+        return replace(self.batch(rows), block_table=own, held=tables.of(1, slots))
+
     def alone(self, rows: Sequence[int]) -> dict[int, Tensor]:
         return self._attend(rows, self.backend.prepare(self.batch(rows), CPU))
 
-    def in_frame(self, rows: Sequence[int], frame: Any) -> dict[int, Tensor]:
+    def in_frame(self, rows: Sequence[int], frame: Any, batch: GroupBatch | None = None) -> dict[int, Tensor]:
         transfer = Transfer(CPU)
-        assert self.backend.refill(frame, self.batch(rows), transfer)
+        assert self.backend.refill(frame, batch or self.batch(rows), transfer)
         transfer.run()
         return self._attend(rows, frame)
 
@@ -99,6 +111,22 @@ def test_a_mixed_frame_is_filled_with_any_mixture_of_rows_that_fits(sight: Sight
     narrow = sight.backend.narrow(largest, 3, 12)
     for rows in ((4, 0, 3), (5, 3), (4,)):
         sight.check(sight.in_frame(rows, narrow))
+
+
+def test_a_row_has_the_same_bits_out_of_tables_that_lie_on_the_device(sight: Sight):
+    for rows in (range(len(ROWS)), SINGLES, (4, 0, 3)):
+        sight.check(sight._attend(rows, sight.backend.prepare(sight.held(rows), CPU)))
+    # A frame of held tables has none of its own: it reads those that it was made for.
+    for rows, largest in (((4, 0, 3), range(len(ROWS))), ((5, 2), SINGLES)):
+        batch = sight.held(rows)
+        assert batch.held is not None
+        lens = sight.batch(largest).query_lens
+        padded = replace(batch, held=batch.held.padded(len(lens)), query_lens=lens, kv_lens=lens)
+        frame = sight.backend.frame(padded, CPU)
+        assert frame.plan.block_table is batch.held.tables.numbers
+        sight.check(sight.in_frame(rows, frame, batch))
+        narrow = sight.backend.narrow(frame, len(rows), int(batch.query_lens.sum()))
+        sight.check(sight.in_frame(rows, narrow, batch))
 
 
 def test_bits_do_not_depend_on_how_many_programs_share_the_items(sight: Sight, monkeypatch: pytest.MonkeyPatch):
