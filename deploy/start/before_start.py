@@ -68,7 +68,9 @@ def check_engine(settings: EngineSettings) -> None:
     )  # other machines, and GPUs, have their own memory
     _check_backend(settings.model.attention_backend, has_gpu=not is_known)
     if is_known:
-        check_memory(weight_bytes(checkpoint, settings.model.dtype), settings, free_host_bytes())
+        expands = settings.model.packed_products == "expanded" or settings.model.torch_compile
+        weights = weight_bytes(checkpoint, settings.model.dtype, expands=expands)
+        check_memory(weights, settings, free_host_bytes())
 
 
 def _check_family(config: Mapping[str, Any], text: Mapping[str, Any], settings: EngineSettings) -> None:
@@ -120,12 +122,24 @@ def _check_backend(name: str | None, *, has_gpu: bool) -> None:
         )
 
 
-def weight_bytes(checkpoint: Checkpoint, dtype: str) -> int:
-    """The least bytes that the weights take on all ranks together."""
-    numbers = sum(
-        math.prod(checkpoint.shape(name)) for name in checkpoint.names() if not any(part in name for part in NOT_TEXT)
-    )
-    return numbers * _item_bytes(text_config(checkpoint.config), dtype, checkpoint.config)
+def weight_bytes(checkpoint: Checkpoint, dtype: str, *, expands: bool = False) -> int:
+    """The least bytes that the weights take on all ranks together.
+
+    expands: packed weights, too, take as many bytes as numbers of `dtype` do
+    """
+    item_bytes = _item_bytes(text_config(checkpoint.config), dtype, checkpoint.config)
+    packed = checkpoint.packed
+
+    def is_text(name: str) -> bool:
+        return not any(part in name for part in NOT_TEXT)
+
+    plain = filter(is_text, set(checkpoint.names()) - packed.taken)
+    total = item_bytes * sum(math.prod(checkpoint.shape(name)) for name in plain)
+    for weight in filter(lambda each: is_text(each.name), packed.weights.values()):
+        stored = [checkpoint.stored(name) for name in weight.stored]
+        kept = sum(tensor.stop - tensor.start for tensor in stored)
+        total += item_bytes * weight.numbers(stored[0].shape) if expands else kept
+    return total
 
 
 def check_memory(weights: int, settings: EngineSettings, free: int) -> None:

@@ -1,7 +1,8 @@
 """Weights in fewer bits as values: codes, scales and zero points, as files have them but for how they lie.
 
 Every format comes to this. A number is (code - zero) * scale, computed in float32 and rounded once; a scale is for a
-row and a run of columns. `cpu.py` multiplies with codes as they are, anything else expands them first (`Codes.numbers`).
+row and a run of columns. `cpu.py` multiplies with codes as they are; anything else expands them first, by
+`Codes.numbers`.
 
 Suffixes: E experts, or none    N rows (outputs)    K columns (inputs)    G groups of columns
 """

@@ -65,6 +65,14 @@ class Packed:
     zero: int = 0
     """What is subtracted from a code, beside what `zero` stores."""
 
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """Names of its tensors, that of the codes first."""
+        return tuple(part.name for part in self.parts.values())
+
+    def numbers(self, codes_shape: tuple[int, ...]) -> int:
+        return math.prod(self.shape)
+
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
@@ -73,6 +81,13 @@ class Blocks:
     name: str
     codes: str
     scale: str
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        return self.codes, self.scale
+
+    def numbers(self, codes_shape: tuple[int, ...]) -> int:
+        return 2 * math.prod(codes_shape)
 
 
 class _Found:

@@ -1,0 +1,124 @@
+"""Weights in fewer bits: products in C++ have the bits of products with the same numbers in full."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from intarsia.kernels.products import Codes, NativeLinear, PackedCodes, PackedWeights, side_by_side, stacked
+from intarsia.kernels.products.codes import CodeKind
+
+pytestmark = pytest.mark.skipif(NativeLinear.lacks() is not None, reason="there is no C++ compiler")
+
+SCALES = {
+    "float32": lambda t: t,
+    "bfloat16": lambda t: t.bfloat16(),
+    "float16": lambda t: t.half(),
+    "e4m3": lambda t: t.to(torch.float8_e4m3fn),
+    "power": lambda t: (t * 1000).to(torch.uint8),
+}
+DTYPES = torch.float32, torch.bfloat16
+ROWS = 1, 3, 6, 7, 40, 200
+
+
+def random_codes(
+    kind: CodeKind, shape: tuple[int, ...], columns: int, scale: str = "float32", seed: int = 0, **more: Tensor
+) -> Codes:
+    print(f"seed {seed}")
+    generator = torch.Generator().manual_seed(seed)
+    *outer, inputs = shape
+    groups = -(-inputs // columns)
+    codes = torch.randint(0, 256, (*outer, inputs * kind.bits // 8), dtype=torch.uint8, generator=generator)
+    if kind is CodeKind.E4M3:
+        codes = torch.where(codes & 127 == 127, torch.zeros_like(codes), codes)  # is no number
+    scales = SCALES[scale](torch.rand(*outer, groups, generator=generator) * 0.1 + 0.02)
+    return Codes(kind, codes, scales, columns, **more)
+
+
+def check_products(codes: Codes, dtype: torch.dtype) -> None:
+    numbers = codes.numbers(dtype)
+    outputs, inputs = numbers.shape
+    bias = torch.randn(1, outputs)
+    packed, plain = PackedCodes(codes, dtype, bias), PackedWeights(numbers.unsqueeze(0), bias)
+    for rows in ROWS:
+        x = torch.randn(rows, inputs).to(dtype)
+        torch.testing.assert_close(packed.product(x), plain.product(x), rtol=0, atol=0)
+    some = torch.tensor([outputs - 1, 0, outputs // 2])
+    torch.testing.assert_close(packed.rows(some), numbers[some], rtol=0, atol=0)
+    torch.testing.assert_close(packed.codes().numbers(dtype), numbers, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("kind", CodeKind)
+def test_products_with_codes_have_the_bits_of_products_with_their_numbers(
+    kind: CodeKind, scale: str, dtype: torch.dtype
+):
+    check_products(random_codes(kind, (150, 224), 32, scale), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zero_points_factors_and_groups_that_begin_before_the_first_column_keep_the_bits(dtype: torch.dtype):
+    zero = torch.randint(0, 16, (70, 3), dtype=torch.uint8)
+    plain = random_codes(CodeKind.INT4, (70, 96), 32, zero=zero)
+    check_products(plain, dtype)
+    cut = plain.cut(1, 16, 80)
+    assert cut is not None and cut.offset == 16
+    check_products(cut, dtype)
+    for divides in (False, True):
+        factor = torch.rand(70) + 0.5
+        more = {"factor": factor, "divides": divides}
+        check_products(random_codes(CodeKind.E2M1, (70, 96), 16, "e4m3", **more), dtype)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_odd_number_of_columns_in_bytes_keeps_the_bits(dtype: torch.dtype):
+    check_products(random_codes(CodeKind.INT8, (65, 33), 34), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_columns_in_another_order_give_the_same_products(dtype: torch.dtype):
+    codes = random_codes(CodeKind.INT4, (64, 64), 32)
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(1))
+    turned = codes.sorted_columns(order)
+    packed, numbers = PackedCodes(turned, dtype), turned.numbers(dtype)
+    x = torch.randn(5, 64).to(dtype)
+    torch.testing.assert_close(packed.product(x), PackedWeights(numbers.unsqueeze(0)).product(x), rtol=1e-2, atol=1e-2)
+
+
+def test_two_columns_of_one_byte_are_not_parted():
+    assert random_codes(CodeKind.INT4, (64, 64), 32).cut(1, 3, 40) is None
+
+
+def test_weights_that_are_packed_alike_are_joined_and_others_are_not():
+    one, two = (random_codes(CodeKind.INT4, (64, 64), 32, seed=seed) for seed in (1, 2))
+    joined = side_by_side([one, two])
+    assert joined is not None
+    both = torch.cat([one.numbers(torch.float32), two.numbers(torch.float32)])
+    torch.testing.assert_close(joined.numbers(torch.float32), both, rtol=0, atol=0)
+    assert side_by_side([one, random_codes(CodeKind.INT4, (64, 64), 16)]) is None
+    assert side_by_side([one, random_codes(CodeKind.INT8, (64, 64), 32)]) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_meet_the_weights_of_their_experts(dtype: torch.dtype):
+    codes = stacked([random_codes(CodeKind.E2M1, (96, 64), 32, "power", seed=seed) for seed in range(3)])
+    assert codes is not None
+    packed, plain = PackedCodes(codes, dtype), PackedWeights(codes.numbers(dtype))
+    x, first = torch.randn(9, 64).to(dtype), torch.tensor([0, 4, 4, 9])
+    torch.testing.assert_close(packed.grouped_product(x, first), plain.grouped_product(x, first), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("capability", ["avx2", "default"])
+def test_narrower_processors_have_the_bits_of_products_with_the_numbers(capability: str):
+    """In a process of its own, whose kernels are compiled for such a processor."""
+    if os.environ.get("ATEN_CPU_CAPABILITY"):
+        pytest.skip("this is such a process")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(
+        command, env=os.environ | {"ATEN_CPU_CAPABILITY": capability}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
