@@ -30,7 +30,11 @@ LEAST_RMS, MOST_RMS = 1e-7, 32.0
 """Root mean square of a weight's numbers. Real ones are between 0.002 and 2; a scale that was inverted is far away."""
 
 MOST_MEAN_CODE = 0.6
-"""Of codes less their zero points. A zero point that is misread by one makes it 1."""
+"""Of codes of 4 bits less their zero points. A zero point that is misread by one makes it 1. Codes of 8 bits spread
+so far that their mean says nothing."""
+
+FEWEST_WORDS = 4
+"""Of zero points, so that it is no chance that all are the same."""
 
 CHECKED_NUMBERS = 4096
 """From so many on a mean says something."""
@@ -48,6 +52,12 @@ class Unpacked:
     def shape(self) -> tuple[int, ...]:
         return self.packed.shape
 
+    @property
+    def origin(self) -> str:
+        names = ", ".join(part.name for part in self.packed.parts.values())
+        file = self.checkpoint.file_of(self.packed.parts["codes"].name)
+        return f"{file}: weight {self.packed.name} ({self.packed.format}, made of {names})"
+
     def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
         length = self.shape[dim]
         stop = length if stop is None else stop
@@ -59,6 +69,8 @@ class Unpacked:
         step = _entries_meet(self.packed, dim)
         first, last = start // step * step, min(-(-stop // step) * step, length)
         parts = {role: self._read(role, part, dim, first, last) for role, part in self.packed.parts.items()}
+        self._check_groups(parts)
+        self._check_zero_points(parts)
         rows, columns = (last - first, self.shape[1]) if dim == 0 else (self.shape[0], last - first)
         out = torch.empty(rows, columns, dtype=self.dtype)
         seen = _Seen(self)
@@ -80,6 +92,35 @@ class Unpacked:
             found = found.transpose(part.rows.dim, part.columns.dim)
         rows = 1 if part.rows is None else found.shape[part.rows.dim if found.dim() != 2 else 0]
         return found.reshape(rows, -1)
+
+    def _check_groups(self, parts: Mapping[str, Tensor]) -> None:
+        """Raises `CorruptCheckpoint`."""
+        if "group_of" not in parts:
+            return
+        group_of, groups = parts["group_of"], parts["scale"].shape[1]
+        if int(group_of.min()) < 0 or int(group_of.max()) >= groups:
+            raise self.corrupt(f"{self.packed.parts['group_of'].name} names groups that are not among its {groups}")
+
+    def _check_zero_points(self, parts: Mapping[str, Tensor]) -> None:
+        """Where all zero points are the same, they are the middle of the range: one beside it was misread.
+
+        Raises `CorruptCheckpoint`.
+        """
+        if "zero" not in parts or parts["zero"].dtype != torch.int32 or parts["zero"].numel() < FEWEST_WORDS:
+            return
+        words = parts["zero"]
+        if bool((words != words.flatten()[0]).any()):
+            return
+        meant = _words(words[:1, :1], 0, self.packed.bits, self.packed.order) + self.packed.zero
+        middle = 1 << (self.packed.bits - 1)
+        if bool((meant == meant[0]).all()) and abs(int(meant[0]) - middle) == 1:
+            raise self.corrupt(
+                f"all its zero points would be {int(meant[0])}, beside the middle of the range, {middle}: they are "
+                "stored in another way than the config says (checkpoint_format)"
+            )
+
+    def corrupt(self, what: str) -> CorruptCheckpoint:
+        return CorruptCheckpoint(f"{self.origin}: {what}", field="model")
 
 
 def _along(packed: Packed, role: str, dim: int) -> Along | None:
@@ -214,7 +255,7 @@ class _Seen:
     def add(self, numbers: Tensor, codes: Tensor | None) -> None:
         self._squares += float(numbers.square().sum())
         self._count += numbers.numel()
-        if codes is not None:
+        if codes is not None and self._source.packed.bits == 4:
             self._codes += float(codes.sum())
             self._centred += codes.numel()
 
@@ -222,23 +263,15 @@ class _Seen:
         """Raises `CorruptCheckpoint`."""
         rms = math.sqrt(self._squares / max(1, self._count))
         if not math.isfinite(rms):
-            raise self._corrupt("some of its numbers are no finite numbers")
+            raise self._source.corrupt("some of its numbers are no finite numbers")
         if self._count >= CHECKED_NUMBERS and rms and not LEAST_RMS < rms < MOST_RMS:
-            raise self._corrupt(
+            raise self._source.corrupt(
                 f"the root mean square of its numbers would be {rms:.2g}, and no model has such weights: its scales "
                 "may be inverted, or those of another tensor"
             )
         mean = self._codes / max(1, self._centred)
         if self._centred >= CHECKED_NUMBERS and abs(mean) > MOST_MEAN_CODE:
-            raise self._corrupt(
+            raise self._source.corrupt(
                 f"its integers lie {mean:+.2f} from their zero points on average, where weights lie around 0: its "
                 "zero points may be stored in another way than the config says (checkpoint_format)"
             )
-
-    def _corrupt(self, what: str) -> CorruptCheckpoint:
-        packed, checkpoint = self._source.packed, self._source.checkpoint
-        names = ", ".join(part.name for part in packed.parts.values())
-        file = checkpoint.file_of(packed.parts["codes"].name)
-        return CorruptCheckpoint(
-            f"{file}: weight {packed.name} ({packed.format}, made of {names}): {what}", field="model"
-        )

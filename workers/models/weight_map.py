@@ -30,12 +30,20 @@ from .unpacked import Unpacked, table_of_pairs
 SCALE_LIKE = re.compile("scale|zero|qweight|packed|_blocks|g_idx")
 """Last names of tensors that say how others are to be read."""
 
+NO_NUMBER = 255
+"""As a scale in e8m0."""
+
 
 class Source(Protocol):
     """A tensor that can be read in part."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def origin(self) -> str:
+        """File, tensor and scheme, for messages."""
+        ...
 
     def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
         """Elements [start, stop) along `dim`; the whole of it by default."""
@@ -53,6 +61,10 @@ class Stored:
     def shape(self) -> tuple[int, ...]:
         return self.checkpoint.shape(self.name)
 
+    @property
+    def origin(self) -> str:
+        return f"{self.checkpoint.file_of(self.name)}: {self.name}"
+
     def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
         return self.checkpoint.read(self.name, dim, start, stop)
 
@@ -66,6 +78,10 @@ class Stacked:
     @property
     def shape(self) -> tuple[int, ...]:
         return len(self.parts), *self.parts[0].shape
+
+    @property
+    def origin(self) -> str:
+        return _origin_of_several(self.parts)
 
     def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
         if dim == 0:
@@ -86,6 +102,10 @@ class Joined:
         shape = list(self.parts[0].shape)
         shape[self.joined_dim] = sum(part.shape[self.joined_dim] for part in self.parts)
         return tuple(shape)
+
+    @property
+    def origin(self) -> str:
+        return _origin_of_several(self.parts)
 
     def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
         if dim != self.joined_dim:
@@ -116,14 +136,28 @@ class Mxfp4:
         experts, outputs, groups, half = self.blocks.shape
         return experts, groups * half * 2, outputs
 
+    @property
+    def origin(self) -> str:
+        return f"{self.blocks.origin} (MXFP4, with {self.scales.origin})"
+
     def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
         if dim == 1:  # inputs: cut in whole groups, the rest afterwards
             stop = self.shape[1] if stop is None else stop
             first, last = start // 32, -(-stop // 32)
-            whole = _from_mxfp4(self.blocks.read(2, first, last), self.scales.read(2, first, last))
-            return whole[:, start - first * 32 : stop - first * 32]
+            return self._read(2, first, last)[:, start - first * 32 : stop - first * 32]
         stored = {0: 0, 2: 1}[dim]
-        return _from_mxfp4(self.blocks.read(stored, start, stop), self.scales.read(stored, start, stop))
+        return self._read(stored, start, stop)
+
+    def _read(self, dim: int, start: int, stop: int | None) -> Tensor:
+        """dim: of what is stored. Raises `CorruptCheckpoint`."""
+        scales = self.scales.read(dim, start, stop).view(torch.uint8)
+        if bool((scales == NO_NUMBER).any()):
+            raise CorruptCheckpoint(f"{self.origin}: some of its numbers are no finite numbers", field="model")
+        return _from_mxfp4(self.blocks.read(dim, start, stop), scales)
+
+
+def _origin_of_several(parts: Sequence[Source]) -> str:
+    return f"{parts[0].origin}{f' and {len(parts) - 1} more' if len(parts) > 1 else ''}"
 
 
 def _from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -208,23 +242,52 @@ def _check_unused(checkpoint: Checkpoint, stored: str, parameter_of: Callable[[s
     of_weight = [f"{module}.weight", f"{module}.{re.sub('_(scale.*|blocks|scales)$', '', last)}"]
     if any(parameter_of(each)[0] is not None for each in of_weight):
         raise CorruptCheckpoint(
-            f"{checkpoint.file_of(stored)}: {stored} would never be read: no scheme that is known has it beside the "
-            f"tensors of {module}. Weights without it would be wrong.",
+            f"{checkpoint.file_of(stored)}: {stored} would never be read: it is no part of {_scheme(checkpoint, module)}. "
+            "Weights without it would be wrong.",
             field="model",
         )
+
+
+def _scheme(checkpoint: Checkpoint, module: str) -> str:
+    name = f"{module}.weight"
+    packed = checkpoint.packed.weights.get(name)
+    if isinstance(packed, Packed):
+        return f"{name} as it is read, which is as {packed.format}"
+    if name in checkpoint.names():
+        return f"{name} as it is read, which is as plain {checkpoint.stored(name).dtype}"
+    beside = sorted(each for each in checkpoint.names() if each.startswith(f"{module}."))
+    return f"a scheme that is known, with no more than {', '.join(beside[:8])}"
 
 
 def _put_together(name: str, parts: list[list[Source]], operations: Sequence[Any]) -> Source:
     for operation in operations:
         if isinstance(operation, MergeModulelist) and operation.dim == 0:
+            _check_shapes(name, [group for group in parts if len(group) > 1], None)
             parts = [[Stacked(tuple(group))] for group in parts]
         elif isinstance(operation, Concatenate):
+            _check_shapes(name, [[part for group in parts for part in group]], operation.dim)
             parts = [[Joined(tuple(part for group in parts for part in group), operation.dim)]]
         else:
             raise UnsupportedModel(
                 f"{name} is made of other tensors by {operation}, which is not known here", field="model"
             )
     return parts[0][0]
+
+
+def _check_shapes(name: str, groups: Sequence[Sequence[Source]], joined_dim: int | None) -> None:
+    """Of tensors that make one, where they have to be alike. Raises `CorruptCheckpoint`."""
+
+    def alike(source: Source) -> list[int]:
+        return [length for dim, length in enumerate(source.shape) if dim != joined_dim]
+
+    for group in groups:
+        odd = next((source for source in group if alike(source) != alike(group[0])), None)
+        if odd is not None:
+            raise CorruptCheckpoint(
+                f"{odd.origin} has shape {list(odd.shape)}; {group[0].origin}, with which it makes {name}, has "
+                f"{list(group[0].shape)}",
+                field="model",
+            )
 
 
 def _in_text_model(name: str, wanted: dict[str, Any]) -> str | None:
