@@ -67,6 +67,31 @@ def make_twins(source: Path, folder: Path, format: Format, only: Callable[[str],
     return folder
 
 
+def share(path: Path, rank: int, size: int) -> Mapping[str, Tensor]:
+    """The parameters of one rank, of the text model of a checkpoint."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from intarsia.workers.checkpoint.files import Checkpoint
+    from intarsia.workers.models.weights import fill_weights
+    from intarsia.workers.tensor_parallel import TensorParallel
+
+    config = AutoConfig.from_pretrained(path).get_text_config()
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    fill_weights(
+        module,
+        Checkpoint(path),
+        TensorParallel(rank, size),
+        config,
+        torch.float32,
+        torch.device("cpu"),
+        lambda done, total: None,
+    )
+    return dict(module.named_parameters())
+
+
 # -- floats of 8 bits ------------------------------------------------------------------------------------------------
 
 

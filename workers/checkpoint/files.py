@@ -57,10 +57,17 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape
 
-    def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> "Tensor":
-        """Elements [start, stop) of the tensor along `dim`; the whole of it by default."""
-        index = (slice(None),) * dim + (slice(start, stop),)
+    def read(
+        self, name: str, dim: int = 0, start: int = 0, stop: int | None = None, expert: int | None = None
+    ) -> "Tensor":
+        """Elements [start, stop) of the tensor along `dim`; the whole of it by default.
+
+        expert: of a tensor whose first dimension is experts, the one that is meant; its dimensions are counted without
+        """
+        index: tuple[Any, ...] = (slice(None),) * dim + (slice(start, stop),)
         part = self._slice(name)
+        if expert is not None:
+            index = (expert, *index) if len(self.shape(name)) > 1 else (expert,)
         return part[index] if self.shape(name) else part[...]
 
     def _slice(self, name: str) -> Any:

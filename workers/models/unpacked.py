@@ -47,6 +47,8 @@ class Unpacked:
     checkpoint: Checkpoint
     packed: Packed
     dtype: torch.dtype
+    expert: int | None = None
+    """Of a weight with several, the one that is meant."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -56,7 +58,8 @@ class Unpacked:
     def origin(self) -> str:
         names = ", ".join(part.name for part in self.packed.parts.values())
         file = self.checkpoint.file_of(self.packed.parts["codes"].name)
-        return f"{file}: weight {self.packed.name} ({self.packed.format}, made of {names})"
+        expert = "" if self.expert is None else f", expert {self.expert}"
+        return f"{file}: weight {self.packed.name}{expert} ({self.packed.format}, made of {names})"
 
     def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
         length = self.shape[dim]
@@ -84,10 +87,11 @@ class Unpacked:
     def _read(self, role: str, part: Part, dim: int, first: int, last: int) -> Tensor:
         """[rows, columns] of a part, 1 where it has none of them."""
         along = _along(self.packed, role, dim)
+        expert = self.expert if part.name in self.packed.stacked else None
         if along is None:
-            found = self.checkpoint.read(part.name)
+            found = self.checkpoint.read(part.name, expert=expert)
         else:
-            found = self.checkpoint.read(part.name, along.dim, first // along.per, -(-last // along.per))
+            found = self.checkpoint.read(part.name, along.dim, first // along.per, -(-last // along.per), expert)
         if part.rows is not None and part.columns is not None and part.columns.dim < part.rows.dim:
             found = found.transpose(part.rows.dim, part.columns.dim)
         rows = 1 if part.rows is None else found.shape[part.rows.dim if found.dim() != 2 else 0]

@@ -25,10 +25,14 @@ from transformers.core_model_loading import (
 from ...errors import CorruptCheckpoint, UnsupportedModel
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.packed.formats import SHORT, USED_ELSEWHERE, Packed
+from .families import EXPERTS_ONE_BY_ONE
 from .unpacked import Unpacked, table_of_pairs
 
 SCALE_LIKE = re.compile("scale|zero|qweight|packed|_blocks|g_idx")
 """Last names of tensors that say how others are to be read."""
+
+ONE_EXPERT = re.compile(r"(?P<layer>.*?)(moe\.)?experts\.\d+\.(?P<part>gate|up|down)_proj\.weight")
+"""Some tools store experts one by one that the family's own checkpoints hold together."""
 
 NO_NUMBER = 255
 """As a scale in e8m0."""
@@ -121,6 +125,25 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
+class Turned:
+    """A tensor whose last two of three dimensions are held the other way round."""
+
+    part: Source
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, outputs, inputs = self.part.shape
+        return experts, inputs, outputs
+
+    @property
+    def origin(self) -> str:
+        return self.part.origin
+
+    def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
+        return self.part.read((0, 2, 1)[dim], start, stop).transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
 class Mxfp4:
     """Experts of gpt-oss as released: pairs of 4-bit floats, and a power of two for each 32 of them.
 
@@ -181,9 +204,16 @@ def find_sources(module: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.d
     sources: dict[str, Source] = {}
     pieces: dict[str, dict[str, list[str]]] = {}  # parameter -> pattern -> stored names
 
-    def parameter_of(stored: str) -> tuple[str | None, str | None]:
+    def renamed(stored: str) -> tuple[str | None, str | None]:
         name, pattern = rename_source_key(stored, renamings, converters, module.base_model_prefix, wanted)
         return _in_text_model(name, wanted), pattern
+
+    def parameter_of(stored: str) -> tuple[str | None, str | None]:
+        name, pattern = renamed(stored)
+        if name is None and (one := ONE_EXPERT.fullmatch(stored)) and module.config.model_type in EXPERTS_ONE_BY_ONE:
+            together = "down_proj" if one["part"] == "down" else "gate_up_proj"
+            return renamed(f"{one['layer']}experts.{together}")[0], one["part"]
+        return name, pattern
 
     # Each stored tensor, and each weight that several make, is a parameter, or a piece of one, or of no use here.
     stored_sources = _stored_sources(checkpoint, dtype)
@@ -200,6 +230,15 @@ def find_sources(module: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.d
             pieces.setdefault(name, {}).setdefault(pattern, []).append(stored)
     # Pieces are put together in the order in which their pattern numbers them.
     for name, by_pattern in pieces.items():
+        if set(by_pattern) <= {"gate", "up", "down"}:
+            parts = [
+                [stored_sources[each] for each in sorted(by_pattern[part], key=_numbers)]
+                for part in ("gate", "up", "down")
+                if part in by_pattern
+            ]
+            whole = _put_together(name, parts, (MergeModulelist(0), Concatenate(1)))
+            sources[name] = Turned(whole) if EXPERTS_ONE_BY_ONE[module.config.model_type] else whole
+            continue
         converter = next(c for c in converters if set(by_pattern) <= set(c.source_patterns))
         ordered = [sorted(by_pattern.get(pattern, ()), key=_numbers) for pattern in converter.source_patterns]
         parts = [[stored_sources[each] for each in names] for names in ordered if names]
@@ -214,7 +253,9 @@ def _stored_sources(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Sou
         name: Stored(checkpoint, name) for name in checkpoint.names() if name not in packed.taken
     }
     for name, weight in packed.weights.items():
-        if isinstance(weight, Packed):
+        if isinstance(weight, Packed) and weight.experts:
+            found[name] = Stacked(tuple(Unpacked(checkpoint, weight, dtype, n) for n in range(weight.experts)))
+        elif isinstance(weight, Packed):
             found[name] = Unpacked(checkpoint, weight, dtype)
         else:
             found[name] = Mxfp4(Stored(checkpoint, weight.codes), Stored(checkpoint, weight.scale))
@@ -242,8 +283,8 @@ def _check_unused(checkpoint: Checkpoint, stored: str, parameter_of: Callable[[s
     of_weight = [f"{module}.weight", f"{module}.{re.sub('_(scale.*|blocks|scales)$', '', last)}"]
     if any(parameter_of(each)[0] is not None for each in of_weight):
         raise CorruptCheckpoint(
-            f"{checkpoint.file_of(stored)}: {stored} would never be read: it is no part of {_scheme(checkpoint, module)}. "
-            "Weights without it would be wrong.",
+            f"{checkpoint.file_of(stored)}: {stored} would never be read: it is no part of "
+            f"{_scheme(checkpoint, module)}. Weights without it would be wrong.",
             field="model",
         )
 

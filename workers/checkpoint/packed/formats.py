@@ -14,7 +14,7 @@ Suffixes: N rows (outputs)    K columns (inputs)    g columns that share a scale
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,6 +65,12 @@ class Packed:
 
     zero: int = 0
     """What is subtracted from a code, beside what `zero` stores."""
+
+    experts: int = 0
+    """As many such weights lie along the first dimension of `stacked`. Else it is one."""
+
+    stacked: frozenset[str] = frozenset()
+    """Tensors with a dimension for experts. It does not count in `shape` and `parts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +190,7 @@ def _plain(found: _Found, format: str, shape: tuple[int, int], scale: Part) -> P
 
 
 def _with(packed: Packed, **parts: Part) -> Packed:
-    return Packed(
-        packed.name, packed.format, packed.shape, {**packed.parts, **parts}, packed.bits, packed.order, packed.zero
-    )
+    return replace(packed, parts={**packed.parts, **parts})
 
 
 def _float4(found: _Found) -> Packed | None:
@@ -318,6 +322,8 @@ def _cannot(found: _Found, suffix: str, what: str) -> UnsupportedModel:
     )
 
 
+CODES = "weight", "weight_packed", "qweight"
+
 FORMATS: tuple[Callable[[_Found], Packed | None], ...] = (_float8, _int8, _float4, _words_by_rows, _words_by_columns)
 
 USED_ELSEWHERE = frozenset({
@@ -357,13 +363,35 @@ def find_packed(tensors: Mapping[str, StoredTensor], description: Description | 
     for module, own in modules.items():
         if not any(tensor.dtype in SHORT for tensor in own.values()):
             continue
-        found = _Found(module, own, description, folder)
-        packed = next(filter(None, (read(found) for read in FORMATS)), None)
+        packed = _packed(module, own, description, folder)
         if packed is not None:
             weights[packed.name] = packed
             taken |= {part.name for part in packed.parts.values()}
             taken |= {f"{module}.{suffix}" for suffix in own if suffix in USED_ELSEWHERE}
     return PackedTensors(weights, frozenset(taken))
+
+
+def _packed(
+    module: str, own: Mapping[str, StoredTensor], description: Description | None, folder: Path
+) -> Packed | None:
+    codes = next((own[suffix] for suffix in CODES if suffix in own), None)
+    if codes is None or len(codes.shape) != 3:
+        return _first_that_fits(_Found(module, own, description, folder))
+    # Experts on top of each other, each of them a weight like any other.
+    experts = codes.shape[0]
+    stacked = {suffix for suffix, tensor in own.items() if tensor.shape[:1] == (experts,)}
+    one = {
+        suffix: tensor._replace(shape=tensor.shape[1:]) if suffix in stacked else tensor
+        for suffix, tensor in own.items()
+    }
+    packed = _first_that_fits(_Found(module, one, description, folder))
+    if packed is None:
+        return None
+    return replace(packed, experts=experts, stacked=frozenset(f"{module}.{suffix}" for suffix in stacked))
+
+
+def _first_that_fits(found: _Found) -> Packed | None:
+    return next(filter(None, (read(found) for read in FORMATS)), None)
 
 
 def _blocks(name: str, tensors: Mapping[str, StoredTensor], folder: Path) -> Blocks:
