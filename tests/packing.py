@@ -199,12 +199,14 @@ def awq(weight: Tensor) -> tuple[Tensors, Tensor]:
     return stored, meant(codes, scale, zero)
 
 
-def gptq(weight: Tensor, version: int = 1, symmetric: bool = True, shuffled: bool = False) -> tuple[Tensors, Tensor]:
+def gptq(
+    weight: Tensor, version: int = 1, symmetric: bool = True, shuffled: bool = False, bits: int = 4
+) -> tuple[Tensors, Tensor]:
     columns = weight.shape[1]
     order = (
         torch.randperm(columns, generator=torch.Generator().manual_seed(columns)) if shuffled else torch.arange(columns)
     )
-    codes, scale, zero = groups_of(weight[:, order], 4, symmetric)
+    codes, scale, zero = groups_of(weight[:, order], bits, symmetric)
     plain = torch.empty_like(weight)
     plain[:, order] = meant(codes, scale, zero)
     in_place = torch.empty_like(codes)
@@ -212,8 +214,8 @@ def gptq(weight: Tensor, version: int = 1, symmetric: bool = True, shuffled: boo
     group_of = torch.empty(columns, dtype=torch.int32)
     group_of[order] = torch.arange(columns, dtype=torch.int32) // GROUP
     stored = {
-        "qweight": in_words(in_place.T, 0),
-        "qzeros": in_words(zero.T - int(version == 1), 1),
+        "qweight": in_words(in_place.T, 0, bits=bits),
+        "qzeros": in_words(zero.T - int(version == 1), 1, bits=bits),
         "scales": scale.T.half(),
         "g_idx": group_of,
     }
@@ -303,6 +305,11 @@ FORMATS: dict[str, Format] = {
         lambda weight: ct_int(weight, symmetric=False),
         GROUP,
     ),
+    "w8a16-zero-points": Format(
+        of_compressed_tensors("pack-quantized", {**INTEGERS, "num_bits": 8, "symmetric": False}),
+        lambda weight: ct_int(weight, 8, symmetric=False),
+        GROUP,
+    ),
     "w8a16": Format(
         of_compressed_tensors("pack-quantized", {**INTEGERS, "num_bits": 8}), lambda weight: ct_int(weight, 8), GROUP
     ),
@@ -312,6 +319,9 @@ FORMATS: dict[str, Format] = {
     "gptq": Format(of_gptq(), gptq, GROUP, 8),
     "gptq-zero-points": Format(
         of_gptq(symmetric=False), lambda weight: gptq(weight, symmetric=False), GROUP, 8
+    ),
+    "gptq-8-bits": Format(
+        {**of_gptq(symmetric=False), "bits": 8}, lambda weight: gptq(weight, symmetric=False, bits=8), GROUP, 8
     ),
     "gptq-v2-by-activation": Format(
         of_gptq(2, shuffled=True), lambda weight: gptq(weight, 2, shuffled=True), GROUP, 8

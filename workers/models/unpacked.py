@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...errors import CorruptCheckpoint
 from ..checkpoint.files import Checkpoint
-from ..checkpoint.packed.formats import Along, Packed, Part
+from ..checkpoint.packed.formats import WORDS, Along, Packed, Part
 
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of e2m1, by its lowest three bits. The fourth is the sign."""
@@ -110,7 +110,7 @@ class Unpacked:
 
         Raises `CorruptCheckpoint`.
         """
-        if "zero" not in parts or parts["zero"].dtype != torch.int32 or parts["zero"].numel() < FEWEST_WORDS:
+        if self.packed.format not in WORDS or "zero" not in parts or parts["zero"].numel() < FEWEST_WORDS:
             return
         words = parts["zero"]
         if bool((words != words.flatten()[0]).any()):
@@ -165,7 +165,7 @@ def _numbers(
         per_rows, per_columns = (
             1 if each is None else each.per for each in (packed.parts[role].rows, packed.parts[role].columns)
         )
-        if role == "zero" and packed.bits < 8 and packed.format != "int8":
+        if role == "zero":
             per_rows = 1  # its words are open already
         if per_rows > 1:
             values = values.repeat_interleave(per_rows, dim=0)[:rows]
@@ -182,8 +182,9 @@ def _numbers(
     is_centred = "zero" in here
     if is_centred:
         zero = here["zero"]
-        zero = zero.float() if packed.format == "int8" else _words(zero, 0, packed.bits, packed.order)[:rows].float()
-        codes = codes - spread("zero", zero)
+        if packed.format in WORDS:
+            zero = _words(zero, 0, packed.bits, packed.order)[:rows]
+        codes = codes - spread("zero", zero.float())
     if packed.zero:
         codes = codes - packed.zero
     return codes * spread("scale", scale), codes if is_centred else None
@@ -199,10 +200,10 @@ def _codes(packed: Packed, stored: Tensor, part: Part) -> Tensor:
     """float32 [rows, columns]"""
     if packed.format in ("fp8", "mxfp8"):
         return _floats(stored)
-    if packed.format == "int8" and stored.dtype == torch.int8:
-        return stored.float()
     if packed.format in ("nvfp4", "mxfp4"):
         return table_of_pairs()[stored.view(torch.uint8).int()].flatten(1)
+    if packed.format not in WORDS:
+        return stored.float()
     assert part.rows is not None and part.columns is not None
     return _words(stored, 0 if part.rows.per > 1 else 1, packed.bits, packed.order).float()
 

@@ -216,7 +216,7 @@ DEFECTS: dict[str, Defect] = {
     "int8 scale is misspelt": Defect("int8", renamed("weight_scale", "weight_scales"), (f"{MODULE}.weight", "I8")),
     "w4a16 scale is misspelt": Defect("w4a16", renamed("weight_scale", "scale"), (f"{MODULE}.weight_scale", W4)),
     "a scale for the inputs is there": Defect(
-        "w4a16", added("pre_quant_scale", torch.ones(96)), (f"{MODULE}.pre_quant_scale", "would never be read", "int4")
+        "w4a16", added("pre_quant_scale", torch.ones(96)), (f"{MODULE}.pre_quant_scale", "would never be read", "w4a16")
     ),
     "there are two scales": Defect(
         "fp8-blocks", added("weight_scale", torch.ones(1)), (f"{MODULE}.weight_scale ", "would never be read", "fp8")
@@ -226,7 +226,7 @@ DEFECTS: dict[str, Defect] = {
         "fp8-rows", changed("weight_scale", lambda scale: 1 / scale), (f"{MODULE}.weight_scale", "fp8", ODD_SIZE)
     ),
     "w4a16 scales are inverted": Defect(
-        "w4a16", changed("weight_scale", lambda scale: 1 / scale), (f"{MODULE}.weight_scale", "int4", ODD_SIZE)
+        "w4a16", changed("weight_scale", lambda scale: 1 / scale), (f"{MODULE}.weight_scale", "w4a16", ODD_SIZE)
     ),
     "nvfp4 divisor is a factor": Defect(
         "nvfp4",

@@ -29,6 +29,9 @@ SHORT = frozenset({"F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"
 """Kinds of numbers that no plain weight has."""
 
 GROUP_OF = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}
+WORDS = frozenset({"w4a16", "w8a16", "awq", "gptq"})
+"""Formats of integers, several in a word, and so are their zero points."""
+
 AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7
 """Which of a word's eight integers is the first column, the second, ..."""
 
@@ -254,7 +257,7 @@ def _words_by_rows(found: _Found) -> Packed | None:
         parts |= _order(found, "weight_g_idx", columns, what)
     # A stored code is larger than the number by half the range; so is a zero point, so that both cancel out.
     zero = 0 if "zero" in parts else 1 << (said.bits - 1)
-    return Packed(found.name("weight"), f"int{said.bits}", (rows, columns), parts, said.bits, (), zero)
+    return Packed(found.name("weight"), f"w{said.bits}a16", (rows, columns), parts, said.bits, (), zero)
 
 
 def _words_by_columns(found: _Found) -> Packed | None:
