@@ -76,8 +76,7 @@ def share(path: Path, rank: int, size: int) -> Mapping[str, Tensor]:
     from intarsia.workers.tensor_parallel import TensorParallel
 
     config = AutoConfig.from_pretrained(path).get_text_config()
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    vars(config).pop("quantization_config", None)
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     fill_weights(

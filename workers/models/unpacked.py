@@ -99,7 +99,7 @@ class Unpacked:
 
     def _check_groups(self, parts: Mapping[str, Tensor]) -> None:
         """Raises `CorruptCheckpoint`."""
-        if "group_of" not in parts:
+        if "group_of" not in parts or not parts["group_of"].numel():
             return
         group_of, groups = parts["group_of"], parts["scale"].shape[1]
         if int(group_of.min()) < 0 or int(group_of.max()) >= groups:

@@ -2,11 +2,14 @@
 
 The error names the tensor, its file and the scheme. Some defects cannot be seen in principle. Two modules of one shape
 whose scales were swapped are such a case: all shapes fit, and both scales are of usual size. Scales of one number are
-another, whatever the shapes of their modules are.
+another, whatever the shapes of their modules are. A third are zero points of 8 bits that are not all the same: read by
+one too high, they move a weight by less than its mean may be.
 """
 
 import json
+import math
 import shutil
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +23,7 @@ from torch import Tensor
 from intarsia.errors import CorruptCheckpoint, UnsupportedModel
 from intarsia.proto.worker import ModelSettings
 from intarsia.tests import models
-from intarsia.tests.packing import FORMATS, make_twins
+from intarsia.tests.packing import FORMATS, GROUP, Format, gptq, make_twins, of_gptq
 from intarsia.workers.checkpoint.files import Checkpoint
 from intarsia.workers.models.load import load_model
 from intarsia.workers.tensor_parallel import TensorParallel
@@ -158,7 +161,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "awq zero points are missing": Defect("awq", without("qzeros"), (f"{MODULE}.qzeros", AWQ, "lacks")),
     "gptq zero points are missing": Defect("gptq", without("qzeros"), (f"{MODULE}.qzeros", GPTQ, "lacks")),
-    "gptq words are missing": Defect("gptq", without("qweight"), (f"{MODULE}.g_idx", f"{MODULE}.qzeros", "no part of a scheme")),
+    "gptq words are missing": Defect("gptq", without("qweight"), (f"{MODULE}.g_idx", f"{MODULE}.qzeros", "no part of")),
     # What has another shape.
     "fp8 scale lacks its last blocks": Defect(
         "fp8-blocks", changed("weight_scale_inv", lambda scale: scale[:-1]), (f"{MODULE}.weight_scale_inv", "FP8")
@@ -394,6 +397,27 @@ def test_a_description_of_weights_that_are_plain_is_noted(good: Callable[[str], 
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": dict(FORMATS["awq"].config)}))
     (note,) = notes_of(path)
     assert "the files hold none" in note and "config.json" in note
+
+
+@pytest.mark.parametrize("shape", [(0, 64, 96), (2**40, 0, 96), (2, 2, 64, 96)])
+def test_experts_of_a_number_that_no_model_has_are_refused(shape: tuple[int, ...], tmp_path: Path):
+    """A shape with a 0 costs its writer nothing."""
+    empty = {"dtype": "F8_E4M3", "shape": list(shape), "data_offsets": [0, math.prod(shape)]}
+    header = json.dumps({f"{MODULE}.weight": empty}).encode()
+    (tmp_path / FILE).write_bytes(struct.pack("<Q", len(header)) + header + bytes(math.prod(shape)))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(CorruptCheckpoint, match=rf"{MODULE}\.weight is F8_E4M3 .* two dimensions"):
+        Checkpoint(tmp_path)
+
+
+def test_symmetric_zero_points_of_eight_bits_that_are_said_to_be_of_another_version_are_refused(
+    good: Callable[[str], Path], tmp_path: Path
+):
+    said = {**of_gptq(version=2), "bits": 8}
+    format = Format(said, lambda weight: gptq(weight, bits=8), GROUP, 8)
+    path = make_twins(good("gptq").parent / "plain", tmp_path, format) / "packed"
+    with pytest.raises(CorruptCheckpoint, match=r"gptq, made of .*qzeros.* all its zero points would be 127"):
+        list(notes_of(path))
 
 
 def test_blocks_of_experts_with_a_scale_that_is_no_number_are_refused(tmp_path: Path):

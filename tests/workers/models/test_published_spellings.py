@@ -94,7 +94,8 @@ def blocks_of_experts(weight: Tensor) -> tuple[Tensors, Tensor]:
         tensors, numbers = packing.mxfp4(expert.T.contiguous())
         stored.append(tensors)
         plain.append(numbers.T)
-    codes, scale = (torch.stack([tensors[suffix] for tensors in stored]) for suffix in ("weight_packed", "weight_scale"))
+    codes = torch.stack([tensors["weight_packed"] for tensors in stored])
+    scale = torch.stack([tensors["weight_scale"] for tensors in stored])
     return {"_blocks": codes.unflatten(2, (-1, 16)), "_scales": scale}, torch.stack(plain)
 
 
@@ -145,6 +146,7 @@ EXPERTS = r".*experts\.\d+\.(gate|up|down)_proj\.weight"
 SHARED = r".*shared_expert\.(gate|up|down)_proj\.weight"
 LINEAR = packing.LINEAR.pattern
 
+GATED = "gate", "up", "down"
 MIXED_LAYERS: dict[str, Any] = {
     **{f"{name}.self_attn.{x}_proj": {"quant_algo": "FP8"} for name in layers(TEXT) for x in "qkvo"},
     **{
@@ -220,7 +222,7 @@ RELEASES: dict[str, Release] = {
         modelopt(
             "MIXED_PRECISION", "mtp*", "model.visual*", config_groups=CONTRADICTING,
             quantized_layers=MIXED_LAYERS
-            | {f"{n}.mlp.{x}_proj": {"quant_algo": "W4A16_NVFP4"} for n in layers(TEXT) for x in ("gate", "up", "down")},
+            | {f"{name}.mlp.{x}_proj": {"quant_algo": "W4A16_NVFP4"} for name in layers(TEXT) for x in GATED},
         ),
         of_hf_quant_config("MIXED_PRECISION", "mtp*", quantized_layers=MIXED_LAYERS),
         rename=INNER, around="qwen3_5", more={**VISION, **MTP, **CACHE_SCALES},
@@ -347,7 +349,8 @@ def one_by_one(plain: Tensors, family: str) -> Tensors:
             continue
         module, _, last = name.rpartition(".")
         for n, expert in enumerate(tensor.transpose(1, 2) if family == "llama4" else tensor):
-            parts = zip(("gate_proj", "up_proj"), expert.chunk(2)) if last == "gate_up_proj" else [("down_proj", expert)]
+            gate_and_up = zip(("gate_proj", "up_proj"), expert.chunk(2))
+            parts = gate_and_up if last == "gate_up_proj" else [("down_proj", expert)]
             apart |= {f"{module}.{n}.{part}.weight": weight.contiguous() for part, weight in parts}
     return apart
 

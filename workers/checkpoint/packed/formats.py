@@ -326,6 +326,8 @@ def _cannot(found: _Found, suffix: str, what: str) -> UnsupportedModel:
 
 
 CODES = "weight", "weight_packed", "qweight"
+MOST_EXPERTS = 2**14
+"""Of one layer. Published models have up to some hundred."""
 
 FORMATS: tuple[Callable[[_Found], Packed | None], ...] = (_float8, _int8, _float4, _words_by_rows, _words_by_columns)
 
@@ -378,7 +380,7 @@ def _packed(
     module: str, own: Mapping[str, StoredTensor], description: Description | None, folder: Path
 ) -> Packed | None:
     codes = next((own[suffix] for suffix in CODES if suffix in own), None)
-    if codes is None or len(codes.shape) != 3:
+    if codes is None or len(codes.shape) != 3 or not 0 < codes.shape[0] <= MOST_EXPERTS:
         return _first_that_fits(_Found(module, own, description, folder))
     # Experts on top of each other, each of them a weight like any other.
     experts = codes.shape[0]

@@ -152,7 +152,8 @@ def test_a_pattern_that_takes_long_on_a_name_is_refused_by_its_place():
 ODD: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 4, 4.0, 8, 2**31, 2**63, 10**30, 0.5, 1e308, float("inf"), "", "4", "x" * 300, "gptq",
     "\ud800", "re:", "re:(", f"re:{EVIL}", "*" * 60, [], [1], ["a"], ["Linear"], [[]], [None], [128, 128], {}, {"a": 1},
-    {"a": {}}, {"-:(": {}}, {"+:.*": {"bits": 3}}, {"quant_algo": "FP8"}, {"weights": []}, {"weights": {"num_bits": []}},
+    {"a": {}}, {"-:(": {}}, {"+:.*": {"bits": 3}}, {"quant_algo": "FP8"}, {"weights": []},
+    {"weights": {"num_bits": []}},
 )  # fmt: skip
 NAMES = (
     "quant_method", "fmt", "weight_block_size", "modules_to_not_convert", "ignore", "exclude_modules", "config_groups",
