@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 
 from ...errors import CorruptCheckpoint, UnsupportedModel
 from ..checkpoint.files import Checkpoint
-from ..checkpoint.packed.formats import SHORT, USED_ELSEWHERE, Packed
+from ..checkpoint.packed.formats import PLAIN, USED_ELSEWHERE, Packed
 from .families import EXPERTS_ONE_BY_ONE
 from .unpacked import Unpacked, table_of_pairs
 
@@ -265,7 +265,7 @@ def _stored_sources(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Sou
 def _check_plain(checkpoint: Checkpoint, stored: str) -> None:
     """Numbers of a weight that need a scale, or are packed, must not be taken for the weight."""
     tensor = checkpoint.stored(stored)
-    if tensor.dtype in SHORT:
+    if tensor.dtype not in PLAIN:
         said = checkpoint.description
         told = "nothing describes them" if said is None else f"{said.place} does not"
         raise CorruptCheckpoint(
@@ -276,10 +276,14 @@ def _check_plain(checkpoint: Checkpoint, stored: str) -> None:
 
 
 def _check_unused(checkpoint: Checkpoint, stored: str, parameter_of: Callable[[str], tuple[str | None, Any]]) -> None:
-    """A scale that is never read makes a weight of the model wrong, unless it belongs to a part that is not loaded."""
+    """A scale that is never read makes a weight of the model wrong, and so may whatever else is beside a packed one,
+    unless it belongs to a part that is not loaded."""
     module, _, last = stored.rpartition(".")
-    if last in USED_ELSEWHERE or not SCALE_LIKE.search(last):
+    is_packed = f"{module}.weight" in checkpoint.packed.weights
+    if last in USED_ELSEWHERE or not (SCALE_LIKE.search(last) or is_packed):
         return
+    if last == "bias" and not bool(checkpoint.read(stored).any()):
+        return  # some tools write them to modules that have none
     of_weight = [f"{module}.weight", f"{module}.{re.sub('_(scale.*|blocks|scales)$', '', last)}"]
     if any(parameter_of(each)[0] is not None for each in of_weight):
         raise CorruptCheckpoint(

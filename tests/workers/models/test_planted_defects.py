@@ -224,6 +224,15 @@ DEFECTS: dict[str, Defect] = {
     "there are two scales": Defect(
         "fp8-blocks", added("weight_scale", torch.ones(1)), (f"{MODULE}.weight_scale ", "would never be read", "fp8")
     ),
+    "something of no known kind is there": Defect(
+        "gptq", added("rotation", torch.ones(96)), (f"{MODULE}.rotation", "would never be read", "gptq")
+    ),
+    "there is a bias that the model does not have": Defect(
+        "gptq", added("bias", torch.ones(64)), (f"{MODULE}.bias", "would never be read", "gptq")
+    ),
+    "a weight is packed and plain": Defect(
+        "w4a16", added("weight", torch.ones(64, 96)), (f"{MODULE}.weight_packed", f"{MODULE}.weight itself", "w4a16")
+    ),
     # Numbers that are no weights.
     "fp8 row scales are inverted": Defect(
         "fp8-rows", changed("weight_scale", lambda scale: 1 / scale), (f"{MODULE}.weight_scale", "fp8", ODD_SIZE)
@@ -266,6 +275,9 @@ DEFECTS: dict[str, Defect] = {
     ),
     "bytes without a scale or a description": Defect(
         "fp8-rows", plain(torch.uint8), (f"{MODULE}.weight", "U8", "nothing describes them")
+    ),
+    "whole numbers without a scale or a description": Defect(
+        "fp8-rows", plain(torch.int64), (f"{MODULE}.weight", "I64", "nothing describes them")
     ),
     "words without a description": Defect(
         "w4a16", lambda tensors, said: said.clear(), ("weight_packed", "packed integers", "nothing in the folder")
@@ -374,6 +386,11 @@ def test_a_scheme_elsewhere_in_the_config_is_read(holder: str | None, good: Call
     there, usual = Checkpoint(path), Checkpoint(good("fp8-blocks"))
     assert there.packed == usual.packed and there.packed.weights
     assert there.description is not None and there.description.block == (24, 40)
+
+
+def test_biases_of_zeros_that_the_model_does_not_have_are_passed_by(damaged: Callable[[str, Damage], Path]):
+    """AutoGPTQ writes them to all modules."""
+    list(notes_of(damaged("gptq", added("bias", torch.zeros(64)))))
 
 
 def test_a_misspelt_exclusion_loads_right_with_a_note_of_the_weight(good: Callable[[str], Path], tmp_path: Path):

@@ -510,6 +510,22 @@ def test_block_scales_with_dimensions_of_one_are_read(tmp_path: Path):
     assert torch.equal(read(path), plain) and torch.equal(read(path, 200), plain[200:])
 
 
+@pytest.mark.parametrize("as_bytes", [True, False])
+def test_powers_of_two_as_scales_are_read_from_either_kind_of_number(as_bytes: bool, tmp_path: Path):
+    """Of blocks, as DeepSeek-V3.2 has it, and of 32 columns of a row."""
+    stored, plain = packing.mxfp8(torch.randn(48, 96, generator=torch.Generator().manual_seed(5)))
+    scale = stored["weight_scale"] if as_bytes else stored["weight_scale"].view(torch.float8_e8m0fnu)
+    path = write_one(tmp_path, modelopt("MXFP8"), weight=stored["weight"], weight_scale=scale)
+    assert torch.equal(read(path), plain)
+    codes, scale, _ = fp8_of_128(576, 320)
+    powers = torch.exp2(torch.floor(torch.log2(scale)))
+    said = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+    kind = torch.float32 if as_bytes else torch.float8_e8m0fnu
+    path = write_one(tmp_path, said, weight=codes, weight_scale_inv=powers.to(kind))
+    spread = powers.repeat_interleave(128, 0)[:576].repeat_interleave(128, 1)[:, :320]
+    assert torch.equal(read(path), codes.float() * spread)
+
+
 def test_scales_that_are_interleaved_for_eight_ranks_are_refused(tmp_path: Path):
     """Queries, keys and values of MiMo-V2.5-Pro: 27136 rows and 216 rows of scales, here a sixteenth of each."""
     rows, columns, block = 1696, 384, 8

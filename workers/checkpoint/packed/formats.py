@@ -26,7 +26,9 @@ from .description import Description, Integers
 E4M3, E8M0, FLOATS = ("F8_E4M3",), ("F8_E8M0", "U8"), ("F32", "BF16", "F16")
 SHORT = frozenset({"F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F6_E2M3", "F6_E3M2", "F4",
                    "I8", "U8", "I16", "U16", "I32", "U32"})  # fmt: skip
-"""Kinds of numbers that no plain weight has."""
+"""Kinds of numbers that packed weights have, and no plain one."""
+
+PLAIN = frozenset({*FLOATS, "F64"})
 
 GROUP_OF = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}
 WORDS = frozenset({"w4a16", "w8a16", "awq", "gptq"})
@@ -149,7 +151,7 @@ def _float8(found: _Found) -> Packed | None:
     shape = found.matrix("weight", "FP8")
     tensor = found.need(suffix, FLOATS + E8M0, "FP8")
     block = found.description.block if found.description is not None else (0, 0)
-    if tensor.dtype == "U8":
+    if tensor.dtype == "U8" or (tensor.dtype in E8M0 and tensor.shape == (shape[0], -(-shape[1] // 32))):
         found.expect(suffix, (shape[0], -(-shape[1] // 32)), "MXFP8")
         return _plain(found, "mxfp8", shape, Part(found.name(suffix), Along(0), Along(1, 32)))
     return _plain(found, "fp8", shape, _scale(found, suffix, shape, block, "FP8"))
@@ -370,10 +372,21 @@ def find_packed(tensors: Mapping[str, StoredTensor], description: Description | 
             continue
         packed = _packed(module, own, description, folder)
         if packed is not None:
+            _check_alone(packed, tensors, folder)
             weights[packed.name] = packed
             taken |= {part.name for part in packed.parts.values()}
             taken |= {f"{module}.{suffix}" for suffix in own if suffix in USED_ELSEWHERE}
     return PackedTensors(weights, frozenset(taken))
+
+
+def _check_alone(packed: Packed, tensors: Mapping[str, StoredTensor], folder: Path) -> None:
+    """A weight that is packed and plain at once: nothing says which is meant. Raises `CorruptCheckpoint`."""
+    codes = packed.parts["codes"].name
+    if packed.name in tensors and packed.name != codes:
+        raise corrupt(
+            f"{folder / tensors[codes].file} holds {codes}, of which {packed.format} makes {packed.name}, and "
+            f"{folder / tensors[packed.name].file} holds {packed.name} itself"
+        )
 
 
 def _packed(
