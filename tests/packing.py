@@ -67,6 +67,30 @@ def make_twins(source: Path, folder: Path, format: Format, only: Callable[[str],
     return folder
 
 
+def share(path: Path, rank: int, size: int) -> Mapping[str, Tensor]:
+    """The parameters of one rank, of the text model of a checkpoint."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from intarsia.workers.checkpoint.files import Checkpoint
+    from intarsia.workers.models.weights import fill_weights
+    from intarsia.workers.tensor_parallel import TensorParallel
+
+    config = AutoConfig.from_pretrained(path).get_text_config()
+    vars(config).pop("quantization_config", None)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    fill_weights(
+        module,
+        Checkpoint(path),
+        TensorParallel(rank, size),
+        config,
+        torch.float32,
+        torch.device("cpu"),
+        lambda done, total: None,
+    )
+    return dict(module.named_parameters())
+
+
 # -- floats of 8 bits ------------------------------------------------------------------------------------------------
 
 
@@ -174,12 +198,14 @@ def awq(weight: Tensor) -> tuple[Tensors, Tensor]:
     return stored, meant(codes, scale, zero)
 
 
-def gptq(weight: Tensor, version: int = 1, symmetric: bool = True, shuffled: bool = False) -> tuple[Tensors, Tensor]:
+def gptq(
+    weight: Tensor, version: int = 1, symmetric: bool = True, shuffled: bool = False, bits: int = 4
+) -> tuple[Tensors, Tensor]:
     columns = weight.shape[1]
     order = (
         torch.randperm(columns, generator=torch.Generator().manual_seed(columns)) if shuffled else torch.arange(columns)
     )
-    codes, scale, zero = groups_of(weight[:, order], 4, symmetric)
+    codes, scale, zero = groups_of(weight[:, order], bits, symmetric)
     plain = torch.empty_like(weight)
     plain[:, order] = meant(codes, scale, zero)
     in_place = torch.empty_like(codes)
@@ -187,8 +213,8 @@ def gptq(weight: Tensor, version: int = 1, symmetric: bool = True, shuffled: boo
     group_of = torch.empty(columns, dtype=torch.int32)
     group_of[order] = torch.arange(columns, dtype=torch.int32) // GROUP
     stored = {
-        "qweight": in_words(in_place.T, 0),
-        "qzeros": in_words(zero.T - int(version == 1), 1),
+        "qweight": in_words(in_place.T, 0, bits=bits),
+        "qzeros": in_words(zero.T - int(version == 1), 1, bits=bits),
         "scales": scale.T.half(),
         "g_idx": group_of,
     }
@@ -278,6 +304,11 @@ FORMATS: dict[str, Format] = {
         lambda weight: ct_int(weight, symmetric=False),
         GROUP,
     ),
+    "w8a16-zero-points": Format(
+        of_compressed_tensors("pack-quantized", {**INTEGERS, "num_bits": 8, "symmetric": False}),
+        lambda weight: ct_int(weight, 8, symmetric=False),
+        GROUP,
+    ),
     "w8a16": Format(
         of_compressed_tensors("pack-quantized", {**INTEGERS, "num_bits": 8}), lambda weight: ct_int(weight, 8), GROUP
     ),
@@ -287,6 +318,9 @@ FORMATS: dict[str, Format] = {
     "gptq": Format(of_gptq(), gptq, GROUP, 8),
     "gptq-zero-points": Format(
         of_gptq(symmetric=False), lambda weight: gptq(weight, symmetric=False), GROUP, 8
+    ),
+    "gptq-8-bits": Format(
+        {**of_gptq(symmetric=False), "bits": 8}, lambda weight: gptq(weight, symmetric=False, bits=8), GROUP, 8
     ),
     "gptq-v2-by-activation": Format(
         of_gptq(2, shuffled=True), lambda weight: gptq(weight, 2, shuffled=True), GROUP, 8

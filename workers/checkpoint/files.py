@@ -10,6 +10,7 @@ from .config_schema import check_config, check_tensors
 from .json_file import MIB, clipped, corrupt, parse_object, quote, read_bytes, read_object, size_of
 from .packed.description import read_description
 from .packed.formats import find_packed
+from .packed.notes import find_notes
 from .safetensors_header import StoredTensor, read_headers
 from .side_files import check_side_files
 
@@ -39,8 +40,9 @@ class Checkpoint:
         self.description = read_description(self.path, self.config)
         check_side_files(self.path)
         self._tensors = _find_tensors(self.path)
-        self.packed = find_packed(self._tensors, self.description)
+        self.packed = find_packed(self._tensors, self.description, self.path)
         check_tensors(self.config, {name: tensor.shape for name, tensor in self._tensors.items()}, self.path)
+        self.notes = tuple(find_notes(self._tensors, self.description, self.packed))
         self._open_files: dict[str, Any] = {}
 
     def names(self) -> Iterable[str]:
@@ -55,10 +57,17 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape
 
-    def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> "Tensor":
-        """Elements [start, stop) of the tensor along `dim`; the whole of it by default."""
-        index = (slice(None),) * dim + (slice(start, stop),)
+    def read(
+        self, name: str, dim: int = 0, start: int = 0, stop: int | None = None, expert: int | None = None
+    ) -> "Tensor":
+        """Elements [start, stop) of the tensor along `dim`; the whole of it by default.
+
+        expert: of a tensor whose first dimension is experts, the one that is meant; its dimensions are counted without
+        """
+        index: tuple[Any, ...] = (slice(None),) * dim + (slice(start, stop),)
         part = self._slice(name)
+        if expert is not None:
+            index = (expert, *index) if len(self.shape(name)) > 1 else (expert,)
         return part[index] if self.shape(name) else part[...]
 
     def _slice(self, name: str) -> Any:

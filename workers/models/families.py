@@ -68,5 +68,9 @@ TENSOR_PARALLEL_PLANS["mllama_text_model"] = {
     for path, style in (_cut("self_attn", ATTENTION) | _cut("cross_attn", ATTENTION) | _cut("mlp", GATED_MLP)).items()
 }
 
+EXPERTS_ONE_BY_ONE = {"gemma4_text": False, "llama4_text": True}
+"""Families that hold all experts in one tensor and are quantised one by one, in ways that transformers does not put
+together. Are an expert's inputs held before its outputs?"""
+
 WITH_ENCODER = {"mllama"}
 """Models that are loaded with their vision tower. Of other multimodal models the text part is."""

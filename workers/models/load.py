@@ -90,7 +90,7 @@ def _load(
     family_note = check_family((whole.model_type, config.model_type), allow_generic=settings.allow_generic)
     dtype = _dtype(settings, config)
     order = sum_order(dtype, device, settings.same_bits, parallel.size)
-    notes = [complete_layer_types(config, checkpoint.config), family_note, order.note]
+    notes = [complete_layer_types(config, checkpoint.config), family_note, order.note, *checkpoint.notes]
     for note in filter(None, notes):
         logger.warning(note)
     # A module without memory, then its weights.

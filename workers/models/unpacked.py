@@ -18,7 +18,7 @@ from torch import Tensor
 from ...errors import CorruptCheckpoint
 from ...kernels.products.codes import CodeKind, Codes
 from ..checkpoint.files import Checkpoint
-from ..checkpoint.packed.formats import Packed, Part
+from ..checkpoint.packed.formats import WORDS, Packed, Part
 
 NUMBERS_AT_ONCE = 2**21
 """Of a weight, while they are float32: what a tensor takes beside the numbers that are kept."""
@@ -27,7 +27,11 @@ LEAST_RMS, MOST_RMS = 1e-7, 32.0
 """Root mean square of a weight's numbers. Real ones are between 0.002 and 2; a scale that was inverted is far away."""
 
 MOST_MEAN_CODE = 0.6
-"""Of codes less their zero points. A zero point that is misread by one makes it 1."""
+"""Of codes of 4 bits less their zero points. A zero point that is misread by one makes it 1. Codes of 8 bits spread
+so far that their mean says nothing."""
+
+FEWEST_ZEROS = 16
+"""So many zero points are not all the same by chance."""
 
 CHECKED_NUMBERS = 4096
 """From so many on a mean says something."""
@@ -46,10 +50,18 @@ class Unpacked:
     checkpoint: Checkpoint
     packed: Packed
     dtype: torch.dtype
+    expert: int | None = None
+    """Of a weight with several, the one that is meant."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.packed.shape
+
+    @property
+    def origin(self) -> str:
+        packed, expert = self.packed, "" if self.expert is None else f", expert {self.expert}"
+        file = self.checkpoint.file_of(packed.parts["codes"].name)
+        return f"{file}: weight {packed.name}{expert} ({packed.format}, made of {', '.join(packed.stored)})"
 
     def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
         stop = self.shape[dim] if stop is None else stop
@@ -87,22 +99,18 @@ class Unpacked:
     def _read(self, part: Part, dim: int, first: int, last: int) -> Tensor:
         """[rows, columns] of a part, 1 where it has none of them."""
         along = part.rows if dim == 0 else part.columns
+        expert = self.expert if part.name in self.packed.stacked else None
         if along is None:
-            found = self.checkpoint.read(part.name)
+            found = self.checkpoint.read(part.name, expert=expert)
         else:
-            found = self.checkpoint.read(part.name, along.dim, first // along.per, -(-last // along.per))
+            found = self.checkpoint.read(part.name, along.dim, first // along.per, -(-last // along.per), expert)
         if part.rows is not None and part.columns is not None and part.columns.dim < part.rows.dim:
             found = found.transpose(part.rows.dim, part.columns.dim)
         rows = 1 if part.rows is None else found.shape[part.rows.dim if found.dim() != 2 else 0]
         return found.reshape(rows, -1)
 
     def corrupt(self, what: str) -> CorruptCheckpoint:
-        packed = self.packed
-        names = ", ".join(part.name for part in packed.parts.values())
-        file = self.checkpoint.file_of(packed.parts["codes"].name)
-        return CorruptCheckpoint(
-            f"{file}: weight {packed.name} ({packed.format}, made of {names}): {what}", field="model"
-        )
+        return CorruptCheckpoint(f"{self.origin}: {what}", field="model")
 
 
 class _Reading:
@@ -173,7 +181,8 @@ class _Reading:
         order = torch.argsort(group_of, stable=True)
         columns = torch.arange(len(order))
         if not torch.equal(group_of[order], columns // codes.columns):
-            raise self._source.corrupt(f"its g_idx does not put {codes.columns} columns into each group")
+            name = self._packed.parts["group_of"].name
+            raise self._source.corrupt(f"{name} does not put {codes.columns} columns into each group")
         return codes if torch.equal(order, columns) else codes.sorted_columns(order)
 
 
@@ -202,11 +211,28 @@ def _check(source: Unpacked, codes: Codes) -> None:
             f"the root mean square of its numbers would be {rms:.2g}, and no model has such weights: its scales may be "
             "inverted, or those of another tensor"
         )
-    if some.zero is None:
+    if some.zero is None or source.packed.format not in WORDS:
         return
+    _check_middle(source, some)
     mean = float(some.centred().mean())
+    if source.packed.bits != 4:
+        return
     if abs(mean) > MOST_MEAN_CODE:
         raise source.corrupt(
             f"its integers lie {mean:+.2f} from their zero points on average, where weights lie around 0: its zero "
             "points may be stored in another way than the config says (checkpoint_format)"
+        )
+
+
+def _check_middle(source: Unpacked, codes: Codes) -> None:
+    """Where all zero points are the same, they are the middle of the range: one beside it was misread."""
+    zero = codes.zero
+    assert zero is not None
+    if zero.numel() < FEWEST_ZEROS or bool((zero != zero.flatten()[0]).any()):
+        return
+    meant, middle = int(zero.flatten()[0]) + codes.middle, 1 << (source.packed.bits - 1)
+    if abs(meant - middle) == 1:
+        raise source.corrupt(
+            f"all its zero points would be {meant}, beside the middle of the range, {middle}: they are stored in another "
+            "way than the config says (checkpoint_format)"
         )

@@ -25,11 +25,18 @@ from transformers.core_model_loading import (
 from ...errors import CorruptCheckpoint, UnsupportedModel
 from ...kernels.products.codes import CodeKind, Codes, side_by_side, stacked
 from ..checkpoint.files import Checkpoint
-from ..checkpoint.packed.formats import SHORT, USED_ELSEWHERE, Packed
+from ..checkpoint.packed.formats import PLAIN, USED_ELSEWHERE, Packed
+from .families import EXPERTS_ONE_BY_ONE
 from .unpacked import Unpacked
 
 SCALE_LIKE = re.compile("scale|zero|qweight|packed|_blocks|g_idx")
 """Last names of tensors that say how others are to be read."""
+
+ONE_EXPERT = re.compile(r"(?P<layer>.*?)(moe\.)?experts\.\d+\.(?P<part>gate|up|down)_proj\.weight")
+"""Some tools store experts one by one that the family's own checkpoints hold together."""
+
+NO_NUMBER = 255
+"""As a scale in e8m0."""
 
 
 class Source(Protocol):
@@ -37,6 +44,11 @@ class Source(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def origin(self) -> str:
+        """File, tensor and scheme, for messages."""
+        ...
 
     def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
         """Elements [start, stop) along `dim`; the whole of it by default."""
@@ -58,6 +70,10 @@ class Stored:
     def shape(self) -> tuple[int, ...]:
         return self.checkpoint.shape(self.name)
 
+    @property
+    def origin(self) -> str:
+        return f"{self.checkpoint.file_of(self.name)}: {self.name}"
+
     def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
         return self.checkpoint.read(self.name, dim, start, stop)
 
@@ -74,6 +90,10 @@ class Stacked:
     @property
     def shape(self) -> tuple[int, ...]:
         return len(self.parts), *self.parts[0].shape
+
+    @property
+    def origin(self) -> str:
+        return _origin_of_several(self.parts)
 
     def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
         if dim == 0:
@@ -101,6 +121,10 @@ class Joined:
         shape = list(self.parts[0].shape)
         shape[self.joined_dim] = sum(part.shape[self.joined_dim] for part in self.parts)
         return tuple(shape)
+
+    @property
+    def origin(self) -> str:
+        return _origin_of_several(self.parts)
 
     def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
         if dim != self.joined_dim:
@@ -132,6 +156,28 @@ def _all_of(parts: Sequence[Codes | None], join: Callable[[Sequence[Codes]], Cod
 
 
 @dataclass(frozen=True, slots=True)
+class Turned:
+    """A tensor whose last two of three dimensions are held the other way round."""
+
+    part: Source
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, outputs, inputs = self.part.shape
+        return experts, inputs, outputs
+
+    @property
+    def origin(self) -> str:
+        return self.part.origin
+
+    def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
+        return self.part.read((0, 2, 1)[dim], start, stop).transpose(1, 2)
+
+    def codes(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Codes | None:
+        return self.part.codes((0, 2, 1)[dim], start, stop)
+
+
+@dataclass(frozen=True, slots=True)
 class Mxfp4:
     """Experts of gpt-oss as released: pairs of 4-bit floats, and a power of two for each 32 of them.
 
@@ -146,6 +192,10 @@ class Mxfp4:
     def shape(self) -> tuple[int, ...]:
         experts, outputs, groups, half = self.blocks.shape
         return experts, groups * half * 2, outputs
+
+    @property
+    def origin(self) -> str:
+        return f"{self.blocks.origin} (MXFP4, with {self.scales.origin})"
 
     def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
         codes, first = self._outward(dim, start, stop)
@@ -167,8 +217,14 @@ class Mxfp4:
         if dim == 1:
             first, last = start // 32, -(-stop // 32)
         blocks, scales = self.blocks.read(stored, first, last), self.scales.read(stored, first, last)
+        if bool((scales.view(torch.uint8) == NO_NUMBER).any()):
+            raise CorruptCheckpoint(f"{self.origin}: some of its numbers are no finite numbers", field="model")
         codes = Codes(CodeKind.E2M1, blocks.flatten(-2), scales, columns=32)
         return codes, first * 32 if dim == 1 else first
+
+
+def _origin_of_several(parts: Sequence[Source]) -> str:
+    return f"{parts[0].origin}{f' and {len(parts) - 1} more' if len(parts) > 1 else ''}"
 
 
 def find_sources(module: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Source]:
@@ -185,9 +241,16 @@ def find_sources(module: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.d
     sources: dict[str, Source] = {}
     pieces: dict[str, dict[str, list[str]]] = {}  # parameter -> pattern -> stored names
 
-    def parameter_of(stored: str) -> tuple[str | None, str | None]:
+    def renamed(stored: str) -> tuple[str | None, str | None]:
         name, pattern = rename_source_key(stored, renamings, converters, module.base_model_prefix, wanted)
         return _in_text_model(name, wanted), pattern
+
+    def parameter_of(stored: str) -> tuple[str | None, str | None]:
+        name, pattern = renamed(stored)
+        if name is None and (one := ONE_EXPERT.fullmatch(stored)) and module.config.model_type in EXPERTS_ONE_BY_ONE:
+            together = "down_proj" if one["part"] == "down" else "gate_up_proj"
+            return renamed(f"{one['layer']}experts.{together}")[0], one["part"]
+        return name, pattern
 
     # Each stored tensor, and each weight that several make, is a parameter, or a piece of one, or of no use here.
     stored_sources = _stored_sources(checkpoint, dtype)
@@ -204,6 +267,15 @@ def find_sources(module: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.d
             pieces.setdefault(name, {}).setdefault(pattern, []).append(stored)
     # Pieces are put together in the order in which their pattern numbers them.
     for name, by_pattern in pieces.items():
+        if set(by_pattern) <= {"gate", "up", "down"}:
+            parts = [
+                [stored_sources[each] for each in sorted(by_pattern[part], key=_numbers)]
+                for part in ("gate", "up", "down")
+                if part in by_pattern
+            ]
+            whole = _put_together(name, parts, (MergeModulelist(0), Concatenate(1)))
+            sources[name] = Turned(whole) if EXPERTS_ONE_BY_ONE[module.config.model_type] else whole
+            continue
         converter = next(c for c in converters if set(by_pattern) <= set(c.source_patterns))
         ordered = [sorted(by_pattern.get(pattern, ()), key=_numbers) for pattern in converter.source_patterns]
         parts = [[stored_sources[each] for each in names] for names in ordered if names]
@@ -218,7 +290,9 @@ def _stored_sources(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Sou
         name: Stored(checkpoint, name) for name in checkpoint.names() if name not in packed.taken
     }
     for name, weight in packed.weights.items():
-        if isinstance(weight, Packed):
+        if isinstance(weight, Packed) and weight.experts:
+            found[name] = Stacked(tuple(Unpacked(checkpoint, weight, dtype, n) for n in range(weight.experts)))
+        elif isinstance(weight, Packed):
             found[name] = Unpacked(checkpoint, weight, dtype)
         else:
             found[name] = Mxfp4(Stored(checkpoint, weight.codes), Stored(checkpoint, weight.scale))
@@ -228,7 +302,7 @@ def _stored_sources(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Sou
 def _check_plain(checkpoint: Checkpoint, stored: str) -> None:
     """Numbers of a weight that need a scale, or are packed, must not be taken for the weight."""
     tensor = checkpoint.stored(stored)
-    if tensor.dtype in SHORT:
+    if tensor.dtype not in PLAIN:
         said = checkpoint.description
         told = "nothing describes them" if said is None else f"{said.place} does not"
         raise CorruptCheckpoint(
@@ -239,30 +313,63 @@ def _check_plain(checkpoint: Checkpoint, stored: str) -> None:
 
 
 def _check_unused(checkpoint: Checkpoint, stored: str, parameter_of: Callable[[str], tuple[str | None, Any]]) -> None:
-    """A scale that is never read makes a weight of the model wrong, unless it belongs to a part that is not loaded."""
+    """A scale that is never read makes a weight of the model wrong, and so may whatever else is beside a packed one,
+    unless it belongs to a part that is not loaded."""
     module, _, last = stored.rpartition(".")
-    if last in USED_ELSEWHERE or not SCALE_LIKE.search(last):
+    is_packed = f"{module}.weight" in checkpoint.packed.weights
+    if last in USED_ELSEWHERE or not (SCALE_LIKE.search(last) or is_packed):
         return
+    if last == "bias" and not bool(checkpoint.read(stored).any()):
+        return  # some tools write them to modules that have none
     of_weight = [f"{module}.weight", f"{module}.{re.sub('_(scale.*|blocks|scales)$', '', last)}"]
     if any(parameter_of(each)[0] is not None for each in of_weight):
         raise CorruptCheckpoint(
-            f"{checkpoint.file_of(stored)}: {stored} would never be read: no scheme that is known has it beside the "
-            f"tensors of {module}. Weights without it would be wrong.",
+            f"{checkpoint.file_of(stored)}: {stored} would never be read: it is no part of "
+            f"{_scheme(checkpoint, module)}. Weights without it would be wrong.",
             field="model",
         )
+
+
+def _scheme(checkpoint: Checkpoint, module: str) -> str:
+    name = f"{module}.weight"
+    packed = checkpoint.packed.weights.get(name)
+    if isinstance(packed, Packed):
+        return f"{name} as it is read, which is as {packed.format}"
+    if name in checkpoint.names():
+        return f"{name} as it is read, which is as plain {checkpoint.stored(name).dtype}"
+    beside = sorted(each for each in checkpoint.names() if each.startswith(f"{module}."))
+    return f"a scheme that is known, with no more than {', '.join(beside[:8])}"
 
 
 def _put_together(name: str, parts: list[list[Source]], operations: Sequence[Any]) -> Source:
     for operation in operations:
         if isinstance(operation, MergeModulelist) and operation.dim == 0:
+            _check_shapes(name, [group for group in parts if len(group) > 1], None)
             parts = [[Stacked(tuple(group))] for group in parts]
         elif isinstance(operation, Concatenate):
+            _check_shapes(name, [[part for group in parts for part in group]], operation.dim)
             parts = [[Joined(tuple(part for group in parts for part in group), operation.dim)]]
         else:
             raise UnsupportedModel(
                 f"{name} is made of other tensors by {operation}, which is not known here", field="model"
             )
     return parts[0][0]
+
+
+def _check_shapes(name: str, groups: Sequence[Sequence[Source]], joined_dim: int | None) -> None:
+    """Of tensors that make one, where they have to be alike. Raises `CorruptCheckpoint`."""
+
+    def alike(source: Source) -> list[int]:
+        return [length for dim, length in enumerate(source.shape) if dim != joined_dim]
+
+    for group in groups:
+        odd = next((source for source in group if alike(source) != alike(group[0])), None)
+        if odd is not None:
+            raise CorruptCheckpoint(
+                f"{odd.origin} has shape {list(odd.shape)}; {group[0].origin}, with which it makes {name}, has "
+                f"{list(group[0].shape)}",
+                field="model",
+            )
 
 
 def _in_text_model(name: str, wanted: dict[str, Any]) -> str | None:

@@ -65,7 +65,7 @@ def fill_weights(
                     if is_kept:
                         watch(done, total)
                         continue
-                value = _read(checkpoint, source, full_name, whole_shapes[name], part)
+                value = _read(source, full_name, whole_shapes[name], part)
                 filled[id(empty)] = nn.Parameter(value.to(device=device, dtype=dtype), requires_grad=False)
                 watch(done, total)
             setattr(owner, name, filled[id(empty)])
@@ -100,11 +100,11 @@ def _fill_buffers(module: PreTrainedModel, sources: Mapping[str, Source], device
     module.initialize_weights()
 
 
-def _read(checkpoint: Checkpoint, source: Source, name: str, shape: tuple[int, ...], part: Slice | None) -> Tensor:
+def _read(source: Source, name: str, shape: tuple[int, ...], part: Slice | None) -> Tensor:
     """The tensor, or `part` of it; what the slice asks beyond its end is zero."""
     if source.shape != shape:
         raise CorruptCheckpoint(
-            f"{checkpoint.path}: tensor {name} has shape {source.shape}; config.json makes it {shape}", field="model"
+            f"{source.origin} has shape {list(source.shape)}; config.json makes {name} {list(shape)}", field="model"
         )
     if part is None:
         return source.read()

@@ -1,18 +1,12 @@
 """Packed checkpoints whose weights are renamed, merged, stacked and cut: every rank's share is the plain twin's."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from intarsia.tests.packing import FORMATS, make_twins
-from intarsia.workers.checkpoint.files import Checkpoint
-from intarsia.workers.models.families import WITH_ENCODER
-from intarsia.workers.models.weights import fill_weights
-from intarsia.workers.tensor_parallel import TensorParallel
+from intarsia.tests.packing import FORMATS, make_twins, share
 
 FAMILIES = (
     "llama", "gemma3", "gpt_oss", "qwen3_5", "qwen3_5_moe", "nemotron_h", "granite4", "jamba", "deepseek_v3",
@@ -27,20 +21,6 @@ CASES = [
     for family in FAMILIES
     for name in FORMATS
 ]
-
-
-def share(path: Path, rank: int, size: int) -> Mapping[str, Tensor]:
-    config = AutoConfig.from_pretrained(path)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    assert config.model_type not in WITH_ENCODER
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    parallel = TensorParallel(rank, size)
-    fill_weights(
-        module, Checkpoint(path), parallel, config, torch.float32, torch.device("cpu"), lambda done, total: None
-    )
-    return dict(module.named_parameters())
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)

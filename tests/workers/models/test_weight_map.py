@@ -23,6 +23,8 @@ from intarsia.workers.tensor_parallel import TensorParallel
 class Whole:
     """A source at hand."""
 
+    origin = "at hand"
+
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
 

@@ -6,17 +6,15 @@ zero point is stored. Which module is packed, and how, is seen by its tensors (`
 Sources: the configs of published checkpoints; compressed-tensors, AutoGPTQ and AutoAWQ; vLLM for the order of places.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import regex
 
 from ....errors import UnsupportedModel
 from ..config_schema import is_whole
 from ..json_file import clipped, corrupt, quote, read_object, size_of
+from .patterns import REGULAR, Budget, Patterns
 
 CONFIG_FILES = "hf_quant_config.json", "quantize_config.json", "quant_config.json"
 """Of modelopt, old GPTQ and old AWQ: beside a config.json that says nothing."""
@@ -34,8 +32,11 @@ MODELOPT_ALGORITHMS = (
 BLOCK = 128, 128
 MOST_GROUP = 2**20
 BITS = 4, 8
-MOST_MATCH_S = 0.1
-"""For a stranger's pattern on one name; those of published files take microseconds."""
+MOST_GROUPS = 4096
+"""Groups of modules with a scheme of their own. Published configs have up to some hundred."""
+
+EVERY_MODULE = "Linear"
+"""A class, where patterns of modules are expected: all that no other group names."""
 
 
 class Integers(NamedTuple):
@@ -58,27 +59,37 @@ class Description:
     method: str
     block: tuple[int, int] = BLOCK
     integers: Integers = PLAIN_INTEGERS
-    others: tuple[tuple[str, Integers], ...] = ()
-    """Patterns of modules' names (`_named`), and what holds there instead."""
+    others: tuple[tuple[Patterns, Integers], ...] = ()
+    """Modules for which something else holds, and what."""
 
-    excluded: tuple[str, ...] = ()
-    """Patterns of modules that are said not to be quantised."""
+    excluded: Patterns | None = None
+    """Modules that are said not to be quantised. None: there is no list of them."""
+
+    only: Patterns | None = None
+    """The only modules that are said to be quantised. None: all that are not excluded."""
 
     def integers_of(self, module: str) -> Integers:
-        return next((integers for pattern, integers in self.others if _named(pattern, module)), self.integers)
+        return next((integers for patterns, integers in self.others if patterns.match(module)), self.integers)
 
-    def excludes(self, module: str) -> bool:
-        return any(_named(pattern, module) for pattern in self.excluded)
+    def calls_quantised(self, module: str) -> bool:
+        """Does it say so plainly? Names are those of the whole model in some configs, those of the text part in
+        others."""
+        names = {module, module.replace("model.language_model.", "model."), module.removeprefix("model.")}
+        if self.excluded is None or any(map(self.excluded.match, names)):
+            return False
+        return self.only is None or any(map(self.only.match, names))
 
 
 def read_description(path: Path, config: Mapping[str, Any]) -> Description | None:
     """None: nothing is said. Raises `UnsupportedModel` for what cannot be read, `CorruptCheckpoint` for nonsense."""
     for place, said in _places(path, config):
+        if not said:
+            continue
         method = str(said.get("quant_method") or _guessed_method(place, said)).lower().replace("_", "-")
-        read = _READERS.get(method)
+        read = _READERS.get("modelopt" if method.startswith("modelopt-") else method)
         if read is None:
             raise _unsupported(place, f"its method is {clipped(method)}")
-        return read(place, said)
+        return read(place, said, Budget())
     return None
 
 
@@ -103,76 +114,78 @@ def _places(path: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Mappin
 
 def _guessed_method(place: str, said: Mapping[str, Any]) -> str:
     """Files of their own do not always name the tool that they are of."""
-    if "hf_quant_config" in place or "quant_algo" in said:
+    if place.endswith("hf_quant_config.json") or "quant_algo" in said:
         return "modelopt"
     if "config_groups" in said or "compression_config" in place:
         return "compressed-tensors"
-    if "quantize_config" in place:
+    if "activation_scheme" in said or "weight_block_size" in said:
+        return "fp8"
+    if place.endswith("quantize_config.json"):
         return "gptq"
-    return "awq" if "quant_config" in place else "unknown"
+    return "awq" if place.endswith("quant_config.json") else "unknown"
 
 
 # -- the words of each tool --------------------------------------------------------------------------------------------
 
 
-def _fp8(place: str, said: Mapping[str, Any]) -> Description:
+def _fp8(place: str, said: Mapping[str, Any], budget: Budget) -> Description:
     fmt = said.get("fmt", "e4m3")
     if not isinstance(fmt, str) or not fmt.startswith(("e4m3", "float8_e4m3fn")) or fmt.endswith("fnuz"):
         raise _unsupported(place, f"fmt is {quote(fmt)}")
-    return Description(place, "fp8", block=_block(place, said, "weight_block_size"), excluded=_excluded(place, said))
+    return Description(
+        place, "fp8", block=_block(place, said, "weight_block_size"), excluded=_excluded(place, said, budget)
+    )
 
 
-def _mxfp4(place: str, said: Mapping[str, Any]) -> Description:
-    return Description(place, "mxfp4", excluded=_excluded(place, said))
+def _mxfp4(place: str, said: Mapping[str, Any], budget: Budget) -> Description:
+    return Description(place, "mxfp4", excluded=_excluded(place, said, budget))
 
 
-def _compressed_tensors(place: str, said: Mapping[str, Any]) -> Description:
+def _compressed_tensors(place: str, said: Mapping[str, Any], budget: Budget) -> Description:
     for name in ("sparsity_config", "transform_config"):
-        inner = said.get(name)
-        if isinstance(inner, dict) and inner and inner.get("format", "") != "dense":
+        inner = _object(place, said, name)
+        if inner and inner.get("format", "") != "dense":
             raise _unsupported(place, f"it has a {name}: weights that are sparse or turned are not read")
-    groups = said.get("config_groups") or {}
-    if not isinstance(groups, dict):
-        raise corrupt(f"{place}: config_groups must be an object, not {quote(groups)}")
-    block, integers, others = BLOCK, PLAIN_INTEGERS, []
-    for name, group in groups.items():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if not isinstance(weights, dict):
-            continue
+    block, integers, others, targets = BLOCK, PLAIN_INTEGERS, [], []
+    for name, group in _objects(place, said, "config_groups"):
         where = f"{place}, {clipped(name)}"
+        weights = _object(where, group, "weights")
+        if not weights:
+            continue
+        patterns = _patterns(where, group, "targets")
+        targets += patterns
         if weights.get("strategy") == "block":
             block = _block(where, weights, "block_structure")
         if weights.get("type", "int") == "int":
-            integers = _integers(where, weights, bits="num_bits", symmetric="symmetric")
-            others += [(pattern, integers) for pattern in _patterns(where, group, "targets")]
-    # "Linear" is a class, and means all modules that no other group names.
-    others = [(pattern, each) for pattern, each in others if pattern != "Linear"]
+            found = _integers(where, weights, bits="num_bits", symmetric="symmetric")
+            others.append((Patterns(where, (each for each in patterns if each != EVERY_MODULE), budget), found))
+            integers = found if EVERY_MODULE in patterns or integers is PLAIN_INTEGERS else integers
     return Description(
         place,
         "compressed-tensors",
         block=block,
         integers=integers,
         others=tuple(others),
-        excluded=_excluded(place, said),
+        excluded=_excluded(place, said, budget),
+        only=None if EVERY_MODULE in targets else Patterns(place, targets, budget),
     )
 
 
-def _modelopt(place: str, said: Mapping[str, Any]) -> Description:
-    inner = said.get("quantization", said)
-    if not isinstance(inner, dict):
-        raise corrupt(f"{place}: quantization must be an object, not {quote(inner)}")
-    layers = inner.get("quantized_layers") or {}
-    if not isinstance(layers, dict):
-        raise corrupt(f"{place}: quantized_layers must be an object, not {quote(layers)}")
-    algorithms = [inner.get("quant_algo")]
-    algorithms += [layer.get("quant_algo") for layer in layers.values() if isinstance(layer, dict)]
-    for algorithm in algorithms:
+def _modelopt(place: str, said: Mapping[str, Any], budget: Budget) -> Description:
+    inner = _object(place, said, "quantization") or said
+    layers = _object(place, inner, "quantized_layers")
+    for name, holder in (("", inner), *layers.items()):
+        if not isinstance(holder, dict):
+            raise corrupt(f"{place}: {clipped(name)} in quantized_layers must be an object, not {quote(holder)}")
+        algorithm = holder.get("quant_algo")
         if algorithm is not None and algorithm not in MODELOPT_ALGORITHMS:
-            raise _unsupported(place, f"quant_algo is {quote(algorithm)}")
-    return Description(place, "modelopt", excluded=_excluded(place, inner))
+            of = f" for {clipped(name)}" if name else ""
+            raise _unsupported(place, f"quant_algo is {quote(algorithm)}{of}")
+    only = Patterns(place, layers, budget) if inner.get("quant_algo") == "MIXED_PRECISION" else None
+    return Description(place, "modelopt", excluded=_excluded(place, inner, budget), only=only)
 
 
-def _awq(place: str, said: Mapping[str, Any]) -> Description:
+def _awq(place: str, said: Mapping[str, Any], budget: Budget) -> Description:
     version = str(said.get("version", "gemm")).lower()
     if version != "gemm":
         raise _unsupported(place, f"its version is {clipped(version)}")
@@ -185,37 +198,36 @@ def _awq(place: str, said: Mapping[str, Any]) -> Description:
         place,
         "awq",
         integers=_integers(place, {**said, **named})._replace(is_symmetric=False),
-        excluded=_excluded(place, said),
+        excluded=_excluded(place, said, budget),
     )
 
 
-def _gptq(place: str, said: Mapping[str, Any]) -> Description:
+def _gptq(place: str, said: Mapping[str, Any], budget: Budget) -> Description:
     stored_as = str(said.get("checkpoint_format", "gptq")).lower()
     if stored_as not in ("gptq", "gptq_v2"):
         raise _unsupported(place, f"checkpoint_format is {clipped(stored_as)}")
     common = _integers(place, said)._replace(zero_is_less_one=stored_as == "gptq")
-    others, excluded = [], list(_excluded(place, said))
-    dynamic = said.get("dynamic") or {}
-    if not isinstance(dynamic, dict):
-        raise corrupt(f"{place}: dynamic must be an object, not {quote(dynamic)}")
-    for pattern, overrides in dynamic.items():
+    others, excluded = [], []
+    where = f"{place}, dynamic"
+    for pattern, overrides in _objects(place, said, "dynamic"):
         if pattern.startswith("-:"):
-            excluded.append(f"re:{pattern[2:]}")
-        elif isinstance(overrides, dict):
-            merged = _integers(place, {**said, **overrides})
-            others.append(
-                (f"re:{pattern.removeprefix('+:')}", merged._replace(zero_is_less_one=common.zero_is_less_one))
-            )
-    return Description(place, "gptq", integers=common, others=tuple(others), excluded=tuple(excluded))
+            excluded.append(f"{REGULAR}{pattern[2:]}")
+            continue
+        merged = _integers(f"{where}, {clipped(pattern)}", {**said, **overrides})
+        merged = merged._replace(zero_is_less_one=common.zero_is_less_one)
+        others.append((Patterns(where, [f"{REGULAR}{pattern.removeprefix('+:')}"], budget), merged))
+    return Description(
+        place, "gptq", integers=common, others=tuple(others), excluded=_excluded(place, said, budget, excluded)
+    )
 
 
-def _auto_round(place: str, said: Mapping[str, Any]) -> Description:
+def _auto_round(place: str, said: Mapping[str, Any], budget: Budget) -> Description:
     """It writes the formats of others, and says whose."""
     packing = str(said.get("packing_format", "auto_round:auto_gptq")).lower()
     if packing.endswith("awq"):
-        return _awq(place, {**said, "version": "gemm"})
+        return _awq(place, {**said, "version": "gemm"}, budget)
     if packing.endswith("gptq"):
-        return _gptq(place, {**said, "checkpoint_format": "gptq"})
+        return _gptq(place, {**said, "checkpoint_format": "gptq"}, budget)
     raise _unsupported(place, f"packing_format is {clipped(packing)}")
 
 
@@ -230,7 +242,7 @@ _READERS = {
 
 def _integers(place: str, said: Mapping[str, Any], *, bits: str = "bits", symmetric: str = "sym") -> Integers:
     count, group = said.get(bits, 4), said.get("group_size", -1)
-    if count not in BITS or isinstance(count, bool):
+    if not is_whole(count) or count not in BITS:
         raise _unsupported(place, f"{bits} is {quote(count)}")
     if group is not None and (not is_whole(group) or not (group == -1 or 0 < group <= MOST_GROUP)):
         raise corrupt(f"{place}: group_size must be -1 or a whole number from 1 to {MOST_GROUP}, not {quote(group)}")
@@ -247,29 +259,38 @@ def _block(place: str, said: Mapping[str, Any], name: str) -> tuple[int, int]:
     return block[0], block[1]
 
 
-def _excluded(place: str, said: Mapping[str, Any]) -> tuple[str, ...]:
+def _object(place: str, said: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Empty where there is none."""
+    found = said.get(name)
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise corrupt(f"{place}: {clipped(name)} must be an object, not {quote(found)}")
+    return found
+
+
+def _objects(place: str, said: Mapping[str, Any], name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Objects by their names."""
+    found = _object(place, said, name)
+    if len(found) > MOST_GROUPS:
+        raise corrupt(f"{place}: {name} holds {len(found)} objects; the limit is {MOST_GROUPS}")
+    return ((each, _object(f"{place}, {name}", found, each)) for each in found)
+
+
+def _excluded(place: str, said: Mapping[str, Any], budget: Budget, more: Iterable[str] = ()) -> Patterns | None:
     names = "modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules"
-    return tuple(pattern for name in names for pattern in _patterns(place, said, name))
+    patterns = [pattern for name in names for pattern in _patterns(place, said, name)]
+    patterns += more
+    return Patterns(place, patterns, budget) if patterns else None
 
 
 def _patterns(place: str, said: Mapping[str, Any], name: str) -> list[str]:
-    patterns = said.get(name) or []
+    patterns = said.get(name)
+    if patterns is None:
+        return []
     if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
         raise corrupt(f"{place}: {name} must be a list of words, not {quote(patterns)}")
-    for pattern in patterns:
-        if pattern.startswith("re:"):
-            try:
-                regex.compile(pattern[3:])
-            except regex.error as error:
-                raise corrupt(f"{place}: {name} holds {quote(pattern)}, which is no pattern: {error}") from None
     return patterns
-
-
-def _named(pattern: str, module: str) -> bool:
-    """Tools agree on `re:`; else a pattern is a whole name, a part of it, or has stars."""
-    if pattern.startswith("re:"):
-        return regex.match(pattern[3:], module, timeout=MOST_MATCH_S) is not None
-    return pattern in module or fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
 
 
 def _unsupported(place: str, what: str) -> UnsupportedModel:

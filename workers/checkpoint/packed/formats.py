@@ -14,7 +14,8 @@ Suffixes: N rows (outputs)    K columns (inputs)    g columns that share a scale
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 from ....errors import UnsupportedModel
@@ -25,9 +26,14 @@ from .description import Description, Integers
 E4M3, E8M0, FLOATS = ("F8_E4M3",), ("F8_E8M0", "U8"), ("F32", "BF16", "F16")
 SHORT = frozenset({"F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F6_E2M3", "F6_E3M2", "F4",
                    "I8", "U8", "I16", "U16", "I32", "U32"})  # fmt: skip
-"""Kinds of numbers that no plain weight has."""
+"""Kinds of numbers that packed weights have, and no plain one."""
+
+PLAIN = frozenset({*FLOATS, "F64"})
 
 GROUP_OF = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}
+WORDS = frozenset({"w4a16", "w8a16", "awq", "gptq"})
+"""Formats of integers, several in a word, and so are their zero points."""
+
 AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7
 """Which of a word's eight integers is the first column, the second, ..."""
 
@@ -65,13 +71,19 @@ class Packed:
     zero: int = 0
     """What is subtracted from a code, beside what `zero` stores."""
 
+    experts: int = 0
+    """As many such weights lie along the first dimension of `stacked`. Else it is one."""
+
+    stacked: frozenset[str] = frozenset()
+    """Tensors with a dimension for experts. It does not count in `shape` and `parts`."""
+
     @property
     def stored(self) -> tuple[str, ...]:
         """Names of its tensors, that of the codes first."""
         return tuple(part.name for part in self.parts.values())
 
     def numbers(self, codes_shape: tuple[int, ...]) -> int:
-        return math.prod(self.shape)
+        return math.prod(self.shape) * max(1, self.experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +105,11 @@ class Blocks:
 class _Found:
     """The tensors of one module, by what stands behind the module's name."""
 
-    def __init__(self, module: str, tensors: Mapping[str, StoredTensor], description: Description | None):
+    def __init__(self, module: str, tensors: Mapping[str, StoredTensor], description: Description | None, folder: Path):
         self.module = module
         self.tensors = tensors
         self.description = description
+        self.folder = folder
 
     def has(self, suffix: str, dtypes: Iterable[str] = ()) -> bool:
         found = self.tensors.get(suffix)
@@ -108,31 +121,37 @@ class _Found:
     def shape(self, suffix: str) -> tuple[int, ...]:
         return self.tensors[suffix].shape
 
-    def matrix(self, suffix: str) -> tuple[int, int]:
+    def matrix(self, suffix: str, what: str) -> tuple[int, int]:
         shape = self.shape(suffix)
         if len(shape) != 2:
-            raise self.wrong(suffix, "two dimensions")
+            raise self.wrong(suffix, "two dimensions", what)
         return shape[0], shape[1]
 
     def need(self, suffix: str, dtypes: Iterable[str], what: str) -> StoredTensor:
         """Raises `CorruptCheckpoint` if it is not there, or of other numbers."""
         found = self.tensors.get(suffix)
         if found is None:
+            one = next(iter(self.tensors.values()))
             raise corrupt(
-                f"{next(iter(self.tensors.values())).file} lacks {self.name(suffix)}, without which the {what} weight "
-                f"of {self.module} cannot be read. It holds {', '.join(sorted(self.tensors))} of it."
+                f"{self.folder / one.file} lacks {self.name(suffix)}, without which the {what} weight of {self.module} "
+                f"cannot be read. It holds {', '.join(sorted(self.tensors))} of it."
             )
         if found.dtype not in dtypes:
-            raise self.wrong(suffix, f"numbers of {' or '.join(dtypes)} for {what}")
+            raise self.wrong(suffix, f"numbers of {' or '.join(dtypes)}", what)
         return found
 
     def expect(self, suffix: str, shape: tuple[int, ...], what: str) -> None:
         if self.shape(suffix) != shape:
-            raise self.wrong(suffix, f"shape {list(shape)} as scheme {what} has it")
+            raise self.wrong(suffix, f"shape {list(shape)}", what)
 
-    def wrong(self, suffix: str, wanted: str) -> Exception:
+    def wrong(self, suffix: str, wanted: str, what: str) -> Exception:
+        """what: scheme that the tensor is a part of"""
         found = self.tensors[suffix]
-        return corrupt(f"{found.file}: {self.name(suffix)} is {found.dtype} {list(found.shape)}; it must have {wanted}")
+        place = "" if self.description is None else f" (as {self.description.place} has it)"
+        return corrupt(
+            f"{self.folder / found.file}: {self.name(suffix)} is {found.dtype} {list(found.shape)}; for the {what} "
+            f"weight of {self.module}{place} it must have {wanted}"
+        )
 
 
 # -- the formats -------------------------------------------------------------------------------------------------------
@@ -144,29 +163,28 @@ def _float8(found: _Found) -> Packed | None:
         return None
     suffixes = "weight_scale_inv", "weight_scale", "qscale_weight", "scale"
     suffix = next((each for each in suffixes if found.has(each)), suffixes[0])
-    shape = found.matrix("weight")
+    shape = found.matrix("weight", "FP8")
     tensor = found.need(suffix, FLOATS + E8M0, "FP8")
     block = found.description.block if found.description is not None else (0, 0)
-    if tensor.dtype == "U8":
+    if tensor.dtype == "U8" or (tensor.dtype in E8M0 and tensor.shape == (shape[0], -(-shape[1] // 32))):
         found.expect(suffix, (shape[0], -(-shape[1] // 32)), "MXFP8")
         return _plain(found, "mxfp8", shape, Part(found.name(suffix), Along(0), Along(1, 32)))
-    return _plain(found, "fp8", shape, _scale(found, suffix, shape, block))
+    return _plain(found, "fp8", shape, _scale(found, suffix, shape, block, "FP8"))
 
 
 def _int8(found: _Found) -> Packed | None:
     if not (found.has("weight", ("I8",)) and found.has("weight_scale")):
         return None
-    shape = found.matrix("weight")
+    shape = found.matrix("weight", "INT8")
     found.need("weight_scale", FLOATS, "INT8")
-    if found.has("weight_zero_point") and found.tensors["weight_zero_point"].dtype != "I8":
-        raise found.wrong("weight_zero_point", "numbers of I8")
-    packed = _plain(found, "int8", shape, _scale(found, "weight_scale", shape, (0, 0)))
+    packed = _plain(found, "int8", shape, _scale(found, "weight_scale", shape, (0, 0), "INT8"))
     if not found.has("weight_zero_point"):
         return packed
-    return _with(packed, zero=_scale(found, "weight_zero_point", shape, (0, 0)))
+    found.need("weight_zero_point", ("I8",), "INT8")
+    return _with(packed, zero=_scale(found, "weight_zero_point", shape, (0, 0), "INT8"))
 
 
-def _scale(found: _Found, suffix: str, shape: tuple[int, int], block: tuple[int, int]) -> Part:
+def _scale(found: _Found, suffix: str, shape: tuple[int, int], block: tuple[int, int], what: str) -> Part:
     """By its shape: of all, of a row, of a block."""
     rows, columns = shape
     stored, name = found.shape(suffix), found.name(suffix)
@@ -175,14 +193,14 @@ def _scale(found: _Found, suffix: str, shape: tuple[int, int], block: tuple[int,
     if stored in ((rows,), (rows, 1)):
         return Part(name, rows=Along(0))
     if 0 in block:
-        raise found.wrong(suffix, f"one number, or one for each of {rows} rows")
+        raise found.wrong(suffix, f"one number, or one for each of {rows} rows", what)
     blocks = -(-rows // block[0]), -(-columns // block[1])
     if stored == blocks:
         return Part(name, Along(0, block[0]), Along(1, block[1]))
     if stored == (blocks[0], 1, blocks[1], 1):
         return Part(name, Along(0, block[0]), Along(2, block[1]))
     raise found.wrong(
-        suffix, f"one number, one for each of {rows} rows, or {list(blocks)}, one for each block of {list(block)}"
+        suffix, f"one number, one for each of {rows} rows, or {list(blocks)}, one for each block of {list(block)}", what
     )
 
 
@@ -192,9 +210,7 @@ def _plain(found: _Found, format: str, shape: tuple[int, int], scale: Part) -> P
 
 
 def _with(packed: Packed, **parts: Part) -> Packed:
-    return Packed(
-        packed.name, packed.format, packed.shape, {**packed.parts, **parts}, packed.bits, packed.order, packed.zero
-    )
+    return replace(packed, parts={**packed.parts, **parts})
 
 
 def _float4(found: _Found) -> Packed | None:
@@ -215,12 +231,12 @@ def _float4(found: _Found) -> Packed | None:
     assert suffix is not None
     found.need(suffix, ("F32",), "NVFP4")
     if math.prod(found.shape(suffix)) != 1:
-        raise found.wrong(suffix, "one number")
+        raise found.wrong(suffix, "one number", "NVFP4")
     return _with(packed, **{role: Part(found.name(suffix))})
 
 
 def _nibbles(found: _Found, format: str, codes: str, scale: str) -> Packed:
-    rows, half = found.matrix(codes)
+    rows, half = found.matrix(codes, format.upper())
     group = GROUP_OF[format]
     found.expect(scale, (rows, -(-half * 2 // group)), format.upper())
     parts = {
@@ -235,25 +251,27 @@ def _words_by_rows(found: _Found) -> Packed | None:
     if not found.has("weight_packed", ("I32",)):
         return None
     said = _said(found)
-    rows, words = found.matrix("weight_packed")
     each = 32 // said.bits
+    what = f"W{said.bits}A16"
+    rows, words = found.matrix("weight_packed", what)
     columns = words * each
-    groups = 1 if said.group is None else -(-columns // said.group)
-    found.need("weight_scale", FLOATS, "integer")
-    found.expect("weight_scale", (rows, groups), f"W{said.bits}A16 with groups of {said.group or columns}")
+    what += f" (groups of {said.group or columns})"
+    groups = _groups(found, "weight_packed", said, columns, what)
+    found.need("weight_scale", FLOATS, what)
+    found.expect("weight_scale", (rows, groups), what)
     group = Along(1, said.group or columns)
     parts = {
         "codes": Part(found.name("weight_packed"), Along(0), Along(1, each)),
         "scale": Part(found.name("weight_scale"), Along(0), group),
     }
     if found.has("weight_zero_point"):
-        found.need("weight_zero_point", ("I32",), "integer")
-        found.expect("weight_zero_point", (-(-rows // each), groups), f"W{said.bits}A16")
+        found.need("weight_zero_point", ("I32",), what)
+        found.expect("weight_zero_point", (-(-rows // each), groups), what)
         parts["zero"] = Part(found.name("weight_zero_point"), Along(0, each), group)
     elif not said.is_symmetric:
-        found.need("weight_zero_point", ("I32",), "asymmetric integer")
+        found.need("weight_zero_point", ("I32",), f"asymmetric {what}")
     if found.has("weight_g_idx"):
-        parts |= _order(found, "weight_g_idx", columns)
+        parts |= _order(found, "weight_g_idx", columns, what)
     # A stored code is larger than the number by half the range; so is a zero point, so that both cancel out.
     zero = 0 if "zero" in parts else 1 << (said.bits - 1)
     return Packed(found.name("weight"), f"w{said.bits}a16", (rows, columns), parts, said.bits, (), zero)
@@ -266,13 +284,14 @@ def _words_by_columns(found: _Found) -> Packed | None:
     said = _said(found)
     each = 32 // said.bits
     is_awq = found.description is not None and found.description.method in ("awq",)
-    stored = found.matrix("qweight")
+    name = "AWQ" if is_awq else "GPTQ"
+    stored = found.matrix("qweight", name)
     rows, columns = (stored[1] * each, stored[0]) if is_awq else (stored[1], stored[0] * each)
     if is_awq and said.bits != 4:
         raise _cannot(found, "qweight", f"AWQ of {said.bits} bits")
-    what = f"{'AWQ' if is_awq else 'GPTQ'} with groups of {said.group or columns}"
+    what = f"{name} ({said.bits} bits, groups of {said.group or columns})"
     group = said.group or columns
-    groups = -(-columns // group)
+    groups = _groups(found, "qweight", said, columns, what)
     found.need("scales", FLOATS, what)
     found.expect("scales", (groups, rows), what)
     found.need("qzeros", ("I32",), what)
@@ -284,16 +303,25 @@ def _words_by_columns(found: _Found) -> Packed | None:
         "zero": Part(found.name("qzeros"), Along(1, each), Along(0, group)),
     }
     if found.has("g_idx"):
-        parts |= _order(found, "g_idx", columns)
-    format = "awq" if is_awq else "gptq"
+        parts |= _order(found, "g_idx", columns, what)
     zero = 1 if said.zero_is_less_one else 0
-    return Packed(found.name("weight"), format, (rows, columns), parts, said.bits, AWQ_ORDER if is_awq else (), zero)
+    order = AWQ_ORDER if is_awq else ()
+    return Packed(found.name("weight"), name.lower(), (rows, columns), parts, said.bits, order, zero)
 
 
-def _order(found: _Found, suffix: str, columns: int) -> dict[str, Part]:
+def _groups(found: _Found, suffix: str, said: Integers, columns: int, what: str) -> int:
+    """Of columns. The last may be smaller only where each column says of which it is."""
+    if said.group is None:
+        return 1
+    if columns % said.group and columns > said.group and not (found.has("g_idx") or found.has("weight_g_idx")):
+        raise found.wrong(suffix, f"a multiple of {said.group} columns, and has {columns}", what)
+    return -(-columns // said.group)
+
+
+def _order(found: _Found, suffix: str, columns: int, what: str) -> dict[str, Part]:
     """Each column says which group it belongs to."""
-    found.need(suffix, ("I32", "I64"), "integer")
-    found.expect(suffix, (columns,), "GPTQ")
+    found.need(suffix, ("I32", "I64"), what)
+    found.expect(suffix, (columns,), what)
     return {"group_of": Part(found.name(suffix), columns=Along(0))}
 
 
@@ -308,11 +336,15 @@ def _cannot(found: _Found, suffix: str, what: str) -> UnsupportedModel:
     tensor = found.tensors[suffix]
     why = "and nothing in the folder describes them" if found.description is None else "which are not read"
     return UnsupportedModel(
-        f"{tensor.file}: {tensor.name} ({tensor.dtype} {list(tensor.shape)}) holds {what}, {why}. Take another "
-        "checkpoint of the model.",
+        f"{found.folder / tensor.file}: {tensor.name} ({tensor.dtype} {list(tensor.shape)}) holds {what}, {why}. "
+        "Take another checkpoint of the model.",
         field="model",
     )
 
+
+CODES = "weight", "weight_packed", "qweight"
+MOST_EXPERTS = 2**14
+"""Of one layer. Published models have up to some hundred."""
 
 FORMATS: tuple[Callable[[_Found], Packed | None], ...] = (_float8, _int8, _float4, _words_by_rows, _words_by_columns)
 
@@ -334,38 +366,74 @@ class PackedTensors(NamedTuple):
     taken: frozenset[str]  # stored tensors that are part of one, or not needed
 
 
-def find_packed(tensors: Mapping[str, StoredTensor], description: Description | None) -> PackedTensors:
-    """Raises `CorruptCheckpoint` for a weight that lacks a part or has one of another shape, and `UnsupportedModel` for
-    one that is packed in a way that is not known."""
+def find_packed(tensors: Mapping[str, StoredTensor], description: Description | None, folder: Path) -> PackedTensors:
+    """folder: of the files
+
+    Raises `CorruptCheckpoint` for a weight that lacks a part or has one of another shape, and `UnsupportedModel` for
+    one that is packed in a way that is not known.
+    """
     modules: dict[str, dict[str, StoredTensor]] = {}
     weights: dict[str, Packed | Blocks] = {}
     taken: set[str] = set()
     for name, tensor in tensors.items():
         module, _, suffix = name.rpartition(".")
         if suffix.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in tensors:
-            blocks = _blocks(name.removesuffix("_blocks"), tensors)
+            blocks = _blocks(name.removesuffix("_blocks"), tensors, folder)
             weights[blocks.name] = blocks
             taken |= {blocks.codes, blocks.scale}
         modules.setdefault(module, {})[suffix] = tensor
     for module, own in modules.items():
         if not any(tensor.dtype in SHORT for tensor in own.values()):
             continue
-        found = _Found(module, own, description)
-        packed = next(filter(None, (read(found) for read in FORMATS)), None)
+        packed = _packed(module, own, description, folder)
         if packed is not None:
+            _check_alone(packed, tensors, folder)
             weights[packed.name] = packed
             taken |= {part.name for part in packed.parts.values()}
             taken |= {f"{module}.{suffix}" for suffix in own if suffix in USED_ELSEWHERE}
     return PackedTensors(weights, frozenset(taken))
 
 
-def _blocks(name: str, tensors: Mapping[str, StoredTensor]) -> Blocks:
+def _check_alone(packed: Packed, tensors: Mapping[str, StoredTensor], folder: Path) -> None:
+    """A weight that is packed and plain at once: nothing says which is meant. Raises `CorruptCheckpoint`."""
+    codes = packed.parts["codes"].name
+    if packed.name in tensors and packed.name != codes:
+        raise corrupt(
+            f"{folder / tensors[codes].file} holds {codes}, of which {packed.format} makes {packed.name}, and "
+            f"{folder / tensors[packed.name].file} holds {packed.name} itself"
+        )
+
+
+def _packed(
+    module: str, own: Mapping[str, StoredTensor], description: Description | None, folder: Path
+) -> Packed | None:
+    codes = next((own[suffix] for suffix in CODES if suffix in own), None)
+    if codes is None or len(codes.shape) != 3 or not 0 < codes.shape[0] <= MOST_EXPERTS:
+        return _first_that_fits(_Found(module, own, description, folder))
+    # Experts on top of each other, each of them a weight like any other.
+    experts = codes.shape[0]
+    stacked = {suffix for suffix, tensor in own.items() if tensor.shape[:1] == (experts,)}
+    one = {
+        suffix: tensor._replace(shape=tensor.shape[1:]) if suffix in stacked else tensor
+        for suffix, tensor in own.items()
+    }
+    packed = _first_that_fits(_Found(module, one, description, folder))
+    if packed is None:
+        return None
+    return replace(packed, experts=experts, stacked=frozenset(f"{module}.{suffix}" for suffix in stacked))
+
+
+def _first_that_fits(found: _Found) -> Packed | None:
+    return next(filter(None, (read(found) for read in FORMATS)), None)
+
+
+def _blocks(name: str, tensors: Mapping[str, StoredTensor], folder: Path) -> Blocks:
     blocks = Blocks(name, f"{name}_blocks", f"{name}_scales")
     codes, scale = tensors[blocks.codes], tensors[blocks.scale]
     is_right = codes.dtype == "U8" and scale.dtype in E8M0 and len(codes.shape) == 4 and codes.shape[3] == 16
     if not is_right or scale.shape != codes.shape[:3]:
         raise corrupt(
-            f"{codes.file}: {codes.name} is {codes.dtype} {list(codes.shape)} and {scale.name} {scale.dtype} "
+            f"{folder / codes.file}: {codes.name} is {codes.dtype} {list(codes.shape)} and {scale.name} {scale.dtype} "
             f"{list(scale.shape)}; of MXFP4 they are [experts, outputs, inputs / 32, 16] and the same without the last"
         )
     return blocks
