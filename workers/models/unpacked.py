@@ -182,7 +182,8 @@ class _Reading:
         columns = torch.arange(len(order))
         if not torch.equal(group_of[order], columns // codes.columns):
             name = self._packed.parts["group_of"].name
-            raise self._source.corrupt(f"{name} does not put {codes.columns} columns into each group")
+            groups = self._stored["scale"].shape[1]
+            raise self._source.corrupt(f"{name} does not put {codes.columns} columns into each of its {groups} groups")
         return codes if torch.equal(order, columns) else codes.sorted_columns(order)
 
 
@@ -233,6 +234,6 @@ def _check_middle(source: Unpacked, codes: Codes) -> None:
     meant, middle = int(zero.flatten()[0]) + codes.middle, 1 << (source.packed.bits - 1)
     if abs(meant - middle) == 1:
         raise source.corrupt(
-            f"all its zero points would be {meant}, beside the middle of the range, {middle}: they are stored in another "
-            "way than the config says (checkpoint_format)"
+            f"all its zero points would be {meant}, beside the middle of the range, {middle}: they are stored in "
+            "another way than the config says (checkpoint_format)"
         )
