@@ -323,6 +323,8 @@ def _check_unused(checkpoint: Checkpoint, stored: str, parameter_of: Callable[[s
         return  # some tools write them to modules that have none
     of_weight = [f"{module}.weight", f"{module}.{re.sub('_(scale.*|blocks|scales)$', '', last)}"]
     if any(parameter_of(each)[0] is not None for each in of_weight):
+        if not is_packed and of_weight[0] in checkpoint.names():
+            _check_plain(checkpoint, of_weight[0])  # which says more
         raise CorruptCheckpoint(
             f"{checkpoint.file_of(stored)}: {stored} would never be read: it is no part of "
             f"{_scheme(checkpoint, module)}. Weights without it would be wrong.",

@@ -162,6 +162,9 @@ DEFECTS: dict[str, Defect] = {
     "awq zero points are missing": Defect("awq", without("qzeros"), (f"{MODULE}.qzeros", AWQ, "lacks")),
     "gptq zero points are missing": Defect("gptq", without("qzeros"), (f"{MODULE}.qzeros", GPTQ, "lacks")),
     "gptq words are missing": Defect("gptq", without("qweight"), (f"{MODULE}.g_idx", f"{MODULE}.qzeros", "no part of")),
+    "gptq groups of shuffled columns are missing": Defect(
+        "gptq-v2-by-activation", without("g_idx"), (f"{MODULE}.g_idx", f"{GPTQ} by activation", "lacks")
+    ),
     # What has another shape.
     "fp8 scale lacks its last blocks": Defect(
         "fp8-blocks", changed("weight_scale_inv", lambda scale: scale[:-1]), (f"{MODULE}.weight_scale_inv", "FP8")
@@ -232,6 +235,14 @@ DEFECTS: dict[str, Defect] = {
     ),
     "a weight is packed and plain": Defect(
         "w4a16", added("weight", torch.ones(64, 96)), (f"{MODULE}.weight_packed", f"{MODULE}.weight itself", "w4a16")
+    ),
+    "fp8 is stored as if it were int8": Defect(
+        "fp8-rows",
+        changed("weight", lambda codes: codes.view(torch.int8)),
+        (f"{MODULE}.weight", "I8", "no scheme", "(quantization_config) does not"),
+    ),
+    "int8 is described as floats": Defect(
+        "int8", told_of_weights(type="float"), ("down_proj.weight", "I8", "(quantization_config) does not")
     ),
     # Numbers that are no weights.
     "fp8 row scales are inverted": Defect(

@@ -46,6 +46,7 @@ class Integers(NamedTuple):
     group: int | None = None  # inputs that share a scale; None: all of a row
     is_symmetric: bool = True
     zero_is_less_one: bool = False  # a stored zero point is one less than it means
+    is_shuffled: bool = False  # columns of a group are anywhere: each says of which it is
 
 
 PLAIN_INTEGERS = Integers()
@@ -64,6 +65,9 @@ class Description:
 
     excluded: Patterns | None = None
     """Modules that are said not to be quantised. None: there is no list of them."""
+
+    has_integers: bool = False
+    """Are there weights of whole numbers, so that bytes with a sign may be such?"""
 
     only: Patterns | None = None
     """The only modules that are said to be quantised. None: all that are not excluded."""
@@ -167,6 +171,7 @@ def _compressed_tensors(place: str, said: Mapping[str, Any], budget: Budget) -> 
         integers=integers,
         others=tuple(others),
         excluded=_excluded(place, said, budget),
+        has_integers=bool(others),
         only=None if EVERY_MODULE in targets else Patterns(place, targets, budget),
     )
 
@@ -206,7 +211,8 @@ def _gptq(place: str, said: Mapping[str, Any], budget: Budget) -> Description:
     stored_as = str(said.get("checkpoint_format", "gptq")).lower()
     if stored_as not in ("gptq", "gptq_v2"):
         raise _unsupported(place, f"checkpoint_format is {clipped(stored_as)}")
-    common = _integers(place, said)._replace(zero_is_less_one=stored_as == "gptq")
+    fixed = {"zero_is_less_one": stored_as == "gptq", "is_shuffled": said.get("desc_act") is True}
+    common = _integers(place, said)._replace(**fixed)
     others, excluded = [], []
     where = f"{place}, dynamic"
     for pattern, overrides in _objects(place, said, "dynamic"):
@@ -214,8 +220,7 @@ def _gptq(place: str, said: Mapping[str, Any], budget: Budget) -> Description:
             excluded.append(f"{REGULAR}{pattern[2:]}")
             continue
         merged = _integers(f"{where}, {clipped(pattern)}", {**said, **overrides})
-        merged = merged._replace(zero_is_less_one=common.zero_is_less_one)
-        others.append((Patterns(where, [f"{REGULAR}{pattern.removeprefix('+:')}"], budget), merged))
+        others.append((Patterns(where, [f"{REGULAR}{pattern.removeprefix('+:')}"], budget), merged._replace(**fixed)))
     return Description(
         place, "gptq", integers=common, others=tuple(others), excluded=_excluded(place, said, budget, excluded)
     )

@@ -173,7 +173,8 @@ def _float8(found: _Found) -> Packed | None:
 
 
 def _int8(found: _Found) -> Packed | None:
-    if not (found.has("weight", ("I8",)) and found.has("weight_scale")):
+    is_said = found.description is not None and found.description.has_integers
+    if not (is_said and found.has("weight", ("I8",)) and found.has("weight_scale")):
         return None
     shape = found.matrix("weight", "INT8")
     found.need("weight_scale", FLOATS, "INT8")
@@ -302,6 +303,8 @@ def _words_by_columns(found: _Found) -> Packed | None:
         "scale": Part(found.name("scales"), Along(1), Along(0, group)),
         "zero": Part(found.name("qzeros"), Along(1, each), Along(0, group)),
     }
+    if said.is_shuffled and said.group is not None:
+        found.need("g_idx", ("I32", "I64"), f"{what} by activation (desc_act)")
     if found.has("g_idx"):
         parts |= _order(found, "g_idx", columns, what)
     zero = 1 if said.zero_is_less_one else 0
