@@ -290,6 +290,7 @@ def tensor(shape: Any, start: Any, stop: Any, dtype: Any = "F32") -> dict[str, A
         ({"a": 1}, 0),
         ({"a": None}, 0),
         ({"x" * 5000: tensor([1], 0, 4)}, 4),
+        ({"a\nerror: b": tensor([1], 0, 4)}, 4),
         ({"__metadata__": []}, 0),
         ({"__metadata__": {"a": {}}}, 0),
         (b'{"a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}, "a": 1}', 0),

@@ -85,6 +85,8 @@ def _tensor(file: str, name: str, said: Any) -> StoredTensor:
     """Raises `CorruptCheckpoint` if its bytes are not as many as its shape takes."""
     if len(name) > MAX_NAME_CHARS:
         raise corrupt(f"the name of a tensor, {quote(name)}, has {len(name)} characters; the limit is {MAX_NAME_CHARS}")
+    if not name.isprintable():
+        raise corrupt(f"the name of a tensor, {quote(name)}, has characters that cannot be printed")
     try:
         dtype, shape, (start, stop) = said["dtype"], said["shape"], said["data_offsets"]
         bits = BITS_OF[dtype]

@@ -25,6 +25,7 @@ from transformers.core_model_loading import (
 from ...errors import CorruptCheckpoint, UnsupportedModel
 from ...kernels.products.codes import CodeKind, Codes, side_by_side, stacked
 from ..checkpoint.files import Checkpoint
+from ..checkpoint.json_file import clipped
 from ..checkpoint.packed.formats import PLAIN, USED_ELSEWHERE, Packed
 from .families import EXPERTS_ONE_BY_ONE
 from .unpacked import Unpacked
@@ -340,7 +341,7 @@ def _scheme(checkpoint: Checkpoint, module: str) -> str:
     if name in checkpoint.names():
         return f"{name} as it is read, which is as plain {checkpoint.stored(name).dtype}"
     beside = sorted(each for each in checkpoint.names() if each.startswith(f"{module}."))
-    return f"a scheme that is known, with no more than {', '.join(beside[:8])}"
+    return f"a scheme that is known, with no more than {clipped(', '.join(beside), 200)}"
 
 
 def _put_together(name: str, parts: list[list[Source]], operations: Sequence[Any]) -> Source:

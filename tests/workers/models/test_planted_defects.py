@@ -8,8 +8,11 @@ one too high, they move a weight by less than its mean may be.
 
 import json
 import math
+import os
+import random
 import shutil
 import struct
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +26,7 @@ from torch import Tensor
 from intarsia.errors import CorruptCheckpoint, UnsupportedModel
 from intarsia.proto.worker import ModelSettings
 from intarsia.tests import models
-from intarsia.tests.packing import FORMATS, GROUP, Format, gptq, make_twins, of_gptq
+from intarsia.tests.packing import FORMATS, GROUP, Format, gptq, make_twins, of_gptq, share
 from intarsia.workers.checkpoint.files import Checkpoint
 from intarsia.workers.models.load import load_model
 from intarsia.workers.tensor_parallel import TensorParallel
@@ -427,6 +430,17 @@ def test_a_description_of_weights_that_are_plain_is_noted(good: Callable[[str], 
     assert "the files hold none" in note and "config.json" in note
 
 
+def test_a_module_of_many_tensors_is_refused_in_a_short_sentence(damaged: Callable[[str, Damage], Path]):
+    def damage(tensors: Tensors, said: Config) -> None:
+        del tensors[f"{MODULE}.weight_scale"]
+        tensors.update({f"{MODULE}.{n}{'x' * 500}": torch.ones(1) for n in range(100)})
+
+    path = damaged("fp8-rows", damage)
+    with pytest.raises(CorruptCheckpoint, match="lacks") as refusal:
+        Checkpoint(path)
+    assert len(str(refusal.value)) < 700 + len(str(path))
+
+
 @pytest.mark.parametrize("shape", [(0, 64, 96), (2**40, 0, 96), (2, 2, 64, 96)])
 def test_experts_of_a_number_that_no_model_has_are_refused(shape: tuple[int, ...], tmp_path: Path):
     """A shape with a 0 costs its writer nothing."""
@@ -446,6 +460,55 @@ def test_symmetric_zero_points_of_eight_bits_that_are_said_to_be_of_another_vers
     path = make_twins(good("gptq").parent / "plain", tmp_path, format) / "packed"
     with pytest.raises(CorruptCheckpoint, match=r"gptq, made of .*qzeros.* all its zero points would be 127"):
         list(notes_of(path))
+
+
+KINDS = torch.float32, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64, torch.float8_e5m2, torch.bool
+SUFFIXES = "weight", "weight_scale", "scale", "qweight", "qzeros", "g_idx", "weight_zero_point", "bias", "other"
+
+
+def at_random(tensors: Tensors, draw: random.Random) -> str:
+    """Changes one tensor of a packed weight. Returns which, and how."""
+    name = draw.choice(sorted(name for name in tensors if "proj." in name))
+    tensor, module = tensors.pop(name), name.rpartition(".")[0]
+    how = draw.choice(("gone", "turned", "cut", "of another kind", "twice", "with a dimension more", "renamed"))
+    if how == "turned":
+        tensors[name] = tensor.T.contiguous() if tensor.dim() == 2 else tensor.view(-1, 1)
+    elif how == "cut":
+        tensors[name] = tensor[:-1].contiguous() if tensor.dim() else tensor.view(1)[:0]
+    elif how == "of another kind":
+        tensors[name] = tensor.float().to(draw.choice(KINDS))
+    elif how == "twice":
+        tensors[name] = torch.cat([tensor.view(-1, *tensor.shape[1:])] * 2)
+    elif how == "with a dimension more":
+        tensors[name] = tensor.unsqueeze(0)
+    elif how == "renamed":
+        tensors[f"{module}.{draw.choice(SUFFIXES)}"] = tensor
+    return f"{name} {how}"
+
+
+def test_any_damage_is_a_typed_error_or_a_model(good: Callable[[str], Path], tmp_path: Path):
+    """Some of it cannot be told: a square weight that is turned is as good as any."""
+    seed = int(os.environ.get("SEED", random.randrange(2**32)))
+    print(f"SEED={seed}")
+    draw = random.Random(seed)
+    refused = 0
+    for n in range(60):
+        format = draw.choice(sorted(FORMATS))
+        path = Path(shutil.copytree(good(format), tmp_path / str(n)))
+        tensors = load_file(path / FILE)
+        what = f"{format}: {at_random(tensors, draw)}"
+        save_file(tensors, path / FILE, metadata={"format": "pt"})
+        began = time.perf_counter()
+        try:
+            share(path, *draw.choice([(0, 1), (1, 2)]))
+        except (CorruptCheckpoint, UnsupportedModel) as error:
+            assert str(path) in str(error) and len(str(error)) < 1000, (what, str(error))
+            refused += 1
+        except Exception as error:
+            raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
+        assert time.perf_counter() - began < 20, what
+        shutil.rmtree(path)
+    assert refused > 20
 
 
 def test_blocks_of_experts_with_a_scale_that_is_no_number_are_refused(tmp_path: Path):

@@ -93,7 +93,9 @@ def read_description(path: Path, config: Mapping[str, Any]) -> Description | Non
         read = _READERS.get("modelopt" if method.startswith("modelopt-") else method)
         if read is None:
             raise _unsupported(place, f"its method is {clipped(method)}")
-        return read(place, said, Budget())
+        description = read(place, said, Budget())
+        if description is not None:
+            return description
     return None
 
 
@@ -145,7 +147,8 @@ def _mxfp4(place: str, said: Mapping[str, Any], budget: Budget) -> Description:
     return Description(place, "mxfp4", excluded=_excluded(place, said, budget))
 
 
-def _compressed_tensors(place: str, said: Mapping[str, Any], budget: Budget) -> Description:
+def _compressed_tensors(place: str, said: Mapping[str, Any], budget: Budget) -> Description | None:
+    """None: only activations or caches are said to be quantised."""
     for name in ("sparsity_config", "transform_config"):
         inner = _object(place, said, name)
         if inner and inner.get("format", "") != "dense":
@@ -156,7 +159,7 @@ def _compressed_tensors(place: str, said: Mapping[str, Any], budget: Budget) -> 
         weights = _object(where, group, "weights")
         if not weights:
             continue
-        patterns = _patterns(where, group, "targets")
+        patterns = _patterns(where, group, "targets") or [EVERY_MODULE]
         targets += patterns
         if weights.get("strategy") == "block":
             block = _block(where, weights, "block_structure")
@@ -164,6 +167,8 @@ def _compressed_tensors(place: str, said: Mapping[str, Any], budget: Budget) -> 
             found = _integers(where, weights, bits="num_bits", symmetric="symmetric")
             others.append((Patterns(where, (each for each in patterns if each != EVERY_MODULE), budget), found))
             integers = found if EVERY_MODULE in patterns or integers is PLAIN_INTEGERS else integers
+    if not targets:
+        return None
     return Description(
         place,
         "compressed-tensors",
@@ -176,7 +181,8 @@ def _compressed_tensors(place: str, said: Mapping[str, Any], budget: Budget) -> 
     )
 
 
-def _modelopt(place: str, said: Mapping[str, Any], budget: Budget) -> Description:
+def _modelopt(place: str, said: Mapping[str, Any], budget: Budget) -> Description | None:
+    """None: only caches are said to be quantised."""
     inner = _object(place, said, "quantization") or said
     layers = _object(place, inner, "quantized_layers")
     for name, holder in (("", inner), *layers.items()):
@@ -186,6 +192,8 @@ def _modelopt(place: str, said: Mapping[str, Any], budget: Budget) -> Descriptio
         if algorithm is not None and algorithm not in MODELOPT_ALGORITHMS:
             of = f" for {clipped(name)}" if name else ""
             raise _unsupported(place, f"quant_algo is {quote(algorithm)}{of}")
+    if inner.get("quant_algo") is None and not layers:
+        return None
     only = Patterns(place, layers, budget) if inner.get("quant_algo") == "MIXED_PRECISION" else None
     return Description(place, "modelopt", excluded=_excluded(place, inner, budget), only=only)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ....errors import UnsupportedModel
-from ..json_file import corrupt
+from ..json_file import clipped, corrupt
 from ..safetensors_header import StoredTensor
 from .description import Description, Integers
 
@@ -134,7 +134,7 @@ class _Found:
             one = next(iter(self.tensors.values()))
             raise corrupt(
                 f"{self.folder / one.file} lacks {self.name(suffix)}, without which the {what} weight of {self.module} "
-                f"cannot be read. It holds {', '.join(sorted(self.tensors))} of it."
+                f"cannot be read. It holds {clipped(', '.join(sorted(self.tensors)), 200)} of it."
             )
         if found.dtype not in dtypes:
             raise self.wrong(suffix, f"numbers of {' or '.join(dtypes)}", what)

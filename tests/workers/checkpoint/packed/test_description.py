@@ -74,6 +74,18 @@ def test_a_config_without_a_method_is_known_by_its_fields(config: dict[str, Any]
     assert said(config).method == method
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+        {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8}},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"targets": ["Linear"], "weights": None}}},
+    ],
+)
+def test_a_config_that_is_of_caches_alone_says_nothing_of_weights(config: dict[str, Any], tmp_path: Path):
+    assert read_description(tmp_path, {"quantization_config": config}) is None
+
+
 # -- what it says ------------------------------------------------------------------------------------------------------
 
 
@@ -108,6 +120,33 @@ def test_dynamic_of_gptq_excludes_modules_and_changes_others():
     assert description.calls_quantised("model.layers.18.mlp.down_proj")
     assert description.integers_of("model.layers.18.mlp.down_proj") == Integers(8, 64, zero_is_less_one=True)
     assert description.integers_of("model.layers.17.mlp.down_proj") == Integers(4, 128, zero_is_less_one=True)
+
+
+def test_gptq_says_how_zero_points_and_columns_are_stored():
+    common = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    assert said(common).integers == Integers(4, 128, zero_is_less_one=True)
+    assert said({**common, "checkpoint_format": "gptq_v2", "sym": False}).integers == Integers(4, 128, False)
+    assert said({**common, "desc_act": True, "group_size": -1}).integers == Integers(
+        4, None, zero_is_less_one=True, is_shuffled=True
+    )
+
+
+def test_auto_round_writes_the_formats_of_others_and_says_whose():
+    common = {"quant_method": "auto-round", "bits": 4, "group_size": 128}
+    assert said({**common, "packing_format": "auto_round:auto_gptq"}).method == "gptq"
+    assert said({**common, "packing_format": "auto_round:auto_awq"}).method == "awq"
+    with pytest.raises(UnsupportedModel, match="packing_format is auto_round:llm_compressor"):
+        said({**common, "packing_format": "auto_round:llm_compressor"})
+
+
+def test_only_named_modules_are_called_quantised_where_a_config_names_them():
+    layers = {"model.language_model.layers.3.mlp.experts": {"quant_algo": "W4A16_NVFP4"}}
+    mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": ["mtp*"]}
+    description = said({**mixed, "quantized_layers": layers})
+    assert description.calls_quantised("model.language_model.layers.3.mlp.experts.7.up_proj")
+    assert not description.calls_quantised("model.language_model.layers.3.self_attn.q_proj")
+    assert not said({"quant_method": "fp8"}).calls_quantised(MODULE), "without a list nothing is said of a module"
+    assert said({"quant_method": "fp8", "ignored_layers": ["lm_head"]}).calls_quantised(MODULE)
 
 
 def test_patterns_are_names_parts_between_dots_stars_and_expressions():
