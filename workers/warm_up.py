@@ -98,7 +98,7 @@ def _dearest_views(runner: ModelRunner) -> tuple[View, ...]:
 
 
 def _views_to_record(runner: ModelRunner) -> list[tuple[View, ...]]:
-    """What rows of recorded steps see of images, one of each kind. The dearest comes first: it takes the most memory."""
+    """What rows of recorded steps see of images, one of each kind. The dearest first: it takes the most memory."""
     cross = runner.model.cross
     return [()] if cross is None or not cross.has_frames else [cross.dearest_views, ()]
 

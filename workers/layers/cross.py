@@ -7,7 +7,7 @@ finds them. For tokens that see no image these layers do not exist.
 transformers lets a token before the first image attend to every image, padding included, and withholds only the MLP.
 Here such a token skips the layer, as the model's authors have it. `sight.py` says which tokens see what.
 
-Suffixes: T tokens that go through a layer    E tokens of an encoded image    H query heads    K key heads    D head size
+Suffixes: T tokens of a layer    E tokens of an encoded image    H query heads    K key heads    D head size
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class CrossAttention:
         return CrossLayer(module, self)
 
     def forget_pages(self) -> None:
-        self._pages = None
+        self._pages = self.seen = None
 
     def use(self, pages: Pages, plan: MemoryPlan, backend: str | None) -> None:
         self._pages = pages
