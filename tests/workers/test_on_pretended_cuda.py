@@ -145,7 +145,7 @@ def test_a_decode_step_costs_no_more_than_its_budget_and_a_mixed_one_waits_once(
     assert not over, f"{cost} is more than {BUDGETS[family]}: {answer['costs']['replayed']['places']}"
 
 
-@pytest.mark.parametrize("family", families({"gemma3"}, without=WITH_IMAGES))
+@pytest.mark.parametrize("family", families({"gemma3"}))
 def test_what_a_quiet_step_uploads_does_not_depend_on_the_tokens_that_a_request_has(family: str, pretended: Pretended):
     """Block tables stay on the device. Here a request grows by four blocks, within one cut of its keys."""
     answer = pretended(family, "--prompts=1", "--once", "--tokens=20", "--block-size=5")
