@@ -15,6 +15,9 @@ attention and states must take rows of any lengths in a frame.
 
     step of 3 rows     a b c c c c         frame of 128 tokens     a b c c c c . . . ..    logits of tokens 0 1 5 0 0 ..
 
+Where a model attends to images, steps in which some token sees one and steps in which none does have frames of their
+own: the latter leave its cross layers out. An image itself is encoded before the step is replayed, unrecorded.
+
 Steps that tell log-probabilities of prompts go the usual way.
 """
 
@@ -33,6 +36,7 @@ from ..kernels.paged_attention import GroupBatch, GroupMeta
 from ..kernels.state import StateBatch
 from ..kernels.transfer import Transfer
 from .last_tokens import LastTokens
+from .layers.sight import SeenInFrame, Sight
 from .models.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -130,6 +134,7 @@ class PackedStep(NamedTuple):
     keep: np.ndarray  # [F] these tokens
     batches: Sequence[GroupBatch]  # one for each of `step_masks`
     states: Mapping[int, StateBatch]  # by group
+    sight: Sight | None = None  # of images; None: no token sees any
 
     @property
     def is_decode(self) -> bool:
@@ -145,6 +150,7 @@ class _Frame:
     keep_R: Tensor | None  # tokens whose logits are wanted; None: all
     metas: list[GroupMeta]
     states: dict[int, Any]
+    seen: SeenInFrame | None = None  # of images; None: no token sees any, and cross layers are left out
     replay: Replay | None = None
 
 
@@ -175,6 +181,8 @@ class StepGraphs:
         self._is_wide = model.attention.backend.capabilities.wide_frames
         self._mixed_tokens = mixed_tokens(model, most_tokens)
         self._widths = widths
+        most_mixed = max(self._mixed_tokens, default=0)
+        self._sights = model.cross.frames(self._most_rows, most_mixed) if model.cross is not None else None
         self._frames: dict[tuple[int, ...], _Frame] = {}
         self._largest: dict[bool, list[GroupMeta]] = {}  # whose memory frames share, where wide; by: of decode steps?
         self._logits_RV: Tensor | None = None  # likewise
@@ -196,6 +204,8 @@ class StepGraphs:
         """Logits [F, vocabulary], in a buffer that the next run overwrites. None: the step must go the usual way."""
         if self.refusal is not None or len(step.slots) > self._most_rows:
             return None
+        if step.sight is not None and self._sights is None:
+            return None
         if step.is_decode:
             rows = tokens = padded_rows(len(step.slots))
             padded = [_padded(batch, rows, is_wide=self._is_wide) for batch in step.batches]
@@ -205,7 +215,7 @@ class StepGraphs:
         if not tokens:
             return None
         widths = (0 if self._is_wide else batch.block_table.shape[1] for batch in padded)
-        shape = (step.is_decode, rows, tokens, *widths)
+        shape = (step.is_decode, step.sight is not None, rows, tokens, *widths)
         if shape in self.refusals:
             return None
         frame = self._frames.get(shape)
@@ -252,7 +262,10 @@ class StepGraphs:
             self._refuse(f"state backend '{self._model.states.backend_name}' has no fixed shapes")
             return None
         keep_R = None if step.is_decode else of_rows.clone()
-        return _Frame(of_rows, of_tokens, of_tokens.clone(), keep_R, metas, states)
+        seen = None
+        if step.sight is not None and self._sights is not None:
+            seen = self._sights.frame(rows, tokens, is_decode=step.is_decode)
+        return _Frame(of_rows, of_tokens, of_tokens.clone(), keep_R, metas, states, seen)
 
     def _metas(
         self, rows: int, tokens: int, padded: Sequence[GroupBatch], *, is_decode: bool
@@ -301,12 +314,22 @@ class StepGraphs:
         states = self._model.states
         if not all(states.refill(meta, step.states[g], transfer) for g, meta in frame.states.items()):
             return False
+        if not self._refill_sight(frame, step, transfer):
+            return False
         transfer.run()
         return True
+
+    def _refill_sight(self, frame: _Frame, step: PackedStep, transfer: Transfer) -> bool:
+        if frame.seen is None:
+            return True
+        assert step.sight is not None and self._sights is not None, "the frame is one of steps that see images"
+        return self._sights.refill(frame.seen, step.sight, transfer)
 
     def _forward(self, frame: _Frame) -> Tensor:
         self._model.attention.resume(frame.metas, frame.positions_T)
         self._model.states.resume(frame.states)
+        if self._model.cross is not None:
+            self._model.cross.resume(frame.seen)
         return self._logits(self._last_tokens.tokens(frame.picks_T), frame.positions_T, frame.keep_R)
 
     def _kept(self, logits: Tensor) -> Tensor:

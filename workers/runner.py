@@ -120,10 +120,11 @@ class ModelRunner:
             g: state_batch(self.tables.block_tables[g], rows.slots, rows.query_lens, rows.computed, saves_in(g, saves))
             for g in self._state_groups
         }
+        sight = self.model.cross.sight(rows, self.tables) if self.model.cross is not None else None
         # Where steps are recorded, a step is replayed if there is one of its shape.
         if self.graphs is not None and not len(asked):
             wanted = rows.slots[rows.finishes], ends[rows.finishes] - 1
-            logits = self.graphs.run(PackedStep(rows.slots, tokens, positions, *wanted, batches, states))
+            logits = self.graphs.run(PackedStep(rows.slots, tokens, positions, *wanted, batches, states, sight))
             if logits is not None:
                 return logits
         # Any other step goes through the module: tell its layers what each row computes, then run it.
@@ -133,7 +134,7 @@ class ModelRunner:
         if states:
             self.model.states.begin_step(states)
         if self.model.cross is not None:
-            self.model.cross.begin_step(rows, self.tables)
+            self.model.cross.begin_step(sight)
         # Logits are computed for the tokens that need them.
         keep = np.concatenate([*(np.arange(starts[row], ends[row]) for row in asked), ends[rows.finishes] - 1])
         keeps_all = not len(asked) and len(keep) == len(tokens)

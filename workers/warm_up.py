@@ -1,5 +1,6 @@
 """Forward passes over the null block, before requests come: what can be found out, chosen or compiled then is."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -10,6 +11,7 @@ from ..errors import UnsupportedModel
 from ..kernels.paged_attention import BACKENDS, ORDERED_BACKENDS, select_backend
 from ..kernels.products import compile_products
 from ..kernels.sampling import Changes, Draw
+from ..proto.step import View
 from ..proto.worker import ModelSettings
 from .cpu.fused import fuse
 from .cpu.order import check_sums
@@ -70,10 +72,14 @@ def unseen_bytes(runner: ModelRunner, settings: ModelSettings, memory: DeviceMem
     rows, mixed = recorded_rows(limits.max_num_seqs), mixed_tokens(model, limits.max_num_batched_tokens)
     tables = 0  # of frames; those that are held are there already
     if runner.tables.held is None:
-        tables = sum(runner.tables.block_tables[g][:1].nbytes for g, _ in runner.masks) * rows[0]
+        tables = sum(runner.tables.block_tables[g][:1].nbytes for g, _ in runner.masks) * rows[0] * (2 if mixed else 1)
+    kinds = _views_to_record(runner)
+    if model.cross is not None and len(kinds) > 1:
+        tables += model.cross.table_bytes(rows[0] + sum(mixed[:1]))
+    _take_slot(runner, longest, kinds[0])
     between = memory.peak_of(lambda: runner.forward(_of_tokens(mixed[0], longest))) if mixed else 0
     runner.tables.retire(0)
-    return 2 * merged + between + tables * (2 if mixed else 1) + GRAPH_BYTES * (len(mixed) + len(rows))
+    return 2 * merged + between + tables + GRAPH_BYTES * len(kinds) * (len(mixed) + len(rows))
 
 
 def _fuse(runner: ModelRunner, settings: ModelSettings) -> None:
@@ -84,9 +90,19 @@ def _fuse(runner: ModelRunner, settings: ModelSettings) -> None:
 
 
 def _recorder_of(runner: ModelRunner, settings: ModelSettings) -> Recorder | None:
-    """None where steps are not recorded. What layers see of images changes with each step."""
-    is_wanted = not settings.enforce_eager and runner.model.cross is None
-    return recorder(runner.model.device) if is_wanted else None
+    """None where steps are not recorded."""
+    return None if settings.enforce_eager else recorder(runner.model.device)
+
+
+def _dearest_views(runner: ModelRunner) -> tuple[View, ...]:
+    """Of a row that sees as much of images as there may be."""
+    return runner.model.cross.dearest_views if runner.model.cross is not None else ()
+
+
+def _views_to_record(runner: ModelRunner) -> list[tuple[View, ...]]:
+    """What rows of recorded steps see of images, one of each kind. The dearest first: it takes the most memory."""
+    cross = runner.model.cross
+    return [()] if cross is None or not cross.has_frames else [cross.dearest_views, ()]
 
 
 @torch.inference_mode()
@@ -96,13 +112,14 @@ def record_all(runner: ModelRunner) -> None:
     if graphs is None:
         return
     longest = min(limits.max_num_batched_tokens, limits.max_model_len)
-    _take_slot(runner, longest)
     steps = [_of_tokens(tokens, longest) for tokens in graphs.mixed_to_record()]
     for rows in graphs.to_record():
         steps.append(_rows(rows=rows, tokens=1)._replace(computed=np.ones(rows, dtype=np.int32)))
-    for step in steps:
-        if graphs.refusal is None:
-            runner.forward(step)
+    for views in _views_to_record(runner):
+        _take_slot(runner, longest, views)
+        for step in steps:
+            if graphs.refusal is None:
+                runner.forward(step)
     runner.tables.retire(0)
 
 
@@ -114,7 +131,7 @@ def run_largest_steps(runner: ModelRunner, backend: str | None) -> None:
     longest = min(limits.max_num_batched_tokens, limits.max_model_len)
     rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     each = min(limits.max_num_batched_tokens // rows, longest)
-    _take_slot(runner, longest)
+    _take_slot(runner, longest, _dearest_views(runner))
     _choose_backend(runner, backend)
     runner.forward(_rows(tokens=longest))
     logits = runner.forward(_rows(rows=rows, tokens=each))
@@ -138,9 +155,10 @@ def _choose_backend(runner: ModelRunner, name: str | None) -> None:
         runner.tables.hold(model.device)
 
 
-def _take_slot(runner: ModelRunner, tokens: int) -> None:
-    """Put so many tokens into slot 0, from which all rows read."""
-    runner.tables.slots[0] = Slot(np.arange(max(tokens, WARM_UP_TOKENS)) % WARM_UP_TOKENS, GREEDY, Draw())
+def _take_slot(runner: ModelRunner, tokens: int, views: Sequence[View] = ()) -> None:
+    """Put so many tokens into slot 0, from which all rows read. views: what they see of images"""
+    prompt = np.arange(max(tokens, WARM_UP_TOKENS)) % WARM_UP_TOKENS
+    runner.tables.slots[0] = Slot(prompt, GREEDY, Draw(), views=views)
 
 
 def _rows(rows: int = 1, tokens: int = WARM_UP_TOKENS) -> Rows:

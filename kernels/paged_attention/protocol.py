@@ -138,7 +138,8 @@ class Backend(Protocol):
 
     def refill(self, frame: GroupMeta, batch: GroupBatch, transfer: Transfer) -> bool:
         """Have another step of as many rows put into a frame; of `wide_frames`, the table may be narrower, and rows and
-        tokens fewer: others go into the null page, and get no result. False: the step does not fit, nothing is put."""
+        tokens fewer: others go into the null page, and get no result; nor do rows without keys, of an encoder.
+        False: the step does not fit, nothing is put."""
         ...
 
     def write(self, kv_view: Tensor, k_TKD: Tensor, v_TKD: Tensor, meta: GroupMeta) -> None:

@@ -155,7 +155,7 @@ class TritonBackend:
         is_mixed = bool((batch.query_lens != 1).any())
         seen = most_keys if span is None else min(span + is_mixed * tokens, most_keys)
         shape = FrameShape(rows, tokens, seen, is_mixed)
-        place = torch.zeros(tokens, dtype=torch.int64, device=device)
+        place = torch.zeros(tokens * batch.is_causal, dtype=torch.int64, device=device)
         starts = torch.arange(rows, device=device) * width  # are put anew where tables are held
         plan = _Plan(
             torch.zeros(rows, width, dtype=torch.int32, device=device) if batch.held is None else _table(batch, device),

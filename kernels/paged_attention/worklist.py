@@ -133,7 +133,7 @@ class _Tiles(NamedTuple):
 
 def _tiles(batch: GroupBatch, rows: np.ndarray, group: int, tile_rows: int, *, is_single: bool) -> _Tiles:
     queries, ends = batch.query_lens[rows].astype(np.int64), batch.kv_lens[rows].astype(np.int64)
-    counts = -(-queries * group // tile_rows)
+    counts = -(-queries * group // tile_rows) * (ends > 0)
     which, number = spread(counts)
     context, last = (ends - queries)[which], queries[which] - 1
     if batch.is_causal:

@@ -23,6 +23,7 @@ from intarsia.tests.local import make_engine
 from intarsia.workers.collectives import NcclCollectives
 from intarsia.workers.graphs import StepGraphs
 from intarsia.workers.last_tokens import ON_DEVICE, LastTokens
+from intarsia.workers.layers.sight import Sight, SightFrames
 from intarsia.workers.pages import Pages
 from intarsia.workers.slots import SlotTables
 from intarsia.workers.tensor_parallel import TensorParallel
@@ -251,6 +252,38 @@ def one_rank_leaves_out_a_collective() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def rows_see_as_much_of_images_as_when_recorded() -> Iterator[None]:
+    """Lengths of what an encoder made are baked into recorded decode steps."""
+    refill, kept = SightFrames.refill, {}
+
+    def with_mistake(self: SightFrames, frame: Any, sight: Sight, transfer: Any) -> bool:
+        batches = {
+            g: replace(batch, kv_lens=np.minimum(kept.setdefault((id(frame), g), batch.kv_lens), _most_keys(batch)))
+            if len(sight.sees_T) == len(batch.kv_lens)
+            else batch
+            for g, batch in sight.batches.items()
+        }
+        return refill(self, frame, sight._replace(batches=batches), transfer)
+
+    with patch.object(SightFrames, "refill", with_mistake):
+        yield
+
+
+def _most_keys(batch: GroupBatch) -> int:
+    return batch.block_table.shape[1] * batch.block_tokens
+
+
+def rows_see_an_image_as_when_recorded() -> Any:
+    """Which rows see an image is baked into recorded steps: there all do."""
+    refill = SightFrames.refill
+
+    def with_mistake(self: SightFrames, frame: Any, sight: Sight, transfer: Any) -> bool:
+        return refill(self, frame, sight._replace(sees_T=np.ones_like(sight.sees_T)), transfer)
+
+    return patch.object(SightFrames, "refill", with_mistake)
+
+
 class Planted(NamedTuple):
     """A mistake, and what an engine is asked that makes it."""
 
@@ -261,6 +294,7 @@ class Planted(NamedTuple):
     ranks: int = 1
     meets_anew: bool = False
     swaps: bool = False
+    has_images: bool = False
 
 
 def _of_swap(mistake: Callable[[], Any]) -> Planted:
@@ -293,6 +327,8 @@ PLANTED: dict[str, Planted] = {
         Planted(sums_of_ranks_are_left_out, ranks=2),
         Planted(one_rank_leaves_out_a_collective, ranks=2),
         Planted(ranks_that_meet_anew_replay_what_they_recorded, ranks=2, meets_anew=True),
+        Planted(rows_see_as_much_of_images_as_when_recorded, prompts=2, has_images=True),
+        Planted(rows_see_an_image_as_when_recorded, prompts=2, has_images=True),
     )
 }
 
@@ -301,7 +337,9 @@ def try_all(scene: Scene, little_memory: str, names: Sequence[str]) -> dict[str,
     """Of each mistake: what is said of it; if nothing stopped, where a decode step waited, and which tokens came.
 
     little_memory: so little that one of two requests has to give way
+    names: of mistakes; none: all that the scene can show
     """
+    names = names or [name for name, planted in PLANTED.items() if planted.has_images == any(scene.images)]
     # A rank that fails ends its process, so that no other waits for it. All are in this one.
     Worker._leave_others = lambda self: None  # type: ignore[method-assign]
     return {name: asyncio.run(_try(scene, PLANTED[name], little_memory)) for name in names}

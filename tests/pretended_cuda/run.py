@@ -89,9 +89,9 @@ def _run(scene: Scene, asked: argparse.Namespace) -> dict[str, Any]:
 
 def _planted(scene: Scene, little_memory: str, names: list[str]) -> dict[str, Any]:
     _install()
-    from .planted import PLANTED, try_all
+    from .planted import try_all
 
-    return try_all(scene, little_memory, names or list(PLANTED))
+    return try_all(scene, little_memory, names)
 
 
 def _install() -> None:

@@ -114,6 +114,34 @@ def test_replayed_steps_give_the_tokens_of_the_oracle(family: str, tiny: Callabl
     assert tape.replayed > 10
 
 
+def test_steps_that_see_an_image_go_unrecorded_where_attention_has_no_frames_for_them(
+    tiny: Callable, taped: tuple[LocalWorkers, Tape], monkeypatch: pytest.MonkeyPatch
+):
+    """Frames of plain torch are for rows that all have keys. Steps of text alone are recorded."""
+    (model, (workers, tape)), replayed = (tiny("mllama"), taped), []
+    run = graphs.StepGraphs.run
+
+    def noted(self: graphs.StepGraphs, step: graphs.PackedStep) -> Tensor | None:
+        logits = run(self, step)
+        replayed.append((step.sight is not None, logits is not None))
+        return logits
+
+    monkeypatch.setattr(graphs.StepGraphs, "run", noted)
+
+    async def answers() -> None:
+        engine = await make_engine(model.path, workers, attention_backend="torch")
+        for which in ([0], [0, 1], [2]):
+            prompts, images = [model.prompts[n] for n in which], [model.images[n] for n in which]
+            answers = await complete(engine, prompts, GREEDY, images)
+            expected = [model.expected[n] for n in which]
+            assert [answer.token_ids for answer in answers] == [tokens[: GREEDY.max_tokens] for tokens in expected]
+
+    asyncio.run(answers())
+    assert (True, True) not in replayed
+    assert {(True, False), (False, True)} <= set(replayed)
+    assert tape.replayed > 10
+
+
 def test_a_recording_that_fails_leaves_its_memory_behind_and_the_garbage_collector_waits(
     monkeypatch: pytest.MonkeyPatch,
 ):

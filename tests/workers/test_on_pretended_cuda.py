@@ -11,7 +11,7 @@ import pytest
 from intarsia.kernels.toolchain import triton as gpu
 from intarsia.tests.least_memory import least_memory
 from intarsia.tests.local import complete, make_engine
-from intarsia.tests.models import FAMILIES, WITH_IMAGES
+from intarsia.tests.models import FAMILIES
 from intarsia.tests.pretended_cuda.child import pretend
 from intarsia.tests.pretended_cuda.guard import compiler
 from intarsia.tests.pretended_cuda.scenes import VARIED
@@ -30,17 +30,13 @@ QUICK = {"gemma3", "bamba", "gpt_oss", "qwen3_next"}
 """Families whose tests are not slow: windows, states of Mamba, experts, a gated delta net."""
 
 
-def families(quick: Set[str], without: Set[str] = frozenset()) -> list[Any]:
-    """All but those in `without`, as parameters. Tests of a family that share a run share a process of pytest's."""
+def families(quick: Set[str]) -> list[Any]:
+    """All, as parameters. Tests of a family that share a run share a process of pytest's."""
     return [
         pytest.param(name, marks=[pytest.mark.xdist_group(f"pretended-{name}"), *([] if name in quick else [SLOW])])
         for name in FAMILIES
-        if name not in without
     ]
 
-
-RECORDED = families(QUICK, without=WITH_IMAGES)
-"""Families with images are never recorded: what their layers see changes with each step."""
 
 Pretended = Callable[..., dict[str, Any]]
 
@@ -93,6 +89,7 @@ BUDGETS: dict[str, Budget] = {
     "ministral3": Budget(1, 2, 80, 22),
     "lfm2_moe": Budget(1, 2, 63, 35),
     "qwen3_5_moe": Budget(1, 2, 95, 57),
+    "mllama": Budget(1, 3, 41, 25),
 }
 
 
@@ -121,12 +118,11 @@ def test_tokens_of_recorded_steps_are_those_of_the_oracle(family: str, tiny: Cal
     assert answer["tokens"] == answer["again"] == expected(tiny(family))
     assert all(cached > 0 for cached in answer["cached"][1:]), "repeated prompts of 33 tokens and more must hit"
     assert answer["is_all_free"]
-    if family not in WITH_IMAGES:
-        assert answer["refusal"] is None, answer["refusal"]
-        assert answer["costs"]["replayed"]["steps"] > 3
+    assert answer["refusal"] is None, answer["refusal"]
+    assert answer["costs"]["replayed"]["steps"] > 3
 
 
-@pytest.mark.parametrize("family", RECORDED)
+@pytest.mark.parametrize("family", families(QUICK))
 def test_a_decode_step_costs_no_more_than_its_budget_and_a_mixed_one_waits_once(family: str, pretended: Pretended):
     answer = pretended(family)
     most = answer["costs"]["replayed"]["most"]
@@ -149,7 +145,7 @@ def test_a_decode_step_costs_no_more_than_its_budget_and_a_mixed_one_waits_once(
     assert not over, f"{cost} is more than {BUDGETS[family]}: {answer['costs']['replayed']['places']}"
 
 
-@pytest.mark.parametrize("family", families({"gemma3"}, without=WITH_IMAGES))
+@pytest.mark.parametrize("family", families({"gemma3"}))
 def test_what_a_quiet_step_uploads_does_not_depend_on_the_tokens_that_a_request_has(family: str, pretended: Pretended):
     """Block tables stay on the device. Here a request grows by four blocks, within one cut of its keys."""
     answer = pretended(family, "--prompts=1", "--once", "--tokens=20", "--block-size=5")
@@ -206,9 +202,8 @@ def test_two_ranks_give_the_tokens_of_the_oracle(family: str, tiny: Callable, pr
     """Each rank in a thread with a device of its own; what they do together is part of the recording."""
     answer = pretended(family, "--ranks=2", "--once")
     assert answer["tokens"] == expected(tiny(family))
-    if family not in WITH_IMAGES:
-        assert answer["refusal"] is None, answer["refusal"]
-        assert answer["costs"]["replayed"]["most"]["recorded collective"] > answer["layers"]
+    assert answer["refusal"] is None, answer["refusal"]
+    assert answer["costs"]["replayed"]["most"]["recorded collective"] > answer["layers"]
 
 
 def test_ranks_that_meet_anew_record_their_steps_anew(tiny: Callable, pretended: Pretended):
@@ -217,7 +212,7 @@ def test_ranks_that_meet_anew_record_their_steps_anew(tiny: Callable, pretended:
     assert answer["again"] == expected(tiny("mistral"))
 
 
-@pytest.mark.parametrize("family", families(set(), without=WITH_IMAGES))
+@pytest.mark.parametrize("family", families(set()))
 def test_steps_in_bfloat16_mix_no_kinds_of_numbers_and_are_recorded(family: str, pretended: Pretended):
     """Which tokens come says nothing: Triton's interpreter multiplies bfloat16 wrongly."""
     answer = pretended(family, "--dtype=bfloat16", "--once")
@@ -241,6 +236,19 @@ def test_sparse_layers_of_gemma_3n_are_recorded(tiny: Callable, pretended: Prete
     answer = pretended("gemma3n", "--prompts=1", "--once")
     assert answer["refusal"] is None, answer["refusal"]
     assert answer["tokens"] == expected(tiny("gemma3n"), prompts=1)
+
+
+def test_rows_that_see_an_image_are_recorded_beside_rows_that_see_none(tiny: Callable, pretended: Pretended):
+    """The image is encoded in a step with prompts. That step is replayed, too, and waits for the tokens alone."""
+    answer = pretended("mllama", "--prompts=2", "--once")
+    assert answer["refusal"] is None, answer["refusal"]
+    assert answer["tokens"] == expected(tiny("mllama"), prompts=2)
+    costs = answer["costs"]
+    assert costs["unrecorded"]["steps"] == 0
+    assert costs["replayed"]["steps"] > 3
+    assert costs["mixed"]["replays"] == costs["mixed"]["steps"]
+    assert costs["replayed"]["most"]["sync"] == costs["mixed"]["most"]["sync"] == SYNCS
+    assert costs["replayed"]["most"]["upload, pinned"] == 1
 
 
 HERE = "tests/pretended_cuda/planted.py:"
@@ -312,3 +320,13 @@ def test_a_planted_mistake_that_no_rule_forbids_gives_other_tokens(
 @PLANTED
 def test_every_planted_mistake_is_looked_for(planted: dict[str, Any]):
     assert planted.keys() == {*FOUND, *UNSEEN, "sampler_waits_once_more"}
+
+
+@pytest.mark.xdist_group("pretended-mistakes-about-images")
+def test_a_planted_mistake_about_images_gives_other_tokens(tiny: Callable):
+    model = tiny("mllama")
+    answers = pretend("mllama", model.path, "--planted")
+    assert answers.keys() == {"rows_see_as_much_of_images_as_when_recorded", "rows_see_an_image_as_when_recorded"}
+    for mistake, wrong in answers.items():
+        assert wrong["said"] is None, mistake
+        assert wrong["tokens"] != expected(model, 2, 4), mistake

@@ -2,12 +2,12 @@
 
 An image is encoded once, when its request is admitted, by the model's own vision tower, on every rank. Each cross layer
 makes keys and values of the result and puts them into the request's pages, where the next request with the same image
-finds them. In a step only tokens that see an image go through these layers; for all others they do not exist.
+finds them. For tokens that see no image these layers do not exist.
 
 transformers lets a token before the first image attend to every image, padding included, and withholds only the MLP.
-Here such a token skips the layer, as the model's authors have it.
+Here such a token skips the layer, as the model's authors have it. `sight.py` says which tokens see what.
 
-Suffixes: T tokens that see an image    E tokens of an encoded image    H query heads    K key heads    D head size
+Suffixes: T tokens of a layer    E tokens of an encoded image    H query heads    K key heads    D head size
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...kernels.paged_attention import Backend, GroupBatch, GroupMeta, LayerParams, Needs, select_backend, upload
+from ...kernels.paged_attention import Backend, GroupMeta, LayerParams, Needs, select_backend, upload
 from ...kvcache.plan import MemoryPlan
 from ...kvcache.spec import LayerSpec
 from ...proto.step import EncoderInput, View
@@ -26,6 +26,7 @@ from ..pages import Pages
 from ..pictures.decoding import decode
 from ..pictures.tiling import count_tiles, tile_processor
 from ..slots import SlotTables
+from .sight import Seen, Sight, SightFrames, seen_once, sight_of
 
 
 class CrossAttention:
@@ -41,10 +42,9 @@ class CrossAttention:
         self._device = next(model.parameters()).device
         self._backend: Backend | None = None
         self._pages: Pages | None = None
-        self._metas: dict[int, GroupMeta] = {}  # group -> what each row sees
-        self._groups: list[int] = []
+        self._widths: dict[int, int] = {}  # group -> blocks of what an encoder makes for a request
         self._size = 0  # tokens of a block
-        self.tokens: Tensor | None = None  # [T] of the packed tokens, those that see an image; None: none does
+        self.seen: Seen | None = None  # in the next forward pass; None: nothing
 
     def add_layer(self, module: Any) -> "CrossLayer":
         """The forward pass of one of the layers."""
@@ -52,14 +52,15 @@ class CrossAttention:
         return CrossLayer(module, self)
 
     def forget_pages(self) -> None:
-        self._pages = None
+        self._pages = self.seen = None
 
     def use(self, pages: Pages, plan: MemoryPlan, backend: str | None) -> None:
         self._pages = pages
         index, module = next(iter(self._modules.items()))
         layer, attention = self._layers[index], module.cross_attn
-        self._groups = sorted({pages.encoder_group_of(index) for index in self._modules})
-        self._size = plan.groups[self._groups[0]].block_tokens
+        groups = sorted({pages.encoder_group_of(index) for index in self._modules})
+        self._widths = {g: -(-plan.groups[g].encoder_tokens // plan.groups[g].block_tokens) for g in groups}
+        self._size = plan.groups[groups[0]].block_tokens
         needs = Needs(
             dtype=self._dtype,
             heads=attention.q_proj.weight.shape[0] // attention.head_dim,
@@ -93,51 +94,57 @@ class CrossAttention:
         inputs = self._processor(images=[[rgb]], return_tensors="pt")
         tiles = inputs["num_tiles"][0][0]
         states = self._vision(
-            pixel_values=inputs["pixel_values"].to(self._device, self._dtype),
-            aspect_ratio_ids=inputs["aspect_ratio_ids"].to(self._device),
-            aspect_ratio_mask=inputs["aspect_ratio_mask"].to(self._device),
+            pixel_values=upload(inputs["pixel_values"].numpy(), self._device).to(self._dtype),
+            aspect_ratio_ids=upload(inputs["aspect_ratio_ids"].numpy(), self._device),
+            aspect_ratio_mask=upload(inputs["aspect_ratio_mask"].numpy(), self._device),
         ).last_hidden_state[0, 0, :tiles]
         assert tiles == count_tiles(self._processor, *rgb.size), "the blocks were reckoned by another number of tiles"
         return self._projector(states).flatten(0, 1)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def begin_step(self, rows: Rows, slot_tables: SlotTables) -> None:
-        """What each row sees in the next forward pass."""
-        assert self._pages is not None and self._backend is not None, "allocate pages first"
-        query_lens, computed = rows.query_lens, rows.computed
-        tables = [table[rows.slots] for table in slot_tables.block_tables]
-        views = [slot_tables[slot].views for slot in rows.slots]
-        self.tokens = None
-        seen: list[tuple[int, View, np.ndarray]] = []  # row, view, its packed tokens
-        starts = np.cumsum(query_lens) - query_lens
-        # Of each view, the tokens of this step from its position to the next view's.
-        for row, its_views in enumerate(views):
-            first, stop = int(computed[row]), int(computed[row] + query_lens[row])
-            ends = [view.position for view in its_views[1:]] + [stop]
-            for view, end in zip(its_views, ends, strict=False):  # none of either where there are no views
-                low, high = max(view.position, first), min(end, stop)
-                if low < high:
-                    seen.append((row, view, np.arange(low, high) - first + starts[row]))
-        if not seen:
-            return
-        # Each view is a row of its own, whose keys are the encoder's tokens that it shows.
-        rows_seen = np.array([row for row, _, _ in seen])
-        lens = np.array([len(tokens) for _, _, tokens in seen], dtype=np.int32)
-        kv_lens = np.array([view.tokens for _, view, _ in seen], dtype=np.int32)
-        width = -(-int(kv_lens.max()) // self._size)
-        first_block = np.array([view.first_block for _, view, _ in seen])
-        columns = np.minimum(first_block[:, None] + np.arange(width), tables[self._groups[0]].shape[1] - 1)
-        for g in self._groups:
-            batch = GroupBatch(tables[g][rows_seen[:, None], columns], lens, kv_lens, self._size, is_causal=False)
-            self._metas[g] = self._backend.prepare(batch, self._device)
-        self.tokens = upload(np.concatenate([tokens for _, _, tokens in seen]), self._device)
+    def sight(self, rows: Rows, slot_tables: SlotTables) -> Sight | None:
+        """What each row of a step sees. None: nothing."""
+        return sight_of(rows, slot_tables, list(self._widths), self._size)
 
-    def attend(self, layer: int, q_THD: Tensor, scale: float) -> Tensor:
-        """Attention of the step's `tokens` over their images. Returns [T,H,D]."""
+    def begin_step(self, sight: Sight | None) -> None:
+        """What the next forward pass sees."""
+        assert self._backend is not None, "allocate pages first"
+        self.seen = None if sight is None else seen_once(sight, self._backend, self._device)
+
+    def resume(self, seen: Seen | None) -> None:
+        """Run the next forward pass over what was prepared elsewhere."""
+        self.seen = seen
+
+    @property
+    def has_frames(self) -> bool:
+        """Whether steps that see an image can be recorded. Else only those that see none are."""
+        assert self._backend is not None, "allocate pages first"
+        able = self._backend.capabilities
+        return able.wide_frames and able.mixed_frames and bool(self.dearest_views)
+
+    def frames(self, most_rows: int, most_tokens: int) -> SightFrames | None:
+        """Of recorded steps. most_rows: of decode steps. most_tokens: of steps with prompts"""
+        assert self._backend is not None, "allocate pages first"
+        if not self.has_frames:
+            return None
+        return SightFrames(self._backend, self._widths, self._size, self._device, most_rows, most_tokens)
+
+    def table_bytes(self, stretches: int) -> int:
+        """Of the tables of a frame."""
+        return stretches * 4 * sum(self._widths.values())
+
+    @property
+    def dearest_views(self) -> tuple[View, ...]:
+        """From the first token on all that an encoder may make for a request. Empty where requests have no images."""
+        blocks = min(self._widths.values())
+        return (View(0, 0, blocks * self._size),) if blocks else ()
+
+    def attend(self, layer: int, q_THD: Tensor, scale: float, seen: Seen) -> Tensor:
+        """Attention over what tokens see. Returns [T,H,D]."""
         assert self._pages is not None and self._backend is not None, "allocate pages first"
         out_THD = torch.empty_like(q_THD)
-        meta = self._metas[self._pages.encoder_group_of(layer)]
+        meta = seen.metas[self._pages.encoder_group_of(layer)]
         self._backend.attend(q_THD, self._pages.tokens[layer], LayerParams(scale), meta, out_THD)
         return out_THD
 
@@ -150,14 +157,14 @@ class CrossLayer:
         self._cross = cross
 
     def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        tokens = self._cross.tokens
-        if tokens is None:
+        seen = self._cross.seen
+        if seen is None:
             return hidden_states
         module = self._module
         attention = module.cross_attn
-        hidden_TC = hidden_states[0, tokens]
+        hidden_TC = seen.taken(hidden_states)
         q_THD = attention.q_proj(module.input_layernorm(hidden_TC)).unflatten(-1, (-1, attention.head_dim))
-        out_THD = self._cross.attend(module.layer_idx, attention.q_norm(q_THD), attention.scaling)
+        out_THD = self._cross.attend(module.layer_idx, attention.q_norm(q_THD), attention.scaling, seen)
         hidden_TC = hidden_TC + module.cross_attn_attn_gate.tanh() * attention.o_proj(out_THD.flatten(1))
         mlp = module.mlp(module.post_attention_layernorm(hidden_TC))
-        return hidden_states.index_copy(1, tokens, (hidden_TC + module.cross_attn_mlp_gate.tanh() * mlp).unsqueeze(0))
+        return seen.put(hidden_states, hidden_TC + module.cross_attn_mlp_gate.tanh() * mlp)

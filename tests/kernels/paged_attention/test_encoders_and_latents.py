@@ -15,8 +15,9 @@ from intarsia.kernels.paged_attention import (
     TorchBackend,
     TritonBackend,
 )
+from intarsia.kernels.transfer import Transfer
+from intarsia.tests.kernels.scenes import CPU, cut_short
 
-CPU = torch.device("cpu")
 KINDS = (ReferenceBackend, TorchBackend, NativeBackend, TritonBackend)
 
 
@@ -60,6 +61,90 @@ def test_every_query_sees_all_keys_of_its_encoder_and_no_byte_behind_them(backen
     out = torch.full((int(query_lens.sum()), 4, 6), float("nan"))
     backend.attend(torch.cat(queries), pages, LayerParams(0.3), backend.prepare(batch, CPU), out)
     torch.testing.assert_close(out, torch.cat(expected), rtol=1e-5, atol=1e-5)
+
+
+class Encoders:
+    """Rows with keys of an encoder, and rows without any: nothing is seen where there are none."""
+
+    def __init__(self, block_tokens: int):
+        self.rows = ((1, 9), (12, 5), (1, 0), (30, 33), (5, 0), (1, 1), (3, 16), (1, 33))  # (queries, keys)
+        self.backend = TritonBackend()
+        self._size = block_tokens
+        blocks = -(-33 // block_tokens)
+        places = np.random.default_rng(0).permutation(len(self.rows) * blocks).reshape(len(self.rows), blocks)
+        self._table = 1 + places.astype(np.int32)
+        self._pages = poisoned(places.size + 1, block_tokens, 2, 8 + 6)
+        generator = torch.Generator().manual_seed(3)
+        self._q = [torch.randn(queries, 4, 8, generator=generator) for queries, _ in self.rows]
+        self.expected = []
+        for row, (queries, keys) in enumerate(self.rows):
+            k, v = torch.randn(keys, 2, 8, generator=generator), torch.randn(keys, 2, 6, generator=generator)
+            block, offset = np.divmod(np.arange(keys), block_tokens)
+            page = torch.from_numpy(self._table[row, block].astype(np.int64))
+            self.backend.write(self._pages, k, v, GroupMeta(page, torch.from_numpy(offset), plan=None))
+            nothing = torch.full((queries, 4, 6), float("nan"))
+            self.expected.append(attention(self._q[row], k, v, 0.3) if keys else nothing)
+
+    def batch(self, rows: list[int]) -> GroupBatch:
+        query_lens, kv_lens = np.array([self.rows[row] for row in rows], dtype=np.int32).T
+        width = max(1, -(-int(kv_lens.max()) // self._size))
+        return GroupBatch(self._table[rows, :width], query_lens, kv_lens, self._size, is_causal=False)
+
+    def frame(self, rows: int, tokens: int) -> GroupMeta:
+        lens = np.ones(rows, dtype=np.int32)
+        lens[0] += tokens - rows
+        table = np.zeros((rows, self._table.shape[1]), np.int32)
+        batch = GroupBatch(table, lens, 0 * lens, self._size, is_causal=False)
+        return self.backend.frame(batch, CPU)
+
+    def check(self, rows: list[int], frame: GroupMeta, tokens: int) -> None:
+        """What a frame of so many tokens gives for these rows."""
+        transfer = Transfer(CPU)
+        assert self.backend.refill(frame, self.batch(rows), transfer)
+        transfer.run()
+        expected = torch.cat([self.expected[row] for row in rows])
+        q = torch.full((tokens, 4, 8), float("nan"))
+        q[: len(expected)] = torch.cat([self._q[row] for row in rows])
+        out = torch.full((tokens, 4, 6), float("nan"))
+        self.backend.attend(q, self._pages, LayerParams(0.3), frame, out)
+        torch.testing.assert_close(out[: len(expected)], expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+        assert out[len(expected) :].isnan().all(), "tokens that fill up get no result"
+        # The same bits as in a step that goes the usual way.
+        usual = torch.full_like(expected, float("nan"))
+        batch = self.batch(rows)
+        self.backend.attend(q[: len(expected)], self._pages, LayerParams(0.3), self.backend.prepare(batch, CPU), usual)
+        assert torch.equal(out[: len(expected)].nan_to_num(9.0), usual.nan_to_num(9.0))
+
+
+@pytest.fixture(params=[5, 16])
+def encoders(request: pytest.FixtureRequest) -> Encoders:
+    if lacks := TritonBackend.lacks():
+        pytest.skip(lacks)
+    return Encoders(request.param)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_decode_frame_shows_encoder_keys_and_rows_without_keys_get_no_result(
+    encoders: Encoders, is_cut: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if is_cut:
+        cut_short(monkeypatch)
+    largest = encoders.frame(4, 4)
+    for rows in ([0, 2, 5, 7], [2, 7], [2], [7, 0, 5], [2, 2, 0]):
+        encoders.check(rows, largest, 4)
+    encoders.check([2, 7], encoders.backend.narrow(largest, 2), 2)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_mixed_frame_shows_encoder_keys_and_rows_without_keys_get_no_result(
+    encoders: Encoders, is_cut: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if is_cut:
+        cut_short(monkeypatch)
+    largest = encoders.frame(8, 64)
+    for rows in (list(range(8)), [4, 2], [3], [2, 1, 0, 4, 6]):
+        encoders.check(rows, largest, 64)
+    encoders.check([6, 4, 7, 2], encoders.backend.narrow(largest, 5, 12), 12)
 
 
 def test_encoder_keys_have_no_window():

@@ -63,6 +63,15 @@ def test_no_tile_of_so_many_keys_or_fewer_has_more_than_the_most_cuts(is_single:
 
 
 @pytest.mark.parametrize("tiling", [TILING, MANY_HEADS], ids=["tile of a query", "tiles of a query"])
+def test_rows_without_keys_of_an_encoder_have_no_items(tiling: Tiling):
+    rows = [(1, 0), (1, 900), (40, 0), (40, 9), (1, 0)]
+    items = items_of(batch_of(rows, is_causal=False), tiling)
+    assert {row for row, *_ in items} == {1, 3}
+    alone = items_of(batch_of([rows[1], rows[3]], is_causal=False), tiling)
+    assert [each[1:] for each in items] == [each[1:] for each in alone]
+
+
+@pytest.mark.parametrize("tiling", [TILING, MANY_HEADS], ids=["tile of a query", "tiles of a query"])
 @pytest.mark.parametrize("limits", [{}, {"window_tokens": 700}, {"chunk_tokens": 512}, {"is_causal": False}], ids=str)
 @pytest.mark.parametrize("seed", range(4))
 def test_every_key_that_a_tile_sees_is_in_one_item(tiling: Tiling, limits: dict, seed: int):
