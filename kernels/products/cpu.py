@@ -8,7 +8,7 @@ import ctypes
 import functools
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -296,23 +296,20 @@ class NativeLinear(PackedLinear):
 class NativeCodesLinear(CodesLinear, NativeLinear):
     """On a CPU with a C++ compiler."""
 
-    packed: PackedCodes | None = None  # type: ignore[assignment]
-
     def settle(self) -> None:
-        codes = self.codes
-        self.packed = PackedCodes(codes, self.dtype, None if self.bias is None else self.bias.unsqueeze(0))
+        self.packed = PackedCodes(self.codes, self.dtype, None if self.bias is None else self.bias.unsqueeze(0))
         self.held = None
 
     @property
     def codes(self) -> Codes:
-        return self.held if self.packed is None else self.packed.codes()
+        return cast(PackedCodes, self.packed).codes() if self.held is None else self.held
 
     @property
     def outputs(self) -> int:
-        return self.held.shape[0] if self.packed is None else self.packed.outputs
+        return self.packed.outputs if self.held is None else self.held.shape[0]
 
     def rows(self, numbers: Tensor) -> Tensor:
-        return self.held.numbers(self.dtype)[numbers] if self.packed is None else self.packed.rows(numbers)
+        return self.packed.rows(numbers) if self.held is None else self.held.numbers(self.dtype)[numbers]
 
 
 class PackedEmbedding(nn.Embedding):

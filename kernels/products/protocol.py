@@ -75,7 +75,9 @@ class PackedLinear(nn.Linear):
 class CodesLinear(PackedLinear):
     """A linear whose weight stays in the bits in which its file has it."""
 
-    held: Any = None  # a `Codes`, until it lies as products read it
+    held: Codes | None = None
+    """Until it lies as products read it."""
+
     dtype: torch.dtype
     """Of inputs and outputs."""
 

@@ -74,14 +74,15 @@ class ReferenceCodesLinear(CodesLinear):
 
     @property
     def codes(self) -> Codes:
+        assert self.held is not None
         return self.held
 
     @property
     def outputs(self) -> int:
-        return self.held.shape[0]
+        return self.codes.shape[0]
 
     def rows(self, numbers: Tensor) -> Tensor:
-        return self.held.numbers(self.dtype)[numbers]
+        return self.codes.numbers(self.dtype)[numbers]
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.held.numbers(self.dtype), self.bias)
+        return F.linear(input, self.codes.numbers(self.dtype), self.bias)

@@ -60,7 +60,7 @@ class Keeper:
         else:
             del owner._parameters[name]
             vars(owner).setdefault("kept", {})[name] = KeptExperts(codes, self.kind, self.dtype)
-        owner._is_hf_initialized = True  # tells transformers to leave it alone
+        vars(owner)["_is_hf_initialized"] = True  # tells transformers to leave it alone
         return True
 
     def _takes(self, codes: Codes) -> bool:

@@ -14,6 +14,7 @@ from intarsia.tests import models
 from intarsia.tests.local import complete, make_engine
 from intarsia.tests.packing import FORMATS, Format, make_twins
 from intarsia.workers.checkpoint.files import Checkpoint
+from intarsia.workers.checkpoint.packed.formats import Packed
 from intarsia.workers.models.unpacked import Unpacked
 
 FAMILIES = "gemma3", "gpt_oss", "qwen3_5_moe", "nemotron_h", "granite4", "jamba", "deepseek_v3"
@@ -32,7 +33,9 @@ def weight_of(
 
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": format.config}))
     checkpoint = Checkpoint(folder)
-    return Unpacked(checkpoint, checkpoint.packed.weights["proj.weight"], torch.float32), plain
+    packed = checkpoint.packed.weights["proj.weight"]
+    assert isinstance(packed, Packed)
+    return Unpacked(checkpoint, packed, torch.float32), plain
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -35,6 +35,9 @@ class Whole:
     def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
         return self.tensor[(slice(None),) * dim + (slice(start, stop),)]
 
+    def codes(self, dim: int = 0, start: int = 0, stop: int | None = None) -> None:
+        return None
+
 
 def check_every_slice(source: Source, whole: Tensor) -> None:
     assert source.shape == tuple(whole.shape)
