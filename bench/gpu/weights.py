@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from intarsia.workers.checkpoint.files import CONFIG, read_config
+from intarsia.workers.checkpoint.packed.formats import PackedTensors
+from intarsia.workers.checkpoint.safetensors_header import StoredTensor
 from intarsia.workers.models import load
 
 from .device import Bench
@@ -24,6 +26,10 @@ SPREAD = 0.02
 
 class RandomCheckpoint:
     """In place of `workers/checkpoint/files.py`'s. A tensor's numbers depend on nothing but its name."""
+
+    description = None
+    notes = ()
+    packed = PackedTensors({}, frozenset())
 
     def __init__(self, model_dir: str | Path, bench: Bench):
         self.path = Path(model_dir)
@@ -40,6 +46,12 @@ class RandomCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
+
+    def stored(self, name: str) -> StoredTensor:
+        return StoredTensor(name, CONFIG, self._shapes[name], 0, 0, "BF16")
+
+    def file_of(self, name: str) -> Path:
+        return self.path / CONFIG
 
     def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
         """On the device itself. Norms are about 1, so that numbers stay in bounds from layer to layer."""
