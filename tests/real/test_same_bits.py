@@ -57,7 +57,8 @@ async def check(real: Real, dtype: str, lengths: Sequence[int], new: int, memory
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_few_answers_have_the_same_bits_whatever_happens_beside(real: Real, dtype: str, loop: Loop):
-    loop.run(check(real, dtype, FEW_LENGTHS, FEW_NEW_TOKENS, "7936KiB" if dtype == "bfloat16" else "16MiB", [64]))
+    in_half = "6MiB" if "gemma" in str(real.path) else "8MiB"  # its longest needs less
+    loop.run(check(real, dtype, FEW_LENGTHS, FEW_NEW_TOKENS, in_half if dtype == "bfloat16" else "16MiB", [64]))
 
 
 @pytest.mark.slow
