@@ -4,7 +4,7 @@ looked up here.
 
 from collections.abc import Mapping
 
-_NOT_QUANTISED = "how weights are packed is read from the checkpoint; leave it out"
+_HOW_PACKED = "how weights are packed is read from the checkpoint; leave it out"
 _NO_LORA = "adapters (LoRA) are not served; merge them into the checkpoint"
 _NO_DRAFTS = "there is no speculative decoding; leave it out"
 _TOOLS = "tools are understood by the form that the checkpoint's template has; leave it out"
@@ -25,8 +25,8 @@ _CHOSEN = "it is chosen by the server; leave it out"
 VLLM: Mapping[str, str] = {
     "--model": _THE_MODEL,
     "--seed": f"{_REQUEST} (seed)",
-    "--quantization": _NOT_QUANTISED,
-    "-q": _NOT_QUANTISED,
+    "--quantization": _HOW_PACKED,
+    "-q": _HOW_PACKED,
     "--kv-cache-dtype": "keys and values are kept in the model's dtype; --dtype changes both",
     "--calculate-kv-scales": "keys and values are kept in the model's dtype; leave it out",
     "--enable-lora": _NO_LORA,

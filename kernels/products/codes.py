@@ -60,14 +60,18 @@ class Codes:
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """[..,N,K]: of its columns as the weight has them."""
-        scale = floats(self.scale)
-        if self.factor is not None:
-            factor = self.factor.unsqueeze(-1)
-            scale = scale / factor if self.divides else scale * factor
-        numbers = (self.centred() * scale[..., self._groups()]).to(dtype)
+        numbers = (self.centred() * self.whole_scale()[..., self._groups()]).to(dtype)
         if self.order is None:
             return numbers
         return torch.empty_like(numbers).index_copy_(-1, self.order, numbers)
+
+    def whole_scale(self) -> Tensor:
+        """With its factor, float32 [..,N,G]."""
+        scale = floats(self.scale)
+        if self.factor is None:
+            return scale
+        factor = self.factor.unsqueeze(-1)
+        return scale / factor if self.divides else scale * factor
 
     def centred(self) -> Tensor:
         """Codes less their zero points, float32 [..,N,K], in the order in which they lie."""
@@ -134,10 +138,6 @@ class Codes:
         opened = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).flatten(-2)[:, order]
         return replace(self, codes=opened[:, 0::2] | (opened[:, 1::2] << 4), order=order)
 
-    def place(self, device: torch.device) -> "Codes":
-        placed = self._with_each(lambda tensor: tensor.to(device))
-        return placed if self.order is None else replace(placed, order=self.order.to(device))
-
     def _with_each(self, change: Callable[[Tensor], Tensor]) -> "Codes":
         """With every tensor that has rows changed."""
         return replace(
@@ -152,12 +152,14 @@ class Codes:
 def side_by_side(parts: Sequence[Codes]) -> Codes | None:
     """One below the other, along the rows. None: they are not packed alike."""
     first = parts[0]
+    if len(parts) == 1:
+        return first
     alike = {(p.kind, p.columns, p.middle, p.offset, p.scale.shape[-1], p.zero is None) for p in parts}
     if len(alike) > 1 or any(part.order is not None for part in parts):
         return None
     same_scales = len({(part.scale.dtype, part.factor is None, part.divides) for part in parts}) == 1
     if not same_scales:
-        parts = [replace(part, scale=_whole_scale(part), factor=None, divides=False) for part in parts]
+        parts = [replace(part, scale=part.whole_scale(), factor=None, divides=False) for part in parts]
         first = parts[0]
     joined = replace(first, codes=torch.cat([p.codes for p in parts], -2), scale=_cat([p.scale for p in parts], -2))
     if first.zero is not None:
@@ -192,14 +194,6 @@ def stacked(parts: Sequence[Codes]) -> Codes | None:
     if first.factor is not None:
         whole = replace(whole, factor=torch.stack([p.factor for p in parts if p.factor is not None]))
     return whole
-
-
-def _whole_scale(part: Codes) -> Tensor:
-    scale = floats(part.scale)
-    if part.factor is None:
-        return scale
-    factor = part.factor.unsqueeze(-1)
-    return scale / factor if part.divides else scale * factor
 
 
 def _cat(tensors: Sequence[Tensor], dim: int) -> Tensor:

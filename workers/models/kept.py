@@ -23,7 +23,7 @@ from ...kernels.products import (
 )
 from ...proto.worker import ModelSettings
 from ..tensor_parallel import Slice
-from .weight_map import Source
+from .weight_map import Source, all_of
 
 EXPERTS = "gate_up_proj", "up_proj", "down_proj"
 
@@ -112,8 +112,6 @@ def _codes(source: Source, part: Slice | None) -> Codes | None:
     ranges = [(start, stop) for start, stop in part.ranges if start < stop]
     if not ranges or ranges[-1][1] > source.shape[part.dim]:
         return None
-    pieces = [source.codes(part.dim, start, stop) for start, stop in ranges]
-    there = [piece for piece in pieces if piece is not None]
-    if len(there) < len(pieces):
+    if len(ranges) > 1 and part.dim != len(source.shape) - 2:  # side by side are rows, not columns
         return None
-    return there[0] if len(there) == 1 else side_by_side(there) if part.dim == len(source.shape) - 2 else None
+    return all_of([source.codes(part.dim, start, stop) for start, stop in ranges], side_by_side)

@@ -70,8 +70,13 @@ class Unpacked:
             shape[dim] = 0
             return torch.empty(shape, dtype=self.dtype)
         codes, first = self._outward(dim, start, stop)
-        numbers = torch.cat([part.numbers(self.dtype) for part in codes.runs(NUMBERS_AT_ONCE)])
-        return numbers.narrow(dim, start - first, stop - start)
+        runs = []
+        for run in codes.runs(NUMBERS_AT_ONCE):
+            numbers = run.numbers(torch.float32)
+            if not runs:
+                _check(self, run, numbers)
+            runs.append(numbers.to(self.dtype))
+        return torch.cat(runs).narrow(dim, start - first, stop - start)
 
     def codes(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Codes | None:
         """The same slice in as few bits as it is stored. None: it begins or ends where codes cannot be cut."""
@@ -79,6 +84,8 @@ class Unpacked:
         if start >= stop:
             return None
         codes, first = self._outward(dim, start, stop)
+        some = next(codes.runs(NUMBERS_AT_ONCE))
+        _check(self, some, some.numbers(torch.float32))
         return codes.cut(dim, start - first, stop - first)
 
     def _outward(self, dim: int, start: int, stop: int) -> tuple[Codes, int]:
@@ -92,9 +99,7 @@ class Unpacked:
         first, last = start // step * step, min(-(-stop // step) * step, length)
         stored = {role: self._read(part, dim, first, last) for role, part in parts.items()}
         shape = (last - first, self.shape[1]) if dim == 0 else (self.shape[0], last - first)
-        codes = _Reading(self, stored, shape).codes()
-        _check(self, codes)
-        return codes, first
+        return _Reading(self, stored, shape).codes(), first
 
     def _read(self, part: Part, dim: int, first: int, last: int) -> Tensor:
         """[rows, columns] of a part, 1 where it has none of them."""
@@ -198,10 +203,11 @@ def in_words(words: Tensor, dim: int, bits: int, order: tuple[int, ...]) -> Tens
 # -- what numbers cannot be --------------------------------------------------------------------------------------------
 
 
-def _check(source: Unpacked, codes: Codes) -> None:
-    """By some of its rows, whether a scale or a zero point can be meant as it was read. Raises `CorruptCheckpoint`."""
-    some = next(codes.runs(NUMBERS_AT_ONCE))
-    numbers = some.numbers(torch.float32)
+def _check(source: Unpacked, some: Codes, numbers: Tensor) -> None:
+    """By some of its rows, whether a scale or a zero point can be meant as it was read. Raises `CorruptCheckpoint`.
+
+    numbers: float32, of these rows
+    """
     if numbers.numel() < CHECKED_NUMBERS:
         return
     rms = float(numbers.square().mean().sqrt())
@@ -215,9 +221,9 @@ def _check(source: Unpacked, codes: Codes) -> None:
     if some.zero is None or source.packed.format not in WORDS:
         return
     _check_middle(source, some)
-    mean = float(some.centred().mean())
     if source.packed.bits != 4:
         return
+    mean = float(some.centred().mean())
     if abs(mean) > MOST_MEAN_CODE:
         raise source.corrupt(
             f"its integers lie {mean:+.2f} from their zero points on average, where weights lie around 0: its zero "

@@ -107,7 +107,7 @@ class Stacked:
             parts = [part.codes() for part in self.parts[start:stop]]
         else:
             parts = [part.codes(dim - 1, start, stop) for part in self.parts]
-        return _all_of(parts, stacked)
+        return all_of(parts, stacked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +137,8 @@ class Joined:
         if self.joined_dim != len(self.shape) - 2:  # along inputs, whose scales would have to be joined too
             return None
         if dim != self.joined_dim:
-            return _all_of([part.codes(dim, start, stop) for part in self.parts], side_by_side)
-        return _all_of([part.codes(dim, *cut) for part, *cut in self._pieces(start, stop)], side_by_side)
+            return all_of([part.codes(dim, start, stop) for part in self.parts], side_by_side)
+        return all_of([part.codes(dim, *cut) for part, *cut in self._pieces(start, stop)], side_by_side)
 
     def _pieces(self, start: int, stop: int | None) -> Iterator[tuple[Source, int, int]]:
         """Parts that are among [start, stop) of the joined dimension, and what is of each."""
@@ -151,7 +151,8 @@ class Joined:
             at += length
 
 
-def _all_of(parts: Sequence[Codes | None], join: Callable[[Sequence[Codes]], Codes | None]) -> Codes | None:
+def all_of(parts: Sequence[Codes | None], join: Callable[[Sequence[Codes]], Codes | None]) -> Codes | None:
+    """None: some of them are, or they cannot be joined."""
     there = [part for part in parts if part is not None]
     return join(there) if there and len(there) == len(parts) else None
 
