@@ -119,6 +119,8 @@ class LLM:
     tokenizer                 None (the model's): A folder with another tokenizer, or its name on the Hub.
     chat_template             None (the tokenizer's): A file with another chat template, Jinja.
     served_model_name         None (its folder's name): What clients call the model.
+    revision                  None (main): Branch, tag or commit of a model on the Hub. A model that is in the Hub's
+                              cache is taken from there, without asking whether a branch has moved.
     otlp_traces_endpoint      None: Send OpenTelemetry traces there, OTLP over HTTP.
     name                      None (drawn): Name of the engine in the Ray cluster.
     give_up_after_s           120.0: Seconds in which processes are lost again and again, and no step is completed.

@@ -18,11 +18,13 @@ CPU_KV_CACHE_MEMORY = "64MiB"
 def engine_settings(model: str, **given: Unpack[EngineArguments]) -> EngineSettings:
     """Settings of an engine. Raises `InvalidSetting`, naming the field, and `ModelNotFound`.
 
+    A model of the Hub is fetched if it is not here.
+
     kv_cache_memory: None: what `gpu_memory_utilization` leaves of a GPU beside weights and steps; without a GPU,
         `CPU_KV_CACHE_MEMORY`
     """
-    found = find_model(str(model))
     components = fields_of(ENGINE, given)
+    found = find_model(str(model), components["checkpoint"]["revision"])
     engine, plan = components["engine"], components["plan"]
     if plan["memory_bytes"] is None:
         plan["memory_bytes"] = parse_bytes(CPU_KV_CACHE_MEMORY, "kv_cache_memory")

@@ -25,7 +25,7 @@ from ...workers.checkpoint.config_schema import text_config
 from ...workers.checkpoint.files import Checkpoint
 from ...workers.checkpoint.layer_specs import local_kv_heads, read_layers
 from ...workers.known_families import check_family
-from ..checkpoints.model_dir import find_model
+from ..checkpoints.model_dir import is_hub_name
 from ..front_end.tokenizer import check_tokenizer
 from ..settings.ports import check_ports as check_ports
 
@@ -50,7 +50,7 @@ def judged(model: str, settings: EngineSettings) -> EngineSettings:
     try:
         check_engine(settings)
     except ModelNotFound as error:
-        if find_model(model).is_of_hub:
+        if is_hub_name(model):
             raise ModelNotFound(f"{error} To complete the download: hf download {model}", field="model") from None
         raise
     return settings

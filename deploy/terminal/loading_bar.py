@@ -5,7 +5,17 @@ import sys
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
 
 Watch = Callable[[int, int], None]
 """Called with the number done and their total."""
@@ -16,17 +26,28 @@ def loading_bar(console: Console | None = None) -> contextlib.AbstractContextMan
     return bar("loading weights", console, before="starting Ray and workers")
 
 
+def bytes_bar(
+    title: str, console: Console | None = None, *, before: str | None = None
+) -> contextlib.AbstractContextManager[Watch | None]:
+    """A `bar` that is told bytes, and shows them and how many come in a second."""
+    return bar(title, console, before=before, more=(DownloadColumn(), TransferSpeedColumn()))
+
+
 @contextlib.contextmanager
-def bar(title: str, console: Console | None = None, *, before: str | None = None) -> Iterator[Watch | None]:
+def bar(
+    title: str, console: Console | None = None, *, before: str | None = None, more: tuple[ProgressColumn, ...] = ()
+) -> Iterator[Watch | None]:
     """Gives what to tell the progress to; None when standard error is no terminal. The bar is gone at the end.
 
     before: what is done until the first progress is told
+    more: columns beside the usual ones
     """
     console = console or Console(file=sys.stderr)
     if not console.is_terminal:
         yield None
         return
-    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+    usual = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
+    columns = *usual, *more, TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(before or title, total=None)
 

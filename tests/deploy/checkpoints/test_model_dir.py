@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from intarsia.deploy.checkpoints.model_dir import find_model, hub_cache
+from intarsia.deploy.checkpoints.hub import hub_cache
+from intarsia.deploy.checkpoints.model_dir import find_model
 from intarsia.deploy.demo import DEMO_MODEL_DIR
 from intarsia.deploy.settings.options import engine_settings
 from intarsia.errors import ModelNotFound
@@ -27,6 +28,8 @@ def download(cache: Path, name: str, commit: str = "c0ffee") -> Path:
     folder = home / "snapshots" / commit
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
+    for name in ("model.safetensors", "tokenizer.json"):
+        (folder / name).touch()
     (home / "refs").mkdir()
     (home / "refs" / "main").write_text(commit)
     return folder
