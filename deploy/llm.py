@@ -16,6 +16,7 @@ from ..errors import EngineUnavailable, InvalidRequest
 from ..kvcache.check import Recount
 from ..proto.request import USUAL_OPTIONS, Image, RequestOptions, SamplingParams
 from ..proto.status import EngineInfo
+from .checkpoints.weights import weights_in
 from .front_end.detokenize import whole_answers, with_text
 from .front_end.engine_client import Delta, EngineClient, TokenLogprobs
 from .front_end.images import ImageReader, read_images
@@ -139,7 +140,8 @@ class LLM:
         try:
             # What can be refused at once is refused before workers start.
             self._tokenizer = Tokenizer.of(wanted.model)
-            with loading_bar() as watch:
+            weights = weights_in(wanted.model.model_dir, wanted.model.dtype)
+            with loading_bar(weight_bytes=weights.total(expands=False)) as watch:
                 self._engine = self._await(start_engine(wanted, watch))
             self._images = ImageReader.of(self.info)
         except BaseException:

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import IntarsiaError, InvalidSetting, ModelNotFound
@@ -42,6 +43,13 @@ END_WITHIN_S = 3.0
 
 TRUE = "1", "ON", "YES", "TRUE"
 """As huggingface_hub reads its switches."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubSettings:
+    """Which files of a model on the Hub."""
+
+    revision: str | None = None  # a branch, a tag or a commit; None: main
 
 
 def cached(name: str, revision: str | None = None, *, with_weights: bool = True) -> Path | None:

@@ -7,6 +7,7 @@ from ...controller.scheduling.settings import SchedulerSettings
 from ...controller.startup import EngineSettings
 from ...kvcache.plan import PlanSettings
 from ...proto.worker import ModelSettings
+from ..checkpoints.hub import HubSettings
 from ..checkpoints.model_dir import find_model
 from .setting import fields_of
 from .sizes import parse_bytes
@@ -24,7 +25,7 @@ def engine_settings(model: str, **given: Unpack[EngineArguments]) -> EngineSetti
         `CPU_KV_CACHE_MEMORY`
     """
     components = fields_of(ENGINE, given)
-    found = find_model(str(model), components["checkpoint"]["revision"])
+    found = find_model(str(model), HubSettings(**components["hub"]).revision)
     engine, plan = components["engine"], components["plan"]
     if plan["memory_bytes"] is None:
         plan["memory_bytes"] = parse_bytes(CPU_KV_CACHE_MEMORY, "kv_cache_memory")

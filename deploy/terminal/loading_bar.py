@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
@@ -21,9 +22,28 @@ Watch = Callable[[int, int], None]
 """Called with the number done and their total."""
 
 
-def loading_bar(console: Console | None = None) -> contextlib.AbstractContextManager[Watch | None]:
-    """While an engine starts, and then while its weights are read."""
-    return bar("loading weights", console, before="starting Ray and workers")
+@contextlib.contextmanager
+def loading_bar(console: Console | None = None, weight_bytes: int = 0) -> Iterator[Watch | None]:
+    """While an engine starts, and then while its weights are read; one line says at the end how fast they were.
+
+    weight_bytes: of all files together, of which as large a share is taken for read as of the numbers; 0: unknown
+    """
+    console = console or Console(file=sys.stderr)
+    kind = bytes_bar if weight_bytes else bar
+    began_s = ended_s = 0.0
+    with kind("loading weights", console, before="starting Ray and workers") as show:
+
+        def watch(done: int, total: int) -> None:
+            nonlocal began_s, ended_s
+            assert show is not None
+            show(done * weight_bytes // total if weight_bytes and total else done, weight_bytes or total)
+            began_s = began_s or (time.monotonic() if total else 0.0)
+            ended_s = ended_s or (time.monotonic() if total and done >= total else 0.0)
+
+        yield None if show is None else watch
+    if weight_bytes and ended_s > began_s:
+        rate = f"{weight_bytes / 1e9 / (ended_s - began_s):.2f} GB/s"
+        console.print(f"loaded {weight_bytes / 1e9:.2f} GB of weights in {ended_s - began_s:.1f} s, {rate}")
 
 
 def bytes_bar(
@@ -46,7 +66,7 @@ def bar(
     if not console.is_terminal:
         yield None
         return
-    usual = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
+    usual = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(16 if more else 40), TaskProgressColumn()
     columns = *usual, *more, TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(before or title, total=None)
