@@ -76,7 +76,7 @@ class LLM:
 
     Numbers of tokens and of bytes may be text with a unit: "32k", "64MiB".
 
-    model                     a local Hugging Face checkpoint directory, or its name on the Hub if it was downloaded
+    model                     a local Hugging Face checkpoint directory, or its name on the Hub
     tensor_parallel_size      1: Workers that share the model, one GPU each.
     block_size                16: Tokens per KV block.
     kv_cache_memory           None (what a GPU can spare; else 64MiB): Memory for keys and values, per worker.

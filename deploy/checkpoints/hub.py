@@ -1,6 +1,6 @@
 """A name on the Hugging Face Hub becomes a folder: of files that are on this machine already, or are fetched now.
 
-    cached(name) -> its snapshot, if the cache has all of it: no network, and no huggingface_hub
+    cached(name) -> its folder, if the cache has all of it: no network, and no huggingface_hub
     fetched(name) -> the same, after a process of its own (`hub_fetch.py`) has brought what is missing
 
 What is in the cache is taken as it is: that a branch has moved on is seen by `hf download`, not by a start.
@@ -53,21 +53,21 @@ class HubSettings:
 
 
 def cached(name: str, revision: str | None = None, *, with_weights: bool = True) -> Path | None:
-    """The snapshot of a model, if the cache holds all of it. None: there is nothing, or a part.
+    """The folder of a model, if the cache holds all of it. None: there is nothing, or a part.
 
     Raises `InvalidSetting` for what can be no revision.
     """
-    folder = snapshot(name, revision)
+    folder = folder_in_cache(name, revision)
     return folder if folder is not None and not lacking(folder, with_weights=with_weights) else None
 
 
 def fetched(name: str, revision: str | None = None, *, with_weights: bool = True) -> Path:
-    """The snapshot of a model, once all of it is here. Two processes that fetch the same take turns, file by file.
+    """The folder of a model, once all of it is here. Two processes that fetch the same take turns, file by file.
 
     Raises `ModelNotFound` where the Hub does not have it, gives it to others only, cannot be reached or may not be
     asked; `InvalidSetting` for a revision that is not there, and for a cache that is full or cannot be written.
     """
-    part = snapshot(name, revision)
+    part = folder_in_cache(name, revision)
     if is_offline():
         raise ModelNotFound(f"{not_here(name, revision, part)} HF_HUB_OFFLINE forbids to fetch it now.", field="model")
     with bytes_bar(f"fetching {name}", before=f"asking the Hub for {name}") as watch:
@@ -139,7 +139,7 @@ def not_here(name: str, revision: str | None, part: Path | None) -> str:
     return f"{found} Bring it here: hf download {name}{wanted}."
 
 
-def snapshot(name: str, revision: str | None = None) -> Path | None:
+def folder_in_cache(name: str, revision: str | None = None) -> Path | None:
     """What the cache has of a model, all or some of its files. None: not even its config, or tokenizer."""
     home, wanted = home_of(name), checked(revision)
     if COMMIT.fullmatch(wanted) and (home / "snapshots" / wanted).is_dir():
@@ -164,7 +164,7 @@ def checked(revision: str | None) -> str:
 
 
 def lacking(folder: Path, *, with_weights: bool = True) -> str | None:
-    """The first file that a snapshot lacks to be whole. A file that is being fetched is not in it yet."""
+    """The first file that such a folder lacks to be whole. A file that is being fetched is not in it yet."""
     if not with_weights:
         return None if any((folder / name).is_file() for name in OTHER_FILES) else "its tokenizer"
     if not (folder / CONFIG).is_file():

@@ -43,7 +43,7 @@ LOG_IN = "log in with `hf auth login`, or give a token by HF_TOKEN"
 
 
 def fetch(name: str, revision: str, *, with_weights: bool) -> Path:
-    """The snapshot, once its files are here: those beside the weights first, so that weights are the last to come.
+    """The folder, once its files are here: those beside the weights first, so that weights are the last to come.
 
     Raises `ModelNotFound`, `InvalidSetting` and what huggingface_hub does.
     """
@@ -67,7 +67,7 @@ def fetch(name: str, revision: str, *, with_weights: bool) -> Path:
         if lost := [each for each in weights if each not in sizes]:
             raise ModelNotFound(f"{name} names {lost[0]} in its index, and the Hub does not have it", field="model")
         _fetch_files(name, commit, sizes, weights, folder, progress)
-    # The name leads to the snapshot from now on.
+    # The name leads to the folder from now on.
     if not COMMIT.fullmatch(revision):
         _point(home / "refs" / revision, commit)
     return folder
@@ -225,8 +225,8 @@ def in_our_words(error: Exception, name: str, revision: str) -> IntarsiaError:
         case _:
             why = clipped(str(_origin(error)), 200) or type(error).__name__
             return ModelNotFound(
-                f"{name} is not on this machine, and could not be fetched from {hub}: {why}. {again}; where there is "
-                f"no network, bring it by: hf download {name}",
+                f"{name} is not on this machine, and could not be fetched from {hub}: {why}. {again}, and so does "
+                f"hf download {name}; or copy the model's folder here and give its path.",
                 field="model",
             )
 

@@ -56,10 +56,22 @@ def is_hub_name(model: str) -> bool:
 def _of_this_machine(model: str) -> FoundModel:
     if is_demo(model):
         return FoundModel(DEMO_MODEL_DIR, DEMO)
+    _refuse_gguf_of_hub(model)
     if real := real_checkpoint(model):
         return FoundModel(real.folder, real.name)
     _suggest(model)
     return FoundModel(Path(model))
+
+
+def _refuse_gguf_of_hub(model: str) -> None:
+    """Raises `ModelNotFound` for ORGANISATION/MODEL/FILE.gguf that is no path here."""
+    name, _, file = model.rpartition("/")
+    if file.lower().endswith(SUFFIX) and HUB_NAME.fullmatch(name) and not _exists(model):
+        raise ModelNotFound(
+            f"there is no file {model}. GGUF files of the Hub are not fetched by name: hf download {name} {file}, then "
+            "give the path that it prints",
+            field="model",
+        )
 
 
 def _suggest(model: str) -> None:

@@ -42,8 +42,9 @@ def loading_bar(console: Console | None = None, weight_bytes: int = 0) -> Iterat
 
         yield None if show is None else watch
     if weight_bytes and ended_s > began_s:
-        rate = f"{weight_bytes / 1e9 / (ended_s - began_s):.2f} GB/s"
-        console.print(f"loaded {weight_bytes / 1e9:.2f} GB of weights in {ended_s - began_s:.1f} s, {rate}")
+        size, took_s = weight_bytes / 1e9, ended_s - began_s
+        said = f"loaded {size:.2f} GB of weights in {took_s:.1f} s, {size / took_s:.2f} GB/s"
+        console.print(said, highlight=False)
 
 
 def bytes_bar(

@@ -7,7 +7,7 @@ from ...errors import IntarsiaError, InvalidSetting, ModelError, ModelNotFound
 from ...kvcache.spec import LayerSpec
 from ...workers.checkpoint.files import CONFIG, Checkpoint, read_config
 from ...workers.checkpoint.json_file import clipped
-from ..checkpoints.hub import HUB_NAME, snapshot
+from ..checkpoints.hub import HUB_NAME, folder_in_cache
 from ..checkpoints.known_models import known_model
 from ..checkpoints.weights import Weights, weigh
 
@@ -37,7 +37,7 @@ def model_layers(model: str, tensor_parallel_size: int = 1, dtype: str = "bfloat
     path = Path(model)
     if path.exists():
         return _from_config(path, tensor_parallel_size, dtype)
-    if (here := snapshot(model) if HUB_NAME.fullmatch(model) else None) and (here / CONFIG).is_file():
+    if (here := folder_in_cache(model) if HUB_NAME.fullmatch(model) else None) and (here / CONFIG).is_file():
         return replace(_from_config(here, tensor_parallel_size, dtype), model=model)
     known = known_model(model)
     layers = known.layers(tensor_parallel_size, ITEM_BYTES[dtype])

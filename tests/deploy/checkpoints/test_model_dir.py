@@ -98,3 +98,8 @@ def test_demo_is_the_demo_and_what_is_like_it_is_told(cache: Path):
 @pytest.mark.parametrize("model", ["nowhere", "a/b/c", "./x", "/x/y", "x" * 5000, "a\0b", "org/", "../x", "~/x"])
 def test_what_is_no_name_is_left_to_the_checkpoint(cache: Path, model: str):
     assert not find_model(model).is_of_hub
+
+
+def test_a_gguf_file_of_the_hub_is_refused_with_the_command_that_brings_it(cache: Path):
+    with pytest.raises(ModelNotFound, match=r"hf download maker/model some-Q4_0\.gguf, then give the path"):
+        find_model("maker/model/some-Q4_0.gguf")
