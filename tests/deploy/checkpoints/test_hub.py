@@ -158,6 +158,16 @@ def test_a_start_that_is_stopped_leaves_no_files_by_halves(hub: Hub, cache: Path
     assert find_model(NAME).is_of_hub
 
 
+def test_two_starts_at_once_fetch_each_file_once(hub: Hub, files: dict[str, bytes]):
+    files["model.safetensors"] += os.urandom(40_000_000)
+    hub.add(NAME, files)
+    program = f"from intarsia.deploy.checkpoints.model_dir import find_model; print(find_model({NAME!r}).path)"
+    both = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    first, second = (each.communicate()[0].strip() for each in both)
+    assert first == second == str(cached(NAME))
+    assert sum(each.startswith("GET") and each.endswith("/model.safetensors") for each in hub.asked) == 1
+
+
 def test_half_of_a_download_is_completed_or_refused_and_never_served(
     hub: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ):
