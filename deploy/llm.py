@@ -16,6 +16,7 @@ from ..errors import EngineUnavailable, InvalidRequest
 from ..kvcache.check import Recount
 from ..proto.request import USUAL_OPTIONS, Image, RequestOptions, SamplingParams
 from ..proto.status import EngineInfo
+from .checkpoints.weights import weights_in
 from .front_end.detokenize import whole_answers, with_text
 from .front_end.engine_client import Delta, EngineClient, TokenLogprobs
 from .front_end.images import ImageReader, read_images
@@ -75,7 +76,7 @@ class LLM:
 
     Numbers of tokens and of bytes may be text with a unit: "32k", "64MiB".
 
-    model                     a local Hugging Face checkpoint directory, or its name on the Hub if it was downloaded
+    model                     a local Hugging Face checkpoint directory, or its name on the Hub
     tensor_parallel_size      1: Workers that share the model, one GPU each.
     block_size                16: Tokens per KV block.
     kv_cache_memory           None (what a GPU can spare; else 64MiB): Memory for keys and values, per worker.
@@ -119,6 +120,8 @@ class LLM:
     tokenizer                 None (the model's): A folder with another tokenizer, or its name on the Hub.
     chat_template             None (the tokenizer's): A file with another chat template, Jinja.
     served_model_name         None (its folder's name): What clients call the model.
+    revision                  None (main): Branch, tag or commit of a model on the Hub. A model that is in the Hub's
+                              cache is taken from there, without asking whether a branch has moved.
     otlp_traces_endpoint      None: Send OpenTelemetry traces there, OTLP over HTTP.
     name                      None (drawn): Name of the engine in the Ray cluster.
     give_up_after_s           120.0: Seconds in which processes are lost again and again, and no step is completed.
@@ -137,7 +140,8 @@ class LLM:
         try:
             # What can be refused at once is refused before workers start.
             self._tokenizer = Tokenizer.of(wanted.model)
-            with loading_bar() as watch:
+            weights = weights_in(wanted.model.model_dir, wanted.model.dtype)
+            with loading_bar(weight_bytes=weights.total(expands=False)) as watch:
                 self._engine = self._await(start_engine(wanted, watch))
             self._images = ImageReader.of(self.info)
         except BaseException:

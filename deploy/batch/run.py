@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from ...controller.startup import EngineSettings
 from ...errors import EngineUnavailable, IntarsiaError, InvalidSetting
 from ...proto.status import EngineLoad
+from ..checkpoints.weights import weights_in
 from ..front_end.front_end import FrontEnd, FrontEndSettings
 from ..front_end.tokenizer import Tokenizer
 from ..openai.app import make_app
@@ -172,10 +173,11 @@ async def _engines(count: int, settings: EngineSettings) -> "AsyncIterator[list[
     from ..start.launch import start_engine  # and with it Ray, which takes a while
 
     engines: list[RunningEngine] = []
+    weights = weights_in(settings.model.model_dir, settings.model.dtype)
     try:
         for number in range(count):
             name = f"{settings.name}-{number}" if settings.name and count > 1 else settings.name
-            with loading_bar() as watch:
+            with loading_bar(weight_bytes=weights.total(expands=False)) as watch:
                 engines.append(await start_engine(replace(settings, name=name), watch))
         yield engines
     finally:

@@ -1,18 +1,15 @@
 """What MODEL means: the demo's name, a folder, a GGUF file, a model whose weights are a package, or a name on the
-Hugging Face Hub whose files are on this machine."""
+Hugging Face Hub."""
 
 import difflib
-import os
-import re
 from pathlib import Path
 from typing import NamedTuple
 
-from ...errors import ModelNotFound
+from ...errors import InvalidSetting, ModelNotFound
 from ..demo import DEMO, DEMO_MODEL_DIR, is_demo
+from .gguf import SUFFIX
+from .hub import HUB_NAME, cached, fetched
 from .real_models import REAL_MODELS, real_checkpoint
-
-HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}", re.ASCII)
-"""ORGANISATION/MODEL"""
 
 SIMILAR = 0.7
 """The least likeness of two spellings that counts as a slip, from 0 to 1."""
@@ -30,44 +27,51 @@ class FoundModel(NamedTuple):
     is_of_hub: bool = False
 
 
-def find_model(model: str) -> FoundModel:
-    """Raises `ModelNotFound` for a name on the Hub whose files are not here. What else there is not, `Checkpoint` says
-    as it says what a folder lacks."""
+def find_model(model: str, revision: str | None = None, *, with_weights: bool = True) -> FoundModel:
+    """Fetches a model of the Hub that is not here.
+
+    revision: of a model on the Hub, its branch, tag or commit; None: main
+    with_weights: False where only the tokenizer is wanted
+
+    Raises what `fetched` does, and `InvalidSetting` for a revision of what is not on the Hub. What else there is not,
+    `Checkpoint` says as it says what a folder lacks.
+    """
+    found = None if is_hub_name(model) else _of_this_machine(model)
+    if found is None:
+        folder = cached(model, revision, with_weights=with_weights)
+        folder = folder or fetched(model, revision, with_weights=with_weights)
+        return FoundModel(folder, model, is_of_hub=True)
+    if revision is not None:
+        raise InvalidSetting(
+            f"revision is of models on the Hub, and {model} is on this machine; leave revision out", field="revision"
+        )
+    return found
+
+
+def is_hub_name(model: str) -> bool:
+    """Whether only the Hub can have it: a folder or file of that path, or a model by name, comes first."""
+    return HUB_NAME.fullmatch(model) is not None and not _exists(model) and Path(model).suffix.lower() != SUFFIX
+
+
+def _of_this_machine(model: str) -> FoundModel:
     if is_demo(model):
         return FoundModel(DEMO_MODEL_DIR, DEMO)
+    _refuse_gguf_of_hub(model)
     if real := real_checkpoint(model):
         return FoundModel(real.folder, real.name)
-    if _exists(model) or not HUB_NAME.fullmatch(model):
-        _suggest(model)
-        return FoundModel(Path(model))
-    folder = hub_folder(model)
-    if folder is None:
+    _suggest(model)
+    return FoundModel(Path(model))
+
+
+def _refuse_gguf_of_hub(model: str) -> None:
+    """Raises `ModelNotFound` for ORGANISATION/MODEL/FILE.gguf that is no path here."""
+    name, _, file = model.rpartition("/")
+    if file.lower().endswith(SUFFIX) and HUB_NAME.fullmatch(name) and not _exists(model):
         raise ModelNotFound(
-            f"there is no folder {model}, and no model of this name in the Hub's cache at {hub_cache()}. Bring it "
-            f"here: hf download {model}",
+            f"there is no file {model}. GGUF files of the Hub are not fetched by name: hf download {name} {file}, then "
+            "give the path that it prints",
             field="model",
         )
-    return FoundModel(folder, model, is_of_hub=True)
-
-
-def hub_folder(name: str) -> Path | None:
-    """The files of a model that was downloaded, as of its main branch; None if there are none. The layout of the cache:
-    https://huggingface.co/docs/huggingface_hub/guides/manage-cache"""
-    home = hub_cache() / f"models--{name.replace('/', '--')}"
-    try:
-        commit = (home / "refs" / "main").read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-    folder = home / "snapshots" / commit
-    return folder if re.fullmatch(r"[\w.-]+", commit) and (folder / "config.json").is_file() else None
-
-
-def hub_cache() -> Path:
-    """The folder in which huggingface_hub keeps its downloads."""
-    if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(cache).expanduser()
-    general = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("HF_HOME") or f"{general}/huggingface").expanduser() / "hub"
 
 
 def _suggest(model: str) -> None:

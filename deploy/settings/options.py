@@ -7,6 +7,7 @@ from ...controller.scheduling.settings import SchedulerSettings
 from ...controller.startup import EngineSettings
 from ...kvcache.plan import PlanSettings
 from ...proto.worker import ModelSettings
+from ..checkpoints.hub import HubSettings
 from ..checkpoints.model_dir import find_model
 from .setting import fields_of
 from .sizes import parse_bytes
@@ -18,11 +19,13 @@ CPU_KV_CACHE_MEMORY = "64MiB"
 def engine_settings(model: str, **given: Unpack[EngineArguments]) -> EngineSettings:
     """Settings of an engine. Raises `InvalidSetting`, naming the field, and `ModelNotFound`.
 
+    A model of the Hub is fetched if it is not here.
+
     kv_cache_memory: None: what `gpu_memory_utilization` leaves of a GPU beside weights and steps; without a GPU,
         `CPU_KV_CACHE_MEMORY`
     """
-    found = find_model(str(model))
     components = fields_of(ENGINE, given)
+    found = find_model(str(model), HubSettings(**components["hub"]).revision)
     engine, plan = components["engine"], components["plan"]
     if plan["memory_bytes"] is None:
         plan["memory_bytes"] = parse_bytes(CPU_KV_CACHE_MEMORY, "kv_cache_memory")

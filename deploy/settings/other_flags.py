@@ -14,7 +14,10 @@ _RANKS = "only tensor parallelism splits a model: --tensor-parallel-size N"
 _REPLICAS = (
     "for several engines, give num_replicas to intarsia.deploy.serve_app:app, or --num-engines to intarsia batch"
 )
-_HUB = "models come from this machine; `hf download NAME` brings one here"
+_HUB_NAME = "a name on the Hub is the argument itself, as in `intarsia serve ORGANISATION/MODEL`"
+_HUB_PLACE = "the variables of the Hub's own tools say where models are kept: HF_HUB_CACHE, HF_HOME"
+_HUB_TOKEN = "`hf auth login` keeps a token for the Hub, or HF_TOKEN gives one"
+_HUB_REVISION = "--revision says it for the model and its tokenizer"
 _REQUEST = "each request says it for itself"
 _CORS = "--allowed-origins says which pages may ask; methods and headers need no leave"
 _MEMORY = "--kv-cache-memory says how much memory keys and values have, as 4GiB"
@@ -58,11 +61,10 @@ VLLM: Mapping[str, str] = {
     "--cpu-offload-gb": "weights stay on their device; --tensor-parallel-size spreads them over several",
     "--max-logprobs": "its limit is fixed; what a request may ask for is told where it asks for more",
     "--tokenizer-mode": _CHOSEN,
-    "--tokenizer-revision": _HUB,
-    "--revision": _HUB,
-    "--code-revision": _HUB,
-    "--hf-token": _HUB,
-    "--download-dir": _HUB,
+    "--tokenizer-revision": _HUB_REVISION,
+    "--code-revision": _HUB_REVISION,
+    "--hf-token": _HUB_TOKEN,
+    "--download-dir": _HUB_PLACE,
     "--hf-config-path": "config.json is read from the model's folder; put it there",
     "--hf-overrides": "config.json is taken as it is; change it in a copy of the model's folder",
     "--rope-scaling": "config.json is taken as it is (rope_scaling); change it in a copy of the model's folder",
@@ -125,7 +127,7 @@ SGLANG: Mapping[str, str] = {
 
 LLAMA_CPP: Mapping[str, str] = {
     "-m": _THE_MODEL,
-    "-hf": _HUB,
+    "-hf": _HUB_NAME,
     "-c": _LENGTH,
     "--ctx-size": _LENGTH,
     "-np": "--max-num-seqs says how many requests a step has",

@@ -7,12 +7,12 @@ from ...errors import InvalidSetting
 
 
 def folder_of_tokenizer(given: str | None, name: str) -> str | None:
-    """Raises `ModelNotFound` for a name on the Hub whose files are not here."""
+    """Raises `ModelNotFound` for a name on the Hub whose files are not here and cannot be fetched."""
     if given is None:
         return None
     from ..checkpoints.model_dir import find_model
 
-    return str(find_model(given).path)
+    return str(find_model(given, with_weights=False).path)
 
 
 def traces_endpoint(url: str | None, name: str) -> str | None:

@@ -123,6 +123,9 @@ class EngineArguments(TypedDict, total=False):
         None, "model.chat_template", "A file with another chat template, Jinja.", "the tokenizer's")]
     served_model_name: Annotated[str | None, Setting(
         None, "engine.served_model_name", "What clients call the model.", "its folder's name")]
+    revision: Annotated[str | None, Setting(
+        None, "hub.revision", "Branch, tag or commit of a model on the Hub.", "main",
+        more="A model that is in the Hub's cache is taken from there, without asking whether a branch has moved.")]
     otlp_traces_endpoint: Annotated[str | None, Setting(
         None, "model.traces_endpoint", "Send OpenTelemetry traces there, OTLP over HTTP.", "none",
         read=traces_endpoint)]

@@ -7,7 +7,6 @@ What only the loaded model knows is judged later, by the parts that know it; wha
 words, for it is the same function.
 """
 
-import math
 import os
 import sys
 from collections.abc import Mapping
@@ -25,18 +24,13 @@ from ...workers.checkpoint.config_schema import text_config
 from ...workers.checkpoint.files import Checkpoint
 from ...workers.checkpoint.layer_specs import local_kv_heads, read_layers
 from ...workers.known_families import check_family
-from ..checkpoints.model_dir import find_model
+from ..checkpoints.model_dir import is_hub_name
+from ..checkpoints.weights import ITEM_BYTES, dtype_of, weigh, weights_in
 from ..front_end.tokenizer import check_tokenizer
 from ..settings.ports import check_ports as check_ports
 
 DEVICES = "/dev/nvidia0", "/dev/kfd"
 """Without one of these, no GPU is here that torch could use."""
-
-ITEM_BYTES = {"float64": 8, "float32": 4, "float": 4}
-"""Bytes of one number, by dtype; of others: 2."""
-
-NOT_TEXT = "vision", "visual", "audio", "multi_modal", "multimodal", "mtp."
-"""Parts of tensors' names that are not loaded, mostly: to take them for loaded would refuse what fits."""
 
 SAYS_ALL = "layer_types", "head_dim", "num_key_value_heads", "num_kv_shared_layers", "max_position_embeddings"
 """Fields of a config out of which its layers are known without transformers, which knows what a family leaves out."""
@@ -50,7 +44,7 @@ def judged(model: str, settings: EngineSettings) -> EngineSettings:
     try:
         check_engine(settings)
     except ModelNotFound as error:
-        if find_model(model).is_of_hub:
+        if is_hub_name(model):
             raise ModelNotFound(f"{error} To complete the download: hf download {model}", field="model") from None
         raise
     return settings
@@ -68,8 +62,7 @@ def check_engine(settings: EngineSettings) -> None:
     )  # other machines, and GPUs, have their own memory
     _check_backend(settings.model.attention_backend, has_gpu=not is_known)
     if is_known:
-        expands = settings.model.packed_products == "expanded" or settings.model.torch_compile
-        weights = weight_bytes(checkpoint, settings.model.dtype, expands=expands)
+        weights = weight_bytes(checkpoint, settings.model.dtype, expands=expands(settings))
         check_memory(weights, settings, free_host_bytes())
 
 
@@ -105,7 +98,12 @@ def _layers(fields: SimpleNamespace, settings: EngineSettings) -> tuple[LayerSpe
     said = [name for name in SAYS_ALL if getattr(fields, name, None) is not None or (is_plain and "shared" in name)]
     if not is_plain or len(said) < len(SAYS_ALL) or (settings.gpu_memory_utilization is not None and _has_gpu()):
         return None
-    return read_layers(fields, settings.model.tensor_parallel_size, _item_bytes(vars(fields), settings.model.dtype))
+    return read_layers(fields, settings.model.tensor_parallel_size, _item_bytes(vars(fields), settings))
+
+
+def _item_bytes(text: Mapping[str, Any], settings: EngineSettings) -> int:
+    """The bytes of one number of the weights."""
+    return ITEM_BYTES.get(dtype_of(text, settings.model.dtype), 2)
 
 
 def _check_backend(name: str | None, *, has_gpu: bool) -> None:
@@ -123,23 +121,21 @@ def _check_backend(name: str | None, *, has_gpu: bool) -> None:
 
 
 def weight_bytes(checkpoint: Checkpoint, dtype: str, *, expands: bool = False) -> int:
-    """The least bytes that the weights take on all ranks together.
+    """The least bytes that the weights take on all ranks together. expands: as `Weights.total` has it"""
+    return weigh(checkpoint, dtype).total(expands=expands)
 
-    expands: packed weights, too, take as many bytes as numbers of `dtype` do
-    """
-    item_bytes = _item_bytes(text_config(checkpoint.config), dtype, checkpoint.config)
-    packed = checkpoint.packed
 
-    def is_text(name: str) -> bool:
-        return not any(part in name for part in NOT_TEXT)
+def weights_in_words(settings: EngineSettings) -> str:
+    """What the weights of a checkpoint take here, by their formats. Raises what `Checkpoint` does."""
+    weights = weights_in(settings.model.model_dir, settings.model.dtype)
+    if not weights.packed or not (expands(settings) or _has_gpu()):
+        return weights.in_words()
+    return f"{weights.in_words()}, expanded to {weights.expanded_in_words()}"
 
-    plain = filter(is_text, set(checkpoint.names()) - packed.taken)
-    total = item_bytes * sum(math.prod(checkpoint.shape(name)) for name in plain)
-    for weight in filter(lambda each: is_text(each.name), packed.weights.values()):
-        stored = [checkpoint.stored(name) for name in weight.stored]
-        kept = sum(tensor.stop - tensor.start for tensor in stored)
-        total += item_bytes * weight.numbers(stored[0].shape) if expands else kept
-    return total
+
+def expands(settings: EngineSettings) -> bool:
+    """Whether packed weights are expanded when they are loaded, by the settings alone. On GPUs they are anyhow."""
+    return settings.model.packed_products == "expanded" or settings.model.torch_compile
 
 
 def check_memory(weights: int, settings: EngineSettings, free: int) -> None:
@@ -157,13 +153,6 @@ def check_memory(weights: int, settings: EngineSettings, free: int) -> None:
         asked=weights + cache,
         limit=free,
     )
-
-
-def _item_bytes(text: Mapping[str, Any], dtype: str, whole: Mapping[str, Any] | None = None) -> int:
-    """The bytes of one number of the weights."""
-    said = [each.get(name) for each in (text, whole or {}) for name in ("dtype", "torch_dtype")]
-    name = dtype if dtype != "auto" else next((one for one in said if isinstance(one, str)), "float32")
-    return ITEM_BYTES.get(name.removeprefix("torch."), 2)
 
 
 def _human(count: int) -> str:

@@ -15,7 +15,7 @@ from ..settings.options import engine_settings
 from ..settings.setting import Setting, fields_of
 from ..settings.table import ENGINE, SERVER, LogLevel
 from .before_ray import begin_ahead, check_start
-from .before_start import check_ports, judged
+from .before_start import check_ports, judged, weights_in_words
 from .ending import leave
 from .log_level import log_from
 
@@ -34,7 +34,7 @@ def run(context: typer.Context) -> None:
     if params["log_level"] is not None:
         log_from(LogLevel(params["log_level"]))
     begin_ahead()
-    print(f"loading {params['model']} ...", flush=True)
+    print(f"loading {params['model']}: {weights_in_words(settings)} of weights ...", flush=True)
 
     async def serve_and_leave() -> None:
         await serve(settings, server)

@@ -11,6 +11,7 @@ from ...environment import freeze_startup_objects
 from ...errors import IntarsiaError, InvalidSetting
 from ...proto.tracing import tracer_of
 from ...proto.worker import ModelSettings
+from ..checkpoints.weights import weights_in
 from ..console import ConsoleSettings
 from ..demo import demo_notes
 from ..front_end.access import Access, AccessSettings
@@ -142,7 +143,8 @@ async def _engine_and_tokenizer(settings: EngineSettings) -> "tuple[RunningEngin
     nothing is left then."""
     from .launch import start_engine  # and with it Ray, before the other thread imports anything
 
-    with loading_bar() as watch:
+    weights = weights_in(settings.model.model_dir, settings.model.dtype)
+    with loading_bar(weight_bytes=weights.total(expands=False)) as watch:
         starting = asyncio.ensure_future(start_engine(settings, watch))
         try:
             tokenizer = await asyncio.to_thread(_read_tokenizer, settings.model)

@@ -1,13 +1,15 @@
 """The layers of a model that need not be loaded: from its directory, its config.json, or its name."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...errors import IntarsiaError, InvalidSetting
+from ...errors import IntarsiaError, InvalidSetting, ModelError, ModelNotFound
 from ...kvcache.spec import LayerSpec
-from ...workers.checkpoint.files import read_config
+from ...workers.checkpoint.files import CONFIG, Checkpoint, read_config
 from ...workers.checkpoint.json_file import clipped
+from ..checkpoints.hub import HUB_NAME, folder_in_cache
 from ..checkpoints.known_models import known_model
+from ..checkpoints.weights import Weights, weigh
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
 """Bytes of one cached number."""
@@ -21,6 +23,7 @@ class ModelLayers:
     layers: tuple[LayerSpec, ...]  # one rank's share
     max_tokens: int | None  # of one request
     encoder_tokens: int  # of one image
+    weights: Weights | str | None = None  # text: why they cannot be told; None: there are none, or nobody knows
 
 
 def model_layers(model: str, tensor_parallel_size: int = 1, dtype: str = "bfloat16") -> ModelLayers:
@@ -34,9 +37,12 @@ def model_layers(model: str, tensor_parallel_size: int = 1, dtype: str = "bfloat
     path = Path(model)
     if path.exists():
         return _from_config(path, tensor_parallel_size, dtype)
+    if (here := folder_in_cache(model) if HUB_NAME.fullmatch(model) else None) and (here / CONFIG).is_file():
+        return replace(_from_config(here, tensor_parallel_size, dtype), model=model)
     known = known_model(model)
     layers = known.layers(tensor_parallel_size, ITEM_BYTES[dtype])
-    return ModelLayers(known.id, layers, known.max_position, known.encoder_tokens)
+    weights = None if known.weight_bytes is None else Weights("bfloat16", known.weight_bytes, {}, 0)
+    return ModelLayers(known.id, layers, known.max_position, known.encoder_tokens, weights)
 
 
 def _from_config(path: Path, tensor_parallel_size: int, dtype: str) -> ModelLayers:
@@ -59,4 +65,15 @@ def _from_config(path: Path, tensor_parallel_size: int, dtype: str) -> ModelLaye
         raise InvalidSetting(
             f"{file} is not a config that transformers knows: {clipped(str(error), 400)}", field="model"
         ) from None
-    return ModelLayers(directory.resolve().name, layers, getattr(config, "max_position_embeddings", None), 0)
+    longest = getattr(config, "max_position_embeddings", None)
+    return ModelLayers(directory.resolve().name, layers, longest, 0, _weights(directory))
+
+
+def _weights(folder: Path) -> Weights | str | None:
+    """A plan needs none: what is wrong with them is told, and hinders nothing."""
+    try:
+        return weigh(Checkpoint(folder), "auto")
+    except ModelNotFound:
+        return None
+    except ModelError as error:
+        return str(error)

@@ -14,6 +14,7 @@ from ...errors import InvalidSetting
 from ...kvcache.plan import Group, MemoryPlan, PlanSettings, exact_bytes
 from ...kvcache.reach import Keeps
 from ...kvcache.strategies import plan_memory
+from ..checkpoints.weights import Weights
 from ..terminal.banner import human_bytes
 from .model_layers import ModelLayers
 
@@ -73,6 +74,7 @@ class PlanReport:
             "binds": self.binds,
             "arenas": [{"large_pages": arena.num_pages, "bytes": arena.page_bytes} for arena in plan.arenas],
             "notes": list(plan.notes),
+            "weights": _weights_json(self.model.weights),
         }
 
 
@@ -157,6 +159,12 @@ def _group_json(group: Group) -> dict[str, Any]:
     }
 
 
+def _weights_json(weights: Weights | str | None) -> dict[str, Any] | None:
+    if not isinstance(weights, Weights):
+        return None
+    return {"bytes": weights.by_format(), "expanded_bytes": weights.total(expands=True), "dtype": weights.dtype}
+
+
 def _down(requests: float) -> float:
     return math.floor(requests * 100) / 100
 
@@ -173,6 +181,7 @@ def _lines(report: PlanReport) -> list[RenderableType]:
     ranks = f" on each of {report.tensor_parallel_size} ranks" if report.tensor_parallel_size > 1 else ""
     lines: list[RenderableType] = [
         Text.assemble((report.model.model, "bold"), f": {human_bytes(memory)} for the cache{ranks}"),
+        *_weights_lines(report.model.weights),
         Text(_choice(plan)),
         *(Text(f"note: {note}", style="yellow") for note in plan.notes),
         Text(),
@@ -189,6 +198,15 @@ def _lines(report: PlanReport) -> list[RenderableType]:
         Text(f"At most {shortest.requests:,.0f} requests run at once, of {shortest.context:,} tokens each (memory).")
     )
     return lines
+
+
+def _weights_lines(weights: Weights | str | None) -> list[RenderableType]:
+    if weights is None:
+        return []
+    if isinstance(weights, str):
+        return [Text(f"note: {weights}", style="yellow")]
+    beside = "; where they are expanded, as on GPUs: " + weights.expanded_in_words() if weights.packed else ""
+    return [Text(f"Weights, on all ranks together: {weights.in_words()}{beside}.")]
 
 
 def _choice(plan: MemoryPlan) -> str:

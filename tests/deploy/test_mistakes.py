@@ -37,7 +37,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "serve dmo": ("no model directory at dmo", "Did you mean demo?"),
     "serve google/gemma-3-1b-it": ("google/gemma-3-1b-it", "hf download google/gemma-3-1b-it"),
     "serve gemma-3-27b-it": ("no model directory at gemma-3-27b-it", "hf download google/gemma-3-27b-it"),
-    "serve half/loaded": ("lacks the weights model.safetensors", "hf download half/loaded"),
+    "serve half/loaded": ("lacks model.safetensors", "not completed", "hf download half/loaded"),
     "serve {tmp}/nowhere": ("{tmp}/nowhere", "config.json and safetensors files"),
     "serve {tmp}/empty": ("{tmp}/empty", "no config.json"),
     "serve {tmp}/demo/config.json": ("no model directory at {tmp}/demo/config.json", "a folder with config.json"),
@@ -182,7 +182,8 @@ class World(NamedTuple):
     def environment(self) -> dict[str, str]:
         mine = {name: value for name, value in os.environ.items() if not name.startswith(("INTARSIA_", "RAY_", "HF_"))}
         free = {"INTARSIA_PORT": "0", "INTARSIA_GRPC_PORT": "0"}  # others may have the usual ones
-        return mine | free | {"HF_HOME": str(self.tmp / "hub-home"), "XDG_RUNTIME_DIR": str(self.tmp)}
+        places = {"HF_HOME": str(self.tmp / "hub-home"), "XDG_RUNTIME_DIR": str(self.tmp)}
+        return mine | free | places | {"HF_HUB_OFFLINE": "1"}
 
 
 @pytest.fixture(scope="module")

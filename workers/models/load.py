@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import (
     GenerationConfig,
 )
 
-from ...errors import CorruptCheckpoint, IntarsiaError, UnsupportedModel
+from ...errors import CorruptCheckpoint, IntarsiaError, ModelNotFound, UnsupportedModel
 from ...proto.worker import ModelFacts, ModelSettings
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.json_file import clipped
@@ -51,7 +52,12 @@ def load_model(
 
     watch: told now and then how many of how many parameters are there
     """
-    checkpoint = Checkpoint(settings.model_dir)
+    try:
+        checkpoint = Checkpoint(settings.model_dir)
+    except ModelNotFound as error:  # whoever starts an engine has looked, on its own machine
+        raise ModelNotFound(
+            f"{error} So says {socket.gethostname()}: each node needs it there.", field="model"
+        ) from None
     with blaming_config(settings.model_dir):
         return _load(settings, checkpoint, parallel, device, watch)
 

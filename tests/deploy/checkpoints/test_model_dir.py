@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from intarsia.deploy.checkpoints.model_dir import find_model, hub_cache
+from intarsia.deploy.checkpoints.hub import hub_cache
+from intarsia.deploy.checkpoints.model_dir import find_model
 from intarsia.deploy.demo import DEMO_MODEL_DIR
 from intarsia.deploy.settings.options import engine_settings
 from intarsia.errors import ModelNotFound
@@ -27,6 +28,8 @@ def download(cache: Path, name: str, commit: str = "c0ffee") -> Path:
     folder = home / "snapshots" / commit
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
+    for name in ("model.safetensors", "tokenizer.json"):
+        (folder / name).touch()
     (home / "refs").mkdir()
     (home / "refs" / "main").write_text(commit)
     return folder
@@ -95,3 +98,8 @@ def test_demo_is_the_demo_and_what_is_like_it_is_told(cache: Path):
 @pytest.mark.parametrize("model", ["nowhere", "a/b/c", "./x", "/x/y", "x" * 5000, "a\0b", "org/", "../x", "~/x"])
 def test_what_is_no_name_is_left_to_the_checkpoint(cache: Path, model: str):
     assert not find_model(model).is_of_hub
+
+
+def test_a_gguf_file_of_the_hub_is_refused_with_the_command_that_brings_it(cache: Path):
+    with pytest.raises(ModelNotFound, match=r"hf download maker/model some-Q4_0\.gguf, then give the path"):
+        find_model("maker/model/some-Q4_0.gguf")

@@ -8,6 +8,7 @@ import pytest
 from intarsia.controller.admission.overload import OverloadSettings
 from intarsia.controller.scheduling.settings import SchedulerSettings
 from intarsia.controller.startup import EngineSettings
+from intarsia.deploy.checkpoints.hub import HubSettings
 from intarsia.deploy.console import ConsoleSettings
 from intarsia.deploy.front_end.access import AccessSettings
 from intarsia.deploy.front_end.front_end import FrontEndSettings
@@ -31,6 +32,7 @@ COMPONENTS: dict[str, Any] = {
     "front_end": FrontEndSettings,
     "console": ConsoleSettings,
     "limits": Limits,
+    "hub": HubSettings,
 }
 
 ONE_FOR_THE_OTHER = {"kv_cache_memory", "gpu_memory_utilization"}

@@ -18,6 +18,7 @@ import pytest
 from intarsia import SamplingParams
 from intarsia.deploy.client import Client
 from intarsia.errors import EngineUnavailable, IntarsiaError
+from intarsia.tests.hub import HubServer
 
 COMMAND = Path(sys.executable).parent / "intarsia"
 
@@ -133,3 +134,31 @@ def test_setting_only_the_workers_can_refuse_is_one_line_and_exit_2(tiny: Callab
     assert result.returncode == 2
     assert "tensor_parallel_size 3 does not divide the model's 4 query heads" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+def test_a_name_on_the_hub_is_fetched_served_and_what_clients_call_the_model(
+    tiny: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model, name = tiny("llama"), "maker/tiny-llama"
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    with HubServer() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        hub.add(name, {each.name: each.read_bytes() for each in Path(model.path).iterdir() if each.is_file()})
+        first = start(Path(name))
+        stop(first)
+    again = start(Path(name))  # nobody answers for the Hub any more
+    url = again.find(r"(http://\S+)").rstrip("/").removesuffix("/v1")
+    assert [each["id"] for each in httpx.get(f"{url}/v1/models").json()["data"]] == [name]
+    asked = {"model": name, "prompt": list(model.prompts[0]), "max_tokens": 2}
+    answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=60).json()
+    assert answer["model"] == name and answer["usage"]["completion_tokens"] == 2, answer
+    stop(again)
+    assert f"fetching {name} from the Hub" in first.printed
+    assert "fetching" not in again.printed
+
+
+def stop(server: Running) -> None:
+    server.process.send_signal(signal.SIGTERM)
+    assert server.rest() == "stopping ..."

@@ -1,0 +1,266 @@
+"""Fetches a model from the Hugging Face Hub into its cache, in a process of its own: whoever serves needs no client of
+the Hub, nor its threads.
+
+    python -m intarsia.deploy.checkpoints.hub_fetch NAME REVISION all|side
+
+prints "done total", in bytes, while it goes on, and at last one JSON object: {"folder": ..} or {"error": ..}.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from huggingface_hub import HfApi, constants, hf_hub_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from ...errors import IntarsiaError, InvalidSetting, ModelNotFound
+from ...workers.checkpoint.json_file import clipped
+from .hub import COMMIT, CONFIG, INDEX, MAIN, SIDE_FILES, SINGLE, TEMPLATES, files_of_index, home_of, hub_cache
+
+THREADS = 8
+SPARE_BYTES = 2**26
+SAY_EVERY_BYTES = 2**22
+UNWRITABLE = (
+    errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST
+)  # fmt: skip
+LOG_IN = "log in with `hf auth login`, or give a token by HF_TOKEN"
+
+
+def fetch(name: str, revision: str, *, with_weights: bool) -> Path:
+    """The folder, once its files are here: those beside the weights first, so that weights are the last to come.
+
+    Raises `ModelNotFound`, `InvalidSetting` and what huggingface_hub does.
+    """
+    info = HfApi().model_info(name, revision=revision, files_metadata=True)
+    commit = str(info.sha)
+    if not COMMIT.fullmatch(commit):
+        raise ModelNotFound(
+            f"the Hub calls revision {revision} of {name} {clipped(commit)!r}, no commit", field="model"
+        )
+    sizes = {each.rfilename: each.size or 0 for each in info.siblings or () if _is_inside(each.rfilename)}
+    side = [each for each in sizes if each in SIDE_FILES or TEMPLATES.fullmatch(each)]
+    if with_weights:
+        _check_format(name, sizes)
+        side += [INDEX] if INDEX in sizes else []
+    home = home_of(name)
+    folder = home / "snapshots" / commit
+    progress = Progress()
+    _fetch_files(name, commit, sizes, side, folder, progress)
+    if with_weights:
+        weights = sorted(files_of_index(folder)) or [SINGLE]
+        if lost := [each for each in weights if each not in sizes]:
+            raise ModelNotFound(f"{name} names {lost[0]} in its index, and the Hub does not have it", field="model")
+        _fetch_files(name, commit, sizes, weights, folder, progress)
+    # The name leads to the folder from now on.
+    if not COMMIT.fullmatch(revision):
+        _point(home / "refs" / revision, commit)
+    return folder
+
+
+def _is_inside(file: str) -> bool:
+    return not Path(file).is_absolute() and ".." not in Path(file).parts
+
+
+def _check_format(name: str, files: Iterable[str]) -> None:
+    names = set(files)
+    if CONFIG in names and (SINGLE in names or INDEX in names):
+        return
+    others = sorted(each for each in names if each.endswith((".safetensors", ".bin", ".pth", ".pt", ".gguf")))
+    what = "the weights model.safetensors" if CONFIG in names else CONFIG
+    raise ModelNotFound(
+        f"{name} on the Hub lacks {what}; it holds {', '.join(others[:4]) or 'no weight files'}. Only safetensors are "
+        "read from the Hub; a GGUF file can be given by its path.",
+        field="model",
+    )
+
+
+def _fetch_files(
+    name: str, commit: str, sizes: Mapping[str, int], files: Iterable[str], folder: Path, progress: "Progress"
+) -> None:
+    missing = [each for each in files if not (folder / each).is_file()]
+    wanted = sum(sizes[each] for each in missing)
+    progress.expect(wanted)
+    _check_room(name, wanted)
+
+    def one(file: str) -> None:
+        hf_hub_download(name, file, revision=commit, cache_dir=hub_cache(), tqdm_class=progress.bar())  # type: ignore[arg-type]
+
+    pool = ThreadPoolExecutor(THREADS)
+    futures = [pool.submit(one, each) for each in missing]
+    try:
+        for future in futures:
+            future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _check_room(name: str, wanted: int) -> None:
+    """wanted: bytes of the files that are to come"""
+    cache = hub_cache()
+    cache.mkdir(parents=True, exist_ok=True)
+    free, needed = shutil.disk_usage(cache).free, wanted + SPARE_BYTES
+    if wanted and free < needed:
+        raise InvalidSetting(
+            f"{name} takes {needed / 1e9:.1f} GB more, and the Hub's cache at {cache} has {free / 1e9:.1f} GB free; "
+            "make room, or name another place by HF_HUB_CACHE",
+            field="HF_HUB_CACHE",
+        )
+
+
+def _point(ref: Path, commit: str) -> None:
+    if ref.is_file() and ref.read_text().strip() == commit:
+        return
+    ref.parent.mkdir(parents=True, exist_ok=True)
+    fresh = ref.with_name(f".{ref.name}.{os.getpid()}")
+    fresh.write_text(commit)
+    fresh.replace(ref)
+
+
+class Progress:
+    """Adds up the bytes of files that are fetched at the same time, and prints them. Safe to use from threads."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._done = self._total = self._told = 0
+
+    def expect(self, more: int) -> None:
+        with self._lock:
+            self._total += more
+
+    def add(self, more: int) -> None:
+        with self._lock:
+            self._done += more
+            if abs(self._done - self._told) >= SAY_EVERY_BYTES or self._done >= self._total:
+                self._told = self._done
+                print(min(self._done, self._total), self._total, flush=True)
+
+    def bar(self) -> type["Told"]:
+        """A class of bars, as huggingface_hub wants one, that tell this."""
+        return type("ToldHere", (Told,), {"progress": self})
+
+
+class Told:
+    """Stands where huggingface_hub expects a bar of tqdm."""
+
+    progress: Progress
+
+    def __init__(self, *_: object, initial: int = 0, total: int | None = None, **__: object):
+        self.n, self.total = initial, total
+        self.progress.add(initial)
+
+    def update(self, more: float = 1) -> None:
+        self.n += int(more)
+        self.progress.add(int(more))
+
+    def update_transfer(self, more: float = 1) -> None:
+        """Bytes on the wire, which are not those of the files."""
+
+    def set_postfix_str(self, *_: object, **__: object) -> None: ...
+    def set_transfer_postfix_str(self, *_: object, **__: object) -> None: ...
+    def set_description(self, *_: object, **__: object) -> None: ...
+    def refresh(self, *_: object, **__: object) -> None: ...
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def in_our_words(error: Exception, name: str, revision: str) -> IntarsiaError:
+    """What went wrong, for the person who has to act."""
+    hub = constants.ENDPOINT
+    again = "The same command goes on with the files that are not here yet"
+    match error:
+        case IntarsiaError():
+            return error
+        case GatedRepoError():
+            return ModelNotFound(
+                f"{name} is given only to those who accepted its terms: do so at {hub}/{name}, and {LOG_IN}",
+                field="model",
+            )
+        case RevisionNotFoundError():
+            return InvalidSetting(
+                f"{name} has no branch, tag or commit {revision} at {hub}; leave revision out for {MAIN}",
+                field="revision",
+            )
+        case RepositoryNotFoundError():
+            return ModelNotFound(
+                f"there is no folder {name}, and no model {name} at {hub}, or it is private. Check how it is spelt; if "
+                f"it is private, {LOG_IN}",
+                field="model",
+            )
+        case HfHubHTTPError() if error.response.status_code in (401, 403):
+            return ModelNotFound(f"{hub} does not let you have {name}: {LOG_IN}", field="model")
+        case HfHubHTTPError():
+            return ModelNotFound(
+                f"{name} cannot be fetched: {hub} answered {error.response.status_code}. {again}.", field="model"
+            )
+        case OfflineModeIsEnabled():
+            return ModelNotFound(f"{name} is not here, and HF_HUB_OFFLINE forbids to fetch it", field="model")
+        case OSError(errno=int(number)) if number in UNWRITABLE:
+            return InvalidSetting(
+                f"the Hub's cache at {hub_cache()} cannot be written: {os.strerror(number)}. Name another place by "
+                "HF_HUB_CACHE, or make room.",
+                field="HF_HUB_CACHE",
+            )
+        case _:
+            why = clipped(str(_origin(error)), 200) or type(error).__name__
+            return ModelNotFound(
+                f"{name} is not on this machine, and could not be fetched from {hub}: {why}. {again}, and so does "
+                f"hf download {name}; or copy the model's folder here and give its path.",
+                field="model",
+            )
+
+
+def _origin(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def remove_halves() -> None:
+    """Remove the files that this process writes and has not completed: no other try goes on with them."""
+    for opened in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            file = Path(os.readlink(opened))
+            if file.suffix == ".incomplete":
+                file.unlink()
+
+
+def main(name: str, revision: str, what: str) -> int:
+    """Returns the exit status."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        folder = fetch(name, revision, with_weights=what == "all")
+    except KeyboardInterrupt:
+        remove_halves()
+        return 130
+    except Exception as error:  # noqa: BLE001  whatever it is becomes a sentence
+        remove_halves()
+        print(json.dumps({"error": in_our_words(error, name, revision).to_wire()}), flush=True)
+        return 1
+    print(json.dumps({"folder": str(folder)}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    os._exit(main(*sys.argv[1:4]))  # threads that still wait for the network are not waited for

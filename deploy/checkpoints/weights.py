@@ -1,0 +1,81 @@
+"""What the weights of a checkpoint take in memory, by their formats: told by the headers of its files alone."""
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...workers.checkpoint.config_schema import text_config
+from ...workers.checkpoint.files import Checkpoint
+from ...workers.checkpoint.packed.formats import Packed
+from ..terminal.banner import human_bytes
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "float": 4}
+"""Bytes of one number, by dtype; of others: 2."""
+
+NOT_TEXT = "vision", "visual", "audio", "multi_modal", "multimodal", "mtp."
+"""Parts of tensors' names that are not loaded, mostly: to take them for loaded would refuse what fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Bytes on all ranks together, at the least: without what ranks hold twice, and parts that are not loaded."""
+
+    dtype: str  # of numbers that are not packed, once they are loaded
+    plain: int
+    packed: Mapping[str, int]  # format -> as they are stored
+    unpacked: int  # the packed ones, once they are expanded to numbers of `dtype`
+
+    def total(self, *, expands: bool) -> int:
+        """expands: packed weights, too, take as many bytes as numbers of `dtype` do"""
+        return self.plain + (self.unpacked if expands else sum(self.packed.values()))
+
+    def by_format(self) -> dict[str, int]:
+        """Format -> bytes, the most first. Numbers that are not packed have their dtype for a format."""
+        found = {**self.packed, self.dtype: self.plain}
+        return dict(sorted(((name, size) for name, size in found.items() if size), key=lambda each: -each[1]))
+
+    def in_words(self) -> str:
+        """ "FP8 26.9 GiB, bfloat16 1.2 GiB" """
+        return ", ".join(f"{_shown(name)} {human_bytes(size)}" for name, size in self.by_format().items())
+
+    def expanded_in_words(self) -> str:
+        """ "bfloat16 54.6 GiB" """
+        return f"{self.dtype} {human_bytes(self.total(expands=True))}"
+
+
+def weigh(checkpoint: Checkpoint, dtype: str) -> Weights:
+    """dtype: that of the settings; auto: as the config says"""
+    name = dtype_of(text_config(checkpoint.config), dtype, checkpoint.config)
+    item_bytes, packed = ITEM_BYTES.get(name, 2), checkpoint.packed
+    plain = filter(_is_text, set(checkpoint.names()) - packed.taken)
+    kept: dict[str, int] = {}
+    unpacked = 0
+    for weight in (each for each in packed.weights.values() if _is_text(each.name)):
+        stored = [checkpoint.stored(tensor) for tensor in weight.stored]
+        form = weight.format if isinstance(weight, Packed) else "mxfp4"
+        kept[form] = kept.get(form, 0) + sum(tensor.stop - tensor.start for tensor in stored)
+        unpacked += item_bytes * weight.numbers(stored[0].shape)
+    return Weights(name, item_bytes * sum(math.prod(checkpoint.shape(each)) for each in plain), kept, unpacked)
+
+
+@functools.lru_cache(maxsize=1)
+def weights_in(folder: str, dtype: str) -> Weights:
+    """As `weigh`, for what is told more than once on the way to an engine. Raises what `Checkpoint` does."""
+    return weigh(Checkpoint(folder), dtype)
+
+
+def dtype_of(text: Mapping[str, Any], dtype: str, whole: Mapping[str, Any] | None = None) -> str:
+    """The numbers of the weights once they are loaded. text, whole: the config's text part, and all of it"""
+    said = [each.get(name) for each in (text, whole or {}) for name in ("dtype", "torch_dtype")]
+    name = dtype if dtype != "auto" else next((one for one in said if isinstance(one, str)), "float32")
+    return name.removeprefix("torch.")
+
+
+def _is_text(name: str) -> bool:
+    return not any(part in name for part in NOT_TEXT)
+
+
+def _shown(form: str) -> str:
+    return form if form.startswith(("bfloat", "float")) else form.upper()
