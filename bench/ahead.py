@@ -337,11 +337,11 @@ def _unpacked_products() -> Iterator[Variant]:
             tile, cut = unpacking.unpacking_tile(rows, 2), products.cut_inputs(inputs, outputs)
             constants = {
                 "KIND": int(kind), "EACH": 8 // kind.bits, "MIDDLE": middle, "SCALE_KIND": scale_kind,
-                "HAS_ZERO": has_zero, "FACTOR": factor, "HAS_ORDER": False, "COLUMNS": columns, "OFFSET": 0, "SCALES": 1 + (inputs - 1) // columns,
-                "RUN": unpacking.run_of(columns, 0, inputs, tile.block), "INPUTS": inputs, "CUT": cut,
-                "GROUPS_PADDED": 0 if groups == 1 else power_of_two(groups), "HAS_TOKENS": groups > 1,
-                "HAS_BIAS": groups > 1, "IS_CUT": is_cut, "ROWS": tile.rows, "OUTPUTS": products.OUTPUTS,
-                "BLOCK": tile.block, "PRECISION": "ieee",
+                "HAS_ZERO": has_zero, "FACTOR": factor, "HAS_ORDER": False, "COLUMNS": columns, "OFFSET": 0,
+                "SCALES": -(-inputs // columns), "RUN": unpacking.run_of(columns, 0, inputs, tile.block),
+                "INPUTS": inputs, "CUT": cut, "GROUPS_PADDED": 0 if groups == 1 else power_of_two(groups),
+                "HAS_TOKENS": groups > 1, "HAS_BIAS": groups > 1, "IS_CUT": is_cut, "ROWS": tile.rows,
+                "OUTPUTS": products.OUTPUTS, "BLOCK": tile.block, "PRECISION": "ieee",
             }  # fmt: skip
             kernel = unpacking._kernels().unpacked_product
             lists = {"first_ptr", "token_ptr", "order_ptr"}
