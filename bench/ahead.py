@@ -4,8 +4,8 @@
 
 Prints one JSON object per kernel and shape: registers and shared memory, what is spilled to slow memory (there should
 be nothing), and which instructions multiply matrices (HGMMA is Hopper's own, HMMA the older one). What is compiled is
-what `TritonBackend`, `TritonStates`, `TritonSampling` and `tokenwise/triton.py` launch. Exits with 1 if a kernel asks
-for more memory than there is, or spills; prompts in float32 may, which is there to judge others.
+what `TritonBackend`, `TritonStates`, `TritonSampling`, `products` and `tokenwise/triton.py` launch. Exits with 1 if a
+kernel asks for more memory than there is, or spills; prompts in float32 may, which is there to judge others.
 """
 
 import argparse
@@ -23,6 +23,8 @@ import torch
 from intarsia.kernels.mixers import triton as mixers
 from intarsia.kernels.paged_attention.triton import MERGED_AT_ONCE, Shape, Size, TritonBackend, precision_of, shape_for
 from intarsia.kernels.products import triton as products
+from intarsia.kernels.products import unpacking
+from intarsia.kernels.products.codes import CodeKind
 from intarsia.kernels.sampling.triton import LIST_TOKENS, LIST_WARPS, WARPS, TritonSampling, shift_of
 from intarsia.kernels.state.triton import (
     BFLOAT16_LAUNCH,
@@ -71,6 +73,7 @@ def variants(dtypes: Sequence[str]) -> Iterator[Variant]:
     yield from _states()
     yield from _mixers()
     yield from _products()
+    yield from _unpacked_products()
     for dtype in dtypes:
         yield from _sampling(dtype)
 
@@ -311,6 +314,41 @@ def _products() -> Iterator[Variant]:
         constants = {"PICKS": picks, "GROUPS_PADDED": groups, "BLOCK": max(16, products.SORTED_AT_ONCE // groups)}
         types = _types(kernels.sort_rows, (), "bf16", (), {"group_ptr", "first_ptr", "token_ptr", "place_ptr"})
         yield Variant(f"sort rows of {groups} experts", kernels.sort_rows, types, constants, products.SORT_WARPS, 3)
+
+
+UNPACKED = [  # name, kind of code, type and kind of scales, columns of a group, zero points, middle, factor
+    ("int4, groups of 128, zero points", CodeKind.INT4, "bf16", 0, 128, True, 0, 0),
+    ("int4, groups of 32, middle", CodeKind.INT4, "fp16", 0, 32, False, 8, 0),
+    ("nvfp4", CodeKind.E2M1, "u8", 1, 16, False, 0, 2),
+    ("mxfp4", CodeKind.E2M1, "u8", 2, 32, False, 0, 0),
+    ("fp8, blocks of 128", CodeKind.E4M3, "bf16", 0, 128, False, 0, 0),
+    ("fp8, rows", CodeKind.E4M3, "fp32", 0, 1 << 20, False, 0, 0),
+    ("mxfp8", CodeKind.E4M3, "u8", 2, 32, False, 0, 0),
+    ("int8, rows", CodeKind.INT8, "bf16", 0, 1 << 20, False, 0, 0),
+    ("uint8, groups of 128, zero points", CodeKind.UINT8, "fp16", 0, 128, True, 0, 0),
+]
+
+
+def _unpacked_products() -> Iterator[Variant]:
+    """Weights in fewer bits: every kind of few rows and of many, alone; and of experts."""
+    for name, kind, scale, scale_kind, columns, has_zero, middle, factor in UNPACKED:
+        for rows, groups, is_cut in ((64, 1, True), (64, 1, False), (128, 1, False), (64, 32, True), (128, 32, False)):
+            inputs, outputs = (4096, 14_336) if groups == 1 else (2880, 5760)
+            tile, cut = unpacking.unpacking_tile(rows, 2), products.cut_inputs(inputs, outputs)
+            constants = {
+                "KIND": int(kind), "EACH": 8 // kind.bits, "MIDDLE": middle, "SCALE_KIND": scale_kind,
+                "HAS_ZERO": has_zero, "FACTOR": factor, "HAS_ORDER": False, "COLUMNS": columns, "OFFSET": 0,
+                "SCALES": -(-inputs // columns), "RUN": unpacking.run_of(columns, 0, inputs, tile.block),
+                "INPUTS": inputs, "CUT": cut, "GROUPS_PADDED": 0 if groups == 1 else power_of_two(groups),
+                "HAS_TOKENS": groups > 1, "HAS_BIAS": groups > 1, "IS_CUT": is_cut, "ROWS": tile.rows,
+                "OUTPUTS": products.OUTPUTS, "BLOCK": tile.block, "PRECISION": "ieee",
+            }  # fmt: skip
+            kernel = unpacking._kernels().unpacked_product
+            lists = {"first_ptr", "token_ptr", "order_ptr"}
+            types = _types(kernel, {"x_ptr", "bias_ptr", "out_ptr"}, "bf16", {"parts_ptr", "factor_ptr"}, lists)
+            types |= {"code_ptr": "*u8", "zero_ptr": "*u8", "scale_ptr": f"*{scale}"}
+            title = f"unpacked product {name}, {tile.rows} rows{' of experts' if groups > 1 else ''}"
+            yield Variant(title + (", of one cut" if is_cut else ""), kernel, types, constants, tile.warps, tile.stages)
 
 
 def _sampling(dtype: str) -> Iterator[Variant]:

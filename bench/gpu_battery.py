@@ -14,6 +14,7 @@ in processes of its own, every case is a line of JSON as soon as it is known, an
     sampling    tokens drawn from logits of 262,144 tokens and fewer
     tokenwise   norms, rotary positions and gates, alone and in the chain of a layer
     products    with constant weights, of few rows and of many, and whole layers of experts
+    packed      products with weights in fewer bits, beside torch's of 16
     pages       copies of pages, and swaps to host memory and back
     errors      every backend against float64 over pages of NaN: bfloat16, then float32 and float16
     engine      whole engines in this process: step times with and without graphs, prompts, mixed load, profiles

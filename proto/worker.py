@@ -9,9 +9,9 @@ from ..kvcache.spec import LayerSpec
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-PACKED_PRODUCTS = "auto", "cpu", "reference", "expanded"
-"""Weights in fewer bits are multiplied as they are stored, by C++ on a CPU or slowly by torch on any device; or they
-are expanded when they are loaded. "auto" is the fastest that keeps them, else expanded."""
+PACKED_PRODUCTS = "auto", "cpu", "triton", "reference", "expanded"
+"""Weights in fewer bits are multiplied as they are stored, by C++ on a CPU, by Triton on a GPU, or slowly by torch on
+any device; or they are expanded when they are loaded. "auto" is the fastest that keeps them, else expanded."""
 
 
 @dataclass(frozen=True, slots=True)

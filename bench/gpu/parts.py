@@ -54,6 +54,7 @@ JOBS: Sequence[Job] = (
     Job("sampling", "", 2),
     Job("tokenwise", "", 2),
     Job("products", "", 2),
+    Job("packed", "", 2),
     Job("pages", "", 1),
     *(Job("errors", dtype, 2) for dtype in ("bfloat16", "float32", "float16")),
     *(Job("engine", engine.name, engine.share) for engine in ENGINES),

@@ -110,10 +110,10 @@ def _multiply(weight: Weight, rows: tuple[int, ...], bench: Bench) -> Iterator[R
         }
         wanted = ways["torch"][0]().double()
         for name, calls in ways.items():
-            yield bench.attempt({"rows": count, "way": name}, partial(_timed, calls, wanted, size, flops, bench))
+            yield bench.attempt({"rows": count, "way": name}, partial(timed, calls, wanted, size, flops, bench))
 
 
-def _timed(calls: list[Any], wanted: Tensor, size: float, flops: float, bench: Bench) -> Row:
+def timed(calls: list[Any], wanted: Tensor, size: float, flops: float, bench: Bench) -> Row:
     off = float((calls[0]().double() - wanted).abs().max()) / max(1e-30, float(wanted.abs().max()))
     wrong = {} if off <= ALLOWED else {WRONG: f"off by {off:.1e} of the largest number"}
     timing = bench.time(calls)
@@ -188,4 +188,4 @@ def _choose(asked: Experts, tokens: tuple[int, ...], bench: Bench) -> Iterator[R
         wanted = ways["torch" if not bench.is_rehearsed else "triton"][0]().double()
         for name, calls in ways.items():
             if not (bench.is_rehearsed and name == "torch"):  # whose grouped product is of another kind there
-                yield bench.attempt({"tokens": count, "way": name}, partial(_timed, calls, wanted, size, flops, bench))
+                yield bench.attempt({"tokens": count, "way": name}, partial(timed, calls, wanted, size, flops, bench))

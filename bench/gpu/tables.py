@@ -9,7 +9,7 @@ from .lines import BEGAN, ENDED, FAILED, LEFT_OUT, WRONG
 
 Row = dict[str, Any]
 
-BESIDE = {"products": ("rows", "tokens"), "families": ("way",)}
+BESIDE = {"products": ("rows", "tokens"), "packed": ("rows",), "families": ("way",)}
 """What else tells rows of a case apart, by part."""
 
 
@@ -111,6 +111,13 @@ def _products(group: dict[str, Row]) -> list[Any]:
     return [row["case"], size, ours, theirs, row.get("floor_us"), _ratio(ours, theirs)]
 
 
+def _packed(group: dict[str, Row]) -> list[Any]:
+    row = _any(group)
+    theirs, ours = _us(group, "torch"), _us(group, "triton")
+    rates = [_us(group, way, of="gb_per_s") for way in ("triton", "torch")]
+    return [row["case"], f"{row['rows']} rows", ours, theirs, *rates, _ratio(ours, theirs)]
+
+
 def _steps(group: dict[str, Row]) -> list[Any]:
     row, launched = group.get("graphs") or _any(group), group.get("launched", {})
     cells = [row.get(name) for name in ("step_us", "floor_us", "times_floor", "tokens_per_s")]
@@ -168,6 +175,13 @@ TABLES: list[tuple[str, str, str, list[str], Cells]] = [
         "way",
         ["weight", "of", "Triton", "torch", "floor", "Triton / torch"],
         _products,
+    ),
+    (
+        "Products of weights in fewer bits, us, and GB/s of their bytes",
+        "packed",
+        "way",
+        ["weight", "of", "Triton", "torch in 16 bits", "GB/s", "GB/s", "Triton / torch"],
+        _packed,
     ),
     (
         "Decode steps, us",

@@ -5,7 +5,7 @@
 
 `protocol.py` says what a kind must do, `reference.py` shows the arithmetic. On a CPU it runs in C++ (`cpu.py`), or by
 oneDNN where nothing can be compiled (`onednn.py`). On a GPU torch's products are taken, or Triton's for the same bits
-and for experts (`triton.py`).
+and for experts (`triton.py`). Weights in fewer bits stay so on both (`codes.py`, `unpacking.py`).
 """
 
 from collections.abc import Callable
@@ -21,6 +21,7 @@ from .onednn import OneDnnLinear, compile_products
 from .protocol import CodesLinear, PackedLinear, SortedRows
 from .reference import ExpandedCodes, ReferenceCodesLinear
 from .triton import TritonLinear, TritonWeights
+from .unpacking import TritonCodes, TritonCodesLinear
 
 __all__ = [
     "CODES_KINDS",
@@ -39,6 +40,8 @@ __all__ = [
     "PackedWeights",
     "ReferenceCodesLinear",
     "SortedRows",
+    "TritonCodes",
+    "TritonCodesLinear",
     "TritonLinear",
     "TritonWeights",
     "compile_products",
@@ -65,11 +68,12 @@ class CodesKind(NamedTuple):
     """How weights in fewer bits are multiplied."""
 
     linear: type[CodesLinear]
-    weights: type[PackedCodes] | type[ExpandedCodes]  # of experts
+    weights: type[PackedCodes] | type[ExpandedCodes] | type[TritonCodes]  # of experts
 
 
 CODES_KINDS: dict[str, CodesKind] = {
     "cpu": CodesKind(NativeCodesLinear, PackedCodes),
+    "triton": CodesKind(TritonCodesLinear, TritonCodes),
     "reference": CodesKind(ReferenceCodesLinear, ExpandedCodes),
 }
 

@@ -128,6 +128,14 @@ class Codes:
             factor=None if self.factor is None else self.factor[..., start:stop],
         )
 
+    def as_group(self) -> "Codes":
+        """[1,N,K] of [N,K]"""
+        return self._with_each(lambda tensor: tensor.unsqueeze(0))
+
+    def moved(self, device: torch.device) -> "Codes":
+        order = None if self.order is None else self.order.to(device)
+        return replace(self._with_each(lambda tensor: tensor.to(device)), order=order)
+
     def of_expert(self, number: int) -> "Codes":
         return self._with_each(lambda tensor: tensor[number])
 

@@ -44,6 +44,10 @@ class ExpandedCodes:
         self._codes = codes
         self._biases = biases
 
+    @staticmethod
+    def takes(codes: Codes) -> bool:
+        return True
+
     def product(self, x_RI: Tensor) -> Tensor:
         return F.linear(x_RI, self._codes.numbers(self.dtype), None if self._biases is None else self._biases[0])
 

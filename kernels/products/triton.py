@@ -85,7 +85,7 @@ class TritonWeights:
             return out
         # The tile depends on the rows of a step, which changes no bit: each output is summed in the same order.
         groups = 1 if first_row is None else self.groups
-        tile = tile_for(-(-count // groups), x_RI.itemsize)
+        tile = self._tile(-(-count // groups), x_RI.itemsize)
         tiles = -(-count // tile.rows) if first_row is None else min(count, groups + count // tile.rows)
         across, cuts = -(-self.outputs // OUTPUTS), -(-self.inputs // self._cut)
         is_cut = cuts > 1 and tiles * across < PROGRAMS
@@ -95,18 +95,26 @@ class TritonWeights:
             "GROUPS_PADDED": 0 if first_row is None else power_of_two(self.groups),
             "HAS_BIAS": self._biases is not None,
         }
-        _kernels().product[tiles, across, cuts if is_cut else 1](
-            x_RI, self._weights, bias, out, parts, first, out if row_of is None else row_of,
+        kernel, weights, constants = self._operands()
+        kernel[tiles, across, cuts if is_cut else 1](
+            x_RI, *weights, bias, out, parts, first, out if row_of is None else row_of,
             count, self.outputs, self.groups, x_RI.stride(0),
             INPUTS=self.inputs, CUT=self._cut, HAS_TOKENS=row_of is not None, IS_CUT=is_cut,
             ROWS=tile.rows, OUTPUTS=OUTPUTS, BLOCK=tile.block, PRECISION="ieee",
-            num_warps=tile.warps, num_stages=tile.stages, **common,
+            num_warps=tile.warps, num_stages=tile.stages, **common, **constants,
         )  # fmt: skip
         if is_cut:
             _kernels().add_cuts[count, across](
                 parts, bias, out, first, count, self.outputs, self.groups, CUTS=cuts, OUTPUTS=OUTPUTS, **common
             )
         return out
+
+    def _tile(self, rows: int, itemsize: int) -> Tile:
+        return tile_for(rows, itemsize)
+
+    def _operands(self) -> tuple[Any, tuple[Tensor, ...], dict[str, Any]]:
+        """The kernel, and what it is given of the weights."""
+        return _kernels().product, (self._weights,), {}
 
 
 def combine(x_ND: Tensor, row_of: Tensor, shares: Tensor) -> Tensor:

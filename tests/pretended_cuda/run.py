@@ -69,6 +69,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--block-size", type=int)
     parser.add_argument("--swap", action="store_true", help="requests that give way wait in host memory")
     parser.add_argument("--same-bits", action="store_true", help="products in one order of sums")
+    parser.add_argument("--packed-products", default="auto", help="what multiplies weights in fewer bits")
     parser.add_argument("--planted", nargs="*", help="try mistakes of planted.py, all or these, one by one")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
@@ -79,7 +80,7 @@ def _run(scene: Scene, asked: argparse.Namespace) -> dict[str, Any]:
     from .engines import run_scene, swapping
 
     settings: dict[str, Any] = {"dtype": asked.dtype, "kv_cache_memory": asked.kv_cache_memory or None}
-    settings["same_bits"] = asked.same_bits
+    settings |= {"same_bits": asked.same_bits, "packed_products": asked.packed_products}
     if asked.swap:
         settings |= swapping(asked.kv_cache_memory)
     if asked.block_size is not None:

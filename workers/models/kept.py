@@ -19,11 +19,15 @@ from ...kernels.products import (
     CodesLinear,
     ExpandedCodes,
     PackedCodes,
+    TritonCodes,
     side_by_side,
 )
 from ...proto.worker import ModelSettings
 from ..tensor_parallel import Slice
 from .weight_map import Source, all_of
+
+NATIVE = {"cpu": "cpu", "cuda": "triton"}
+"""What multiplies on a device; by its type."""
 
 EXPERTS = "gate_up_proj", "up_proj", "down_proj"
 
@@ -35,7 +39,7 @@ class KeptExperts(NamedTuple):
     kind: CodesKind
     dtype: torch.dtype
 
-    def weights(self, biases: Tensor | None) -> PackedCodes | ExpandedCodes:
+    def weights(self, biases: Tensor | None) -> PackedCodes | ExpandedCodes | TritonCodes:
         return self.kind.weights(self.codes, self.dtype, biases)
 
 
@@ -45,6 +49,7 @@ class Keeper:
 
     kind: CodesKind
     dtype: torch.dtype
+    device: torch.device
 
     def keep(self, owner: Any, name: str, source: Source, part: Slice | None) -> bool:
         """Whether `owner` has what it needs for its parameter `name` from now on, without the parameter."""
@@ -53,8 +58,9 @@ class Keeper:
         if not (is_linear or (has_experts and name in EXPERTS)):
             return False
         codes = _codes(source, part)
-        if codes is None or not self._takes(codes):
+        if codes is None or not self.kind.weights.takes(codes):
             return False
+        codes = codes.moved(self.device)
         if is_linear:
             self.kind.linear.hold(owner, codes, self.dtype)
         else:
@@ -63,18 +69,16 @@ class Keeper:
         vars(owner)["_is_hf_initialized"] = True  # tells transformers to leave it alone
         return True
 
-    def _takes(self, codes: Codes) -> bool:
-        return self.kind.weights is ExpandedCodes or PackedCodes.takes(codes)
-
 
 def keeper_of(settings: ModelSettings, dtype: torch.dtype, device: torch.device) -> Keeper | None:
     """None: all weights are expanded. Raises `InvalidSetting` with what the asked way lacks."""
     asked = settings.packed_products
     if asked == "expanded":
         return None
-    why_not = _lacks(asked if asked != "auto" else "cpu", settings, dtype, device)
+    name = NATIVE.get(device.type, "cpu") if asked == "auto" else asked
+    why_not = _lacks(name, settings, dtype, device)
     if why_not is None:
-        return Keeper(CODES_KINDS["cpu" if asked == "auto" else asked], dtype)
+        return Keeper(CODES_KINDS[name], dtype, device)
     if asked == "auto":
         return None
     raise InvalidSetting(
@@ -87,7 +91,7 @@ def _lacks(name: str, settings: ModelSettings, dtype: torch.dtype, device: torch
     kind = CODES_KINDS[name].linear
     if settings.torch_compile:
         return "torch_compile sees no further than an operator that it does not know"
-    if name == "cpu" and device.type != "cpu":
+    if name in NATIVE.values() and name != NATIVE.get(device.type):
         return f"the model runs on {device}"
     if dtype not in kind.dtypes:
         return f"it multiplies {', '.join(sorted(str(each) for each in kind.dtypes))}, not {dtype}"

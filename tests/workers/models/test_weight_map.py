@@ -82,14 +82,12 @@ def test_four_bit_experts_are_what_transformers_makes_of_them():
     check_every_slice(Mxfp4(Whole(blocks), Whole(scales)), theirs.contiguous())
 
 
-def test_a_four_bit_checkpoint_gives_the_tokens_of_the_same_weights_unpacked(tiny: Callable, tmp_path: Path):
-    """gpt-oss as released: the experts' matrices packed, everything else in bfloat16."""
-    import asyncio
+def make_four_bit_twins(source: Path, folder: Path) -> None:
+    """Writes folder/packed, gpt-oss as released: the experts' matrices packed, everything else as in folder/plain."""
     import shutil
 
-    source = tiny("gpt_oss").path
     for kind in ("packed", "plain"):
-        shutil.copytree(source, tmp_path / kind)
+        shutil.copytree(source, folder / kind)
     config = json.loads((source / "config.json").read_text())
     weights = load_file(source / "model.safetensors")
     packed, plain = dict(weights), dict(weights)
@@ -102,10 +100,16 @@ def test_a_four_bit_checkpoint_gives_the_tokens_of_the_same_weights_unpacked(tin
             del packed[name]
             packed[f"{name}_blocks"], packed[f"{name}_scales"] = blocks, scales
             plain[name] = Mxfp4(Whole(blocks), Whole(scales)).read().float().contiguous()
-    save_file(packed, tmp_path / "packed" / "model.safetensors", metadata={"format": "pt"})
-    save_file(plain, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    save_file(packed, folder / "packed" / "model.safetensors", metadata={"format": "pt"})
+    save_file(plain, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (tmp_path / "packed" / "config.json").write_text(json.dumps(config))
+    (folder / "packed" / "config.json").write_text(json.dumps(config))
+
+
+def test_a_four_bit_checkpoint_gives_the_tokens_of_the_same_weights_unpacked(tiny: Callable, tmp_path: Path):
+    import asyncio
+
+    make_four_bit_twins(tiny("gpt_oss").path, tmp_path)
 
     async def tokens(kind: str) -> list[list[int]]:
         completions = await complete(

@@ -1,0 +1,155 @@
+"""Weights in fewer bits on a GPU, in Triton's interpreter: products have the bits of those with the numbers in full."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from intarsia.kernels.products import Codes, TritonCodes, TritonWeights, stacked
+from intarsia.kernels.products import triton as products
+from intarsia.kernels.products.codes import CodeKind
+from intarsia.kernels.products.unpacking import run_of
+from intarsia.kernels.toolchain import triton as gpu
+from intarsia.tests.kernels.products.test_codes import SCALES, random_codes
+
+pytestmark = pytest.mark.skipif(gpu.missing() is not None, reason=str(gpu.missing()))
+
+DTYPES = torch.float32, torch.float16
+ROWS = 1, 3, 17, 100
+
+
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts every few inputs, in products of a few tiles."""
+    monkeypatch.setattr(products, "LEAST_CUT", 64)
+    monkeypatch.setattr(products, "PROGRAMS", 4)
+
+
+def check_products(codes: Codes, dtype: torch.dtype, rows: tuple[int, ...] = ROWS) -> None:
+    numbers = codes.numbers(dtype)
+    outputs, inputs = numbers.shape
+    bias = torch.randn(1, outputs).to(dtype)
+    packed, plain = TritonCodes(codes, dtype, bias), TritonWeights(numbers.unsqueeze(0), bias)
+    for count in rows:
+        x = torch.randn(count, inputs).to(dtype)
+        torch.testing.assert_close(packed.product(x), plain.product(x), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(packed.codes().numbers(dtype), numbers, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("kind", CodeKind)
+def test_products_with_codes_have_the_bits_of_products_with_their_numbers(
+    kind: CodeKind, scale: str, dtype: torch.dtype
+):
+    check_products(random_codes(kind, (150, 224), 32, scale), dtype, (1, 70))
+
+
+@pytest.mark.parametrize("kind", CodeKind)
+def test_products_in_bfloat16_keep_the_bits_where_numbers_need_no_rounding(kind: CodeKind):
+    """The interpreter cuts numbers off, where a GPU and torch round them."""
+    check_products(random_codes(kind, (150, 224), 32, "power"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("columns", [2, 16, 40, 64, 128, 1000])
+@pytest.mark.parametrize("shape", [(1, 64), (130, 96), (257, 322)])
+def test_groups_of_any_size_in_weights_of_any_shape_keep_the_bits(columns: int, shape: tuple[int, int]):
+    for kind in (CodeKind.INT4, CodeKind.E4M3):
+        check_products(random_codes(kind, shape, columns), torch.float16)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.parametrize("kind", CodeKind)
+def test_every_code_is_opened_exactly_and_rounded_once(kind: CodeKind):
+    """A row of x that has a one shows a column's numbers. Codes that are no number are seen, too."""
+    every = torch.arange(256, dtype=torch.uint8).view(4, 64)
+    scale = torch.tensor([1.0, 1 / 3, 1e-6, 1.1e4]).view(4, 1)
+    codes = Codes(kind, every, scale, 1024)
+    columns = codes.shape[1]
+    for dtype in DTYPES:
+        numbers = codes.numbers(dtype)
+        for column in range(0, columns, 16):
+            picked = replace(codes, codes=every[:, column * kind.bits // 8 : (column + 16) * kind.bits // 8])
+            found = TritonCodes(picked, dtype).product(torch.eye(16, dtype=dtype))
+            wanted = numbers[:, column : column + 16].T
+            is_number = wanted.isfinite().all(0)
+            assert torch.equal(found[:, is_number], wanted[:, is_number])
+            assert found[:, ~is_number].isnan().any(0).all()
+
+
+def test_every_power_of_two_is_the_scale_that_it_stands_for():
+    powers = torch.arange(256, dtype=torch.uint8).view(256, 1)
+    codes = Codes(CodeKind.E2M1, torch.full((256, 32), 0x22, dtype=torch.uint8), powers, 64)
+    found = TritonCodes(codes, torch.float32).product(torch.eye(64)[:1])[0]
+    torch.testing.assert_close(found, codes.numbers(torch.float32)[:, 0], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zero_points_factors_and_groups_that_begin_before_the_first_column_keep_the_bits(dtype: torch.dtype):
+    zero = torch.randint(0, 16, (70, 3), dtype=torch.uint8)
+    plain = random_codes(CodeKind.INT4, (70, 96), 32, zero=zero, middle=1)
+    check_products(plain, dtype)
+    for start, stop in ((16, 80), (2, 96), (32, 64)):
+        cut = plain.cut(1, start, stop)
+        assert cut is not None and cut.offset == start % 32
+        check_products(cut, dtype)
+    for divides in (False, True):
+        more: dict[str, Any] = {"factor": torch.rand(70) + 0.5, "divides": divides}
+        check_products(random_codes(CodeKind.E2M1, (70, 96), 16, "e4m3", **more), dtype)
+
+
+def test_inputs_that_are_cut_keep_the_bits_of_a_row_in_any_company(few_programs: None):
+    codes = random_codes(CodeKind.INT4, (100, 600), 40, middle=8)
+    check_products(codes, torch.float16, (1, 64, 65, 600))
+    packed, x = TritonCodes(codes, torch.float32), torch.randn(600, 600)
+    alone = packed.product(x[299:300])
+    assert torch.equal(packed.product(x)[299:300], alone)
+    assert torch.equal(packed.product(x[290:310])[9:10], alone)
+
+
+@pytest.mark.parametrize("kind", [CodeKind.INT4, CodeKind.UINT8])
+def test_columns_in_another_order_meet_the_columns_of_x_that_are_theirs(kind: CodeKind):
+    order = torch.randperm(96, generator=torch.Generator().manual_seed(1))
+    turned = random_codes(kind, (64, 96), 32, middle=7).sorted_columns(order)
+    packed, x = TritonCodes(turned, torch.float32), torch.randn(5, 96)
+    torch.testing.assert_close(packed.product(x), x @ turned.numbers(torch.float32).T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("picks", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "columns", "scale"),
+    [(CodeKind.E2M1, 32, "power"), (CodeKind.INT4, 40, "float16"), (CodeKind.E4M3, 400, "float32")],
+)
+def test_rows_meet_the_weights_of_their_experts(
+    kind: CodeKind, columns: int, scale: str, picks: bool, dtype: torch.dtype, few_programs: None
+):
+    """The second expert, and the last, have no rows."""
+    each = [random_codes(kind, (70, 200), columns, scale, seed, factor=torch.rand(70)) for seed in range(4)]
+    codes = stacked(each)
+    assert codes is not None
+    biases = torch.randn(4, 70).to(dtype)
+    packed, plain = TritonCodes(codes, dtype, biases), TritonWeights(codes.numbers(dtype), biases)
+    first, x = torch.tensor([0, 4, 4, 90, 90]), torch.randn(40 if picks else 90, 200).to(dtype)
+    token = torch.randint(0, 40, (90,)) if picks else None
+    found, wanted = (weights.grouped_product(x, first, token) for weights in (packed, plain))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    torch.testing.assert_close(packed.codes().numbers(dtype), codes.numbers(dtype), rtol=0, atol=0)
+
+
+def test_what_is_held_is_what_was_packed_but_for_the_last_block():
+    codes = random_codes(CodeKind.INT4, (100, 1000), 40, zero=torch.zeros(100, 25, dtype=torch.uint8))
+    assert codes.nbytes <= TritonCodes(codes, torch.float16).nbytes <= 1.05 * codes.nbytes
+
+
+def test_a_run_shares_a_scale_wherever_it_begins():
+    asked = {(32, 0, 96): 32, (32, 16, 96): 16, (40, 0, 96): 8, (128, 0, 4096): 64, (4096, 0, 4096): 64, (34, 2, 96): 2}
+    assert {each: run_of(*each, 64) for each in asked} == asked
+
+
+def test_what_the_kernel_does_not_read_is_not_taken():
+    codes = random_codes(CodeKind.INT4, (8, 64), 32)
+    assert TritonCodes.takes(codes)
+    assert not TritonCodes.takes(replace(codes, columns=33))
+    assert not TritonCodes.takes(replace(codes, scale=codes.scale.double()))
