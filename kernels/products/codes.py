@@ -27,16 +27,20 @@ class CodeKind(IntEnum):
     UINT8 = 4
     INT5 = 5  # from 0 to 31: four bits as INT4 has them, and one in a plane of its own
     INT6 = 6  # from 0 to 63
+    INT2 = 7  # from 0 to 3
+    INT3 = 8  # from 0 to 7: two bits as INT2 has them, and one in a plane of its own
 
     @property
     def low_bits(self) -> int:
         """As many of each code are in `Codes.codes`."""
+        if self in (CodeKind.INT2, CodeKind.INT3):
+            return 2
         return 8 if self in (CodeKind.INT8, CodeKind.E4M3, CodeKind.UINT8) else 4
 
     @property
     def high_bits(self) -> int:
         """And as many in `Codes.high`."""
-        return {CodeKind.INT5: 1, CodeKind.INT6: 2}.get(self, 0)
+        return {CodeKind.INT3: 1, CodeKind.INT5: 1, CodeKind.INT6: 2}.get(self, 0)
 
     @property
     def bits(self) -> int:
@@ -52,7 +56,7 @@ class Codes:
     """A weight [N,K], or [E,N,K] of several experts."""
 
     kind: CodeKind
-    codes: Tensor  # uint8 [..,N,K], or [..,N,K/2] with the even column's four bits below
+    codes: Tensor  # uint8 [..,N,K], or [..,N,K/2] or [..,N,K/4] with the first column's bits lowest
     scale: Tensor  # [..,N,G], in the kind of numbers of the file; uint8 is a power of two, int8 a whole number
     columns: int  # that share a scale; even
     zero: Tensor | None = None  # uint8 [..,N,G]
@@ -61,7 +65,7 @@ class Codes:
     divides: bool = False  # or divided by
     offset: int = 0  # columns of the first group that lie before the first; even
     order: Tensor | None = None  # int64 [K]: which of the weight's columns the first, second, .. one here is
-    high: Tensor | None = None  # uint8 [..,N,K/8] or [..,N,K/4]: bits above the low four, the first column's lowest
+    high: Tensor | None = None  # uint8 [..,N,K/8] or [..,N,K/4]: bits above those in `codes`
     least: Tensor | None = None  # [..,N,G], as `scale`: is subtracted from (code - zero) * scale
     block_scale: Tensor | None = None  # float16 [..,N,B]: what the scales of a block of groups are multiplied with
     block_least: Tensor | None = None  # float16 [..,N,B]: and the leasts
@@ -123,7 +127,7 @@ class Codes:
         """float32 [..,N,K]"""
         if self.kind is CodeKind.E2M1:
             return table_of_pairs().to(self.codes.device)[self.codes.int()].flatten(-2)
-        if self.kind.low_bits == 4:
+        if self.kind.low_bits < 8:
             return self._whole_codes().float()
         if self.kind is CodeKind.INT8:
             return self.codes.view(torch.int8).float()
@@ -131,13 +135,11 @@ class Codes:
 
     def _whole_codes(self) -> Tensor:
         """uint8 [..,N,K], of whole numbers in fewer than 8 bits."""
-        low = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).flatten(-2)
+        low = _out_of_bytes(self.codes, self.kind.low_bits)
         if self.high is None:
             return low
-        bits = self.kind.high_bits
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=low.device)
-        high = (self.high.unsqueeze(-1) >> shifts & ((1 << bits) - 1)).flatten(-2)
-        return low | (high[..., : low.shape[-1]] << 4)
+        high = _out_of_bytes(self.high, self.kind.high_bits)
+        return low | (high[..., : low.shape[-1]] << self.kind.low_bits)
 
     def cut(self, dim: int, start: int, stop: int) -> "Codes | None":
         """Rows (0) or columns (1) from `start` to `stop`. None: columns that lie in one byte would be parted."""
@@ -148,13 +150,13 @@ class Codes:
         place = self.offset + start
         if self.order is not None or start % 2 or stop % 2 or self.columns % 2:
             return None
-        high_each = 8 // (self.kind.high_bits or 8)
-        if start % high_each or (stop % high_each and stop != self.shape[-1]):
+        each, high_each = 8 // self.kind.low_bits, 8 // (self.kind.high_bits or 8)
+        most = max(each, high_each)
+        if start % most or (stop % most and stop != self.shape[-1]):
             return None
         first, last = place // self.columns, -(-(self.offset + stop) // self.columns)
         before = self.block_offset + first
         first_block, last_block = before // self.block_groups, -(-(self.block_offset + last) // self.block_groups)
-        each = 8 // self.kind.low_bits
         along = {
             "codes": slice(start // each, stop // each),
             "high": slice(start // high_each, -(-stop // high_each)),
@@ -172,7 +174,7 @@ class Codes:
         return (self.some_rows(start, min(start + step, rows)) for start in range(0, rows, step))
 
     def some_rows(self, start: int, stop: int) -> "Codes":
-        rows = self._with_each(lambda tensor: tensor[..., start:stop, :])
+        rows = replace(self, factor=None)._with_each(lambda tensor: tensor[..., start:stop, :])
         return replace(rows, factor=None if self.factor is None else self.factor[..., start:stop])
 
     def of_expert(self, number: int) -> "Codes":
@@ -205,18 +207,25 @@ TENSORS = "codes", "high", "scale", "zero", "least", "block_scale", "block_least
 def in_fewer_bits(kind: CodeKind, codes: Tensor) -> tuple[Tensor, Tensor | None]:
     """Codes as `Codes` has them: `codes` and `high`.
 
-    codes: uint8 [..,N,K], of a kind of 4, 5 or 6 bits
+    codes: uint8 [..,N,K], of a kind of fewer than 8 bits
     """
-    low = codes & 15
-    packed = low[..., 0::2] | (low[..., 1::2] << 4)
-    if not kind.high_bits:
-        return packed, None
-    each = 8 // kind.high_bits
-    planes = F.pad(codes >> 4, (0, -codes.shape[-1] % each)).unflatten(-1, (-1, each))
-    high = torch.zeros_like(planes[..., 0])
-    for number in range(each):
-        high |= planes[..., number] << (number * kind.high_bits)
-    return packed, high
+    low = _into_bytes(codes & ((1 << kind.low_bits) - 1), kind.low_bits)
+    return low, _into_bytes(codes >> kind.low_bits, kind.high_bits) if kind.high_bits else None
+
+
+def _into_bytes(codes: Tensor, bits: int) -> Tensor:
+    """Those of neighbours share a byte, the first one's bits lowest. Zeros fill the last one up."""
+    each = 8 // bits
+    runs = F.pad(codes, (0, -codes.shape[-1] % each)).unflatten(-1, (-1, each))
+    packed = runs[..., 0].clone()
+    for number in range(1, each):
+        packed |= runs[..., number] << (number * bits)
+    return packed
+
+
+def _out_of_bytes(packed: Tensor, bits: int) -> Tensor:
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    return (packed.unsqueeze(-1) >> shifts & ((1 << bits) - 1)).flatten(-2)
 
 
 def side_by_side(parts: Sequence[Codes]) -> Codes | None:

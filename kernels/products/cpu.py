@@ -160,7 +160,7 @@ class PackedCodes(PackedWeights):
         # Outputs in panels of 64, columns in pairs: see `decode.h`.
         each = 8 // codes.kind.low_bits
         odd = -self.inputs % 2  # of eight bits only
-        raw = F.pad(self._in_panels(codes.codes), (0, odd)).unflatten(-1, (-1, 2 // each))
+        raw = F.pad(self._in_panels(codes.codes), (0, odd)).unflatten(-1, (-1, max(1, 2 // each)))
         self._raw = raw.permute(0, 1, 3, 4, 2).contiguous()
         self._beside: dict[str, Tensor] = {}
         for name in BESIDE:
@@ -198,7 +198,8 @@ class PackedCodes(PackedWeights):
 
     @staticmethod
     def takes(codes: Codes) -> bool:
-        return codes.columns % 2 == 0 and codes.offset % 2 == 0 and codes.scale.dtype in SCALE_KINDS
+        dtypes = {scale.dtype for scale in (codes.scale, codes.least) if scale is not None}
+        return codes.columns % 2 == 0 and codes.offset % 2 == 0 and dtypes <= SCALE_KINDS.keys()
 
     @property
     def nbytes(self) -> int:

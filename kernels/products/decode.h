@@ -3,9 +3,10 @@
 //
 //     codes    [panels][pairs of columns][64] bytes, two codes of four bits each, the even column's below
 //              [panels][pairs of columns][2][64] bytes, one code each
+//              [panels][pairs of pairs][64] bytes, four codes of two bits each, the first column's lowest
 //     scale    [panels][groups of columns][64], in the kind of numbers that the files have; zero beside it, a byte each
 //     factor   [panels][64] float32: what scales are multiplied with, or divided by
-//     high     [panels][runs of 8 or 4 columns][64] bytes: the fifth bit of codes of five, or two more of codes of six
+//     high     [panels][runs of 8 or 4 columns][64] bytes: the last bit of codes of three and five, or two of six
 //     least    [panels][groups][64]; block_scale, block_least [panels][blocks of groups][64] float16: two-level scales
 //
 // A number is (code - zero) * scale - least, in float32, rounded once: as workers/models/unpacked.py computes it.
@@ -19,7 +20,7 @@
 
 namespace {
 
-enum CodeKind { INT4 = 0, E2M1 = 1, INT8 = 2, E4M3 = 3, UINT8 = 4, INT5 = 5, INT6 = 6 };
+enum CodeKind { INT4 = 0, E2M1 = 1, INT8 = 2, E4M3 = 3, UINT8 = 4, INT5 = 5, INT6 = 6, INT2 = 7, INT3 = 8 };
 enum ScaleKind { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT8 = 3, POWER = 4, WHOLE = 5 };
 
 struct Codes {
@@ -27,7 +28,7 @@ struct Codes {
     const void* scale;
     const uint8_t* zero;   // null: none, but `middle`
     const float* factor;   // null: none
-    const uint8_t* high;   // of codes of five and six bits
+    const uint8_t* high;   // of codes of three, five and six bits
     const void* least;     // null: none
     const float16* block_scale;  // null: scales have no blocks
     const float16* block_least;
@@ -44,7 +45,8 @@ struct Codes {
 
 inline int scale_bytes(int kind) { return kind == FLOAT32 ? 4 : kind == BFLOAT16 || kind == FLOAT16 ? 2 : 1; }
 // Bits of each code that lie in `high`.
-constexpr int high_bits(int kind) { return kind == INT5 ? 1 : kind == INT6 ? 2 : 0; }
+constexpr int high_bits(int kind) { return kind == INT3 || kind == INT5 ? 1 : kind == INT6 ? 2 : 0; }
+constexpr bool is_of_two_bits(int kind) { return kind == INT2 || kind == INT3; }
 constexpr bool is_of_four_bits(int kind) { return kind == INT4 || kind == E2M1 || kind == INT5 || kind == INT6; }
 
 inline float float_of(uint32_t bits) {
@@ -101,26 +103,26 @@ inline void pair_numbers(const uint8_t* at, int v, Lanes& even, Lanes& odd) {
     }
 }
 
-// Adds what the bits above the low four stand for. at: the byte of the pair's columns; first: the even column's bit.
-template <int KIND>
-inline void add_high(const uint8_t* at, int first, int v, Lanes& even, Lanes& odd) {
-    constexpr int BITS = high_bits(KIND), MASK = (1 << BITS) - 1;
+// Adds what some bits of a code stand for, above others. at: the byte of the pair; first: the even column's lowest bit.
+template <int BITS, int ABOVE>
+inline void add_bits(const uint8_t* at, int first, int v, Lanes& even, Lanes& odd) {
+    constexpr int MASK = (1 << BITS) - 1;
     const Words byte = _mm512_srl_epi32(bytes_at(at + v * WIDTH), _mm_cvtsi32_si128(first));
     const Words mask = _mm512_set1_epi32(MASK), next = _mm512_srli_epi32(byte, BITS);
-    even = even + _mm512_cvtepi32_ps(_mm512_slli_epi32(_mm512_and_si512(byte, mask), 4));
-    odd = odd + _mm512_cvtepi32_ps(_mm512_slli_epi32(_mm512_and_si512(next, mask), 4));
+    even = even + _mm512_cvtepi32_ps(_mm512_slli_epi32(_mm512_and_si512(byte, mask), ABOVE));
+    odd = odd + _mm512_cvtepi32_ps(_mm512_slli_epi32(_mm512_and_si512(next, mask), ABOVE));
 }
 
 #else
 
-template <int KIND>
-inline void add_high(const uint8_t* at, int first, int v, Lanes& even, Lanes& odd) {
-    constexpr int BITS = high_bits(KIND), MASK = (1 << BITS) - 1;
+template <int BITS, int ABOVE>
+inline void add_bits(const uint8_t* at, int first, int v, Lanes& even, Lanes& odd) {
+    constexpr int MASK = (1 << BITS) - 1;
     float low[WIDTH], next[WIDTH];
     for (int n = 0; n < WIDTH; n++) {
         const int bits = at[v * WIDTH + n] >> first;
-        low[n] = float((bits & MASK) << 4);
-        next[n] = float((bits >> BITS & MASK) << 4);
+        low[n] = float((bits & MASK) << ABOVE);
+        next[n] = float((bits >> BITS & MASK) << ABOVE);
     }
     even = even + load_lanes(low);
     odd = odd + load_lanes(next);
@@ -232,8 +234,8 @@ template <class T, int KIND, bool HAS_LEAST>
 void decode_pairs(const Codes& a, int64_t pairs, int64_t panel, int64_t from, int64_t to, uint32_t* words) {
     constexpr int VECTORS = 64 / WIDTH, PAIR_WORDS = sizeof(T) == 4 ? 128 : 64;
     constexpr int PAIR_BITS = 2 * high_bits(KIND), BYTE_PAIRS = PAIR_BITS ? 8 / PAIR_BITS : 1;  // of `high`
-    const int pair_bytes = is_of_four_bits(KIND) ? 64 : 128;
-    const uint8_t* codes = a.codes + (panel * pairs + from) * pair_bytes;
+    const int pair_bytes = is_of_two_bits(KIND) ? 32 : is_of_four_bits(KIND) ? 64 : 128;
+    const uint8_t* codes = a.codes + panel * ((pairs * pair_bytes + 63) / 64 * 64);
     const uint8_t* high = a.high + panel * ((pairs + BYTE_PAIRS - 1) / BYTE_PAIRS) * 64;
     alignas(64) float scale[64], zero[64], least[64];
     for (int64_t pair = from; pair < to;) {
@@ -251,13 +253,18 @@ void decode_pairs(const Codes& a, int64_t pairs, int64_t panel, int64_t from, in
             scales[v] = load_lanes(scale + v * WIDTH);
             zeros[v] = load_lanes(zero + v * WIDTH);
         }
-        for (; pair < end; pair++, codes += pair_bytes, words += PAIR_WORDS) {
-            prefetch_far(codes + 2048);
+        for (; pair < end; pair++, words += PAIR_WORDS) {
+            const uint8_t* here = codes + (is_of_two_bits(KIND) ? pair / 2 * 64 : pair * pair_bytes);
+            prefetch_far(here + 2048);
             for (int v = 0; v < VECTORS; v++) {
-                Lanes even, odd;
-                pair_numbers<KIND>(codes, v, even, odd);
+                Lanes even = all_lanes(0.0f), odd = even;
+                if constexpr (is_of_two_bits(KIND))
+                    add_bits<2, 0>(here, int(pair % 2) * 4, v, even, odd);
+                else
+                    pair_numbers<KIND>(here, v, even, odd);
                 if constexpr (PAIR_BITS > 0)
-                    add_high<KIND>(high + pair / BYTE_PAIRS * 64, int(pair % BYTE_PAIRS) * PAIR_BITS, v, even, odd);
+                    add_bits<PAIR_BITS / 2, is_of_two_bits(KIND) ? 2 : 4>(
+                        high + pair / BYTE_PAIRS * 64, int(pair % BYTE_PAIRS) * PAIR_BITS, v, even, odd);
                 even = (even - zeros[v]) * scales[v];
                 odd = (odd - zeros[v]) * scales[v];
                 if constexpr (HAS_LEAST) {
@@ -285,6 +292,8 @@ void decode(const Codes& a, int64_t pairs, int64_t panel, int64_t from, int64_t 
         case E4M3: return decode_kind<T, E4M3>(a, pairs, panel, from, to, words);
         case INT5: return decode_kind<T, INT5>(a, pairs, panel, from, to, words);
         case INT6: return decode_kind<T, INT6>(a, pairs, panel, from, to, words);
+        case INT2: return decode_kind<T, INT2>(a, pairs, panel, from, to, words);
+        case INT3: return decode_kind<T, INT3>(a, pairs, panel, from, to, words);
         default: return decode_kind<T, UINT8>(a, pairs, panel, from, to, words);
     }
 }

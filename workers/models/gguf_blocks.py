@@ -100,6 +100,31 @@ def _q6_k(blocks: Tensor) -> Codes:
     return Codes(CodeKind.INT6, packed, scale, 16, middle=32, high=high, block_scale=factor, block_groups=16)
 
 
+def _q2_k(blocks: Tensor) -> Codes:
+    """A scale and a least have four bits each in the file, and a byte each here: 100 bytes in place of 84."""
+    packed, _ = in_fewer_bits(CodeKind.INT2, _planes(blocks[..., 16:80], 32, 2).flatten(1))
+    both = blocks[..., :16].flatten(1)
+    return Codes(
+        CodeKind.INT2,
+        packed,
+        (both & 15).view(torch.int8),
+        16,
+        least=(both >> 4).view(torch.int8),
+        block_scale=_float16(blocks[..., 80:82]).flatten(1),
+        block_least=_float16(blocks[..., 82:84]).flatten(1),
+        block_groups=16,
+    )
+
+
+def _q3_k(blocks: Tensor) -> Codes:
+    """A high bit that is set stands for 4, and 4 is subtracted from all codes."""
+    codes = _planes(blocks[..., 32:96], 32, 2) | (_planes(blocks[..., :32], 32, 1) << 2)
+    packed, high = in_fewer_bits(CodeKind.INT3, codes.flatten(1))
+    scale = _planes(blocks[..., 96:104], 8, 4) | (_planes(blocks[..., 104:108], 4, 2) << 4)
+    scale, factor = scale.flatten(1).view(torch.int8) - 32, _float16(blocks[..., 108:]).flatten(1)
+    return Codes(CodeKind.INT3, packed, scale, 16, middle=4, high=high, block_scale=factor, block_groups=16)
+
+
 def _with_leasts(kind: CodeKind, blocks: Tensor, codes: Tensor) -> Codes:
     """The factors of scales and of leasts come first, then eight of each in six bits."""
     packed, high = in_fewer_bits(kind, codes.flatten(1))
@@ -137,6 +162,8 @@ BLOCK_FORMATS = {
     "Q5_0": BlockFormat(32, 22, _q5_0),
     "Q5_1": BlockFormat(32, 24, _q5_1),
     "Q8_0": BlockFormat(32, 34, _q8_0),
+    "Q2_K": BlockFormat(256, 84, _q2_k),
+    "Q3_K": BlockFormat(256, 110, _q3_k),
     "Q4_K": BlockFormat(256, 144, _q4_k),
     "Q5_K": BlockFormat(256, 176, _q5_k),
     "Q6_K": BlockFormat(256, 210, _q6_k),

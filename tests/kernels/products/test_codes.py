@@ -21,6 +21,7 @@ SCALES = {
     "power": lambda t: (t * 1000).to(torch.uint8),
     "whole": lambda t: (t * 1000 - 60).to(torch.int8),
 }
+SMALL_KINDS = CodeKind.INT2, CodeKind.INT3, CodeKind.INT4, CodeKind.INT5, CodeKind.INT6
 DTYPES = torch.float32, torch.bfloat16
 ROWS = 1, 3, 6, 7, 40, 200
 
@@ -84,11 +85,14 @@ def test_zero_points_factors_and_groups_that_begin_before_the_first_column_keep_
     for divides in (False, True):
         factor = torch.rand(70) + 0.5
         more = {"factor": factor, "divides": divides}
-        check_products(random_codes(CodeKind.E2M1, (70, 96), 16, "e4m3", **more), dtype)
+        codes = random_codes(CodeKind.E2M1, (70, 96), 16, "e4m3", **more)
+        check_products(codes, dtype)
+        some = codes.some_rows(5, 50).numbers(dtype)
+        torch.testing.assert_close(some, codes.numbers(dtype)[5:50], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", (CodeKind.INT4, CodeKind.INT5, CodeKind.INT6))
+@pytest.mark.parametrize("kind", SMALL_KINDS)
 def test_leasts_and_scales_of_two_levels_keep_the_bits(kind: CodeKind, dtype: torch.dtype):
     plain = codes_in_blocks(kind, 150, 608)  # the last block is a part of one
     check_products(plain, dtype)
@@ -112,17 +116,17 @@ def test_a_product_is_rounded_before_the_least_is_subtracted():
     torch.testing.assert_close(found, meant, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", (CodeKind.INT5, CodeKind.INT6))
+@pytest.mark.parametrize("kind", (CodeKind.INT2, CodeKind.INT3, CodeKind.INT5, CodeKind.INT6))
 def test_columns_whose_high_bits_lie_in_one_byte_are_not_parted(kind: CodeKind):
     codes = random_codes(kind, (64, 64), 32)
     assert codes.cut(1, 2, 64) is None and codes.cut(1, 0, 62) is None
 
 
-@pytest.mark.parametrize("kind", (CodeKind.INT4, CodeKind.INT5, CodeKind.INT6))
+@pytest.mark.parametrize("kind", SMALL_KINDS)
 def test_codes_in_fewer_bits_are_opened_as_they_were(kind: CodeKind):
-    whole = torch.randint(0, 1 << kind.bits, (9, 46), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    whole = torch.randint(0, 1 << kind.bits, (9, 44), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
     codes, high = in_fewer_bits(kind, whole)
-    opened = Codes(kind, codes, torch.ones(9, 1), 46, high=high).numbers(torch.float32)
+    opened = Codes(kind, codes, torch.ones(9, 1), 44, high=high).numbers(torch.float32)
     torch.testing.assert_close(opened, whole.float(), rtol=0, atol=0)
 
 
