@@ -28,8 +28,10 @@ WORD_BYTES = 4
 class _Codes(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("codes", "scale", "zero", "factor")),
-        ("groups", c_int64),
-        *((name, c_int32) for name in ("code_kind", "scale_kind", "columns", "offset")),
+        *((name, c_void_p) for name in ("high", "least", "block_scale", "block_least")),
+        *((name, c_int64) for name in ("groups", "blocks")),
+        *((name, c_int32) for name in ("code_kind", "scale_kind", "least_kind", "columns", "offset")),
+        *((name, c_int32) for name in ("block_groups", "block_offset")),
         ("middle", c_float),
         ("divides", c_int32),
     ]
@@ -138,9 +140,13 @@ class PackedWeights:
 
 SCALE_KINDS = {
     torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3, torch.uint8: 4,
-    torch.float8_e8m0fnu: 4,
+    torch.float8_e8m0fnu: 4, torch.int8: 5,
 }  # fmt: skip
 """As `decode.h` counts them."""
+
+
+BESIDE = "scale", "zero", "high", "least", "block_scale", "block_least"
+"""Of `Codes`, what lies beside its codes: of each column, group or block, 64 outputs side by side."""
 
 
 class PackedCodes(PackedWeights):
@@ -152,17 +158,19 @@ class PackedCodes(PackedWeights):
         self.dtype = dtype
         self.order = codes.order
         # Outputs in panels of 64, columns in pairs: see `decode.h`.
-        each = 8 // codes.kind.bits
+        each = 8 // codes.kind.low_bits
         odd = -self.inputs % 2  # of eight bits only
-        raw = F.pad(self._in_panels(codes.codes), (0, odd)).unflatten(-1, (-1, 2 // each))
+        raw = F.pad(self._in_panels(codes.codes), (0, odd)).unflatten(-1, (-1, max(1, 2 // each)))
         self._raw = raw.permute(0, 1, 3, 4, 2).contiguous()
-        scale = _bytes(codes.scale)
-        self._scale = self._in_panels(scale).transpose(2, 3).contiguous()
-        self._zero = None if codes.zero is None else self._in_panels(codes.zero).transpose(2, 3).contiguous()
+        self._beside: dict[str, Tensor] = {}
+        for name in BESIDE:
+            tensor = getattr(codes, name)
+            if tensor is not None:
+                self._beside[name] = self._in_panels(_bytes(tensor)).transpose(2, 3).contiguous()
         self._factor = None if codes.factor is None else self._in_panels(codes.factor.unsqueeze(-1)).contiguous()
         self._biases = None if biases is None else biases.to(dtype).contiguous()
-        empty = codes.codes[..., :0, :0]
-        self._codes = replace(codes, codes=empty, scale=codes.scale[..., :0, :0], zero=None, factor=None)
+        nothing = {name: getattr(codes, name)[..., :0, :0] for name in self._beside}
+        self._codes = replace(codes, codes=codes.codes[..., :0, :0], factor=None, **nothing)
         is_pair = dtype == torch.bfloat16
         self._call = _Product(
             bias=_address(self._biases),
@@ -172,12 +180,15 @@ class PackedCodes(PackedWeights):
             kind=self._kind,
             codes=_Codes(
                 codes=self._raw.data_ptr(),
-                scale=self._scale.data_ptr(),
-                zero=_address(self._zero),
                 factor=_address(self._factor),
+                **{name: tensor.data_ptr() for name, tensor in self._beside.items()},
                 groups=codes.scale.shape[-1],
+                blocks=0 if codes.block_scale is None else codes.block_scale.shape[-1],
                 code_kind=codes.kind,
                 scale_kind=SCALE_KINDS[codes.scale.dtype],
+                least_kind=0 if codes.least is None else SCALE_KINDS[codes.least.dtype],
+                block_groups=codes.block_groups,
+                block_offset=codes.block_offset,
                 columns=codes.columns,
                 offset=codes.offset,
                 middle=float(codes.middle),
@@ -187,20 +198,23 @@ class PackedCodes(PackedWeights):
 
     @staticmethod
     def takes(codes: Codes) -> bool:
-        return codes.columns % 2 == 0 and codes.offset % 2 == 0 and codes.scale.dtype in SCALE_KINDS
+        dtypes = {scale.dtype for scale in (codes.scale, codes.least) if scale is not None}
+        return codes.columns % 2 == 0 and codes.offset % 2 == 0 and dtypes <= SCALE_KINDS.keys()
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self._raw, self._scale, self._zero, self._factor) if t is not None)
+        return sum(t.nbytes for t in (self._raw, *self._beside.values(), self._factor) if t is not None)
 
     def codes(self) -> Codes:
         """What it was made of."""
         raw = self._raw.permute(0, 1, 4, 2, 3).flatten(3)
         return replace(
             self._codes,
-            codes=self._from_panels(raw)[..., : self.inputs * self._codes.kind.bits // 8],
-            scale=self._from_panels(self._scale.transpose(2, 3)).view(self._codes.scale.dtype),
-            zero=None if self._zero is None else self._from_panels(self._zero.transpose(2, 3)),
+            codes=self._from_panels(raw)[..., : self.inputs * self._codes.kind.low_bits // 8],
+            **{
+                name: self._from_panels(tensor.transpose(2, 3)).view(getattr(self._codes, name).dtype)
+                for name, tensor in self._beside.items()
+            },
             factor=None if self._factor is None else self._from_panels(self._factor).squeeze(-1),
         )
 

@@ -3,10 +3,13 @@
 //
 //     codes    [panels][pairs of columns][64] bytes, two codes of four bits each, the even column's below
 //              [panels][pairs of columns][2][64] bytes, one code each
+//              [panels][pairs of pairs][64] bytes, four codes of two bits each, the first column's lowest
 //     scale    [panels][groups of columns][64], in the kind of numbers that the files have; zero beside it, a byte each
 //     factor   [panels][64] float32: what scales are multiplied with, or divided by
+//     high     [panels][runs of 8 or 4 columns][64] bytes: the last bit of codes of three and five, or two of six
+//     least    [panels][groups][64]; block_scale, block_least [panels][blocks of groups][64] float16: two-level scales
 //
-// A number is (code - zero) * scale, in float32, rounded once: as workers/models/unpacked.py computes it.
+// A number is (code - zero) * scale - least, in float32, rounded once: as workers/models/unpacked.py computes it.
 
 #pragma once
 
@@ -17,24 +20,34 @@
 
 namespace {
 
-enum CodeKind { INT4 = 0, E2M1 = 1, INT8 = 2, E4M3 = 3, UINT8 = 4 };
-enum ScaleKind { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT8 = 3, POWER = 4 };
+enum CodeKind { INT4 = 0, E2M1 = 1, INT8 = 2, E4M3 = 3, UINT8 = 4, INT5 = 5, INT6 = 6, INT2 = 7, INT3 = 8 };
+enum ScaleKind { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT8 = 3, POWER = 4, WHOLE = 5 };
 
 struct Codes {
     const uint8_t* codes;  // null: the weight is not packed in fewer bits
     const void* scale;
     const uint8_t* zero;   // null: none, but `middle`
     const float* factor;   // null: none
+    const uint8_t* high;   // of codes of three, five and six bits
+    const void* least;     // null: none
+    const float16* block_scale;  // null: scales have no blocks
+    const float16* block_least;
     int64_t groups;        // of columns, in each panel
-    int32_t code_kind, scale_kind;
+    int64_t blocks;        // of groups, in each panel
+    int32_t code_kind, scale_kind, least_kind;
     int32_t columns;       // of a group; even
     int32_t offset;        // how many columns of the first group lie before the first; even
+    int32_t block_groups;  // groups of a block
+    int32_t block_offset;  // how many groups of the first block lie before the first
     float middle;          // is subtracted from every code, too
     int32_t divides;       // by the factor
 };
 
 inline int scale_bytes(int kind) { return kind == FLOAT32 ? 4 : kind == BFLOAT16 || kind == FLOAT16 ? 2 : 1; }
-inline bool is_of_four_bits(int kind) { return kind == INT4 || kind == E2M1; }
+// Bits of each code that lie in `high`.
+constexpr int high_bits(int kind) { return kind == INT3 || kind == INT5 ? 1 : kind == INT6 ? 2 : 0; }
+constexpr bool is_of_two_bits(int kind) { return kind == INT2 || kind == INT3; }
+constexpr bool is_of_four_bits(int kind) { return kind == INT4 || kind == E2M1 || kind == INT5 || kind == INT6; }
 
 inline float float_of(uint32_t bits) {
     float value;
@@ -79,8 +92,8 @@ inline Lanes byte_numbers(const uint8_t* at) {
 
 template <int KIND>
 inline void pair_numbers(const uint8_t* at, int v, Lanes& even, Lanes& odd) {
-    if constexpr (KIND == INT4 || KIND == E2M1) {
-        const float* table = KIND == INT4 ? INT4_VALUES : E2M1_VALUES;
+    if constexpr (is_of_four_bits(KIND)) {
+        const float* table = KIND == E2M1 ? E2M1_VALUES : INT4_VALUES;
         const Words code = bytes_at(at + v * WIDTH);
         even = looked_up(table, code);
         odd = looked_up(table, _mm512_srli_epi32(code, 4));
@@ -90,7 +103,30 @@ inline void pair_numbers(const uint8_t* at, int v, Lanes& even, Lanes& odd) {
     }
 }
 
+// Adds what some bits of a code stand for, above others. at: the byte of the pair; first: the even column's lowest bit.
+template <int BITS, int ABOVE>
+inline void add_bits(const uint8_t* at, int first, int v, Lanes& even, Lanes& odd) {
+    constexpr int MASK = (1 << BITS) - 1;
+    const Words byte = _mm512_srl_epi32(bytes_at(at + v * WIDTH), _mm_cvtsi32_si128(first));
+    const Words mask = _mm512_set1_epi32(MASK), next = _mm512_srli_epi32(byte, BITS);
+    even = even + _mm512_cvtepi32_ps(_mm512_slli_epi32(_mm512_and_si512(byte, mask), ABOVE));
+    odd = odd + _mm512_cvtepi32_ps(_mm512_slli_epi32(_mm512_and_si512(next, mask), ABOVE));
+}
+
 #else
+
+template <int BITS, int ABOVE>
+inline void add_bits(const uint8_t* at, int first, int v, Lanes& even, Lanes& odd) {
+    constexpr int MASK = (1 << BITS) - 1;
+    float low[WIDTH], next[WIDTH];
+    for (int n = 0; n < WIDTH; n++) {
+        const int bits = at[v * WIDTH + n] >> first;
+        low[n] = float((bits & MASK) << ABOVE);
+        next[n] = float((bits >> BITS & MASK) << ABOVE);
+    }
+    even = even + load_lanes(low);
+    odd = odd + load_lanes(next);
+}
 
 inline Lanes e4m3_lanes(const uint8_t* at) {
     float numbers[WIDTH];
@@ -107,8 +143,8 @@ inline float byte_number(uint8_t code) {
 template <int KIND>
 inline void pair_numbers(const uint8_t* at, int v, Lanes& even, Lanes& odd) {
     float first[WIDTH], second[WIDTH];
-    if constexpr (KIND == INT4 || KIND == E2M1) {
-        const float* table = KIND == INT4 ? INT4_VALUES : E2M1_VALUES;
+    if constexpr (is_of_four_bits(KIND)) {
+        const float* table = KIND == E2M1 ? E2M1_VALUES : INT4_VALUES;
         for (int n = 0; n < WIDTH; n++) {
             first[n] = table[at[v * WIDTH + n] & 15];
             second[n] = table[at[v * WIDTH + n] >> 4];
@@ -142,6 +178,9 @@ inline void load_scales(const void* at, int kind, int64_t n, float* to) {
         case FLOAT8:
             for (int i = 0; i < 64; i += WIDTH) store_lanes(e4m3_lanes(static_cast<const uint8_t*>(at) + n + i), to + i);
             return;
+        case WHOLE:
+            for (int i = 0; i < 64; i++) to[i] = float(static_cast<const int8_t*>(at)[n + i]);
+            return;
         default:
             for (int i = 0; i < 64; i++) to[i] = power_of_two(static_cast<const uint8_t*>(at)[n + i]);
     }
@@ -166,49 +205,96 @@ inline void store_pair(Lanes even, Lanes odd, uint32_t* to, bfloat16*) {
 #endif
 }
 
+// Keeps the compiler from making one fused operation of a product and what is subtracted from it.
+inline Lanes rounded(Lanes product) {
+#if defined(__x86_64__) && defined(__AVX__)
+    asm("" : "+x"(product));
+#elif !defined(__x86_64__)
+    volatile float kept[WIDTH];
+    float back[WIDTH];
+    store_lanes(product, back);
+    for (int n = 0; n < WIDTH; n++) kept[n] = back[n];
+    for (int n = 0; n < WIDTH; n++) back[n] = kept[n];
+    product = load_lanes(back);
+#endif
+    return product;
+}
+
+// Scales or leasts of a group, times the factor of its block: 64 numbers.
+inline void load_group(const Codes& a, const void* from, int kind, const float16* block, int64_t panel, int64_t group,
+                       float* to) {
+    load_scales(from, kind, (panel * a.groups + group) * 64, to);
+    if (!block) return;
+    block += (panel * a.blocks + (group + a.block_offset) / a.block_groups) * 64;
+    for (int n = 0; n < 64; n++) to[n] *= float(block[n]);
+}
+
 // Pairs [from, to) of the columns of a panel, as the words of 64 outputs.
-template <class T, int KIND>
+template <class T, int KIND, bool HAS_LEAST>
 void decode_pairs(const Codes& a, int64_t pairs, int64_t panel, int64_t from, int64_t to, uint32_t* words) {
     constexpr int VECTORS = 64 / WIDTH, PAIR_WORDS = sizeof(T) == 4 ? 128 : 64;
-    const int pair_bytes = is_of_four_bits(KIND) ? 64 : 128;
-    const uint8_t* codes = a.codes + (panel * pairs + from) * pair_bytes;
-    const int64_t first_scale = panel * a.groups * 64;
-    alignas(64) float scale[64], zero[64];
+    constexpr int PAIR_BITS = 2 * high_bits(KIND), BYTE_PAIRS = PAIR_BITS ? 8 / PAIR_BITS : 1;  // of `high`
+    const int pair_bytes = is_of_two_bits(KIND) ? 32 : is_of_four_bits(KIND) ? 64 : 128;
+    const uint8_t* codes = a.codes + panel * ((pairs * pair_bytes + 63) / 64 * 64);
+    const uint8_t* high = a.high + panel * ((pairs + BYTE_PAIRS - 1) / BYTE_PAIRS) * 64;
+    alignas(64) float scale[64], zero[64], least[64];
     for (int64_t pair = from; pair < to;) {
         const int64_t group = (2 * pair + a.offset) / a.columns;
         const int64_t end = std::min(to, ((group + 1) * a.columns - a.offset) / 2);
         // What all of a group have in common.
-        const int64_t at = first_scale + group * 64;
-        load_scales(a.scale, a.scale_kind, at, scale);
+        load_group(a, a.scale, a.scale_kind, a.block_scale, panel, group, scale);
         for (int n = 0; a.factor && n < 64; n++)
             scale[n] = a.divides ? scale[n] / a.factor[panel * 64 + n] : scale[n] * a.factor[panel * 64 + n];
-        for (int n = 0; n < 64; n++) zero[n] = (a.zero ? float(a.zero[at + n]) : 0.0f) + a.middle;
+        const uint8_t* zeros_at = a.zero ? a.zero + (panel * a.groups + group) * 64 : nullptr;
+        for (int n = 0; n < 64; n++) zero[n] = (zeros_at ? float(zeros_at[n]) : 0.0f) + a.middle;
+        if (HAS_LEAST) load_group(a, a.least, a.least_kind, a.block_least, panel, group, least);
         Lanes scales[VECTORS], zeros[VECTORS];
         for (int v = 0; v < VECTORS; v++) {
             scales[v] = load_lanes(scale + v * WIDTH);
             zeros[v] = load_lanes(zero + v * WIDTH);
         }
-        for (; pair < end; pair++, codes += pair_bytes, words += PAIR_WORDS) {
-            prefetch_far(codes + 2048);
+        for (; pair < end; pair++, words += PAIR_WORDS) {
+            const uint8_t* here = codes + (is_of_two_bits(KIND) ? pair / 2 * 64 : pair * pair_bytes);
+            prefetch_far(here + 2048);
             for (int v = 0; v < VECTORS; v++) {
-                Lanes even, odd;
-                pair_numbers<KIND>(codes, v, even, odd);
+                Lanes even = all_lanes(0.0f), odd = even;
+                if constexpr (is_of_two_bits(KIND))
+                    add_bits<2, 0>(here, int(pair % 2) * 4, v, even, odd);
+                else
+                    pair_numbers<KIND>(here, v, even, odd);
+                if constexpr (PAIR_BITS > 0)
+                    add_bits<PAIR_BITS / 2, is_of_two_bits(KIND) ? 2 : 4>(
+                        high + pair / BYTE_PAIRS * 64, int(pair % BYTE_PAIRS) * PAIR_BITS, v, even, odd);
                 even = (even - zeros[v]) * scales[v];
                 odd = (odd - zeros[v]) * scales[v];
+                if constexpr (HAS_LEAST) {
+                    even = rounded(even) - load_lanes(least + v * WIDTH);
+                    odd = rounded(odd) - load_lanes(least + v * WIDTH);
+                }
                 store_pair(even, odd, words + v * WIDTH, static_cast<T*>(nullptr));
             }
         }
     }
 }
 
+template <class T, int KIND>
+void decode_kind(const Codes& a, int64_t pairs, int64_t panel, int64_t from, int64_t to, uint32_t* words) {
+    if (a.least) return decode_pairs<T, KIND, true>(a, pairs, panel, from, to, words);
+    decode_pairs<T, KIND, false>(a, pairs, panel, from, to, words);
+}
+
 template <class T>
 void decode(const Codes& a, int64_t pairs, int64_t panel, int64_t from, int64_t to, uint32_t* words) {
     switch (a.code_kind) {
-        case INT4: return decode_pairs<T, INT4>(a, pairs, panel, from, to, words);
-        case E2M1: return decode_pairs<T, E2M1>(a, pairs, panel, from, to, words);
-        case INT8: return decode_pairs<T, INT8>(a, pairs, panel, from, to, words);
-        case E4M3: return decode_pairs<T, E4M3>(a, pairs, panel, from, to, words);
-        default: return decode_pairs<T, UINT8>(a, pairs, panel, from, to, words);
+        case INT4: return decode_kind<T, INT4>(a, pairs, panel, from, to, words);
+        case E2M1: return decode_kind<T, E2M1>(a, pairs, panel, from, to, words);
+        case INT8: return decode_kind<T, INT8>(a, pairs, panel, from, to, words);
+        case E4M3: return decode_kind<T, E4M3>(a, pairs, panel, from, to, words);
+        case INT5: return decode_kind<T, INT5>(a, pairs, panel, from, to, words);
+        case INT6: return decode_kind<T, INT6>(a, pairs, panel, from, to, words);
+        case INT2: return decode_kind<T, INT2>(a, pairs, panel, from, to, words);
+        case INT3: return decode_kind<T, INT3>(a, pairs, panel, from, to, words);
+        default: return decode_kind<T, UINT8>(a, pairs, panel, from, to, words);
     }
 }
 
