@@ -86,7 +86,8 @@ class TritonCodes(TritonWeights):
     @staticmethod
     def takes(codes: Codes) -> bool:
         is_even = codes.columns % 2 == 0 and codes.offset % 2 == 0
-        return is_even and codes.kind in KINDS and codes.scale.dtype in SCALE_KINDS
+        has_more = any(each is not None for each in (codes.high, codes.least, codes.block_scale, codes.block_least))
+        return is_even and not has_more and codes.kind in KINDS and codes.scale.dtype in SCALE_KINDS
 
     @property
     def nbytes(self) -> int:

@@ -17,6 +17,9 @@ from intarsia.tests.packing import FORMATS, make_twins
 FAMILIES = (
     "llama", "gemma3", "gpt_oss", "qwen3_5", "qwen3_5_moe", "nemotron_h", "granite4", "jamba", "deepseek_v3",
 )  # fmt: skip
+WITH_TWO_STATE_HEADS = "qwen3_5", "qwen3_5_moe"
+"""Tiny models whose states four ranks cannot part."""
+
 PRODUCTS = "cpu", "reference"
 TOKENS = 8
 
@@ -74,6 +77,6 @@ def test_any_number_of_ranks_with_any_products_answers_as_transformers_with_the_
     family: str, name: str, tiny: Callable, twins: Callable, two_workers: Any, four_workers: Any, loop: Loop
 ):
     folder, expected = twins(family, name)
-    for workers in (None, two_workers, four_workers):
+    for workers in (None, two_workers) if family in WITH_TWO_STATE_HEADS else (None, two_workers, four_workers):
         for products in PRODUCTS:
             loop.run(check(folder / "packed", tiny(family).prompts, expected, workers, products))
