@@ -128,13 +128,13 @@ def weight_bytes(checkpoint: Checkpoint, dtype: str, *, expands: bool = False) -
 def weights_in_words(settings: EngineSettings) -> str:
     """What the weights of a checkpoint take here, by their formats. Raises what `Checkpoint` does."""
     weights = weights_in(settings.model.model_dir, settings.model.dtype)
-    if not weights.packed or not (expands(settings) or _has_gpu()):
+    if not weights.packed or not expands(settings):
         return weights.in_words()
     return f"{weights.in_words()}, expanded to {weights.expanded_in_words()}"
 
 
 def expands(settings: EngineSettings) -> bool:
-    """Whether packed weights are expanded when they are loaded, by the settings alone. On GPUs they are anyhow."""
+    """Whether packed weights are expanded when they are loaded, by the settings alone."""
     return settings.model.packed_products == "expanded" or settings.model.torch_compile
 
 

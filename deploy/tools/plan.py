@@ -205,7 +205,7 @@ def _weights_lines(weights: Weights | str | None) -> list[RenderableType]:
         return []
     if isinstance(weights, str):
         return [Text(f"note: {weights}", style="yellow")]
-    beside = "; where they are expanded, as on GPUs: " + weights.expanded_in_words() if weights.packed else ""
+    beside = "; where they are expanded: " + weights.expanded_in_words() if weights.packed else ""
     return [Text(f"Weights, on all ranks together: {weights.in_words()}{beside}.")]
 
 
