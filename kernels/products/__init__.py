@@ -27,7 +27,6 @@ __all__ = [
     "CODES_KINDS",
     "LINEAR_KINDS",
     "Codes",
-    "CodesKind",
     "CodesLinear",
     "ExpandedCodes",
     "GroupedProducts",
@@ -64,17 +63,10 @@ def linear_kind(dtype: torch.dtype, device: torch.device, same_bits: bool = Fals
     return next((kind for kind in kinds if dtype in kind.dtypes and kind.lacks() is None), None)
 
 
-class CodesKind(NamedTuple):
-    """How weights in fewer bits are multiplied."""
-
-    linear: type[CodesLinear]
-    weights: type[PackedCodes] | type[ExpandedCodes] | type[TritonCodes]  # of experts
-
-
-CODES_KINDS: dict[str, CodesKind] = {
-    "cpu": CodesKind(NativeCodesLinear, PackedCodes),
-    "triton": CodesKind(TritonCodesLinear, TritonCodes),
-    "reference": CodesKind(ReferenceCodesLinear, ExpandedCodes),
+CODES_KINDS: dict[str, type[CodesLinear]] = {
+    "cpu": NativeCodesLinear,
+    "triton": TritonCodesLinear,
+    "reference": ReferenceCodesLinear,
 }
 
 

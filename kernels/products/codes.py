@@ -272,19 +272,20 @@ def _kinds_of_scales(codes: Codes) -> tuple[object, ...]:
 
 def _columns(tensor: Tensor | None, where: slice) -> Tensor | None:
     """Some of its columns."""
-    return None if tensor is None else _as_bytes(tensor)[..., where].contiguous().view(tensor.dtype)
+    return None if tensor is None else as_bytes(tensor)[..., where].contiguous().view(tensor.dtype)
 
 
 def _cat(tensors: Sequence[Tensor], dim: int) -> Tensor:
     """torch joins no numbers of 8 bits."""
-    return torch.cat([_as_bytes(t) for t in tensors], dim).view(tensors[0].dtype)
+    return torch.cat([as_bytes(t) for t in tensors], dim).view(tensors[0].dtype)
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([_as_bytes(t) for t in tensors]).view(tensors[0].dtype)
+    return torch.stack([as_bytes(t) for t in tensors]).view(tensors[0].dtype)
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
+    """torch joins, pads and repeats no numbers of 8 bits, but their bytes."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 

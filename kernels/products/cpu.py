@@ -8,7 +8,7 @@ import ctypes
 import functools
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ..toolchain import cpp
 from ..toolchain.calls import Call
-from .codes import Codes
+from .codes import Codes, as_bytes
 from .protocol import CodesLinear, PackedLinear
 
 PANEL_OUTPUTS = 64
@@ -166,7 +166,7 @@ class PackedCodes(PackedWeights):
         for name in BESIDE:
             tensor = getattr(codes, name)
             if tensor is not None:
-                self._beside[name] = self._in_panels(_bytes(tensor)).transpose(2, 3).contiguous()
+                self._beside[name] = self._in_panels(as_bytes(tensor)).transpose(2, 3).contiguous()
         self._factor = None if codes.factor is None else self._in_panels(codes.factor.unsqueeze(-1)).contiguous()
         self._biases = None if biases is None else biases.to(dtype).contiguous()
         nothing = {name: getattr(codes, name)[..., :0, :0] for name in self._beside}
@@ -244,11 +244,6 @@ class PackedCodes(PackedWeights):
         return whole if self._codes.codes.dim() == 3 else whole[0]
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """torch pads no numbers of 8 bits."""
-    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
-
-
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
@@ -310,17 +305,7 @@ class NativeLinear(PackedLinear):
 class NativeCodesLinear(CodesLinear, NativeLinear):
     """On a CPU with a C++ compiler."""
 
-    def settle(self) -> None:
-        self.packed = PackedCodes(self.codes, self.dtype, None if self.bias is None else self.bias.unsqueeze(0))
-        self.held = None
-
-    @property
-    def codes(self) -> Codes:
-        return cast(PackedCodes, self.packed).codes() if self.held is None else self.held
-
-    @property
-    def outputs(self) -> int:
-        return self.packed.outputs if self.held is None else self.held.shape[0]
+    weights = PackedCodes
 
     def rows(self, numbers: Tensor) -> Tensor:
         return self.packed.rows(numbers) if self.held is None else self.held.numbers(self.dtype)[numbers]

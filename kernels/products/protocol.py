@@ -75,6 +75,12 @@ class PackedLinear(nn.Linear):
 class CodesLinear(PackedLinear):
     """A linear whose weight stays in the bits in which its file has it."""
 
+    weights: ClassVar[type[Any]]
+    """What its codes become in `settle`, and those of experts, with `takes(codes)` to say which it can be."""
+
+    packed: Any
+    """Of that kind, from then on."""
+
     held: Codes | None = None
     """Until it lies as products read it."""
 
@@ -92,8 +98,13 @@ class CodesLinear(PackedLinear):
 
     def settle(self) -> None:
         """Nothing changes from now on."""
-        raise NotImplementedError
+        self.packed = self.weights(self.codes, self.dtype, None if self.bias is None else self.bias.unsqueeze(0))
+        self.held = None
 
     @property
     def codes(self) -> Codes:
-        raise NotImplementedError
+        return self.packed.codes() if self.held is None else self.held
+
+    @property
+    def outputs(self) -> int:
+        return self.packed.outputs if self.held is None else self.held.shape[0]

@@ -69,21 +69,14 @@ class ReferenceCodesLinear(CodesLinear):
     dtypes: ClassVar[frozenset[torch.dtype]] = frozenset({torch.float32, torch.bfloat16, torch.float16})
     has_neighbours: ClassVar[bool] = False
 
+    weights = ExpandedCodes
+
     @classmethod
     def lacks(cls) -> str | None:
         return None
 
     def settle(self) -> None:
-        pass
-
-    @property
-    def codes(self) -> Codes:
-        assert self.held is not None
-        return self.held
-
-    @property
-    def outputs(self) -> int:
-        return self.codes.shape[0]
+        """Codes are read as they are."""
 
     def rows(self, numbers: Tensor) -> Tensor:
         return self.codes.numbers(self.dtype)[numbers]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..toolchain import triton as gpu
-from .codes import CodeKind, Codes
+from .codes import CodeKind, Codes, as_bytes
 from .protocol import CodesLinear
 from .triton import Tile, TritonWeights, cut_inputs, tile_for
 
@@ -61,7 +61,7 @@ class TritonCodes(TritonWeights):
         whole = codes if self._is_grouped else codes.as_group()
         padded = F.pad(whole.codes, (0, -whole.codes.shape[-1] % self._bytes))
         self._codes = padded.unflatten(2, (-1, self._bytes)).transpose(1, 2).contiguous()
-        self._scale = _plain(whole.scale).mT.contiguous()
+        self._scale = as_bytes(whole.scale).mT.contiguous()
         self._zero = None if whole.zero is None else whole.zero.mT.contiguous()
         self._factor = None if whole.factor is None else whole.factor.float().contiguous()
         empty = codes.codes[..., :0, :0]
@@ -112,34 +112,17 @@ class TritonCodes(TritonWeights):
         return _kernels().unpacked_product, (self._codes, self._scale, zero, factor, order), self._constants
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """Bytes in place of floats of 8 bits."""
-    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
-
-
 class TritonCodesLinear(CodesLinear):
     """On a GPU with Triton."""
 
     dtypes: ClassVar[frozenset[torch.dtype]] = frozenset({torch.float32, torch.bfloat16, torch.float16})
     has_neighbours: ClassVar[bool] = False
 
-    packed: TritonCodes
+    weights = TritonCodes
 
     @classmethod
     def lacks(cls) -> str | None:
         return gpu.missing()
-
-    def settle(self) -> None:
-        self.packed = TritonCodes(self.codes, self.dtype, None if self.bias is None else self.bias.unsqueeze(0))
-        self.held = None
-
-    @property
-    def codes(self) -> Codes:
-        return self.packed.codes() if self.held is None else self.held
-
-    @property
-    def outputs(self) -> int:
-        return self.packed.outputs if self.held is None else self.held.shape[0]
 
     def rows(self, numbers: Tensor) -> Tensor:
         whole = self.codes.numbers(self.dtype)

@@ -15,7 +15,6 @@ from ...errors import InvalidSetting
 from ...kernels.products import (
     CODES_KINDS,
     Codes,
-    CodesKind,
     CodesLinear,
     ExpandedCodes,
     PackedCodes,
@@ -36,7 +35,7 @@ class KeptExperts(NamedTuple):
     """A parameter of experts [E,N,K]."""
 
     codes: Codes
-    kind: CodesKind
+    kind: type[CodesLinear]
     dtype: torch.dtype
 
     def weights(self, biases: Tensor | None) -> PackedCodes | ExpandedCodes | TritonCodes:
@@ -47,7 +46,7 @@ class KeptExperts(NamedTuple):
 class Keeper:
     """Keeps what it can."""
 
-    kind: CodesKind
+    kind: type[CodesLinear]
     dtype: torch.dtype
     device: torch.device
 
@@ -62,7 +61,7 @@ class Keeper:
             return False
         codes = codes.moved(self.device)
         if is_linear:
-            self.kind.linear.hold(owner, codes, self.dtype)
+            self.kind.hold(owner, codes, self.dtype)
         else:
             del owner._parameters[name]
             vars(owner).setdefault("kept", {})[name] = KeptExperts(codes, self.kind, self.dtype)
@@ -88,7 +87,7 @@ def keeper_of(settings: ModelSettings, dtype: torch.dtype, device: torch.device)
 
 
 def _lacks(name: str, settings: ModelSettings, dtype: torch.dtype, device: torch.device) -> str | None:
-    kind = CODES_KINDS[name].linear
+    kind = CODES_KINDS[name]
     if settings.torch_compile:
         return "torch_compile sees no further than an operator that it does not know"
     if name in NATIVE.values() and name != NATIVE.get(device.type):
