@@ -47,7 +47,7 @@ def prepare_process(local_workers: int = 1) -> None:
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "512")
     _keep_freed_memory()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # checkpoints are local folders; nothing is ever fetched
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # an actor is given a folder: what is fetched, its owner has fetched
 
 
 def _keep_freed_memory() -> None:

@@ -16,7 +16,7 @@ from ..errors import EngineUnavailable, InvalidRequest
 from ..kvcache.check import Recount
 from ..proto.request import USUAL_OPTIONS, Image, RequestOptions, SamplingParams
 from ..proto.status import EngineInfo
-from .checkpoints.weights import weights_in
+from .checkpoints.weights import weights_bar
 from .front_end.detokenize import whole_answers, with_text
 from .front_end.engine_client import Delta, EngineClient, TokenLogprobs
 from .front_end.images import ImageReader, read_images
@@ -26,7 +26,6 @@ from .settings.table import EngineArguments
 from .start.at_exit import closed_at_exit, is_closed
 from .start.before_start import judged
 from .start.launch import RunningEngine, start_engine
-from .terminal.loading_bar import loading_bar
 
 Prompt = str | Sequence[int]
 
@@ -141,8 +140,7 @@ class LLM:
         try:
             # What can be refused at once is refused before workers start.
             self._tokenizer = Tokenizer.of(wanted.model)
-            weights = weights_in(wanted.model.model_dir, wanted.model.dtype)
-            with loading_bar(weight_bytes=weights.total(expands=False)) as watch:
+            with weights_bar(wanted.model) as watch:
                 self._engine = self._await(start_engine(wanted, watch))
             self._images = ImageReader.of(self.info)
         except BaseException:

@@ -17,13 +17,12 @@ from starlette.types import ASGIApp
 from ...controller.startup import EngineSettings
 from ...errors import EngineUnavailable, IntarsiaError, InvalidSetting
 from ...proto.status import EngineLoad
-from ..checkpoints.weights import weights_in
+from ..checkpoints.weights import weights_bar
 from ..front_end.front_end import FrontEnd, FrontEndSettings
 from ..front_end.tokenizer import Tokenizer
 from ..openai.app import make_app
 from ..start.ending import SIGNALS, leave_at_the_latest, say
 from ..terminal.banner import counted
-from ..terminal.loading_bar import loading_bar
 from .answering import OFFLINE, answer
 from .journal import Input, Journal, begin_anew, partial_of
 from .survey import NO_REQUEST, Outcome, outcome, survey
@@ -173,11 +172,10 @@ async def _engines(count: int, settings: EngineSettings) -> "AsyncIterator[list[
     from ..start.launch import start_engine  # and with it Ray, which takes a while
 
     engines: list[RunningEngine] = []
-    weights = weights_in(settings.model.model_dir, settings.model.dtype)
     try:
         for number in range(count):
             name = f"{settings.name}-{number}" if settings.name and count > 1 else settings.name
-            with loading_bar(weight_bytes=weights.total(expands=False)) as watch:
+            with weights_bar(settings.model) as watch:
                 engines.append(await start_engine(replace(settings, name=name), watch))
         yield engines
     finally:

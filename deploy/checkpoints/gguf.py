@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from ...errors import CorruptCheckpoint, InvalidSetting, ModelError, ModelNotFound, UnsupportedModel
 from ...workers.checkpoint.json_file import clipped
 from ..terminal.loading_bar import bar
+from .child import run_child
 from .gguf_header import read_gguf_header
 
 SUFFIX = ".gguf"
@@ -163,24 +163,9 @@ def _check_room(folder: Path, weight_bytes: int) -> None:
 
 
 def _convert(source: Path, folder: Path, watch: Callable[[int, int], None] | None) -> None:
-    """Convert in a process of its own: conversion needs torch, which the caller may not have."""
-    command = [sys.executable, "-m", "intarsia.deploy.checkpoints.gguf_convert", str(source), str(folder)]
-    with (
-        tempfile.TemporaryFile("w+", errors="replace") as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd="/") as child,
-    ):
-        try:
-            assert child.stdout is not None
-            for line in child.stdout:
-                done, _, total = line.partition(" ")
-                if watch is not None and done.isdecimal() and total.strip().isdecimal():
-                    watch(int(done), int(total))
-        except BaseException:
-            child.kill()
-            raise
-        if child.wait():
-            errors.seek(0)
-            raise _failed(source, folder, child.returncode, errors.read().strip().splitlines())
+    ended = run_child("deploy.checkpoints.gguf_convert", (str(source), str(folder)), watch)
+    if ended.code:
+        raise _failed(source, folder, ended.code, ended.errors)
 
 
 def _failed(source: Path, folder: Path, code: int, errors: list[str]) -> ModelError | InvalidSetting:

@@ -10,9 +10,7 @@ The layout of the cache: https://huggingface.co/docs/huggingface_hub/guides/mana
 import json
 import os
 import re
-import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from ...workers.checkpoint.json_file import clipped
 from ...workers.checkpoint.packed.description import CONFIG_FILES
 from ...workers.checkpoint.side_files import JSON_FILES, OTHER_FILES
 from ..terminal.loading_bar import bytes_bar
+from .child import Ended, run_child
 
 HUB_NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}", re.ASCII)
 """ORGANISATION/MODEL"""
@@ -38,8 +37,6 @@ SIDE_FILES = (CONFIG, *JSON_FILES, *OTHER_FILES, *CONFIG_FILES)
 """All that is read beside weights. Weights in other formats and Python files are never fetched."""
 
 TEMPLATES = re.compile(r"additional_chat_templates/[\w.-]+\.jinja")
-
-END_WITHIN_S = 3.0
 
 TRUE = "1", "ON", "YES", "TRUE"
 """As huggingface_hub reads its switches."""
@@ -71,45 +68,17 @@ def fetched(name: str, revision: str | None = None, *, with_weights: bool = True
     if is_offline():
         raise ModelNotFound(f"{not_here(name, revision, part)} HF_HUB_OFFLINE forbids to fetch it now.", field="model")
     with bytes_bar(f"fetching {name}", before=f"asking the Hub for {name}") as watch:
-        command = [sys.executable, "-m", "intarsia.deploy.checkpoints.hub_fetch", name, revision or MAIN]
-        command += ["all" if with_weights else "side"]
         if watch is None:
             print(f"fetching {name} from the Hub ...", file=sys.stderr, flush=True)
+        asked = name, revision or MAIN, "all" if with_weights else "side"
         environment = os.environ | {"HF_HUB_CACHE": str(hub_cache().absolute())}
-        with (
-            tempfile.TemporaryFile("w+", errors="replace") as errors,
-            subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd="/", env=environment
-            ) as child,
-        ):
-            try:
-                assert child.stdout is not None
-                last = ""
-                for last in child.stdout:
-                    done, _, total = last.partition(" ")
-                    if watch is not None and done.isdecimal() and total.strip().isdecimal():
-                        watch(int(done), int(total))
-            except BaseException:
-                _end(child)
-                raise
-            code = child.wait()
-            errors.seek(0)
-            return _outcome(name, code, last, errors.read())
+        return _outcome(name, run_child("deploy.checkpoints.hub_fetch", asked, watch, environment))
 
 
-def _end(child: subprocess.Popen[str]) -> None:
-    """It removes its files that are not complete, first."""
-    child.terminate()
-    try:
-        child.wait(END_WITHIN_S)
-    except subprocess.TimeoutExpired:
-        child.kill()
-
-
-def _outcome(name: str, code: int, last: str, errors: str) -> Path:
+def _outcome(name: str, ended: Ended) -> Path:
     """What the process said last: a folder, or an error of ours."""
     try:
-        said = json.loads(last)
+        said = json.loads(ended.last)
     except ValueError:
         said = None
     match said:
@@ -118,8 +87,8 @@ def _outcome(name: str, code: int, last: str, errors: str) -> Path:
         case {"error": list(wire)}:
             raise IntarsiaError.from_wire(wire)
         case _:
-            lines = errors.strip().splitlines()
-            why = clipped(lines[-1], 300) if lines else f"the process that fetched it ended with {code}"
+            why = f"the process that fetched it ended with {ended.code}"
+            why = clipped(ended.errors[-1], 300) if ended.errors else why
             raise ModelNotFound(
                 f"{name} cannot be fetched: {why}. The same command goes on with the files that are not here yet; or: "
                 f"hf download {name}",

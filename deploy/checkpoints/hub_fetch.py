@@ -1,4 +1,4 @@
-"""Fetches a model from the Hugging Face Hub into its cache, in a process of its own: whoever serves needs no client of
+"""Fetches a model from the Hugging Face Hub into its cache, in a process of its own: one that serves needs no client of
 the Hub, nor its threads.
 
     python -m intarsia.deploy.checkpoints.hub_fetch NAME REVISION all|side

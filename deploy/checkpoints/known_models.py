@@ -33,7 +33,7 @@ class KnownModel:
 
     @property
     def weight_bytes(self) -> int | None:
-        """Of its text part in bfloat16. None: it is released in other numbers, or nobody says how many it has."""
+        """Of its text part in bfloat16. None: it is released in other numbers, or how many it has is not known."""
         params = self.entry.get("bfloat16_params")
         return None if params is None else 2 * params
 

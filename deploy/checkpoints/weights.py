@@ -1,15 +1,18 @@
 """What the weights of a checkpoint take in memory, by their formats: told by the headers of its files alone."""
 
+import contextlib
 import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...proto.worker import ModelSettings
 from ...workers.checkpoint.config_schema import text_config
 from ...workers.checkpoint.files import Checkpoint
 from ...workers.checkpoint.packed.formats import Packed
 from ..terminal.banner import human_bytes
+from ..terminal.loading_bar import Watch, loading_bar
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float": 4}
 """Bytes of one number, by dtype; of others: 2."""
@@ -64,6 +67,11 @@ def weigh(checkpoint: Checkpoint, dtype: str) -> Weights:
 def weights_in(folder: str, dtype: str) -> Weights:
     """As `weigh`, for what is told more than once on the way to an engine. Raises what `Checkpoint` does."""
     return weigh(Checkpoint(folder), dtype)
+
+
+def weights_bar(model: ModelSettings) -> contextlib.AbstractContextManager[Watch | None]:
+    """The `loading_bar` of an engine that starts. Raises what `Checkpoint` does."""
+    return loading_bar(weight_bytes=weights_in(model.model_dir, model.dtype).total(expands=False))
 
 
 def dtype_of(text: Mapping[str, Any], dtype: str, whole: Mapping[str, Any] | None = None) -> str:

@@ -11,7 +11,7 @@ from ...environment import freeze_startup_objects
 from ...errors import IntarsiaError, InvalidSetting
 from ...proto.tracing import tracer_of
 from ...proto.worker import ModelSettings
-from ..checkpoints.weights import weights_in
+from ..checkpoints.weights import weights_bar
 from ..console import ConsoleSettings
 from ..demo import demo_notes
 from ..front_end.access import Access, AccessSettings
@@ -23,7 +23,6 @@ from ..settings.limits import Limits
 from ..settings.setting import fields_of
 from ..settings.table import SERVER
 from ..terminal.banner import print_banner
-from ..terminal.loading_bar import loading_bar
 from .ending import SIGNALS, leave_at_the_latest, say
 from .local_servers import announced
 
@@ -143,8 +142,7 @@ async def _engine_and_tokenizer(settings: EngineSettings) -> "tuple[RunningEngin
     nothing is left then."""
     from .launch import start_engine  # and with it Ray, before the other thread imports anything
 
-    weights = weights_in(settings.model.model_dir, settings.model.dtype)
-    with loading_bar(weight_bytes=weights.total(expands=False)) as watch:
+    with weights_bar(settings.model) as watch:
         starting = asyncio.ensure_future(start_engine(settings, watch))
         try:
             tokenizer = await asyncio.to_thread(_read_tokenizer, settings.model)
