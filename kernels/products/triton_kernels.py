@@ -44,6 +44,17 @@ def _part(
 
 
 @triton.jit
+def _rows_from(row, end, x_ptr, token_ptr, x_stride, HAS_TOKENS: tl.constexpr, ROWS: tl.constexpr):
+    """A tile's rows among those of all groups, which of them there are, and where they lie in x."""
+    n = row + tl.arange(0, ROWS)
+    is_row = n < end
+    token = n
+    if HAS_TOKENS:
+        token = tl.load(token_ptr + n, mask=is_row, other=0)
+    return n, is_row, x_ptr + token.to(tl.int64)[:, None] * x_stride
+
+
+@triton.jit
 def product(
     x_ptr, weight_ptr, bias_ptr, out_ptr, parts_ptr, first_ptr, token_ptr, count, outputs, groups, x_stride,
     INPUTS: tl.constexpr, CUT: tl.constexpr, GROUPS_PADDED: tl.constexpr, HAS_TOKENS: tl.constexpr,
@@ -61,14 +72,10 @@ def product(
         group, row, end = _tile_of(tile, first_ptr, groups, GROUPS_PADDED, ROWS)
         if row >= end:
             return
-    n = row + tl.arange(0, ROWS)
+    n, is_row, x_rows = _rows_from(row, end, x_ptr, token_ptr, x_stride, HAS_TOKENS, ROWS)
     o = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     k = tl.arange(0, BLOCK)
-    is_row, is_output = n < end, o < outputs
-    token = n
-    if HAS_TOKENS:
-        token = tl.load(token_ptr + n, mask=is_row, other=0)
-    x_rows = x_ptr + token.to(tl.int64)[:, None] * x_stride
+    is_output = o < outputs
     weights = weight_ptr + (group.to(tl.int64) if GROUPS_PADDED > 0 else 0) * outputs * INPUTS
     weights += o.to(tl.int64)[None, :] * INPUTS
     place = n.to(tl.int64)[:, None] * outputs + o[None, :]

@@ -16,7 +16,7 @@ Suffixes in comments: R rows    I inputs    O outputs    G groups of rows, each 
 import triton
 import triton.language as tl
 
-from .triton_kernels import _tile_of
+from .triton_kernels import _rows_from, _tile_of
 
 # As `codes.py` counts kinds. Scales are numbers, floats of 8 bits, or powers of two.
 E2M1 = tl.constexpr(1)
@@ -118,14 +118,10 @@ def unpacked_product(
         group, row, end = _tile_of(tile, first_ptr, groups, GROUPS_PADDED, ROWS)
         if row >= end:
             return
-    n = row + tl.arange(0, ROWS)
+    n, is_row, x_rows = _rows_from(row, end, x_ptr, token_ptr, x_stride, HAS_TOKENS, ROWS)
     o = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     k = tl.arange(0, BLOCK)
-    is_row, is_output = n < end, o < outputs
-    token = n
-    if HAS_TOKENS:
-        token = tl.load(token_ptr + n, mask=is_row, other=0)
-    x_rows = x_ptr + token.to(tl.int64)[:, None] * x_stride
+    is_output = o < outputs
     # Where the group's weight lies.
     before = (group.to(tl.int64) if GROUPS_PADDED > 0 else 0) * outputs
     BLOCKS: tl.constexpr = (INPUTS + BLOCK - 1) // BLOCK
