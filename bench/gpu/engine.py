@@ -7,7 +7,7 @@ or products over this run's best rate of products.
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from .shapes import ENGINES, Engine
 
 SIZES = ((1, 1024), (16, 1024), (64, 1024), (1, 4096), (16, 4096), (64, 4096))
 TINY_SIZES = ((1, 20), (2, 20), (1, 24), (1, 28), (1, 28), (2, 28))
+ONE_LONG, TINY_ONE_LONG = ((63, 1024), (1, 65_536)), ((1, 20), (1, 40))
 FEW = "steps of 1 x 1024", "steps of 64 x 1024", "prompt of 2048"
 """Cases of an engine that is there for comparison."""
 PROMPTS = (2048, 16_384)
@@ -42,9 +43,11 @@ def cases(name: str, is_rehearsed: bool) -> list[Case]:
         return [Case("64 requests of 256 tokens and 128 new ones", partial(_beside_peer, asked))]
     sizes, prompts = (TINY_SIZES, TINY_PROMPTS) if is_rehearsed else (SIZES, PROMPTS)
     steps = [
-        (f"steps of {told[0]} x {told[1]}", partial(_steps, asked, *size))
+        (f"steps of {told[0]} x {told[1]}", partial(_steps, asked, (size,)))
         for told, size in zip(SIZES, sizes, strict=True)
     ]
+    told = " and ".join(f"{rows} x {length}" for rows, length in ONE_LONG)
+    steps.append((f"steps of {told}", partial(_steps, asked, TINY_ONE_LONG if is_rehearsed else ONE_LONG)))
     first = [
         (f"prompt of {told}", partial(_prompt, asked, length)) for told, length in zip(PROMPTS, prompts, strict=True)
     ]
@@ -97,11 +100,16 @@ def _start(asked: Engine, bench: Bench) -> Iterator[Row]:
 # -- decode steps ------------------------------------------------------------------------------------------------------
 
 
-def _steps(asked: Engine, rows: int, length: int, bench: Bench) -> Iterator[Row]:
-    """With graphs, 5 of them under a profiler, then with the same kernels launched by Python."""
+def _steps(asked: Engine, sizes: Sequence[tuple[int, int]], bench: Bench) -> Iterator[Row]:
+    """With graphs, 5 of them under a profiler, then with the same kernels launched by Python.
+
+    sizes: so many rows of so many tokens, all in one step
+    """
     session = _session(asked, bench)
-    if not session.fits(rows, length + 1024 if not bench.is_rehearsed else length):
-        yield {"skipped": f"the pages do not hold {rows} requests of {length} tokens"}
+    lengths = [length for rows, length in sizes for _ in range(rows)]
+    rows = len(lengths)
+    if not session.fits(sizes, 0 if bench.is_rehearsed else 1024):
+        yield {"skipped": f"the pages do not hold so many tokens: {sizes}"}
         return
     settling, count, profiling = (1, 1, 1) if bench.is_rehearsed else (3, STEPS, PROFILED_STEPS)
     seen = _Seen(session, bench)
@@ -110,7 +118,7 @@ def _steps(asked: Engine, rows: int, length: int, bench: Bench) -> Iterator[Row]
     profiled = Phase("profile", profiling, seen.begin, seen.end)
     phases = [settle, timed, profiled]
     eager = Phase("launched", count, seen.drop_graphs, seen.restore_graphs)
-    session.in_phases(rows, length, phases + [eager] * is_recorded)
+    session.in_phases(lengths, phases + [eager] * is_recorded)
     floor = step_floor_us(session, seen.lengths, bench)
     for phase in (timed, eager) if is_recorded else (timed,):
         us = statistics.median(phase.run_us[1:] or phase.run_us)
@@ -165,7 +173,7 @@ class _Seen:
 def _prompt(asked: Engine, length: int, bench: Bench) -> Iterator[Row]:
     """Time to the first token of one request in an engine that has nothing else to do."""
     session = _session(asked, bench)
-    if not session.fits(1, length + 16):
+    if not session.fits([(1, length)], 16):
         yield {"skipped": f"the pages do not hold {length} tokens"}
         return
 

@@ -22,7 +22,7 @@ from .models import config_of, cut
 from .shapes import Engine as Asked
 from .weights import random_weights, write_config
 
-MODEL_TOKENS = 20_480
+MODEL_TOKENS = 69_632
 """The longest request that is asked for, with room for its answer."""
 TINY_TOKENS = 256
 SOME_BYTES, LEAST_BYTES = 6 << 30, 2 << 30
@@ -216,8 +216,10 @@ class Session:
             return "no steps are recorded"
         return graphs.refusal or next(iter(graphs.refusals.values()), None)
 
-    def fits(self, rows: int, length: int) -> bool:
-        return self.engine._manager.plan.concurrency(length) >= rows
+    def fits(self, sizes: Sequence[tuple[int, int]], more: int) -> bool:
+        """Whether the pages hold so many requests of so many tokens each, and `more` that come."""
+        plan = self.engine._manager.plan
+        return sum(rows / max(1e-9, plan.concurrency(length + more)) for rows, length in sizes) <= 1
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -264,16 +266,16 @@ class Session:
         self._handles += 1
         return answer
 
-    def in_phases(self, rows: int, length: int, phases: Sequence[Phase]) -> None:
-        """Decode steps of so many rows of about so many tokens, whose prompts were passed over."""
-        workers = self.workers
-        budget = sum(phase.steps for phase in phases) + rows * 4 + length * rows // 512 + 32
+    def in_phases(self, lengths: Sequence[int], phases: Sequence[Phase]) -> None:
+        """Decode steps of rows of about so many tokens, whose prompts were passed over."""
+        workers, rows = self.workers, len(lengths)
+        budget = sum(phase.steps for phase in phases) + rows * 4 + sum(lengths) // 512 + 32
 
         async def work() -> None:
             workers.phases_done.clear()
             workers.phase_rows = rows
             workers.phases = deque(phases)
-            answers = [self.submit(length, budget) for _ in range(rows)]
+            answers = [self.submit(length, budget) for length in lengths]
             done = asyncio.ensure_future(workers.phases_done.wait())
             ends = asyncio.gather(*(answer.done.wait() for answer in answers))
             await asyncio.wait({done, asyncio.ensure_future(ends)}, return_when=asyncio.FIRST_COMPLETED)
