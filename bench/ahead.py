@@ -24,7 +24,7 @@ from intarsia.kernels.mixers import triton as mixers
 from intarsia.kernels.paged_attention.triton import MERGED_AT_ONCE, Shape, Size, TritonBackend, precision_of, shape_for
 from intarsia.kernels.products import triton as products
 from intarsia.kernels.products import unpacking
-from intarsia.kernels.products.codes import CodeKind
+from intarsia.kernels.products.codes import CodeKind, Codes
 from intarsia.kernels.sampling.triton import LIST_TOKENS, LIST_WARPS, WARPS, TritonSampling, shift_of
 from intarsia.kernels.state.triton import (
     BFLOAT16_LAUNCH,
@@ -316,39 +316,81 @@ def _products() -> Iterator[Variant]:
         yield Variant(f"sort rows of {groups} experts", kernels.sort_rows, types, constants, products.SORT_WARPS, 3)
 
 
-UNPACKED = [  # name, kind of code, type and kind of scales, columns of a group, zero points, middle, factor
-    ("int4, groups of 128, zero points", CodeKind.INT4, "bf16", 0, 128, True, 0, 0),
-    ("int4, groups of 32, middle", CodeKind.INT4, "fp16", 0, 32, False, 8, 0),
-    ("nvfp4", CodeKind.E2M1, "u8", 1, 16, False, 0, 2),
-    ("mxfp4", CodeKind.E2M1, "u8", 2, 32, False, 0, 0),
-    ("fp8, blocks of 128", CodeKind.E4M3, "bf16", 0, 128, False, 0, 0),
-    ("fp8, rows", CodeKind.E4M3, "fp32", 0, 1 << 20, False, 0, 0),
-    ("mxfp8", CodeKind.E4M3, "u8", 2, 32, False, 0, 0),
-    ("int8, rows", CodeKind.INT8, "bf16", 0, 1 << 20, False, 0, 0),
-    ("uint8, groups of 128, zero points", CodeKind.UINT8, "fp16", 0, 128, True, 0, 0),
+UNPACKED = [  # name, kind of code, of scales, columns of a group, what its codes have besides
+    ("int4, groups of 128, zero points", CodeKind.INT4, torch.bfloat16, 128, {"zero"}),
+    ("int4, groups of 32, middle", CodeKind.INT4, torch.float16, 32, {"middle"}),
+    ("nvfp4", CodeKind.E2M1, torch.float8_e4m3fn, 16, {"factor"}),
+    ("mxfp4", CodeKind.E2M1, torch.uint8, 32, set[str]()),
+    ("fp8, blocks of 128", CodeKind.E4M3, torch.bfloat16, 128, set[str]()),
+    ("fp8, rows", CodeKind.E4M3, torch.float32, 1 << 20, set[str]()),
+    ("mxfp8", CodeKind.E4M3, torch.uint8, 32, set[str]()),
+    ("int8, rows", CodeKind.INT8, torch.bfloat16, 1 << 20, set[str]()),
+    ("uint8, groups of 128, zero points", CodeKind.UINT8, torch.float16, 128, {"zero"}),
 ]
+POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 
 
 def _unpacked_products() -> Iterator[Variant]:
-    """Weights in fewer bits: every kind of few rows and of many, alone; and of experts."""
-    for name, kind, scale, scale_kind, columns, has_zero, middle, factor in UNPACKED:
-        for rows, groups, is_cut in ((64, 1, True), (64, 1, False), (128, 1, False), (64, 32, True), (128, 32, False)):
-            inputs, outputs = (4096, 14_336) if groups == 1 else (2880, 5760)
-            tile, cut = unpacking.unpacking_tile(rows, 2), products.cut_inputs(inputs, outputs)
-            constants = {
-                "KIND": int(kind), "EACH": 8 // kind.bits, "MIDDLE": middle, "SCALE_KIND": scale_kind,
-                "HAS_ZERO": has_zero, "FACTOR": factor, "HAS_ORDER": False, "COLUMNS": columns, "OFFSET": 0,
-                "SCALES": -(-inputs // columns), "RUN": unpacking.run_of(columns, 0, inputs, tile.block),
-                "INPUTS": inputs, "CUT": cut, "GROUPS_PADDED": 0 if groups == 1 else power_of_two(groups),
-                "HAS_TOKENS": groups > 1, "HAS_BIAS": groups > 1, "IS_CUT": is_cut, "ROWS": tile.rows,
-                "OUTPUTS": products.OUTPUTS, "BLOCK": tile.block, "PRECISION": "ieee",
-            }  # fmt: skip
-            kernel = unpacking._kernels().unpacked_product
-            lists = {"first_ptr", "token_ptr", "order_ptr"}
-            types = _types(kernel, {"x_ptr", "bias_ptr", "out_ptr"}, "bf16", {"parts_ptr", "factor_ptr"}, lists)
-            types |= {"code_ptr": "*u8", "zero_ptr": "*u8", "scale_ptr": f"*{scale}"}
-            title = f"unpacked product {name}, {tile.rows} rows{' of experts' if groups > 1 else ''}"
-            yield Variant(title + (", of one cut" if is_cut else ""), kernel, types, constants, tile.warps, tile.stages)
+    """Weights in fewer bits: every kind of one row, of few and of many, alone; and of experts; and their numbers."""
+    for name, kind, scale, columns, more in UNPACKED:
+        for groups, inputs, outputs in ((1, 4096, 14_336), (32, 2880, 5760)):
+            packed = unpacking.TritonCodes(_thin_codes(kind, scale, columns, more, inputs), torch.bfloat16)
+            title = f"unpacked product {name}{' of experts' if groups > 1 else ''}"
+            asked = ((2, True), (64, True), (128, False)) if groups > 1 else ALONE
+            yield from (_launch(title, packed, rows, groups, outputs, is_cut) for rows, is_cut in asked)
+            if groups == 1:
+                yield _expansion(f"expanded {name}", packed)
+
+
+def _thin_codes(kind: CodeKind, scale: torch.dtype, columns: int, more: Collection[str], inputs: int) -> Codes:
+    """Few outputs: nothing that is compiled depends on their number."""
+    outputs, groups = 8, -(-inputs // columns)
+    return Codes(
+        kind,
+        torch.zeros(outputs, inputs * kind.bits // 8, dtype=torch.uint8),
+        torch.zeros(outputs, groups).to(scale),
+        columns,
+        torch.zeros(outputs, groups, dtype=torch.uint8) if "zero" in more else None,
+        8 if "middle" in more else 0,
+        torch.ones(outputs) if "factor" in more else None,
+        divides="factor" in more,
+    )
+
+
+ALONE = (1, True), (64, True), (64, False), (128, False)
+"""Rows, and whether each cut has a program."""
+
+
+def _launch(
+    title: str, packed: unpacking.TritonCodes, rows: int, groups: int, outputs: int, is_cut: bool
+) -> Variant:  # fmt: skip
+    kernel, constants, tile, width, _, _ = packed._launch(rows, 2)
+    is_few = rows <= packed.most_few
+    cut = (unpacking.cut_few if is_few else products.cut_inputs)(packed.inputs, outputs)
+    constants = constants | {
+        "INPUTS": packed.inputs, "CUT": cut, "GROUPS_PADDED": 0 if groups == 1 else power_of_two(groups),
+        "HAS_TOKENS": groups > 1, "HAS_BIAS": groups > 1, "ROWS": tile.rows, "OUTPUTS": width, "BLOCK": tile.block,
+        "IS_CUT": is_cut,
+    }  # fmt: skip
+    types = _types(kernel, {"x_ptr", "bias_ptr", "out_ptr"}, "bf16", {"parts_ptr", "factor_ptr"}, LISTS)
+    types |= _types_of(packed)
+    about = f"{title}, {tile.rows} rows{', of one cut' if is_cut else ''}"
+    return Variant(about, kernel, types, constants, tile.warps, tile.stages)
+
+
+LISTS = {"first_ptr", "token_ptr", "order_ptr"}
+
+
+def _types_of(packed: unpacking.TritonCodes) -> dict[str, str]:
+    """Of the pointers to what a weight has."""
+    return {"code_ptr": "*i32", "zero_ptr": "*u8", "scale_ptr": POINTERS.get(packed._scale.dtype, "*u8")}
+
+
+def _expansion(title: str, packed: unpacking.TritonCodes) -> Variant:
+    kernel = unpacking._kernels().expand
+    constants = {"INPUTS": packed.inputs, "OUTPUTS": products.OUTPUTS, "BLOCK": packed._block, **packed._constants}
+    types = _types(kernel, {"out_ptr"}, "bf16", {"factor_ptr"}, LISTS) | _types_of(packed)
+    return Variant(title, kernel, types, constants, unpacking.WARPS, 3)
 
 
 def _sampling(dtype: str) -> Iterator[Variant]:
@@ -447,11 +489,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, default=90)
     parser.add_argument("--dtypes", default="bf16,fp32")
-    parser.add_argument("--only", default="", help="kernels whose name contains this")
+    parser.add_argument("--only", action="append", help="kernels whose name contains this; may be given again")
     args = parser.parse_args()
     failed = False
     for variant in variants(args.dtypes.split(",")):
-        if args.only not in variant.name:
+        if not any(part in variant.name for part in args.only or [""]):
             continue
         row = compiled(variant, args.capability)
         in_float32 = variant.name.startswith("attend fp32") or variant.name.endswith("fp32 (prompt)")

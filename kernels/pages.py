@@ -37,17 +37,32 @@ def take_pages(pages: Tensor, blocks: Sequence[int], beside: torch.cuda.Stream |
 def put_pages(
     pages: Tensor, blocks: Sequence[int], kept: Sequence[Tensor], beside: torch.cuda.Stream | None = None
 ) -> None:
-    """Copy pages [bytes] each from host memory into these blocks, in one transfer."""
+    """Copy pages [bytes] each from host memory into these blocks. Those that lie there side by side, as `take_pages`
+    leaves them, are one transfer."""
     words = _in_words(pages)
-    stacked = torch.stack(list(kept)).view(words.dtype)
+    runs = [run.view(words.dtype) for run in _side_by_side(kept)]
     if pages.device.type != "cpu":
         current = torch.cuda.current_stream()
         with torch.cuda.stream(beside or current):
-            stacked = stacked.pin_memory().to(pages.device, non_blocking=True)
+            runs = [run.to(pages.device, non_blocking=True) for run in runs]
         if beside is not None:
             current.wait_stream(beside)
-            stacked.record_stream(current)
-    words.index_copy_(0, _indices(blocks, pages.device), stacked)
+            for run in runs:
+                run.record_stream(current)
+    words.index_copy_(0, _indices(blocks, pages.device), runs[0] if len(runs) == 1 else torch.cat(runs))
+
+
+def _side_by_side(kept: Sequence[Tensor]) -> list[Tensor]:
+    """Pages [bytes] each, in their order, as few tensors [pages,bytes]."""
+    runs: list[Tensor] = []
+    start = 0
+    for n in range(1, len(kept) + 1):
+        first, size = kept[start], kept[start].nbytes
+        continues = n < len(kept) and kept[n].data_ptr() == first.data_ptr() + (n - start) * size
+        if not continues or kept[n].untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            runs.append(first.as_strided((n - start, size), (size, 1)))
+            start = n
+    return runs
 
 
 def _in_words(pages: Tensor) -> Tensor:

@@ -217,14 +217,15 @@ def _mixed(asked: Engine, bench: Bench) -> Iterator[Row]:
 
     arriving, ran = session.run(ask)
     mixed = [step for step in ran if not step.is_decode]
+    # The host is late where it launches such steps by Python: one seems to take longer then, the next one shorter.
     us, tokens = (
-        statistics.median(values) for values in zip(*((step.run_us, step.tokens) for step in mixed), strict=True)
+        statistics.mean(values) for values in zip(*((step.run_us, step.tokens) for step in mixed), strict=True)
     )
     # What its tokens would take without those before them.
     floor = bench.floor_us(weight_bytes(session, int(tokens)), prompt_flops(session, int(tokens)))
     yield {
         "steps": len(mixed),
-        "tokens_of_a_step": tokens,
+        "tokens_of_a_step": short(tokens),
         "mixed_step_us": short(us),
         "slowest_us": max(step.run_us for step in mixed),
         **({"floor_us": short(floor), "times_floor": short(us / floor)} if floor else {}),

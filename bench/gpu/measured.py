@@ -13,33 +13,46 @@ class Step(NamedTuple):
     """A recorded decode step; the worker's part of it."""
 
     model: str  # of `models.py`
-    rows: int
-    tokens: int  # of each row
+    rows: str  # with tokens of each: "64 x 4k", or several such with commas between
     ms: float
     floor_ms: float
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        sizes = (part.removesuffix("k").split(" x ") for part in self.rows.split(", "))
+        return tuple(1024 * int(tokens) for count, tokens in sizes for _ in range(int(count)))
+
 
 STEPS = (
-    Step("gemma-3-27b", 1, 1024, 20.9, 17.8),
-    Step("gemma-3-27b", 16, 1024, 24.1, 20.4),
-    Step("gemma-3-27b", 16, 4096, 25.8, 21.7),
-    Step("gpt-oss-20b", 1, 1024, 4.2, 2.4),
-    Step("gpt-oss-20b", 16, 1024, 14.2, 12.0),
-    Step("gpt-oss-20b", 64, 1024, 16.7, 13.9),
-    Step("gpt-oss-20b", 16, 4096, 14.7, 12.3),
-    Step("llama-3.1-8b", 1, 1024, 6.6, 4.9),
-    Step("llama-3.1-8b", 16, 1024, 7.3, 5.6),
-    Step("llama-3.1-8b", 64, 1024, 10.0, 7.8),
-    Step("llama-3.1-8b", 1, 4096, 6.8, 5.1),
-    Step("gemma-3-4b", 1, 1024, 4.4, 2.6),
-    Step("gemma-3-4b", 16, 4096, 5.4, 3.6),
-    Step("gemma-3-4b", 64, 4096, 9.3, 6.9),
-    Step("bamba-9b", 1, 1024, 8.8, 6.1),
-    Step("bamba-9b", 16, 1024, 10.8, 7.4),
+    Step("gemma-3-27b", "1 x 1k", 21.4, 17.8),
+    Step("gemma-3-27b", "16 x 1k", 24.4, 20.4),
+    Step("gemma-3-27b", "1 x 4k", 21.5, 17.9),
+    Step("gemma-3-27b", "16 x 4k", 26.0, 21.7),
+    Step("gpt-oss-20b", "1 x 1k", 4.2, 2.4),
+    Step("gpt-oss-20b", "16 x 1k", 14.2, 12.0),
+    Step("gpt-oss-20b", "64 x 1k", 16.6, 13.9),
+    Step("gpt-oss-20b", "1 x 4k", 4.3, 2.4),
+    Step("gpt-oss-20b", "16 x 4k", 14.7, 12.4),
+    Step("gpt-oss-20b", "64 x 4k", 18.4, 15.5),
+    Step("gpt-oss-20b", "63 x 1k, 1 x 64k", 17.2, 14.4),
+    Step("llama-3.1-8b", "1 x 1k", 6.5, 5.0),
+    Step("llama-3.1-8b", "16 x 1k", 7.4, 5.6),
+    Step("llama-3.1-8b", "64 x 1k", 10.0, 7.8),
+    Step("llama-3.1-8b", "1 x 4k", 6.8, 5.1),
+    Step("llama-3.1-8b", "16 x 4k", 9.5, 7.7),
+    Step("llama-3.1-8b", "64 x 4k", 18.6, 16.4),
+    Step("llama-3.1-8b", "63 x 1k, 1 x 64k", 12.8, 10.7),
+    Step("gemma-3-4b", "1 x 1k", 4.4, 2.6),
+    Step("gemma-3-4b", "16 x 4k", 5.4, 3.6),
+    Step("gemma-3-4b", "64 x 4k", 9.3, 6.9),
+    Step("bamba-9b", "1 x 1k", 7.9, 6.1),
+    Step("bamba-9b", "16 x 1k", 9.5, 7.4),
+    Step("bamba-9b", "64 x 1k", 14.7, 11.5),
+    Step("bamba-9b", "1 x 4k", 7.9, 6.2),
+    Step("bamba-9b", "16 x 4k", 9.7, 7.6),
+    Step("bamba-9b", "64 x 4k", 15.5, 12.3),
+    Step("bamba-9b", "63 x 1k, 1 x 64k", 14.9, 11.8),
 )
-
-KERNELS_THEN = {"bamba-9b": 1076}
-"""Of a step, where there were more when it was measured than there are now: 37 in a state layer of Bamba, now 13."""
 
 ATTENTION_US = {
     "decode 64 x 4k": 375.0,

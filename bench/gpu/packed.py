@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DTYPE = torch.bfloat16
 OUTPUTS, INPUTS = 4096, 14_336
 TINY_OUTPUTS, TINY_INPUTS = 40, 96
-ROWS, TINY_ROWS = (1, 16, 64), (1, 2, 3)
+ROWS, TINY_ROWS = (1, 2, 16, 64, 256, 2048), (1, 2, 3)
 
 
 class Packing(NamedTuple):

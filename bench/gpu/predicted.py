@@ -7,10 +7,10 @@ from torch import Tensor
 
 from intarsia.kernels.paged_attention.triton import PROGRAMS_PER_PROCESSOR, shape_for
 
-from .costs import OWN_US, Cost, Heads, Kind, attention_costs, step_us
+from .costs import Cost, Heads, Kind, attention_costs, step_us
 from .device import Bench
 from .floors import expert_share, step_floor_us
-from .measured import ATTENTION_US, COPY_GB_PER_S, KERNELS_THEN, PROCESSORS, READ_GB_PER_S, STEPS
+from .measured import ATTENTION_US, COPY_GB_PER_S, PROCESSORS, READ_GB_PER_S, STEPS
 from .shapes import ATTENTION, Attention
 from .traced import Launched, StepTrace, TracedEngine
 
@@ -37,12 +37,6 @@ class Prediction(NamedTuple):
     @property
     def error(self) -> float | None:
         return self.ms / self.measured_ms - 1 if self.measured_ms else None
-
-    def with_kernels(self, kernels: int) -> "Prediction":
-        """The same step with more kernels that do next to nothing."""
-        more_ms = (kernels - self.kernels) * OWN_US[Kind.SMALL] / 1e3
-        ms_of = {**self.ms_of, Kind.SMALL: self.ms_of[Kind.SMALL] + more_ms}
-        return self._replace(ms=self.ms + more_ms, kernels=kernels, ms_of=ms_of)
 
 
 # -- from kernels to costs ---------------------------------------------------------------------------------------------
@@ -146,11 +140,7 @@ def predictions(model: str) -> Iterator[Prediction]:
         yield predict(engine, model, step, lengths)
     for step in STEPS:
         if step.model == model:
-            now = predict(engine, model, f"{step.rows} x {step.tokens // 1024}k", (step.tokens,) * step.rows)
-            then = now.with_kernels(KERNELS_THEN[model]) if model in KERNELS_THEN else now
-            yield then._replace(measured_ms=step.ms)
-            if then is not now:
-                yield now
+            yield predict(engine, model, step.rows, step.lengths)._replace(measured_ms=step.ms)
 
 
 # -- attention alone ---------------------------------------------------------------------------------------------------

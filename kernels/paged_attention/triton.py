@@ -66,7 +66,8 @@ def shape_for(key_dim: int, value_dim: int, group: int, itemsize: int, one_query
         if one_query:
             return Shape(min(rows, 64), 32, 4, 2) if widest <= 192 else Shape(rows, 16, 8, 2)
         if widest < 128:
-            return Shape(64 if widest <= 64 else 32, 32, 8, 2, at_once=True, ahead=True)
+            rows, warps = (64, 4) if widest <= 64 else (32, 8)
+            return Shape(rows, 32, warps, 2, at_once=True, ahead=True)
         if widest == 128:
             return Shape(32, 32, 8, 2)
         return Shape(32, 16, 8, 2, at_once=True) if widest <= 192 else Shape(16, 16, 8, 2)

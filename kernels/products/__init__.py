@@ -21,7 +21,7 @@ from .onednn import OneDnnLinear, compile_products
 from .protocol import CodesLinear, PackedLinear, SortedRows
 from .reference import ExpandedCodes, ReferenceCodesLinear
 from .triton import TritonLinear, TritonWeights
-from .unpacking import TritonCodes, TritonCodesLinear
+from .unpacking import OrderedTritonCodes, OrderedTritonCodesLinear, TritonCodes, TritonCodesLinear
 
 __all__ = [
     "CODES_KINDS",
@@ -33,6 +33,8 @@ __all__ = [
     "NativeCodesLinear",
     "NativeLinear",
     "OneDnnLinear",
+    "OrderedTritonCodes",
+    "OrderedTritonCodesLinear",
     "PackedCodes",
     "PackedEmbedding",
     "PackedLinear",

@@ -32,6 +32,9 @@ MOST_SORTED = 1 << 18
 """Rows times groups. More are sorted by torch, in many launches: one program would take longer."""
 
 
+PRECISION = {"PRECISION": "ieee"}
+
+
 class Tile(NamedTuple):
     rows: int
     block: int  # inputs that are read at once
@@ -56,6 +59,17 @@ def _kernels() -> Any:
     from . import triton_kernels  # here and not above: triton may be missing
 
     return triton_kernels
+
+
+class Launch(NamedTuple):
+    """How rows are multiplied, by their number."""
+
+    kernel: Any
+    constants: dict[str, Any]
+    tile: Tile
+    outputs: int  # of a tile
+    cut: int  # inputs that are summed before a cut
+    programs: int  # that a product should have; where tiles give fewer, each cut has a program
 
 
 class TritonWeights:
@@ -85,36 +99,36 @@ class TritonWeights:
             return out
         # The tile depends on the rows of a step, which changes no bit: each output is summed in the same order.
         groups = 1 if first_row is None else self.groups
-        tile = self._tile(-(-count // groups), x_RI.itemsize)
+        kernel, constants, tile, width, cut, programs = self._launch(-(-count // groups), x_RI.itemsize)
         tiles = -(-count // tile.rows) if first_row is None else min(count, groups + count // tile.rows)
-        across, cuts = -(-self.outputs // OUTPUTS), -(-self.inputs // self._cut)
-        is_cut = cuts > 1 and tiles * across < PROGRAMS
+        across, cuts = -(-self.outputs // width), -(-self.inputs // cut)
+        is_cut = cuts > 1 and tiles * across < programs
         parts = out.new_empty((cuts, count, self.outputs), dtype=torch.float32) if is_cut else out
         bias, first = out if self._biases is None else self._biases, out if first_row is None else first_row
         common = {
             "GROUPS_PADDED": 0 if first_row is None else power_of_two(self.groups),
             "HAS_BIAS": self._biases is not None,
         }
-        kernel, weights, constants = self._operands()
         kernel[tiles, across, cuts if is_cut else 1](
-            x_RI, *weights, bias, out, parts, first, out if row_of is None else row_of,
+            x_RI, *self._operands(), bias, out, parts, first, out if row_of is None else row_of,
             count, self.outputs, self.groups, x_RI.stride(0),
-            INPUTS=self.inputs, CUT=self._cut, HAS_TOKENS=row_of is not None, IS_CUT=is_cut,
-            ROWS=tile.rows, OUTPUTS=OUTPUTS, BLOCK=tile.block, PRECISION="ieee",
+            INPUTS=self.inputs, CUT=cut, HAS_TOKENS=row_of is not None, IS_CUT=is_cut,
+            ROWS=tile.rows, OUTPUTS=width, BLOCK=tile.block,
             num_warps=tile.warps, num_stages=tile.stages, **common, **constants,
         )  # fmt: skip
         if is_cut:
-            _kernels().add_cuts[count, across](
+            _kernels().add_cuts[count, -(-self.outputs // OUTPUTS)](
                 parts, bias, out, first, count, self.outputs, self.groups, CUTS=cuts, OUTPUTS=OUTPUTS, **common
             )
         return out
 
-    def _tile(self, rows: int, itemsize: int) -> Tile:
-        return tile_for(rows, itemsize)
+    def _launch(self, rows: int, itemsize: int) -> Launch:
+        """rows: of a group, on average"""
+        return Launch(_kernels().product, PRECISION, tile_for(rows, itemsize), OUTPUTS, self._cut, PROGRAMS)
 
-    def _operands(self) -> tuple[Any, tuple[Tensor, ...], dict[str, Any]]:
-        """The kernel, and what it is given of the weights."""
-        return _kernels().product, (self._weights,), {}
+    def _operands(self) -> tuple[Tensor, ...]:
+        """What the kernel is given of the weights."""
+        return (self._weights,)
 
 
 def combine(x_ND: Tensor, row_of: Tensor, shares: Tensor) -> Tensor:

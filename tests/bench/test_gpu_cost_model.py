@@ -31,6 +31,8 @@ traced = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
 
 STEP_ERROR, FLOOR_ERROR_MS = 0.08, 0.12
 """Of predicted steps, as a share of what was measured. Of floors: rows were some tokens longer when that was."""
+GROWN = 0.025
+"""Of a floor, too: 64 rows were about 75 tokens longer, since they decoded while the last prompts were computed."""
 NAMES = {
     "Gemma 3 27B": "gemma-3-27b", "gpt-oss 20B, in 16 bits": "gpt-oss-20b", "gpt-oss 20B": "gpt-oss-20b",
     "Llama 3.1 8B": "llama-3.1-8b", "Gemma 3 4B": "gemma-3-4b", "Bamba 9B": "bamba-9b",
@@ -71,8 +73,7 @@ def told_steps(since: str, until: str) -> list[list[str]]:
 def test_what_was_measured_is_what_the_docs_say():
     rows = []
     for model, step, ms, floor_ms, *_ in told_steps("**Decode steps**", "**Attention**"):
-        count, tokens = map(int, step.removesuffix("k").split(" x "))
-        rows.append(measured.Step(model, count, tokens * 1024, float(ms), float(floor_ms)))
+        rows.append(measured.Step(model, step, float(ms), float(floor_ms)))
     assert tuple(rows) == STEPS
 
 
@@ -183,7 +184,7 @@ def check(steps: list[dict[str, Any]]) -> None:
     for ours, theirs in zip(held, sorted(told, key=lambda step: list(MODELS).index(step.model)), strict=True):
         assert (ours["model"], ours["measured_ms"]) == (theirs.model, theirs.ms)
         assert abs(ours["error"]) < STEP_ERROR, ours
-        assert ours["floor_ms"] == pytest.approx(theirs.floor_ms, abs=FLOOR_ERROR_MS), ours
+        assert ours["floor_ms"] == pytest.approx(theirs.floor_ms, abs=FLOOR_ERROR_MS, rel=GROWN), ours
 
 
 @traced

@@ -36,8 +36,9 @@ IMPLEMENTATION = "intarsia"
 Weights = PackedWeights | TritonWeights | ExpandedCodes
 
 
-TORCH_FROM_ROWS = 8192
-"""Rows of a GPU's step, one for each token and expert of it, from which torch's grouped product is taken."""
+TORCH_FROM_ROWS = 16_384
+"""Rows of a GPU's step, one for each token and expert of it, from which torch's grouped product is taken: on an H100 it
+takes 1.15 times as long as ours for 8,192 rows, 0.96 times for 16,384, in a dozen launches more."""
 
 
 class _Ways(NamedTuple):

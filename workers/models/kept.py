@@ -17,8 +17,10 @@ from ...kernels.products import (
     Codes,
     CodesLinear,
     ExpandedCodes,
+    OrderedTritonCodesLinear,
     PackedCodes,
     TritonCodes,
+    TritonCodesLinear,
     side_by_side,
 )
 from ...proto.worker import ModelSettings
@@ -27,6 +29,9 @@ from .weight_map import Source, all_of
 
 NATIVE = {"cpu": "cpu", "cuda": "triton"}
 """What multiplies on a device; by its type."""
+
+IN_ORDER: dict[type[CodesLinear], type[CodesLinear]] = {TritonCodesLinear: OrderedTritonCodesLinear}
+"""What is taken instead where a row's result is to depend on that row alone. The others sum so anyway."""
 
 EXPERTS = "gate_up_proj", "up_proj", "down_proj"
 
@@ -77,7 +82,8 @@ def keeper_of(settings: ModelSettings, dtype: torch.dtype, device: torch.device)
     name = NATIVE.get(device.type, "cpu") if asked == "auto" else asked
     why_not = _lacks(name, settings, dtype, device)
     if why_not is None:
-        return Keeper(CODES_KINDS[name], dtype, device)
+        kind = CODES_KINDS[name]
+        return Keeper(IN_ORDER.get(kind, kind) if settings.same_bits else kind, dtype, device)
     if asked == "auto":
         return None
     raise InvalidSetting(

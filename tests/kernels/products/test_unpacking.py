@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
-from intarsia.kernels.products import Codes, TritonCodes, TritonWeights, stacked
+from intarsia.kernels.products import Codes, OrderedTritonCodes, TritonCodes, TritonWeights, stacked, unpacking
 from intarsia.kernels.products import triton as products
 from intarsia.kernels.products.codes import CodeKind
 from intarsia.kernels.products.unpacking import KINDS, SCALE_KINDS, run_of
@@ -32,7 +33,7 @@ def check_products(codes: Codes, dtype: torch.dtype, rows: tuple[int, ...] = ROW
     numbers = codes.numbers(dtype)
     outputs, inputs = numbers.shape
     bias = torch.randn(1, outputs).to(dtype)
-    packed, plain = TritonCodes(codes, dtype, bias), TritonWeights(numbers.unsqueeze(0), bias)
+    packed, plain = OrderedTritonCodes(codes, dtype, bias), TritonWeights(numbers.unsqueeze(0), bias)
     for count in rows:
         x = torch.randn(count, inputs).to(dtype)
         torch.testing.assert_close(packed.product(x), plain.product(x), rtol=0, atol=0, equal_nan=True)
@@ -73,7 +74,7 @@ def test_every_code_is_opened_exactly_and_rounded_once(kind: CodeKind):
         numbers = codes.numbers(dtype)
         for column in range(0, columns, 16):
             picked = replace(codes, codes=every[:, column * kind.bits // 8 : (column + 16) * kind.bits // 8])
-            found = TritonCodes(picked, dtype).product(torch.eye(16, dtype=dtype))
+            found = OrderedTritonCodes(picked, dtype).product(torch.eye(16, dtype=dtype))
             wanted = numbers[:, column : column + 16].T
             is_number = wanted.isfinite().all(0)
             assert torch.equal(found[:, is_number], wanted[:, is_number])
@@ -102,9 +103,9 @@ def test_zero_points_factors_and_groups_that_begin_before_the_first_column_keep_
 
 
 def test_inputs_that_are_cut_keep_the_bits_of_a_row_in_any_company(few_programs: None):
-    codes = random_codes(CodeKind.INT4, (100, 600), 40, middle=8)
+    codes = random_codes(CodeKind.INT4, (100, 200), 40, middle=8)
     check_products(codes, torch.float16, (1, 64, 65, 600))
-    packed, x = TritonCodes(codes, torch.float32), torch.randn(600, 600)
+    packed, x = OrderedTritonCodes(codes, torch.float32), torch.randn(400, 200)
     alone = packed.product(x[299:300])
     assert torch.equal(packed.product(x)[299:300], alone)
     assert torch.equal(packed.product(x[290:310])[9:10], alone)
@@ -132,12 +133,89 @@ def test_rows_meet_the_weights_of_their_experts(
     codes = stacked(each)
     assert codes is not None
     biases = torch.randn(4, 70).to(dtype)
-    packed, plain = TritonCodes(codes, dtype, biases), TritonWeights(codes.numbers(dtype), biases)
+    packed, plain = OrderedTritonCodes(codes, dtype, biases), TritonWeights(codes.numbers(dtype), biases)
     first, x = torch.tensor([0, 4, 4, 90, 90]), torch.randn(40 if picks else 90, 200).to(dtype)
     token = torch.randint(0, 40, (90,)) if picks else None
     found, wanted = (weights.grouped_product(x, first, token) for weights in (packed, plain))
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     torch.testing.assert_close(packed.codes().numbers(dtype), codes.numbers(dtype), rtol=0, atol=0)
+
+
+def check_few(codes: Codes, dtype: torch.dtype) -> None:
+    """One row and two, whose sums are exact but for float32's: their numbers are not rounded to the dtype."""
+    numbers = codes.numbers(torch.float32).double()
+    *_, outputs, inputs = numbers.shape
+    biases = torch.randn(1, outputs).to(dtype)
+    packed = TritonCodes(codes, dtype, biases)
+    for count in (1, 2):
+        x = torch.randn(count, inputs).to(dtype)
+        found, wanted = packed.product(x).double(), x.double() @ numbers.T + biases.double()
+        allowed = 2e-6 if dtype is torch.float32 else 1e-3
+        torch.testing.assert_close(found, wanted, rtol=0, atol=allowed * float(wanted.abs().max()))
+        assert torch.equal(packed.product(x[-1:]), packed.product(x)[-1:])
+
+
+@pytest.mark.parametrize("scale", TAKEN_SCALES)
+@pytest.mark.parametrize("kind", TAKEN_KINDS)
+def test_one_row_and_two_have_the_sums_of_the_numbers(kind: CodeKind, scale: str):
+    check_few(random_codes(kind, (20, 96), 32, scale), torch.float16 if scale == "power" else torch.float32)
+
+
+@pytest.mark.parametrize("columns", [2, 8, 16, 40, 128, 1000])
+@pytest.mark.parametrize("kind", [CodeKind.INT4, CodeKind.E4M3])
+def test_one_row_and_two_know_groups_of_any_size_and_cuts(
+    kind: CodeKind, columns: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(unpacking, "LEAST_FEW_CUT", 64)
+    check_few(random_codes(kind, (70, 130), columns), torch.float32)
+
+
+def test_one_row_and_two_know_zero_points_factors_orders_and_groups_that_begin_before_the_first_column():
+    zero = torch.randint(0, 16, (20, 3), dtype=torch.uint8)
+    plain = random_codes(CodeKind.INT4, (20, 96), 32, zero=zero, middle=1)
+    cut = plain.cut(1, 2, 96)
+    assert cut is not None
+    for codes in (plain, cut, random_codes(CodeKind.INT8, (20, 96), 32, zero=zero)):
+        check_few(codes, torch.float32)
+    for divides in (False, True):
+        more: dict[str, Any] = {"factor": torch.rand(20) + 0.5, "divides": divides, "middle": 1}
+        check_few(random_codes(CodeKind.E2M1, (20, 96), 16, "e4m3", **more), torch.float32)
+    order = torch.randperm(96, generator=torch.Generator().manual_seed(1))
+    check_few(plain.sorted_columns(order), torch.float32)
+
+
+@pytest.mark.parametrize("kind", TAKEN_KINDS)
+def test_experts_of_one_row_or_two_each_have_the_sums_of_their_numbers(kind: CodeKind):
+    dtype = torch.float32
+    codes = stacked([random_codes(kind, (20, 130), 40, "float32", seed) for seed in range(4)])
+    assert codes is not None
+    biases = torch.randn(4, 20).to(dtype)
+    packed, numbers = TritonCodes(codes, dtype, biases), codes.numbers(torch.float32).double()
+    groups = torch.tensor([0, 0, 1, 3, 3])
+    first, x, token = torch.tensor([0, 2, 3, 3, 5]), torch.randn(3, 130).to(dtype), torch.tensor([2, 0, 1, 0, 2])
+    found = packed.grouped_product(x, first, token).double()
+    wanted = torch.einsum("ni,noi->no", x[token].double(), numbers[groups]) + biases[groups].double()
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", TAKEN_KINDS)
+def test_many_rows_meet_the_expanded_weight_as_a_whole_and_in_parts(
+    kind: CodeKind, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(TritonCodes, "expanded_from_rows", 5)
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(1))
+    for codes in (random_codes(kind, (300, 200), 40), random_codes(kind, (300, 200), 40).sorted_columns(order)):
+        bias, x = torch.randn(1, 300).to(dtype), torch.randn(9, 200).to(dtype)
+        packed, numbers = TritonCodes(codes, dtype, bias), codes.numbers(dtype)
+        assert torch.equal(packed.expanded(dtype, 0, 300), numbers)
+        assert torch.equal(packed.expanded(dtype, 128, 300), numbers[128:])
+        wanted = F.linear(x, numbers, bias[0])
+        assert torch.equal(packed.product(x), wanted)
+        monkeypatch.setattr(unpacking, "EXPANDED_BYTES", 1)
+        torch.testing.assert_close(packed.product(x), wanted, rtol=1e-5, atol=1e-3)
+        monkeypatch.undo()
+        monkeypatch.setattr(TritonCodes, "expanded_from_rows", 5)
 
 
 def test_what_is_held_is_what_was_packed_but_for_the_last_block():
