@@ -70,7 +70,7 @@ def find_parameters(model: PreTrainedModel, header: GgufHeader, file: Path) -> P
     pieces: dict[str, list[Probe]] = {}
     for probe in probes:
         pieces.setdefault(probe.parameter, []).append(probe)
-    made = {parameter: _made(parameter, probes, file) for parameter, probes in pieces.items()}
+    made = {parameter: made_of(parameter, probes, file) for parameter, probes in pieces.items()}
     used = {name for each in made.values() for name in each.tensors}
     unused = [name for name in header.tensors if name not in used]
     _check_all_there(model, header, made, unused, file)
@@ -155,7 +155,7 @@ def _side_by_side(value: Tensor, place: int, count: int) -> Tensor:
 # -- what was done to a probe ------------------------------------------------------------------------------------------
 
 
-def _made(parameter: str, probes: list[Probe], file: Path) -> Made:
+def made_of(parameter: str, probes: list[Probe], file: Path) -> Made:
     if len(probes) == 1 and probes[0].value.numel() == _probe(probes[0].tensor).numel():
         return _change(parameter, probes[0], file)
     # Several tensors along the second dimension: gate and up of all experts.
