@@ -13,7 +13,7 @@ from .config_schema import check_config, check_tensors
 from .gguf.tensors import gguf_of
 from .json_file import MIB, clipped, corrupt, parse_object, quote, read_bytes, read_object, size_of
 from .packed.description import read_description
-from .packed.formats import PackedTensors, find_packed
+from .packed.formats import Packed, PackedTensors, find_packed
 from .packed.notes import find_notes
 from .safetensors_header import StoredTensor, read_headers
 from .side_files import check_side_files
@@ -52,7 +52,9 @@ class Checkpoint:
         else:
             self._tensors = {name: self.gguf.stored(name) for name in self.gguf.manifest.made}
             self.packed = PackedTensors({}, frozenset())
-        check_tensors(self.config, {name: tensor.shape for name, tensor in self._tensors.items()}, self.path)
+        shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        whole = {name: weight.shape for name, weight in self.packed.weights.items() if isinstance(weight, Packed)}
+        check_tensors(self.config, shapes | whole, self.path)
         said = () if self.gguf is None else self.gguf.notes()
         self.notes = (*find_notes(self._tensors, self.description, self.packed), *said)
         self._open_files: dict[str, Any] = {}
