@@ -8,6 +8,7 @@ and then renamed: a reader never sees half of it. Two processes that want the sa
 import contextlib
 import errno
 import fcntl
+import glob
 import json
 import os
 import shutil
@@ -55,15 +56,15 @@ def folder_of(name: str, files: Sequence[Path], pinned: str | None = None) -> Pa
     """The checkpoint folder of a GGUF file, which may lie in several parts: those are joined in it. Makes it if it is
     not there yet.
 
-    pinned: the SHA-256 that the file must have. Where its folder is there already, nothing is read.
+    pinned: the SHA-256 that the file must have
 
     Raises `ModelNotFound`, `CorruptCheckpoint` (cut off, incomplete, or another sum), `UnsupportedModel` (an
     architecture that is not known) or `InvalidSetting` (the package gguf is not installed; no room, or a cache that
     cannot be written).
     """
-    # A pinned file that has its folder need not be read.
-    if pinned is not None and _is_ready(_folder(name, pinned), files):
-        return _folder(name, pinned)
+    # A file that is where it was, as it was, need not be read.
+    if (ready := _ready(name, files, pinned)) is not None:
+        return ready
     # Check the cheap things first: the files are there, and a single one has a good header.
     for file in files:
         if not os.path.isfile(file):  # also where that can be no path
@@ -94,6 +95,17 @@ def folder_of(name: str, files: Sequence[Path], pinned: str | None = None) -> Pa
 
 def _folder(name: str, found: str) -> Path:
     return cache_folder() / f"{name}-{FORM}-{found[:DIGITS]}"
+
+
+def _ready(name: str, files: Sequence[Path], pinned: str | None) -> Path | None:
+    """The folder, if it can be known without reading the weights. Those in parts are known by a pinned sum."""
+    if pinned is not None:
+        folders = [_folder(name, pinned)]
+    elif len(files) == 1:
+        folders = sorted(cache_folder().glob(f"{glob.escape(name)}-{FORM}-{'?' * DIGITS}"))
+    else:
+        folders = []
+    return next((folder for folder in folders if _is_ready(folder, files)), None)
 
 
 def _is_ready(folder: Path, files: Sequence[Path]) -> bool:

@@ -128,21 +128,23 @@ def _by_converters(model: PreTrainedModel, header: GgufHeader, mapping: list[Any
         if name not in wanted:
             continue
         converter = next((each for each in converters if pattern in each.source_patterns), None)
-        value, columns = _probe(tensor), None
-        patterns = [] if converter is None else converter.source_patterns
-        if len(patterns) > 1:  # side by side, in the order of the patterns
-            yield Probe(tensor, name, _side_by_side(value, patterns.index(pattern), len(patterns)))
-            continue
-        for operation in () if converter is None else converter.operations:
-            if (permutation := getattr(operation, "permutation", None)) is not None and _is_of_columns(operation):
-                columns = tuple(permutation.tolist())
-                continue
+        if converter is None or pattern is None:
+            yield Probe(tensor, name, _probe(tensor))
+        elif len(converter.source_patterns) > 1:  # side by side, in the order of the patterns
+            patterns = converter.source_patterns
+            yield Probe(tensor, name, _side_by_side(_probe(tensor), patterns.index(pattern), len(patterns)))
+        else:
+            yield _converted(tensor, name, converter.operations)
+
+
+def _converted(tensor: GgufTensor, name: str, operations: list[Any]) -> Probe:
+    value, columns = _probe(tensor), None
+    for operation in operations:
+        if hasattr(operation, "input_permutation"):
+            columns = tuple(operation.permutation.tolist())
+        else:
             (value,) = operation.convert({name: value}, source_patterns=[name], target_patterns=[name]).values()
-        yield Probe(tensor, name, value, columns)
-
-
-def _is_of_columns(operation: Any) -> bool:
-    return hasattr(operation, "input_permutation")
+    return Probe(tensor, name, value, columns)
 
 
 def _side_by_side(value: Tensor, place: int, count: int) -> Tensor:

@@ -67,12 +67,12 @@ def weigh(checkpoint: Checkpoint, dtype: str) -> Weights:
 
 
 def _weigh_gguf(weights: GgufWeights, dtype: str) -> Weights:
-    """A tensor of blocks is packed, and one that is changed on the way is expanded."""
+    """A tensor of blocks is packed."""
     item_bytes, plain, unpacked = ITEM_BYTES.get(dtype, 2), 0, 0
     kept: dict[str, int] = {}
-    for name, made in weights.manifest.made.items():
+    for name in weights.manifest.made:
         for tensor in weights.parts(name):
-            if tensor.kind.name in PLAIN or made.columns is not None:
+            if tensor.kind.name in PLAIN:
                 plain += item_bytes * math.prod(tensor.shape)
             else:
                 kept[tensor.kind.name] = kept.get(tensor.kind.name, 0) + tensor.stop - tensor.start

@@ -6,7 +6,7 @@
 import importlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -81,11 +81,15 @@ class FromGguf:
         """The same slice in as few bits as it is stored. None: it has no blocks, or cannot be cut there."""
         stop = self.shape[dim] if stop is None else stop
         made, block = self.made, BLOCK_FORMATS.get(self.tensor.kind.name)
-        is_moved = made.is_only_moved and made.columns is None and made.unit_dim is None
+        is_moved = made.is_only_moved and made.unit_dim is None
         if block is None or not is_moved or len(self.shape) != 2 or start >= stop:
             return None
         if dim == 0:
-            return self._codes(self._entries(start, stop))
+            codes = self._codes(self._entries(start, stop))
+            # Columns stay where they are, and say which of the parameter's they are.
+            return codes if made.columns is None else replace(codes, order=torch.tensor(made.columns).argsort())
+        if made.columns is not None:
+            return None
         first, last = start // block.columns, -(-stop // block.columns)
         rows = self._entries(0, self.shape[0])[:, first * block.bytes : last * block.bytes]
         before = first * block.columns

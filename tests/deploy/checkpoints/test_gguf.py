@@ -129,14 +129,19 @@ def test_a_file_that_was_moved_or_has_another_date_keeps_its_folder(cache: Path,
     assert (cache / "times").read_text() == "x"
 
 
-def test_a_pinned_file_that_has_its_folder_is_not_read_again(
+def test_a_file_that_is_as_it_was_is_not_read_again(
     cache: Path, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     file = write(tmp_path, small_gguf())
-    manifest = read_manifest(folder_of("small", [file]))
+    folder = folder_of("small", [file])
+    manifest = read_manifest(folder)
     assert manifest is not None
-    monkeypatch.setattr(gguf, "sha256_of", lambda *_: pytest.fail("it was read"))
-    assert folder_of("small", [file], manifest.sha256).is_dir()
+    with monkeypatch.context() as unread:
+        unread.setattr(gguf, "sha256_of", lambda *_: pytest.fail("it was read"))
+        assert folder_of("small", [file]) == folder
+        assert folder_of("small", [file], manifest.sha256) == folder
+    file.write_bytes(small_gguf("qwen3"))
+    assert folder_of("small", [file]) != folder
 
 
 def test_a_folder_of_converted_weights_is_not_taken_for_one_of_ours(cache: Path, quick: None, tmp_path: Path):

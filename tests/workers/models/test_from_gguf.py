@@ -93,6 +93,18 @@ def test_a_slice_of_turned_rows_is_that_of_the_twin(format: str, dim: int, start
     assert (codes is None) == (is_cut_within_bytes or format in ("F16", "TQ1_0"))
 
 
+def test_columns_in_another_order_stay_packed_on_one_rank(tmp_path: Path):
+    twin = make_twin("qwen35", tmp_path, "Q6_K")
+    name = "model.layers.0.linear_attn.out_proj.weight"
+    gguf = Checkpoint(twin.folder()).gguf
+    assert gguf is not None
+    source, meant = gguf_sources(gguf, torch.float32)[name], share(twin.plain, 0, 1)[name]
+    some = source.codes(0, 20, 90)
+    assert some is not None and source.codes(1, 0, 128) is None
+    torch.testing.assert_close(some.numbers(torch.float32), meant[20:90], rtol=0, atol=0)
+    torch.testing.assert_close(source.read(1, 0, 128), meant[:, :128], rtol=0, atol=0)
+
+
 def test_no_scale_of_a_file_is_taken_for_another(tmp_path: Path):
     """The twin's numbers are those of the file: with other ones the answers are others."""
     twin, other = (make_twin("llama", tmp_path / str(seed), "Q4_K", seed=seed) for seed in (0, 1))
