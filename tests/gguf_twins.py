@@ -128,9 +128,10 @@ def dequantised(folder: Path, target: Path, dtype: torch.dtype) -> Path:
     manifest = read_manifest(folder)
     assert manifest is not None, f"{folder} is no folder of a GGUF file"
     shutil.copytree(folder, target, ignore=shutil.ignore_patterns(MANIFEST, "*.gguf"))
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     read = load_gguf_checkpoint(str(manifest.file), return_tensors=True, model_to_load=model)["tensors"]
-    missing, unexpected = model.load_state_dict(read, strict=False)
+    missing, unexpected = model.load_state_dict(read, strict=False, assign=True)
     assert set(missing) <= set(model._tied_weights_keys or ()) and not unexpected
     model.tie_weights()
     model.to(dtype).save_pretrained(target)
