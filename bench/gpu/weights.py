@@ -28,6 +28,7 @@ class RandomCheckpoint:
     """In place of `workers/checkpoint/files.py`'s. A tensor's numbers depend on nothing but its name."""
 
     description = None
+    gguf = None
     notes = ()
     packed = PackedTensors({}, frozenset())
 

@@ -82,7 +82,7 @@ class Model:
         """`name`: a real model's, a shape's, or a checkpoint folder. What has to be made for it goes to `work`."""
         self.name, self._work = name, work
         self.is_real, self.is_shape = name in REAL_MODELS, name in SHAPES
-        self.folder = _shape(work / name, SHAPES[name]) if self.is_shape else _checkpoint(name)
+        self.folder = _shape(work / name, SHAPES[name]) if self.is_shape else _checkpoint(name, work)
         self.tokenizer = Tokenizer.load(self.folder)
         self.config = json.loads((self.folder / "config.json").read_text())
 
@@ -142,9 +142,21 @@ def default_work() -> Path:
     return cache_folder() / "bench"
 
 
-def _checkpoint(name: str) -> Path:
+def _checkpoint(name: str, work: Path) -> Path:
+    """Of a real model plain numbers in bfloat16, which all sides can read."""
     found = real_checkpoint(name)
-    return found.folder if found is not None else Path(name).resolve()
+    if found is None:
+        return Path(name).resolve()
+    folder = work / f"{found.name}-bfloat16"
+    if folder.is_dir():
+        return folder
+    import torch
+
+    from intarsia.tests.gguf_twins import dequantised
+
+    with _whole(folder) as making:
+        dequantised(found.folder, making, torch.bfloat16)
+    return folder
 
 
 def _shape(folder: Path, config: Callable[[], Any]) -> Path:

@@ -1,58 +1,69 @@
-"""A GGUF file is converted once into a checkpoint folder of the user's cache, and served as any checkpoint.
+"""A GGUF file gets a folder in the user's cache and is served as any checkpoint. Its weights stay where they are.
 
-The folder's name ends with the first digits of the file's SHA-256, so another file is another folder. It is made under
-another name and then renamed: a reader never sees half of it. Two processes that want the same one take turns.
+The folder has what transformers makes of the file's other values (`gguf_describe.py`), and the file's name. Its own
+name ends with the first digits of the file's SHA-256, so another file is another folder. It is made under another name
+and then renamed: a reader never sees half of it. Two processes that want the same one take turns.
 """
 
 import contextlib
 import errno
 import fcntl
-import hashlib
+import glob
 import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from ...errors import CorruptCheckpoint, InvalidSetting, ModelError, ModelNotFound, UnsupportedModel
+from ...errors import CorruptCheckpoint, IntarsiaError, InvalidSetting, ModelNotFound, UnsupportedModel
+from ...workers.checkpoint.gguf.header import read_gguf_header
+from ...workers.checkpoint.gguf.manifest import pieces_of, read_manifest, sha256_of, write_manifest
 from ...workers.checkpoint.json_file import clipped
-from ..terminal.loading_bar import bar
 from .child import run_child
-from .gguf_header import read_gguf_header
 
 SUFFIX = ".gguf"
 
-ARCHITECTURES = ("gemma2", "gemma3", "llama", "qwen3")
-"""What transformers' loader reads and our families run. Mistral's files call themselves llama."""
+ARCHITECTURES = (
+    "gemma2", "gemma3", "lfm2", "llama", "qwen2", "qwen2moe", "qwen3", "qwen35", "qwen35moe", "qwen3moe",
+)  # fmt: skip
+"""What transformers' loader reads and the tests check. Mistral's files call themselves llama. Families that are not
+known to run right (qwen2, qwen2moe, qwen3moe) want --allow-generic, as their checkpoints do."""
 
-PIECE_BYTES = 2**20
-SPARE_BYTES = 64 * 2**20  # beside the weights: tokenizer, config
+SPARE_BYTES = 64 * 2**20  # beside weights whose parts are joined: tokenizer, config
 LONGEST_PATH_CHARS = 400  # in a message
 DIGITS = 16  # of the sum, in a folder's name
+JOINED = "source.gguf"
 
-MANIFEST = "source.json"
+FORM = "packed"
+"""In a folder's name. Older ones, which hold converted weights, have none."""
+
+TOLD = 3
+"""The exit status of `gguf_describe.py` after an error of ours, which it prints last."""
 
 
 def cache_folder() -> Path:
-    """Where converted checkpoints are kept: $INTARSIA_CACHE, else the user's cache."""
+    """Where such folders are kept: $INTARSIA_CACHE, else the user's cache."""
     if own := os.environ.get("INTARSIA_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "intarsia" / "models"
 
 
-def converted(name: str, files: Sequence[Path], pinned: str | None = None) -> Path:
-    """The checkpoint folder of a GGUF file, which may lie in several parts. Converts it if that was not done yet.
+def folder_of(name: str, files: Sequence[Path], pinned: str | None = None) -> Path:
+    """The checkpoint folder of a GGUF file, which may lie in several parts: those are joined in it. Makes it if it is
+    not there yet.
 
-    pinned: the SHA-256 that the file must have. Where its folder is there already, nothing is read.
+    pinned: the SHA-256 that the file must have
 
-    Raises `ModelNotFound`, `CorruptCheckpoint` (cut off, or another sum), `UnsupportedModel` (an architecture that is
-    not known) or `InvalidSetting` (the converter is not installed; no room, or a cache that cannot be written).
+    Raises `ModelNotFound`, `CorruptCheckpoint` (cut off, incomplete, or another sum), `UnsupportedModel` (an
+    architecture that is not known) or `InvalidSetting` (the package gguf is not installed; no room, or a cache that
+    cannot be written).
     """
-    # A pinned file that was converted before need not be read.
-    if pinned is not None and (ready := _folder(name, pinned)).is_dir():
+    # A file that is where it was, as it was, need not be read.
+    if (ready := _ready(name, files, pinned)) is not None:
         return ready
     # Check the cheap things first: the files are there, and a single one has a good header.
     for file in files:
@@ -61,7 +72,7 @@ def converted(name: str, files: Sequence[Path], pinned: str | None = None) -> Pa
     if len(files) == 1:
         _check(files[0])  # before anything takes time
     # The sum names the folder, and must be the pinned one.
-    found = _sum(files)
+    found = sha256_of(*files)
     if pinned is not None and found != pinned:
         raise CorruptCheckpoint(
             f"the weights of {name} have the SHA-256 {found}, and not {pinned}: they are damaged, or others. Install "
@@ -69,24 +80,53 @@ def converted(name: str, files: Sequence[Path], pinned: str | None = None) -> Pa
             field="model",
         )
     folder = _folder(name, found)
-    # One process converts; others wait for it and find the folder.
+    # One process makes it; others wait for that and find the folder.
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _alone(folder):
             if not folder.is_dir():
                 _make(folder, files, found)
+            elif not _is_ready(folder, files):
+                _renew(folder, files[0].resolve())
     except OSError as error:
         raise _unwritable(error) from None
     return folder
 
 
 def _folder(name: str, found: str) -> Path:
-    return cache_folder() / f"{name}-{found[:DIGITS]}"
+    return cache_folder() / f"{name}-{FORM}-{found[:DIGITS]}"
 
 
-def _check(file: Path) -> int:
-    """How many parameters it has. Raises `ModelError` for a file that cannot be converted, `InvalidSetting` where
-    nothing can be."""
+def _ready(name: str, files: Sequence[Path], pinned: str | None) -> Path | None:
+    """The folder, if it can be known without reading the weights. Those in parts are known by a pinned sum."""
+    if pinned is not None:
+        folders = [_folder(name, pinned)]
+    elif len(files) == 1:
+        folders = sorted(cache_folder().glob(f"{glob.escape(name)}-{FORM}-{'?' * DIGITS}"))
+    else:
+        folders = []
+    return next((folder for folder in folders if _is_ready(folder, files)), None)
+
+
+def _is_ready(folder: Path, files: Sequence[Path]) -> bool:
+    """Whether it is there, and its weights are in these files as they were."""
+    manifest = read_manifest(folder) if folder.is_dir() else None
+    if manifest is None:
+        return False
+    is_same_place = len(files) > 1 or manifest.file == files[0].resolve()
+    return is_same_place and manifest.is_as_it_was()
+
+
+def _renew(folder: Path, file: Path) -> None:
+    """The same weights are at another place, or have another date."""
+    manifest = read_manifest(folder)
+    assert manifest is not None, "a folder has had its manifest from the first"
+    state = file.stat()
+    write_manifest(folder, replace(manifest, file=file, mtime_ns=state.st_mtime_ns))
+
+
+def _check(file: Path) -> None:
+    """Raises `ModelError` for a file that cannot be served, `InvalidSetting` where none can be."""
     header = read_gguf_header(file)
     if header.architecture not in ARCHITECTURES:
         raise UnsupportedModel(
@@ -96,24 +136,6 @@ def _check(file: Path) -> int:
         )
     if find_spec("gguf") is None:
         raise InvalidSetting("GGUF files are read with the package gguf: pip install 'gguf>=0.17'", field="model")
-    return header.num_parameters
-
-
-def _sum(files: Sequence[Path]) -> str:
-    digest = hashlib.sha256()
-    try:
-        for piece in _pieces(files):
-            digest.update(piece)
-    except OSError as error:
-        raise CorruptCheckpoint(f"{files[0]} cannot be read: {error.strerror}", field="model") from None
-    return digest.hexdigest()
-
-
-def _pieces(files: Sequence[Path]) -> Iterator[bytes]:
-    for file in files:
-        with file.open("rb") as opened:
-            while piece := opened.read(PIECE_BYTES):
-                yield piece
 
 
 @contextlib.contextmanager
@@ -123,7 +145,7 @@ def _alone(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"another process converts {folder.name}; waiting for it ...", file=sys.stderr, flush=True)
+            print(f"another process looks at {folder.name}; waiting for it ...", file=sys.stderr, flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -135,16 +157,14 @@ def _make(folder: Path, files: Sequence[Path], found: str) -> None:
         shutil.rmtree(left, ignore_errors=True)
     making = Path(tempfile.mkdtemp(prefix=beginning, dir=folder.parent))
     try:
-        source, joined = files[0].resolve(), making / "source.gguf"
+        source = files[0].resolve()
         if len(files) > 1:
-            with joined.open("wb") as file:
-                file.writelines(_pieces(files))
-            source = joined
-        _check_room(making, 2 * _check(source))
-        with bar("converting weights") as watch:
-            _convert(source, making, watch)
-        joined.unlink(missing_ok=True)
-        (making / MANIFEST).write_text(json.dumps({"file": files[0].name, "sha256": found}))
+            source = making / JOINED
+            _check_room(making, sum(file.stat().st_size for file in files))
+            with source.open("wb") as file:
+                file.writelines(pieces_of(*files))
+            _check(source)
+        _describe(source, making, found)
         making.chmod(0o755)
         making.rename(folder)
     except BaseException:
@@ -156,30 +176,32 @@ def _check_room(folder: Path, weight_bytes: int) -> None:
     free, needed = shutil.disk_usage(folder).free, weight_bytes + SPARE_BYTES
     if free < needed:
         raise InvalidSetting(
-            f"the converted model takes {needed / 1e9:.1f} GB and {cache_folder()} has {free / 1e9:.1f} GB free; make "
-            "room, or name another place by INTARSIA_CACHE",
+            f"the joined parts of the model take {needed / 1e9:.1f} GB and {cache_folder()} has {free / 1e9:.1f} GB "
+            "free; make room, or name another place by INTARSIA_CACHE",
             field="INTARSIA_CACHE",
         )
 
 
-def _convert(source: Path, folder: Path, watch: Callable[[int, int], None] | None) -> None:
-    ended = run_child("deploy.checkpoints.gguf_convert", (str(source), str(folder)), watch)
+def _describe(source: Path, folder: Path, found: str) -> None:
+    ended = run_child("deploy.checkpoints.gguf_describe", (str(source), str(folder), found), None)
+    if ended.code == TOLD:
+        raise IntarsiaError.from_wire(json.loads(ended.last))
     if ended.code:
         raise _failed(source, folder, ended.code, ended.errors)
 
 
-def _failed(source: Path, folder: Path, code: int, errors: list[str]) -> ModelError | InvalidSetting:
+def _failed(source: Path, folder: Path, code: int, errors: list[str]) -> IntarsiaError:
     last = errors[-1] if errors else f"it ended with {code}"
     if os.strerror(errno.ENOSPC) in last or not shutil.disk_usage(folder).free:
         return _unwritable(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     if code == -9:
         last = "it was killed, as happens where memory runs out"
-    return CorruptCheckpoint(f"{source} cannot be converted: {clipped(last, 300)}", field="model")
+    return CorruptCheckpoint(f"{source} cannot be read by transformers: {clipped(last, 300)}", field="model")
 
 
 def _unwritable(error: OSError) -> InvalidSetting:
     return InvalidSetting(
-        f"converted models are kept in {cache_folder()}, which cannot be written: {error.strerror}. Name another "
-        "place by INTARSIA_CACHE.",
+        f"what is known of GGUF files is kept in {cache_folder()}, which cannot be written: {error.strerror}. Name "
+        "another place by INTARSIA_CACHE.",
         field="INTARSIA_CACHE",
     )

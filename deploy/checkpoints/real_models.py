@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ...errors import ModelNotFound
-from .gguf import SUFFIX, cache_folder, converted
+from .gguf import SUFFIX, cache_folder, folder_of
 
 
 class RealModel(NamedTuple):
@@ -56,7 +56,7 @@ class Found(NamedTuple):
 def real_checkpoint(model: str) -> Found | None:
     """The checkpoint of a GGUF file or of a model by name, made if it has to be; None for anything else.
 
-    A folder of that name comes first. Raises `ModelNotFound` for a model that is not installed, and what `converted`
+    A folder of that name comes first. Raises `ModelNotFound` for a model that is not installed, and what `folder_of`
     does.
     """
     path = Path(model)
@@ -79,12 +79,12 @@ def _named(name: str) -> Found:
     is_new = not cache_folder().is_dir() or not any(cache_folder().glob(f"{name}-*"))
     if is_new:
         print(model.licence, file=sys.stderr, flush=True)
-    return Found(converted(name, files, model.sha256), name)
+    return Found(folder_of(name, files, model.sha256), name)
 
 
 @functools.cache
 def _of_file(path: Path) -> Found:
-    return Found(converted(path.stem, [path]), path.stem)
+    return Found(folder_of(path.stem, [path]), path.stem)
 
 
 def _file(package: str, name: str) -> Path | None:

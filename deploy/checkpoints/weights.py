@@ -10,6 +10,7 @@ from typing import Any
 from ...proto.worker import ModelSettings
 from ...workers.checkpoint.config_schema import text_config
 from ...workers.checkpoint.files import Checkpoint
+from ...workers.checkpoint.gguf.tensors import PLAIN, GgufWeights
 from ...workers.checkpoint.packed.formats import Packed
 from ..terminal.banner import human_bytes
 from ..terminal.loading_bar import Watch, loading_bar
@@ -55,12 +56,28 @@ def weigh(checkpoint: Checkpoint, dtype: str) -> Weights:
     plain = filter(_is_text, set(checkpoint.names()) - packed.taken)
     kept: dict[str, int] = {}
     unpacked = 0
+    if checkpoint.gguf is not None:
+        return _weigh_gguf(checkpoint.gguf, name)
     for weight in (each for each in packed.weights.values() if _is_text(each.name)):
         stored = [checkpoint.stored(tensor) for tensor in weight.stored]
         form = weight.format if isinstance(weight, Packed) else "mxfp4"
         kept[form] = kept.get(form, 0) + sum(tensor.stop - tensor.start for tensor in stored)
         unpacked += item_bytes * weight.numbers(stored[0].shape)
     return Weights(name, item_bytes * sum(math.prod(checkpoint.shape(each)) for each in plain), kept, unpacked)
+
+
+def _weigh_gguf(weights: GgufWeights, dtype: str) -> Weights:
+    """A tensor of blocks is packed."""
+    item_bytes, plain, unpacked = ITEM_BYTES.get(dtype, 2), 0, 0
+    kept: dict[str, int] = {}
+    for name in weights.manifest.made:
+        for tensor in weights.parts(name):
+            if tensor.kind.name in PLAIN:
+                plain += item_bytes * math.prod(tensor.shape)
+            else:
+                kept[tensor.kind.name] = kept.get(tensor.kind.name, 0) + tensor.stop - tensor.start
+                unpacked += item_bytes * math.prod(tensor.shape)
+    return Weights(dtype, plain, kept, unpacked)
 
 
 @functools.lru_cache(maxsize=1)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from . import cpu, reference, triton
 from .codes import Codes, side_by_side, stacked
-from .cpu import NativeCodesLinear, NativeLinear, PackedCodes, PackedEmbedding, PackedWeights
+from .cpu import NativeCodesLinear, NativeLinear, PackedCodes, PackedWeights
 from .onednn import OneDnnLinear, compile_products
-from .protocol import CodesLinear, PackedLinear, SortedRows
+from .protocol import CodesLinear, PackedEmbedding, PackedLinear, SortedRows
 from .reference import ExpandedCodes, ReferenceCodesLinear
 from .triton import TritonLinear, TritonWeights
 from .unpacking import OrderedTritonCodes, OrderedTritonCodesLinear, TritonCodes, TritonCodesLinear

@@ -84,9 +84,9 @@ class Codes:
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """[..,N,K]: of its columns as the weight has them."""
-        numbers = self.centred() * self.whole_scale()[..., self._groups()]
+        numbers = self.centred() * self._for_columns(self.whole_scale())
         if self.least is not None:
-            numbers = numbers - self.whole_least()[..., self._groups()]
+            numbers = numbers - self._for_columns(self.whole_least())
         numbers = numbers.to(dtype)
         if self.order is None:
             return numbers
@@ -116,12 +116,15 @@ class Codes:
         """Codes less their zero points, float32 [..,N,K], in the order in which they lie."""
         codes = self._opened()
         if self.zero is not None:
-            codes = codes - self.zero.float()[..., self._groups()]
+            codes = codes - self._for_columns(self.zero.float())
         return codes - self.middle if self.middle else codes
 
-    def _groups(self) -> Tensor:
-        """Of each column, int64 [K]."""
-        return (torch.arange(self.shape[-1], device=self.codes.device) + self.offset) // self.columns
+    def _for_columns(self, values: Tensor) -> Tensor:
+        """[..,N,G] -> [..,N,K], or with a last dimension of 1: that of its group for each column."""
+        if values.shape[-1] == 1:
+            return values
+        repeated = values.unsqueeze(-1).expand(*values.shape, self.columns).flatten(-2)
+        return repeated[..., self.offset : self.offset + self.shape[-1]]
 
     def _opened(self) -> Tensor:
         """float32 [..,N,K]"""
@@ -176,6 +179,11 @@ class Codes:
     def some_rows(self, start: int, stop: int) -> "Codes":
         rows = replace(self, factor=None)._with_each(lambda tensor: tensor[..., start:stop, :])
         return replace(rows, factor=None if self.factor is None else self.factor[..., start:stop])
+
+    def rows_at(self, numbers: Tensor) -> "Codes":
+        """Rows by their numbers, int64 [R], each as often as it is there."""
+        rows = replace(self, factor=None)._with_each(lambda t: as_bytes(t)[..., numbers, :].view(t.dtype))
+        return replace(rows, factor=None if self.factor is None else self.factor[..., numbers])
 
     def as_group(self) -> "Codes":
         """[1,N,K] of [N,K]"""

@@ -278,13 +278,14 @@ class NativeLinear(PackedLinear):
         return f"could not be compiled: {library}" if isinstance(library, str) else None
 
     def pack(self, weight: Tensor) -> None:
+        self.dtype = weight.dtype
         self.packed = PackedWeights(weight.unsqueeze(0), None if self.bias is None else self.bias.unsqueeze(0))
 
     def lend(self, linear: nn.Linear) -> None:
         module: Any = linear
         del module._parameters["weight"]
         module.__class__ = type(self)
-        module.packed = self.packed
+        module.packed, module.dtype = self.packed, self.dtype
         module.torch_from_rows = self.torch_from_rows
 
     def rows(self, numbers: Tensor) -> Tensor:
@@ -308,19 +309,4 @@ class NativeCodesLinear(CodesLinear, NativeLinear):
     weights = PackedCodes
 
     def rows(self, numbers: Tensor) -> Tensor:
-        return self.packed.rows(numbers) if self.held is None else self.held.numbers(self.dtype)[numbers]
-
-
-class PackedEmbedding(nn.Embedding):
-    """An `nn.Embedding` that looks its rows up in the packed weight of the output, so that there is one of it."""
-
-    output: NativeLinear
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.output.rows(input.flatten()).view(*input.shape, -1)
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        """Its dtype and shape, for code that asks; there are no numbers to compute with."""
-        packed = self.output.packed
-        return torch.empty(packed.outputs, packed.inputs, dtype=packed.dtype, device="meta")
+        return self.packed.rows(numbers) if self.held is None else self.held.rows_at(numbers).numbers(self.dtype)

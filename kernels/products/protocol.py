@@ -32,6 +32,9 @@ class PackedLinear(nn.Linear):
     has_neighbours: ClassVar[bool]
     """Whether other modules may read the packed weight: an embedding by `rows`, another linear after `lend`."""
 
+    dtype: torch.dtype
+    """Of inputs and outputs, where it has neighbours."""
+
     torch_from_rows: float = math.inf
     """Products of so many rows and more go torch's way, where that is another."""
 
@@ -84,9 +87,6 @@ class CodesLinear(PackedLinear):
     held: Codes | None = None
     """Until it lies as products read it."""
 
-    dtype: torch.dtype
-    """Of inputs and outputs."""
-
     @classmethod
     def hold(cls, linear: nn.Linear, codes: Codes, dtype: torch.dtype) -> Self:
         """Change this very module, whose weight is not there yet. `settle` follows when its bias is."""
@@ -108,3 +108,18 @@ class CodesLinear(PackedLinear):
     @property
     def outputs(self) -> int:
         return self.packed.outputs if self.held is None else self.held.shape[0]
+
+
+class PackedEmbedding(nn.Embedding):
+    """An `nn.Embedding` that looks its rows up in the packed weight of a linear: the output's, so that there is one of
+    it, or that of a linear which nothing else uses."""
+
+    output: PackedLinear
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.output.rows(input.flatten()).view(*input.shape, -1)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """Its dtype and shape, for code that asks; there are no numbers to compute with."""
+        return torch.empty(self.output.outputs, self.embedding_dim, dtype=self.output.dtype, device="meta")

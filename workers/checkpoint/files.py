@@ -1,4 +1,7 @@
-"""A checkpoint directory: is it one, and where in its files does a tensor lie? Free of torch until a tensor is read."""
+"""A checkpoint directory: is it one, and where in its files does a tensor lie? Free of torch until a tensor is read.
+
+Weights are in the folder's safetensors files. A folder that was made for a GGUF file says so, and where that file is.
+"""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -7,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import ModelNotFound
 from .config_schema import check_config, check_tensors
+from .gguf.tensors import gguf_of
 from .json_file import MIB, clipped, corrupt, parse_object, quote, read_bytes, read_object, size_of
 from .packed.description import read_description
-from .packed.formats import find_packed
+from .packed.formats import Packed, PackedTensors, find_packed
 from .packed.notes import find_notes
 from .safetensors_header import StoredTensor, read_headers
 from .side_files import check_side_files
@@ -27,7 +31,8 @@ MAX_FILE_NAME_CHARS = 255
 
 
 class Checkpoint:
-    """The safetensors files of one directory. Reading a slice reads only that slice."""
+    """The safetensors files of one directory, or the GGUF file that it was made for. Reading a slice reads only that
+    slice."""
 
     def __init__(self, model_dir: str | Path):
         """Faults of config, index and headers are found here, within bounds of time and memory.
@@ -39,10 +44,19 @@ class Checkpoint:
         self.config = read_config(self.path / CONFIG)
         self.description = read_description(self.path, self.config)
         check_side_files(self.path)
-        self._tensors = _find_tensors(self.path)
-        self.packed = find_packed(self._tensors, self.description, self.path)
-        check_tensors(self.config, {name: tensor.shape for name, tensor in self._tensors.items()}, self.path)
-        self.notes = tuple(find_notes(self._tensors, self.description, self.packed))
+        self.gguf = gguf_of(self.path)
+        """Where the weights are; None: in safetensors files. Its tensors have the names of the model's parameters."""
+        if self.gguf is None:
+            self._tensors = _find_tensors(self.path)
+            self.packed = find_packed(self._tensors, self.description, self.path)
+        else:
+            self._tensors = {name: self.gguf.stored(name) for name in self.gguf.manifest.made}
+            self.packed = PackedTensors({}, frozenset())
+        shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        whole = {name: weight.shape for name, weight in self.packed.weights.items() if isinstance(weight, Packed)}
+        check_tensors(self.config, shapes | whole, self.path)
+        said = () if self.gguf is None else self.gguf.notes()
+        self.notes = (*find_notes(self._tensors, self.description, self.packed), *said)
         self._open_files: dict[str, Any] = {}
 
     def names(self) -> Iterable[str]:
@@ -52,7 +66,7 @@ class Checkpoint:
         return self._tensors[name]
 
     def file_of(self, name: str) -> Path:
-        return self.path / self._tensors[name].file
+        return self.path / self._tensors[name].file if self.gguf is None else self.gguf.path
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape

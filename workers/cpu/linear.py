@@ -1,7 +1,7 @@
 """Which weights of a model are packed, and which products are one: see `kernels/products`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,9 @@ def pack_linears(
 
     torch_from_rows: products of so many rows and more go torch's way
     """
-    for child in module.modules():
-        if isinstance(child, CodesLinear):
-            child.settle()
-            child.torch_from_rows = torch_from_rows
+    for linear in codes_linears(module):
+        linear.settle()
+        linear.torch_from_rows = torch_from_rows
     owners = _owners(module)
     for child in list(module.modules()):
         if type(child) is not nn.Linear:
@@ -40,12 +39,22 @@ def pack_linears(
             if isinstance(other, nn.Linear):
                 linear.lend(other)
             else:
-                _take_embedding(other, linear)
+                take_embedding(other, linear)
+
+
+def codes_linears(module: nn.Module) -> Iterator[CodesLinear]:
+    """Those whose weights stay in fewer bits, and those that only an embedding has; each once."""
+    known: set[int] = set()
+    for child in module.modules():
+        linear = child.output if isinstance(child, PackedEmbedding) else child
+        if isinstance(linear, CodesLinear) and id(linear) not in known:
+            known.add(id(linear))
+            yield linear
 
 
 def _can_read(linear: nn.Linear, other: nn.Module) -> bool:
     """Whether another module of this weight can read it packed."""
-    return (type(other) is nn.Linear and other.bias is linear.bias) or _only_looks_up(other)
+    return (type(other) is nn.Linear and other.bias is linear.bias) or only_looks_up(other)
 
 
 def _owners(module: nn.Module) -> dict[int, list[nn.Module]]:
@@ -89,17 +98,17 @@ def outputs_of(linear: nn.Linear) -> int:
     return linear.outputs if isinstance(linear, PackedLinear) else len(linear.weight)
 
 
-# -- an embedding that shares its weight with the output -------------------------------------------------------------
+# -- an embedding that looks its rows up in a linear's weight ----------------------------------------------------------
 
 
-def _only_looks_up(module: nn.Module) -> bool:
+def only_looks_up(module: nn.Module) -> bool:
     """Whether it is an embedding as torch computes it. A class of transformers may scale what that returns."""
     if not isinstance(module, nn.Embedding) or "forward" in vars(module):
         return False
     return not (module.max_norm or module.sparse)
 
 
-def _take_embedding(module: nn.Module, output: PackedLinear) -> None:
+def take_embedding(module: nn.Module, output: PackedLinear) -> None:
     """Change this very module. What its class does before and after the look-up stays: `super()` finds ours."""
     embedding: Any = module
     theirs = type(embedding)

@@ -1,12 +1,13 @@
 """Weights that stay in the bits in which their files have them, and what multiplies with them.
 
-One way is chosen for all layers, like an attention backend. What it cannot keep (a slice that begins within a byte, a
-weight that an embedding shares, experts of a form of their own) is expanded when it is loaded.
+One way is chosen for all layers, like an attention backend. What it cannot keep (a slice that begins within a byte,
+experts of a form of their own) is expanded when it is loaded. An embedding looks its rows up in the output's weight
+where the two share one, else in a weight of its own that is packed alike.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from ...kernels.products import (
     side_by_side,
 )
 from ...proto.worker import ModelSettings
+from ..cpu.linear import codes_linears, only_looks_up, take_embedding
 from ..tensor_parallel import Slice
 from .weight_map import Source, all_of
 
@@ -55,22 +57,32 @@ class Keeper:
     dtype: torch.dtype
     device: torch.device
 
-    def keep(self, owner: Any, name: str, source: Source, part: Slice | None) -> bool:
-        """Whether `owner` has what it needs for its parameter `name` from now on, without the parameter."""
-        is_linear = type(owner) is nn.Linear and name == "weight"
-        has_experts = hasattr(owner, "is_transposed") and hasattr(owner, "has_post_expert_norm")
-        if not (is_linear or (has_experts and name in EXPERTS)):
+    def keep(self, owners: Sequence[nn.Module], name: str, source: Source, part: Slice | None) -> bool:
+        """Whether all owners of a parameter have what they need from now on, without it. They call it `name`."""
+        linears = [owner for owner in owners if type(owner) is nn.Linear]
+        embeddings = [owner for owner in owners if only_looks_up(owner)]
+        is_read = name == "weight" and len(linears) <= 1 and len(linears) + len(embeddings) == len(owners)
+        is_read = is_read and (not embeddings or self.kind.has_neighbours)
+        is_of_experts = len(owners) == 1 and _has_experts(owners[0]) and name in EXPERTS
+        if not (is_read or is_of_experts):
             return False
+        # What can be kept of the slice?
         codes = _codes(source, part)
         if codes is None or not self.kind.weights.takes(codes):
             return False
         codes = codes.moved(self.device)
-        if is_linear:
-            self.kind.hold(owner, codes, self.dtype)
+        # A linear holds it, and embeddings look it up there.
+        if is_of_experts:
+            del owners[0]._parameters[name]
+            vars(owners[0]).setdefault("kept", {})[name] = KeptExperts(codes, self.kind, self.dtype)
         else:
-            del owner._parameters[name]
-            vars(owner).setdefault("kept", {})[name] = KeptExperts(codes, self.kind, self.dtype)
-        vars(owner)["_is_hf_initialized"] = True  # tells transformers to leave it alone
+            rows, columns = codes.shape
+            linear = linears[0] if linears else nn.Linear(columns, rows, bias=False, device="meta")
+            held = self.kind.hold(linear, codes, self.dtype)
+            for embedding in embeddings:
+                take_embedding(embedding, held)
+        for owner in owners:
+            vars(owner)["_is_hf_initialized"] = True  # tells transformers to leave it alone
         return True
 
 
@@ -108,10 +120,13 @@ def kept_bytes(module: nn.Module) -> int:
     return sum(codes.nbytes for codes in _kept(module))
 
 
+def _has_experts(module: nn.Module) -> bool:
+    return hasattr(module, "is_transposed") and hasattr(module, "has_post_expert_norm")
+
+
 def _kept(module: nn.Module) -> Iterator[Codes]:
+    yield from (linear.codes for linear in codes_linears(module))
     for child in module.modules():
-        if isinstance(child, CodesLinear):
-            yield child.codes
         yield from (kept.codes for kept in vars(child).get("kept", {}).values())
 
 

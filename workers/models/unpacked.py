@@ -210,14 +210,8 @@ def _check(source: Unpacked, some: Codes, numbers: Tensor) -> None:
     """
     if numbers.numel() < CHECKED_NUMBERS:
         return
-    rms = float(numbers.square().mean().sqrt())
-    if not math.isfinite(rms):
-        raise source.corrupt("some of its numbers are no finite numbers")
-    if rms and not LEAST_RMS < rms < MOST_RMS:
-        raise source.corrupt(
-            f"the root mean square of its numbers would be {rms:.2g}, and no model has such weights: its scales may be "
-            "inverted, or those of another tensor"
-        )
+    if (why_not := cannot_be(numbers)) is not None:
+        raise source.corrupt(why_not)
     if some.zero is None or source.packed.format not in WORDS:
         return
     _check_middle(source, some)
@@ -229,6 +223,19 @@ def _check(source: Unpacked, some: Codes, numbers: Tensor) -> None:
             f"its integers lie {mean:+.2f} from their zero points on average, where weights lie around 0: its zero "
             "points may be stored in another way than the config says (checkpoint_format)"
         )
+
+
+def cannot_be(numbers: Tensor) -> str | None:
+    """Why numbers, float32, can be no weight of a model. None: they may be."""
+    rms = float(numbers.square().mean().sqrt())
+    if not math.isfinite(rms):
+        return "some of its numbers are no finite numbers"
+    if rms and not LEAST_RMS < rms < MOST_RMS:
+        return (
+            f"the root mean square of its numbers would be {rms:.2g}, and no model has such weights: its scales may be "
+            "inverted, or those of another tensor"
+        )
+    return None
 
 
 def _check_middle(source: Unpacked, codes: Codes) -> None:

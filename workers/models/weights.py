@@ -1,6 +1,5 @@
 """The weights of a model: every parameter of an empty module gets this rank's slice, read from the files."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from ..checkpoint.files import Checkpoint
 from ..layers.adapters import cut_mixers
 from ..tensor_parallel import Slice, Style, TensorParallel, count_own_heads
 from .families import TENSOR_PARALLEL_PLANS, VOCABULARIES
+from .from_gguf import gguf_sources
 from .kept import Keeper
 from .weight_map import Source, find_sources
 
@@ -40,16 +40,16 @@ def fill_weights(
     keeper: of weights that stay in fewer bits
     """
     styles = styles_of(module, config, parallel)
-    sources = find_sources(module, checkpoint, dtype)
+    gguf = checkpoint.gguf
+    sources = find_sources(module, checkpoint, dtype) if gguf is None else gguf_sources(gguf, dtype)
     module.tie_weights()
     total = sum(empty.numel() for empty in module.parameters())
-    owners = Counter(id(each) for owner in module.modules() for each in owner.parameters(recurse=False))
+    owners, shapes_of = _owners(module), _whole_shapes(module)
     done = 0
     filled: dict[int, nn.Parameter] = {}
     missing: list[str] = []
     for path, owner in module.named_modules():
-        style = styles.get(path)
-        whole_shapes = {name: tuple(empty.shape) for name, empty in owner.named_parameters(recurse=False)}
+        style, shapes = styles.get(path), shapes_of[path]
         for name, empty in list(owner.named_parameters(recurse=False)):
             full_name = _full_name(path, name)
             # A tied parameter is stored once, and read once.
@@ -57,21 +57,21 @@ def fill_weights(
                 missing.append(full_name)
                 continue
             if id(empty) not in filled:
-                part = parallel.slice_of(path, name, whole_shapes[name], style, config) if style else None
-                source, is_shared = sources[full_name], owners[id(empty)] > 1
+                part = parallel.slice_of(path, name, shapes[name], style, config) if style else None
+                source = sources[full_name]
                 done += empty.numel()
-                if keeper is not None and not is_shared and source.shape == whole_shapes[name]:
-                    is_kept = keeper.keep(owner, name, source, part)
+                if keeper is not None and source.shape == shapes[name]:
+                    is_kept = keeper.keep(owners[id(empty)], name, source, part)
                     if is_kept:
                         watch(done, total)
                         continue
-                value = _read(source, full_name, whole_shapes[name], part)
+                value = _read(source, full_name, shapes[name], part)
                 filled[id(empty)] = nn.Parameter(value.to(device=device, dtype=dtype), requires_grad=False)
                 watch(done, total)
             setattr(owner, name, filled[id(empty)])
         # What the ranks add up or gather happens around the forward pass.
         if style is not None:
-            parallel.install(owner, style, whole_shapes.get("weight", ()))
+            parallel.install(owner, style, shapes.get("weight", ()))
     # A model with holes would answer nonsense.
     if missing:
         raise CorruptCheckpoint(
@@ -83,6 +83,23 @@ def fill_weights(
     if parallel.size > 1:
         count_own_heads(module)
     _fill_buffers(module, sources, device)
+
+
+def _owners(module: nn.Module) -> dict[int, list[nn.Module]]:
+    """Of each parameter, by its identity: one module, or those that share it."""
+    owners: dict[int, list[nn.Module]] = {}
+    for owner in module.modules():
+        for empty in owner.parameters(recurse=False):
+            owners.setdefault(id(empty), []).append(owner)
+    return owners
+
+
+def _whole_shapes(module: nn.Module) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Module path -> name of a parameter -> its shape."""
+    return {
+        path: {name: tuple(empty.shape) for name, empty in owner.named_parameters(recurse=False)}
+        for path, owner in module.named_modules()
+    }
 
 
 def _fill_buffers(module: PreTrainedModel, sources: Mapping[str, Source], device: torch.device) -> None:

@@ -1,4 +1,5 @@
-"""GGUF files: judged by their headers, converted once, never half. The full conversion is in tests/real."""
+"""GGUF files: judged by their headers, looked at once, never half. What becomes of their weights is in
+tests/workers/models/test_from_gguf.py."""
 
 import multiprocessing
 import os
@@ -11,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from intarsia.deploy.checkpoints import gguf
-from intarsia.deploy.checkpoints.gguf import converted
-from intarsia.deploy.checkpoints.gguf_header import read_gguf_header
+from intarsia.deploy.checkpoints.gguf import folder_of
 from intarsia.deploy.checkpoints.real_models import REAL_MODELS, real_checkpoint
 from intarsia.errors import CorruptCheckpoint, InvalidSetting, ModelNotFound, UnsupportedModel
+from intarsia.workers.checkpoint.gguf.header import read_gguf_header
+from intarsia.workers.checkpoint.gguf.manifest import Made, Manifest, read_manifest, write_manifest
 
 
 def text(value: str) -> bytes:
@@ -38,15 +40,17 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A conversion that needs no torch: what is tested is what happens around it."""
+    """A description that needs no torch: what is tested is what happens around it."""
 
-    def convert(source: Path, folder: Path, watch: object) -> None:
+    def describe(source: Path, folder: Path, found: str) -> None:
         with (folder.parent / "times").open("a") as file:
             file.write("x")
         time.sleep(0.3)
         (folder / "config.json").write_text("{}")
+        state, made = source.stat(), {"model.embed_tokens.weight": Made(("token_embd.weight",))}
+        write_manifest(folder, Manifest(source, state.st_size, state.st_mtime_ns, found, made))
 
-    monkeypatch.setattr(gguf, "_convert", convert)
+    monkeypatch.setattr(gguf, "_describe", describe)
     monkeypatch.setattr(gguf, "find_spec", lambda _: object())
 
 
@@ -57,7 +61,10 @@ def write(folder: Path, data: bytes) -> Path:
 
 
 def test_a_header_says_architecture_and_size(tmp_path: Path):
-    assert read_gguf_header(write(tmp_path, small_gguf())) == ("llama", 1, 64)
+    header = read_gguf_header(write(tmp_path, small_gguf()))
+    tensor = header.tensors["token_embd.weight"]
+    assert header.architecture == "llama" and len(header.tensors) == 1
+    assert (tensor.shape, tensor.kind.name, tensor.stop - tensor.start) == ((8, 8), "F32", 4 * 64)
 
 
 def test_a_file_that_ends_early_is_told_wherever_it_was_cut(tmp_path: Path):
@@ -80,13 +87,13 @@ def test_a_file_that_ends_early_is_told_wherever_it_was_cut(tmp_path: Path):
 )
 def test_a_file_that_is_no_whole_gguf_is_refused_with_the_reason(cache: Path, tmp_path: Path, data: bytes, said: str):
     with pytest.raises(CorruptCheckpoint, match=said):
-        converted("small", [write(tmp_path, data)])
+        folder_of("small", [write(tmp_path, data)])
     assert not cache.exists()
 
 
 def test_an_unknown_architecture_is_refused_with_those_that_are_known(cache: Path, tmp_path: Path):
-    with pytest.raises(UnsupportedModel, match="'rwkv7'; GGUF files of gemma2, gemma3, llama, qwen3"):
-        converted("small", [write(tmp_path, small_gguf("rwkv7"))])
+    with pytest.raises(UnsupportedModel, match="'rwkv7'; GGUF files of gemma2, gemma3, lfm2, llama, "):
+        folder_of("small", [write(tmp_path, small_gguf("rwkv7"))])
 
 
 def test_a_file_that_is_not_there_is_told(cache: Path, tmp_path: Path):
@@ -98,19 +105,51 @@ def test_a_file_that_is_not_there_is_told(cache: Path, tmp_path: Path):
 
 def test_a_sum_that_is_not_the_pinned_one_is_refused(cache: Path, quick: None, tmp_path: Path):
     with pytest.raises(CorruptCheckpoint, match="SHA-256"):
-        converted("small", [write(tmp_path, small_gguf())], "0" * 64)
+        folder_of("small", [write(tmp_path, small_gguf())], "0" * 64)
     assert not cache.exists()
 
 
-def test_what_was_converted_is_not_converted_again_and_another_file_is_another_folder(
-    cache: Path, quick: None, tmp_path: Path
-):
-    first = converted("small", [write(tmp_path, small_gguf())])
-    assert converted("small", [write(tmp_path, small_gguf())]) == first
-    other = converted("small", [write(tmp_path, small_gguf("qwen3"))])
+def test_a_file_is_looked_at_once_and_another_file_is_another_folder(cache: Path, quick: None, tmp_path: Path):
+    first = folder_of("small", [write(tmp_path, small_gguf())])
+    assert folder_of("small", [write(tmp_path, small_gguf())]) == first
+    other = folder_of("small", [write(tmp_path, small_gguf("qwen3"))])
     assert other != first
     assert (cache / "times").read_text() == "xx"
-    assert sorted(path.name for path in first.iterdir()) == ["config.json", "source.json"]
+    assert sorted(path.name for path in first.iterdir()) == ["config.json", "gguf.json"]
+
+
+def test_a_file_that_was_moved_or_has_another_date_keeps_its_folder(cache: Path, quick: None, tmp_path: Path):
+    file = write(tmp_path, small_gguf())
+    folder = folder_of("small", [file])
+    os.utime(file, ns=(1, 1))
+    moved = file.rename(tmp_path / "moved.gguf")
+    assert folder_of("small", [moved]) == folder
+    manifest = read_manifest(folder)
+    assert manifest is not None and manifest.file == moved and manifest.mtime_ns == 1
+    assert (cache / "times").read_text() == "x"
+
+
+def test_a_file_that_is_as_it_was_is_not_read_again(
+    cache: Path, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file = write(tmp_path, small_gguf())
+    folder = folder_of("small", [file])
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    with monkeypatch.context() as unread:
+        unread.setattr(gguf, "sha256_of", lambda *_: pytest.fail("it was read"))
+        assert folder_of("small", [file]) == folder
+        assert folder_of("small", [file], manifest.sha256) == folder
+    file.write_bytes(small_gguf("qwen3"))
+    assert folder_of("small", [file]) != folder
+
+
+def test_a_folder_of_converted_weights_is_not_taken_for_one_of_ours(cache: Path, quick: None, tmp_path: Path):
+    file = write(tmp_path, small_gguf())
+    digits = folder_of("small", [file]).name.rpartition("-")[2]
+    old = cache / f"small-{digits}"
+    old.mkdir()
+    assert folder_of("small", [file]) != old
 
 
 def test_parts_are_one_file(cache: Path, quick: None, tmp_path: Path):
@@ -118,13 +157,15 @@ def test_parts_are_one_file(cache: Path, quick: None, tmp_path: Path):
     parts = [tmp_path / "a", tmp_path / "b"]
     parts[0].write_bytes(whole[:50])
     parts[1].write_bytes(whole[50:])
-    assert converted("small", parts) == converted("small", [write(tmp_path, whole)])
+    folder = folder_of("small", parts)
+    assert (folder / "source.gguf").read_bytes() == whole
+    assert folder == folder_of("small", [write(tmp_path, whole)])
 
 
-def test_two_processes_that_want_the_same_convert_it_once(cache: Path, quick: None, tmp_path: Path):
+def test_two_processes_that_want_the_same_make_its_folder_once(cache: Path, quick: None, tmp_path: Path):
     file = write(tmp_path, small_gguf())
     fork = multiprocessing.get_context("fork")
-    both = [fork.Process(target=converted, args=("small", [file])) for _ in range(2)]
+    both = [fork.Process(target=folder_of, args=("small", [file])) for _ in range(2)]
     for process in both:
         process.start()
     for process in both:
@@ -133,11 +174,11 @@ def test_two_processes_that_want_the_same_convert_it_once(cache: Path, quick: No
     assert (cache / "times").read_text() == "x"
 
 
-def test_a_conversion_that_fails_leaves_nothing_and_what_a_killed_one_left_goes(
+def test_a_description_that_fails_leaves_nothing_and_what_a_killed_one_left_goes(
     cache: Path, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     file = write(tmp_path, small_gguf())
-    folder = converted("small", [file])
+    folder = folder_of("small", [file])
     left = cache / f".{folder.name}-abcdef"
     folder.rename(left)
 
@@ -145,19 +186,20 @@ def test_a_conversion_that_fails_leaves_nothing_and_what_a_killed_one_left_goes(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr(gguf, "_convert", fail)
+        broken.setattr(gguf, "_describe", fail)
         with pytest.raises(KeyboardInterrupt):
-            converted("small", [file])
+            folder_of("small", [file])
     assert not left.exists() and not [path for path in cache.iterdir() if path.is_dir()]
-    assert converted("small", [file]).is_dir()
+    assert folder_of("small", [file]).is_dir()
 
 
-def test_a_full_disk_is_told_before_anything_is_written(
+def test_a_full_disk_is_told_before_parts_are_joined(
     cache: Path, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(gguf, "SPARE_BYTES", 2**62)
-    with pytest.raises(InvalidSetting, match=r"takes .* GB and .* has .* GB free; make room"):
-        converted("small", [write(tmp_path, small_gguf())])
+    part = write(tmp_path, small_gguf())
+    with pytest.raises(InvalidSetting, match=r"take .* GB and .* has .* GB free; make room"):
+        folder_of("small", [part, part])
     assert not [path for path in cache.iterdir() if path.is_dir()]
 
 
@@ -165,13 +207,15 @@ def test_a_cache_that_cannot_be_written_is_told(quick: None, tmp_path: Path, mon
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("INTARSIA_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(InvalidSetting, match="which cannot be written: Not a directory"):
-        converted("small", [write(tmp_path, small_gguf())])
+        folder_of("small", [write(tmp_path, small_gguf())])
 
 
-def test_a_converter_that_fails_is_told_in_one_sentence(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_transformers_cannot_read_is_told_in_one_sentence(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(gguf, "find_spec", lambda _: object())
-    with pytest.raises(CorruptCheckpoint, match=r"small\.gguf cannot be converted: ") as told:
-        converted("small", [write(tmp_path, small_gguf())])
+    with pytest.raises(CorruptCheckpoint, match=r"small\.gguf cannot be read by transformers: ") as told:
+        folder_of("small", [write(tmp_path, small_gguf("qwen35"))])
     assert len(str(told.value).splitlines()) == 1
 
 

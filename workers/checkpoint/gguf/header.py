@@ -6,11 +6,13 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Lists of text
 import math
 import mmap
 import struct
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...errors import CorruptCheckpoint
-from ...workers.checkpoint.json_file import clipped
+from ....errors import CorruptCheckpoint
+from ..json_file import clipped, quote
 
 MAX_KEYS = 65_536
 MAX_TENSORS = 262_144
@@ -24,22 +26,49 @@ SCALARS = {
 }  # fmt: skip
 """Type of a value -> how it is written."""
 
-BLOCKS = {
-    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 36),
-    10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292),
-    16: (256, 66), 17: (256, 74), 18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110), 22: (256, 82),
-    23: (256, 136), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2),
-    34: (256, 54), 35: (256, 66), 39: (32, 17),
+
+class BlockSize(NamedTuple):
+    """A kind of numbers, and how many of them a block has in how many bytes."""
+
+    name: str  # as the format has it
+    numbers: int
+    bytes: int
+
+
+KINDS = {
+    0: BlockSize("F32", 1, 4), 1: BlockSize("F16", 1, 2), 2: BlockSize("Q4_0", 32, 18), 3: BlockSize("Q4_1", 32, 20),
+    6: BlockSize("Q5_0", 32, 22), 7: BlockSize("Q5_1", 32, 24), 8: BlockSize("Q8_0", 32, 34),
+    9: BlockSize("Q8_1", 32, 36), 10: BlockSize("Q2_K", 256, 84), 11: BlockSize("Q3_K", 256, 110),
+    12: BlockSize("Q4_K", 256, 144), 13: BlockSize("Q5_K", 256, 176), 14: BlockSize("Q6_K", 256, 210),
+    15: BlockSize("Q8_K", 256, 292), 16: BlockSize("IQ2_XXS", 256, 66), 17: BlockSize("IQ2_XS", 256, 74),
+    18: BlockSize("IQ3_XXS", 256, 98), 19: BlockSize("IQ1_S", 256, 50), 20: BlockSize("IQ4_NL", 32, 18),
+    21: BlockSize("IQ3_S", 256, 110), 22: BlockSize("IQ2_S", 256, 82), 23: BlockSize("IQ4_XS", 256, 136),
+    24: BlockSize("I8", 1, 1), 25: BlockSize("I16", 1, 2), 26: BlockSize("I32", 1, 4), 27: BlockSize("I64", 1, 8),
+    28: BlockSize("F64", 1, 8), 29: BlockSize("IQ1_M", 256, 56), 30: BlockSize("BF16", 1, 2),
+    34: BlockSize("TQ1_0", 256, 54), 35: BlockSize("TQ2_0", 256, 66), 39: BlockSize("MXFP4", 32, 17),
 }  # fmt: skip
-"""Type of a tensor -> (numbers, bytes) of a block."""
+"""By the number that a tensor has for its kind."""
+
+
+class GgufTensor(NamedTuple):
+    """Where a tensor lies, in bytes from the beginning of the file."""
+
+    name: str
+    shape: tuple[int, ...]  # rows before columns, as torch has it
+    kind: BlockSize
+    start: int
+    stop: int
+
+    @property
+    def row_bytes(self) -> int:
+        return self.shape[-1] // self.kind.numbers * self.kind.bytes
 
 
 class GgufHeader(NamedTuple):
-    """The facts that decide whether a file can be converted."""
+    """What is needed to find the weights. Tensors lie within the file, and no two of them at one place."""
 
     architecture: str
-    num_tensors: int
-    num_parameters: int
+    tensors: Mapping[str, GgufTensor]
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
@@ -76,33 +105,55 @@ class _Reader:
         architecture = values.get("general.architecture")
         if not isinstance(architecture, str):
             raise self._fault("does not say of which architecture it is (general.architecture)")
-        return GgufHeader(architecture, num_tensors, self._check_tensors(num_tensors, values))
+        return GgufHeader(architecture, self._tensors(num_tensors, values))
 
-    def _check_tensors(self, count: int, values: dict[str, Any]) -> int:
-        """How many numbers the tensors have. Raises `CorruptCheckpoint` if the file ends before they do."""
-        sizes = [self._tensor() for _ in range(count)]
+    def _tensors(self, count: int, values: dict[str, Any]) -> dict[str, GgufTensor]:
+        """Raises `CorruptCheckpoint` if the file ends before they do, or if one lies upon another."""
+        found = [self._tensor() for _ in range(count)]
         alignment = values.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 1 <= alignment <= 2**20:
             raise self._fault(f"aligns its tensors to {clipped(str(alignment))} bytes; that cannot be")
         start = -(-self._at // alignment) * alignment
-        needed = start + max((offset + size for _, offset, size in sizes), default=0)
+        tensors = {each.name: each._replace(start=start + each.start, stop=start + each.stop) for each in found}
+        if len(tensors) != count:
+            raise self._fault("holds two tensors of one name")
+        self._check_places(tensors)
+        return tensors
+
+    def _check_places(self, tensors: Mapping[str, GgufTensor]) -> None:
+        needed = max((tensor.stop for tensor in tensors.values()), default=0)
         if needed > len(self._data):
             raise self._fault(
                 f"has {len(self._data)} bytes and its tensors need {needed}; it was cut off: copy or download it again"
             )
-        return sum(numbers for numbers, _, _ in sizes)
+        in_order = sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.stop))
+        for before, after in pairwise(in_order):
+            if after.start < before.stop:
+                raise self._fault(
+                    f"holds the tensor {quote(before.name)} of {before.kind.name} in bytes {before.start} to "
+                    f"{before.stop}, and {quote(after.name)} begins at byte {after.start}: one of them is of another "
+                    "kind or shape than it says"
+                )
 
-    def _tensor(self) -> tuple[int, int, int]:
-        """(numbers, where its bytes begin, how many they are)"""
+    def _tensor(self) -> GgufTensor:
+        """Its place is counted from where the data begins, which is not known yet."""
         name, dims = self._text(), self._number("<I")
-        if dims > MAX_DIMS:
-            raise self._fault(f"gives a tensor {dims} dimensions; at most {MAX_DIMS} can be")
-        numbers = math.prod(self._number("<Q") for _ in range(dims))
+        if not 1 <= dims <= MAX_DIMS:
+            raise self._fault(f"gives the tensor {quote(name)} {dims} dimensions; 1 to {MAX_DIMS} can be")
+        if not name.isprintable():
+            raise self._fault(f"holds a tensor whose name, {quote(name)}, cannot be printed")
+        shape = tuple(self._number("<Q") for _ in range(dims))[::-1]
         kind, offset = self._number("<I"), self._number("<Q")
-        if kind not in BLOCKS:
-            raise self._fault(f"holds the tensor {clipped(name)} in a form of number {kind}, which is not known")
-        block_numbers, block_bytes = BLOCKS[kind]
-        return numbers, offset, numbers // block_numbers * block_bytes
+        if kind not in KINDS:
+            raise self._fault(f"holds the tensor {quote(name)} in a form of number {kind}, which is not known")
+        block = KINDS[kind]
+        if shape[-1] % block.numbers:
+            raise self._fault(
+                f"holds the tensor {quote(name)} of shape {clipped(str(list(shape)))} as {block.name}, whose blocks "
+                f"have {block.numbers} columns"
+            )
+        size = math.prod(shape) // block.numbers * block.bytes
+        return GgufTensor(name, shape, block, offset, offset + size)
 
     def _value(self, kind: int) -> Any:
         if kind == TEXT:
