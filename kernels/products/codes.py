@@ -71,6 +71,7 @@ class Codes:
     block_least: Tensor | None = None  # float16 [..,N,B]: and the leasts
     block_groups: int = 1  # groups of a block
     block_offset: int = 0  # groups of the first block that lie before the first
+    rounds_inputs: bool = False  # whether those whose format it is multiply it with inputs rounded to 8 bits
 
     @property
     def shape(self) -> tuple[int, ...]:

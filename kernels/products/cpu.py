@@ -24,6 +24,9 @@ PANEL_OUTPUTS = 64
 
 WORD_BYTES = 4
 
+EXPANDED_BYTES = 2**22
+"""Of a weight as numbers, for torch."""
+
 
 class _Codes(ctypes.Structure):
     _fields_ = [
@@ -99,8 +102,21 @@ class PackedWeights:
         """Of every row with the first group's weight. Returns [R,outputs]."""
         return self._run(x_RI, len(x_RI))
 
+    def torch_product(self, x_RI: Tensor) -> Tensor:
+        """The same by torch, of some outputs after the others: their weights, as numbers, stay in the caches."""
+        out = x_RI.new_empty(len(x_RI), self.outputs)
+        step = max(1, EXPANDED_BYTES // (self.inputs * self.dtype.itemsize * PANEL_OUTPUTS)) * PANEL_OUTPUTS
+        for start in range(0, self.outputs, step):
+            here = slice(start, min(start + step, self.outputs))
+            weight, some = self.rows(torch.arange(here.start, here.stop)), out[:, here]
+            if self._biases is None:
+                torch.mm(x_RI, weight.T, out=some)
+            else:
+                torch.addmm(self._biases[0, here], x_RI, weight.T, out=some)
+        return out
+
     def call(self) -> Call:
-        """The same, as one of a `CallList`. To be set: x, out, rows, x_stride."""
+        """The same as `product`, as one of a `CallList`. To be set: x, out, rows, x_stride."""
         assert not self.is_padded, "a row of x is as long as the packed weight"
         return Call(self._function, _Product.from_buffer_copy(self._call))
 
@@ -318,15 +334,13 @@ class NativeLinear(PackedLinear):
         return self.packed.outputs
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.shape[:-1].numel() >= self.torch_from_rows:
-            return F.linear(input, self.weight, self.bias)
-        if input.dim() == 2:
-            return self.packed.product(input)
-        return self.packed.product(input.flatten(0, -2)).view(*input.shape[:-1], self.packed.outputs)
+        rows = input.flatten(0, -2) if input.dim() != 2 else input
+        product = self.packed.product if len(rows) < self.torch_from_rows else self.packed.torch_product
+        return product(rows).view(*input.shape[:-1], self.packed.outputs)
 
 
 class NativeCodesLinear(CodesLinear, NativeLinear):
-    """On a CPU with a C++ compiler."""
+    """On a CPU with a C++ compiler. The results have the bits of those with expanded weights."""
 
     weights = PackedCodes
 

@@ -51,10 +51,12 @@ inline float round_block(const float* x, int8_t* bytes) {
         most = std::max(most, bits & 0x7FFFFFFF);
     }
     const float largest = float_of(most), times = largest < NOTHING ? 0 : 127.0f / largest;
+    float shifted[BLOCK];
+    for (int k = 0; k < BLOCK; k += WIDTH)
+        store_lanes(rounded(load_lanes(x + k) * all_lanes(times)) + all_lanes(TO_WHOLE), shifted + k);
     for (int k = 0; k < BLOCK; k++) {
-        const float shifted = x[k] * times + TO_WHOLE;
         uint32_t bits;
-        std::memcpy(&bits, &shifted, 4);
+        std::memcpy(&bits, shifted + k, 4);
         bytes[k] = int8_t(bits);
     }
     return largest < NOTHING ? 0 : largest / 127.0f;
@@ -150,15 +152,16 @@ void block(const Part& part, const Inputs& x, int64_t row, int v, const Sums& su
                 float* total_at = total + r * OUTPUTS + i * WIDTH;
                 float* group_at = group + r * OUTPUTS + i * WIDTH;
                 Lanes number = floats_of(sum[r][i]);
-                if (part.has_zero) number = fused(load_lanes(part.zero + at + i * WIDTH), all_lanes(x.sum[here]), number);
-                number = is_wide ? fused(number, scale, load_lanes(group_at)) : number * scale;
+                if (part.has_zero)
+                    number = add_scaled(number, load_lanes(part.zero + at + i * WIDTH), all_lanes(x.sum[here]));
+                number = is_wide ? add_scaled(load_lanes(group_at), number, scale) : number * scale;
                 if (!ends) {
                     store_lanes(number, group_at);
                     continue;
                 }
-                number = fused(number, load_lanes(part.scale + at + i * WIDTH), load_lanes(total_at));
+                number = add_scaled(load_lanes(total_at), number, load_lanes(part.scale + at + i * WIDTH));
                 if (part.has_least)
-                    number = fused(load_lanes(part.least + at + i * WIDTH), all_lanes(x.scaled_sum[here]), number);
+                    number = add_scaled(number, load_lanes(part.least + at + i * WIDTH), all_lanes(x.scaled_sum[here]));
                 store_lanes(number, total_at);
                 if (is_wide) store_lanes(Lanes{}, group_at);
             }
@@ -266,10 +269,14 @@ struct Room {
         for (int64_t g = 0; g < groups; g++) {
             const int64_t at = g * OUTPUTS;
             load_group(a, a.scale, a.scale_kind, a.block_scale, panel, first + g, scale.data() + at);
-            if (a.least) load_group(a, a.least, a.least_kind, a.block_least, panel, first + g, least.data() + at);
-            for (int n = 0; a.least && n < OUTPUTS; n++) least[at + n] = -least[at + n];
-            for (int n = 0; a.zero && n < OUTPUTS; n++)
-                zero[at + n] = -float(a.zero[(panel * a.groups + first + g) * OUTPUTS + n]);
+            if (a.least) {
+                load_group(a, a.least, a.least_kind, a.block_least, panel, first + g, least.data() + at);
+                for (int n = 0; n < OUTPUTS; n++) least[at + n] = -least[at + n];
+            }
+            if (a.zero) {
+                const uint8_t* zeros = a.zero + (panel * a.groups + first + g) * OUTPUTS;
+                for (int n = 0; n < OUTPUTS; n++) zero[at + n] = -float(zeros[n]);
+            }
         }
     }
 };
@@ -319,28 +326,56 @@ void product(const Product& a) {
 
 // -- the weight as numbers ---------------------------------------------------------------------------------------------
 
-// Column `block` * 32 and those after it of the panel's n-th row, as `Codes.numbers` computes them: out [count].
+// Columns of a part of the panel's n-th row, as `Codes.numbers` computes them: out [count]. groups: of each 16 columns,
+// which of the part's groups they are of.
 template <class T>
-void write_numbers(const Weight& weight, const Part& part, const float* factor, int64_t block, int n, T* out, int count) {
-    uint8_t bytes[BLOCK];
-    for (int quad = 0; quad < BLOCK / 4; quad++)
-        std::memcpy(bytes + 4 * quad, part.opened + block * BLOCK_BYTES + quad * QUAD_BYTES + n * 4, 4);
-    float numbers[BLOCK];
+void write_numbers(const Weight& weight, const Part& part, const int* groups, const float* factor, int n, T* out,
+                   int64_t count) {
+    typedef uint8_t Few __attribute__((vector_size(LANES)));
+    typedef int32_t Quads __attribute__((vector_size(LANES)));
+    typedef int32_t Wide __attribute__((vector_size(4 * LANES)));
+    const uint8_t* opened = part.opened + n * 4;
     const float half = weight.codes.code_kind == E2M1 ? 0.5f : 1.0f;
-    for (int from = 0; from < count; from += weight.run_columns) {
-        const int64_t run = block * weight.runs_of_block() + from / weight.run_columns;
-        const int64_t at = (part.run_in_group + run) / part.group_runs * OUTPUTS + n;
+    for (int64_t from = 0; from < count; from += LANES, groups++, opened += LANES / 4 * QUAD_BYTES) {
+        int32_t quad[LANES / 4];
+        for (int i = 0; i < LANES / 4; i++) std::memcpy(quad + i, opened + i * QUAD_BYTES, 4);
+        const Few bytes = (Few)Quads{quad[0], quad[1], quad[2], quad[3]};
+        const int64_t at = *groups * OUTPUTS + n;
         const float zero = float(weight.less) - (part.has_zero ? part.zero[at] : 0);
         float scale = part.scale[at];
         if (factor) scale = weight.codes.divides ? scale / factor[n] : scale * factor[n];
-        for (int k = from; k < from + weight.run_columns; k++) numbers[k] = (float(bytes[k]) - zero) * half * scale;
-        if (part.has_least)
-            for (int k = from; k < from + weight.run_columns; k++) numbers[k] += part.least[at];
+        const Half halfwords = __builtin_convertvector(bytes, Half);  // g++ does these steps by vectors, not all at once
+        Vec numbers = __builtin_convertvector(__builtin_convertvector(halfwords, Wide), Vec);
+        numbers = (numbers - zero) * half * scale;
+        if (part.has_least) {
+            float each[LANES];
+            store(numbers, each);
+            for (int i = 0; i < LANES; i += WIDTH)
+                store_lanes(rounded(load_lanes(each + i)) + all_lanes(part.least[at]), each + i);
+            numbers = load(each);
+        }
+        if (count - from >= LANES) {
+            store(numbers, out + from);
+            continue;
+        }
+        for (int k = 0; k < count - from; k++) from_float(numbers[k], out + from + k);
     }
-    if (count == BLOCK)
-        for (int k = 0; k < BLOCK; k += LANES) store(load(numbers + k), out + k);
-    else
-        for (int k = 0; k < count; k++) from_float(numbers[k], out + k);
+}
+
+// Rows of one panel: out [count, depth].
+template <class T>
+void write_rows_of_panel(const Product& a, const Weight& weight, const int64_t* rows, int64_t count, T* out, Room& room) {
+    const int64_t panel = *rows / OUTPUTS;
+    const float* factor = a.codes.factor ? a.codes.factor + panel * OUTPUTS : nullptr;
+    int groups[OPENED_BLOCKS * BLOCK / LANES];
+    for (int64_t from = 0; from < weight.blocks; from += OPENED_BLOCKS) {
+        const Part part = room.part(weight, panel, from, std::min(weight.blocks, from + OPENED_BLOCKS));
+        const int64_t first = from * BLOCK, columns = std::min<int64_t>(OPENED_BLOCKS * BLOCK, a.depth - first);
+        for (int64_t k = 0; k < columns; k += LANES)
+            groups[k / LANES] = int((part.run_in_group + k / weight.run_columns) / part.group_runs);
+        for (int64_t r = 0; r < count; r++)
+            write_numbers(weight, part, groups, factor, int(rows[r] % OUTPUTS), out + r * a.depth + first, columns);
+    }
 }
 
 // Rows of the first group of weights: out [count, depth]. Neighbours of one panel are opened once.
@@ -351,24 +386,12 @@ void write_weight_rows(const Product& a, const int64_t* rows, int64_t count, T* 
     {
         Room room;
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t first = 0; first < count; first += OUTPUTS) {
-            const int64_t end = std::min(count, first + OUTPUTS);
-            for (int64_t begin = first, last; begin < end; begin = last) {
-                const int64_t panel = rows[begin] / OUTPUTS;
-                for (last = begin + 1; last < end && rows[last] / OUTPUTS == panel;) last++;
-                const float* factor = a.codes.factor ? a.codes.factor + panel * OUTPUTS : nullptr;
-                for (int64_t from = 0; from < weight.blocks; from += OPENED_BLOCKS) {
-                    const int64_t to = std::min(weight.blocks, from + OPENED_BLOCKS);
-                    const Part part = room.part(weight, panel, from, to);
-                    for (int64_t r = begin; r < last; r++)
-                        for (int64_t b = from; b < to; b++) {
-                            const int here = int(std::min<int64_t>(BLOCK, a.depth - b * BLOCK));
-                            T* at = out + r * a.depth + b * BLOCK;
-                            write_numbers(weight, part, factor, b - from, int(rows[r] % OUTPUTS), at, here);
-                        }
-                }
+        for (int64_t first = 0; first < count; first += OUTPUTS)
+            for (int64_t begin = first, end; begin < std::min(count, first + OUTPUTS); begin = end) {
+                end = begin + 1;
+                while (end < std::min(count, first + OUTPUTS) && rows[end] / OUTPUTS == rows[begin] / OUTPUTS) end++;
+                write_rows_of_panel(a, weight, rows + begin, end - begin, out + begin * a.depth, room);
             }
-        }
     }
 }
 

@@ -77,6 +77,15 @@ inline Ints add_products(Ints sum, Words codes, Words inputs) {
 #endif
 }
 
+// sum + a * b, rounded once where the processor does that everywhere, else twice everywhere.
+inline Lanes add_scaled(Lanes sum, Lanes a, Lanes b) {
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
+    return fused(a, b, sum);
+#else
+    return sum + rounded(a * b);
+#endif
+}
+
 inline Lanes floats_of(Ints v) { return __builtin_convertvector(v, Lanes); }
 
 // -- codes that lie as products read them ------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ in float32 from the first column to the last, so a row's result depends on that 
 arithmetic, `integers.h` how codes lie.
 """
 
-import ctypes
 import functools
 from ctypes import c_char_p, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any, ClassVar

@@ -1,4 +1,4 @@
-// What products of all kinds of weights share: work is a panel of 64 outputs and some rows, which a thread takes at a time.
+// What products of all weights share: work is a panel of 64 outputs and some rows, which a thread takes at a time.
 
 #pragma once
 
@@ -21,7 +21,7 @@ struct Product {
     void* out;                 // [rows][outputs]
     const int64_t* first_row;  // [groups + 1]: the rows of each group of weights; null: all are of one
     const int64_t* row_of;     // [rows]: which row of x; null: the same
-    const int64_t* order;      // [depth]: which number of x's row meets each column, of products in integers; null: the same
+    const int64_t* order;      // [depth]: which number of x's row meets each column, in integer products; null: the same
     int64_t rows, x_stride;    // x_stride: between rows, in numbers
     int32_t groups, outputs, depth, kind;  // kind of numbers: 0 float32, 1 bfloat16
     Codes codes;               // in place of `packed`, of all groups one after the other

@@ -1,7 +1,8 @@
 """Weights that stay in the bits in which their files have them, and what multiplies with them.
 
-One way is chosen for all layers, like an attention backend. What it cannot keep (a slice that begins within a byte, a
-weight that an embedding shares, experts of a form of their own) is expanded when it is loaded.
+One way is chosen for all layers, like an attention backend; beside it, products in whole numbers for weights whose
+format rounds inputs, or for all that they take. What it cannot keep (a slice that begins within a byte, a weight that
+an embedding shares, experts of a form of their own) is expanded when it is loaded.
 """
 
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from ...kernels.products import (
     Codes,
     CodesLinear,
     ExpandedCodes,
+    IntegerCodesLinear,
+    NativeCodesLinear,
     PackedCodes,
     TritonCodes,
     side_by_side,
@@ -27,6 +30,11 @@ from .weight_map import Source, all_of
 
 NATIVE = {"cpu": "cpu", "cuda": "triton"}
 """What multiplies on a device; by its type."""
+
+ON_DEVICE = {"cpu": ("cpu", "cpu-int8"), "cuda": ("triton",)}
+"""All that does on one only."""
+
+IN_INTEGERS = "cpu-int8"
 
 EXPERTS = "gate_up_proj", "up_proj", "down_proj"
 
@@ -49,6 +57,13 @@ class Keeper:
     kind: type[CodesLinear]
     dtype: torch.dtype
     device: torch.device
+    in_integers: type[CodesLinear] | None = None  # with inputs rounded, for what it takes
+    rounds_all: bool = False  # not only where the format does
+
+    def kind_for(self, codes: Codes) -> type[CodesLinear] | None:
+        """None: they are expanded."""
+        rounded = self.in_integers if self.rounds_all or codes.rounds_inputs else None
+        return next((kind for kind in (rounded, self.kind) if kind is not None and kind.weights.takes(codes)), None)
 
     def keep(self, owner: Any, name: str, source: Source, part: Slice | None) -> bool:
         """Whether `owner` has what it needs for its parameter `name` from now on, without the parameter."""
@@ -57,14 +72,15 @@ class Keeper:
         if not (is_linear or (has_experts and name in EXPERTS)):
             return False
         codes = _codes(source, part)
-        if codes is None or not self.kind.weights.takes(codes):
+        kind = None if codes is None else self.kind_for(codes)
+        if codes is None or kind is None:
             return False
         codes = codes.moved(self.device)
         if is_linear:
-            self.kind.hold(owner, codes, self.dtype)
+            kind.hold(owner, codes, self.dtype)
         else:
             del owner._parameters[name]
-            vars(owner).setdefault("kept", {})[name] = KeptExperts(codes, self.kind, self.dtype)
+            vars(owner).setdefault("kept", {})[name] = KeptExperts(codes, kind, self.dtype)
         vars(owner)["_is_hf_initialized"] = True  # tells transformers to leave it alone
         return True
 
@@ -76,8 +92,11 @@ def keeper_of(settings: ModelSettings, dtype: torch.dtype, device: torch.device)
         return None
     name = NATIVE.get(device.type, "cpu") if asked == "auto" else asked
     why_not = _lacks(name, settings, dtype, device)
+    if why_not is None and name == IN_INTEGERS:
+        return Keeper(NativeCodesLinear, dtype, device, IntegerCodesLinear, rounds_all=True)
     if why_not is None:
-        return Keeper(CODES_KINDS[name], dtype, device)
+        has_both = asked == "auto" and name == "cpu" and IntegerCodesLinear.lacks() is None
+        return Keeper(CODES_KINDS[name], dtype, device, IntegerCodesLinear if has_both else None)
     if asked == "auto":
         return None
     raise InvalidSetting(
@@ -90,7 +109,8 @@ def _lacks(name: str, settings: ModelSettings, dtype: torch.dtype, device: torch
     kind = CODES_KINDS[name]
     if settings.torch_compile:
         return "torch_compile sees no further than an operator that it does not know"
-    if name in NATIVE.values() and name != NATIVE.get(device.type):
+    device_type = next((each for each, ways in ON_DEVICE.items() if name in ways), device.type)
+    if device_type != device.type:
         return f"the model runs on {device}"
     if dtype not in kind.dtypes:
         return f"it multiplies {', '.join(sorted(str(each) for each in kind.dtypes))}, not {dtype}"
