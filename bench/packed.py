@@ -4,14 +4,13 @@
 
 A model of Llama's 1B shape with random weights is written once in each format, with as many layers as asked. Each round
 takes one format and way after the other in a process of its own, bfloat16 among them, so that ratios are of neighbours.
-Prints one JSON object: bytes of the files' weights and of the process beside them, seconds to load and to read the file,
+Prints one JSON object: bytes of weights in files and of the process beside them, seconds to load and to read the file,
 tokens per second of 1 and 16 streams and of prompts; of each the median, and of the ratios to bfloat16.
 """
 
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -145,7 +144,7 @@ async def _measured(path: Path, way: str, threads: int) -> dict[str, float]:
     row: dict[str, float] = {
         "file_bytes": file.stat().st_size,
         "weight_bytes": engine.info.weight_bytes,
-        "resident_beside_weights_and_pages_bytes": _resident_bytes() - before - engine.info.weight_bytes - 2**26,
+        "private_beside_weights_and_pages_bytes": _resident_bytes() - before - engine.info.weight_bytes - 2**26,
         "most_resident_bytes": _peak_bytes() - before,
         "read_s": read_s,
         "load_s": load_s,
@@ -175,11 +174,17 @@ def _took_s(run: Any) -> float:
 
 
 def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """Of this process alone: without files that are mapped."""
+    return _status("RssAnon")
 
 
 def _peak_bytes() -> int:
-    line = next(each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("VmHWM"))
+    """With files that are mapped."""
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    line = next(each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024
 
 
