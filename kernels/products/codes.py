@@ -202,6 +202,10 @@ class Codes:
         found = {name: getattr(self, name) for name in TENSORS}
         return replace(self, **{name: change(tensor) for name, tensor in found.items() if tensor is not None})
 
+    def without_numbers(self) -> "Codes":
+        """What is left when they lie elsewhere: the same kinds of tensors, empty. None of their memory is held."""
+        return replace(self._with_each(lambda tensor: tensor.new_empty(tensor.dim() * (0,))), factor=None)
+
     def likeness(self) -> tuple[object, ...]:
         """What must be the same of codes that are joined, but for scales of other kinds of numbers."""
         blocks = self.block_groups, self.block_offset

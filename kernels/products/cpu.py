@@ -184,8 +184,7 @@ class PackedCodes(PackedWeights):
         if codes.factor is not None:
             self._laid["factor"] = self._in_panels(codes.factor.unsqueeze(-1)).contiguous()
         self._biases = None if biases is None else biases.to(dtype).contiguous()
-        nothing = {name: getattr(codes, name)[..., :0, :0] for name in self._laid if name != "factor"}
-        self._codes = replace(codes, factor=None, **nothing)
+        self._codes = codes.without_numbers()
         odd = self.inputs % 2 if dtype == torch.bfloat16 else 0
         self._call = _Product(
             bias=_address(self._biases),
