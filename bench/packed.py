@@ -1,17 +1,16 @@
 """Checkpoints in fewer bits beside the same weights in bfloat16: memory, loading and decode steps on a CPU.
 
-    python bench/packed.py [FORMAT ..] [--layers 16] [--rounds 3] [--threads 2]
+    python bench/packed.py [FORMAT ..] [--ways cpu cpu-int8] [--layers 16] [--rounds 3] [--threads 2]
 
 A model of Llama's 1B shape with random weights is written once in each format, with as many layers as asked. Each round
-takes one format after the other in a process of its own, bfloat16 among them, so that ratios are of neighbours. Prints
-one JSON object: bytes of the files' weights and of the process beside them, seconds to load and to read the file, and
-tokens per second of 1 and 16 streams; of each the median, and of the ratios to bfloat16.
+takes one format and way after the other in a process of its own, bfloat16 among them, so that ratios are of neighbours.
+Prints one JSON object: bytes of weights in files and of the process beside them, seconds to load and to read the file,
+tokens per second of 1 and 16 streams and of prompts; of each the median, and of the ratios to bfloat16.
 """
 
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,8 @@ from typing import Any
 
 STREAMS = 1, 16
 NEW_TOKENS = 48
+PROMPT_TOKENS = 512
+WAYS = "cpu", "cpu-int8"
 PLAIN = "bfloat16"
 USUAL = "fp8-blocks", "fp8-rows", "int8", "w4a16", "awq", "gptq", "nvfp4", "mxfp4"
 CONFIG: dict[str, Any] = {
@@ -45,22 +46,25 @@ CONFIG: dict[str, Any] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("formats", nargs="*", default=USUAL)
+    parser.add_argument("--ways", nargs="+", default=WAYS)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--as-one", help=argparse.SUPPRESS)
+    parser.add_argument("--as-one", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.as_one:
-        print(json.dumps(asyncio.run(_measured(Path(args.as_one), args.threads))))
+        path, way = args.as_one
+        print(json.dumps(asyncio.run(_measured(Path(path), way, args.threads))))
         return
-    names = [PLAIN, *args.formats]
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    cases = {PLAIN: (PLAIN, "auto")}
+    cases |= {f"{name} {way}": (name, way) for name in args.formats for way in args.ways}
+    found: dict[str, list[dict[str, float]]] = {case: [] for case in cases}
     with tempfile.TemporaryDirectory() as folder:
-        for name in names:
+        for name in (PLAIN, *args.formats):
             _write(Path(folder, name), name, args.layers)
         for _ in range(args.rounds):
-            for name in names:
-                found[name].append(_in_process(Path(folder, name), args.threads))
+            for case, (name, way) in cases.items():
+                found[case].append(_in_process(Path(folder, name), way, args.threads))
     print(json.dumps({"layers": args.layers, "threads": args.threads, "formats": _told(found)}, indent=1))
 
 
@@ -68,8 +72,7 @@ def _told(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float
     told = {}
     for name, rounds in found.items():
         row = {key: _short(statistics.median(each[key] for each in rounds)) for key in rounds[0]}
-        for streams in STREAMS:
-            key = f"tokens_per_s_{streams}"
+        for key in (*(f"tokens_per_s_{streams}" for streams in STREAMS), "prompt_tokens_per_s"):
             ratios = [here[key] / plain[key] for here, plain in zip(rounds, found[PLAIN], strict=True)]
             row[f"{key}_over_bfloat16"] = _short(statistics.median(ratios))
         told[name] = row
@@ -80,8 +83,8 @@ def _short(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _in_process(path: Path, threads: int) -> dict[str, float]:
-    command = [sys.executable, __file__, "--as-one", str(path), "--threads", str(threads)]
+def _in_process(path: Path, way: str, threads: int) -> dict[str, float]:
+    command = [sys.executable, __file__, "--as-one", str(path), way, "--threads", str(threads)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -126,7 +129,7 @@ def _shapes(layers: int) -> dict[str, tuple[int, ...]]:
     return shapes | {f"model.layers.{n}.{name}.weight": shape for n in range(layers) for name, shape in linear.items()}
 
 
-async def _measured(path: Path, threads: int) -> dict[str, float]:
+async def _measured(path: Path, way: str, threads: int) -> dict[str, float]:
     from intarsia.proto.request import SamplingParams
     from intarsia.tests.local import LocalWorkers, complete, make_engine
 
@@ -135,12 +138,13 @@ async def _measured(path: Path, threads: int) -> dict[str, float]:
     before = _resident_bytes()
     workers = LocalWorkers()
     started = time.perf_counter()
-    engine = await make_engine(path, workers, dtype="bfloat16", kv_cache_memory="64MiB", cpu_threads=threads)
+    settings = {"dtype": "bfloat16", "kv_cache_memory": "64MiB", "cpu_threads": threads, "packed_products": way}
+    engine = await make_engine(path, workers, **settings)
     load_s = time.perf_counter() - started
     row: dict[str, float] = {
         "file_bytes": file.stat().st_size,
         "weight_bytes": engine.info.weight_bytes,
-        "resident_beside_weights_and_pages_bytes": _resident_bytes() - before - engine.info.weight_bytes - 2**26,
+        "private_beside_weights_and_pages_bytes": _resident_bytes() - before - engine.info.weight_bytes - 2**26,
         "most_resident_bytes": _peak_bytes() - before,
         "read_s": read_s,
         "load_s": load_s,
@@ -153,6 +157,13 @@ async def _measured(path: Path, threads: int) -> dict[str, float]:
         started = time.perf_counter()
         await complete(engine, prompts, asked)
         row[f"tokens_per_s_{streams}"] = streams * NEW_TOKENS / (time.perf_counter() - started)
+    asked = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    took_s = []
+    for number in range(3):
+        started = time.perf_counter()
+        await complete(engine, [[(11 * number + 3 * k) % 31000 for k in range(PROMPT_TOKENS)]], asked)
+        took_s.append(time.perf_counter() - started)
+    row["prompt_tokens_per_s"] = PROMPT_TOKENS / min(took_s)
     return row
 
 
@@ -163,11 +174,17 @@ def _took_s(run: Any) -> float:
 
 
 def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """Of this process alone: without files that are mapped."""
+    return _status("RssAnon")
 
 
 def _peak_bytes() -> int:
-    line = next(each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("VmHWM"))
+    """With files that are mapped."""
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    line = next(each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024
 
 

@@ -108,10 +108,11 @@ class LLM:
     same_bits                 False: An answer has the same bits in any company, at any price. On a CPU this holds
                               without it, too, but where torch multiplies prompts much faster; the start tells. On a GPU
                               it is of rows of one step: how a prompt is cut still matters.
-    packed_products           'auto': How weights in fewer bits are multiplied: auto, cpu, triton, reference or
-                              expanded. cpu keeps them as they are stored, and triton does on a GPU; expanded makes them
-                              16 bits when they are loaded; auto is what the device has of these. reference keeps them,
-                              too, and is slow.
+    packed_products           'auto': How weights in fewer bits are multiplied: auto, cpu, cpu-int8, triton, reference
+                              or expanded. cpu keeps them as they are stored, and triton does on a GPU; cpu-int8 is
+                              faster and rounds what they are multiplied with to 8 bits; expanded makes them 16 bits
+                              when they are loaded. auto is what the device has of these, with cpu-int8 for checkpoints
+                              that are meant so: W8A8 and GGUF. reference keeps them, too, and is slow.
     cpu_threads               None (its cores, one less in short steps): Threads of a worker without GPU.
     allow_generic             False: Try an untested architecture, as plain attention.
     trust_remote_code         False: Run Python files that come with the checkpoint.

@@ -9,9 +9,10 @@ from ..kvcache.spec import LayerSpec
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-PACKED_PRODUCTS = "auto", "cpu", "triton", "reference", "expanded"
-"""Weights in fewer bits are multiplied as they are stored, by C++ on a CPU, by Triton on a GPU, or slowly by torch on
-any device; or they are expanded when they are loaded. "auto" is the fastest that keeps them, else expanded."""
+PACKED_PRODUCTS = "auto", "cpu", "cpu-int8", "triton", "reference", "expanded"
+"""Weights in fewer bits are multiplied as they are stored, by C++ on a CPU, there with inputs rounded to 8 bits too, by
+Triton on a GPU, or slowly by torch on any device; or they are expanded when they are loaded. "auto" is the device's of
+these; on a CPU inputs are then rounded where the format means it so."""
 
 
 @dataclass(frozen=True, slots=True)

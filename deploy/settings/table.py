@@ -103,10 +103,11 @@ class EngineArguments(TypedDict, total=False):
         more="On a CPU this holds without it, too, but where torch multiplies prompts much faster; the start tells. "
         "On a GPU it is of rows of one step: how a prompt is cut still matters.")]
     packed_products: Annotated[str, Setting(
-        "auto", "model.packed_products", "How weights in fewer bits are multiplied: auto, cpu, triton, reference "
-        "or expanded.",
-        more="cpu keeps them as they are stored, and triton does on a GPU; expanded makes them 16 bits when they are "
-        "loaded; auto is what the device has of these. reference keeps them, too, and is slow.")]
+        "auto", "model.packed_products", "How weights in fewer bits are multiplied: auto, cpu, cpu-int8, triton, "
+        "reference or expanded.",
+        more="cpu keeps them as they are stored, and triton does on a GPU; cpu-int8 is faster and rounds what they are "
+        "multiplied with to 8 bits; expanded makes them 16 bits when they are loaded. auto is what the device has of "
+        "these, with cpu-int8 for checkpoints that are meant so: W8A8, GGUF. reference keeps them, too, and is slow.")]
     cpu_threads: Annotated[int | None, Setting(
         None, "model.cpu_threads", "Threads of a worker without GPU.", "its cores, one less in short steps")]
     allow_generic: Annotated[bool, Setting(

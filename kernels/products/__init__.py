@@ -5,7 +5,8 @@
 
 `protocol.py` says what a kind must do, `reference.py` shows the arithmetic. On a CPU it runs in C++ (`cpu.py`), or by
 oneDNN where nothing can be compiled (`onednn.py`). On a GPU torch's products are taken, or Triton's for the same bits
-and for experts (`triton.py`). Weights in fewer bits stay so on both (`codes.py`, `unpacking.py`).
+and for experts (`triton.py`). Weights in fewer bits stay so on both (`codes.py`, `unpacking.py`); on a CPU inputs may
+be rounded, too (`integers.py`).
 """
 
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch import Tensor
 from . import cpu, reference, triton
 from .codes import Codes, side_by_side, stacked
 from .cpu import NativeCodesLinear, NativeLinear, PackedCodes, PackedWeights
+from .integers import IntegerCodes, IntegerCodesLinear
 from .onednn import OneDnnLinear, compile_products
 from .protocol import CodesLinear, PackedEmbedding, PackedLinear, SortedRows
 from .reference import ExpandedCodes, ReferenceCodesLinear
@@ -30,6 +32,8 @@ __all__ = [
     "CodesLinear",
     "ExpandedCodes",
     "GroupedProducts",
+    "IntegerCodes",
+    "IntegerCodesLinear",
     "NativeCodesLinear",
     "NativeLinear",
     "OneDnnLinear",
@@ -67,6 +71,7 @@ def linear_kind(dtype: torch.dtype, device: torch.device, same_bits: bool = Fals
 
 CODES_KINDS: dict[str, type[CodesLinear]] = {
     "cpu": NativeCodesLinear,
+    "cpu-int8": IntegerCodesLinear,
     "triton": TritonCodesLinear,
     "reference": ReferenceCodesLinear,
 }

@@ -71,6 +71,7 @@ class Codes:
     block_least: Tensor | None = None  # float16 [..,N,B]: and the leasts
     block_groups: int = 1  # groups of a block
     block_offset: int = 0  # groups of the first block that lie before the first
+    rounds_inputs: bool = False  # whether those whose format it is multiply it with inputs rounded to 8 bits
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -208,6 +209,10 @@ class Codes:
         """With every tensor that has rows changed."""
         found = {name: getattr(self, name) for name in TENSORS}
         return replace(self, **{name: change(tensor) for name, tensor in found.items() if tensor is not None})
+
+    def without_numbers(self) -> "Codes":
+        """What is left when they lie elsewhere: the same kinds of tensors, empty. None of their memory is held."""
+        return replace(self._with_each(lambda tensor: tensor.new_empty(tensor.dim() * (0,))), factor=None)
 
     def likeness(self) -> tuple[object, ...]:
         """What must be the same of codes that are joined, but for scales of other kinds of numbers."""

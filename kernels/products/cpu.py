@@ -24,6 +24,9 @@ PANEL_OUTPUTS = 64
 
 WORD_BYTES = 4
 
+EXPANDED_BYTES = 2**22
+"""Of a weight as numbers, for torch."""
+
 
 class _Codes(ctypes.Structure):
     _fields_ = [
@@ -39,7 +42,7 @@ class _Codes(ctypes.Structure):
 
 class _Product(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("x", "packed", "bias", "out", "first_row", "row_of")),
+        *((name, c_void_p) for name in ("x", "packed", "bias", "out", "first_row", "row_of", "order")),
         *((name, c_int64) for name in ("rows", "x_stride")),
         *((name, c_int32) for name in ("groups", "outputs", "depth", "kind")),
         ("codes", _Codes),
@@ -91,14 +94,31 @@ class PackedWeights:
     def _kind(self) -> int:
         return cpp.KINDS[self.dtype]
 
+    @property
+    def _function(self) -> Any:
+        return _library().intarsia_product
+
     def product(self, x_RI: Tensor) -> Tensor:
         """Of every row with the first group's weight. Returns [R,outputs]."""
         return self._run(x_RI, len(x_RI))
 
+    def torch_product(self, x_RI: Tensor) -> Tensor:
+        """The same by torch, of some outputs after the others: their weights, as numbers, stay in the caches."""
+        out = x_RI.new_empty(len(x_RI), self.outputs)
+        step = max(1, EXPANDED_BYTES // (self.inputs * self.dtype.itemsize * PANEL_OUTPUTS)) * PANEL_OUTPUTS
+        for start in range(0, self.outputs, step):
+            here = slice(start, min(start + step, self.outputs))
+            weight, some = self.rows(torch.arange(here.start, here.stop)), out[:, here]
+            if self._biases is None:
+                torch.mm(x_RI, weight.T, out=some)
+            else:
+                torch.addmm(self._biases[0, here], x_RI, weight.T, out=some)
+        return out
+
     def call(self) -> Call:
-        """The same, as one of a `CallList`. To be set: x, out, rows, x_stride."""
+        """The same as `product`, as one of a `CallList`. To be set: x, out, rows, x_stride."""
         assert not self.is_padded, "a row of x is as long as the packed weight"
-        return Call(_library().intarsia_product, _Product.from_buffer_copy(self._call))
+        return Call(self._function, _Product.from_buffer_copy(self._call))
 
     def grouped_product(self, x_RI: Tensor, first_row: Tensor, row_of: Tensor | None = None) -> Tensor:
         """Rows first_row[g] to first_row[g + 1] of the result [N,outputs] are those of group g.
@@ -126,7 +146,7 @@ class PackedWeights:
         out = x_RI.new_empty(count, self.outputs)
         call.x, call.out, call.rows, call.x_stride = x_RI.data_ptr(), out.data_ptr(), count, x_RI.stride(0)
         call.first_row, call.row_of = first_row, row_of
-        _library().intarsia_product(ctypes.byref(call))
+        self._function(ctypes.byref(call))
         return out
 
     def rows(self, numbers: Tensor, group: int = 0) -> Tensor:
@@ -145,43 +165,36 @@ SCALE_KINDS = {
 """As `decode.h` counts them."""
 
 
-BESIDE = "scale", "zero", "high", "least", "block_scale", "block_least"
-"""Of `Codes`, what lies beside its codes: of each column, group or block, 64 outputs side by side."""
-
-
 class PackedCodes(PackedWeights):
     """Weights in fewer bits, in panels: a thread decodes a part of one just before its rows meet it."""
+
+    beside: ClassVar[tuple[str, ...]] = "scale", "zero", "high", "least", "block_scale", "block_least"
+    """Of `Codes`, what lies beside its codes: of each column, group or block, 64 outputs side by side."""
 
     def __init__(self, codes: Codes, dtype: torch.dtype, biases: Tensor | None = None):
         """codes: [N,K] or [E,N,K]. dtype: of the rows to come, and of results. biases: [E,N]"""
         self.groups, self.outputs, self.inputs = (1, *codes.shape)[-3:]
         self.dtype = dtype
         self.order = codes.order
-        # Outputs in panels of 64, columns in pairs: see `decode.h`.
-        each = 8 // codes.kind.low_bits
-        odd = -self.inputs % 2  # of eight bits only
-        raw = F.pad(self._in_panels(codes.codes), (0, odd)).unflatten(-1, (-1, max(1, 2 // each)))
-        self._raw = raw.permute(0, 1, 3, 4, 2).contiguous()
-        self._beside: dict[str, Tensor] = {}
-        for name in BESIDE:
+        self._laid = self._lay(codes)
+        for name in self.beside:
             tensor = getattr(codes, name)
             if tensor is not None:
-                self._beside[name] = self._in_panels(as_bytes(tensor)).transpose(2, 3).contiguous()
-        self._factor = None if codes.factor is None else self._in_panels(codes.factor.unsqueeze(-1)).contiguous()
+                self._laid[name] = self._in_panels(as_bytes(tensor)).transpose(2, 3).contiguous()
+        if codes.factor is not None:
+            self._laid["factor"] = self._in_panels(codes.factor.unsqueeze(-1)).contiguous()
         self._biases = None if biases is None else biases.to(dtype).contiguous()
-        nothing = {name: getattr(codes, name)[..., :0, :0] for name in self._beside}
-        self._codes = replace(codes, codes=codes.codes[..., :0, :0], factor=None, **nothing)
-        is_pair = dtype == torch.bfloat16
+        self._codes = codes.without_numbers()
+        odd = self.inputs % 2 if dtype == torch.bfloat16 else 0
         self._call = _Product(
             bias=_address(self._biases),
+            order=_address(self.order),
             groups=self.groups,
             outputs=self.outputs,
-            depth=self.inputs + (odd if is_pair else 0),
+            depth=self.inputs + odd,
             kind=self._kind,
             codes=_Codes(
-                codes=self._raw.data_ptr(),
-                factor=_address(self._factor),
-                **{name: tensor.data_ptr() for name, tensor in self._beside.items()},
+                **{name: tensor.data_ptr() for name, tensor in self._laid.items()},
                 groups=codes.scale.shape[-1],
                 blocks=0 if codes.block_scale is None else codes.block_scale.shape[-1],
                 code_kind=codes.kind,
@@ -198,36 +211,52 @@ class PackedCodes(PackedWeights):
 
     @staticmethod
     def takes(codes: Codes) -> bool:
-        dtypes = {scale.dtype for scale in (codes.scale, codes.least) if scale is not None}
-        return codes.columns % 2 == 0 and codes.offset % 2 == 0 and dtypes <= SCALE_KINDS.keys()
+        return codes.columns % 2 == 0 and codes.offset % 2 == 0 and scales_are_known(codes)
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self._raw, *self._beside.values(), self._factor) if t is not None)
+        return sum(tensor.nbytes for tensor in self._laid.values())
 
     def codes(self) -> Codes:
         """What it was made of."""
-        raw = self._raw.permute(0, 1, 4, 2, 3).flatten(3)
-        return replace(
-            self._codes,
-            codes=self._from_panels(raw)[..., : self.inputs * self._codes.kind.low_bits // 8],
-            **{
-                name: self._from_panels(tensor.transpose(2, 3)).view(getattr(self._codes, name).dtype)
-                for name, tensor in self._beside.items()
-            },
-            factor=None if self._factor is None else self._from_panels(self._factor).squeeze(-1),
-        )
+        laid = self._laid
+        beside = {
+            name: self._from_panels(laid[name].transpose(2, 3)).view(getattr(self._codes, name).dtype)
+            for name in self.beside
+            if name in laid
+        }
+        factor = self._from_panels(laid["factor"]).squeeze(-1) if "factor" in laid else None
+        return replace(self._codes, factor=factor, **self._as_stored(), **beside)
+
+    def _lay(self, codes: Codes) -> dict[str, Tensor]:
+        """Codes as products read them: columns in pairs, see `decode.h`."""
+        each = 8 // codes.kind.low_bits
+        odd = -codes.shape[-1] % 2  # of eight bits only
+        raw = F.pad(self._in_panels(codes.codes), (0, odd)).unflatten(-1, (-1, max(1, 2 // each)))
+        return {"codes": raw.permute(0, 1, 3, 4, 2).contiguous()}
+
+    def _as_stored(self) -> dict[str, Tensor]:
+        """The other way round."""
+        raw = self._laid["codes"].permute(0, 1, 4, 2, 3).flatten(3)
+        return {"codes": self._from_panels(raw)[..., : self.inputs * self._codes.kind.low_bits // 8]}
 
     def rows(self, numbers: Tensor, group: int = 0) -> Tensor:
         assert group == 0, "rows are of the first group"
         numbers = numbers.to(torch.int64).contiguous()
         out = torch.empty(len(numbers), self._call.depth, dtype=self.dtype)
-        _library().intarsia_expand(ctypes.byref(self._call), numbers.data_ptr(), len(numbers), out.data_ptr())
+        self._expand(ctypes.byref(self._call), numbers.data_ptr(), len(numbers), out.data_ptr())
         out = out[:, : self.inputs]
         return out if self.order is None else torch.empty_like(out).index_copy_(1, self.order, out)
 
+    @property
+    def _expand(self) -> Any:
+        return _library().intarsia_expand
+
     def _run(self, x_RI: Tensor, count: int, first_row: int | None = None, row_of: int | None = None) -> Tensor:
-        return super()._run(x_RI if self.order is None else x_RI[:, self.order], count, first_row, row_of)
+        return super()._run(self._in_order(x_RI), count, first_row, row_of)
+
+    def _in_order(self, x_RI: Tensor) -> Tensor:
+        return x_RI if self.order is None else x_RI[:, self.order]
 
     @property
     def is_padded(self) -> bool:
@@ -240,8 +269,17 @@ class PackedCodes(PackedWeights):
         return F.pad(grouped, (0, 0, 0, -self.outputs % PANEL_OUTPUTS)).unflatten(1, (-1, PANEL_OUTPUTS))
 
     def _from_panels(self, tensor: Tensor) -> Tensor:
-        whole = tensor.flatten(1, 2)[:, : self.outputs].contiguous()
-        return whole if self._codes.codes.dim() == 3 else whole[0]
+        """[E,panels,64,X] -> [..,N,X]"""
+        return self._with_experts(tensor.flatten(1, 2)[:, : self.outputs].contiguous())
+
+    def _with_experts(self, tensor: Tensor) -> Tensor:
+        """[E,..] -> [..] where there is one weight without experts."""
+        return tensor if self._codes.codes.dim() == 3 else tensor[0]
+
+
+def scales_are_known(codes: Codes) -> bool:
+    """Whether C++ reads such numbers."""
+    return {scale.dtype for scale in (codes.scale, codes.least) if scale is not None} <= SCALE_KINDS.keys()
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -296,15 +334,13 @@ class NativeLinear(PackedLinear):
         return self.packed.outputs
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.shape[:-1].numel() >= self.torch_from_rows:
-            return F.linear(input, self.weight, self.bias)
-        if input.dim() == 2:
-            return self.packed.product(input)
-        return self.packed.product(input.flatten(0, -2)).view(*input.shape[:-1], self.packed.outputs)
+        rows = input.flatten(0, -2) if input.dim() != 2 else input
+        product = self.packed.product if len(rows) < self.torch_from_rows else self.packed.torch_product
+        return product(rows).view(*input.shape[:-1], self.packed.outputs)
 
 
 class NativeCodesLinear(CodesLinear, NativeLinear):
-    """On a CPU with a C++ compiler."""
+    """On a CPU with a C++ compiler. The results have the bits of those with expanded weights."""
 
     weights = PackedCodes
 

@@ -161,6 +161,19 @@ inline void pair_numbers(const uint8_t* at, int v, Lanes& even, Lanes& odd) {
 
 #endif
 
+// Numbers of 16 bits, all at once: a compiler that may not compute in float16 would widen one after the other.
+inline Lanes float16_lanes(const float16* at) {
+#if defined(__AVX512F__)
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+#else
+    float numbers[WIDTH];
+    for (int n = 0; n < WIDTH; n++) numbers[n] = float(at[n]);
+    return load_lanes(numbers);
+#endif
+}
+
 inline float power_of_two(uint8_t power) {  // the smallest is subnormal
     return power ? float_of(uint32_t(power) << 23) : float_of(1u << 22);
 }
@@ -173,7 +186,7 @@ inline void load_scales(const void* at, int kind, int64_t n, float* to) {
             for (int i = 0; i < 64; i += LANES) store(load(static_cast<const bfloat16*>(at) + n + i), to + i);
             return;
         case FLOAT16:
-            for (int i = 0; i < 64; i += LANES) store(load(static_cast<const float16*>(at) + n + i), to + i);
+            for (int i = 0; i < 64; i += WIDTH) store_lanes(float16_lanes(static_cast<const float16*>(at) + n + i), to + i);
             return;
         case FLOAT8:
             for (int i = 0; i < 64; i += WIDTH) store_lanes(e4m3_lanes(static_cast<const uint8_t*>(at) + n + i), to + i);
@@ -226,7 +239,7 @@ inline void load_group(const Codes& a, const void* from, int kind, const float16
     load_scales(from, kind, (panel * a.groups + group) * 64, to);
     if (!block) return;
     block += (panel * a.blocks + (group + a.block_offset) / a.block_groups) * 64;
-    for (int n = 0; n < 64; n++) to[n] *= float(block[n]);
+    for (int n = 0; n < 64; n += WIDTH) store_lanes(load_lanes(to + n) * float16_lanes(block + n), to + n);
 }
 
 // Pairs [from, to) of the columns of a panel, as the words of 64 outputs.

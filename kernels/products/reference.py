@@ -1,12 +1,13 @@
 """A product in plain torch: what the fast ones must equal, but for the order of their sums."""
 
-from typing import ClassVar
+from dataclasses import replace
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .codes import Codes
+from .codes import CodeKind, Codes
 from .protocol import CodesLinear, SortedRows
 
 
@@ -83,3 +84,79 @@ class ReferenceCodesLinear(CodesLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.codes.numbers(self.dtype), self.bias)
+
+
+# -- products in whole numbers -----------------------------------------------------------------------------------------
+
+INPUT_BLOCK = 32
+"""Inputs of a row that share a scale."""
+
+NOTHING = 1e-30
+"""Inputs so small, all of a block, are zero."""
+
+
+class RoundedInputs(NamedTuple):
+    """Rows whose numbers are bytes, of 32 columns each times one float32."""
+
+    bytes_RK: Tensor  # int64, from -127 to 127; zeros fill the last block up
+    scale_RB: Tensor  # float32
+
+
+def rounded_inputs(x_RK: Tensor) -> RoundedInputs:
+    """The largest of each block is 127 or -127; others are rounded to the nearest, ties to even."""
+    x = F.pad(x_RK.float(), (0, -x_RK.shape[1] % INPUT_BLOCK)).unflatten(1, (-1, INPUT_BLOCK))
+    largest = x.abs().amax(-1, keepdim=True)
+    is_nothing = largest < NOTHING
+    times = torch.where(is_nothing, 0, torch.full_like(largest, 127) / largest)
+    scale = torch.where(is_nothing, 0, largest / 127)
+    return RoundedInputs((x * times).round().long().flatten(1), scale.squeeze(-1))
+
+
+def run_columns(codes: Codes) -> int | None:
+    """Columns whose products of bytes are summed as whole numbers: those that a block and a group have in common.
+    None: groups are of other sizes, or begin elsewhere."""
+    if codes.scale.shape[-1] == 1:
+        return INPUT_BLOCK
+    return next((run for run in (INPUT_BLOCK, 16) if codes.columns % run == 0 and codes.offset % run == 0), None)
+
+
+def integer_product(codes: Codes, x_RK: Tensor, fuses: bool = True) -> Tensor:
+    """x [R,K] times a weight [N,K]: whole numbers, then float32 in the order of columns. Returns float32 [R,N].
+
+    fuses: whether a product and its sum are rounded once
+    """
+    run = run_columns(codes)
+    assert run is not None, "its groups are not those of a product in whole numbers"
+    times = 2 if codes.kind is CodeKind.E2M1 else 1  # that makes whole numbers of its numbers
+    plain = replace(codes, factor=None)
+    scale_GN, least_GN = plain.whole_scale().T, None if codes.least is None else plain.whole_least().T
+    group_runs = len(scale_GN) * codes.columns if len(scale_GN) == 1 else codes.columns // run
+    first = 0 if len(scale_GN) == 1 else codes.offset // run
+    # Whole numbers, exactly.
+    x = rounded_inputs(x_RK if codes.order is None else x_RK[:, codes.order])
+    bytes_uRk = x.bytes_RK.unflatten(1, (-1, run)).transpose(0, 1).double()
+    weight = F.pad(codes.centred() * times, (0, x.bytes_RK.shape[1] - codes.shape[1]))
+    sums_uRN = (bytes_uRk @ weight.double().unflatten(1, (-1, run)).permute(1, 2, 0)).float()
+    # In float32, a run after the other.
+    fused = _fused if fuses else torch.addcmul
+    total, of_group = torch.zeros_like(sums_uRN[0]), torch.zeros_like(sums_uRN[0])
+    runs = -(-codes.shape[1] // run)
+    for u in range(runs):
+        x_scale = x.scale_RB[:, u * run // INPUT_BLOCK].unsqueeze(1)
+        of_group = fused(of_group, sums_uRN[u], x_scale)
+        group, place = divmod(first + u, group_runs)
+        if place < group_runs - 1 and u < runs - 1:
+            continue
+        total = fused(total, of_group, scale_GN[group])
+        if least_GN is not None:
+            total = fused(total, bytes_uRk[u].sum(1, keepdim=True).float() * x_scale, -least_GN[group])
+        of_group = torch.zeros_like(total)
+    total = total / times
+    if codes.factor is None:
+        return total
+    return total / codes.factor if codes.divides else total * codes.factor
+
+
+def _fused(total: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """total + one * other, rounded once."""
+    return (total.double() + one.double() * other.double()).float()

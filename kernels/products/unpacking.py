@@ -124,8 +124,7 @@ class TritonCodes(TritonWeights):
         self._scale = as_bytes(whole.scale).mT.contiguous()
         self._zero = None if whole.zero is None else whole.zero.mT.contiguous()
         self._factor = None if whole.factor is None else whole.factor.float().contiguous()
-        empty = codes.codes[..., :0, :0]
-        self._form = replace(codes, codes=empty, scale=codes.scale[..., :0, :0], zero=None, factor=None)
+        self._form = replace(codes.without_numbers(), zero=None)
         self._constants = self._constants_of(codes)
 
     def _constants_of(self, codes: Codes) -> dict[str, Any]:

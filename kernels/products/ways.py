@@ -15,10 +15,11 @@ from hashlib import sha256
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
 
 from ..toolchain import cpp
-from .cpu import NativeLinear
+from .codes import CodeKind, Codes
+from .cpu import PackedWeights
+from .integers import IntegerCodes
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +51,15 @@ class Way(NamedTuple):
 
 
 @functools.cache
-def way_of(dtype: torch.dtype) -> Way:
+def way_of(dtype: torch.dtype, in_integers: bool = False) -> Way:
     """Measured at the first use on a machine, in less than a second."""
-    kept = cpp.cache_folder() / f"products-{_identity(dtype)}.json"
+    kept = cpp.cache_folder() / f"products-{_identity(dtype, in_integers)}.json"
     try:
         return Way(*json.loads(kept.read_text()))
     except (OSError, ValueError, TypeError):
-        way = _measured(dtype)
-    logger.info("%s: %s", str(dtype).removeprefix("torch."), way.told)
+        way = _measured(_coded(dtype) if in_integers else _plain(dtype))
+    what = str(dtype).removeprefix("torch.") + (" with weights in integers" if in_integers else "")
+    logger.info("%s: %s", what, way.told)
     try:
         kept.write_text(json.dumps(way))
     except OSError:
@@ -65,30 +67,35 @@ def way_of(dtype: torch.dtype) -> Way:
     return way
 
 
-def _identity(dtype: torch.dtype) -> str:
-    parts = (cpp.identity("products/cpu_products"), torch.__version__, str(dtype))
-    return sha256("\n".join(parts).encode()).hexdigest()[:20]
+def _identity(dtype: torch.dtype, in_integers: bool) -> str:
+    name = "products/integer_products" if in_integers else "products/cpu_products"
+    return sha256("\n".join((cpp.identity(name), torch.__version__, str(dtype))).encode()).hexdigest()[:20]
+
+
+def _plain(dtype: torch.dtype) -> PackedWeights:
+    return PackedWeights(torch.randn(1, SIZE, SIZE).to(dtype))
+
+
+def _coded(dtype: torch.dtype) -> PackedWeights:
+    """Four bits, and a scale for each 32 columns: others take about as long."""
+    codes = torch.randint(0, 256, (SIZE, SIZE // 2), dtype=torch.uint8)
+    return IntegerCodes(Codes(CodeKind.INT4, codes, torch.rand(SIZE, SIZE // 32).half(), 32, middle=8), dtype)
 
 
 @torch.inference_mode()
-def _measured(dtype: torch.dtype) -> Way:
-    linear = NativeLinear.take_over(nn.Linear(SIZE, SIZE, bias=False).to(dtype))
+def _measured(packed: PackedWeights) -> Way:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     gains = {}
     for rows in ROWS:
-        x = torch.randn(rows, SIZE).to(dtype)
-        ways = (partial(linear.packed.product, x), partial(_torch_product, linear, x))
+        x = torch.randn(rows, SIZE).to(packed.dtype)
+        ways = partial(packed.product, x), partial(packed.torch_product, x)
         ours_s, torch_s = zip(*([_took_s(way) for way in ways] for _ in range(REPEATS)), strict=True)  # in turns
         gains[rows] = min(ours_s) / min(torch_s)
     torch.set_num_threads(threads)
     slower = [rows for rows, gain in gains.items() if gain < WORTH]
     first = next((rows for rows in ROWS if rows > max(slower, default=0)), None)
     return Way(first, gains[ROWS[-1]])
-
-
-def _torch_product(linear: NativeLinear, x: Tensor) -> Tensor:
-    return nn.functional.linear(x, linear.weight)
 
 
 def _took_s(run: Callable[[], object]) -> float:

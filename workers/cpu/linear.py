@@ -7,7 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...kernels.products import CodesLinear, PackedEmbedding, PackedLinear, TritonLinear, linear_kind, side_by_side
+from ...kernels.products import (
+    CodesLinear,
+    IntegerCodesLinear,
+    PackedEmbedding,
+    PackedLinear,
+    TritonLinear,
+    linear_kind,
+    side_by_side,
+)
+from ...kernels.products.ways import way_of
 
 
 def pack_linears(
@@ -21,7 +30,7 @@ def pack_linears(
     """
     for linear in codes_linears(module):
         linear.settle()
-        linear.torch_from_rows = torch_from_rows
+        linear.torch_from_rows = _torch_from_rows(linear, torch_from_rows)
     owners = _owners(module)
     for child in list(module.modules()):
         if type(child) is not nn.Linear:
@@ -50,6 +59,14 @@ def codes_linears(module: nn.Module) -> Iterator[CodesLinear]:
         if isinstance(linear, CodesLinear) and id(linear) not in known:
             known.add(id(linear))
             yield linear
+
+
+def _torch_from_rows(linear: CodesLinear, asked: float) -> float:
+    """asked: as it is of plain weights; ours for other weights may be the faster of the two for longer"""
+    if not isinstance(linear, IntegerCodesLinear) or asked == math.inf:
+        return asked
+    own = way_of(linear.dtype, in_integers=True).torch_from_rows
+    return math.inf if own is None else own
 
 
 def _can_read(linear: nn.Linear, other: nn.Module) -> bool:
@@ -84,7 +101,8 @@ def merge_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
 def _merge_codes(merged: nn.Linear, linears: Sequence[nn.Linear]) -> nn.Linear | None:
     """Weights in fewer bits stay so, if all are packed alike."""
     kept = [linear for linear in linears if isinstance(linear, CodesLinear)]
-    codes = side_by_side([linear.codes for linear in kept]) if len(kept) == len(linears) else None
+    are_alike = len(kept) == len(linears) and len({type(linear) for linear in kept}) == 1
+    codes = side_by_side([linear.codes for linear in kept]) if are_alike else None
     if codes is None:
         return None
     joined = type(kept[0]).hold(merged, codes, kept[0].dtype)

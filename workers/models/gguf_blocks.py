@@ -2,10 +2,12 @@
 
 A file keeps a row as blocks of 32 or 256 columns, each with its codes and scales side by side. Where a block has codes
 of 32 columns, those of the columns n and n + 16 share a byte; `Codes` wants neighbours in one. Numbers are those that
-the format's arithmetic gives in float32, bit for bit; only zeros of MXFP4 may have another sign.
+the format's arithmetic gives in float32, bit for bit; only zeros of MXFP4 may have another sign. Who reads such files
+elsewhere rounds inputs to 8 bits, so they may be here.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -31,7 +33,8 @@ def codes_of_blocks(format: str, rows: Tensor) -> Codes:
     block = BLOCK_FORMATS[format]
     count, row_bytes = rows.shape
     assert row_bytes % block.bytes == 0, f"{row_bytes} bytes are no whole blocks of {block.bytes}"
-    return block.read(rows.reshape(count, row_bytes // block.bytes, block.bytes))
+    codes = block.read(rows.reshape(count, row_bytes // block.bytes, block.bytes))
+    return replace(codes, rounds_inputs=True)
 
 
 # -- blocks of 32 columns, each with a scale ---------------------------------------------------------------------------

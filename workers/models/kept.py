@@ -1,8 +1,9 @@
 """Weights that stay in the bits in which their files have them, and what multiplies with them.
 
-One way is chosen for all layers, like an attention backend. What it cannot keep (a slice that begins within a byte,
-experts of a form of their own) is expanded when it is loaded. An embedding looks its rows up in the output's weight
-where the two share one, else in a weight of its own that is packed alike.
+One way is chosen for all layers, like an attention backend; beside it, products in whole numbers for weights whose
+format rounds inputs, or for all that they take. What it cannot keep (a slice that begins within a byte, experts of a
+form of their own) is expanded when it is loaded. An embedding looks its rows up in the output's weight where the two
+share one, else in a weight of its own that is packed alike.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,8 @@ from ...kernels.products import (
     Codes,
     CodesLinear,
     ExpandedCodes,
+    IntegerCodesLinear,
+    NativeCodesLinear,
     OrderedTritonCodesLinear,
     PackedCodes,
     TritonCodes,
@@ -34,6 +37,11 @@ NATIVE = {"cpu": "cpu", "cuda": "triton"}
 
 IN_ORDER: dict[type[CodesLinear], type[CodesLinear]] = {TritonCodesLinear: OrderedTritonCodesLinear}
 """What is taken instead where a row's result is to depend on that row alone. The others sum so anyway."""
+
+ON_DEVICE = {"cpu": ("cpu", "cpu-int8"), "cuda": ("triton",)}
+"""All that does on one only."""
+
+IN_INTEGERS = "cpu-int8"
 
 EXPERTS = "gate_up_proj", "up_proj", "down_proj"
 
@@ -56,6 +64,13 @@ class Keeper:
     kind: type[CodesLinear]
     dtype: torch.dtype
     device: torch.device
+    in_integers: type[CodesLinear] | None = None  # with inputs rounded, for what it takes
+    rounds_all: bool = False  # not only where the format does
+
+    def kind_for(self, codes: Codes) -> type[CodesLinear] | None:
+        """None: they are expanded."""
+        rounded = self.in_integers if self.rounds_all or codes.rounds_inputs else None
+        return next((kind for kind in (rounded, self.kind) if kind is not None and kind.weights.takes(codes)), None)
 
     def keep(self, owners: Sequence[nn.Module], name: str, source: Source, part: Slice | None) -> bool:
         """Whether all owners of a parameter have what they need from now on, without it. They call it `name`."""
@@ -68,17 +83,18 @@ class Keeper:
             return False
         # What can be kept of the slice?
         codes = _codes(source, part)
-        if codes is None or not self.kind.weights.takes(codes):
+        kind = None if codes is None else self.kind_for(codes)
+        if codes is None or kind is None:
             return False
         codes = codes.moved(self.device)
         # A linear holds it, and embeddings look it up there.
         if is_of_experts:
             del owners[0]._parameters[name]
-            vars(owners[0]).setdefault("kept", {})[name] = KeptExperts(codes, self.kind, self.dtype)
+            vars(owners[0]).setdefault("kept", {})[name] = KeptExperts(codes, kind, self.dtype)
         else:
             rows, columns = codes.shape
             linear = linears[0] if linears else nn.Linear(columns, rows, bias=False, device="meta")
-            held = self.kind.hold(linear, codes, self.dtype)
+            held = kind.hold(linear, codes, self.dtype)
             for embedding in embeddings:
                 take_embedding(embedding, held)
         for owner in owners:
@@ -93,9 +109,13 @@ def keeper_of(settings: ModelSettings, dtype: torch.dtype, device: torch.device)
         return None
     name = NATIVE.get(device.type, "cpu") if asked == "auto" else asked
     why_not = _lacks(name, settings, dtype, device)
+    if why_not is None and name == IN_INTEGERS:
+        return Keeper(NativeCodesLinear, dtype, device, IntegerCodesLinear, rounds_all=True)
     if why_not is None:
         kind = CODES_KINDS[name]
-        return Keeper(IN_ORDER.get(kind, kind) if settings.same_bits else kind, dtype, device)
+        kind = IN_ORDER.get(kind, kind) if settings.same_bits else kind
+        has_both = asked == "auto" and name == "cpu" and IntegerCodesLinear.lacks() is None
+        return Keeper(kind, dtype, device, IntegerCodesLinear if has_both else None)
     if asked == "auto":
         return None
     raise InvalidSetting(
@@ -108,7 +128,8 @@ def _lacks(name: str, settings: ModelSettings, dtype: torch.dtype, device: torch
     kind = CODES_KINDS[name]
     if settings.torch_compile:
         return "torch_compile sees no further than an operator that it does not know"
-    if name in NATIVE.values() and name != NATIVE.get(device.type):
+    device_type = next((each for each, ways in ON_DEVICE.items() if name in ways), device.type)
+    if device_type != device.type:
         return f"the model runs on {device}"
     if dtype not in kind.dtypes:
         return f"it multiplies {', '.join(sorted(str(each) for each in kind.dtypes))}, not {dtype}"

@@ -130,7 +130,14 @@ class _Reading:
     def codes(self) -> Codes:
         packed, group = self._packed, self._along("scale").columns
         columns = self._columns + self._columns % 2 if group is None else group.per
-        codes = Codes(self._kind, self._raw_codes(), self._for_each_row("scale"), columns, middle=packed.zero)
+        codes = Codes(
+            self._kind,
+            self._raw_codes(),
+            self._for_each_row("scale"),
+            columns,
+            middle=packed.zero,
+            rounds_inputs=packed.rounds_inputs,
+        )
         if "zero" in self._stored:
             codes = replace(codes, zero=self._zero())
         if packed.format == "int8" and codes.zero is not None:  # without their signs, as zero points have none

@@ -1,6 +1,7 @@
 """Packed weights: their numbers, any slice of them, and engines that answer as the plain twin does."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from intarsia.kernels.products import CodesLinear, IntegerCodesLinear, NativeCodesLinear
 from intarsia.proto.request import SamplingParams
+from intarsia.proto.worker import ModelSettings
 from intarsia.tests import models
 from intarsia.tests.local import complete, make_engine
 from intarsia.tests.packing import FORMATS, Format, make_twins
 from intarsia.workers.checkpoint.files import Checkpoint
 from intarsia.workers.checkpoint.packed.formats import Packed
+from intarsia.workers.models.load import load_model
 from intarsia.workers.models.unpacked import Unpacked
+from intarsia.workers.tensor_parallel import TensorParallel
 
 FAMILIES = "gemma3", "gpt_oss", "qwen3_5_moe", "nemotron_h", "granite4", "jamba", "deepseek_v3"
 
@@ -29,8 +34,6 @@ def weight_of(
     save_file(
         {f"proj.{suffix}": tensor.contiguous() for suffix, tensor in tensors.items()}, folder / "model.safetensors"
     )
-    import json
-
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": format.config}))
     checkpoint = Checkpoint(folder)
     packed = checkpoint.packed.weights["proj.weight"]
@@ -82,3 +85,65 @@ async def answers(path: Path, prompts: list[list[int]], tokens: int = 12, **sett
     engine = await make_engine(path, dtype="float32", **settings)
     asked = SamplingParams(temperature=0, max_tokens=tokens)
     return [completion.token_ids for completion in await complete(engine, prompts, asked)]
+
+
+# -- inputs in eight bits ----------------------------------------------------------------------------------------------
+
+MOST_CHANGE = 0.1
+"""Of log-probabilities, relative to how far they lie apart."""
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("qwen3", "int8"),
+        ("qwen3", "w4a16-zero-points"),
+        ("qwen3", "gptq-v2-by-activation"),
+        ("qwen3", "nvfp4"),
+        ("gpt_oss", "mxfp4"),
+    ],
+)
+def test_rounded_inputs_change_log_probabilities_a_little(family: str, name: str, tiny: Callable, tmp_path: Path):
+    source = tiny(family)
+    folder = make_twins(source.path, tmp_path, FORMATS[name]) / "packed"
+    _take_all_experts(folder)
+    plain, rounded = (
+        asyncio.run(log_probabilities(folder, source.prompts, packed_products=products))
+        for products in ("cpu", "cpu-int8")
+    )
+    assert not torch.equal(plain, rounded)
+    assert (rounded - plain).square().mean().sqrt() < MOST_CHANGE * plain.std()
+
+
+def _take_all_experts(folder: Path) -> None:
+    """Else a small change sends a token to other experts, whose weights are random."""
+    config = json.loads((folder / "config.json").read_text())
+    for part in (config, config.get("text_config", {})):
+        if "num_experts_per_tok" in part:
+            part["num_experts_per_tok"] = part["num_local_experts"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+async def log_probabilities(path: Path, prompts: list[list[int]], **settings: Any) -> torch.Tensor:
+    """Of all tokens, after each prompt. [prompts, vocabulary], by token"""
+    engine = await make_engine(path, dtype="float32", **settings)
+    completions = await complete(engine, prompts, SamplingParams(temperature=0, max_tokens=1, logprobs=-1))
+    rows = [dict(completion.logprobs[0].top) for completion in completions]
+    return torch.tensor([[row[token] for token in sorted(row)] for row in rows])
+
+
+def test_inputs_are_rounded_unasked_where_the_description_says_so(tiny: Callable, tmp_path: Path):
+    folder = make_twins(tiny("qwen3").path, tmp_path, FORMATS["int8"]) / "packed"
+    config = json.loads((folder / "config.json").read_text())
+    kinds = [_kinds_of_linears(folder)]
+    for group in config["quantization_config"]["config_groups"].values():
+        group["input_activations"] = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    kinds.append(_kinds_of_linears(folder))
+    assert kinds == [{NativeCodesLinear}, {IntegerCodesLinear}]
+
+
+def _kinds_of_linears(folder: Path) -> set[type]:
+    """Of packed weights."""
+    loaded = load_model(ModelSettings(str(folder)), TensorParallel(0, 1), torch.device("cpu"))
+    return {type(child) for child in loaded.module.modules() if isinstance(child, CodesLinear)}

@@ -47,6 +47,7 @@ class Integers(NamedTuple):
     is_symmetric: bool = True
     zero_is_less_one: bool = False  # a stored zero point is one less than it means
     is_shuffled: bool = False  # columns of a group are anywhere: each says of which it is
+    rounds_inputs: bool = False  # what it multiplies was rounded to whole numbers of 8 bits when it was checked
 
 
 PLAIN_INTEGERS = Integers()
@@ -165,6 +166,7 @@ def _compressed_tensors(place: str, said: Mapping[str, Any], budget: Budget) -> 
             block = _block(where, weights, "block_structure")
         if weights.get("type", "int") == "int":
             found = _integers(where, weights, bits="num_bits", symmetric="symmetric")
+            found = found._replace(rounds_inputs=_rounds_inputs(where, group))
             others.append((Patterns(where, (each for each in patterns if each != EVERY_MODULE), budget), found))
             integers = found if EVERY_MODULE in patterns or integers is PLAIN_INTEGERS else integers
     if not targets:
@@ -179,6 +181,11 @@ def _compressed_tensors(place: str, said: Mapping[str, Any], budget: Budget) -> 
         has_integers=bool(others),
         only=None if EVERY_MODULE in targets else Patterns(place, targets, budget),
     )
+
+
+def _rounds_inputs(place: str, group: Mapping[str, Any]) -> bool:
+    inputs = _object(place, group, "input_activations")
+    return inputs.get("num_bits") == 8 and inputs.get("type", "int") == "int"
 
 
 def _modelopt(place: str, said: Mapping[str, Any], budget: Budget) -> Description | None:

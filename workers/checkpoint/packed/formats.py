@@ -74,6 +74,9 @@ class Packed:
     experts: int = 0
     """As many such weights lie along the first dimension of `stacked`. Else it is one."""
 
+    rounds_inputs: bool = False
+    """Whether its description rounds inputs to 8 bits, too."""
+
     stacked: frozenset[str] = frozenset()
     """Tensors with a dimension for experts. It does not count in `shape` and `parts`."""
 
@@ -179,6 +182,7 @@ def _int8(found: _Found) -> Packed | None:
     shape = found.matrix("weight", "INT8")
     found.need("weight_scale", FLOATS, "INT8")
     packed = _plain(found, "int8", shape, _scale(found, "weight_scale", shape, (0, 0), "INT8"))
+    packed = replace(packed, rounds_inputs=_said(found).rounds_inputs)
     if not found.has("weight_zero_point"):
         return packed
     found.need("weight_zero_point", ("I8",), "INT8")
@@ -275,7 +279,8 @@ def _words_by_rows(found: _Found) -> Packed | None:
         parts |= _order(found, "weight_g_idx", columns, what)
     # A stored code is larger than the number by half the range; so is a zero point, so that both cancel out.
     zero = 0 if "zero" in parts else 1 << (said.bits - 1)
-    return Packed(found.name("weight"), f"w{said.bits}a16", (rows, columns), parts, said.bits, (), zero)
+    packed = Packed(found.name("weight"), f"w{said.bits}a16", (rows, columns), parts, said.bits, (), zero)
+    return replace(packed, rounds_inputs=said.rounds_inputs)
 
 
 def _words_by_columns(found: _Found) -> Packed | None:

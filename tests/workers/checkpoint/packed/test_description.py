@@ -107,6 +107,22 @@ def test_groups_of_modules_have_their_own_integers():
     assert description.integers_of("model.layers.11.mlp.up_proj") == Integers(4, 32)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "rounds"),
+    [
+        ({"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}, True),
+        ({"num_bits": 8, "type": "float"}, False),
+        ({"num_bits": 4, "type": "int"}, False),
+        (None, False),
+    ],
+)
+def test_inputs_of_whole_numbers_of_eight_bits_are_told(inputs: dict[str, Any] | None, rounds: bool):
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    description = said({"quant_method": "compressed-tensors", "config_groups": {"group_0": group}})
+    assert description.integers_of("model.layers.0.mlp.up_proj").rounds_inputs == rounds
+
+
 def test_dynamic_of_gptq_excludes_modules_and_changes_others():
     config = {
         "quant_method": "gptq",

@@ -1,0 +1,431 @@
+// Products of tokens with weights in fewer bits, in whole numbers: inputs are rounded to bytes, too. Plain C ABI; see
+// products/integers.py, and reference.py for the arithmetic.
+//
+//     block   32 columns: a row's inputs there are bytes from -127 to 127 times one float32, the largest divided by 127
+//     run     16 or 32 columns, of one block and one group: products of bytes are summed as whole numbers, exactly
+//     group   columns that share a weight's scale: its runs are summed in float32, then scaled, and added to the output
+//
+// The lanes of a vector are outputs. Each float32 sum runs from the first column to the last, in one order: for one row
+// as for a thousand, whichever thread computes it, however rows are put into blocks and columns are cut.
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#include "integers.h"
+#include "panels.h"
+
+namespace {
+
+constexpr int BLOCK = 32;              // columns
+constexpr int BLOCK_BYTES = BLOCK / 4 * QUAD_BYTES;  // opened
+constexpr int AHEAD_BYTES = 4096;      // what is fetched while codes of eight bits are multiplied
+constexpr int OPENED_BLOCKS = 8;       // of a panel: 16 KiB, which stay in the first cache
+constexpr float NOTHING = 1e-30f;      // inputs so small, all of a block, are zero
+constexpr float TO_WHOLE = 12582912;   // 1.5 * 2^23: with it added, the lowest bits are those of a whole number
+
+// -- inputs in bytes ---------------------------------------------------------------------------------------------------
+
+// Rows of x, rounded; of each run what its sums begin with.
+struct Inputs {
+    int64_t columns, runs;            // columns fill blocks
+    std::unique_ptr<int8_t[]> bytes;  // [rows][columns]
+    std::unique_ptr<float[]> scale;   // [rows][runs]
+    std::unique_ptr<float[]> sum;     // [rows][runs]: of the bytes
+    std::unique_ptr<float[]> scaled_sum;
+    std::unique_ptr<int32_t[]> start;  // [rows][runs]: less what is subtracted from all codes, times the sum
+
+    Inputs(int64_t rows, int64_t columns, int64_t runs)
+        : columns(columns), runs(runs), bytes(new int8_t[rows * columns]), scale(new float[rows * runs]),
+          sum(new float[rows * runs]), scaled_sum(new float[rows * runs]), start(new int32_t[rows * runs]) {}
+};
+
+// Returns the scale. What is not finite makes it so.
+inline float round_block(const float* x, int8_t* bytes) {
+    uint32_t most = 0;
+    for (int k = 0; k < BLOCK; k++) {
+        uint32_t bits;
+        std::memcpy(&bits, x + k, 4);
+        most = std::max(most, bits & 0x7FFFFFFF);
+    }
+    const float largest = float_of(most), times = largest < NOTHING ? 0 : 127.0f / largest;
+    float shifted[BLOCK];
+    for (int k = 0; k < BLOCK; k += WIDTH)
+        store_lanes(rounded(load_lanes(x + k) * all_lanes(times)) + all_lanes(TO_WHOLE), shifted + k);
+    for (int k = 0; k < BLOCK; k++) {
+        uint32_t bits;
+        std::memcpy(&bits, shifted + k, 4);
+        bytes[k] = int8_t(bits);
+    }
+    return largest < NOTHING ? 0 : largest / 127.0f;
+}
+
+template <class T>
+void round_row(const T* x, const int64_t* order, int64_t depth, int run_columns, int less, Inputs& to, int64_t row) {
+    int8_t* bytes = to.bytes.get() + row * to.columns;
+    int64_t at = row * to.runs;
+    for (int64_t k = 0; k < depth; k += BLOCK) {
+        float numbers[BLOCK] = {};
+        const int here = int(std::min<int64_t>(BLOCK, depth - k));
+        if (order)
+            for (int i = 0; i < here; i++) numbers[i] = to_float(x[order[k + i]]);
+        else if (here == BLOCK)
+            for (int i = 0; i < BLOCK; i += LANES) store(load(x + k + i), numbers + i);
+        else
+            for (int i = 0; i < here; i++) numbers[i] = to_float(x[k + i]);
+        const float scale = round_block(numbers, bytes + k);
+        for (int from = 0; from < BLOCK; from += run_columns, at++) {
+            int32_t sum = 0;
+            for (int i = 0; i < run_columns; i++) sum += bytes[k + from + i];
+            to.scale[at] = scale;
+            to.sum[at] = float(sum);
+            to.scaled_sum[at] = float(sum) * scale;
+            to.start[at] = -less * sum;
+        }
+    }
+}
+
+template <class T>
+void round_rows(const Product& a, int run_columns, int less, Inputs& to) {
+#pragma omp parallel for schedule(static) if (a.rows * a.depth > (1 << 14))
+    for (int64_t r = 0; r < a.rows; r++) {
+        const int64_t row = a.row_of ? a.row_of[r] : r;
+        round_row(static_cast<const T*>(a.x) + row * a.x_stride, a.order, a.depth, run_columns, less, to, r);
+    }
+}
+
+// -- a part of a panel -------------------------------------------------------------------------------------------------
+
+// Some of a panel's blocks, opened, with what their groups are scaled by.
+struct Part {
+    const uint8_t* opened;
+    int64_t first_run, runs;
+    int64_t group_runs, run_in_group;  // of the first run here
+    bool is_last;                      // so that a group that goes on ends nevertheless
+    bool has_zero, has_least;
+    const float* zero;   // [groups here][64], negative
+    const float* scale;  // [groups here][64]
+    const float* least;  // [groups here][64], negative
+};
+
+// Of each row the output's sum so far, and that of the group that is under way.
+struct Sums {
+    float* total;  // [rows][64]
+    float* group;  // [rows][64]
+};
+
+// R rows, beginning with one, and V vectors of outputs, beginning with the v-th.
+template <int R, int V, int QUADS, bool IS_SIGNED>
+void block(const Part& part, const Inputs& x, int64_t row, int v, const Sums& sums, int64_t ahead_bytes) {
+    const uint8_t* codes = part.opened + v * 4 * WIDTH;
+    const int64_t columns = x.columns, all_runs = x.runs;
+    const int8_t* bytes = x.bytes.get() + row * columns + part.first_run * QUADS * 4;
+    const int64_t first = row * all_runs + part.first_run;
+    float* total = sums.total + v * WIDTH;
+    float* group = sums.group + v * WIDTH;
+    const bool is_wide = part.group_runs > 1;
+    int64_t in_group = part.run_in_group, at = v * WIDTH;  // of the group in `scale`
+    for (int64_t run = 0; run < part.runs; run++, bytes += QUADS * 4) {
+        Ints sum[R][V];
+        for (int r = 0; r < R; r++)
+            for (int i = 0; i < V; i++) sum[r][i] = Ints{} + x.start[first + r * all_runs + run];
+        for (int quad = 0; quad < QUADS; quad++, codes += QUAD_BYTES) {
+            Words code[V];
+            for (int i = 0; i < V; i++) {
+                code[i] = load_words(reinterpret_cast<const uint32_t*>(codes + i * 4 * WIDTH));
+                if (IS_SIGNED) code[i] = (Words)((Bytes)code[i] ^ uint8_t(LESS_OF_8_BITS));
+                if (ahead_bytes) prefetch_far(codes + ahead_bytes + i * 4 * WIDTH);
+            }
+            for (int r = 0; r < R; r++) {
+                uint32_t word;
+                std::memcpy(&word, bytes + r * columns + quad * 4, 4);
+                for (int i = 0; i < V; i++) sum[r][i] = add_products<IS_SIGNED>(sum[r][i], code[i], all_words(word));
+            }
+        }
+        const bool ends = ++in_group == part.group_runs || (part.is_last && run == part.runs - 1);
+        for (int r = 0; r < R; r++) {
+            const int64_t here = first + r * all_runs + run;
+            const Lanes scale = all_lanes(x.scale[here]);
+            for (int i = 0; i < V; i++) {
+                float* total_at = total + r * OUTPUTS + i * WIDTH;
+                float* group_at = group + r * OUTPUTS + i * WIDTH;
+                Lanes number = floats_of(sum[r][i]);
+                if (part.has_zero)
+                    number = add_scaled(number, load_lanes(part.zero + at + i * WIDTH), all_lanes(x.sum[here]));
+                number = is_wide ? add_scaled(load_lanes(group_at), number, scale) : number * scale;
+                if (!ends) {
+                    store_lanes(number, group_at);
+                    continue;
+                }
+                number = add_scaled(load_lanes(total_at), number, load_lanes(part.scale + at + i * WIDTH));
+                if (part.has_least)
+                    number = add_scaled(number, load_lanes(part.least + at + i * WIDTH), all_lanes(x.scaled_sum[here]));
+                store_lanes(number, total_at);
+                if (is_wide) store_lanes(Lanes{}, group_at);
+            }
+        }
+        if (ends) in_group = 0, at += OUTPUTS;
+    }
+}
+
+template <int R, int QUADS, bool IS_SIGNED>
+void vectors_of_block(const Part& part, const Inputs& x, int64_t row, const Sums& sums, int64_t ahead_bytes) {
+    constexpr int V = most_vectors(R);
+    for (int v = 0; v < STEP_LANES; v += V) block<R, V, QUADS, IS_SIGNED>(part, x, row, v, sums, ahead_bytes);
+}
+
+template <int QUADS, bool IS_SIGNED>
+void rows_of_block(int rows, const Part& part, const Inputs& x, int64_t row, const Sums& sums, int64_t ahead_bytes) {
+    switch (rows) {
+        case 1: return vectors_of_block<1, QUADS, IS_SIGNED>(part, x, row, sums, ahead_bytes);
+        case 2: return vectors_of_block<2, QUADS, IS_SIGNED>(part, x, row, sums, ahead_bytes);
+        case 3: return vectors_of_block<3, QUADS, IS_SIGNED>(part, x, row, sums, ahead_bytes);
+        case 4: return vectors_of_block<4, QUADS, IS_SIGNED>(part, x, row, sums, ahead_bytes);
+        case 5: return vectors_of_block<5, QUADS, IS_SIGNED>(part, x, row, sums, ahead_bytes);
+        default: return vectors_of_block<6, QUADS, IS_SIGNED>(part, x, row, sums, ahead_bytes);
+    }
+}
+
+// ahead_bytes: so far ahead memory is fetched; 0: it is not
+void some_rows(int rows, int run_columns, bool is_of_8_bits, const Part& part, const Inputs& x, int64_t row,
+               const Sums& sums, int64_t ahead_bytes) {
+    constexpr bool HAS_SIGNED = !HAS_FOURS;
+    if (HAS_SIGNED && is_of_8_bits) {
+        if (run_columns == BLOCK) return rows_of_block<8, HAS_SIGNED>(rows, part, x, row, sums, ahead_bytes);
+        return rows_of_block<4, HAS_SIGNED>(rows, part, x, row, sums, ahead_bytes);
+    }
+    if (run_columns == BLOCK) return rows_of_block<8, false>(rows, part, x, row, sums, ahead_bytes);
+    rows_of_block<4, false>(rows, part, x, row, sums, ahead_bytes);
+}
+
+// -- a weight ----------------------------------------------------------------------------------------------------------
+
+// Calls `what` with an integer constant: the kind of codes.
+template <class Function>
+void with_code_kind(int kind, Function what) {
+    switch (kind) {
+        case INT4: return what(std::integral_constant<int, INT4>());
+        case E2M1: return what(std::integral_constant<int, E2M1>());
+        case INT5: return what(std::integral_constant<int, INT5>());
+        case INT6: return what(std::integral_constant<int, INT6>());
+        case INT2: return what(std::integral_constant<int, INT2>());
+        case INT3: return what(std::integral_constant<int, INT3>());
+        default: return what(std::integral_constant<int, UINT8>());
+    }
+}
+
+// What one weight's panels have in common.
+struct Weight {
+    const Codes& codes;
+    int64_t blocks;   // of a panel, the last one filled up
+    int run_columns;  // 16 where groups have no more, or begin there
+    int64_t runs;     // of a panel, those that only fill it up left out
+    bool is_of_8_bits;
+    int less;  // what is subtracted from all codes, as they lie
+
+    explicit Weight(const Product& a)
+        : codes(a.codes), blocks((a.depth + BLOCK - 1) / BLOCK),
+          run_columns(a.codes.columns % BLOCK || a.codes.offset % BLOCK ? BLOCK / 2 : BLOCK),
+          runs((a.depth + run_columns - 1) / run_columns),
+          is_of_8_bits(low_bits(a.codes.code_kind) == 8),
+          less(int(a.codes.middle) + (a.codes.code_kind == INT8 ? 128 : a.codes.code_kind == E2M1 ? E2M1_LESS : 0)) {}
+
+    int runs_of_block() const { return BLOCK / run_columns; }
+    // As they are multiplied.
+    int subtracted() const { return less - (is_of_8_bits ? LESS_OF_8_BITS : 0); }
+};
+
+// Where a thread opens codes, and keeps sums.
+struct Room {
+    std::vector<uint8_t> opened;
+    std::vector<float> zero, scale, least, sums;
+
+    // Blocks [from, to) of a panel, with what a product needs.
+    Part part(const Weight& weight, int64_t panel, int64_t from, int64_t to) {
+        const Codes& a = weight.codes;
+        const int64_t first_run = from * weight.runs_of_block();
+        const int64_t runs = std::min(weight.runs, to * weight.runs_of_block()) - first_run;
+        const int64_t group_runs = a.columns / weight.run_columns, place = first_run + a.offset / weight.run_columns;
+        const int64_t first = place / group_runs, groups = (place + runs - 1) / group_runs + 1 - first;
+        load_scales_of_groups(a, panel, first, groups);
+        return {open(weight, panel, from, to), first_run, runs, group_runs, place % group_runs, to == weight.blocks,
+                a.zero != nullptr, a.least != nullptr, zero.data(), scale.data(), least.data()};
+    }
+
+    // Codes of eight bits lie as if they were opened.
+    const uint8_t* open(const Weight& weight, int64_t panel, int64_t from, int64_t to) {
+        if (weight.is_of_8_bits) return weight.codes.codes + (panel * weight.blocks + from) * BLOCK_BYTES;
+        opened.resize((to - from) * BLOCK_BYTES);
+        with_code_kind(weight.codes.code_kind, [&](auto kind) {
+            open_blocks<kind()>(weight.codes, weight.blocks, panel, from, to, opened.data());
+        });
+        return opened.data();
+    }
+
+    void load_scales_of_groups(const Codes& a, int64_t panel, int64_t first, int64_t groups) {
+        for (auto* each : {&zero, &scale, &least}) each->resize(groups * OUTPUTS);
+        for (int64_t g = 0; g < groups; g++) {
+            const int64_t at = g * OUTPUTS;
+            load_group(a, a.scale, a.scale_kind, a.block_scale, panel, first + g, scale.data() + at);
+            if (a.least) {
+                load_group(a, a.least, a.least_kind, a.block_least, panel, first + g, least.data() + at);
+                for (int n = 0; n < OUTPUTS; n++) least[at + n] = -least[at + n];
+            }
+            if (a.zero) {
+                const uint8_t* zeros = a.zero + (panel * a.groups + first + g) * OUTPUTS;
+                for (int n = 0; n < OUTPUTS; n++) zero[at + n] = -float(zeros[n]);
+            }
+        }
+    }
+};
+
+// Scales of a whole row, and the half that codes of e2m1 are too large.
+void scale_rows(const Weight& weight, int64_t panel, int64_t rows, float* sums) {
+    const Codes& a = weight.codes;
+    const float* factor = a.factor ? a.factor + panel * OUTPUTS : nullptr;
+    for (int64_t r = 0; r < rows; r++, sums += OUTPUTS)
+        for (int n = 0; n < OUTPUTS; n++) {
+            if (a.code_kind == E2M1) sums[n] *= 0.5f;
+            if (factor) sums[n] = a.divides ? sums[n] / factor[n] : sums[n] * factor[n];
+        }
+}
+
+// The outputs of one panel for rows [first, last) of a group of weights.
+template <class T>
+void panel_of_rows(const Product& a, const Weight& weight, const Inputs& x, int group, int panel, int64_t first,
+                   int64_t last, Room& room) {
+    const int64_t rows = last - first, at = group * panels_of(a) + panel;
+    room.sums.assign(2 * rows * OUTPUTS, 0.0f);
+    float* total = room.sums.data();
+    float* of_group = total + rows * OUTPUTS;
+    const int64_t blocks = (rows + MOST_ROWS - 1) / MOST_ROWS;  // of rows, of nearly equal size
+    for (int64_t from = 0; from < weight.blocks; from += OPENED_BLOCKS) {
+        const Part part = room.part(weight, at, from, std::min(weight.blocks, from + OPENED_BLOCKS));
+        for (int64_t b = 0; b < blocks; b++) {
+            const int64_t begin = b * rows / blocks, end = (b + 1) * rows / blocks;
+            const Sums sums{total + begin * OUTPUTS, of_group + begin * OUTPUTS};
+            some_rows(int(end - begin), weight.run_columns, weight.is_of_8_bits, part, x, first + begin, sums,
+                      weight.is_of_8_bits && b == 0 ? AHEAD_BYTES : 0);
+        }
+    }
+    if (weight.codes.code_kind == E2M1 || weight.codes.factor) scale_rows(weight, at, rows, total);
+    write_rows<T>(a, group, panel, first, rows, total);
+}
+
+template <class T>
+void product(const Product& a) {
+    const Weight weight(a);
+    Inputs x(a.rows, weight.blocks * BLOCK, weight.blocks * weight.runs_of_block());
+    round_rows<T>(a, weight.run_columns, weight.subtracted(), x);
+    for_each_panel<Room>(a, [&](int group, int panel, int64_t first, int64_t last, Room& room) {
+        panel_of_rows<T>(a, weight, x, group, panel, first, last, room);
+    });
+}
+
+// -- the weight as numbers ---------------------------------------------------------------------------------------------
+
+// Columns of a part of the panel's n-th row, as `Codes.numbers` computes them: out [count]. groups: of each 16 columns,
+// which of the part's groups they are of.
+template <class T>
+void write_numbers(const Weight& weight, const Part& part, const int* groups, const float* factor, int n, T* out,
+                   int64_t count) {
+    typedef uint8_t Few __attribute__((vector_size(LANES)));
+    typedef int32_t Quads __attribute__((vector_size(LANES)));
+    typedef int32_t Wide __attribute__((vector_size(4 * LANES)));
+    const uint8_t* opened = part.opened + n * 4;
+    const float half = weight.codes.code_kind == E2M1 ? 0.5f : 1.0f;
+    for (int64_t from = 0; from < count; from += LANES, groups++, opened += LANES / 4 * QUAD_BYTES) {
+        int32_t quad[LANES / 4];
+        for (int i = 0; i < LANES / 4; i++) std::memcpy(quad + i, opened + i * QUAD_BYTES, 4);
+        const Few bytes = (Few)Quads{quad[0], quad[1], quad[2], quad[3]};
+        const int64_t at = *groups * OUTPUTS + n;
+        const float zero = float(weight.less) - (part.has_zero ? part.zero[at] : 0);
+        float scale = part.scale[at];
+        if (factor) scale = weight.codes.divides ? scale / factor[n] : scale * factor[n];
+        const Half halfwords = __builtin_convertvector(bytes, Half);  // g++ does these steps by vectors, not all at once
+        Vec numbers = __builtin_convertvector(__builtin_convertvector(halfwords, Wide), Vec);
+        numbers = (numbers - zero) * half * scale;
+        if (part.has_least) {
+            float each[LANES];
+            store(numbers, each);
+            for (int i = 0; i < LANES; i += WIDTH)
+                store_lanes(rounded(load_lanes(each + i)) + all_lanes(part.least[at]), each + i);
+            numbers = load(each);
+        }
+        if (count - from >= LANES) {
+            store(numbers, out + from);
+            continue;
+        }
+        for (int k = 0; k < count - from; k++) from_float(numbers[k], out + from + k);
+    }
+}
+
+// Rows of one panel: out [count, depth].
+template <class T>
+void write_rows_of_panel(const Product& a, const Weight& weight, const int64_t* rows, int64_t count, T* out, Room& room) {
+    const int64_t panel = *rows / OUTPUTS;
+    const float* factor = a.codes.factor ? a.codes.factor + panel * OUTPUTS : nullptr;
+    int groups[OPENED_BLOCKS * BLOCK / LANES];
+    for (int64_t from = 0; from < weight.blocks; from += OPENED_BLOCKS) {
+        const Part part = room.part(weight, panel, from, std::min(weight.blocks, from + OPENED_BLOCKS));
+        const int64_t first = from * BLOCK, columns = std::min<int64_t>(OPENED_BLOCKS * BLOCK, a.depth - first);
+        for (int64_t k = 0; k < columns; k += LANES)
+            groups[k / LANES] = int((part.run_in_group + k / weight.run_columns) / part.group_runs);
+        for (int64_t r = 0; r < count; r++)
+            write_numbers(weight, part, groups, factor, int(rows[r] % OUTPUTS), out + r * a.depth + first, columns);
+    }
+}
+
+// Rows of the first group of weights: out [count, depth]. Neighbours of one panel are opened once.
+template <class T>
+void write_weight_rows(const Product& a, const int64_t* rows, int64_t count, T* out) {
+    const Weight weight(a);
+#pragma omp parallel if (count > 1)
+    {
+        Room room;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t first = 0; first < count; first += OUTPUTS)
+            for (int64_t begin = first, end; begin < std::min(count, first + OUTPUTS); begin = end) {
+                end = begin + 1;
+                while (end < std::min(count, first + OUTPUTS) && rows[end] / OUTPUTS == rows[begin] / OUTPUTS) end++;
+                write_rows_of_panel(a, weight, rows + begin, end - begin, out + begin * a.depth, room);
+            }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* intarsia_integers() { return INTEGERS_NAME; }
+
+void intarsia_integer_product(const Product* a) {
+    with_weight(a->kind, [&](auto* number) { product<std::remove_pointer_t<decltype(number)>>(*a); });
+}
+
+// Rows of the weight as it was, of the first group: out [count, depth].
+void intarsia_integer_rows(const Product* a, const int64_t* rows, int64_t count, void* out) {
+    with_weight(a->kind, [&](auto* number) {
+        using T = std::remove_pointer_t<decltype(number)>;
+        write_weight_rows(*a, rows, count, static_cast<T*>(out));
+    });
+}
+
+// Codes of `bits` bits from rows [outputs][row_bytes] into panels [panels][words][64], or back.
+void intarsia_lay(uint8_t* rows, int64_t row_bytes, uint32_t* panels, int64_t outputs, int64_t words, int32_t bits,
+                  uint32_t flipped, int32_t is_back) {
+    switch (2 * bits + is_back) {
+        case 2: return lay<1, false>(rows, row_bytes, panels, outputs, words, flipped);
+        case 3: return lay<1, true>(rows, row_bytes, panels, outputs, words, flipped);
+        case 4: return lay<2, false>(rows, row_bytes, panels, outputs, words, flipped);
+        case 5: return lay<2, true>(rows, row_bytes, panels, outputs, words, flipped);
+        case 8: return lay<4, false>(rows, row_bytes, panels, outputs, words, flipped);
+        case 9: return lay<4, true>(rows, row_bytes, panels, outputs, words, flipped);
+        case 16: return lay<8, false>(rows, row_bytes, panels, outputs, words, flipped);
+        default: return lay<8, true>(rows, row_bytes, panels, outputs, words, flipped);
+    }
+}
+
+}  // extern "C"

@@ -1,0 +1,209 @@
+// Codes and inputs as bytes, and what their products sum to, in whole numbers: exactly, on any processor.
+//
+//     codes    [panels][runs of 8, 16 or 32 columns][64 outputs] words of the four, two or one low bits of each code;
+//              [panels][quads of columns][64] words of codes of eight bits. `high` likewise, of one or two bits
+//     opened   [quads of columns][64] words: a byte for each of four columns
+//
+// A word of a run has four columns in its four bytes' lowest bits, the next four above them, and so on. So a vector of
+// words is opened by a mask and a shift, and meets four inputs of a row, which are one word too. Columns that fill up the
+// last block of 32 meet inputs of zero.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "decode.h"
+#include "vectors.h"
+
+namespace {
+
+typedef uint8_t Bytes __attribute__((vector_size(4 * WIDTH)));
+
+// -- sums of products --------------------------------------------------------------------------------------------------
+
+// Whether the processor adds up four products of a byte without a sign and one with a sign at once. Where it does not,
+// two products are added up in 16 bits first: those of codes of eight bits do not fit them unless they have signs, too.
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+constexpr bool HAS_FOURS = true;
+constexpr char INTEGERS_NAME[] = "AVX-512 VNNI";
+#elif defined(__AVX512BW__)
+constexpr bool HAS_FOURS = false;
+constexpr char INTEGERS_NAME[] = "AVX-512";
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__)
+constexpr bool HAS_FOURS = true;
+constexpr char INTEGERS_NAME[] = "AVX2 VNNI";
+#elif !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__)
+constexpr bool HAS_FOURS = false;
+constexpr char INTEGERS_NAME[] = "AVX2";
+#else
+constexpr bool HAS_FOURS = true;
+constexpr char INTEGERS_NAME[] = "plain";
+#endif
+
+// What is subtracted from codes of eight bits before they are multiplied, as bytes with signs.
+constexpr int LESS_OF_8_BITS = HAS_FOURS ? 0 : 128;
+
+// sum + codes * inputs, of the four bytes of each lane. Inputs have signs; -128 is none of them unless it counts for
+// nothing. IS_SIGNED: codes are those of eight bits less 128; else they are below 64, or HAS_FOURS.
+template <bool IS_SIGNED>
+inline Ints add_products(Ints sum, Words codes, Words inputs) {
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, codes, inputs);
+#elif defined(__AVX512BW__)
+    if (IS_SIGNED) {  // |code| * (the input with the code's sign) is at most 128 * 127, and two of them fit
+        inputs = _mm512_mask_sub_epi8(inputs, _mm512_movepi8_mask(codes), _mm512_setzero_si512(), inputs);
+        codes = _mm512_abs_epi8(codes);
+    }
+    const Words pairs = _mm512_madd_epi16(_mm512_maddubs_epi16(codes, inputs), _mm512_set1_epi16(1));
+    return sum + (Ints)pairs;
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__)
+    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, codes, inputs);
+#elif !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__)
+    if (IS_SIGNED) {
+        inputs = _mm256_sign_epi8(inputs, codes);
+        codes = _mm256_abs_epi8(codes);
+    }
+    const Words pairs = _mm256_madd_epi16(_mm256_maddubs_epi16(codes, inputs), _mm256_set1_epi16(1));
+    return sum + (Ints)pairs;
+#else
+    uint8_t code[4 * WIDTH];
+    int8_t input[4 * WIDTH];
+    std::memcpy(code, &codes, sizeof code);
+    std::memcpy(input, &inputs, sizeof input);
+    for (int n = 0; n < WIDTH; n++)
+        for (int j = 0; j < 4; j++) sum[n] += int32_t(code[4 * n + j]) * input[4 * n + j];
+    return sum;
+#endif
+}
+
+// sum + a * b, rounded once where the processor does that everywhere, else twice everywhere.
+inline Lanes add_scaled(Lanes sum, Lanes a, Lanes b) {
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
+    return fused(a, b, sum);
+#else
+    return sum + rounded(a * b);
+#endif
+}
+
+inline Lanes floats_of(Ints v) { return __builtin_convertvector(v, Lanes); }
+
+// -- codes that lie as products read them ------------------------------------------------------------------------------
+
+constexpr int QUAD_BYTES = 256;  // four columns of 64 outputs
+
+constexpr int low_bits(int kind) { return is_of_two_bits(kind) ? 2 : is_of_four_bits(kind) ? 4 : 8; }
+
+// Twice the numbers of e2m1, and 12 more, so that they have no signs.
+constexpr uint8_t E2M1_BYTES[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+constexpr int E2M1_LESS = 12;
+
+// Four bits of each byte as those numbers.
+inline Bytes looked_up_bytes(Bytes code) {
+#if defined(__AVX512BW__)
+    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(E2M1_BYTES));
+    return (Bytes)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), (__m512i)code);
+#elif !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__)
+    const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(E2M1_BYTES));
+    return (Bytes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)code);
+#else
+    Bytes found;
+    for (int n = 0; n < 4 * WIDTH; n++) found[n] = E2M1_BYTES[code[n]];
+    return found;
+#endif
+}
+
+inline Bytes load_bytes(const uint8_t* from) {
+    Bytes v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+inline void store_bytes(Bytes v, uint8_t* to) { std::memcpy(to, &v, sizeof v); }
+
+// Bits of the quad-th four columns of a run, in each byte above ABOVE others.
+template <int BITS, int ABOVE>
+inline Bytes bits_of(const uint8_t* run, int quad, int v) {
+    return (load_bytes(run + v * 4 * WIDTH) >> (BITS * quad) & uint8_t((1 << BITS) - 1)) << ABOVE;
+}
+
+// Blocks of 32 columns [from, to) of a panel, opened. `blocks`: of the whole panel. Not for codes of eight bits.
+template <int KIND>
+void open_blocks(const Codes& a, int64_t blocks, int64_t panel, int64_t from, int64_t to, uint8_t* opened) {
+    constexpr int LOW = low_bits(KIND), LOW_QUADS = 8 / LOW, HIGH = high_bits(KIND), HIGH_QUADS = HIGH ? 8 / HIGH : 1;
+    constexpr int BLOCK_QUADS = 8;
+    const uint8_t* low = a.codes + panel * blocks * (BLOCK_QUADS / LOW_QUADS * QUAD_BYTES);
+    const uint8_t* high = HIGH ? a.high + panel * blocks * (BLOCK_QUADS / HIGH_QUADS * QUAD_BYTES) : low;
+    for (int64_t block = from; block < to; block++) {
+        const uint8_t* low_at = low + block * (BLOCK_QUADS / LOW_QUADS * QUAD_BYTES);
+        const uint8_t* high_at = high + block * (BLOCK_QUADS / HIGH_QUADS * QUAD_BYTES);
+        for (int line = 0; line < BLOCK_QUADS / LOW_QUADS * QUAD_BYTES; line += 64) prefetch_far(low_at + 2048 + line);
+        for (int quad = 0; quad < BLOCK_QUADS; quad++, opened += QUAD_BYTES)
+            for (int v = 0; v < 64 / WIDTH; v++) {
+                Bytes code = bits_of<LOW, 0>(low_at + quad / LOW_QUADS * QUAD_BYTES, quad % LOW_QUADS, v);
+                if constexpr (KIND == E2M1) code = looked_up_bytes(code);
+                if constexpr (HIGH > 0)
+                    code |= bits_of<HIGH, LOW>(high_at + quad / HIGH_QUADS * QUAD_BYTES, quad % HIGH_QUADS, v);
+                store_bytes(code, opened + v * 4 * WIDTH);
+            }
+    }
+}
+
+// -- how codes come to lie so ------------------------------------------------------------------------------------------
+
+// Four neighbouring fields of BITS bits, each in the lowest bits of a byte of its own; and back.
+template <int BITS>
+inline uint32_t parted(uint32_t fields) {
+    constexpr uint32_t TWO = ((1u << (2 * BITS)) - 1) * 0x00010001u, ONE = ((1u << BITS) - 1) * 0x01010101u;
+    fields = (fields | fields << (2 * (8 - BITS))) & TWO;
+    return (fields | fields << (8 - BITS)) & ONE;
+}
+template <int BITS>
+inline uint32_t together(uint32_t bytes) {
+    constexpr uint32_t TWO = ((1u << (2 * BITS)) - 1) * 0x00010001u, ONE = ((1u << BITS) - 1) * 0x01010101u;
+    bytes &= ONE;
+    bytes = (bytes | bytes >> (8 - BITS)) & TWO;
+    return (bytes | bytes >> (2 * (8 - BITS))) & ((1u << (4 * BITS)) - 1);
+}
+
+// A word of a row's codes, the first column's bits lowest, as a word of a run; and back.
+template <int BITS, bool IS_BACK>
+inline uint32_t word_of_run(uint32_t word) {
+    if constexpr (BITS == 8) {
+        return word;
+    } else {
+        uint32_t turned = 0;
+        for (int quad = 0; quad < 8 / BITS; quad++)
+            if (IS_BACK)
+                turned |= together<BITS>(word >> (BITS * quad)) << (4 * BITS * quad);
+            else
+                turned |= parted<BITS>(word >> (4 * BITS * quad) & ((1u << (4 * BITS)) - 1)) << (BITS * quad);
+        return turned;
+    }
+}
+
+// rows: [outputs][row_bytes]; panels: [panels][words][64]; `flipped` bits of each byte are turned over.
+template <int BITS, bool IS_BACK>
+void lay(uint8_t* rows, int64_t row_bytes, uint32_t* panels, int64_t outputs, int64_t words, uint32_t flipped) {
+    const int64_t count = (outputs + 63) / 64;
+#pragma omp parallel for schedule(static)
+    for (int64_t panel = 0; panel < count; panel++) {
+        uint32_t* here = panels + panel * words * 64;
+        if (!IS_BACK) std::memset(here, 0, words * 256);
+        for (int64_t n = 0; n < std::min<int64_t>(64, outputs - panel * 64); n++) {
+            uint8_t* row = rows + (panel * 64 + n) * row_bytes;
+            for (int64_t w = 0; 4 * w < row_bytes; w++) {
+                const size_t bytes = std::min<int64_t>(4, row_bytes - 4 * w);
+                uint32_t word = 0;
+                if (IS_BACK) {
+                    word = word_of_run<BITS, true>(here[w * 64 + n]) ^ flipped;
+                    std::memcpy(row + 4 * w, &word, bytes);
+                } else {
+                    std::memcpy(&word, row + 4 * w, bytes);
+                    here[w * 64 + n] = word_of_run<BITS, false>(word ^ flipped);
+                }
+            }
+        }
+    }
+}
+
+}  // namespace
