@@ -193,7 +193,7 @@ def write(file: Path, architecture: str, config: Any, pieces: list[Piece]) -> No
 def _tensors(architecture: str, config: Any, state: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
     """Names in the file, and numbers of the model: views, of experts that share a parameter too."""
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    table: Any = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for name, numbers in state.items():
         if name.endswith("experts.gate_up_proj"):
             layer, half = name.split(".")[2], numbers.shape[1] // 2
@@ -294,7 +294,7 @@ def _qwen2() -> PretrainedConfig:
     return Qwen2Config(**COMMON, tie_word_embeddings=True)
 
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
 
 
 def _qwen3moe() -> PretrainedConfig:

@@ -48,6 +48,14 @@ TEXT_CHARS = 32_000
 """More than 6,000 tokens."""
 
 
+EXACT = "auto" if NativeLinear.lacks() is not None else "cpu"
+"""Products with the numbers of the file; elsewhere `auto` expands them. These files' own rounds inputs to 8 bits."""
+
+
+ROUNDED_OFF, ROUNDED_PERPLEXITY = 0.12, 0.01
+"""Of inputs in 8 bits: RMS of what log-probabilities of a text's tokens are off, and a share of its perplexity."""
+
+
 class Real(NamedTuple):
     path: Path
     plain: Path  # the numbers that transformers reads out of the same file, in float32
@@ -98,7 +106,7 @@ def check_greedy(real: Real, prompts: list[list[int]], answers: list[Completion]
 
 
 async def check_twice(real: Real, workers: Any, lengths: Sequence[int], new: int, **settings: Any) -> None:
-    engine = await make_engine(real.path, workers, dtype="float32", **settings)
+    engine = await make_engine(real.path, workers, dtype="float32", packed_products=EXACT, **settings)
     prompts = real.pieces(lengths)
     sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
     first = await complete(engine, prompts, sampling)
@@ -111,7 +119,7 @@ async def check_twice(real: Real, workers: Any, lengths: Sequence[int], new: int
 
 async def check_preempted(real: Real, workers: Any, lengths: Sequence[int], new: int, memory: str) -> None:
     """In a pool that holds the longest, but not all of them."""
-    engine = await make_engine(real.path, workers, dtype="float32", kv_cache_memory=memory)
+    engine = await make_engine(real.path, workers, dtype="float32", packed_products=EXACT, kv_cache_memory=memory)
     prompts = real.pieces(lengths)
     answers = await complete(engine, prompts, SamplingParams(temperature=0, max_tokens=new, ignore_eos=True))
     assert engine.stats.preemptions > 0
@@ -122,7 +130,7 @@ async def check_preempted(real: Real, workers: Any, lengths: Sequence[int], new:
 async def check_perplexity(real: Real, tokens: int, dtype: str = "float32", within: float = 1e-5) -> None:
     """within: how far from transformers' in float32, as a share of it"""
     prompt = real.pieces([tokens])[0]
-    engine = await make_engine(real.path, dtype=dtype, kv_cache_memory="512MiB")
+    engine = await make_engine(real.path, dtype=dtype, packed_products=EXACT, kv_cache_memory="512MiB")
     asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     [answer] = await complete(engine, [prompt], asked)
     ours = math.exp(-sum(row.logprob for row in answer.prompt_logprobs) / (len(prompt) - 1))
@@ -150,6 +158,37 @@ def test_perplexity_of_a_text_is_transformers(real: Real, loop: Loop):
 
 def test_perplexity_of_a_text_in_bfloat16_is_near_that_in_float32(real: Real, loop: Loop):
     loop.run(check_perplexity(real, 600, "bfloat16", within=5e-3))
+
+
+async def check_rounding(real: Real, tokens: int, dtype: str) -> None:
+    """What inputs in 8 bits change; in all products, since a row's result depends on that row alone."""
+    prompt = real.pieces([tokens])[0]
+    asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    found: list[torch.Tensor] = []
+    for kept_dtype, products in (("float32", EXACT), (dtype, "cpu-int8")):
+        settings = {"packed_products": products, "same_bits": True, "kv_cache_memory": "512MiB"}
+        engine = await make_engine(real.path, dtype=kept_dtype, **settings)
+        [answer] = await complete(engine, [prompt], asked)
+        found.append(torch.tensor([row.logprob for row in answer.prompt_logprobs], dtype=torch.float64))
+    exact, rounded = found
+    off = (rounded - exact).square().mean().sqrt().item()
+    ratio = math.exp((exact - rounded).mean())
+    print(f"{len(prompt)} tokens in {dtype}: log-probabilities are off by {off:.3f} (RMS), perplexity is {ratio:.4f} x")
+    assert 0 < off <= ROUNDED_OFF and abs(ratio - 1) <= ROUNDED_PERPLEXITY
+
+
+@pytest.mark.skipif(NativeLinear.lacks() is not None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_inputs_in_8_bits_change_little(real: Real, dtype: str, loop: Loop):
+    loop.run(check_rounding(real, 600, dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(NativeLinear.lacks() is not None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_inputs_in_8_bits_change_little_of_a_long_text(real: Real, dtype: str, loop: Loop):
+    loop.run(check_rounding(real, 6000, dtype), limit_s=SLOW_S)
 
 
 async def scored(path: Path, prompts: list[list[int]], dtype: str, products: str) -> Any:
