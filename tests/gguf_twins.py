@@ -5,7 +5,7 @@ way into a file is done here, as llama.cpp's converter does it. What is tested t
 """
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,11 +78,17 @@ class Twin(NamedTuple):
 
 
 def make_twin(
-    architecture: str, folder: Path, formats: str | Callable[[str], str], seed: int = 0, **changes: Any
+    architecture: str,
+    folder: Path,
+    formats: str | Callable[[str], str],
+    seed: int = 0,
+    extra: Sequence[Piece] = (),
+    **changes: Any,
 ) -> Twin:
     """folder/tiny.gguf and folder/plain.
 
     formats: of weights with two dimensions or more, by their names in the file
+    extra: tensors that the twin does not have
     changes: of the config
     """
     print(f"seed {seed}")
@@ -114,7 +120,7 @@ def make_twin(
     model.load_state_dict({name: torch.from_numpy(each) for name, each in state.items()}, strict=False)
     model.tie_weights()
     model.save_pretrained(folder / "plain")
-    write(folder / "tiny.gguf", architecture, config, pieces)
+    write(folder / "tiny.gguf", architecture, config, [*pieces, *extra])
     return Twin(folder / "tiny.gguf", folder / "plain")
 
 

@@ -10,15 +10,17 @@ import functools
 import importlib
 import json
 import os
+import struct
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...errors import IntarsiaError
-from ...workers.checkpoint.gguf.header import read_gguf_header
+from ...errors import CorruptCheckpoint, IntarsiaError
+from ...workers.checkpoint.gguf.header import GgufHeader, read_gguf_header
 from ...workers.checkpoint.gguf.manifest import Manifest, write_manifest
+from ...workers.checkpoint.gguf.tensors import ROPE_FACTORS
 from .gguf import TOLD
 from .gguf_parameters import empty_model, find_parameters
 
@@ -33,13 +35,47 @@ def describe(source: Path, folder: Path, sha256: str) -> None:
     place: dict[str, Any] = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     config = AutoConfig.from_pretrained(**place)
     config.dtype = torch.bfloat16
+    stretched = stretch_positions(config, header, source)
     model = empty_model(config)
     config.architectures = [type(model).__name__]
     found = find_parameters(model, header, source)
     AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
     config.save_pretrained(folder)
     state = source.stat()
-    write_manifest(folder, Manifest(source, state.st_size, state.st_mtime_ns, sha256, found.made, found.unused))
+    unused = tuple(name for name in found.unused if not (stretched and name == ROPE_FACTORS))
+    write_manifest(folder, Manifest(source, state.st_size, state.st_mtime_ns, sha256, found.made, unused))
+
+
+def stretch_positions(config: Any, header: GgufHeader, file: Path) -> bool:
+    """Whether the file has factors that frequencies of rotary positions are divided by, as Llama 3.1 and later need.
+    The config has them afterwards: `longrope` is the kind that takes any, and here both of its sets are the same.
+    transformers does not read them.
+
+    Raises `CorruptCheckpoint`: they cannot be this model's."""
+    text = config.get_text_config()
+    tensor, ropes = header.tensors.get(ROPE_FACTORS), text.rope_parameters
+    if tensor is None or tensor.kind.name != "F32" or ropes.get("rope_type") != "default":
+        return False
+    with file.open("rb") as opened:
+        opened.seek(tensor.start)
+        factors = [value for (value,) in struct.iter_unpack("<f", opened.read(tensor.stop - tensor.start))]
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    expected = int(head_dim * ropes.get("partial_rotary_factor", 1.0)) // 2
+    if len(factors) != expected or not all(0 < factor < float("inf") for factor in factors):
+        raise CorruptCheckpoint(
+            f"{file}: the tensor '{ROPE_FACTORS}' must hold {expected} positive numbers, one for each frequency of a "
+            f"head's positions; it holds {len(factors)}, from {min(factors)} to {max(factors)}.",
+            field="model",
+        )
+    text.rope_parameters = ropes | {
+        "rope_type": "longrope",
+        "short_factor": factors,
+        "long_factor": factors,
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": text.max_position_embeddings,
+    }
+    return True
 
 
 if __name__ == "__main__":
