@@ -248,6 +248,22 @@ def plan(
 
 
 @app.command()
+def prove(
+    model: Annotated[str, typer.Argument(help="What `serve` takes.")],
+    tensor_parallel_size: Annotated[int, typer.Option(help="Ranks, beside one.", min=1, max=64)] = 1,
+    seeds: Annotated[
+        int | None, typer.Option(help="Prove it anew, with so many draws of weights.", min=1, max=99)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compute a small copy of a model here and by transformers, and compare. `serve` does so for untested families."""
+    from .proof.report import run
+
+    if not run(model, tensor_parallel_size, seeds, as_json=as_json):
+        raise typer.Exit(1)
+
+
+@app.command()
 def families(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print all of it, as a Markdown table.")] = False,
     docs: Annotated[bool, typer.Option("--docs", help="Print the page of the documentation around it.")] = False,

@@ -112,9 +112,8 @@ class LLM:
                               or expanded. cpu keeps them as they are stored, and triton does on a GPU; cpu-int8 is
                               faster and rounds what they are multiplied with to 8 bits; expanded makes them 16 bits
                               when they are loaded. auto is what the device has of these, with cpu-int8 for checkpoints
-                              that are meant so: W8A8 and GGUF. reference keeps them, too, and is slow.
+                              that are meant so: W8A8, GGUF. reference keeps them, too, and is slow.
     cpu_threads               None (its cores, one less in short steps): Threads of a worker without GPU.
-    allow_generic             False: Try an untested architecture, as plain attention.
     trust_remote_code         False: Run Python files that come with the checkpoint.
     generation_config         'auto': "auto": sample as the checkpoint asks, unless a request does; "none": do not. What
                               it asks is in its generation_config.json.

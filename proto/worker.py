@@ -23,7 +23,6 @@ class ModelSettings:
     tensor_parallel_size: int = 1
     dtype: str = "auto"  # "auto": the one the checkpoint was saved in
     attention_backend: str | None = None  # None: the first that covers the model's layers
-    allow_generic: bool = False  # try an architecture that is not tested, as plain attention
     enforce_eager: bool = False  # run the module's own code: nothing fused, recorded or compiled
     torch_compile: bool = False  # let torch compile the module instead
     trust_remote_code: bool = False  # run Python files that come with the checkpoint

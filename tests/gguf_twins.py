@@ -59,7 +59,6 @@ class Kind(NamedTuple):
     config: Callable[[], PretrainedConfig]
     turn: Turn = lambda config, name, numbers: numbers
     says: Callable[[Any], Mapping[str, Any]] = lambda config: {}
-    is_known: bool = True  # a family that is put through the whole gate
 
 
 class Twin(NamedTuple):
@@ -383,7 +382,7 @@ KINDS = {
     "lfm2": Kind(_lfm2, _squeezed, _says_of_convolutions),
     "qwen35": Kind(_qwen35, _tiled, _says_of_delta_nets),
     "qwen35moe": Kind(_qwen35moe, _tiled, _says_of_mixed),
-    "qwen2": Kind(_qwen2, is_known=False),
-    "qwen2moe": Kind(_qwen2moe, _flat_gate, _says_of_experts, is_known=False),
-    "qwen3moe": Kind(_qwen3moe, says=_says_of_experts, is_known=False),
+    "qwen2": Kind(_qwen2),
+    "qwen2moe": Kind(_qwen2moe, _flat_gate, _says_of_experts),
+    "qwen3moe": Kind(_qwen3moe, says=_says_of_experts),
 }

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable
 
-from ..errors import UnsupportedModel
-
 KNOWN_FAMILIES: dict[str, str] = {
     "llama": "Llama",
     "qwen3": "Qwen3",
@@ -39,17 +37,6 @@ KNOWN_FAMILIES: dict[str, str] = {
 except where the name says vision."""
 
 
-def check_family(model_types: Iterable[str | None], *, allow_generic: bool) -> str | None:
-    """model_types: of the whole model and of its text part. A note for people where it is tried all the same.
-
-    Raises `UnsupportedModel` for a family that was not tested, unless that is wanted."""
-    kinds = list(model_types)
-    if KNOWN_FAMILIES.keys() & set(kinds):
-        return None
-    if not allow_generic:
-        raise UnsupportedModel(
-            f"{kinds[-1]} is not a family that is known to run right; known are "
-            f"{', '.join(KNOWN_FAMILIES.values())}. With --allow-generic it is tried as plain attention.",
-            field="model",
-        )
-    return f"{kinds[-1]} is no family that was tested; it is tried as plain attention, as its config has it"
+def is_known(model_types: Iterable[str | None]) -> bool:
+    """model_types: of the whole model and of its text part"""
+    return bool(KNOWN_FAMILIES.keys() & set(model_types))

@@ -80,6 +80,11 @@ class Worker:
         self._gave_back_s = time.monotonic()
         self.loaded = (0, 0)  # parameters that are there, and all of them; read by another thread
 
+    @property
+    def model(self) -> LoadedModel | None:
+        """None: nothing is loaded."""
+        return self._model
+
     def meeting_point(self, host: str) -> Address:
         """Where the other ranks find this one."""
         return self._parallel.collectives.meeting_point(host)

@@ -30,8 +30,8 @@ SUFFIX = ".gguf"
 ARCHITECTURES = (
     "gemma2", "gemma3", "lfm2", "llama", "qwen2", "qwen2moe", "qwen3", "qwen35", "qwen35moe", "qwen3moe",
 )  # fmt: skip
-"""What transformers' loader reads and the tests check. Mistral's files call themselves llama. Families that are not
-known to run right (qwen2, qwen2moe, qwen3moe) want --allow-generic, as their checkpoints do."""
+"""What transformers' loader reads and the tests check. Mistral's files call themselves llama. Families that
+the tests do not cover (qwen2, qwen2moe, qwen3moe) are proven first, as with their checkpoints."""
 
 SPARE_BYTES = 64 * 2**20  # beside weights whose parts are joined: tokenizer, config
 LONGEST_PATH_CHARS = 400  # in a message

@@ -110,8 +110,6 @@ class EngineArguments(TypedDict, total=False):
         "these, with cpu-int8 for checkpoints that are meant so: W8A8, GGUF. reference keeps them, too, and is slow.")]
     cpu_threads: Annotated[int | None, Setting(
         None, "model.cpu_threads", "Threads of a worker without GPU.", "its cores, one less in short steps")]
-    allow_generic: Annotated[bool, Setting(
-        False, "model.allow_generic", "Try an untested architecture, as plain attention.")]
     trust_remote_code: Annotated[bool, Setting(
         False, "model.trust_remote_code", "Run Python files that come with the checkpoint.")]
     generation_config: Annotated[str, Setting(

@@ -1,7 +1,8 @@
 """What a start can be refused for by the files, the settings and the machine alone: within two seconds, before torch is
-imported and Ray is started. Whether the cluster that RAY_ADDRESS names answers, `controller.ray_address` finds out.
+imported and Ray is started; only a family that the tests do not cover takes longer, when it is met for the first time
+(`proof/gate.py`). Whether the cluster that RAY_ADDRESS names answers, `controller.ray_address` finds out.
 
-    ports -> files of the checkpoint -> family -> length, ranks, layout of the cache -> backend -> memory
+    ports -> files of the checkpoint -> length, ranks, layout of the cache -> backend -> memory -> family
 
 What only the loaded model knows is judged later, by the parts that know it; what both can tell, both tell in the same
 words, for it is the same function.
@@ -23,14 +24,11 @@ from ...proto.worker import check_length
 from ...workers.checkpoint.config_schema import text_config
 from ...workers.checkpoint.files import Checkpoint
 from ...workers.checkpoint.layer_specs import local_kv_heads, read_layers
-from ...workers.known_families import check_family
 from ..checkpoints.model_dir import is_hub_name
 from ..checkpoints.weights import ITEM_BYTES, dtype_of, weigh, weights_in
 from ..front_end.tokenizer import check_tokenizer
+from ..proof.gate import check_right, has_gpu
 from ..settings.ports import check_ports as check_ports
-
-DEVICES = "/dev/nvidia0", "/dev/kfd"
-"""Without one of these, no GPU is here that torch could use."""
 
 SAYS_ALL = "layer_types", "head_dim", "num_key_value_heads", "num_kv_shared_layers", "max_position_embeddings"
 """Fields of a config out of which its layers are known without transformers, which knows what a family leaves out."""
@@ -55,28 +53,16 @@ def check_engine(settings: EngineSettings) -> None:
     checkpoint = Checkpoint(settings.model.model_dir)
     check_tokenizer(settings.model)
     text = text_config(checkpoint.config)
-    _check_family(checkpoint.config, text, settings)
     _check_shape(text, settings)
     is_known = (
-        not os.environ.get("RAY_ADDRESS") and not _has_gpu() and not _has_ray()
+        not os.environ.get("RAY_ADDRESS") and not has_gpu() and not _has_ray()
     )  # other machines, and GPUs, have their own memory
     _check_backend(settings.model.attention_backend, has_gpu=not is_known)
     if is_known:
         weights = weight_bytes(checkpoint, settings.model.dtype, expands=expands(settings))
         check_memory(weights, settings, free_host_bytes())
-
-
-def _check_family(config: Mapping[str, Any], text: Mapping[str, Any], settings: EngineSettings) -> None:
-    kinds = [each.get("model_type") for each in (config, text)]
-    if settings.model.trust_remote_code:
-        return  # its own code says what it is
-    if kinds[0] is None:
-        raise UnsupportedModel(
-            f"{settings.model.model_dir}/config.json says no model_type, so its family is not known",
-            field="model",
-        )
-    if kinds[1] is not None:
-        check_family(kinds, allow_generic=settings.model.allow_generic)
+    model = settings.model
+    check_right(model.model_dir, model.tensor_parallel_size, runs_own_code=model.trust_remote_code)
 
 
 def _check_shape(text: Mapping[str, Any], settings: EngineSettings) -> None:
@@ -96,7 +82,7 @@ def _layers(fields: SimpleNamespace, settings: EngineSettings) -> tuple[LayerSpe
     """None where config.json leaves something to its family, or its layers are no plain attention."""
     is_plain = getattr(fields, "model_type", None) in SHARES_NOTHING
     said = [name for name in SAYS_ALL if getattr(fields, name, None) is not None or (is_plain and "shared" in name)]
-    if not is_plain or len(said) < len(SAYS_ALL) or (settings.gpu_memory_utilization is not None and _has_gpu()):
+    if not is_plain or len(said) < len(SAYS_ALL) or (settings.gpu_memory_utilization is not None and has_gpu()):
         return None
     return read_layers(fields, settings.model.tensor_parallel_size, _item_bytes(vars(fields), settings))
 
@@ -165,7 +151,3 @@ def _has_ray() -> bool:
     """Whether this program uses a Ray already, which may be anywhere."""
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized()
-
-
-def _has_gpu() -> bool:
-    return any(map(os.path.exists, DEVICES))

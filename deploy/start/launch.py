@@ -27,8 +27,8 @@ from ...errors import EngineUnavailable, IntarsiaError, InvalidSetting
 from ...kvcache.check import Recount
 from ...proto.channel import Address
 from ...proto.worker import Process
-from ...workers.checkpoint.files import Checkpoint
 from ..front_end.engine_client import EngineClient
+from ..proof.gate import check_right
 from .before_ray import check_cluster
 from .own_ray import NAMESPACE, OwnRay, asks_for_token, ensure_ray
 from .processes import end_processes, processes_of_ray
@@ -106,7 +106,11 @@ async def start_engine(settings: EngineSettings, watch: Watch | None = None) -> 
 
     Raises `ModelError`, `InvalidSetting` or `EngineUnavailable`; nothing is left running then.
     """
-    Checkpoint(settings.model.model_dir)  # a wrong path or a broken file is told at once, not after Ray has started
+    # A wrong path, a broken file or a family that would be answered wrong is told at once, not after Ray has started.
+    model = settings.model
+    await _beside(
+        partial(check_right, model.model_dir, model.tensor_parallel_size, runs_own_code=model.trust_remote_code)
+    )
     own_ray = await _ensured(settings)
     actors = None
     try:

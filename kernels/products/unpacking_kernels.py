@@ -272,6 +272,32 @@ def _give(out_ptr, row, end, outputs, o, is_output, sums):
 
 
 @triton.jit
+def _of_a_run(
+    at, o, w, is_output, scales, zeros, factor, outputs,
+    KIND: tl.constexpr, MIDDLE: tl.constexpr, SCALE_KIND: tl.constexpr, HAS_ZERO: tl.constexpr, FACTOR: tl.constexpr,
+    COLUMNS: tl.constexpr, OFFSET: tl.constexpr, SCALES: tl.constexpr, RUN: tl.constexpr, HAS_BASE: tl.constexpr,
+    WORDS: tl.constexpr,
+):  # fmt: skip
+    """The scale of codes from `at` on, and what is subtracted of them: [O,1] where words share it, else [O,W]."""
+    base = _base(KIND, MIDDLE)
+    if RUN >= WORDS:
+        shared = (at + OFFSET) // COLUMNS + 0 * o
+        place = shared.to(tl.int64) * outputs + o
+        is_there = is_output & (shared < SCALES)
+        scale = _scales(scales, factor, place, is_there, KIND, SCALE_KIND, FACTOR, HAS_BASE)[:, None]
+        if HAS_ZERO:
+            base += tl.load(zeros + place, mask=is_there, other=0).to(tl.float32)[:, None]
+    else:
+        shared = (at + w + OFFSET) // COLUMNS
+        place = shared.to(tl.int64)[None, :] * outputs + o[:, None]
+        is_there = is_output[:, None] & (shared < SCALES)[None, :]
+        scale = _scales(scales, factor[:, None], place, is_there, KIND, SCALE_KIND, FACTOR, HAS_BASE)
+        if HAS_ZERO:
+            base += tl.load(zeros + place, mask=is_there, other=0).to(tl.float32)
+    return scale, base
+
+
+@triton.jit
 def product_of_few(
     x_ptr, code_ptr, scale_ptr, zero_ptr, factor_ptr, order_ptr, bias_ptr, out_ptr, parts_ptr, first_ptr, token_ptr,
     count, outputs, groups, x_stride,
@@ -317,21 +343,10 @@ def product_of_few(
         word = word.to(tl.uint32, bitcast=True)
         for run in tl.static_range(0, EACH // SHARING):
             run_at = at + run * SHARING * WORDS
-            base = _base(KIND, MIDDLE)
-            if RUN >= WORDS:
-                shared = (run_at + OFFSET) // COLUMNS + 0 * o
-                place = shared.to(tl.int64) * outputs + o
-                is_there = is_output & (shared < SCALES)
-                scale = _scales(scales, factor, place, is_there, KIND, SCALE_KIND, FACTOR, HAS_BASE)[:, None]
-                if HAS_ZERO:
-                    base += tl.load(zeros + place, mask=is_there, other=0).to(tl.float32)[:, None]
-            else:
-                shared = (run_at + w + OFFSET) // COLUMNS
-                place = shared.to(tl.int64)[None, :] * outputs + o[:, None]
-                is_there = is_output[:, None] & (shared < SCALES)[None, :]
-                scale = _scales(scales, factor[:, None], place, is_there, KIND, SCALE_KIND, FACTOR, HAS_BASE)
-                if HAS_ZERO:
-                    base += tl.load(zeros + place, mask=is_there, other=0).to(tl.float32)
+            scale, base = _of_a_run(
+                run_at, o, w, is_output, scales, zeros, factor, outputs, KIND, MIDDLE, SCALE_KIND, HAS_ZERO, FACTOR,
+                COLUMNS, OFFSET, SCALES, RUN, HAS_BASE, WORDS,
+            )  # fmt: skip
             for n in tl.static_range(run * SHARING, (run + 1) * SHARING):
                 number = _opened(word, base, n, KIND, HAS_BASE, HAS_NAN) * scale
                 column = at + n * WORDS + w

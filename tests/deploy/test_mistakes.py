@@ -44,7 +44,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "serve {tmp}/no-weights": ("lacks the weights model.safetensors", "no weight files"),
     "serve {tmp}/cut-weights": ("model.safetensors", "bytes"),
     "serve {tmp}/bad-json": ("config.json", "not readable JSON"),
-    "serve {tmp}/bert": ("bert is not a family", "Gemma 3", "--allow-generic"),
+    "serve {tmp}/bert": ("bert is not served", "answered wrong", "intarsia prove"),
     "serve {tmp}/no-type": ("no model_type",),
     "serve {tmp}/exl3": ("quantised weights that are not read: its method is exl3", "fp8", "bfloat16"),
     "serve {tmp}/bad-tokenizer": ("the tokenizer in {tmp}/bad-tokenizer cannot be read",),

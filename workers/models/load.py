@@ -22,7 +22,7 @@ from ..checkpoint.layer_specs import complete_layer_types, read_layers
 from ..cpu.experts import pack_experts
 from ..cpu.linear import pack_linears
 from ..cpu.order import sum_order
-from ..known_families import check_family
+from ..known_families import is_known
 from ..layers.adapters import Paged, bind
 from ..layers.attention import IMPLEMENTATION, PagedAttention
 from ..layers.cross import CrossAttention
@@ -93,10 +93,9 @@ def _load(
     # What the model is, and whether it may be run.
     whole = _read_config(settings)
     config = whole.get_text_config()
-    family_note = check_family((whole.model_type, config.model_type), allow_generic=settings.allow_generic)
     dtype = _dtype(settings, config)
     order = sum_order(dtype, device, settings.same_bits, parallel.size)
-    notes = [complete_layer_types(config, checkpoint.config), family_note, order.note, *checkpoint.notes]
+    notes = [complete_layer_types(config, checkpoint.config), order.note, *checkpoint.notes]
     for note in filter(None, notes):
         logger.warning(note)
     # A module without memory, then its weights.
@@ -129,7 +128,8 @@ def _load(
     if not settings.torch_compile:  # which sees no further than an operator it does not know
         pack_linears(module, device, order.torch_from_rows, settings.same_bits)
         pack_experts(module, device, settings.same_bits)
-    return LoadedModel(module.eval(), attention, states, cross, facts, device, family_note is None, order)
+    is_tested = is_known((whole.model_type, config.model_type))
+    return LoadedModel(module.eval(), attention, states, cross, facts, device, is_tested, order)
 
 
 def _build(whole: Any, config: Any, dtype: torch.dtype, settings: ModelSettings) -> Any:

@@ -191,7 +191,7 @@ def test_every_part_of_a_model_is_as_written_when_that_is_wanted(tiny: Callable)
 
 
 def test_a_family_nobody_tested_is_as_written(tmp_path: Path):
-    assert counts(loaded(granite(tmp_path), allow_generic=True).module) == (0, 0, 0, 0)
+    assert counts(loaded(granite(tmp_path)).module) == (0, 0, 0, 0)
 
 
 def test_a_class_of_the_same_name_that_is_not_of_transformers_is_as_written(tmp_path: Path):

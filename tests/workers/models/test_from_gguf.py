@@ -69,7 +69,7 @@ def test_every_rank_s_share_has_the_numbers_of_the_twin(architecture: str, tmp_p
 
 @pytest.mark.parametrize("architecture", KINDS)
 def test_an_engine_of_every_architecture_answers_as_transformers_with_the_plain_twin(architecture: str, tmp_path: Path):
-    check_answers(make_twin(architecture, tmp_path, mixed), PRODUCTS, 8, allow_generic=not KINDS[architecture].is_known)
+    check_answers(make_twin(architecture, tmp_path, mixed), PRODUCTS, 8)
 
 
 LLAMA_3: dict[str, Any] = {

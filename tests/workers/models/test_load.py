@@ -71,20 +71,11 @@ def test_page_memory_follows_the_dtype(tiny: Callable):
     assert asyncio.run(blocks("bfloat16")) == 2 * asyncio.run(blocks("float32")) + 1
 
 
-def test_a_family_nobody_tested_is_refused_with_those_that_are_known(tmp_path: Path):
-    path = granite(tmp_path)
-    with pytest.raises(UnsupportedModel, match=r"granite is not a family .* known are Llama, Qwen3, .*--allow-generic"):
-        asyncio.run(tokens(path))
-
-
-def test_a_family_nobody_tested_runs_as_plain_attention_when_that_is_wanted(
-    tmp_path: Path, two_workers: Any, loop: Loop, caplog: pytest.LogCaptureFixture
-):
+def test_a_family_nobody_tested_runs_as_its_config_has_it(tmp_path: Path, two_workers: Any, loop: Loop):
     path = granite(tmp_path)
     expected = [models.greedy(models.load_oracle(path), prompt, 12) for prompt in models.PROMPTS]
-    assert asyncio.run(tokens(path, allow_generic=True)) == expected
-    assert "granite is no family that was tested" in caplog.text
-    assert loop.run(tokens(path, two_workers, allow_generic=True)) == expected
+    assert asyncio.run(tokens(path)) == expected
+    assert loop.run(tokens(path, two_workers)) == expected
 
 
 def granite(path: Path) -> Path:
@@ -146,7 +137,7 @@ class OwnAttention(GraniteAttention):
 """,
     )
     with pytest.raises(UnsupportedModel, match="layers 0, 2 compute their attention in a way of their own"):
-        asyncio.run(tokens(path, allow_generic=True, trust_remote_code=True))
+        asyncio.run(tokens(path, trust_remote_code=True))
 
 
 def test_a_model_that_takes_no_attention_but_its_own_is_refused(tmp_path: Path):
@@ -159,17 +150,17 @@ def test_a_model_that_takes_no_attention_but_its_own_is_refused(tmp_path: Path):
 """,
     )
     with pytest.raises(UnsupportedModel, match="homemade cannot be built with an attention of ours: KeyError"):
-        asyncio.run(tokens(path, allow_generic=True, trust_remote_code=True))
+        asyncio.run(tokens(path, trust_remote_code=True))
 
 
 def test_code_that_comes_with_a_checkpoint_runs_only_when_that_is_wanted(tmp_path: Path):
     path = homemade(tmp_path)
     with pytest.raises(UnsupportedModel, match=r"cannot read .*config\.json"):
-        asyncio.run(tokens(path, allow_generic=True))
-    outputs = asyncio.run(tokens(path, allow_generic=True, trust_remote_code=True))
+        asyncio.run(tokens(path))
+    outputs = asyncio.run(tokens(path, trust_remote_code=True))
     assert all(len(output) == 12 for output in outputs)
     (tmp_path / "plain").mkdir()
-    assert outputs == asyncio.run(tokens(granite(tmp_path / "plain"), allow_generic=True))
+    assert outputs == asyncio.run(tokens(granite(tmp_path / "plain")))
 
 
 def test_sharded_files_give_the_same_tokens(tiny: Callable, tmp_path: Path):

@@ -1,0 +1,324 @@
+"""The config of a model, scaled down: few narrow layers that keep all that is peculiar to the model.
+
+Kept: every kind of layer and the pattern in which they come, ratios of query heads to key-value heads, unequal sizes
+of keys and values, groups of experts, sinks, scales, kinds of rotary positions, kernels of convolutions. Windows and
+chunks become shorter than the prompts, so that they matter. Widths, counts of heads, layers, experts, tokens shrink.
+
+Configs have hundreds of names for the same few things. `RULES` says what each name counts; a name that it does not know
+keeps its value, unless that is a multiple of the model's width.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import UnsupportedModel
+
+VOCABULARY = 128
+POSITIONS = 512
+WINDOW = 12
+"""Visible tokens; a model whose window is odd gets one more."""
+
+TRAINED_POSITIONS = 64
+"""Beyond which models that stretch positions do so."""
+
+HEAD_SIZE = 16
+MOST_KV_HEADS, MOST_QUERIES_EACH = 2, 4
+ALONE_HEADS = 4
+"""Where each query head has a key-value head of its own."""
+
+MOST_EXPERTS, MOST_CHOSEN = 8, 2
+RANK = 8
+MOST_LAYERS = 16
+STATE_CHUNK = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """From what a model has to what its copy gets."""
+
+    width: int
+    to_width: int
+    head: int
+    to_head: int
+    layers: int
+    to_layers: int
+
+    def widths(self, value: int) -> int:
+        """In proportion to the model's width: multiples of 8 that are neither tiny nor large."""
+        if value % self.width == 0:
+            return value // self.width * self.to_width
+        return min(max(round(value * self.to_width / self.width / 8) * 8, 32), 4 * self.to_width)
+
+    def heads(self, value: int) -> int:
+        """A size of a head, in proportion to the usual one."""
+        exact, rest = divmod(value * self.to_head, self.head)
+        return exact if rest == 0 and exact % 4 == 0 else max(8, exact // 4 * 4)
+
+
+@dataclass(slots=True)
+class Scaled:
+    """The copy's config as a dictionary, and what was changed: name -> (from, to)."""
+
+    fields: dict[str, Any]
+    changed: dict[str, tuple[Any, Any]] = field(default_factory=dict[str, tuple[Any, Any]])
+
+
+Rule = Callable[[int, Scale], int]
+
+RULES: tuple[tuple[str, Rule], ...] = (
+    (r"(.*_)?vocab_size(_per_layer_input)?", lambda value, s: VOCABULARY),
+    (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length|seq_length", lambda value, s: POSITIONS),
+    (r"original_max_position_embeddings", lambda value, s: TRAINED_POSITIONS),
+    (
+        r"sliding_window(_size)?|attention_window_size|window_size|local_attention|keep_window_size|attention_chunk_size",
+        lambda value, s: WINDOW + value % 2 if value > 0 else value,
+    ),
+    (r"floor_scale|log_scaling_n_floor|log_scaling_floor", lambda value, s: min(value, WINDOW)),
+    (r".*head_dim|.*_d_head|.*_headdim|kv_channels|d_head|dim_head|rotary_dim|d_kv", lambda value, s: s.heads(value)),
+    (r"q_lora_rank", lambda value, s: min(value, 24)),
+    (r"(kv|o)_lora_rank", lambda value, s: min(value, 32)),
+    (r".*_rank|rank", lambda value, s: min(value, RANK)),
+    (r"(mamba_)?d_state|ssm_state_size|state_size|mamba_d_state", lambda value, s: min(value, 16)),
+    (r"chunk_size|mamba_chunk_size|.*_chunk_length", lambda value, s: min(value, STATE_CHUNK)),
+    (r"index_topk", lambda value, s: min(value, WINDOW)),
+    (r"index_topk_blocks|topk_blocks", lambda value, s: min(value, 3)),
+    (r"index_block_size|sparse_block_size", lambda value, s: min(value, 4)),
+    (
+        r".*num_experts|n_routed_experts|num_local_experts|moe_num_experts|zero_expert_num",
+        lambda value, s: min(value, MOST_EXPERTS),
+    ),
+    (r"num_experts_per_tok(en)?|moe_topk|moe_k|top_k|num_selected_experts", lambda value, s: min(value, MOST_CHOSEN)),
+    (r"n_group|num_expert_group", lambda value, s: min(value, 2)),
+    (r"topk_group", lambda value, s: min(value, 1)),
+    (
+        r".*intermediate_size.*|ffn_dim|.*_ffn_dim|ffn_hidden_size|expert_ffn_hidden_size|dim_ff|dff|n_inner|d_inner",
+        lambda value, s: s.widths(value) if value > 0 else value,
+    ),
+    (r"hidden_size_per_layer_input|router_hidden_size", lambda value, s: min(value, 16)),
+    (r"(eos|bos|pad|sep|cls|mask|unk|start|decoder_start|eod|image|.*)_token_id", lambda value, s: value % VOCABULARY),
+    (r"num_kv_shared_layers", lambda value, s: min(value, max(0, s.to_layers // 3))),
+)
+"""A pattern of names, and what becomes of a number that has one. The first that fits counts."""
+
+DROPPED = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "id2label", "label2id"}
+HEADS = ("num_attention_heads", "num_key_value_heads"), ("swa_num_attention_heads", "swa_num_key_value_heads")
+"""Counts of query heads and of their key-value heads."""
+
+STATE_HEADS = (
+    ("linear_num_value_heads", "linear_num_key_heads"), ("linear_num_heads", None),
+)  # fmt: skip
+MIXER_HEADS = {
+    "mamba_n_heads": ("mamba_d_head", "mamba_expand"), "n_mamba_heads": ("mamba_headdim", "mamba_expand"),
+    "mamba_num_heads": ("mamba_head_dim", None), "num_heads": ("head_dim", "expand"),
+}  # fmt: skip
+"""Heads of state mixers, the size of each, and what their widths together are a multiple of the model's by."""
+
+
+def scaled(config: Any) -> Scaled:
+    """config: of transformers, of a model's text part"""
+    given = Given(config)
+    scale = _scale(given)
+    fields = {name: _shrunk(given.usual(name), value, scale) for name, value in given.fields.items()}
+    _set_heads(given, fields, scale)
+    _set_state_heads(given, fields, scale)
+    _keep_scales(fields, scale)
+    made = Scaled(fields)
+    made.changed.update(
+        {name: (given.fields[name], value) for name, value in fields.items() if given.fields[name] != value}
+    )
+    return made
+
+
+USUAL = {"hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "layer_types"}
+"""Names by which sizes are asked for here. Some models have them, and other names for the same beside."""
+
+
+class Given:
+    """The fields of a config, by the names that most models have for them."""
+
+    def __init__(self, config: Any):
+        self._config = config
+        self.fields: dict[str, Any] = {name: value for name, value in config.to_dict().items() if name not in DROPPED}
+        self._own: Mapping[str, str] = getattr(config, "attribute_map", None) or {}
+        self._usual = {own: usual for usual, own in self._own.items() if own not in USUAL}
+
+    def usual(self, own: str) -> str:
+        return self._usual.get(own, own)
+
+    def own(self, usual: str) -> str:
+        return self._own.get(usual, usual) if usual not in self.fields else usual
+
+    def size(self, name: str) -> int | None:
+        """None: it has no such number."""
+        value = self.fields.get(self.own(name))
+        if value is None and self.own(name) not in self.fields:
+            try:
+                value = getattr(self._config, name, None)  # some are computed
+            except AttributeError:  # each layer has its own
+                value = None
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+# -- sizes that others follow ------------------------------------------------------------------------------------------
+
+
+def _scale(given: Given) -> Scale:
+    width, heads, layers = given.size("hidden_size"), given.size("num_attention_heads"), given.size("num_hidden_layers")
+    if width is None or layers is None:
+        raise UnsupportedModel(
+            "its config has no width, or no number of layers, by a name that is known", field="model"
+        )
+    to_layers = _layers(given, layers)
+    if heads is None:  # states alone
+        return Scale(width, 4 * HEAD_SIZE, HEAD_SIZE, HEAD_SIZE, layers, to_layers)
+    head = given.size("head_dim") or max(1, width // heads)
+    to_head = _head_size(given, head)
+    to_heads, _ = _heads(heads, given.size("num_key_value_heads") or heads)
+    to_width = to_heads * to_head if heads * head == width else 4 * HEAD_SIZE
+    return Scale(width, to_width, head, to_head, layers, to_layers)
+
+
+def _heads(queries: int, keys: int) -> tuple[int, int]:
+    """Of query heads and key-value heads, in their ratio where that is not large."""
+    if queries == keys:
+        return min(queries, ALONE_HEADS), min(keys, ALONE_HEADS)
+    to_keys = min(keys, MOST_KV_HEADS)
+    return to_keys * min(max(queries // keys, 1), MOST_QUERIES_EACH), to_keys
+
+
+def _head_size(given: Given, head: int) -> int:
+    """The smallest from 16 on of which the rotated part is even, and which divides the model's."""
+    ropes = given.fields.get("rope_parameters") or {}
+    parts = [each for each in (ropes, *ropes.values()) if isinstance(each, dict)]
+    shares = [each.get("partial_rotary_factor", 1.0) for each in (given.fields, *parts)]
+    for size in (HEAD_SIZE, 24, 32, 48, 64):
+        if head % size == 0 and all(int(size * share) % 2 == 0 for share in shares if share):
+            return size
+    return head if head <= 64 else 32
+
+
+def _layers(given: Given, layers: int) -> int:
+    """As many from the first on as show all kinds of layers, and one more; the last is of the kind of the model's."""
+    lists = [value for value in given.fields.values() if isinstance(value, list) and len(value) == layers]
+    own = given.fields.get("per_layer_config") or {}
+    lists.append([own.get(n) or own.get(str(n)) or own.get(f"{n:02}") for n in range(layers)])
+    signs = [tuple(str(each[n]) for each in lists) for n in range(layers)]
+    needed = max((signs.index(sign) for sign in set(signs)), default=0) + 2
+    periods = [value for name, value in given.fields.items() if PERIOD.fullmatch(name) and isinstance(value, int)]
+    most = min(layers, MOST_LAYERS)
+    least = max(2, min(most, max([needed, *(period + 1 for period in periods)])))
+    return next((count for count in range(least, most + 1) if signs[count - 1] == signs[-1]), least)
+
+
+PERIOD = re.compile(
+    r".*_layer_period|.*every_n_layers|first_k_dense_replace|num_dense_layers|layer_group_size|"
+    r".*sliding_window_pattern|no_rope_layer_interval|interleave_moe_layer_step|decoder_sparse_step|"
+    r"moe_layer_(interval|start_index)|full_attention_interval"
+)
+"""Names of fields after so many layers of which something new comes."""
+
+
+# -- one field ---------------------------------------------------------------------------------------------------------
+
+
+def _shrunk(name: str, value: Any, scale: Scale) -> Any:
+    if isinstance(value, dict):
+        if name == "per_layer_config":
+            value = {key: each for key, each in value.items() if int(key) < scale.to_layers}
+        return {key: _shrunk(str(key), each, scale) for key, each in value.items()}
+    if isinstance(value, list):
+        return _shrunk_list(name, value, scale)
+    if isinstance(value, bool) or not isinstance(value, int):
+        return value
+    if name == "hidden_size":
+        return scale.to_width
+    if name == "num_hidden_layers":
+        return scale.to_layers
+    for pattern, rule in RULES:
+        if re.fullmatch(pattern, name):
+            return rule(value, scale)
+    is_width = value >= scale.width > 64 and value % scale.width == 0
+    return value // scale.width * scale.to_width if is_width else value
+
+
+def _shrunk_list(name: str, values: list[Any], scale: Scale) -> list[Any]:
+    if len(values) == scale.layers:
+        values = values[: scale.to_layers]
+    if name in ("short_factor", "long_factor"):  # one for each frequency
+        step = max(1, scale.head // scale.to_head)
+        return values[::step][: scale.to_head // 2]
+    if name == "mrope_section":
+        return _sections(values, scale)
+    return [_shrunk(name, value, scale) for value in values]
+
+
+def _sections(values: list[int], scale: Scale) -> list[int]:
+    """Frequencies of a head in parts, in about the same ratios and with the right sum."""
+    total = sum(values) * scale.to_head // scale.head
+    parts = [max(1, value * scale.to_head // scale.head) for value in values]
+    parts[0] += total - sum(parts)
+    return parts
+
+
+# -- counts that belong together ---------------------------------------------------------------------------------------
+
+
+def _set_heads(given: Given, fields: dict[str, Any], scale: Scale) -> None:
+    """Of attention; of layers with windows, where these have other ones; of indexers."""
+    for names in HEADS:
+        queries = given.size(names[0])
+        counts = _heads(queries, given.size(names[1]) or queries) if queries else (0, 0)
+        for name, count in zip(names, counts, strict=True):
+            old = fields.get(given.own(name))
+            if isinstance(old, int) and not isinstance(old, bool):
+                fields[given.own(name)] = count
+            elif isinstance(old, list):
+                fields[given.own(name)] = [count if each else each for each in old]
+    queries = given.size("num_attention_heads")
+    if queries is None:
+        return
+    to_queries, to_keys = _heads(queries, given.size("num_key_value_heads") or queries)
+    most = {"index_n_heads": to_queries, "num_query_groups": to_keys, "num_kv_heads": to_keys, "o_groups": 2}
+    for name, count in most.items():
+        if given.size(name) is not None:
+            fields[name] = min(fields[name], count)
+    if "head_dim" in fields and fields["head_dim"] is None:
+        fields["head_dim"] = scale.to_head
+
+
+def _set_state_heads(given: Given, fields: dict[str, Any], scale: Scale) -> None:
+    for values, keys in STATE_HEADS:
+        count = given.size(values)
+        if count is None:
+            continue
+        of_keys = (given.size(keys) if keys else None) or count
+        to_keys = min(of_keys, MOST_KV_HEADS)
+        fields[values] = to_keys * max(1, min(count // of_keys, MOST_QUERIES_EACH))
+        if keys:
+            fields[keys] = to_keys
+    for heads, (size, expand) in MIXER_HEADS.items():
+        count, each = given.size(heads), given.size(size)
+        if count is None or each is None or given.usual(heads) != heads:
+            continue
+        times = given.fields.get(expand) if expand else None
+        is_bound = times is not None and count * each == int(times * scale.width)
+        fields[size] = HEAD_SIZE
+        fields[heads] = int(times * scale.to_width) // HEAD_SIZE if times is not None and is_bound else 8
+        if given.size("mamba_d_ssm"):
+            fields["mamba_d_ssm"] = fields[heads] * HEAD_SIZE
+    for name in ("mamba_n_groups", "n_groups", "mamba_ngroups"):
+        if given.size(name) is not None:
+            fields[name] = min(fields[name], 2)
+
+
+def _keep_scales(fields: dict[str, Any], scale: Scale) -> None:
+    """Scales of queries that follow from the size of a head follow from the copy's."""
+    for name in ("query_pre_attn_scalar", "attention_multiplier", "attention_scale"):
+        value = fields.get(name)
+        if not isinstance(value, int | float) or not value:
+            continue
+        for power in (1.0, -1.0, -0.5):
+            if abs(value - scale.head**power) < 1e-6 * value:
+                fields[name] = type(value)(scale.to_head**power)

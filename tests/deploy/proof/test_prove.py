@@ -1,0 +1,103 @@
+"""Small copies of families that the tests do not cover: right ones are found right, wrong ones wrong."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from intarsia.deploy.proof import gate
+from intarsia.deploy.proof.gate import check_right, verdict_of
+from intarsia.deploy.proof.prove import prove
+from intarsia.deploy.proof.verdict import Verdict, remember, remembered
+from intarsia.errors import UnsupportedModel
+
+
+def folder_of(family: str, folder: Path, **fields: Any) -> Path:
+    """A folder with a config, and no weights: a proof needs none."""
+    CONFIG_MAPPING[family](**fields).save_pretrained(folder)
+    return folder
+
+
+def test_a_right_family_is_found_right_on_one_rank_and_two(tmp_path: Path):
+    verdict = prove(folder_of("qwen2", tmp_path), (1, 2))
+    assert verdict.is_right and verdict.family == "qwen2" and verdict.reason is None
+    assert verdict.scaled["num_hidden_layers"][1] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["afmoe", "cohere2_moe", "ernie4_5_moe", "glm4_moe", "granite", "mixtral", "olmo2"])
+@pytest.mark.parametrize("seed", range(5))
+def test_right_families_are_found_right_with_any_weights(family: str, seed: int, tmp_path: Path):
+    assert prove(folder_of(family, tmp_path), (1, 2), [seed]).is_right
+
+
+def test_a_family_whose_attention_sees_what_comes_later_is_found_wrong(tmp_path: Path):
+    verdict = prove(folder_of("bert", tmp_path), (1,), [0])
+    assert not verdict.is_right
+    assert "the first layer that differs is" in str(verdict.reason)
+
+
+def test_a_family_of_unknown_layers_is_refused_in_its_own_words(tmp_path: Path):
+    verdict = prove(folder_of("deepseek_v32", tmp_path), (1,))
+    assert not verdict.is_right and "indexed_attention" in str(verdict.reason)
+
+
+# -- what is remembered ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("INTARSIA_CACHE", str(tmp_path / "cache" / "models"))
+    return tmp_path / "cache"
+
+
+def test_a_verdict_is_remembered_for_that_model_and_as_many_ranks(own_cache: Path):
+    config, verdict = {"model_type": "qwen2", "hidden_size": 64}, Verdict("qwen2", True, (1, 2), 3.0, None, {})
+    remember(verdict, config, 2, has_gpu=False)
+    assert remembered(config, 2, has_gpu=False) == verdict
+    assert remembered(config | {"transformers_version": "1"}, 2, has_gpu=False) == verdict
+    assert remembered(config | {"hidden_size": 128}, 2, has_gpu=False) is None
+    assert remembered(config, 1, has_gpu=False) is None
+    assert remembered(config, 2, has_gpu=True) is None
+
+
+def test_a_file_that_is_no_verdict_counts_as_none(own_cache: Path):
+    config = {"model_type": "qwen2"}
+    remember(Verdict("qwen2", True, (1,), 3.0), config, 1, has_gpu=False)
+    [file] = (own_cache / "proofs").iterdir()
+    for text in ("", "{", "[]", '{"family": 1}'):
+        file.write_text(text)
+        assert remembered(config, 1, has_gpu=False) is None
+
+
+def test_a_known_family_needs_no_proof(tmp_path: Path, own_cache: Path):
+    check_right(str(weights_in(folder_of("llama", tmp_path / "m"))), 1)
+    assert not (own_cache / "proofs").exists()
+
+
+def test_a_wrong_family_is_refused_with_the_reason_and_not_tried_again(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model = weights_in(folder_of("electra", tmp_path / "m"))
+    with pytest.raises(UnsupportedModel, match=r"electra is not served, .* answered wrong: .*seed"):
+        check_right(str(model), 1)
+    monkeypatch.setattr(gate, "run_child", None)
+    with pytest.raises(UnsupportedModel, match="electra is not served"):
+        check_right(str(model), 1)
+
+
+def test_a_proof_that_comes_to_no_end_is_told_and_not_remembered(tmp_path: Path, own_cache: Path):
+    model = weights_in(folder_of("qwen2", tmp_path / "m"))
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen2", "num_hidden_layers": "many"}))
+    config = json.loads((model / "config.json").read_text())
+    verdict = verdict_of(str(model), config, 1)
+    assert not verdict.is_right and verdict.reason
+    assert "came to no end" not in verdict.reason or remembered(config, 1, has_gpu=False) is None
+
+
+def weights_in(folder: Path) -> Path:
+    """Such that it is a checkpoint. Nothing reads them."""
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    return folder

@@ -1,0 +1,69 @@
+"""Small copies keep what is peculiar to a model."""
+
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from intarsia.deploy.proof.scaled import HEAD_SIZE, TRAINED_POSITIONS, WINDOW, scaled
+from intarsia.errors import UnsupportedModel
+
+
+def config_of(family: str, **fields: Any) -> Any:
+    return CONFIG_MAPPING[family](**fields).get_text_config(decoder=True)
+
+
+def copy_of(family: str, **fields: Any) -> Any:
+    config = config_of(family, **fields)
+    return type(config).from_dict(scaled(config).fields)
+
+
+def test_each_kind_of_layer_is_there_and_the_last_is_of_the_last_kind():
+    copy = copy_of("gemma3_text", num_hidden_layers=26)
+    assert copy.layer_types[:7] == ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
+    assert copy_of("gemma4_text").layer_types[-1] == "full_attention"
+    jamba = config_of("jamba")
+    assert set(copy_of("jamba").layer_types) == set(jamba.layer_types)
+
+
+def test_ratios_of_heads_stay_and_each_head_shrinks():
+    copy = copy_of("llama", num_attention_heads=32, num_key_value_heads=8, hidden_size=4096)
+    assert (copy.num_attention_heads, copy.num_key_value_heads) == (8, 2)
+    assert copy.head_dim == HEAD_SIZE and copy.hidden_size == 8 * HEAD_SIZE
+    alone = copy_of("llama", num_attention_heads=32, num_key_value_heads=32)
+    assert alone.num_attention_heads == alone.num_key_value_heads == 4
+    single = copy_of("gemma", num_attention_heads=8, num_key_value_heads=1)
+    assert (single.num_attention_heads, single.num_key_value_heads) == (4, 1)
+
+
+def test_unequal_sizes_stay_unequal():
+    copy = copy_of("deepseek_v3")
+    assert (copy.qk_nope_head_dim, copy.qk_rope_head_dim, copy.v_head_dim) == (32, 16, 32)
+    assert copy.q_lora_rank != copy.kv_lora_rank
+    mimo = copy_of("mimo_v2_flash")
+    assert 2 * mimo.head_dim == 3 * mimo.v_head_dim
+
+
+@pytest.mark.parametrize(("window", "becomes"), [(4096, WINDOW), (129, WINDOW + 1)])
+def test_windows_are_shorter_than_prompts_and_odd_ones_stay_odd(window: int, becomes: int):
+    assert copy_of("mistral", sliding_window=window).sliding_window == becomes
+
+
+def test_positions_are_stretched_within_the_copy():
+    ropes = {
+        "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32_768,
+    }  # fmt: skip
+    copy = copy_of("qwen3", rope_parameters=ropes, max_position_embeddings=131_072)
+    assert copy.rope_parameters["original_max_position_embeddings"] == TRAINED_POSITIONS < copy.max_position_embeddings
+    assert copy.rope_parameters["factor"] == 4.0
+
+
+def test_what_was_changed_is_told():
+    made = scaled(config_of("llama"))
+    assert made.changed["hidden_size"][1] == made.fields["hidden_size"]
+    assert "rms_norm_eps" not in made.changed
+
+
+def test_a_config_whose_sizes_have_other_names_is_refused():
+    with pytest.raises(UnsupportedModel, match="no number of layers"):
+        scaled(config_of("blt"))
