@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import IntarsiaError
+from ...workers.checkpoint.json_file import clipped
 from .verdict import Verdict
 
 SEEDS = 3
@@ -47,6 +48,8 @@ def prove(model_dir: Path, ranks: Sequence[int], seeds: Sequence[int] = range(SE
         reason = None if is_right else differing[0]
     except IntarsiaError as error:
         is_right, reason = False, str(error)
+    except Exception as error:  # noqa: BLE001  what cannot be tried, for whatever reason, cannot be proven
+        is_right, reason = False, f"{type(error).__name__}: {clipped(str(error))}"
     took_s = time.monotonic() - started_s
     return Verdict(family, is_right, tuple(ranks), took_s, reason, {name: list(both) for name, both in changed.items()})
 

@@ -50,6 +50,13 @@ def _mixer(kind: type[Mixer]) -> "Adapter":
     return lambda module, paged: kind(module, paged.states, paged.parallel)
 
 
+LATENT = (
+    "AXK1Attention", "DeepseekV2Attention", "DeepseekV3Attention", "Glm4MoeLiteAttention", "MiniCPM3Attention",
+    "YoutuAttention",
+)  # fmt: skip
+"""Classes of attention over one latent for all heads, in the words of DeepSeek's."""
+
+
 def _latent(module: Any, paged: Paged) -> Callable[..., Any]:
     return LatentAttention(module, paged.attention)
 
@@ -63,7 +70,7 @@ Adapter = Callable[[Any, Paged], Callable[..., Any]]
 
 ADAPTERS: dict[str, Adapter] = {
     **{name: _mixer(kind) for name, kind in MIXERS.items()},
-    "DeepseekV3Attention": _latent,
+    **{name: _latent for name in LATENT},
     "MllamaCrossAttentionDecoderLayer": _cross,
 }
 """Class of a module -> what makes the forward pass that takes the place of its own."""

@@ -33,14 +33,14 @@ class LatentAttention:
         self._made: tuple[HeadProduct, HeadProduct] | None = None
 
     def __call__(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: Any, **__: Any
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, None]:
         module = self._module
         rank = module.kv_lora_rank
         q_THD = self._queries(hidden_states).unflatten(-1, (-1, module.qk_head_dim))
         q_THN, q_rot = q_THD.split([module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
         latent, k_rot = module.kv_a_proj_with_mqa(hidden_states).split([rank, module.qk_rope_head_dim], dim=-1)
-        q_rot, k_rot = self._rotate(q_rot.transpose(1, 2), k_rot.unsqueeze(1), *position_embeddings)
+        q_rot, k_rot = self._rotate(q_rot.transpose(1, 2), k_rot.unsqueeze(1), position_embeddings)
         to_latent, to_values = self._products()
         q_latent = to_latent(q_THN[0]).transpose(0, 1).unsqueeze(0)
         keys = torch.cat((module.kv_a_layernorm(latent).unsqueeze(1), k_rot), dim=-1)
@@ -71,10 +71,13 @@ class LatentAttention:
             return module.q_proj(hidden_states)
         return module.q_b_proj(module.q_a_layernorm(module.q_a_proj(hidden_states)))
 
-    def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        if self._module.config.rope_interleave:
-            return self._modeling.apply_rotary_pos_emb_interleave(q, k, cos, sin)
-        return self._modeling.apply_rotary_pos_emb(q, k, cos, sin)
+    def _rotate(self, q: Tensor, k: Tensor, turns: tuple[Tensor, Tensor] | Tensor) -> tuple[Tensor, Tensor]:
+        """turns: cosines and sines, or complex numbers, as the model's own embedding makes them"""
+        if isinstance(turns, Tensor):
+            return self._modeling.apply_rotary_emb(q, k, turns)
+        if getattr(self._module.config, "rope_interleave", False):
+            return self._modeling.apply_rotary_pos_emb_interleave(q, k, *turns)
+        return self._modeling.apply_rotary_pos_emb(q, k, *turns)
 
 
 def _packed(weight_HOI: Tensor) -> HeadProduct:

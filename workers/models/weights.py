@@ -9,11 +9,13 @@ from transformers import PreTrainedModel
 
 from ...errors import CorruptCheckpoint
 from ..checkpoint.files import Checkpoint
+from ..known_families import is_known
 from ..layers.adapters import cut_mixers
 from ..tensor_parallel import Slice, Style, TensorParallel, count_own_heads
 from .families import TENSOR_PARALLEL_PLANS, VOCABULARIES
 from .from_gguf import gguf_sources
 from .kept import Keeper
+from .structure import plan_by_structure
 from .weight_map import Source, find_sources
 
 
@@ -21,7 +23,10 @@ def styles_of(module: nn.Module, config: Any, parallel: TensorParallel) -> dict[
     """Module path -> how it is cut among the ranks. Empty with one rank."""
     if parallel.size == 1:
         return {}
-    styles = parallel.plan(module, config, TENSOR_PARALLEL_PLANS.get(config.model_type), VOCABULARIES)
+    ours = TENSOR_PARALLEL_PLANS.get(config.model_type)
+    if ours is None and not is_known((config.model_type,)):
+        ours = plan_by_structure(module) or None
+    styles = parallel.plan(module, config, ours, VOCABULARIES)
     return styles | cut_mixers(module, parallel.size)
 
 

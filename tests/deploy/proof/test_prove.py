@@ -13,6 +13,11 @@ from intarsia.deploy.proof.prove import prove
 from intarsia.deploy.proof.verdict import Verdict, remember, remembered
 from intarsia.errors import UnsupportedModel
 
+RIGHT = (
+    "afmoe", "cohere2_moe", "deepseek_v2", "ernie4_5_moe", "flex_olmo", "glm4_moe", "granite", "granitemoe_swa",
+    "hunyuan_v1_moe", "minicpm3", "mixtral", "olmo2",
+)  # fmt: skip
+
 
 def folder_of(family: str, folder: Path, **fields: Any) -> Path:
     """A folder with a config, and no weights: a proof needs none."""
@@ -27,7 +32,7 @@ def test_a_right_family_is_found_right_on_one_rank_and_two(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["afmoe", "cohere2_moe", "ernie4_5_moe", "glm4_moe", "granite", "mixtral", "olmo2"])
+@pytest.mark.parametrize("family", RIGHT)
 @pytest.mark.parametrize("seed", range(5))
 def test_right_families_are_found_right_with_any_weights(family: str, seed: int, tmp_path: Path):
     assert prove(folder_of(family, tmp_path), (1, 2), [seed]).is_right

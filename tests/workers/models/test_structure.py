@@ -1,0 +1,41 @@
+"""How families without a plan of ours are cut: heads always, MLPs and experts by their inner dimension."""
+
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from intarsia.deploy.proof.scaled import scaled
+from intarsia.workers.models.structure import plan_by_structure
+
+
+def plan_of(family: str) -> dict[str, str]:
+    config = CONFIG_MAPPING[family]()
+    small: Any = type(config).from_dict(scaled(config).fields)
+    with torch.device("meta"):
+        return plan_by_structure(AutoModelForCausalLM.from_config(small))
+
+
+def test_attention_is_cut_where_transformers_cuts_experts_alone():
+    plan = plan_of("granitemoe")
+    assert plan["model.layers.1.self_attn.k_proj"] == "colwise" and plan["model.layers.1.self_attn.o_proj"] == "rowwise"
+    assert plan["model.layers.0.block_sparse_moe.experts"] == "moe_tp_experts"
+    assert plan["model.layers.0.block_sparse_moe.experts.gate_up_proj"] == "packed_colwise"
+
+
+def test_norms_over_all_heads_are_cut_and_those_of_each_head_are_not():
+    assert plan_of("olmo2")["model.layers.0.self_attn.q_norm"] == "norm_over_ranks"
+    assert "model.layers.0.self_attn.q_norm" not in plan_of("qwen3")
+
+
+def test_sinks_are_of_their_heads():
+    assert plan_of("granite_swa")["model.layers.0.self_attn"] == "sinks"
+
+
+def test_mlps_without_a_gate_are_cut_too():
+    plan = plan_of("phi")
+    assert (plan["model.layers.0.mlp.fc1"], plan["model.layers.0.mlp.fc2"]) == ("colwise", "rowwise")
+
+
+def test_a_model_whose_attention_is_of_another_form_has_no_such_plan():
+    assert plan_of("gpt_neox") == {}

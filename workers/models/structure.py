@@ -1,0 +1,71 @@
+"""How the modules of a family that has no plan of ours are cut among ranks: by what they consist of.
+
+transformers' plans of many families are for experts alone, and leave attention whole. Here each rank keeps its own
+heads in its pages, so attention must be cut. What comes of it is proven before it is served (`deploy/proof/`).
+"""
+
+from typing import Any
+
+from torch import nn
+
+ATTENTION_OUTPUTS = "o_proj", "out_proj", "dense", "c_proj"
+MLPS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("up_proj",), "down_proj"),
+    (("w1", "w3"), "w2"),
+    (("fc1",), "fc2"),
+    (("c_fc",), "c_proj"),
+)
+"""Linears of an MLP whose outputs are cut, and the one whose inputs are then."""
+
+NORMS_OVER_HEADS = {"q_norm": "q_proj", "k_norm": "k_proj"}
+
+
+def plan_by_structure(model: nn.Module) -> dict[str, str]:
+    """Module path -> style, as in `families.py`. Empty if no attention is seen that can be cut."""
+    plan: dict[str, str] = {}
+    has_attention = False
+    for path, module in model.named_modules():
+        attention = _attention(path, module)
+        has_attention |= bool(attention)
+        plan |= attention or _mlp(path, module) or _experts(path, module)
+    return plan if has_attention else {}
+
+
+def _linears(module: nn.Module) -> set[str]:
+    return {name for name, child in module.named_children() if isinstance(child, nn.Linear)}
+
+
+def _attention(path: str, module: Any) -> dict[str, str]:
+    linears = _linears(module)
+    output = next((name for name in ATTENTION_OUTPUTS if name in linears), None)
+    if output is None or not {"q_proj", "k_proj", "v_proj"} <= linears:
+        return {}
+    plan = {f"{path}.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")} | {f"{path}.{output}": "rowwise"}
+    for norm, projection in NORMS_OVER_HEADS.items():
+        weight = getattr(getattr(module, norm, None), "weight", None)
+        if weight is not None and weight.shape == (getattr(module, projection).out_features,):
+            plan[f"{path}.{norm}"] = "norm_over_ranks"
+    if isinstance(getattr(module, "sinks", None), nn.Parameter):
+        plan[path] = "sinks"
+    return plan
+
+
+def _mlp(path: str, module: nn.Module) -> dict[str, str]:
+    linears = _linears(module)
+    for inward, outward in MLPS:
+        if {*inward, outward} <= linears:
+            return {f"{path}.{name}": "colwise" for name in inward} | {f"{path}.{outward}": "rowwise"}
+    if {"gate_up_proj", "down_proj"} <= linears:
+        return {f"{path}.gate_up_proj": "packed", f"{path}.down_proj": "rowwise"}
+    return {}
+
+
+def _experts(path: str, module: Any) -> dict[str, str]:
+    """Of parameters [experts,outputs,inputs]."""
+    parameters = dict(module.named_parameters(recurse=False))
+    down = parameters.get("down_proj")
+    if down is None or down.dim() != 3 or getattr(module, "is_transposed", False):
+        return {}
+    up = {"gate_up_proj": "packed_colwise"} if "gate_up_proj" in parameters else {"up_proj": "colwise"}
+    return {path: "moe_tp_experts"} | {f"{path}.{name}": how for name, how in {**up, "down_proj": "rowwise"}.items()}
