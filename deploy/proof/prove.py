@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import logging
 import os
+import re
 import tempfile
 import time
 import warnings
@@ -23,6 +24,8 @@ from ...workers.checkpoint.json_file import clipped
 from .verdict import Verdict
 
 SEEDS = 3
+PREFIX = "intarsia-proof-"
+COPY_PATH = re.compile(rf"\S*{PREFIX}\w+(/config\.json)?")
 
 
 def prove(model_dir: Path, ranks: Sequence[int], seeds: Sequence[int] = range(SEEDS)) -> Verdict:
@@ -38,7 +41,7 @@ def prove(model_dir: Path, ranks: Sequence[int], seeds: Sequence[int] = range(SE
         family = config.model_type
         agreed = 0
         for seed in seeds:
-            with tempfile.TemporaryDirectory(prefix="intarsia-proof-") as folder:
+            with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
                 changed, told = _tried(config, Path(folder), ranks, seed)
             differing += told
             agreed += not told
@@ -50,6 +53,7 @@ def prove(model_dir: Path, ranks: Sequence[int], seeds: Sequence[int] = range(SE
         is_right, reason = False, str(error)
     except Exception as error:  # noqa: BLE001  what cannot be tried, for whatever reason, cannot be proven
         is_right, reason = False, f"{type(error).__name__}: {clipped(str(error))}"
+    reason = None if reason is None else COPY_PATH.sub("the small copy", reason)
     took_s = time.monotonic() - started_s
     return Verdict(family, is_right, tuple(ranks), took_s, reason, {name: list(both) for name, both in changed.items()})
 

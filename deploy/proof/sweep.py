@@ -1,6 +1,7 @@
 """Every causal language model that the installed transformers knows, each as its config class has it, put to the proof.
 
     python -m intarsia.deploy.proof.sweep [FAMILY ..] [--ranks 1 2] [--seeds 3] [--out FILE]
+    python -m intarsia.deploy.proof.sweep --page FILE > docs/proven_families.md
 
 Prints a line for each: what it is, how long that took, and why not. With `--out` verdicts are written there as JSON
 lines, and families that are there already are left out: so a sweep can go on where it was ended.
@@ -13,6 +14,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ LACKING: dict[str, dict[str, Any]] = {
     "bamba": {"num_hidden_layers": 6, "attn_layer_indices": [2, 5]},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2},
+    "lfm2_moe": {"num_hidden_layers": 8, "layer_types": ["conv", "conv", "full_attention", "conv"] * 2},
     "nemotron": {"num_key_value_heads": 8},
 }
 """What a config class leaves open though no model can be without it."""
@@ -42,17 +45,51 @@ def sweep(names: Sequence[str], ranks: Sequence[int], seeds: int) -> Iterator[tu
         with tempfile.TemporaryDirectory(prefix="intarsia-sweep-") as folder:
             try:
                 CONFIG_MAPPING[name](**LACKING.get(name, {})).save_pretrained(folder)
-            except Exception as error:  # transformers raises errors of any kind
+            except Exception as error:  # noqa: BLE001  transformers raises errors of any kind
                 yield name, Verdict(name, False, tuple(ranks), 0.0, f"its config has no defaults: {error}")
                 continue
-            yield name, prove(Path(folder), ranks, range(seeds))
+            verdict = prove(Path(folder), ranks, range(seeds))
+            if not verdict.is_right and len(ranks) > 1:  # what is wrong may be how it is cut
+                alone = prove(Path(folder), ranks[:1], range(seeds))
+                verdict = alone._replace(reason=verdict.reason) if alone.is_right else verdict
+            yield name, verdict
 
 
 def status_of(name: str, verdict: Verdict) -> str:
     """In a word or two, as `docs/families.md` has it."""
     if verdict.is_right:
-        return "tested" if is_known((name, verdict.family)) else "proven on load"
+        known = "tested" if is_known((name, verdict.family)) else "proven on load"
+        return known if len(verdict.ranks) > 1 or verdict.reason is None else f"{known}, on one rank"
     return "refused"
+
+
+INTRODUCTION = """\
+# Causal language models of transformers {version}
+
+Each architecture that transformers has for causal language models, with the config that its class has: a small copy,
+computed here and by transformers, on one rank and on two (`python -m intarsia.deploy.proof.sweep`). "Tested": the tests
+put it through the whole gate, see [families](families.md). "Proven on load": it is served after a proof of some
+seconds, of the config at hand. Whatever else differs, or cannot be built, is refused with the reason.
+"""
+LONGEST_REASON_CHARS = 200
+
+
+def page(found: Sequence[tuple[str, Verdict]]) -> Iterator[str]:
+    """As Markdown."""
+    yield INTRODUCTION.format(version=version("transformers"))
+    statuses = [status_of(name, verdict) for name, verdict in found]
+    counts = ", ".join(f"{statuses.count(status)} {status}" for status in sorted(set(statuses), key=len))
+    yield f"{len(found)} architectures: {counts}.\n"
+    yield "| `model_type` | status | why not |\n|---|---|---|"
+    for (name, verdict), status in zip(found, statuses, strict=True):
+        reason = (verdict.reason or "").replace("|", "/").replace("\n", " ")
+        short = reason if len(reason) <= LONGEST_REASON_CHARS else f"{reason[:LONGEST_REASON_CHARS]}.."
+        yield f"| {name} | {status} | {short} |"
+
+
+def read(file: Path) -> list[tuple[str, Verdict]]:
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return sorted((line.pop("name"), Verdict.from_json(json.dumps(line))) for line in lines)
 
 
 def main() -> None:
@@ -61,7 +98,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--page", type=Path, metavar="FILE", help="Print the page of what was found instead.")
     args = parser.parse_args()
+    if args.page is not None:
+        print("\n".join(page(read(args.page))))
+        return
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     os.environ["TQDM_DISABLE"] = "1"

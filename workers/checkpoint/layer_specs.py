@@ -6,6 +6,7 @@ things in words of its own: the sizes of its states, mostly.
 """
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,9 +106,24 @@ def _layer_types(config: Any) -> list[str]:
 
 
 def layer_config(config: Any, index: int) -> Any:
-    """The config as one layer sees it: some models have layers of unequal head sizes."""
+    """The config as one layer sees it: some models have layers of unequal head sizes, or counts of heads."""
     layers = getattr(config, "per_layer_config", None)
-    return layers[index] if layers is not None else config
+    layer = layers[index] if layers is not None else config
+    own = LAYERS_OF.get(config.model_type)
+    return layer if own is None else own(layer, config.layer_types[index])
+
+
+def _mimo_v2(layer: Any, kind: str) -> Any:
+    """Twice the key-value heads where a window is."""
+    if kind != "sliding_attention":
+        return layer
+    own = copy(layer)
+    own.num_key_value_heads = 2 * layer.num_key_value_heads
+    return own
+
+
+LAYERS_OF: dict[str, Callable[[Any, str], Any]] = {"mimo_v2_flash": _mimo_v2}
+"""model_type -> what a layer of a kind has of its own that the config does not say."""
 
 
 def _sources(config: Any, kinds: list[str]) -> dict[int, int]:
@@ -232,6 +248,7 @@ STATE_OF: dict[str, Callable[[Any, RankShare], tuple[StateTensor, ...]]] = {
     "kimi_linear": _kimi_delta,
     "lfm2": _short_conv,
     "lfm2_moe": _short_conv,
+    "lfm3": _short_conv,
     "minimax": _lightning,
     "nemotron_h": _nemotron_h,
     "qwen3_5_moe_text": _gated_delta_net,

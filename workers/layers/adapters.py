@@ -36,6 +36,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "JambaMambaMixer": Mamba1,
     "Lfm2MoeShortConv": ShortConv,
     "Lfm2ShortConv": ShortConv,
+    "Lfm3ShortConv": ShortConv,
     "MiniMaxLightningAttention": Lightning,
     "NemotronHMamba2Mixer": Mamba2,
     "Qwen3NextGatedDeltaNet": PackedGatedDeltaNet,
@@ -51,8 +52,8 @@ def _mixer(kind: type[Mixer]) -> "Adapter":
 
 
 LATENT = (
-    "AXK1Attention", "DeepseekV2Attention", "DeepseekV3Attention", "Glm4MoeLiteAttention", "MiniCPM3Attention",
-    "YoutuAttention",
+    "AXK1Attention", "DeepseekV2Attention", "DeepseekV3Attention", "Glm4MoeLiteAttention", "LongcatFlashMLA",
+    "MiniCPM3Attention", "YoutuAttention",
 )  # fmt: skip
 """Classes of attention over one latent for all heads, in the words of DeepSeek's."""
 

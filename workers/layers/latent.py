@@ -30,6 +30,11 @@ class LatentAttention:
         self._module = module
         self._paged = paged
         self._modeling = sys.modules[type(module).__module__]
+        # Longcat scales queries and latents, and its rotary numbers are neighbours always.
+        self._query_scale: float = getattr(module, "mla_scale_q_lora", 1.0)
+        self._latent_scale: float = getattr(module, "mla_scale_kv_lora", 1.0)
+        has_halves = hasattr(self._modeling, "apply_rotary_pos_emb")
+        self._has_neighbours: bool = getattr(module.config, "rope_interleave", not has_halves)
         self._made: tuple[HeadProduct, HeadProduct] | None = None
 
     def __call__(
@@ -38,12 +43,17 @@ class LatentAttention:
         module = self._module
         rank = module.kv_lora_rank
         q_THD = self._queries(hidden_states).unflatten(-1, (-1, module.qk_head_dim))
+        if self._query_scale != 1.0:
+            q_THD = q_THD * self._query_scale
         q_THN, q_rot = q_THD.split([module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
         latent, k_rot = module.kv_a_proj_with_mqa(hidden_states).split([rank, module.qk_rope_head_dim], dim=-1)
         q_rot, k_rot = self._rotate(q_rot.transpose(1, 2), k_rot.unsqueeze(1), position_embeddings)
         to_latent, to_values = self._products()
         q_latent = to_latent(q_THN[0]).transpose(0, 1).unsqueeze(0)
-        keys = torch.cat((module.kv_a_layernorm(latent).unsqueeze(1), k_rot), dim=-1)
+        latent = module.kv_a_layernorm(latent)
+        if self._latent_scale != 1.0:
+            latent = latent * self._latent_scale
+        keys = torch.cat((latent.unsqueeze(1), k_rot), dim=-1)
         out_THR = self._paged.attend(
             module.layer_idx,
             torch.cat((q_latent, q_rot), dim=-1),
@@ -75,7 +85,7 @@ class LatentAttention:
         """turns: cosines and sines, or complex numbers, as the model's own embedding makes them"""
         if isinstance(turns, Tensor):
             return self._modeling.apply_rotary_emb(q, k, turns)
-        if getattr(self._module.config, "rope_interleave", False):
+        if self._has_neighbours:
             return self._modeling.apply_rotary_pos_emb_interleave(q, k, *turns)
         return self._modeling.apply_rotary_pos_emb(q, k, *turns)
 

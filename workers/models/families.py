@@ -60,9 +60,6 @@ in `tensor_parallel.py`; state mixers say themselves how they are cut (`layers/s
 
 TENSOR_PARALLEL_PLANS["lfm2_moe"] = TENSOR_PARALLEL_PLANS["lfm2"] | _cut("feed_forward", EXPERTS)
 
-for _like_deepseek in ("axk1", "deepseek_v2", "glm4_moe_lite", "minicpm3", "youtu"):
-    TENSOR_PARALLEL_PLANS[_like_deepseek] = TENSOR_PARALLEL_PLANS["deepseek_v3"]
-
 VOCABULARIES = {"embed_tokens_per_layer"}
 """Embeddings beside the input's own with a row for each token, each rank holding some."""
 

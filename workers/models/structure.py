@@ -18,6 +18,12 @@ MLPS: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 """Linears of an MLP whose outputs are cut, and the one whose inputs are then."""
 
+GATES = {"g_proj", "gate_proj"}
+"""Of what attention gives out: a number for each head, or for each of its columns."""
+
+LATENT = {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+"""Attention over one latent that is whole on every rank."""
+
 NORMS_OVER_HEADS = {"q_norm": "q_proj", "k_norm": "k_proj"}
 
 
@@ -38,10 +44,14 @@ def _linears(module: nn.Module) -> set[str]:
 
 def _attention(path: str, module: Any) -> dict[str, str]:
     linears = _linears(module)
+    if linears >= LATENT:
+        inward = [name for name in ("q_proj", "q_b_proj", "kv_b_proj") if name in linears]
+        return {f"{path}.{name}": "colwise" for name in inward} | {f"{path}.o_proj": "rowwise"}
     output = next((name for name in ATTENTION_OUTPUTS if name in linears), None)
     if output is None or not {"q_proj", "k_proj", "v_proj"} <= linears:
         return {}
-    plan = {f"{path}.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")} | {f"{path}.{output}": "rowwise"}
+    inward = ("q_proj", "k_proj", "v_proj", *sorted(GATES & linears))
+    plan = {f"{path}.{name}": "colwise" for name in inward} | {f"{path}.{output}": "rowwise"}
     for norm, projection in NORMS_OVER_HEADS.items():
         weight = getattr(getattr(module, norm, None), "weight", None)
         if weight is not None and weight.shape == (getattr(module, projection).out_features,):
