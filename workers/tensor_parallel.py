@@ -167,7 +167,8 @@ class TensorParallel:
         if style.around in ("embed_own_rows", "gather_outputs"):
             part = self._vocab_part(shape[dim])
             return Slice(dim, ((self.rank * part, self.rank * part + part),))
-        parts = min(_kv_heads(config, path), self.size) if path.rsplit(".", 1)[-1] in KV_HEADS else self.size
+        is_of_kv_heads = path.rsplit(".", 1)[-1] in KV_HEADS and not cut.sections  # a mixer says its sections
+        parts = min(_kv_heads(config, path), self.size) if is_of_kv_heads else self.size
         return Slice(dim, self._ranges(f"{path}.{name}", cut.of(shape), parts))
 
     def _ranges(self, what: str, sections: Sequence[Section], parts: int | None = None) -> tuple[tuple[int, int], ...]:

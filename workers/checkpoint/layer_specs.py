@@ -251,6 +251,7 @@ STATE_OF: dict[str, Callable[[Any, RankShare], tuple[StateTensor, ...]]] = {
     "lfm3": _short_conv,
     "minimax": _lightning,
     "nemotron_h": _nemotron_h,
+    "olmo_hybrid": _gated_delta_net,
     "qwen3_5_moe_text": _gated_delta_net,
     "qwen3_5_text": _gated_delta_net,
     "qwen3_next": _gated_delta_net,

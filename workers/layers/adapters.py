@@ -12,7 +12,7 @@ from ..tensor_parallel import STYLES, Cut, Style, TensorParallel
 from .attention import PagedAttention
 from .convolution import ShortConv
 from .cross import CrossAttention
-from .delta import GatedDeltaNet, PackedGatedDeltaNet
+from .delta import GatedDeltaNet, PackedGatedDeltaNet, SeparateGatedDeltaNet
 from .latent import LatentAttention
 from .lightning import Lightning
 from .mamba import Mamba1, Mamba2
@@ -39,6 +39,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "Lfm3ShortConv": ShortConv,
     "MiniMaxLightningAttention": Lightning,
     "NemotronHMamba2Mixer": Mamba2,
+    "OlmoHybridGatedDeltaNet": SeparateGatedDeltaNet,
     "Qwen3NextGatedDeltaNet": PackedGatedDeltaNet,
     "Qwen3_5GatedDeltaNet": GatedDeltaNet,
     "Qwen3_5MoeGatedDeltaNet": GatedDeltaNet,
@@ -104,7 +105,7 @@ def cut_mixers(model: nn.Module, ranks: int) -> dict[str, Style]:
             else:
                 styles[f"{path}.{name}"] = Style({"weight": cut, "bias": cut})
         styles[path] = Style(own)
-        for name in ("out_proj", "x_proj"):
+        for name in ("out_proj", "o_proj", "x_proj"):
             if hasattr(module, name):
                 styles[f"{path}.{name}"] = STYLES["rowwise"]
         for name in mixer.norms_over_ranks:

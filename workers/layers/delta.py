@@ -1,4 +1,4 @@
-"""Gated delta nets: Qwen3-Next and Qwen3.5.
+"""Gated delta nets: Qwen3-Next, Qwen3.5 and Olmo Hybrid.
 
 Suffixes: T packed tokens    C channels    H heads of this rank    K, V sizes of a key and a value
 """
@@ -16,7 +16,9 @@ from .states import RECURRENT, Mixer, PagedStates
 
 
 class GatedDeltaNet(Mixer):
-    """Qwen3.5, and the base of Qwen3-Next: arXiv 2412.06464."""
+    """Qwen3.5, and the base of the others: arXiv 2412.06464."""
+
+    norm_name, output_name = "norm", "out_proj"
 
     def __init__(self, module: Any, states: PagedStates, parallel: TensorParallel):
         super().__init__(module, states, parallel)
@@ -26,8 +28,9 @@ class GatedDeltaNet(Mixer):
         self._sizes = DeltaSizes(key_heads, module.head_k_dim, self._value_heads, module.head_v_dim)
         self._A = -module.A_log.float().exp()
         self._bias = module.dt_bias.float()
-        weight = module.norm.weight.float().repeat(self._value_heads)
-        self._norm = GatedNorm(Order.NORM_FIRST, weight, module.norm.variance_epsilon, module.head_v_dim, rounds=True)
+        norm = getattr(module, self.norm_name)
+        weight = norm.weight.float().repeat(self._value_heads)
+        self._norm = GatedNorm(Order.NORM_FIRST, weight, norm.variance_epsilon, module.head_v_dim, rounds=True)
 
     @staticmethod
     def sections(module: Any, ranks: int) -> dict[str, Sequence[Section]]:
@@ -40,10 +43,13 @@ class GatedDeltaNet(Mixer):
     def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         qkv_TC, z_TC, b_TH, a_TH = self._project(hidden_states[0])
         qkv_TC = self._convolve(qkv_TC)
-        inputs = self._around.delta_inputs(qkv_TC, a_TH, b_TH, self._A, self._bias, self._sizes)
+        inputs = self._inputs(qkv_TC, a_TH, b_TH)
         out_THV = self._states.scan(self._layer, RECURRENT, GATED_DELTA, (), inputs)
         out_TC = self._around.gated_norm(out_THV.flatten(1), z_TC, self._norm)
-        return self._module.out_proj(out_TC).unsqueeze(0)
+        return getattr(self._module, self.output_name)(out_TC).unsqueeze(0)
+
+    def _inputs(self, qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor) -> tuple[Tensor, ...]:
+        return self._around.delta_inputs(qkv_TC, a_TH, b_TH, self._A, self._bias, self._sizes)
 
     def _project(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k and v side by side, then z [T,C], b and a [T,H]."""
@@ -73,3 +79,26 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         b, a = module.in_proj_ba(hidden_TD).unflatten(-1, (key_heads, -1)).split(ratio, dim=-1)
         qkv = torch.cat([x.flatten(1) for x in (q, k, v)], dim=-1)
         return qkv, z.flatten(1), b.flatten(1), a.flatten(1)
+
+
+class SeparateGatedDeltaNet(GatedDeltaNet):
+    """Olmo Hybrid: a projection each for q, k, v, the gate, a and b; a state may be turned round (arXiv 2411.12537)."""
+
+    norm_name, output_name = "o_norm", "o_proj"
+
+    @staticmethod
+    def sections(module: Any, ranks: int) -> dict[str, Sequence[Section]]:
+        keys, values, heads = Section(module.key_dim), Section(module.value_dim), Section(module.num_v_heads)
+        return {
+            "q_proj": (keys,), "k_proj": (keys,), "v_proj": (values,), "g_proj": (values,), "a_proj": (heads,),
+            "b_proj": (heads,), "conv1d": (keys, keys, values), "A_log": (heads,), "dt_bias": (heads,),
+        }  # fmt: skip
+
+    def _project(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        module = self._module
+        qkv_TC = torch.cat([project(hidden_TD) for project in (module.q_proj, module.k_proj, module.v_proj)], dim=-1)
+        return qkv_TC, module.g_proj(hidden_TD), module.b_proj(hidden_TD), module.a_proj(hidden_TD)
+
+    def _inputs(self, qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor) -> tuple[Tensor, ...]:
+        *others, beta_TH = super()._inputs(qkv_TC, a_TH, b_TH)
+        return *others, 2.0 * beta_TH if self._module.allow_neg_eigval else beta_TH
