@@ -21,7 +21,8 @@ WINDOW = 12
 """Visible tokens; a model whose window is odd gets one more."""
 
 TRAINED_POSITIONS = 64
-"""Beyond which models that stretch positions do so."""
+"""Beyond which models that stretch positions do so. Those with two sets of frequencies keep to one: an engine takes one
+for all of its texts (`workers/layers/positions.py`), and transformers one for each."""
 
 HEAD_SIZE = 16
 MOST_KV_HEADS, MOST_QUERIES_EACH = 2, 4
@@ -44,6 +45,7 @@ class Scale:
     to_head: int
     layers: int
     to_layers: int
+    has_two_sets: bool  # of frequencies
 
     def widths(self, value: int) -> int:
         """In proportion to the model's width: multiples of 8 that are neither tiny nor large."""
@@ -70,7 +72,10 @@ Rule = Callable[[int, Scale], int]
 RULES: tuple[tuple[str, Rule], ...] = (
     (r"(.*_)?vocab_size(_per_layer_input)?", lambda value, s: VOCABULARY),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length|seq_length", lambda value, s: POSITIONS),
-    (r"original_max_position_embeddings", lambda value, s: TRAINED_POSITIONS),
+    (
+        r"original_max_position_embeddings",
+        lambda value, s: POSITIONS if s.has_two_sets else TRAINED_POSITIONS,
+    ),
     (
         r"sliding_window(_size)?|attention_window_size|window_size|local_attention|keep_window_size|attention_chunk_size",
         lambda value, s: WINDOW + value % 2 if value > 0 else value,
@@ -170,14 +175,14 @@ def _scale(given: Given) -> Scale:
         raise UnsupportedModel(
             "its config has no width, or no number of layers, by a name that is known", field="model"
         )
-    to_layers = _layers(given, layers)
+    to_layers, has_two_sets = _layers(given, layers), "longrope" in str(given.fields.get("rope_parameters"))
     if heads is None:  # states alone
-        return Scale(width, 4 * HEAD_SIZE, HEAD_SIZE, HEAD_SIZE, layers, to_layers)
+        return Scale(width, 4 * HEAD_SIZE, HEAD_SIZE, HEAD_SIZE, layers, to_layers, has_two_sets)
     head = given.size("head_dim") or max(1, width // heads)
     to_head = _head_size(given, head)
     to_heads, _ = _heads(heads, given.size("num_key_value_heads") or heads)
     to_width = to_heads * to_head if heads * head == width else 4 * HEAD_SIZE
-    return Scale(width, to_width, head, to_head, layers, to_layers)
+    return Scale(width, to_width, head, to_head, layers, to_layers, has_two_sets)
 
 
 def _heads(queries: int, keys: int) -> tuple[int, int]:
