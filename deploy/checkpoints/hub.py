@@ -38,6 +38,9 @@ SIDE_FILES = (CONFIG, *JSON_FILES, *OTHER_FILES, *CONFIG_FILES)
 
 TEMPLATES = re.compile(r"additional_chat_templates/[\w.-]+\.jinja")
 
+ALL, BESIDE_WEIGHTS, TEXT = "all", "beside-weights", "text"
+"""What is fetched of a model: all of it; what a model is judged by before its weights come; a tokenizer."""
+
 TRUE = "1", "ON", "YES", "TRUE"
 """As huggingface_hub reads its switches."""
 
@@ -58,8 +61,10 @@ def cached(name: str, revision: str | None = None, *, with_weights: bool = True)
     return folder if folder is not None and not lacking(folder, with_weights=with_weights) else None
 
 
-def fetched(name: str, revision: str | None = None, *, with_weights: bool = True) -> Path:
-    """The folder of a model, once all of it is here. Two processes that fetch the same take turns, file by file.
+def fetched(name: str, revision: str | None = None, what: str = ALL) -> Path:
+    """The folder of a model, once it is here. Two processes that fetch the same take turns, file by file.
+
+    what: `ALL`, `BESIDE_WEIGHTS` or `TEXT`
 
     Raises `ModelNotFound` where the Hub does not have it, gives it to others only, cannot be reached or may not be
     asked; `InvalidSetting` for a revision that is not there, and for a cache that is full or cannot be written.
@@ -70,7 +75,7 @@ def fetched(name: str, revision: str | None = None, *, with_weights: bool = True
     with bytes_bar(f"fetching {name}", before=f"asking the Hub for {name}") as watch:
         if watch is None:
             print(f"fetching {name} from the Hub ...", file=sys.stderr, flush=True)
-        asked = name, revision or MAIN, "all" if with_weights else "side"
+        asked = name, revision or MAIN, what
         environment = os.environ | {"HF_HUB_CACHE": str(hub_cache().absolute())}
         return _outcome(name, run_child("deploy.checkpoints.hub_fetch", asked, watch, environment))
 

@@ -1,7 +1,7 @@
 """Fetches a model from the Hugging Face Hub into its cache, in a process of its own: one that serves needs no client of
 the Hub, nor its threads.
 
-    python -m intarsia.deploy.checkpoints.hub_fetch NAME REVISION all|side
+    python -m intarsia.deploy.checkpoints.hub_fetch NAME REVISION all|beside-weights|text
 
 prints "done total", in bytes, while it goes on, and at last one JSON object: {"folder": ..} or {"error": ..}.
 """
@@ -31,7 +31,21 @@ from huggingface_hub.errors import (
 
 from ...errors import IntarsiaError, InvalidSetting, ModelNotFound
 from ...workers.checkpoint.json_file import clipped
-from .hub import COMMIT, CONFIG, INDEX, MAIN, SIDE_FILES, SINGLE, TEMPLATES, files_of_index, home_of, hub_cache
+from .hub import (
+    ALL,
+    BESIDE_WEIGHTS,
+    COMMIT,
+    CONFIG,
+    INDEX,
+    MAIN,
+    SIDE_FILES,
+    SINGLE,
+    TEMPLATES,
+    TEXT,
+    files_of_index,
+    home_of,
+    hub_cache,
+)
 
 THREADS = 8
 SPARE_BYTES = 2**26
@@ -42,8 +56,10 @@ UNWRITABLE = (
 LOG_IN = "log in with `hf auth login`, or give a token by HF_TOKEN"
 
 
-def fetch(name: str, revision: str, *, with_weights: bool) -> Path:
+def fetch(name: str, revision: str, what: str) -> Path:
     """The folder, once its files are here: those beside the weights first, so that weights are the last to come.
+
+    what: `ALL`, `BESIDE_WEIGHTS` or `TEXT`
 
     Raises `ModelNotFound`, `InvalidSetting` and what huggingface_hub does.
     """
@@ -55,14 +71,16 @@ def fetch(name: str, revision: str, *, with_weights: bool) -> Path:
         )
     sizes = {each.rfilename: each.size or 0 for each in info.siblings or () if _is_inside(each.rfilename)}
     side = [each for each in sizes if each in SIDE_FILES or TEMPLATES.fullmatch(each)]
-    if with_weights:
+    if what != TEXT:
         _check_format(name, sizes)
         side += [INDEX] if INDEX in sizes else []
     home = home_of(name)
     folder = home / "snapshots" / commit
     progress = Progress()
     _fetch_files(name, commit, sizes, side, folder, progress)
-    if with_weights:
+    if what == BESIDE_WEIGHTS:
+        return folder
+    if what == ALL:
         weights = sorted(files_of_index(folder)) or [SINGLE]
         if lost := [each for each in weights if each not in sizes]:
             raise ModelNotFound(f"{name} names {lost[0]} in its index, and the Hub does not have it", field="model")
@@ -250,7 +268,7 @@ def main(name: str, revision: str, what: str) -> int:
     """Returns the exit status."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        folder = fetch(name, revision, with_weights=what == "all")
+        folder = fetch(name, revision, what)
     except KeyboardInterrupt:
         remove_halves()
         return 130

@@ -2,13 +2,14 @@
 Hugging Face Hub."""
 
 import difflib
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import InvalidSetting, ModelNotFound
 from ..demo import DEMO, DEMO_MODEL_DIR, is_demo
 from .gguf import SUFFIX
-from .hub import HUB_NAME, cached, fetched
+from .hub import ALL, BESIDE_WEIGHTS, HUB_NAME, TEXT, cached, fetched
 from .real_models import REAL_MODELS, real_checkpoint
 
 SIMILAR = 0.7
@@ -19,6 +20,11 @@ FEWEST_CHARS = 5
 """The fewest characters of a name that is taken for the beginning of a known one."""
 
 
+Judge = Callable[[Path | None], None]
+"""Raises what a model of the Hub is refused for. Called with None before anything of it is fetched, and before its
+weights are with the folder of the files beside them."""
+
+
 class FoundModel(NamedTuple):
     """Where a checkpoint is, and what it is called."""
 
@@ -27,19 +33,25 @@ class FoundModel(NamedTuple):
     is_of_hub: bool = False
 
 
-def find_model(model: str, revision: str | None = None, *, with_weights: bool = True) -> FoundModel:
+def find_model(
+    model: str, revision: str | None = None, *, with_weights: bool = True, judge: Judge | None = None
+) -> FoundModel:
     """Fetches a model of the Hub that is not here.
 
     revision: of a model on the Hub, its branch, tag or commit; None: main
     with_weights: False where only the tokenizer is wanted
+    judge: of a model that is to be fetched with its weights
 
-    Raises what `fetched` does, and `InvalidSetting` for a revision of what is not on the Hub. What else there is not,
-    `Checkpoint` says as it says what a folder lacks.
+    Raises what `fetched` and `judge` do, and `InvalidSetting` for a revision of what is not on the Hub. What else there
+    is not, `Checkpoint` says as it says what a folder lacks.
     """
     found = None if is_hub_name(model) else _of_this_machine(model)
     if found is None:
         folder = cached(model, revision, with_weights=with_weights)
-        folder = folder or fetched(model, revision, with_weights=with_weights)
+        if folder is None and judge is not None:
+            judge(None)
+            judge(fetched(model, revision, BESIDE_WEIGHTS))
+        folder = folder or fetched(model, revision, ALL if with_weights else TEXT)
         return FoundModel(folder, model, is_of_hub=True)
     if revision is not None:
         raise InvalidSetting(
