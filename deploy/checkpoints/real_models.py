@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ...errors import ModelNotFound
-from .gguf import SUFFIX, cache_folder, folder_of
+from .gguf import PART, SUFFIX, cache_folder, folder_of, parts_beside
 
 
 class RealModel(NamedTuple):
@@ -84,7 +84,10 @@ def _named(name: str) -> Found:
 
 @functools.cache
 def _of_file(path: Path) -> Found:
-    return Found(folder_of(path.stem, [path]), path.stem)
+    files = parts_beside(path)
+    found = PART.fullmatch(path.stem)
+    name = found[1] if found is not None and len(files) > 1 else path.stem
+    return Found(folder_of(name, files), name)
 
 
 def _file(package: str, name: str) -> Path | None:
