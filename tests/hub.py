@@ -19,6 +19,7 @@ class Repository:
     refs: dict[str, str]  # branch or tag -> commit
     token: str | None = None  # who has none, or another, is refused
     is_gated: bool = False
+    gguf: Mapping[str, Any] | None = None  # what the Hub read out of a GGUF file
 
 
 @dataclass
@@ -74,7 +75,10 @@ class Handler(BaseHTTPRequestHandler):
         if found is not None:
             commit, files = found
             siblings = [{"rfilename": each, "size": len(data)} for each, data in files.items()]
-            self._send(json.dumps({"id": name, "sha": commit, "siblings": siblings}).encode(), {})
+            said = {"id": name, "sha": commit, "siblings": siblings}
+            if (gguf := self.hub.repositories[name].gguf) is not None:
+                said["gguf"] = dict(gguf)
+            self._send(json.dumps(said).encode(), {})
 
     def _file(self, name: str, revision: str, file: str) -> None:
         found = self._found(name, revision)

@@ -6,7 +6,7 @@
 import functools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -84,9 +84,14 @@ def _named(name: str) -> Found:
 
 @functools.cache
 def _of_file(path: Path) -> Found:
-    files = parts_beside(path)
-    found = PART.fullmatch(path.stem)
-    name = found[1] if found is not None and len(files) > 1 else path.stem
+    return gguf_checkpoint(parts_beside(path))
+
+
+def gguf_checkpoint(files: Sequence[Path]) -> Found:
+    """The checkpoint of a GGUF file, or of the parts of one model. Raises what `folder_of` does."""
+    stem = files[0].stem
+    part = PART.fullmatch(stem) if len(files) > 1 else None
+    name = part[1] if part is not None else stem
     return Found(folder_of(name, files), name)
 
 

@@ -101,7 +101,7 @@ def test_a_branch_that_moved_is_noticed_by_nobody_until_it_is_asked_for(hub: Hub
     second = hub.add(NAME, files | {"generation_config.json": b"{}"})
     assert first != second
     assert find_model(NAME).path.name == first
-    assert fetched(NAME).name == find_model(NAME).path.name == second
+    assert fetched(NAME).folder.name == find_model(NAME).path.name == second
 
 
 def test_a_connection_that_broke_goes_on_where_it_was(hub: Hub, files: dict[str, bytes]):
@@ -229,7 +229,7 @@ def test_a_cache_that_cannot_be_written_is_told(hub: Hub, hub_home: Path, files:
 
 
 def test_a_model_without_safetensors_is_refused_before_anything_is_fetched(hub: Hub, files: dict[str, bytes]):
-    del files["model.safetensors"]
+    del files["model.safetensors"], files["model.gguf"]
     hub.add(NAME, files)
     with pytest.raises(ModelNotFound, match=r"lacks the weights model.safetensors; it holds consolidated.safetensors"):
         find_model(NAME)
