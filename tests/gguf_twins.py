@@ -5,7 +5,7 @@ way into a file is done here, as llama.cpp's converter does it. What is tested t
 """
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,12 +85,14 @@ def make_twin(
     formats: str | Callable[[str], str],
     seed: int = 0,
     tensors_a_part: int = 0,
+    extra: Sequence[Piece] = (),
     **changes: Any,
 ) -> Twin:
     """folder/tiny.gguf and folder/plain.
 
     formats: of weights with two dimensions or more, by their names in the file
     tensors_a_part: of a model that is split, whose parts are beside the file; 0: it is not
+    extra: tensors that the twin does not have
     changes: of the config
     """
     print(f"seed {seed}")
@@ -122,7 +124,7 @@ def make_twin(
     model.load_state_dict({name: torch.from_numpy(each) for name, each in state.items()}, strict=False)
     model.tie_weights()
     model.save_pretrained(folder / "plain")
-    write(folder / "tiny.gguf", architecture, config, pieces, tensors_a_part)
+    write(folder / "tiny.gguf", architecture, config, [*pieces, *extra], tensors_a_part)
     first = min(folder.glob("tiny*.gguf"))
     return Twin(first, folder / "plain")
 

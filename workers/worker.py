@@ -26,6 +26,7 @@ from .collectives import make_collectives
 from .cpu.threads import Threads
 from .grammar.matcher import Grammars
 from .launched import Drawn, Launched
+from .layers.positions import settle_frequencies
 from .memory import await_freed_memory, check_device, device_memory, is_lack_of_memory, spare_bytes
 from .models.load import blaming_config, load_model
 from .models.loaded_model import LoadedModel
@@ -159,6 +160,7 @@ class Worker:
 
     def _new_runner(self, plan: MemoryPlan, limits: RunnerLimits) -> ModelRunner:
         assert self._model is not None and self._settings is not None and self._grammars is not None
+        settle_frequencies(self._model.module, limits.max_model_len)
         threads = Threads.of_worker(self._local_workers, self._device, self._settings.cpu_threads)
         return ModelRunner(self._model, plan, limits, self._parallel, self._grammars, threads)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 
@@ -72,15 +73,14 @@ def test_a_tensor_of_no_use_is_refused_by_its_name(twin: Twin, tmp_path: Path):
         rewritten(twin, tmp_path, change).folder()
 
 
-def test_factors_of_positions_are_passed_over_and_said(twin: Twin, tmp_path: Path):
-    from intarsia.workers.checkpoint.files import Checkpoint
-
+@pytest.mark.parametrize(("factors", "told"), [([1.0] * 16, "it holds 16"), ([1.0] * 31 + [0.0], "from 0.0 to 1.0")])
+def test_factors_of_positions_of_another_model_are_refused(twin: Twin, factors: list[float], told: str, tmp_path: Path):
     def change(name: str, tensor: Any) -> Any:
-        extra = [("rope_freqs.weight", tensor.data, tensor.tensor_type)] if name == "output_norm.weight" else []
-        return [*as_it_is(tensor), *extra]
+        extra = [("rope_freqs.weight", np.array(factors, np.float32), gguf.GGMLQuantizationType.F32)]
+        return [*as_it_is(tensor), *(extra if name == "output_norm.weight" else [])]
 
-    folder = rewritten(twin, tmp_path, change).folder()
-    assert [note for note in Checkpoint(folder).notes if "rope_freqs.weight" in note]
+    with pytest.raises(CorruptCheckpoint, match=f"'rope_freqs.weight' must hold 32 positive numbers.*{told}"):
+        rewritten(twin, tmp_path, change).folder()
 
 
 def test_a_tensor_of_another_shape_is_refused_by_its_name(twin: Twin, tmp_path: Path):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from intarsia.deploy.checkpoints.real_models import real_checkpoint
 from intarsia.errors import CorruptCheckpoint, ModelNotFound
 from intarsia.proto.request import SamplingParams
 from intarsia.tests import models
-from intarsia.tests.gguf_twins import KINDS, VOCAB, Twin, make_twin
+from intarsia.tests.gguf_twins import KINDS, VOCAB, Piece, Twin, make_twin
 from intarsia.tests.local import complete, make_engine
 from intarsia.tests.packing import share
 from intarsia.workers.checkpoint.files import Checkpoint
@@ -105,6 +106,34 @@ def test_a_split_model_one_of_whose_parts_changed_is_refused(tmp_path: Path):
 @pytest.mark.parametrize("architecture", KINDS)
 def test_an_engine_of_every_architecture_answers_as_transformers_with_the_plain_twin(architecture: str, tmp_path: Path):
     check_answers(make_twin(architecture, tmp_path, mixed), PRODUCTS, 8, allow_generic=not KINDS[architecture].is_known)
+
+
+LLAMA_3: dict[str, Any] = {
+    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def llama_3_factors(head_dim: int) -> np.ndarray:
+    """What llama.cpp's converter makes of `LLAMA_3`: what a frequency is divided by."""
+    waves = 2 * np.pi * LLAMA_3["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+    trained, low, high = (
+        LLAMA_3[name] for name in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+    )
+    part = np.clip((trained / waves - low) / (high - low), 0, 1)
+    return (1 / ((1 - part) / LLAMA_3["factor"] + part)).astype(np.float32)
+
+
+def test_factors_of_positions_are_those_of_llama_3(tmp_path: Path):
+    factors = llama_3_factors(head_dim=64)
+    assert factors[0] == 1 and factors[-1] == 8 and len(set(factors.tolist())) > 5
+    extra = [Piece("rope_freqs.weight", factors, "F32")]
+    twin = make_twin("llama", tmp_path, "Q8_0", extra=extra, rope_parameters=LLAMA_3)
+    unstretched = models.load_oracle(twin.plain, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0})
+    longest = prompts()[-1]
+    assert models.greedy(unstretched, longest, 8) != models.greedy(models.load_oracle(twin.plain), longest, 8)
+    check_answers(twin, PRODUCTS, 8)
+    assert not Checkpoint(twin.folder()).notes
 
 
 @pytest.mark.parametrize("format", [*BLOCK_FORMATS, "F16", "BF16", "F32", "TQ1_0"])
