@@ -214,7 +214,9 @@ def generate(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="A checkpoint directory, a config.json, or a known model's name.")],
+    model: Annotated[
+        str, typer.Argument(help="A checkpoint directory, a config.json, a GGUF file, or a known model's name.")
+    ],
     kv_memory: Annotated[str, typer.Option(help="Memory for the cache, per rank.")] = "40GiB",
     tensor_parallel_size: Annotated[int, typer.Option(help="Ranks that share the model.")] = 1,
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
@@ -233,6 +235,12 @@ def plan(
         int, typer.Option(help="Tokens of an image, for models that look at one; 0: the model's own.", min=0)
     ] = 0,
     dtype: Annotated[str, typer.Option(help="Of cached numbers: bfloat16, float16, float32 or fp8.")] = "bfloat16",
+    weights_format: Annotated[
+        str | None,
+        typer.Option(
+            help="Count the weights as if they were in this format: fp8, nvfp4, q4_k_m ..  [default: as they are]"
+        ),
+    ] = None,
     as_json: AsJson = False,
     svg: Annotated[Path | None, typer.Option(help="Also draw the plan to this file.")] = None,
 ) -> None:
@@ -244,7 +252,7 @@ def plan(
     memory = parse_bytes(kv_memory, "kv_memory")
     expected = parse_expected_length(expected_average_seq_len, "expected_average_seq_len")
     settings = PlanSettings(memory, block_size, strategy, expected, encoder_tokens)
-    run(model, settings, tensor_parallel_size, dtype, context, as_json=as_json, svg=svg)
+    run(model, settings, tensor_parallel_size, dtype, context, weights_format, as_json=as_json, svg=svg)
 
 
 @app.command()
