@@ -32,6 +32,7 @@ class Hub:
         default_factory=dict
     )  # file -> bytes after which its next connections break
     ranges: list[str] = field(default_factory=list)
+    has_ranges: bool = True  # else it sends each file from its front
     url: str = ""
 
     def add(self, name: str, files: Mapping[str, bytes], **more: Any) -> str:
@@ -114,7 +115,7 @@ class Handler(BaseHTTPRequestHandler):
     def _send(self, data: bytes, headers: Mapping[str, str], cut_after: int | None = None) -> None:
         """cut_after: bytes of the answer after which the connection breaks"""
         start, asked = 0, self.headers.get("Range")
-        if asked is not None and self.command == "GET":
+        if asked is not None and self.command == "GET" and self.hub.has_ranges:
             self.hub.ranges.append(asked)
             start = int(asked.removeprefix("bytes=").partition("-")[0])
         self.send_response(206 if start else 200)

@@ -107,7 +107,7 @@ def _outcome(name: str, ended: Ended) -> Fetched:
             why = f"the process that fetched it ended with {ended.code}"
             why = clipped(ended.errors[-1], 300) if ended.errors else why
             raise ModelNotFound(
-                f"{name} cannot be fetched: {why}. The same command goes on with the files that are not here yet; or: "
+                f"{name} cannot be fetched: {why}. The same command goes on with what is not here yet; or: "
                 f"hf download {name}",
                 field="model",
             )

@@ -50,6 +50,7 @@ from .hub import (
     hub_cache,
 )
 from .hub_gguf import GgufName, pick
+from .hub_resume import LARGE_BYTES, bytes_of_parts, take_up
 
 THREADS = 8
 SPARE_BYTES = 2**26
@@ -162,10 +163,12 @@ def _fetch_files(found: Repository, files: Iterable[str], progress: "Progress") 
     missing = [each for each in files if not (found.folder / each).is_file()]
     wanted = sum(found.sizes[each] for each in missing)
     progress.expect(wanted)
-    _check_room(found.name, wanted)
+    _check_room(found.name, max(0, wanted - bytes_of_parts(found.name)))
 
     def one(file: str) -> None:
         place: Any = {"revision": found.commit, "cache_dir": hub_cache()}
+        if found.sizes[file] > LARGE_BYTES:
+            take_up(found.name, found.commit, file, progress.bar())
         hf_hub_download(found.name, file, **place, tqdm_class=progress.bar())
 
     pool = ThreadPoolExecutor(THREADS)
@@ -255,7 +258,7 @@ class Told:
 def in_our_words(error: Exception, name: str, revision: str) -> IntarsiaError:
     """What went wrong, for the person who has to act."""
     hub = constants.ENDPOINT
-    again = "The same command goes on with the files that are not here yet"
+    again = "The same command goes on with what is not here yet"
     match error:
         case IntarsiaError():
             return error
@@ -305,7 +308,7 @@ def _origin(error: BaseException) -> BaseException:
 
 
 def remove_halves() -> None:
-    """Remove the files that this process writes and has not completed: no other try goes on with them."""
+    """Remove the files that huggingface_hub writes here and has not completed: no other try goes on with them."""
     for opened in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             file = Path(os.readlink(opened))

@@ -1,5 +1,6 @@
 """Names on the Hub: what is taken from the cache, what is fetched, and what is said when it cannot be."""
 
+import hashlib
 import os
 import shutil
 import signal
@@ -118,7 +119,7 @@ def test_a_download_that_was_cut_goes_on_with_the_files_that_are_not_there(
 ):
     hub.add(NAME, files)
     hub.cut_after["model.safetensors"] = [0] * 6
-    with pytest.raises(ModelNotFound, match="goes on with the files that are not here yet"):
+    with pytest.raises(ModelNotFound, match="goes on with what is not here yet"):
         find_model(NAME)
     assert cached(NAME) is None and not list(hub_home.rglob("*.incomplete"))
     hub.asked.clear()
@@ -127,17 +128,55 @@ def test_a_download_that_was_cut_goes_on_with_the_files_that_are_not_there(
     assert (folder / "model.safetensors").read_bytes() == files["model.safetensors"]
 
 
-def test_a_start_that_is_stopped_leaves_no_files_by_halves(hub: Hub, hub_home: Path, files: dict[str, bytes]):
-    files["model.safetensors"] += os.urandom(40_000_000)
+def test_a_file_that_another_process_began_is_taken_up_in_the_middle(hub: Hub, hub_home: Path, files: dict[str, bytes]):
+    large = files["model.safetensors"] = files["model.safetensors"] + os.urandom(40_000_000)
     hub.add(NAME, files)
-    hub.cut_after["model.safetensors"] = [15_000_000, *[0] * 6]
+    hub.cut_after["model.safetensors"] = [25_000_000, *[0] * 6]
+    with pytest.raises(ModelNotFound, match="goes on with what is not here yet"):
+        find_model(NAME)
+    (part,) = hub_home.rglob("*.part")
+    assert part.read_bytes() == large[: 20 * 2**20] and cached(NAME) is None
+    hub.ranges.clear()
+    hub.cut_after.clear()
+    folder = find_model(NAME).path
+    assert hub.ranges == [f"bytes={20 * 2**20}-"]
+    assert (folder / "model.safetensors").read_bytes() == large and not list(hub_home.rglob("*.part"))
+
+
+@pytest.mark.parametrize("kept", [b"other bytes" * 10**6, b"x" * 60_000_000], ids=["damaged", "longer"])
+def test_a_beginning_that_is_not_the_file_s_is_fetched_anew(
+    hub: Hub, hub_home: Path, files: dict[str, bytes], kept: bytes
+):
+    large = files["model.safetensors"] = files["model.safetensors"] + os.urandom(40_000_000)
+    hub.add(NAME, files)
+    blobs = hub_home / "models--maker--tiny-model" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{hashlib.sha256(large).hexdigest()}.part").write_bytes(kept)
+    assert (find_model(NAME).path / "model.safetensors").read_bytes() == large
+    assert not list(hub_home.rglob("*.part"))
+
+
+def test_a_hub_that_knows_no_ranges_sends_the_file_from_the_front(hub: Hub, hub_home: Path, files: dict[str, bytes]):
+    large = files["model.safetensors"] = files["model.safetensors"] + os.urandom(40_000_000)
+    hub.add(NAME, files)
+    hub.has_ranges = False
+    blobs = hub_home / "models--maker--tiny-model" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{hashlib.sha256(large).hexdigest()}.part").write_bytes(large[:12_000_000])
+    assert (find_model(NAME).path / "model.safetensors").read_bytes() == large
+
+
+def test_a_small_file_that_is_stopped_leaves_nothing(hub: Hub, hub_home: Path, files: dict[str, bytes]):
+    files["model.safetensors"] += os.urandom(4_000_000)
+    hub.add(NAME, files)
+    hub.cut_after["model.safetensors"] = [1_000_000, *[0] * 6]
     program = f"from intarsia.deploy.checkpoints.model_dir import find_model; find_model({NAME!r})"
     with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL) as starting:
-        while not hub.ranges:
+        while not list(hub_home.rglob("*.incomplete")):
             time.sleep(0.01)
-        assert list(hub_home.rglob("*.incomplete"))
         starting.send_signal(signal.SIGINT)
     assert not list(hub_home.rglob("*.incomplete"))
+    hub.cut_after.clear()
     assert find_model(NAME).is_of_hub
 
 
