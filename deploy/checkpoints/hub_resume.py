@@ -61,8 +61,8 @@ def take_up(name: str, commit: str, file: str, bar: Any) -> None:
             _complete(opened, place, bar)
         if _sum_of(opened) == place.sha256:
             os.replace(part, blob)
-        else:
-            part.unlink(missing_ok=True)
+        else:  # it is not removed, for others may wait for it
+            opened.truncate(0)
 
 
 def bytes_of_parts(name: str) -> int:
