@@ -70,7 +70,10 @@ def demo() -> None:
 def serve(
     context: typer.Context,
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face checkpoint directory, or its name on the Hub.")
+        Path,
+        typer.Argument(
+            metavar="MODEL_DIR", help="A Hugging Face checkpoint directory, a GGUF file, or its name on the Hub."
+        ),
     ],
     config: Config = None,
     print_config: Annotated[
@@ -93,7 +96,9 @@ def batch(
     context: typer.Context,
     source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests, as OpenAI's batch lines.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the results go, one for each line, in their order.")],
-    model: Annotated[Path, typer.Option(help="A Hugging Face checkpoint directory, or its name on the Hub.")],
+    model: Annotated[
+        Path, typer.Option(help="A Hugging Face checkpoint directory, a GGUF file, or its name on the Hub.")
+    ],
     num_engines: Annotated[int, typer.Option(help="Engines that share the lines, each with the whole model.")] = 1,
     restart: Annotated[bool, typer.Option("--restart", help="Begin anew, whatever earlier runs left.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 if any line was refused.")] = False,
