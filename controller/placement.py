@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from ..environment import start_of_process
 from ..errors import EngineUnavailable, InvalidSetting
-from ..proto.worker import Process
+from ..proto.worker import Process, check_gpus
 from ..workers.process.actor import WorkerActor, homes
 
 PLACEMENT_TIMEOUT_S = 60.0
@@ -86,14 +86,7 @@ def _kill(pid: int, started: int) -> None:
 async def _place(size: int) -> PlacementGroup:
     have = ray.cluster_resources()
     gpus = have.get("GPU", 0)
-    if 0 < gpus < size:
-        raise InvalidSetting(
-            f"tensor_parallel_size {size} needs {size} GPUs; the Ray cluster has {gpus:g}. Lower it, or add nodes; on "
-            "CPUs, which take minutes where GPUs take seconds, it runs in a Ray that was started with --num-gpus 0.",
-            field="tensor_parallel_size",
-            asked=size,
-            limit=gpus,
-        )
+    check_gpus(size, gpus, "the Ray cluster")
     bundle = {"CPU": 1.0, "GPU": 1.0} if gpus else {"CPU": 1.0}
     if have.get("CPU", 0) < size:
         raise InvalidSetting(

@@ -70,7 +70,10 @@ def demo() -> None:
 def serve(
     context: typer.Context,
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face checkpoint directory, or its name on the Hub.")
+        Path,
+        typer.Argument(
+            metavar="MODEL_DIR", help="A Hugging Face checkpoint directory, a GGUF file, or its name on the Hub."
+        ),
     ],
     config: Config = None,
     print_config: Annotated[
@@ -93,7 +96,9 @@ def batch(
     context: typer.Context,
     source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests, as OpenAI's batch lines.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the results go, one for each line, in their order.")],
-    model: Annotated[Path, typer.Option(help="A Hugging Face checkpoint directory, or its name on the Hub.")],
+    model: Annotated[
+        Path, typer.Option(help="A Hugging Face checkpoint directory, a GGUF file, or its name on the Hub.")
+    ],
     num_engines: Annotated[int, typer.Option(help="Engines that share the lines, each with the whole model.")] = 1,
     restart: Annotated[bool, typer.Option("--restart", help="Begin anew, whatever earlier runs left.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 if any line was refused.")] = False,
@@ -214,7 +219,9 @@ def generate(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="A checkpoint directory, a config.json, or a known model's name.")],
+    model: Annotated[
+        str, typer.Argument(help="A checkpoint directory, a config.json, a GGUF file, or a known model's name.")
+    ],
     kv_memory: Annotated[str, typer.Option(help="Memory for the cache, per rank.")] = "40GiB",
     tensor_parallel_size: Annotated[int, typer.Option(help="Ranks that share the model.")] = 1,
     block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 16,
@@ -233,6 +240,12 @@ def plan(
         int, typer.Option(help="Tokens of an image, for models that look at one; 0: the model's own.", min=0)
     ] = 0,
     dtype: Annotated[str, typer.Option(help="Of cached numbers: bfloat16, float16, float32 or fp8.")] = "bfloat16",
+    weights_format: Annotated[
+        str | None,
+        typer.Option(
+            help="Count the weights as if they were in this format: fp8, nvfp4, q4_k_m ..  [default: as they are]"
+        ),
+    ] = None,
     as_json: AsJson = False,
     svg: Annotated[Path | None, typer.Option(help="Also draw the plan to this file.")] = None,
 ) -> None:
@@ -244,7 +257,7 @@ def plan(
     memory = parse_bytes(kv_memory, "kv_memory")
     expected = parse_expected_length(expected_average_seq_len, "expected_average_seq_len")
     settings = PlanSettings(memory, block_size, strategy, expected, encoder_tokens)
-    run(model, settings, tensor_parallel_size, dtype, context, as_json=as_json, svg=svg)
+    run(model, settings, tensor_parallel_size, dtype, context, weights_format, as_json=as_json, svg=svg)
 
 
 @app.command()

@@ -21,7 +21,6 @@ from .front_end.detokenize import whole_answers, with_text
 from .front_end.engine_client import Delta, EngineClient, TokenLogprobs
 from .front_end.images import ImageReader, read_images
 from .front_end.tokenizer import Tokenizer, encode_prompt
-from .settings.options import engine_settings
 from .settings.table import EngineArguments
 from .start.at_exit import closed_at_exit, is_closed
 from .start.before_start import judged
@@ -132,7 +131,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **settings: Unpack[EngineArguments]):
-        wanted = judged(model, engine_settings(model, **settings))
+        wanted = judged(model, settings)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="intarsia", daemon=True)
         self._thread.start()

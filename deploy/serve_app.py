@@ -241,9 +241,9 @@ def app(args: Mapping[str, Any]) -> serve.Application:
     """
     settings, server, options = _split(args)
     # What can be refused at once is refused here.
-    engine_settings(**settings)
     usual = {"stream_interval_s": STREAM_INTERVAL_S, "max_streams": options.max_ongoing_requests}
     of_server = server_settings(**usual | server)
+    engine_settings(**settings)  # last, because it fetches a model that is not here
     # A fixed number of replicas, or as many as the load wants.
     scaling: dict[str, Any] = {"num_replicas": options.num_replicas}
     if options.max_replicas is not None:

@@ -124,3 +124,15 @@ def check_length(max_model_len: int, positions: int) -> None:
             asked=max_model_len,
             limit=positions,
         )
+
+
+def check_gpus(workers: int, gpus: float, where: str) -> None:
+    """Raises `InvalidSetting` for more workers than there are GPUs. gpus: 0: they run on CPUs"""
+    if 0 < gpus < workers:
+        raise InvalidSetting(
+            f"tensor_parallel_size {workers} needs {workers} GPUs; {where} has {gpus:g}. Lower it, or add nodes; on "
+            "CPUs, which take minutes where GPUs take seconds, it runs in a Ray that was started with --num-gpus 0.",
+            field="tensor_parallel_size",
+            asked=workers,
+            limit=gpus,
+        )

@@ -67,12 +67,14 @@ class Twin(NamedTuple):
 
     def folder(self) -> Path:
         """That which the file gets in the cache, made in this process."""
+        from intarsia.deploy.checkpoints.gguf import parts_beside
         from intarsia.deploy.checkpoints.gguf_describe import describe
         from intarsia.workers.checkpoint.gguf.manifest import sha256_of
 
         made = self.file.parent / "made"
         made.mkdir(exist_ok=True)
-        describe(self.file, made, sha256_of(self.file))
+        files = parts_beside(self.file)
+        describe(files, made, sha256_of(*files))
         return made
 
 
@@ -81,12 +83,14 @@ def make_twin(
     folder: Path,
     formats: str | Callable[[str], str],
     seed: int = 0,
+    tensors_a_part: int = 0,
     extra: Sequence[Piece] = (),
     **changes: Any,
 ) -> Twin:
     """folder/tiny.gguf and folder/plain.
 
     formats: of weights with two dimensions or more, by their names in the file
+    tensors_a_part: of a model that is split, whose parts are beside the file; 0: it is not
     extra: tensors that the twin does not have
     changes: of the config
     """
@@ -119,8 +123,9 @@ def make_twin(
     model.load_state_dict({name: torch.from_numpy(each) for name, each in state.items()}, strict=False)
     model.tie_weights()
     model.save_pretrained(folder / "plain")
-    write(folder / "tiny.gguf", architecture, config, [*pieces, *extra])
-    return Twin(folder / "tiny.gguf", folder / "plain")
+    write(folder / "tiny.gguf", architecture, config, [*pieces, *extra], tensors_a_part)
+    first = min(folder.glob("tiny*.gguf"))
+    return Twin(first, folder / "plain")
 
 
 def dequantised(folder: Path, target: Path, dtype: torch.dtype) -> Path:
@@ -135,7 +140,7 @@ def dequantised(folder: Path, target: Path, dtype: torch.dtype) -> Path:
     shutil.copytree(folder, target, ignore=shutil.ignore_patterns(MANIFEST, "*.gguf"))
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
-    read = load_gguf_checkpoint(str(manifest.file), return_tensors=True, model_to_load=model)["tensors"]
+    read = load_gguf_checkpoint(str(manifest.paths[0]), return_tensors=True, model_to_load=model)["tensors"]
     missing, unexpected = model.load_state_dict(read, strict=False, assign=True)
     assert set(missing) <= set(model._tied_weights_keys or ()) and not unexpected
     model.tie_weights()
@@ -165,9 +170,9 @@ def _set_factors(blocks: np.ndarray, format: str, factor: float) -> None:
         blocks[..., place : place + 2] = np.array([value], np.float16).view(np.uint8)
 
 
-def write(file: Path, architecture: str, config: Any, pieces: list[Piece]) -> None:
+def write(file: Path, architecture: str, config: Any, pieces: list[Piece], tensors_a_part: int = 0) -> None:
     """With a tokenizer of bytes."""
-    writer: Any = gguf.GGUFWriter(str(file), architecture)
+    writer: Any = gguf.GGUFWriter(str(file), architecture, split_max_tensors=tensors_a_part)
     writer.add_context_length(512)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_embedding_length(config.hidden_size)

@@ -19,6 +19,7 @@ class Repository:
     refs: dict[str, str]  # branch or tag -> commit
     token: str | None = None  # who has none, or another, is refused
     is_gated: bool = False
+    gguf: Mapping[str, Any] | None = None  # what the Hub read out of a GGUF file
 
 
 @dataclass
@@ -31,6 +32,7 @@ class Hub:
         default_factory=dict
     )  # file -> bytes after which its next connections break
     ranges: list[str] = field(default_factory=list)
+    has_ranges: bool = True  # else it sends each file from its front
     url: str = ""
 
     def add(self, name: str, files: Mapping[str, bytes], **more: Any) -> str:
@@ -74,7 +76,10 @@ class Handler(BaseHTTPRequestHandler):
         if found is not None:
             commit, files = found
             siblings = [{"rfilename": each, "size": len(data)} for each, data in files.items()]
-            self._send(json.dumps({"id": name, "sha": commit, "siblings": siblings}).encode(), {})
+            said = {"id": name, "sha": commit, "siblings": siblings}
+            if (gguf := self.hub.repositories[name].gguf) is not None:
+                said["gguf"] = dict(gguf)
+            self._send(json.dumps(said).encode(), {})
 
     def _file(self, name: str, revision: str, file: str) -> None:
         found = self._found(name, revision)
@@ -110,7 +115,7 @@ class Handler(BaseHTTPRequestHandler):
     def _send(self, data: bytes, headers: Mapping[str, str], cut_after: int | None = None) -> None:
         """cut_after: bytes of the answer after which the connection breaks"""
         start, asked = 0, self.headers.get("Range")
-        if asked is not None and self.command == "GET":
+        if asked is not None and self.command == "GET" and self.hub.has_ranges:
             self.hub.ranges.append(asked)
             start = int(asked.removeprefix("bytes=").partition("-")[0])
         self.send_response(206 if start else 200)

@@ -11,6 +11,7 @@ import fcntl
 import glob
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -20,12 +21,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ...errors import CorruptCheckpoint, IntarsiaError, InvalidSetting, ModelNotFound, UnsupportedModel
-from ...workers.checkpoint.gguf.header import read_gguf_header
-from ...workers.checkpoint.gguf.manifest import pieces_of, read_manifest, sha256_of, write_manifest
+from ...workers.checkpoint.gguf.header import begins_as_gguf, read_gguf_header, read_gguf_headers
+from ...workers.checkpoint.gguf.manifest import GgufFile, pieces_of, read_manifest, sha256_of, write_manifest
 from ...workers.checkpoint.json_file import clipped
 from .child import run_child
 
 SUFFIX = ".gguf"
+
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
+"""The name of a part of a model that is split, without its suffix."""
 
 ARCHITECTURES = (
     "gemma2", "gemma3", "lfm2", "llama", "qwen2", "qwen2moe", "qwen3", "qwen35", "qwen35moe", "qwen3moe",
@@ -53,8 +57,10 @@ def cache_folder() -> Path:
 
 
 def folder_of(name: str, files: Sequence[Path], pinned: str | None = None) -> Path:
-    """The checkpoint folder of a GGUF file, which may lie in several parts: those are joined in it. Makes it if it is
-    not there yet.
+    """The checkpoint folder of a GGUF file. Makes it if it is not there yet.
+
+    files: one; or the parts of a model that is split, which stay where they are; or pieces of one file, which are
+        joined in the folder
 
     pinned: the SHA-256 that the file must have
 
@@ -69,8 +75,9 @@ def folder_of(name: str, files: Sequence[Path], pinned: str | None = None) -> Pa
     for file in files:
         if not os.path.isfile(file):  # also where that can be no path
             raise ModelNotFound(f"there is no file at {clipped(str(file), LONGEST_PATH_CHARS)}", field="model")
-    if len(files) == 1:
-        _check(files[0])  # before anything takes time
+    is_joined = len(files) > 1 and not is_split(files)
+    if not is_joined:
+        _check(files)  # before anything takes time
     # The sum names the folder, and must be the pinned one.
     found = sha256_of(*files)
     if pinned is not None and found != pinned:
@@ -85,9 +92,9 @@ def folder_of(name: str, files: Sequence[Path], pinned: str | None = None) -> Pa
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _alone(folder):
             if not folder.is_dir():
-                _make(folder, files, found)
-            elif not _is_ready(folder, files):
-                _renew(folder, files[0].resolve())
+                _make(folder, files, found, is_joined=is_joined)
+            elif not _is_ready(folder, files, is_joined=is_joined):
+                _renew(folder, files)
     except OSError as error:
         raise _unwritable(error) from None
     return folder
@@ -98,42 +105,70 @@ def _folder(name: str, found: str) -> Path:
 
 
 def _ready(name: str, files: Sequence[Path], pinned: str | None) -> Path | None:
-    """The folder, if it can be known without reading the weights. Those in parts are known by a pinned sum."""
+    """The folder, if it can be known without reading the weights. Those in pieces are known by a pinned sum."""
     if pinned is not None:
         folders = [_folder(name, pinned)]
-    elif len(files) == 1:
-        folders = sorted(cache_folder().glob(f"{glob.escape(name)}-{FORM}-{'?' * DIGITS}"))
     else:
-        folders = []
-    return next((folder for folder in folders if _is_ready(folder, files)), None)
+        folders = sorted(cache_folder().glob(f"{glob.escape(name)}-{FORM}-{'?' * DIGITS}"))
+    return next((folder for folder in folders if _is_ready(folder, files, is_joined=pinned is not None)), None)
 
 
-def _is_ready(folder: Path, files: Sequence[Path]) -> bool:
+def _is_ready(folder: Path, files: Sequence[Path], *, is_joined: bool) -> bool:
     """Whether it is there, and its weights are in these files as they were."""
     manifest = read_manifest(folder) if folder.is_dir() else None
     if manifest is None:
         return False
-    is_same_place = len(files) > 1 or manifest.file == files[0].resolve()
+    is_same_place = (is_joined and len(files) > 1) or manifest.paths == tuple(file.resolve() for file in files)
     return is_same_place and manifest.is_as_it_was()
 
 
-def _renew(folder: Path, file: Path) -> None:
+def _renew(folder: Path, files: Sequence[Path]) -> None:
     """The same weights are at another place, or have another date."""
     manifest = read_manifest(folder)
     assert manifest is not None, "a folder has had its manifest from the first"
-    state = file.stat()
-    write_manifest(folder, replace(manifest, file=file, mtime_ns=state.st_mtime_ns))
+    write_manifest(folder, replace(manifest, files=tuple(GgufFile.at(file.resolve()) for file in files)))
 
 
-def _check(file: Path) -> None:
+def is_split(files: Sequence[Path]) -> bool:
+    """Whether each is a GGUF file, and not a piece of one. Raises `CorruptCheckpoint` where one cannot be read."""
+    return all(begins_as_gguf(file) for file in files)
+
+
+def parts_beside(file: Path) -> list[Path]:
+    """The file; or all parts of the model, if it is the first. Raises `ModelNotFound` and `CorruptCheckpoint`."""
+    found = PART.fullmatch(file.stem)
+    if found is None or not begins_as_gguf(file) or (split := read_gguf_header(file).split) is None:
+        return [file]
+    if split.number:
+        raise ModelNotFound(
+            f"{file} is part {split.number + 1} of {split.count} of a model; give the first part", field="model"
+        )
+    parts = [file.with_stem(f"{found[1]}-{number:05}-of-{split.count:05}") for number in range(1, split.count + 1)]
+    if lost := [part for part in parts if not part.is_file()]:
+        raise ModelNotFound(
+            f"{file} is one of {split.count} parts of a model, and {lost[0]} is not there", field="model"
+        )
+    return parts
+
+
+def _check(files: Sequence[Path]) -> None:
     """Raises `ModelError` for a file that cannot be served, `InvalidSetting` where none can be."""
-    header = read_gguf_header(file)
-    if header.architecture not in ARCHITECTURES:
+    check_architecture(str(files[0]), read_gguf_headers(files).architecture)
+    check_library()
+
+
+def check_architecture(file: str, architecture: str) -> None:
+    """Raises `UnsupportedModel` for an architecture that is not read. file: which holds it, for people"""
+    if architecture not in ARCHITECTURES:
         raise UnsupportedModel(
-            f"{file} holds a model of architecture {clipped(header.architecture)!r}; GGUF files of "
+            f"{file} holds a model of architecture {clipped(architecture)!r}; GGUF files of "
             f"{', '.join(ARCHITECTURES)} can be served. Use a safetensors checkpoint of the model.",
             field="model",
         )
+
+
+def check_library() -> None:
+    """Raises `InvalidSetting` where no GGUF file can be read."""
     if find_spec("gguf") is None:
         raise InvalidSetting("GGUF files are read with the package gguf: pip install 'gguf>=0.17'", field="model")
 
@@ -150,21 +185,21 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _make(folder: Path, files: Sequence[Path], found: str) -> None:
+def _make(folder: Path, files: Sequence[Path], found: str, *, is_joined: bool) -> None:
     """The caller holds the lock, so a half-made folder is one that a killed process left."""
     beginning = f".{folder.name}-"
     for left in folder.parent.glob(f"{beginning}*"):
         shutil.rmtree(left, ignore_errors=True)
     making = Path(tempfile.mkdtemp(prefix=beginning, dir=folder.parent))
     try:
-        source = files[0].resolve()
-        if len(files) > 1:
-            source = making / JOINED
+        sources = [file.resolve() for file in files]
+        if is_joined:
             _check_room(making, sum(file.stat().st_size for file in files))
-            with source.open("wb") as file:
+            sources = [making / JOINED]
+            with sources[0].open("wb") as file:
                 file.writelines(pieces_of(*files))
-            _check(source)
-        _describe(source, making, found)
+            _check(sources)
+        _describe(sources, making, found)
         making.chmod(0o755)
         making.rename(folder)
     except BaseException:
@@ -182,12 +217,12 @@ def _check_room(folder: Path, weight_bytes: int) -> None:
         )
 
 
-def _describe(source: Path, folder: Path, found: str) -> None:
-    ended = run_child("deploy.checkpoints.gguf_describe", (str(source), str(folder), found), None)
+def _describe(sources: Sequence[Path], folder: Path, found: str) -> None:
+    ended = run_child("deploy.checkpoints.gguf_describe", (str(folder), found, *map(str, sources)), None)
     if ended.code == TOLD:
         raise IntarsiaError.from_wire(json.loads(ended.last))
     if ended.code:
-        raise _failed(source, folder, ended.code, ended.errors)
+        raise _failed(sources[0], folder, ended.code, ended.errors)
 
 
 def _failed(source: Path, folder: Path, code: int, errors: list[str]) -> IntarsiaError:

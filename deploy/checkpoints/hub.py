@@ -11,8 +11,10 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ...errors import IntarsiaError, InvalidSetting, ModelNotFound
 from ...workers.checkpoint.json_file import clipped
@@ -38,8 +40,18 @@ SIDE_FILES = (CONFIG, *JSON_FILES, *OTHER_FILES, *CONFIG_FILES)
 
 TEMPLATES = re.compile(r"additional_chat_templates/[\w.-]+\.jinja")
 
+ALL, BESIDE_WEIGHTS, TEXT = "all", "beside-weights", "text"
+"""What is fetched of a model: all of it; what a model is judged by before its weights come; a tokenizer."""
+
 TRUE = "1", "ON", "YES", "TRUE"
 """As huggingface_hub reads its switches."""
+
+
+class Fetched(NamedTuple):
+    """A model of the Hub on this machine."""
+
+    folder: Path  # of its files
+    gguf: Sequence[Path] = ()  # those with the weights, if they are no safetensors files
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,39 +70,44 @@ def cached(name: str, revision: str | None = None, *, with_weights: bool = True)
     return folder if folder is not None and not lacking(folder, with_weights=with_weights) else None
 
 
-def fetched(name: str, revision: str | None = None, *, with_weights: bool = True) -> Path:
-    """The folder of a model, once all of it is here. Two processes that fetch the same take turns, file by file.
+def fetched(name: str, revision: str | None = None, what: str = ALL, kind: str | None = None) -> Fetched:
+    """A model, once it is here. Two processes that fetch the same take turns, file by file. Where there are no
+    safetensors files, a GGUF file is taken.
+
+    what: `ALL`, `BESIDE_WEIGHTS` or `TEXT`
+    kind: of a GGUF file; None: as `hub_gguf.pick` has it
 
     Raises `ModelNotFound` where the Hub does not have it, gives it to others only, cannot be reached or may not be
     asked; `InvalidSetting` for a revision that is not there, and for a cache that is full or cannot be written.
     """
     part = folder_in_cache(name, revision)
     if is_offline():
-        raise ModelNotFound(f"{not_here(name, revision, part)} HF_HUB_OFFLINE forbids to fetch it now.", field="model")
+        said = not_here(name, revision, part) if kind is None else gguf_not_here(name, revision, kind)
+        raise ModelNotFound(f"{said} HF_HUB_OFFLINE forbids to fetch it now.", field="model")
     with bytes_bar(f"fetching {name}", before=f"asking the Hub for {name}") as watch:
         if watch is None:
             print(f"fetching {name} from the Hub ...", file=sys.stderr, flush=True)
-        asked = name, revision or MAIN, "all" if with_weights else "side"
+        asked = name, revision or MAIN, what, *((kind,) if kind is not None else ())
         environment = os.environ | {"HF_HUB_CACHE": str(hub_cache().absolute())}
         return _outcome(name, run_child("deploy.checkpoints.hub_fetch", asked, watch, environment))
 
 
-def _outcome(name: str, ended: Ended) -> Path:
-    """What the process said last: a folder, or an error of ours."""
+def _outcome(name: str, ended: Ended) -> Fetched:
+    """What the process said last: a folder and its GGUF files, or an error of ours."""
     try:
         said = json.loads(ended.last)
     except ValueError:
         said = None
     match said:
-        case {"folder": str(folder)}:
-            return Path(folder)
+        case {"folder": str(folder), "gguf": list(files)}:
+            return Fetched(Path(folder), [Path(folder) / str(file) for file in files])
         case {"error": list(wire)}:
             raise IntarsiaError.from_wire(wire)
         case _:
             why = f"the process that fetched it ended with {ended.code}"
             why = clipped(ended.errors[-1], 300) if ended.errors else why
             raise ModelNotFound(
-                f"{name} cannot be fetched: {why}. The same command goes on with the files that are not here yet; or: "
+                f"{name} cannot be fetched: {why}. The same command goes on with what is not here yet; or: "
                 f"hf download {name}",
                 field="model",
             )
@@ -106,6 +123,15 @@ def not_here(name: str, revision: str | None, part: Path | None) -> str:
         else f"{part} lacks {lacking(part)}: a download of {name} was not completed."
     )
     return f"{found} Bring it here: hf download {name}{wanted}."
+
+
+def gguf_not_here(name: str, revision: str | None, kind: str) -> str:
+    """The beginning of a refusal."""
+    wanted = "" if revision is None else f" --revision {revision}"
+    return (
+        f"there is no GGUF file of {name} whose name ends in {kind} in the Hub's cache at {hub_cache()}. Bring it "
+        f"here: hf download {name}{wanted} --include '*{kind}*.gguf'."
+    )
 
 
 def folder_in_cache(name: str, revision: str | None = None) -> Path | None:

@@ -1,9 +1,10 @@
 """Fetches a model from the Hugging Face Hub into its cache, in a process of its own: one that serves needs no client of
 the Hub, nor its threads.
 
-    python -m intarsia.deploy.checkpoints.hub_fetch NAME REVISION all|side
+    python -m intarsia.deploy.checkpoints.hub_fetch NAME REVISION all|beside-weights|text [KIND]
 
-prints "done total", in bytes, while it goes on, and at last one JSON object: {"folder": ..} or {"error": ..}.
+prints "done total", in bytes, while it goes on, and at last one JSON object: {"folder": .., "gguf": [..]} or
+{"error": ..}. KIND is that of a GGUF file.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, NamedTuple, Self
 
 from huggingface_hub import HfApi, constants, hf_hub_download
 from huggingface_hub.errors import (
@@ -31,7 +32,25 @@ from huggingface_hub.errors import (
 
 from ...errors import IntarsiaError, InvalidSetting, ModelNotFound
 from ...workers.checkpoint.json_file import clipped
-from .hub import COMMIT, CONFIG, INDEX, MAIN, SIDE_FILES, SINGLE, TEMPLATES, files_of_index, home_of, hub_cache
+from .gguf import SUFFIX, check_architecture, check_library
+from .hub import (
+    ALL,
+    BESIDE_WEIGHTS,
+    COMMIT,
+    CONFIG,
+    INDEX,
+    MAIN,
+    SIDE_FILES,
+    SINGLE,
+    TEMPLATES,
+    TEXT,
+    Fetched,
+    files_of_index,
+    home_of,
+    hub_cache,
+)
+from .hub_gguf import GgufName, pick
+from .hub_resume import LARGE_BYTES, bytes_of_parts, take_up
 
 THREADS = 8
 SPARE_BYTES = 2**26
@@ -42,11 +61,43 @@ UNWRITABLE = (
 LOG_IN = "log in with `hf auth login`, or give a token by HF_TOKEN"
 
 
-def fetch(name: str, revision: str, *, with_weights: bool) -> Path:
-    """The folder, once its files are here: those beside the weights first, so that weights are the last to come.
+class Repository(NamedTuple):
+    """A model on the Hub, at one commit."""
+
+    name: str
+    commit: str
+    sizes: Mapping[str, int]  # file -> bytes
+    gguf: Mapping[str, Any]  # what the Hub read out of a GGUF file
+
+    @property
+    def folder(self) -> Path:
+        return home_of(self.name) / "snapshots" / self.commit
+
+
+def fetch(name: str, revision: str, what: str, kind: str | None = None) -> Fetched:
+    """A model, once its files are here: those beside the weights first, so that weights are the last to come.
+
+    what: `ALL`, `BESIDE_WEIGHTS` or `TEXT`. Of a GGUF file, which has all in it, nothing is beside the weights
+    kind: of a GGUF file
 
     Raises `ModelNotFound`, `InvalidSetting` and what huggingface_hub does.
     """
+    found = _asked(name, revision)
+    progress = Progress()
+    if what != TEXT and (kind is not None or _is_gguf(found)):
+        files = _check_gguf(found, kind)
+        if what == ALL:
+            _fetch_files(found, files, progress)
+    else:
+        files = []
+        _fetch_safetensors(found, what, progress)
+    # The name leads to the folder from now on.
+    if what != BESIDE_WEIGHTS and not COMMIT.fullmatch(revision):
+        _point(home_of(name) / "refs" / revision, found.commit)
+    return Fetched(found.folder, [found.folder / each for each in files])
+
+
+def _asked(name: str, revision: str) -> Repository:
     info = HfApi().model_info(name, revision=revision, files_metadata=True)
     commit = str(info.sha)
     if not COMMIT.fullmatch(commit):
@@ -54,52 +105,71 @@ def fetch(name: str, revision: str, *, with_weights: bool) -> Path:
             f"the Hub calls revision {revision} of {name} {clipped(commit)!r}, no commit", field="model"
         )
     sizes = {each.rfilename: each.size or 0 for each in info.siblings or () if _is_inside(each.rfilename)}
+    said: Any = getattr(info, "gguf", None)
+    return Repository(name, commit, sizes, said if isinstance(said, dict) else {})
+
+
+def _fetch_safetensors(found: Repository, what: str, progress: "Progress") -> None:
+    sizes = found.sizes
     side = [each for each in sizes if each in SIDE_FILES or TEMPLATES.fullmatch(each)]
-    if with_weights:
-        _check_format(name, sizes)
+    if what != TEXT:
+        _check_format(found)
         side += [INDEX] if INDEX in sizes else []
-    home = home_of(name)
-    folder = home / "snapshots" / commit
-    progress = Progress()
-    _fetch_files(name, commit, sizes, side, folder, progress)
-    if with_weights:
-        weights = sorted(files_of_index(folder)) or [SINGLE]
+    _fetch_files(found, side, progress)
+    if what == ALL:
+        weights = sorted(files_of_index(found.folder)) or [SINGLE]
         if lost := [each for each in weights if each not in sizes]:
-            raise ModelNotFound(f"{name} names {lost[0]} in its index, and the Hub does not have it", field="model")
-        _fetch_files(name, commit, sizes, weights, folder, progress)
-    # The name leads to the folder from now on.
-    if not COMMIT.fullmatch(revision):
-        _point(home / "refs" / revision, commit)
-    return folder
+            raise ModelNotFound(
+                f"{found.name} names {lost[0]} in its index, and the Hub does not have it", field="model"
+            )
+        _fetch_files(found, weights, progress)
+
+
+def _has_safetensors(found: Repository) -> bool:
+    return CONFIG in found.sizes and (SINGLE in found.sizes or INDEX in found.sizes)
+
+
+def _is_gguf(found: Repository) -> bool:
+    """Whether its weights are in GGUF files alone."""
+    return not _has_safetensors(found) and any(each.lower().endswith(SUFFIX) for each in found.sizes)
+
+
+def _check_gguf(found: Repository, kind: str | None) -> list[str]:
+    """The files of the model that is meant. Raises `ModelError` and `InvalidSetting` for what could not be served."""
+    files = pick(found.sizes, GgufName(found.name, kind))
+    if isinstance(architecture := found.gguf.get("architecture"), str):
+        check_architecture(f"{found.name} on the Hub", architecture)
+    check_library()
+    return files
 
 
 def _is_inside(file: str) -> bool:
     return not Path(file).is_absolute() and ".." not in Path(file).parts
 
 
-def _check_format(name: str, files: Iterable[str]) -> None:
-    names = set(files)
-    if CONFIG in names and (SINGLE in names or INDEX in names):
+def _check_format(found: Repository) -> None:
+    if _has_safetensors(found):
         return
-    others = sorted(each for each in names if each.endswith((".safetensors", ".bin", ".pth", ".pt", ".gguf")))
-    what = "the weights model.safetensors" if CONFIG in names else CONFIG
+    others = sorted(each for each in found.sizes if each.endswith((".safetensors", ".bin", ".pth", ".pt")))
+    what = "the weights model.safetensors" if CONFIG in found.sizes else CONFIG
     raise ModelNotFound(
-        f"{name} on the Hub lacks {what}; it holds {', '.join(others[:4]) or 'no weight files'}. Only safetensors are "
-        "read from the Hub; a GGUF file can be given by its path.",
+        f"{found.name} on the Hub lacks {what}; it holds {', '.join(others[:4]) or 'no weight files'}. Only "
+        "safetensors and GGUF files are read.",
         field="model",
     )
 
 
-def _fetch_files(
-    name: str, commit: str, sizes: Mapping[str, int], files: Iterable[str], folder: Path, progress: "Progress"
-) -> None:
-    missing = [each for each in files if not (folder / each).is_file()]
-    wanted = sum(sizes[each] for each in missing)
+def _fetch_files(found: Repository, files: Iterable[str], progress: "Progress") -> None:
+    missing = [each for each in files if not (found.folder / each).is_file()]
+    wanted = sum(found.sizes[each] for each in missing)
     progress.expect(wanted)
-    _check_room(name, wanted)
+    _check_room(found.name, max(0, wanted - bytes_of_parts(found.name)))
 
     def one(file: str) -> None:
-        hf_hub_download(name, file, revision=commit, cache_dir=hub_cache(), tqdm_class=progress.bar())  # type: ignore[arg-type]
+        place: Any = {"revision": found.commit, "cache_dir": hub_cache()}
+        if found.sizes[file] > LARGE_BYTES:
+            take_up(found.name, found.commit, file, progress.bar())
+        hf_hub_download(found.name, file, **place, tqdm_class=progress.bar())
 
     pool = ThreadPoolExecutor(THREADS)
     futures = [pool.submit(one, each) for each in missing]
@@ -188,7 +258,7 @@ class Told:
 def in_our_words(error: Exception, name: str, revision: str) -> IntarsiaError:
     """What went wrong, for the person who has to act."""
     hub = constants.ENDPOINT
-    again = "The same command goes on with the files that are not here yet"
+    again = "The same command goes on with what is not here yet"
     match error:
         case IntarsiaError():
             return error
@@ -238,7 +308,7 @@ def _origin(error: BaseException) -> BaseException:
 
 
 def remove_halves() -> None:
-    """Remove the files that this process writes and has not completed: no other try goes on with them."""
+    """Remove the files that huggingface_hub writes here and has not completed: no other try goes on with them."""
     for opened in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             file = Path(os.readlink(opened))
@@ -246,11 +316,11 @@ def remove_halves() -> None:
                 file.unlink()
 
 
-def main(name: str, revision: str, what: str) -> int:
+def main(name: str, revision: str, what: str, kind: str | None = None) -> int:
     """Returns the exit status."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        folder = fetch(name, revision, with_weights=what == "all")
+        found = fetch(name, revision, what, kind)
     except KeyboardInterrupt:
         remove_halves()
         return 130
@@ -258,9 +328,10 @@ def main(name: str, revision: str, what: str) -> int:
         remove_halves()
         print(json.dumps({"error": in_our_words(error, name, revision).to_wire()}), flush=True)
         return 1
-    print(json.dumps({"folder": str(folder)}), flush=True)
+    files = [file.relative_to(found.folder).as_posix() for file in found.gguf]
+    print(json.dumps({"folder": str(found.folder), "gguf": files}), flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    os._exit(main(*sys.argv[1:4]))  # threads that still wait for the network are not waited for
+    os._exit(main(*sys.argv[1:5]))  # threads that still wait for the network are not waited for

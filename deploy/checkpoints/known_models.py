@@ -31,12 +31,6 @@ class KnownModel:
     encoder_tokens: int  # of one image; 0 when no layer attends to an encoder
     entry: Mapping[str, Any]
 
-    @property
-    def weight_bytes(self) -> int | None:
-        """Of its text part in bfloat16. None: it is released in other numbers, or how many it has is not known."""
-        params = self.entry.get("bfloat16_params")
-        return None if params is None else 2 * params
-
     def layers(self, tensor_parallel_size: int = 1, item_bytes: int = 2) -> tuple[LayerSpec, ...]:
         """Raises `InvalidSetting` when heads do not divide among that many ranks."""
         share = RankShare(tensor_parallel_size, item_bytes, self.id)

@@ -2,14 +2,16 @@
 Hugging Face Hub."""
 
 import difflib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import InvalidSetting, ModelNotFound
 from ..demo import DEMO, DEMO_MODEL_DIR, is_demo
 from .gguf import SUFFIX
-from .hub import HUB_NAME, cached, fetched
-from .real_models import REAL_MODELS, real_checkpoint
+from .hub import ALL, BESIDE_WEIGHTS, HUB_NAME, TEXT, cached, fetched
+from .hub_gguf import GgufName, gguf_in_cache, gguf_name, says_gguf
+from .real_models import REAL_MODELS, gguf_checkpoint, real_checkpoint
 
 SIMILAR = 0.7
 """The least likeness of two spellings that counts as a slip, from 0 to 1."""
@@ -17,6 +19,11 @@ SIMILAR = 0.7
 
 FEWEST_CHARS = 5
 """The fewest characters of a name that is taken for the beginning of a known one."""
+
+
+Judge = Callable[[Path | None], None]
+"""Raises what a model of the Hub is refused for. Called with None before anything of it is fetched, and before its
+weights are with the folder of the files beside them."""
 
 
 class FoundModel(NamedTuple):
@@ -27,20 +34,26 @@ class FoundModel(NamedTuple):
     is_of_hub: bool = False
 
 
-def find_model(model: str, revision: str | None = None, *, with_weights: bool = True) -> FoundModel:
+def find_model(
+    model: str, revision: str | None = None, *, with_weights: bool = True, judge: Judge | None = None
+) -> FoundModel:
     """Fetches a model of the Hub that is not here.
 
     revision: of a model on the Hub, its branch, tag or commit; None: main
     with_weights: False where only the tokenizer is wanted
+    judge: of a model that is to be fetched with its weights
 
-    Raises what `fetched` does, and `InvalidSetting` for a revision of what is not on the Hub. What else there is not,
-    `Checkpoint` says as it says what a folder lacks.
+    Raises what `fetched` and `judge` do, and `InvalidSetting` for a revision of what is not on the Hub. What else there
+    is not, `Checkpoint` says as it says what a folder lacks.
     """
-    found = None if is_hub_name(model) else _of_this_machine(model)
-    if found is None:
-        folder = cached(model, revision, with_weights=with_weights)
-        folder = folder or fetched(model, revision, with_weights=with_weights)
-        return FoundModel(folder, model, is_of_hub=True)
+    if not _exists(model) and (named := gguf_name(model)):
+        files = gguf_in_cache(named, revision)
+        if files is None and judge is not None:
+            judge(None)
+        return _of_gguf(model, files or fetched(named.repository, revision, ALL, named.kind).gguf)
+    if is_hub_name(model):
+        return _of_hub(model, revision, with_weights=with_weights, judge=judge)
+    found = _of_this_machine(model)
     if revision is not None:
         raise InvalidSetting(
             f"revision is of models on the Hub, and {model} is on this machine; leave revision out", field="revision"
@@ -51,6 +64,27 @@ def find_model(model: str, revision: str | None = None, *, with_weights: bool = 
 def is_hub_name(model: str) -> bool:
     """Whether only the Hub can have it: a folder or file of that path, or a model by name, comes first."""
     return HUB_NAME.fullmatch(model) is not None and not _exists(model) and Path(model).suffix.lower() != SUFFIX
+
+
+def _of_hub(model: str, revision: str | None, *, with_weights: bool, judge: Judge | None) -> FoundModel:
+    # What the cache has is taken.
+    if folder := cached(model, revision, with_weights=with_weights):
+        return FoundModel(folder, model, is_of_hub=True)
+    if with_weights and says_gguf(model) and (files := gguf_in_cache(GgufName(model), revision)):
+        return _of_gguf(model, files)
+    # Else it is fetched, once it is judged by what comes before its weights.
+    if judge is not None:
+        judge(None)
+        beside = fetched(model, revision, BESIDE_WEIGHTS)
+        if not beside.gguf:
+            judge(beside.folder)
+    found = fetched(model, revision, ALL if with_weights else TEXT)
+    return _of_gguf(model, found.gguf) if found.gguf else FoundModel(found.folder, model, is_of_hub=True)
+
+
+def _of_gguf(model: str, files: Sequence[Path]) -> FoundModel:
+    """model: as it was named"""
+    return FoundModel(gguf_checkpoint(files).folder, model, is_of_hub=True)
 
 
 def _of_this_machine(model: str) -> FoundModel:
@@ -68,8 +102,8 @@ def _refuse_gguf_of_hub(model: str) -> None:
     name, _, file = model.rpartition("/")
     if file.lower().endswith(SUFFIX) and HUB_NAME.fullmatch(name) and not _exists(model):
         raise ModelNotFound(
-            f"there is no file {model}. GGUF files of the Hub are not fetched by name: hf download {name} {file}, then "
-            "give the path that it prints",
+            f"there is no file {model}. A GGUF file of the Hub is named so: {name}:{Path(file).stem}, or by the end of "
+            "that",
             field="model",
         )
 

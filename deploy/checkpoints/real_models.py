@@ -6,14 +6,14 @@
 import functools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
 from ...errors import ModelNotFound
-from .gguf import SUFFIX, cache_folder, folder_of
+from .gguf import PART, SUFFIX, cache_folder, folder_of, parts_beside
 
 
 class RealModel(NamedTuple):
@@ -84,7 +84,15 @@ def _named(name: str) -> Found:
 
 @functools.cache
 def _of_file(path: Path) -> Found:
-    return Found(folder_of(path.stem, [path]), path.stem)
+    return gguf_checkpoint(parts_beside(path))
+
+
+def gguf_checkpoint(files: Sequence[Path]) -> Found:
+    """The checkpoint of a GGUF file, or of the parts of one model. Raises what `folder_of` does."""
+    stem = files[0].stem
+    part = PART.fullmatch(stem) if len(files) > 1 else None
+    name = part[1] if part is not None else stem
+    return Found(folder_of(name, files), name)
 
 
 def _file(package: str, name: str) -> Path | None:

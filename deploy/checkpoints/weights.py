@@ -22,6 +22,10 @@ NOT_TEXT = "vision", "visual", "audio", "multi_modal", "multimodal", "mtp."
 """Parts of tensors' names that are not loaded, mostly: to take them for loaded would refuse what fits."""
 
 
+EXPANDED_BY_TRITON = frozenset({"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_1", "Q5_0", "Q5_1"})
+"""Kinds of GGUF files whose blocks have scales or leasts that the kernels for GPUs do not take."""
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
     """Bytes on all ranks together, at the least: without what ranks hold twice, and parts that are not loaded."""
@@ -29,11 +33,16 @@ class Weights:
     dtype: str  # of numbers that are not packed, once they are loaded
     plain: int
     packed: Mapping[str, int]  # format -> as they are stored
-    unpacked: int  # the packed ones, once they are expanded to numbers of `dtype`
+    expanded: Mapping[str, int]  # format -> once they are expanded to numbers of `dtype`
 
     def total(self, *, expands: bool) -> int:
         """expands: packed weights, too, take as many bytes as numbers of `dtype` do"""
-        return self.plain + (self.unpacked if expands else sum(self.packed.values()))
+        return self.plain + sum((self.expanded if expands else self.packed).values())
+
+    def with_triton(self) -> int:
+        """On GPUs with Triton, which expands some formats when it loads them."""
+        kept = (self.expanded[name] if name in EXPANDED_BY_TRITON else size for name, size in self.packed.items())
+        return self.plain + sum(kept)
 
     def by_format(self) -> dict[str, int]:
         """Format -> bytes, the most first. Numbers that are not packed have their dtype for a format."""
@@ -55,29 +64,45 @@ def weigh(checkpoint: Checkpoint, dtype: str) -> Weights:
     item_bytes, packed = ITEM_BYTES.get(name, 2), checkpoint.packed
     plain = filter(_is_text, set(checkpoint.names()) - packed.taken)
     kept: dict[str, int] = {}
-    unpacked = 0
+    expanded: dict[str, int] = {}
     if checkpoint.gguf is not None:
         return _weigh_gguf(checkpoint.gguf, name)
     for weight in (each for each in packed.weights.values() if _is_text(each.name)):
         stored = [checkpoint.stored(tensor) for tensor in weight.stored]
         form = weight.format if isinstance(weight, Packed) else "mxfp4"
         kept[form] = kept.get(form, 0) + sum(tensor.stop - tensor.start for tensor in stored)
-        unpacked += item_bytes * weight.numbers(stored[0].shape)
-    return Weights(name, item_bytes * sum(math.prod(checkpoint.shape(each)) for each in plain), kept, unpacked)
+        expanded[form] = expanded.get(form, 0) + item_bytes * weight.numbers(stored[0].shape)
+    return Weights(name, item_bytes * sum(math.prod(checkpoint.shape(each)) for each in plain), kept, expanded)
+
+
+def shapes_of(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Of the weights that are loaded, by their names in the checkpoint; those of packed ones once they are expanded.
+    gpt-oss's experts are [experts, rows, columns]."""
+    packed = checkpoint.packed
+    found = {name: checkpoint.shape(name) for name in checkpoint.names() if name not in packed.taken}
+    for name, weight in packed.weights.items():
+        if isinstance(weight, Packed):
+            found[name] = (weight.experts, *weight.shape) if weight.experts else weight.shape
+        else:
+            experts, rows, groups, half = checkpoint.shape(weight.codes)
+            found[name] = experts, rows, groups * half * 2
+    return {name: shape for name, shape in found.items() if _is_text(name)}
 
 
 def _weigh_gguf(weights: GgufWeights, dtype: str) -> Weights:
     """A tensor of blocks is packed."""
-    item_bytes, plain, unpacked = ITEM_BYTES.get(dtype, 2), 0, 0
+    item_bytes, plain = ITEM_BYTES.get(dtype, 2), 0
     kept: dict[str, int] = {}
+    expanded: dict[str, int] = {}
     for name in weights.manifest.made:
         for tensor in weights.parts(name):
             if tensor.kind.name in PLAIN:
                 plain += item_bytes * math.prod(tensor.shape)
             else:
-                kept[tensor.kind.name] = kept.get(tensor.kind.name, 0) + tensor.stop - tensor.start
-                unpacked += item_bytes * math.prod(tensor.shape)
-    return Weights(dtype, plain, kept, unpacked)
+                form = tensor.kind.name
+                kept[form] = kept.get(form, 0) + tensor.stop - tensor.start
+                expanded[form] = expanded.get(form, 0) + item_bytes * math.prod(tensor.shape)
+    return Weights(dtype, plain, kept, expanded)
 
 
 @functools.lru_cache(maxsize=1)

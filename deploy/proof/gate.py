@@ -9,7 +9,6 @@ from typing import Any
 
 from ...errors import UnsupportedModel
 from ...workers.checkpoint.config_schema import text_config
-from ...workers.checkpoint.files import Checkpoint
 from ...workers.known_families import KNOWN_FAMILIES, is_known
 from ..checkpoints.child import run_child
 from .verdict import Verdict, remember, remembered
@@ -22,12 +21,13 @@ def has_gpu() -> bool:
     return any(os.path.exists(device) for device in DEVICES)
 
 
-def check_right(model_dir: str, ranks: int, *, runs_own_code: bool = False) -> None:
-    """ranks: on which the model is to run. runs_own_code: that of the checkpoint, which says itself what it is
+def check_right(model_dir: str, config: Mapping[str, Any], ranks: int, *, runs_own_code: bool = False) -> None:
+    """config: of the folder, whose weights need not be there. ranks: on which the model is to run
+
+    runs_own_code: that of the checkpoint, which says itself what it is
 
     Raises `UnsupportedModel` for a model that would be computed wrong, or of which that is not known. Takes seconds
     when a family is met for the first time."""
-    config = Checkpoint(model_dir).config
     kinds = config.get("model_type"), text_config(config).get("model_type")
     if runs_own_code:
         return

@@ -2,15 +2,20 @@
 imported and Ray is started; only a family that the tests do not cover takes longer, when it is met for the first time
 (`proof/gate.py`). Whether the cluster that RAY_ADDRESS names answers, `controller.ray_address` finds out.
 
-    ports -> files of the checkpoint -> length, ranks, layout of the cache -> backend -> memory -> family
+    files of the checkpoint -> length, ranks, layout of the cache -> backend, GPUs -> memory -> ports -> family
+
+Of a model of the Hub that is not here, what needs no file of it is judged before anything is fetched, and what its
+config tells before its weights are.
 
 What only the loaded model knows is judged later, by the parts that know it; what both can tell, both tell in the same
 words, for it is the same function.
 """
 
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,15 +25,20 @@ from ...errors import InvalidSetting, ModelNotFound, UnsupportedModel
 from ...kernels.names import ATTENTION_BACKENDS, no_such_backend
 from ...kvcache.spec import LayerSpec
 from ...kvcache.strategies import plan_memory
-from ...proto.worker import check_length
+from ...proto.worker import check_gpus, check_length
 from ...workers.checkpoint.config_schema import text_config
-from ...workers.checkpoint.files import Checkpoint
+from ...workers.checkpoint.files import CONFIG, Checkpoint, read_config
 from ...workers.checkpoint.layer_specs import local_kv_heads, read_layers
-from ..checkpoints.model_dir import is_hub_name
+from ...workers.checkpoint.packed.description import read_description
+from ..checkpoints.model_dir import FoundModel, find_model, is_hub_name
 from ..checkpoints.weights import ITEM_BYTES, dtype_of, weigh, weights_in
-from ..front_end.tokenizer import check_tokenizer
+from ..front_end.tokenizer import check_tokenizer, read_template
 from ..proof.gate import check_right, has_gpu
+from ..settings.options import wanted_settings
 from ..settings.ports import check_ports as check_ports
+from ..settings.table import EngineArguments
+
+NVIDIA = re.compile(r"nvidia\d+")
 
 SAYS_ALL = "layer_types", "head_dim", "num_key_value_heads", "num_kv_shared_layers", "max_position_embeddings"
 """Fields of a config out of which its layers are known without transformers, which knows what a family leaves out."""
@@ -37,8 +47,23 @@ SHARES_NOTHING = {"gemma2", "gemma3_text", "llama", "mistral", "ministral", "min
 """Families of plain attention layers, all with keys and values of their own."""
 
 
-def judged(model: str, settings: EngineSettings) -> EngineSettings:
-    """Return the settings, if an engine can be made of them here. model: as it was named. Raises as `check_engine`."""
+def judged(model: str, given: EngineArguments, before_fetch: Callable[[], None] = lambda: None) -> EngineSettings:
+    """The settings of an engine that can be made here. A model of the Hub that is not here is fetched: what can be
+    refused without it is refused before that, and what its config tells before its weights come.
+
+    model: as it was named. before_fetch: raises what else a start is refused for
+
+    Raises as `engine_settings` and `check_engine`."""
+    wanted = wanted_settings(**given)
+
+    def judge(folder: Path | None) -> None:
+        if folder is None:
+            before_fetch()
+            check_without_model(wanted.engine)
+        else:
+            _check_beside_weights(folder, wanted.of(FoundModel(folder)))
+
+    settings = wanted.of(find_model(model, wanted.revision, judge=judge))
     try:
         check_engine(settings)
     except ModelNotFound as error:
@@ -51,18 +76,56 @@ def judged(model: str, settings: EngineSettings) -> EngineSettings:
 def check_engine(settings: EngineSettings) -> None:
     """Raises `InvalidSetting` and `ModelError` for what cannot become an engine here."""
     checkpoint = Checkpoint(settings.model.model_dir)
-    check_tokenizer(settings.model)
-    text = text_config(checkpoint.config)
-    _check_shape(text, settings)
-    is_known = (
-        not os.environ.get("RAY_ADDRESS") and not has_gpu() and not _has_ray()
-    )  # other machines, and GPUs, have their own memory
-    _check_backend(settings.model.attention_backend, has_gpu=not is_known)
-    if is_known:
+    _check_described(checkpoint.config, settings)
+    _check_devices(settings)
+    if _is_all_known():
         weights = weight_bytes(checkpoint, settings.model.dtype, expands=expands(settings))
         check_memory(weights, settings, free_host_bytes())
+    _check_right(checkpoint.config, settings)
+
+
+def check_without_model(settings: EngineSettings) -> None:
+    """Raises `InvalidSetting` and `ModelError` for what no model becomes an engine with here."""
+    if settings.model.tokenizer_dir is not None:
+        check_tokenizer(settings.model)
+    elif settings.model.chat_template is not None:
+        read_template(settings.model.chat_template)
+    _check_devices(settings)
+
+
+def _check_beside_weights(folder: Path, settings: EngineSettings) -> None:
+    """As `check_engine`, before the weights are in the folder."""
+    config = read_config(folder / CONFIG)
+    read_description(folder, config)
+    _check_described(config, settings)
+    _check_right(config, settings)
+
+
+def _check_right(config: Mapping[str, Any], settings: EngineSettings) -> None:
     model = settings.model
-    check_right(model.model_dir, model.tensor_parallel_size, runs_own_code=model.trust_remote_code)
+    check_right(model.model_dir, config, model.tensor_parallel_size, runs_own_code=model.trust_remote_code)
+
+
+def _check_described(config: Mapping[str, Any], settings: EngineSettings) -> None:
+    check_tokenizer(settings.model)
+    text = text_config(config)
+    _check_shape(text, settings)
+
+
+def _check_devices(settings: EngineSettings) -> None:
+    _check_backend(settings.model.attention_backend, has_gpu=not _is_all_known())
+    if not _is_elsewhere():
+        check_gpus(settings.model.tensor_parallel_size, num_gpus(), "this machine")
+
+
+def _is_all_known() -> bool:
+    """Whether all memory is this machine's: other machines, and GPUs, have their own."""
+    return not _is_elsewhere() and not has_gpu()
+
+
+def _is_elsewhere() -> bool:
+    """Whether the engine may run on other machines, in a Ray that is there already."""
+    return bool(os.environ.get("RAY_ADDRESS")) or _has_ray()
 
 
 def _check_shape(text: Mapping[str, Any], settings: EngineSettings) -> None:
@@ -151,3 +214,10 @@ def _has_ray() -> bool:
     """Whether this program uses a Ray already, which may be anywhere."""
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized()
+
+
+def num_gpus() -> int:
+    """The GPUs of this machine that Ray finds, or more: as the driver has them, and as CUDA_VISIBLE_DEVICES leaves."""
+    found = sum(NVIDIA.fullmatch(name) is not None for name in os.listdir("/dev"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return found if visible is None else min(found, len(list(filter(None, visible.split(",")))))

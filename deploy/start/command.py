@@ -2,8 +2,9 @@
 imported or started is judged first."""
 
 import asyncio
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, cast
 
 import typer
 
@@ -11,9 +12,8 @@ from ...controller.startup import EngineSettings
 from ...errors import InvalidSetting
 from ..front_end.access import Access, AccessSettings
 from ..settings.config_file import describe
-from ..settings.options import engine_settings
 from ..settings.setting import Setting, fields_of
-from ..settings.table import ENGINE, SERVER, LogLevel
+from ..settings.table import ENGINE, SERVER, EngineArguments, LogLevel
 from .before_ray import begin_ahead, check_start
 from .before_start import check_ports, judged, weights_in_words
 from .ending import leave
@@ -43,19 +43,35 @@ def run(context: typer.Context) -> None:
     asyncio.run(serve_and_leave())
 
 
-def settings_before_start(params: Mapping[str, Any]) -> EngineSettings:
+def settings_before_start(params: Mapping[str, Any], before_fetch: Callable[[], None] | None = None) -> EngineSettings:
     """The settings of an engine among the parameters of a command, once all is judged that can be before anything slow
-    is imported or started. Raises `ModelError` and `InvalidSetting`."""
+    is imported or started.
+
+    before_fetch: as `judged` has it; None: judges the server
+
+    Raises `ModelError` and `InvalidSetting`."""
     model, given = str(params["model"]), _of(ENGINE, params)
     check_start(is_insecure_fine=given["insecure_ray"])
     if "host" in params:
         _check_host(params)
     if params["disable_hybrid_kv_cache_manager"]:
         given["strategy"] = _uniform(given["strategy"])
-    settings = judged(model, engine_settings(model, **given))
+    settings = judged(model, cast(EngineArguments, given), before_fetch or partial(_check_server, params))
     if "host" in params:
-        check_ports(params["host"], {name: params[name] for name in ("port", "grpc_port")})
+        _check_ports(params)
     return settings
+
+
+def _check_server(params: Mapping[str, Any]) -> None:
+    """Raises `InvalidSetting` for what no server starts with."""
+    from .serve import server_settings
+
+    server_settings(**_of(SERVER, params))
+    _check_ports(params)
+
+
+def _check_ports(params: Mapping[str, Any]) -> None:
+    check_ports(params["host"], {name: params[name] for name in ("port", "grpc_port")})
 
 
 def _of(rows: Iterable[Setting], params: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from ...errors import EngineUnavailable, IntarsiaError, InvalidSetting
 from ...kvcache.check import Recount
 from ...proto.channel import Address
 from ...proto.worker import Process
+from ...workers.checkpoint.files import Checkpoint
 from ..front_end.engine_client import EngineClient
 from ..proof.gate import check_right
 from .before_ray import check_cluster
@@ -108,9 +109,9 @@ async def start_engine(settings: EngineSettings, watch: Watch | None = None) -> 
     """
     # A wrong path, a broken file or a family that would be answered wrong is told at once, not after Ray has started.
     model = settings.model
-    await _beside(
-        partial(check_right, model.model_dir, model.tensor_parallel_size, runs_own_code=model.trust_remote_code)
-    )
+    config = Checkpoint(model.model_dir).config
+    ranks, runs_own_code = model.tensor_parallel_size, model.trust_remote_code
+    await _beside(partial(check_right, model.model_dir, config, ranks, runs_own_code=runs_own_code))
     own_ray = await _ensured(settings)
     actors = None
     try:

@@ -162,7 +162,12 @@ def _group_json(group: Group) -> dict[str, Any]:
 def _weights_json(weights: Weights | str | None) -> dict[str, Any] | None:
     if not isinstance(weights, Weights):
         return None
-    return {"bytes": weights.by_format(), "expanded_bytes": weights.total(expands=True), "dtype": weights.dtype}
+    return {
+        "bytes": weights.by_format(),
+        "triton_bytes": weights.with_triton(),
+        "expanded_bytes": weights.total(expands=True),
+        "dtype": weights.dtype,
+    }
 
 
 def _down(requests: float) -> float:
@@ -181,7 +186,7 @@ def _lines(report: PlanReport) -> list[RenderableType]:
     ranks = f" on each of {report.tensor_parallel_size} ranks" if report.tensor_parallel_size > 1 else ""
     lines: list[RenderableType] = [
         Text.assemble((report.model.model, "bold"), f": {human_bytes(memory)} for the cache{ranks}"),
-        *_weights_lines(report.model.weights),
+        *_weights_lines(report.model),
         Text(_choice(plan)),
         *(Text(f"note: {note}", style="yellow") for note in plan.notes),
         Text(),
@@ -200,13 +205,19 @@ def _lines(report: PlanReport) -> list[RenderableType]:
     return lines
 
 
-def _weights_lines(weights: Weights | str | None) -> list[RenderableType]:
+def _weights_lines(model: ModelLayers) -> list[RenderableType]:
+    weights = model.weights
     if weights is None:
         return []
     if isinstance(weights, str):
         return [Text(f"note: {weights}", style="yellow")]
-    beside = "; where they are expanded: " + weights.expanded_in_words() if weights.packed else ""
-    return [Text(f"Weights, on all ranks together: {weights.in_words()}{beside}.")]
+    beside = ""
+    if weights.packed:
+        triton = weights.with_triton()
+        by_triton = "" if triton == weights.total(expands=False) else f"; on GPUs with Triton: {human_bytes(triton)}"
+        beside = f"{by_triton}; where they are expanded: {weights.expanded_in_words()}"
+    about = [Text(f"({model.about_weights})", style="dim")] if model.about_weights else []
+    return [Text(f"Weights, on all ranks together: {weights.in_words()}{beside}."), *about]
 
 
 def _choice(plan: MemoryPlan) -> str:

@@ -17,6 +17,7 @@ def run(
     tensor_parallel_size: int,
     dtype: str,
     context: str | None,
+    weights_format: str | None = None,
     *,
     as_json: bool,
     svg: Path | None,
@@ -24,8 +25,9 @@ def run(
     """Print what a plan brings a model.
 
     context: lengths of requests to report, as "2048,8192"
+    weights_format: as which the weights are counted; None: as they are
     """
-    layers = model_layers(model, tensor_parallel_size, dtype)
+    layers = model_layers(model, tensor_parallel_size, dtype, weights_format)
     report = make_report(layers, settings, parse_lengths(context), tensor_parallel_size)
     if svg is not None:
         _write(svg, draw_plan(report))

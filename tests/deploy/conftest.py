@@ -1,6 +1,7 @@
 """A real gRPC server on loopback in front of a scripted engine, and a tokenizer made on the spot."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from intarsia.deploy.front_end.front_end import FrontEnd
 from intarsia.deploy.front_end.tokenizer import Tokenizer
 from intarsia.deploy.grpc.server import GrpcServer
 from intarsia.tests.deploy.scripted import ScriptedEngine
+from intarsia.tests.hub import Hub, HubServer
 
 
 @pytest.fixture
@@ -53,3 +55,22 @@ def byte_tokenizer(byte_backend: Backend, tmp_path_factory: pytest.TempPathFacto
     loaded = Tokenizer.load(folder)
     assert loaded is not None
     return loaded
+
+
+@pytest.fixture
+def hub_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where downloads from the Hub go; nothing else of the user's is seen."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("HF_HOME", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME", "HF_TOKEN", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
+    return tmp_path / "hub"
+
+
+@pytest.fixture
+def hub(hub_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A Hub on loopback."""
+    with HubServer() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        yield hub

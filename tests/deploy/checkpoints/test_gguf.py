@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ from intarsia.deploy.checkpoints import gguf
 from intarsia.deploy.checkpoints.gguf import folder_of
 from intarsia.deploy.checkpoints.real_models import REAL_MODELS, real_checkpoint
 from intarsia.errors import CorruptCheckpoint, InvalidSetting, ModelNotFound, UnsupportedModel
-from intarsia.workers.checkpoint.gguf.header import read_gguf_header
-from intarsia.workers.checkpoint.gguf.manifest import Made, Manifest, read_manifest, write_manifest
+from intarsia.workers.checkpoint.gguf.header import read_gguf_header, read_gguf_headers
+from intarsia.workers.checkpoint.gguf.manifest import GgufFile, Made, Manifest, read_manifest, write_manifest
 
 
 def text(value: str) -> bytes:
@@ -42,13 +43,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A description that needs no torch: what is tested is what happens around it."""
 
-    def describe(source: Path, folder: Path, found: str) -> None:
+    def describe(sources: Sequence[Path], folder: Path, found: str) -> None:
         with (folder.parent / "times").open("a") as file:
             file.write("x")
         time.sleep(0.3)
         (folder / "config.json").write_text("{}")
-        state, made = source.stat(), {"model.embed_tokens.weight": Made(("token_embd.weight",))}
-        write_manifest(folder, Manifest(source, state.st_size, state.st_mtime_ns, found, made))
+        made = {"model.embed_tokens.weight": Made(("token_embd.weight",))}
+        write_manifest(folder, Manifest(tuple(map(GgufFile.at, sources)), found, made))
 
     monkeypatch.setattr(gguf, "_describe", describe)
     monkeypatch.setattr(gguf, "find_spec", lambda _: object())
@@ -125,7 +126,7 @@ def test_a_file_that_was_moved_or_has_another_date_keeps_its_folder(cache: Path,
     moved = file.rename(tmp_path / "moved.gguf")
     assert folder_of("small", [moved]) == folder
     manifest = read_manifest(folder)
-    assert manifest is not None and manifest.file == moved and manifest.mtime_ns == 1
+    assert manifest is not None and manifest.files == (GgufFile(moved, len(small_gguf()), 1),)
     assert (cache / "times").read_text() == "x"
 
 
@@ -152,7 +153,7 @@ def test_a_folder_of_converted_weights_is_not_taken_for_one_of_ours(cache: Path,
     assert folder_of("small", [file]) != old
 
 
-def test_parts_are_one_file(cache: Path, quick: None, tmp_path: Path):
+def test_pieces_are_one_file(cache: Path, quick: None, tmp_path: Path):
     whole = small_gguf()
     parts = [tmp_path / "a", tmp_path / "b"]
     parts[0].write_bytes(whole[:50])
@@ -160,6 +161,67 @@ def test_parts_are_one_file(cache: Path, quick: None, tmp_path: Path):
     folder = folder_of("small", parts)
     assert (folder / "source.gguf").read_bytes() == whole
     assert folder == folder_of("small", [write(tmp_path, whole)])
+
+
+def part(number: int, count: int = 2, tensors: int = 2, name: str = "a") -> bytes:
+    """Of a split model: the first says of which architecture it is. One tensor of 32 numbers in each."""
+    keys = [text(f"split.{key}") + struct.pack("<IH", 2, value) for key, value in (("no", number), ("count", count))]
+    keys.append(text("split.tensors.count") + struct.pack("<Ii", 5, tensors))
+    keys += [text("general.architecture") + struct.pack("<I", 8) + text("llama")] * (number == 0)
+    table = text(name) + struct.pack("<IQIQ", 1, 32, 0, 0)
+    head = b"GGUF" + struct.pack("<IQQ", 3, 1, len(keys)) + b"".join(keys) + table
+    return head.ljust(-(-len(head) // 32) * 32, b"\0") + bytes(128)
+
+
+def write_parts(folder: Path, *parts: bytes) -> list[Path]:
+    files = [folder / f"small-{number:05}-of-{len(parts):05}.gguf" for number in range(1, len(parts) + 1)]
+    for file, data in zip(files, parts, strict=True):
+        file.write_bytes(data)
+    return files
+
+
+def test_a_split_model_stays_where_it_is_and_is_not_read_again(
+    cache: Path, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    files = write_parts(tmp_path, part(0), part(1, name="b"))
+    assert {name: each.part for name, each in read_gguf_headers(files).tensors.items()} == {"a": 0, "b": 1}
+    found = real_checkpoint(str(files[0]))
+    assert found is not None and found.name == "small"
+    manifest = read_manifest(found.folder)
+    assert manifest is not None and manifest.paths == tuple(files)
+    monkeypatch.setattr(gguf, "sha256_of", lambda *_: pytest.fail("it was read"))
+    assert folder_of("small", files) == found.folder
+    assert sorted(path.name for path in found.folder.iterdir()) == ["config.json", "gguf.json"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        ([part(0), part(0, name="b")], "part 1 of 2, and it is taken for part 2"),
+        ([part(0), part(1, 3, name="b")], "part 2 of 3"),
+        ([part(0), part(1)], "both hold the tensor 'a'"),
+        ([part(0, tensors=3), part(1, tensors=3, name="b")], "has 3 tensors, and the 2 parts hold 2"),
+        ([part(0), small_gguf()], "part 1 of 1, and it is taken for part 2"),
+        ([part(0), part(1, name="b")[:-1]], "was cut off"),
+    ],
+)
+def test_parts_that_do_not_fit_together_are_refused(
+    cache: Path, quick: None, tmp_path: Path, parts: list[bytes], says: str
+):
+    files = write_parts(tmp_path, *parts)
+    with pytest.raises(CorruptCheckpoint, match=says):
+        folder_of("small", files)
+
+
+def test_a_part_is_refused_without_the_others_and_in_place_of_the_first(cache: Path, tmp_path: Path):
+    first, second = write_parts(tmp_path, part(0), part(1, name="b"))
+    with pytest.raises(ModelNotFound, match="part 2 of 2 of a model; give the first part"):
+        real_checkpoint(str(second))
+    second.unlink()
+    with pytest.raises(ModelNotFound, match=rf"one of 2 parts of a model, and {second} is not there"):
+        real_checkpoint(str(first))
+    with pytest.raises(CorruptCheckpoint, match="part 1 of 2"):
+        real_checkpoint(str(first.rename(tmp_path / "other.gguf")))
 
 
 def test_two_processes_that_want_the_same_make_its_folder_once(cache: Path, quick: None, tmp_path: Path):
@@ -197,9 +259,10 @@ def test_a_full_disk_is_told_before_parts_are_joined(
     cache: Path, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(gguf, "SPARE_BYTES", 2**62)
-    part = write(tmp_path, small_gguf())
+    piece = tmp_path / "piece"
+    piece.write_bytes(b"a piece")
     with pytest.raises(InvalidSetting, match=r"take .* GB and .* has .* GB free; make room"):
-        folder_of("small", [part, part])
+        folder_of("small", [piece, piece])
     assert not [path for path in cache.iterdir() if path.is_dir()]
 
 

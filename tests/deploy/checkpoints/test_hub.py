@@ -1,12 +1,13 @@
 """Names on the Hub: what is taken from the cache, what is fetched, and what is said when it cannot be."""
 
+import hashlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,26 +16,9 @@ from intarsia.deploy.checkpoints.hub import cached, fetched, hub_cache
 from intarsia.deploy.checkpoints.model_dir import find_model
 from intarsia.deploy.settings.options import engine_settings
 from intarsia.errors import InvalidSetting, ModelNotFound
-from intarsia.tests.hub import Hub, HubServer, commit_of
+from intarsia.tests.hub import Hub, commit_of
 
 NAME = "maker/tiny-model"
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    for name in ("HF_HOME", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME", "HF_TOKEN", "HF_HUB_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
-    return tmp_path / "hub"
-
-
-@pytest.fixture
-def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with HubServer() as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        yield hub
 
 
 @pytest.fixture
@@ -55,10 +39,10 @@ def only(files: dict[str, bytes], *, beside: tuple[str, ...] = ()) -> set[str]:
     return set(files) - set(UNWANTED) - set(beside)
 
 
-def test_a_model_is_fetched_once_with_only_the_files_that_are_needed(hub: Hub, cache: Path, files: dict[str, bytes]):
+def test_a_model_is_fetched_once_with_only_the_files_that_are_needed(hub: Hub, hub_home: Path, files: dict[str, bytes]):
     commit = hub.add(NAME, files)
     found = find_model(NAME)
-    assert found == (cache / "models--maker--tiny-model" / "snapshots" / commit, NAME, True)
+    assert found == (hub_home / "models--maker--tiny-model" / "snapshots" / commit, NAME, True)
     assert hub.got() == {each.relative_to(found.path).as_posix() for each in found.path.rglob("*")} == only(files)
     assert all((found.path / name).read_bytes() == files[name] for name in hub.got())
     asked = len(hub.asked)
@@ -118,7 +102,7 @@ def test_a_branch_that_moved_is_noticed_by_nobody_until_it_is_asked_for(hub: Hub
     second = hub.add(NAME, files | {"generation_config.json": b"{}"})
     assert first != second
     assert find_model(NAME).path.name == first
-    assert fetched(NAME).name == find_model(NAME).path.name == second
+    assert fetched(NAME).folder.name == find_model(NAME).path.name == second
 
 
 def test_a_connection_that_broke_goes_on_where_it_was(hub: Hub, files: dict[str, bytes]):
@@ -131,30 +115,68 @@ def test_a_connection_that_broke_goes_on_where_it_was(hub: Hub, files: dict[str,
 
 
 def test_a_download_that_was_cut_goes_on_with_the_files_that_are_not_there(
-    hub: Hub, cache: Path, files: dict[str, bytes]
+    hub: Hub, hub_home: Path, files: dict[str, bytes]
 ):
     hub.add(NAME, files)
     hub.cut_after["model.safetensors"] = [0] * 6
-    with pytest.raises(ModelNotFound, match="goes on with the files that are not here yet"):
+    with pytest.raises(ModelNotFound, match="goes on with what is not here yet"):
         find_model(NAME)
-    assert cached(NAME) is None and not list(cache.rglob("*.incomplete"))
+    assert cached(NAME) is None and not list(hub_home.rglob("*.incomplete"))
     hub.asked.clear()
     folder = find_model(NAME).path
     assert hub.got() == {"model.safetensors"}
     assert (folder / "model.safetensors").read_bytes() == files["model.safetensors"]
 
 
-def test_a_start_that_is_stopped_leaves_no_files_by_halves(hub: Hub, cache: Path, files: dict[str, bytes]):
-    files["model.safetensors"] += os.urandom(40_000_000)
+def test_a_file_that_another_process_began_is_taken_up_in_the_middle(hub: Hub, hub_home: Path, files: dict[str, bytes]):
+    large = files["model.safetensors"] = files["model.safetensors"] + os.urandom(40_000_000)
     hub.add(NAME, files)
-    hub.cut_after["model.safetensors"] = [15_000_000, *[0] * 6]
+    hub.cut_after["model.safetensors"] = [25_000_000, *[0] * 6]
+    with pytest.raises(ModelNotFound, match="goes on with what is not here yet"):
+        find_model(NAME)
+    (part,) = hub_home.rglob("*.part")
+    assert part.read_bytes() == large[: 20 * 2**20] and cached(NAME) is None
+    hub.ranges.clear()
+    hub.cut_after.clear()
+    folder = find_model(NAME).path
+    assert hub.ranges == [f"bytes={20 * 2**20}-"]
+    assert (folder / "model.safetensors").read_bytes() == large and not list(hub_home.rglob("*.part"))
+
+
+@pytest.mark.parametrize("kept", [b"other bytes" * 10**6, b"x" * 60_000_000], ids=["damaged", "longer"])
+def test_a_beginning_that_is_not_the_file_s_is_fetched_anew(
+    hub: Hub, hub_home: Path, files: dict[str, bytes], kept: bytes
+):
+    large = files["model.safetensors"] = files["model.safetensors"] + os.urandom(40_000_000)
+    hub.add(NAME, files)
+    blobs = hub_home / "models--maker--tiny-model" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{hashlib.sha256(large).hexdigest()}.part").write_bytes(kept)
+    assert (find_model(NAME).path / "model.safetensors").read_bytes() == large
+    assert not list(hub_home.rglob("*.part"))
+
+
+def test_a_hub_that_knows_no_ranges_sends_the_file_from_the_front(hub: Hub, hub_home: Path, files: dict[str, bytes]):
+    large = files["model.safetensors"] = files["model.safetensors"] + os.urandom(40_000_000)
+    hub.add(NAME, files)
+    hub.has_ranges = False
+    blobs = hub_home / "models--maker--tiny-model" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{hashlib.sha256(large).hexdigest()}.part").write_bytes(large[:12_000_000])
+    assert (find_model(NAME).path / "model.safetensors").read_bytes() == large
+
+
+def test_a_small_file_that_is_stopped_leaves_nothing(hub: Hub, hub_home: Path, files: dict[str, bytes]):
+    files["model.safetensors"] += os.urandom(4_000_000)
+    hub.add(NAME, files)
+    hub.cut_after["model.safetensors"] = [1_000_000, *[0] * 6]
     program = f"from intarsia.deploy.checkpoints.model_dir import find_model; find_model({NAME!r})"
     with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL) as starting:
-        while not hub.ranges:
+        while not list(hub_home.rglob("*.incomplete")):
             time.sleep(0.01)
-        assert list(cache.rglob("*.incomplete"))
         starting.send_signal(signal.SIGINT)
-    assert not list(cache.rglob("*.incomplete"))
+    assert not list(hub_home.rglob("*.incomplete"))
+    hub.cut_after.clear()
     assert find_model(NAME).is_of_hub
 
 
@@ -221,7 +243,7 @@ def test_offline_nobody_is_asked(hub: Hub, files: dict[str, bytes], monkeypatch:
     assert not hub.asked
 
 
-def test_without_network_the_error_says_so(cache: Path, monkeypatch: pytest.MonkeyPatch, loopback_port: int):
+def test_without_network_the_error_says_so(hub_home: Path, monkeypatch: pytest.MonkeyPatch, loopback_port: int):
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{loopback_port}")
     with pytest.raises(ModelNotFound, match=r"could not be fetched .*refused.*hf download maker/tiny-model"):
         find_model(NAME)
@@ -237,16 +259,16 @@ def loopback_port() -> int:
         return taken.getsockname()[1]
 
 
-def test_a_cache_that_cannot_be_written_is_told(hub: Hub, cache: Path, files: dict[str, bytes]):
+def test_a_cache_that_cannot_be_written_is_told(hub: Hub, hub_home: Path, files: dict[str, bytes]):
     hub.add(NAME, files)
-    cache.write_text("a file")
-    with pytest.raises(InvalidSetting, match=f"cache at {cache} cannot be written") as refused:
+    hub_home.write_text("a file")
+    with pytest.raises(InvalidSetting, match=f"cache at {hub_home} cannot be written") as refused:
         find_model(NAME)
     assert refused.value.field == "HF_HUB_CACHE"
 
 
 def test_a_model_without_safetensors_is_refused_before_anything_is_fetched(hub: Hub, files: dict[str, bytes]):
-    del files["model.safetensors"]
+    del files["model.safetensors"], files["model.gguf"]
     hub.add(NAME, files)
     with pytest.raises(ModelNotFound, match=r"lacks the weights model.safetensors; it holds consolidated.safetensors"):
         find_model(NAME)

@@ -100,6 +100,6 @@ def test_what_is_no_name_is_left_to_the_checkpoint(cache: Path, model: str):
     assert not find_model(model).is_of_hub
 
 
-def test_a_gguf_file_of_the_hub_is_refused_with_the_command_that_brings_it(cache: Path):
-    with pytest.raises(ModelNotFound, match=r"hf download maker/model some-Q4_0\.gguf, then give the path"):
+def test_a_gguf_file_of_the_hub_by_a_path_is_told_how_it_is_named(cache: Path):
+    with pytest.raises(ModelNotFound, match=r"is named so: maker/model:some-Q4_0, or by the end of that"):
         find_model("maker/model/some-Q4_0.gguf")

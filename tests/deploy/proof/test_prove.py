@@ -49,6 +49,10 @@ def test_a_family_of_unknown_layers_is_refused_in_its_own_words(tmp_path: Path):
     assert not verdict.is_right and "indexed_attention" in str(verdict.reason)
 
 
+def check(model: Path) -> None:
+    check_right(str(model), json.loads((model / "config.json").read_text()), 1)
+
+
 # -- what is remembered ------------------------------------------------------------------------------------------------
 
 
@@ -78,31 +82,25 @@ def test_a_file_that_is_no_verdict_counts_as_none(own_cache: Path):
 
 
 def test_a_known_family_needs_no_proof(tmp_path: Path, own_cache: Path):
-    check_right(str(weights_in(folder_of("llama", tmp_path / "m"))), 1)
+    check(folder_of("llama", tmp_path / "m"))
     assert not (own_cache / "proofs").exists()
 
 
 def test_a_wrong_family_is_refused_with_the_reason_and_not_tried_again(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    model = weights_in(folder_of("electra", tmp_path / "m"))
+    model = folder_of("electra", tmp_path / "m")
     with pytest.raises(UnsupportedModel, match=r"electra is not served, .* answered wrong: .*seed"):
-        check_right(str(model), 1)
+        check(model)
     monkeypatch.setattr(gate, "run_child", None)
     with pytest.raises(UnsupportedModel, match="electra is not served"):
-        check_right(str(model), 1)
+        check(model)
 
 
 def test_a_proof_that_comes_to_no_end_is_told_and_not_remembered(tmp_path: Path, own_cache: Path):
-    model = weights_in(folder_of("qwen2", tmp_path / "m"))
+    model = folder_of("qwen2", tmp_path / "m")
     (model / "config.json").write_text(json.dumps({"model_type": "qwen2", "num_hidden_layers": "many"}))
     config = json.loads((model / "config.json").read_text())
     verdict = verdict_of(str(model), config, 1)
     assert not verdict.is_right and verdict.reason
     assert "came to no end" not in verdict.reason or remembered(config, 1, has_gpu=False) is None
-
-
-def weights_in(folder: Path) -> Path:
-    """Such that it is a checkpoint. Nothing reads them."""
-    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    return folder

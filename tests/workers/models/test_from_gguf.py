@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from intarsia.deploy.checkpoints.gguf import folder_of
+from intarsia.deploy.checkpoints.real_models import real_checkpoint
 from intarsia.errors import CorruptCheckpoint, ModelNotFound
 from intarsia.proto.request import SamplingParams
 from intarsia.tests import models
@@ -65,6 +66,41 @@ def test_every_rank_s_share_has_the_numbers_of_the_twin(architecture: str, tmp_p
         for name, numbers in theirs.items():
             near = 1e-6 if "A_log" in name else 0  # a logarithm of what was an exponential
             torch.testing.assert_close(ours[name], numbers, rtol=near, atol=0, msg=f"{name}, rank {rank} of {size}")
+
+
+@pytest.mark.parametrize(("architecture", "tensors_a_part"), [("llama", 7), ("gemma3", 3), ("qwen35moe", 1)])
+def test_a_split_model_has_the_numbers_of_the_twin_and_none_is_written_again(
+    architecture: str, tensors_a_part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("INTARSIA_CACHE", str(tmp_path / "cache"))
+    twin = make_twin(architecture, tmp_path, mixed, tensors_a_part=tensors_a_part)
+    found = real_checkpoint(str(twin.file))
+    assert found is not None and found.name == "tiny"
+    assert not list(found.folder.glob("*.gguf"))
+    for rank, size in ((0, 1), (1, 2)):
+        ours, theirs = share(found.folder, rank, size), share(twin.plain, rank, size)
+        assert ours.keys() == theirs.keys()
+        for name, numbers in theirs.items():
+            near = 1e-6 if "A_log" in name else 0
+            torch.testing.assert_close(ours[name], numbers, rtol=near, atol=0, msg=f"{name}, rank {rank} of {size}")
+
+
+def test_a_split_model_one_of_whose_parts_changed_is_refused(tmp_path: Path):
+    twin = make_twin("llama", tmp_path, "Q4_0", tensors_a_part=7)
+    folder = twin.folder()
+    last = max(tmp_path.glob("*.gguf"))
+    whole = last.read_bytes()
+    os.utime(last, ns=(1, 1))
+    Checkpoint(folder)  # the same, at another time
+    last.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(CorruptCheckpoint, match="has changed since it was looked at"):
+        Checkpoint(folder)
+    last.write_bytes(whole + b"x")
+    with pytest.raises(CorruptCheckpoint, match=f"{last.name} has changed"):
+        Checkpoint(folder)
+    last.unlink()
+    with pytest.raises(ModelNotFound, match=f"{last.name}, which cannot be read"):
+        Checkpoint(folder)
 
 
 @pytest.mark.parametrize("architecture", KINDS)

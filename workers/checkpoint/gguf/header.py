@@ -1,12 +1,13 @@
 """What a GGUF file says that it holds, read within bounds and checked against the file's length.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Lists of texts (vocabularies) are passed over.
+A model may be split: each part is a GGUF file with some of the tensors, and the first says what the model is.
 """
 
 import math
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,11 +15,13 @@ from typing import Any, NamedTuple
 from ....errors import CorruptCheckpoint
 from ..json_file import clipped, quote
 
+LETTERS = b"GGUF"
 MAX_KEYS = 65_536
 MAX_TENSORS = 262_144
 MAX_ITEMS = 2**24  # of a list: the largest vocabularies have 2**18
 MAX_NAME_BYTES = 65_535
 MAX_DIMS = 8
+MAX_PARTS = 1000
 TEXT, LIST = 8, 9
 
 SCALARS = {
@@ -58,10 +61,19 @@ class GgufTensor(NamedTuple):
     kind: BlockSize
     start: int
     stop: int
+    part: int = 0  # the number of the file, of a model that is split
 
     @property
     def row_bytes(self) -> int:
         return self.shape[-1] // self.kind.numbers * self.kind.bytes
+
+
+class Split(NamedTuple):
+    """Which part of a model a file is."""
+
+    number: int  # from 0
+    count: int
+    tensors: int  # of all parts
 
 
 class GgufHeader(NamedTuple):
@@ -69,6 +81,7 @@ class GgufHeader(NamedTuple):
 
     architecture: str
     tensors: Mapping[str, GgufTensor]
+    split: Split | None = None  # None: it is whole
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
@@ -85,6 +98,44 @@ def read_gguf_header(path: Path) -> GgufHeader:
         raise CorruptCheckpoint(f"{path} cannot be read: {clipped(str(error))}", field="model") from None
 
 
+def begins_as_gguf(path: Path) -> bool:
+    """Whether a file has the letters that every GGUF file begins with. A file that cannot be read has not."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(LETTERS)) == LETTERS
+    except OSError:
+        return False
+
+
+def read_gguf_headers(paths: Sequence[Path]) -> GgufHeader:
+    """Of a model that lies in one file, or in these parts, which must be all, in their order. Raises
+    `CorruptCheckpoint`."""
+    headers = [read_gguf_header(path) for path in paths]
+    tensors: dict[str, GgufTensor] = {}
+    for number, (path, header) in enumerate(zip(paths, headers, strict=True)):
+        split = header.split or Split(0, 1, len(header.tensors))
+        if (split.number, split.count) != (number, len(paths)):
+            raise CorruptCheckpoint(
+                f"{path} says that it is part {split.number + 1} of {split.count}, and it is taken for part "
+                f"{number + 1} of {len(paths)}. Give the first part, and have all of them beside it.",
+                field="model",
+            )
+        for name, tensor in header.tensors.items():
+            if name in tensors:
+                raise CorruptCheckpoint(
+                    f"{path} and {paths[tensors[name].part]} both hold the tensor {quote(name)}", field="model"
+                )
+            tensors[name] = tensor._replace(part=number)
+    said = headers[0].split
+    if said is not None and said.tensors != len(tensors):
+        raise CorruptCheckpoint(
+            f"{paths[0]} says that its model has {said.tensors} tensors, and the {len(paths)} parts hold "
+            f"{len(tensors)}: download them again",
+            field="model",
+        )
+    return GgufHeader(headers[0].architecture, tensors, said)
+
+
 class _Reader:
     """Goes through the header once, from the front."""
 
@@ -92,7 +143,7 @@ class _Reader:
         self._data, self._name, self._at = data, name, 0
 
     def header(self) -> GgufHeader:
-        if self._data[:4] != b"GGUF":
+        if self._data[:4] != LETTERS:
             raise self._fault("is no GGUF file: it does not begin with the letters GGUF")
         self._at = 4
         version = self._number("<I")
@@ -102,10 +153,22 @@ class _Reader:
         if num_tensors > MAX_TENSORS or num_keys > MAX_KEYS:
             raise self._fault(f"says that it holds {num_tensors} tensors and {num_keys} values; that cannot be")
         values = {self._text(): self._value(self._number("<I")) for _ in range(num_keys)}
-        architecture = values.get("general.architecture")
+        split = self._split(values)
+        architecture = values.get("general.architecture", "" if split is not None and split.number else None)
         if not isinstance(architecture, str):
             raise self._fault("does not say of which architecture it is (general.architecture)")
-        return GgufHeader(architecture, self._tensors(num_tensors, values))
+        return GgufHeader(architecture, self._tensors(num_tensors, values), split)
+
+    def _split(self, values: dict[str, Any]) -> Split | None:
+        """None: the file is a whole model."""
+        number, count, tensors = (values.get(f"split.{name}", 0) for name in ("no", "count", "tensors.count"))
+        if not all(isinstance(each, int) for each in (number, count, tensors)) or count > MAX_PARTS:
+            raise self._fault("says in a way that cannot be meant which part of a model it is (split.no, split.count)")
+        if count < 2:
+            return None
+        if not 0 <= number < count:
+            raise self._fault(f"says that it is part {number + 1} of {count}; that cannot be")
+        return Split(number, count, tensors)
 
     def _tensors(self, count: int, values: dict[str, Any]) -> dict[str, GgufTensor]:
         """Raises `CorruptCheckpoint` if the file ends before they do, or if one lies upon another."""

@@ -14,12 +14,12 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ....errors import CorruptCheckpoint, ModelNotFound
 from ..config_schema import is_number, is_whole
 from ..json_file import MIB, corrupt, parse_object, quote, read_bytes, size_of
-from .header import MAX_DIMS, MAX_TENSORS
+from .header import MAX_DIMS, MAX_PARTS, MAX_TENSORS
 
 MANIFEST = "gguf.json"
 VERSION = 1
@@ -50,42 +50,67 @@ class Made:
         return not self.is_log and not self.added
 
 
+class GgufFile(NamedTuple):
+    """A file as it was when it was looked at."""
+
+    path: Path
+    size: int  # bytes
+    mtime_ns: int
+
+    @classmethod
+    def at(cls, path: Path) -> "GgufFile":
+        state = path.stat()
+        return cls(path, state.st_size, state.st_mtime_ns)
+
+    def is_as_it_was(self) -> bool:
+        """Whether it is there, with its size and date. Nothing is read."""
+        try:
+            return GgufFile.at(self.path) == self
+        except OSError:
+            return False
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """What `gguf.json` holds."""
 
-    file: Path
-    size: int
-    mtime_ns: int
-    sha256: str
+    files: tuple[GgufFile, ...]  # one, or the parts of a model that is split
+    sha256: str  # of the files, one after another
     made: Mapping[str, Made]  # parameter -> how
     unused: tuple[str, ...] = ()  # tensors that no parameter needs
 
-    def is_as_it_was(self) -> bool:
-        """Whether the file is there, with its size and date. Nothing is read."""
-        try:
-            found = os.stat(self.file)
-        except OSError:
-            return False
-        return found.st_size == self.size and found.st_mtime_ns == self.mtime_ns
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return tuple(file.path for file in self.files)
 
-    def check_file(self) -> None:
-        """Raises `ModelNotFound` or `CorruptCheckpoint` if the file is no longer what it was. A file of the same size
-        and another time is read as a whole, to see by its sum whether it is."""
-        try:
-            found = os.stat(self.file)
-        except OSError as error:
-            raise ModelNotFound(
-                f"the weights are in {self.file}, which cannot be read: {error.strerror}. Give the GGUF file "
-                "again, where it is now.",
-                field="model",
-            ) from None
-        if not self.is_as_it_was() and (found.st_size != self.size or sha256_of(self.file) != self.sha256):
-            raise CorruptCheckpoint(
-                f"{self.file} has changed since it was looked at: it had {self.size} bytes with the SHA-256 "
-                f"{self.sha256}. Start again with the file as it is now.",
-                field="model",
-            )
+    def is_as_it_was(self) -> bool:
+        """Whether the files are there, with their sizes and dates. Nothing is read."""
+        return all(file.is_as_it_was() for file in self.files)
+
+    def check_files(self) -> None:
+        """Raises `ModelNotFound` or `CorruptCheckpoint` if a file is no longer what it was. Files of the same sizes and
+        another time are read as a whole, to see by their sum whether they are."""
+        for path, size, _ in self.files:
+            try:
+                found = os.stat(path)
+            except OSError as error:
+                raise ModelNotFound(
+                    f"the weights are in {path}, which cannot be read: {error.strerror}. Give the GGUF file "
+                    "again, where it is now.",
+                    field="model",
+                ) from None
+            if found.st_size != size:
+                raise self._changed(path)
+        if not self.is_as_it_was() and sha256_of(*self.paths) != self.sha256:
+            raise self._changed(self.paths[0])
+
+    def _changed(self, path: Path) -> CorruptCheckpoint:
+        sizes = " and ".join(str(file.size) for file in self.files)
+        return CorruptCheckpoint(
+            f"{path} has changed since it was looked at: it had {sizes} bytes with the SHA-256 {self.sha256}. Start "
+            "again with the file as it is now.",
+            field="model",
+        )
 
 
 def sha256_of(*files: Path) -> str:
@@ -129,9 +154,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
     said = {
         "version": VERSION,
-        "file": str(manifest.file.relative_to(folder) if manifest.file.is_relative_to(folder) else manifest.file),
-        "size": manifest.size,
-        "mtime_ns": manifest.mtime_ns,
+        "files": [_said_of(folder, file) for file in manifest.files],
         "sha256": manifest.sha256,
         "unused": manifest.unused,
         "made": {name: dict(_fields(made, number_of)) for name, made in manifest.made.items()},
@@ -140,6 +163,11 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     making = folder / f".{MANIFEST}"
     making.write_text(json.dumps(said))
     making.replace(folder / MANIFEST)
+
+
+def _said_of(folder: Path, file: GgufFile) -> dict[str, Any]:
+    place = file.path.relative_to(folder) if file.path.is_relative_to(folder) else file.path
+    return {"file": str(place), "size": file.size, "mtime_ns": file.mtime_ns}
 
 
 def _fields(made: Made, number_of: Any) -> Iterator[tuple[str, Any]]:
@@ -158,10 +186,18 @@ def _manifest(folder: Path, said: Mapping[str, Any]) -> Manifest:
         raise ValueError(f"it is of version {said['version']}, and {VERSION} is read")
     orders = [_order(each) for each in said["orders"]]
     made = {str(name): _made(each, orders) for name, each in said["made"].items()}
-    size, mtime_ns, sum_ = said["size"], said["mtime_ns"], said["sha256"]
-    if not (is_whole(size) and is_whole(mtime_ns) and isinstance(sum_, str)) or len(made) > MAX_TENSORS:
-        raise ValueError("size, mtime_ns, sha256 or made is of another kind")
-    return Manifest(folder / said["file"], size, mtime_ns, sum_, made, tuple(map(str, said["unused"])))
+    files = tuple(_file(folder, each) for each in said.get("files") or [said])
+    sum_ = said["sha256"]
+    if not isinstance(sum_, str) or len(made) > MAX_TENSORS or len(files) > MAX_PARTS:
+        raise ValueError("files, sha256 or made is of another kind")
+    return Manifest(files, sum_, made, tuple(map(str, said["unused"])))
+
+
+def _file(folder: Path, said: Mapping[str, Any]) -> GgufFile:
+    size, mtime_ns = said["size"], said["mtime_ns"]
+    if not (is_whole(size) and is_whole(mtime_ns)):
+        raise ValueError("size or mtime_ns is of another kind")
+    return GgufFile(folder / said["file"], size, mtime_ns)
 
 
 def _order(said: Any) -> Order:

@@ -3,13 +3,12 @@
 import math
 import mmap
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..json_file import corrupt, quote
 from ..safetensors_header import StoredTensor
-from .header import GgufTensor, read_gguf_header
+from .header import GgufTensor, read_gguf_headers
 from .manifest import Made, Manifest, read_manifest
 
 if TYPE_CHECKING:
@@ -22,14 +21,16 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 
 class GgufWeights:
-    """The file of a folder, and what of it makes each parameter. Reads what it is asked for, and keeps nothing."""
+    """The file of a folder, or its files, and what of it makes each parameter. Reads what it is asked for, and keeps
+    nothing."""
 
     def __init__(self, manifest: Manifest):
         """Raises `ModelNotFound` or `CorruptCheckpoint`: the file is not what it was, or not what the manifest says."""
         self.manifest = manifest
-        self.path = manifest.file
-        manifest.check_file()
-        self.tensors: Mapping[str, GgufTensor] = read_gguf_header(self.path).tensors
+        self.path = manifest.paths[0]
+        manifest.check_files()
+        self.tensors: Mapping[str, GgufTensor] = read_gguf_headers(manifest.paths).tensors
+        self._mapped: dict[int, mmap.mmap] = {}
         for name, made in manifest.made.items():
             for tensor in made.tensors:
                 if tensor not in self.tensors:
@@ -58,9 +59,9 @@ class GgufWeights:
         return shape_of(self.made(parameter), self.parts(parameter))
 
     def stored(self, parameter: str) -> StoredTensor:
-        """As one tensor of the file. Several side by side lie between the first's beginning and the last's end."""
+        """As one tensor of the file, as large as all that make it."""
         parts = self.parts(parameter)
-        place = parts[0].start, parts[-1].stop
+        place = parts[0].start, parts[0].start + sum(part.stop - part.start for part in parts)
         return StoredTensor(parameter, self.path.name, self.shape(parameter), *place, parts[0].kind.name)
 
     def entries(self, tensor: GgufTensor, expert: int | None = None) -> "Tensor":
@@ -71,15 +72,17 @@ class GgufWeights:
         import torch
 
         count = tensor.shape[0] if expert is None else tensor.shape[0] * tensor.shape[1]
-        data = torch.frombuffer(self._mapped, dtype=torch.uint8, offset=tensor.start, count=tensor.stop - tensor.start)
+        size = tensor.stop - tensor.start
+        data = torch.frombuffer(self._map(tensor.part), dtype=torch.uint8, offset=tensor.start, count=size)
         entries = data.view(count, -1)
         return entries if expert is None else entries[expert * tensor.shape[1] : (expert + 1) * tensor.shape[1]]
 
-    @cached_property
-    def _mapped(self) -> mmap.mmap:
-        """Pages are read when they are looked at, and given back when memory is short. Nothing is written."""
-        with self.path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    def _map(self, part: int) -> mmap.mmap:
+        """A file. Pages are read when they are looked at, and given back when memory is short. Nothing is written."""
+        if part not in self._mapped:
+            with self.manifest.paths[part].open("rb") as file:
+                self._mapped[part] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._mapped[part]
 
     def _check_kind(self, tensor: GgufTensor) -> None:
         if not math.prod(tensor.shape):
