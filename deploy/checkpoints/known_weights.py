@@ -74,7 +74,7 @@ def known_release(name: str) -> Release | None:
     return None
 
 
-def usual_parts(form: str) -> dict[str, str | None]:
+def usual_parts(form: str) -> Mapping[str, str | None]:
     """What a format packs as a rule. Raises `InvalidSetting` for one that is not known."""
     parts = ("linear", "experts", "embedding", "output") if isinstance(recipe_of(form), Mix) else ("linear", "experts")
     return dict.fromkeys(parts, form.lower())

@@ -10,7 +10,7 @@ from ...workers.checkpoint.files import CONFIG, Checkpoint, read_config
 from ...workers.checkpoint.json_file import clipped
 from ..checkpoints.gguf import SUFFIX
 from ..checkpoints.hub import HUB_NAME, folder_in_cache
-from ..checkpoints.hub_gguf import gguf_in_cache, gguf_name
+from ..checkpoints.hub_gguf import GgufName, gguf_in_cache, gguf_name, says_gguf
 from ..checkpoints.known_models import known_model
 from ..checkpoints.known_weights import known_release, known_weights, usual_parts
 from ..checkpoints.real_models import gguf_checkpoint, real_checkpoint
@@ -61,7 +61,8 @@ def _on_this_machine(model: str) -> Path | None:
         return path
     if real := real_checkpoint(model):
         return real.folder
-    if (named := gguf_name(model)) and (files := gguf_in_cache(named)):
+    named = gguf_name(model) or (GgufName(model) if HUB_NAME.fullmatch(model) and says_gguf(model) else None)
+    if named is not None and (files := gguf_in_cache(named)):
         return gguf_checkpoint(files).folder
     here = folder_in_cache(model) if HUB_NAME.fullmatch(model) else None
     return here if here is not None and (here / CONFIG).is_file() else None

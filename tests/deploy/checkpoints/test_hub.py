@@ -143,6 +143,15 @@ def test_a_file_that_another_process_began_is_taken_up_in_the_middle(hub: Hub, h
     assert (folder / "model.safetensors").read_bytes() == large and not list(hub_home.rglob("*.part"))
 
 
+def test_a_large_file_of_a_private_model_comes_with_the_token(
+    hub: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+):
+    large = files["model.safetensors"] = files["model.safetensors"] + os.urandom(12_000_000)
+    hub.add(NAME, files, token="hf_secret")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert (find_model(NAME).path / "model.safetensors").read_bytes() == large
+
+
 @pytest.mark.parametrize("kept", [b"other bytes" * 10**6, b"x" * 60_000_000], ids=["damaged", "longer"])
 def test_a_beginning_that_is_not_the_file_s_is_fetched_anew(
     hub: Hub, hub_home: Path, files: dict[str, bytes], kept: bytes

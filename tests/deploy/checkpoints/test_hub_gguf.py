@@ -10,10 +10,13 @@ from intarsia.deploy.checkpoints import model_dir
 from intarsia.deploy.checkpoints.hub_gguf import GgufName, gguf_name, pick
 from intarsia.deploy.checkpoints.model_dir import find_model
 from intarsia.deploy.checkpoints.real_models import Found
+from intarsia.deploy.checkpoints.weights import weigh
 from intarsia.deploy.settings.options import engine_settings
+from intarsia.deploy.tools.model_layers import model_layers
 from intarsia.errors import ModelNotFound, UnsupportedModel
 from intarsia.tests.gguf_twins import make_twin
 from intarsia.tests.hub import Hub
+from intarsia.workers.checkpoint.files import Checkpoint
 
 NAME = "maker/tiny-model-GGUF"
 SEVERAL = (
@@ -144,10 +147,13 @@ def test_a_file_of_the_hub_becomes_a_checkpoint(
     assert settings.served_model_name == f"{NAME}:Q4_0"
     folder = Path(settings.model.model_dir)
     assert folder.name.startswith("tiny-Q4_0-packed-") and (folder / "config.json").is_file()
-    from intarsia.workers.checkpoint.files import Checkpoint
-
     ours: Any = Checkpoint(folder).gguf
     assert ours is not None and sum(path.stat().st_size for path in ours.manifest.paths) == sum(
         map(len, files.values())
     )
     assert len(ours.manifest.paths) == len(files) and twin.file.is_file()
+    hub.asked.clear()
+    for name in (NAME, f"{NAME}:q4_0"):
+        planned = model_layers(name)
+        assert planned.model == name and planned.weights == weigh(Checkpoint(folder), "auto")
+    assert not hub.asked
