@@ -30,6 +30,7 @@ MODELOPT_ALGORITHMS = (
     "W4A16_AWQ",
     "W4A8_AWQ",
     "MXFP8",
+    "MXFP4",
     "NVFP4",
     "NVFP4_AWQ",
     "W4A16_NVFP4",
@@ -41,6 +42,9 @@ MODELOPT_ALGORITHMS = (
 
 WITH_INT8 = "W8A16", "W8A8_SQ_PER_CHANNEL"
 """Of these, the ones that store whole numbers of 8 bits."""
+
+WITH_GROUPS_OF_32 = "W4A8_NVFP4_FP8"
+"""And of those in NVFP4."""
 
 BLOCK = 128, 128
 MOST_GROUP = 2**20
@@ -247,7 +251,11 @@ def _modelopt(place: str, said: Mapping[str, Any], budget: Budget) -> Descriptio
     return Description(
         place,
         "modelopt",
-        integers=Integers(bits=8, rounds_inputs="W8A8_SQ_PER_CHANNEL" in algorithms),
+        integers=Integers(
+            bits=8,
+            group=32 if WITH_GROUPS_OF_32 in algorithms else None,
+            rounds_inputs="W8A8_SQ_PER_CHANNEL" in algorithms,
+        ),
         excluded=_excluded(place, inner, budget),
         has_integers=not algorithms.isdisjoint(WITH_INT8),
         only=only,

@@ -272,7 +272,7 @@ def _float4(found: _Found) -> Packed | None:
     """Pairs of e2m1 in a byte: NVFP4 in both spellings, whose global scales are inverse to each other, and MXFP4."""
     if found.has("weight_packed", ("U8",)):
         codes, divisor, factor = "weight_packed", "weight_global_scale", None
-    elif found.has("weight", ("U8",)) and (found.has("weight_scale_2") or found.has("weight_scale", E4M3)):
+    elif found.has("weight", ("U8",)) and (found.has("weight_scale_2") or found.has("weight_scale", E4M3 + E8M0)):
         codes, divisor, factor = "weight", None, "weight_scale_2"
     elif found.has("weight", ("U8", "I8")) and found.has("scale", E8M0):
         return _nibbles(found, "mxfp4", "weight", "scale")
@@ -281,7 +281,7 @@ def _float4(found: _Found) -> Packed | None:
     scale = found.need("weight_scale", E4M3 + E8M0, "4-bit float")
     if scale.dtype not in E4M3:
         return _nibbles(found, "mxfp4", codes, "weight_scale")
-    packed = _nibbles(found, "nvfp4", codes, "weight_scale")
+    packed = _nibbles(found, "nvfp4", codes, "weight_scale", _nvfp4_group(found, codes))
     role, suffix = ("divisor", divisor) if divisor is not None else ("factor", factor)
     assert suffix is not None
     found.need(suffix, ("F32",), "NVFP4")
@@ -290,9 +290,18 @@ def _float4(found: _Found) -> Packed | None:
     return _with(packed, **{role: Part(found.name(suffix))})
 
 
-def _nibbles(found: _Found, format: str, codes: str, scale: str) -> Packed:
+def _nvfp4_group(found: _Found, codes: str) -> int:
+    """modelopt has groups of 32, too, and says so."""
+    said, (_, half) = found.description, found.matrix(codes, "NVFP4")
+    wide = None if said is None or said.method != "modelopt" else said.integers_of(found.module).group
+    if wide is not None and found.shape("weight_scale")[-1:] == (-(-half * 2 // wide),):
+        return wide
+    return GROUP_OF["nvfp4"]
+
+
+def _nibbles(found: _Found, format: str, codes: str, scale: str, group: int | None = None) -> Packed:
     rows, half = found.matrix(codes, format.upper())
-    group = GROUP_OF[format]
+    group = group or GROUP_OF[format]
     found.expect(scale, (rows, -(-half * 2 // group)), format.upper())
     parts = {
         "codes": Part(found.name(codes), Along(0), Along(1, 2)),
