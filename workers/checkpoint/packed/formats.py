@@ -215,7 +215,8 @@ def _torchao(found: _Found) -> Packed | None:
         return None
     format = {"I8": "int8", "F8_E4M3": "fp8"}.get(found.tensors["_weight_qdata"].dtype)
     if format is None or (found.has("_weight_scale") and not found.has("_weight_scale", FLOATS)):
-        raise _cannot(found, "_weight_qdata", "a weight of torchao in 4 bits, or with scales in the order of a GPU")
+        what = "a weight of torchao in 4 bits, or with scales in the order in which GPUs read them"
+        raise _cannot(found, "_weight_qdata", what, "which is not read")
     what = f"torchao {format}"
     shape, name = found.matrix("_weight_qdata", what), found.name("weight")
     found.need("_weight_scale", FLOATS, what)
@@ -420,6 +421,13 @@ def _order(found: _Found, suffix: str, columns: int, what: str) -> dict[str, Par
     return {"group_of": Part(found.name(suffix), columns=Along(0))}
 
 
+def _of_others(found: _Found) -> None:
+    """Raises `UnsupportedModel` for what is known to be read by one tool only."""
+    for suffix, tool in ONLY_OF_TOOLS.items():
+        if found.has(suffix, SHORT):
+            raise _cannot(found, suffix, f"part of a weight of {tool}", "which only that tool reads")
+
+
 def _said(found: _Found) -> Integers:
     if found.description is None:
         tensor = next(tensor for tensor in found.tensors.values() if tensor.dtype == "I32")
@@ -427,9 +435,10 @@ def _said(found: _Found) -> Integers:
     return found.description.integers_of(found.module)
 
 
-def _cannot(found: _Found, suffix: str, what: str) -> UnsupportedModel:
+def _cannot(found: _Found, suffix: str, what: str, why: str | None = None) -> UnsupportedModel:
     tensor = found.tensors[suffix]
-    why = "and nothing in the folder describes them" if found.description is None else "which are not read"
+    if why is None:
+        why = "and nothing in the folder describes them" if found.description is None else "which are not read"
     return UnsupportedModel(
         f"{found.folder / tensor.file}: {tensor.name} ({tensor.dtype} {list(tensor.shape)}) holds {what}, {why}. "
         "Take another checkpoint of the model.",
@@ -438,11 +447,12 @@ def _cannot(found: _Found, suffix: str, what: str) -> UnsupportedModel:
 
 
 CODES = "weight", "weight_packed", "qweight", "_weight_qdata"
+ONLY_OF_TOOLS = {"_data": "optimum-quanto", "W_q": "HQQ"}
 MOST_EXPERTS = 2**14
 """Of one layer. Published models have up to some hundred."""
 
 FORMATS: tuple[Callable[[_Found], Packed | None], ...] = (
-    _float8, _int8, _pairs_of_rows, _float4, _words_by_rows, _words_by_columns, _torchao,
+    _float8, _int8, _pairs_of_rows, _float4, _words_by_rows, _words_by_columns, _torchao, _of_others,
 )  # fmt: skip
 
 USED_ELSEWHERE = frozenset({
