@@ -79,7 +79,8 @@ def by_auto_round(scheme: str, plain: str, folder: str) -> Mapping[str, Tensor]:
     settings |= {"low_cpu_mem_usage": False, "dataset": texts(), **(json.loads(more[0]) if more else {})}
     tool = AutoRound(load(plain), make_tokenizer(), scheme=name, **settings)
     model, _ = tool.quantize()
-    truth = {f"{name}.weight": each.weight.detach().float() for name, each in _linears(model)}
+    linears = [(name.removesuffix(".orig_layer"), each) for name, each in _linears(model)]
+    truth = {f"{name}.weight": each.weight.detach().float() for name, each in linears}
     tool.save_quantized(folder, format=format, inplace=False)
     return truth
 
@@ -95,7 +96,7 @@ def by_gptqmodel(scheme: str, plain: str, folder: str) -> Mapping[str, Tensor]:
     rows = [{"input_ids": row, "attention_mask": [1] * 32} for row in TOKENS.tolist()]
     tool.quantize(rows * 4, batch_size=1)
     tool.save(folder)
-    read: Any = GPTQModel.load(folder, backend="torch", device="cpu")
+    read: Any = GPTQModel.load(folder, backend="torch", device="cpu", dtype=torch.float16)
     packed = {name: each for name, each in read.model.named_modules() if hasattr(each, "dequantize_weight")}
     return {f"{name}.weight": each.dequantize_weight().T.float() for name, each in packed.items()}
 

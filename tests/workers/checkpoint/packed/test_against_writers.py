@@ -51,7 +51,6 @@ CASES: list[tuple[str, str, str, float]] = [
     *(("gptqmodel", "gemma3", scheme, HALVES) for scheme in (
         '{"bits":4,"group_size":32}', '{"bits":3,"group_size":32}', '{"bits":2,"group_size":32}',
         '{"bits":4,"group_size":32,"desc_act":true}', '{"bits":4,"group_size":32,"sym":false}',
-        '{"bits":4,"group_size":32,"method":"awq","format":"gemm"}',
     )),
     *(("modelopt", "gemma3", scheme, MOST_ERROR) for scheme in (
         "FP8_PER_CHANNEL_PER_TOKEN_CFG", "INT8_WEIGHT_ONLY_CFG", "INT8_SMOOTHQUANT_CFG",
