@@ -4,6 +4,7 @@ What transformers makes of the twin is the truth: no quantiser takes part in it.
 the formula of each format, element by element, and not by what is tested.
 """
 
+import functools
 import json
 import re
 import shutil
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -142,15 +144,24 @@ def int8_rows(weight: Tensor) -> tuple[Tensors, Tensor]:
 # -- integers in words -----------------------------------------------------------------------------------------------
 
 
-def in_words(codes: Tensor, dim: int, order: tuple[int, ...] | None = None, bits: int = 4) -> Tensor:
-    """Integers side by side along `dim`; order: in which place of its word the first, second, .. is."""
-    each = 32 // bits
+def in_stream(codes: Tensor, dim: int, bits: int) -> Tensor:
+    """Integers along `dim` without gaps, bit after bit from the lowest of the first word on."""
+    codes = codes.to(torch.uint8).movedim(dim, -1)
+    stream = np.unpackbits(codes.numpy()[..., None], axis=-1, bitorder="little")[..., :bits].reshape(
+        *codes.shape[:-1], -1
+    )
+    stream = np.pad(stream, (*((0, 0) for _ in codes.shape[:-1]), (0, -stream.shape[-1] % 32)))
+    words = np.packbits(stream, axis=-1, bitorder="little").view(np.int32)
+    return torch.from_numpy(words).movedim(-1, dim)
+
+
+def in_words(codes: Tensor, dim: int, order: tuple[int, ...]) -> Tensor:
+    """Integers of 4 bits side by side along `dim`; order: in which place of its word the first, second, .. is."""
     codes = codes.long().movedim(dim, -1)
-    length = codes.shape[-1]
-    codes = torch.nn.functional.pad(codes, (0, -length % each)).unflatten(-1, (-1, each))
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 8)).unflatten(-1, (-1, 8))
     words = torch.zeros(codes.shape[:-1], dtype=torch.int64)
-    for i, place in enumerate(order or range(each)):
-        words |= codes[..., i] << (bits * place)
+    for i, place in enumerate(order):
+        words |= codes[..., i] << (4 * place)
     words = torch.where(words >= 2**31, words - 2**32, words)
     return words.to(torch.int32).movedim(-1, dim)
 
@@ -178,12 +189,12 @@ def meant(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 def ct_int(weight: Tensor, bits: int = 4, symmetric: bool = True) -> tuple[Tensors, Tensor]:
     codes, scale, zero = groups_of(weight, bits, symmetric)
     stored = {
-        "weight_packed": in_words(codes, 1, bits=bits),
+        "weight_packed": in_stream(codes, 1, bits),
         "weight_scale": scale,
         "weight_shape": torch.tensor(weight.shape),
     }
     if not symmetric:
-        stored["weight_zero_point"] = in_words(zero, 0, bits=bits)
+        stored["weight_zero_point"] = in_stream(zero, 0, bits)
     return stored, meant(codes, scale, zero)
 
 
@@ -213,12 +224,66 @@ def gptq(
     group_of = torch.empty(columns, dtype=torch.int32)
     group_of[order] = torch.arange(columns, dtype=torch.int32) // GROUP
     stored = {
-        "qweight": in_words(in_place.T, 0, bits=bits),
-        "qzeros": in_words(zero.T - int(version == 1), 1, bits=bits),
+        "qweight": in_stream(in_place.T, 0, bits),
+        "qzeros": in_stream(zero.T - int(version == 1), 1, bits),
         "scales": scale.T.half(),
         "g_idx": group_of,
     }
     return stored, plain
+
+
+# -- whole numbers in bytes ------------------------------------------------------------------------------------------
+
+
+def int8_groups(weight: Tensor) -> tuple[Tensors, Tensor]:
+    """Of 4 bits, one in a byte."""
+    codes, scale, zero = groups_of(weight, 4, symmetric=True)
+    return {"weight": (codes - 8).to(torch.int8), "weight_scale": scale}, meant(codes, scale, zero)
+
+
+def inputs_scale(weight: Tensor) -> Tensor:
+    return (torch.rand(weight.shape[1], generator=torch.Generator().manual_seed(weight.shape[1])) + 0.5).bfloat16()
+
+
+def int8_smooth(weight: Tensor) -> tuple[Tensors, Tensor]:
+    """modelopt, with what inputs are multiplied with."""
+    inputs = inputs_scale(weight)
+    whole = weight / inputs.float()
+    scale = whole.abs().amax(1) / 127
+    codes = (whole / scale[:, None]).round().clamp(-128, 127).to(torch.int8)
+    stored = {"weight": codes, "weight_scale": scale, "pre_quant_scale": inputs, "input_scale": torch.tensor(0.02)}
+    return stored, codes.float() * scale[:, None] * inputs.float()
+
+
+def int4_pairs_of_rows(weight: Tensor) -> tuple[Tensors, Tensor]:
+    """modelopt, W4A16_AWQ."""
+    inputs = inputs_scale(weight)
+    codes, scale, zero = groups_of(weight / inputs.float(), 4, symmetric=True)
+    signed = (codes - 8).to(torch.int8).view(torch.uint8) & 15
+    stored = {"weight": signed[0::2] | (signed[1::2] << 4), "weight_scale": scale, "pre_quant_scale": inputs}
+    return stored, meant(codes, scale, zero) * inputs.float()
+
+
+def torchao_int8(weight: Tensor) -> tuple[Tensors, Tensor]:
+    codes, scale, zero = groups_of(weight, 8, symmetric=False)
+    stored = {
+        "_weight_qdata": (codes - 128).to(torch.int8),
+        "_weight_scale": scale,
+        "_weight_zero_point": (zero - 128).to(torch.int8),
+    }
+    return stored, meant(codes, scale, zero)
+
+
+def torchao_fp8(weight: Tensor) -> tuple[Tensors, Tensor]:
+    stored, plain = fp8_rows(weight)
+    return {"_weight_qdata": stored["weight"], "_weight_scale": stored["weight_scale"]}, plain
+
+
+def fp8_groups(weight: Tensor) -> tuple[Tensors, Tensor]:
+    groups = weight.unflatten(1, (-1, GROUP))
+    scale = groups.abs().amax(-1) / 448
+    codes = e4m3(groups / scale.unsqueeze(-1))
+    return {"weight": codes.flatten(1), "weight_scale": scale}, (codes.float() * scale.unsqueeze(-1)).flatten(1)
 
 
 # -- floats of 4 bits ------------------------------------------------------------------------------------------------
@@ -257,6 +322,11 @@ def mxfp4(weight: Tensor) -> tuple[Tensors, Tensor]:
     codes, values = e2m1(groups / torch.exp2(exponent).unsqueeze(-1))
     stored = {"weight_packed": in_bytes(codes.flatten(1)), "weight_scale": (exponent + 127).to(torch.uint8)}
     return stored, (values * torch.exp2(exponent).unsqueeze(-1)).flatten(1)
+
+
+def mxfp4_modelopt(weight: Tensor) -> tuple[Tensors, Tensor]:
+    stored, plain = mxfp4(weight)
+    return {"weight": stored["weight_packed"], "weight_scale": stored["weight_scale"]}, plain
 
 
 # -- what config.json says -------------------------------------------------------------------------------------------
@@ -339,3 +409,37 @@ FORMATS: dict[str, Format] = {
         of_compressed_tensors("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "group_size": 32}), mxfp4, 32
     ),
 }  # fmt: skip
+
+RARE_FORMATS: dict[str, Format] = {
+    **{
+        f"w{bits}a16{'' if symmetric else '-zero-points'}": Format(
+            of_compressed_tensors("pack-quantized", {**INTEGERS, "num_bits": bits, "symmetric": symmetric}),
+            functools.partial(ct_int, bits=bits, symmetric=symmetric),
+            GROUP,
+        )
+        for bits, symmetric in ((2, True), (3, False), (5, True), (6, False), (7, True))
+    },
+    **{
+        f"gptq-{bits}-bits": Format(
+            {**of_gptq(symmetric=False), "bits": bits},
+            functools.partial(gptq, symmetric=False, bits=bits),
+            GROUP,
+            16 if bits == 2 else 32,
+        )
+        for bits in (2, 3, 6)
+    },
+    "int8-groups": Format(of_compressed_tensors("int-quantized", INTEGERS), int8_groups, GROUP),
+    "fp8-groups": Format(
+        of_compressed_tensors(
+            "float-quantized", {"num_bits": 8, "type": "float", "strategy": "group", "group_size": GROUP}
+        ),
+        fp8_groups,
+        GROUP,
+    ),
+    "int8-modelopt": Format({"quant_method": "modelopt", "quant_algo": "W8A8_SQ_PER_CHANNEL"}, int8_smooth),
+    "w4a16-modelopt": Format({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, int4_pairs_of_rows, GROUP, 2),
+    "mxfp4-modelopt": Format({"quant_method": "modelopt", "quant_algo": "mxfp4"}, mxfp4_modelopt, 32),
+    "int8-torchao": Format({"quant_method": "torchao", "quant_type": {}}, torchao_int8, GROUP),
+    "fp8-torchao": Format({"quant_method": "torchao", "quant_type": {}}, torchao_fp8),
+}
+"""Those that fewer models have: what is true of the others is tried with them less often."""

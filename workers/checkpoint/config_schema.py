@@ -84,6 +84,18 @@ DTYPE = Kind(
 )
 
 
+def _is_positive(value: Any) -> bool:
+    return is_number(value) and value > 0
+
+
+THETA = Kind(
+    "a number above 0, or an object of such",
+    lambda value: all(map(_is_positive, value.values())) if isinstance(value, dict) else _is_positive(value),
+    lists=2,
+)
+"""GPTQModel writes one for each kind of layer beside those that are read."""
+
+
 def _sensible(low: int, high: int) -> Kind:
     """For names that only end like a size: flags and words are let through, numbers must be in bounds."""
 
@@ -106,12 +118,13 @@ KINDS: tuple[tuple[str, Kind], ...] = (
     ("vocab_size|intermediate_size|head_dim|num_key_value_heads|patch_size|image_size", MAYBE_SIZE),
     ("max_position_embeddings", whole(1, MAX_POSITIONS)),
     ("sliding_window|attention_chunk_size", whole(0, 2**31 - 1, lists=2)),
-    ("rope_parameters|rope_scaling|quantization_config|[^_].*_config", OBJECT),
-    ("rope_theta|factor|rope_local_base_freq", POSITIVE),
+    ("rope_parameters|rope_scaling|quantization_config|(?!set_)[^_].*_config", OBJECT),
+    ("rope_theta", THETA),
+    ("factor|rope_local_base_freq", POSITIVE),
     ("(long|short)_factor|beta_fast|beta_slow|mscale|mscale_all_dim|partial_rotary_factor|attention_factor", NUMBER),
     (".*_eps|.*_epsilon|eps|.*_softcapping|.*_multiplier|initializer_range|routed_scaling_factor", NUMBER),
     ("temperature|top_k|top_p|min_p|repetition_penalty", Kind("a finite number", is_number)),
-    ("tie_word_embeddings|attention_bias|mlp_bias|use_cache|do_sample|use_sliding_window", FLAG),
+    ("tie_word_embeddings|attention_bias|mlp_bias|use_cache|do_sample|use_sliding_window|set_.*_config", FLAG),
     ("model_type|rope_type|quant_method", WORD),
     ("architectures|layer_types|mlp_layer_types|layers_block_type", WORDS),
     ("torch_dtype|dtype", DTYPE),

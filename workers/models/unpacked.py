@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ...errors import CorruptCheckpoint
-from ...kernels.products.codes import CodeKind, Codes
+from ...kernels.products.codes import CodeKind, Codes, in_fewer_bits
 from ..checkpoint.files import Checkpoint
-from ..checkpoint.packed.formats import WORDS, Packed, Part
+from ..checkpoint.packed.formats import WORD_BITS, WORDS, Packed, Part
 
 NUMBERS_AT_ONCE = 2**21
 """Of a weight, while they are float32: what a tensor takes beside the numbers that are kept."""
@@ -40,7 +41,13 @@ KINDS = {
     "fp8": CodeKind.E4M3, "mxfp8": CodeKind.E4M3, "int8": CodeKind.INT8, "nvfp4": CodeKind.E2M1,
     "mxfp4": CodeKind.E2M1,
 }  # fmt: skip
-"""Of a format. Others hold integers without a sign, in words."""
+"""Of a format. Others hold integers."""
+
+INTEGER_KINDS = {
+    2: CodeKind.INT2, 3: CodeKind.INT3, 4: CodeKind.INT4, 5: CodeKind.INT5, 6: CodeKind.INT6, 7: CodeKind.UINT8,
+    8: CodeKind.UINT8,
+}  # fmt: skip
+"""By their bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +77,21 @@ class Unpacked:
             shape[dim] = 0
             return torch.empty(shape, dtype=self.dtype)
         codes, first = self._outward(dim, start, stop)
+        inputs = self._inputs(dim, first, codes.shape[1])
         runs = []
         for run in codes.runs(NUMBERS_AT_ONCE):
             numbers = run.numbers(torch.float32)
+            numbers = numbers if inputs is None else numbers * inputs
             if not runs:
                 _check(self, run, numbers)
             runs.append(numbers.to(self.dtype))
         return torch.cat(runs).narrow(dim, start - first, stop - start)
 
     def codes(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Codes | None:
-        """The same slice in as few bits as it is stored. None: it begins or ends where codes cannot be cut."""
+        """The same slice in as few bits as it is stored. None: it begins or ends where codes cannot be cut, or its
+        inputs are to be multiplied, too."""
         stop = self.shape[dim] if stop is None else stop
-        if start >= stop:
+        if start >= stop or "inputs" in self.packed.parts:
             return None
         codes, first = self._outward(dim, start, stop)
         some = next(codes.runs(NUMBERS_AT_ONCE))
@@ -97,9 +107,16 @@ class Unpacked:
         along = (part.rows if dim == 0 else part.columns for part in parts.values())
         step = min(math.lcm(*(each.per for each in along if each is not None)), length)
         first, last = start // step * step, min(-(-stop // step) * step, length)
-        stored = {role: self._read(part, dim, first, last) for role, part in parts.items()}
+        stored = {role: self._read(part, dim, first, last) for role, part in parts.items() if role != "inputs"}
         shape = (last - first, self.shape[1]) if dim == 0 else (self.shape[0], last - first)
         return _Reading(self, stored, shape).codes(), first
+
+    def _inputs(self, dim: int, first: int, columns: int) -> Tensor | None:
+        """What inputs are multiplied with, float32 [1,K]. None: they are not."""
+        if "inputs" not in self.packed.parts:
+            return None
+        first = first if dim == 1 else 0
+        return self._read(self.packed.parts["inputs"], 1, first, first + columns).float()
 
     def _read(self, part: Part, dim: int, first: int, last: int) -> Tensor:
         """[rows, columns] of a part, 1 where it has none of them."""
@@ -108,7 +125,7 @@ class Unpacked:
         if along is None:
             found = self.checkpoint.read(part.name, expert=expert)
         else:
-            found = self.checkpoint.read(part.name, along.dim, first // along.per, -(-last // along.per), expert)
+            found = self.checkpoint.read(part.name, along.dim, *along.around(first, last), expert)
         if part.rows is not None and part.columns is not None and part.columns.dim < part.rows.dim:
             found = found.transpose(part.rows.dim, part.columns.dim)
         rows = 1 if part.rows is None else found.shape[part.rows.dim if found.dim() != 2 else 0]
@@ -130,12 +147,14 @@ class _Reading:
     def codes(self) -> Codes:
         packed, group = self._packed, self._along("scale").columns
         columns = self._columns + self._columns % 2 if group is None else group.per
+        low, high = self._raw_codes()
         codes = Codes(
             self._kind,
-            self._raw_codes(),
+            low,
             self._for_each_row("scale"),
             columns,
             middle=packed.zero,
+            high=high,
             rounds_inputs=packed.rounds_inputs,
         )
         if "zero" in self._stored:
@@ -153,29 +172,34 @@ class _Reading:
         packed = self._packed
         if packed.format in KINDS:
             return KINDS[packed.format]
-        return CodeKind.INT4 if packed.bits == 4 else CodeKind.UINT8
+        return INTEGER_KINDS[packed.bits]
 
     def _along(self, role: str) -> Part:
         return self._packed.parts[role]
 
-    def _raw_codes(self) -> Tensor:
-        """uint8 [N,K], or [N,K/2] where two are in a byte"""
+    def _raw_codes(self) -> tuple[Tensor, Tensor | None]:
+        """As `Codes` has them: `codes` and `high`."""
         packed, stored, part = self._packed, self._stored["codes"], self._along("codes")
-        if self._kind is CodeKind.E2M1 or stored.itemsize == 1:
-            return stored.contiguous().view(torch.uint8)
         assert part.rows is not None and part.columns is not None
         dim = 0 if part.rows.per > 1 else 1
-        if dim == 1 and packed.bits == 4 and not packed.order:  # the bytes of a word, from the lowest on
-            return stored.contiguous().view(torch.uint8)[: self._rows, : self._columns // 2]
-        opened = in_words(stored, dim, packed.bits, packed.order)[: self._rows, : self._columns].to(torch.uint8)
-        return opened if packed.bits == 8 else opened[:, 0::2] | (opened[:, 1::2] << 4)
+        # They may lie as they are wanted: bytes, and the bytes of a word from the lowest on.
+        if stored.itemsize == 1 and dim == 1:
+            return stored.contiguous().view(torch.uint8), None
+        if dim == 1 and packed.bits == 4 and not packed.order:
+            return stored.contiguous().view(torch.uint8)[: self._rows, : self._columns // 2], None
+        if stored.itemsize == 1:
+            opened = in_pairs_of_rows(stored)
+        else:
+            opened = in_words(stored, dim, packed.bits, packed.order)
+        opened = opened[: self._rows, : self._columns]
+        return (opened, None) if self._kind is CodeKind.UINT8 else in_fewer_bits(self._kind, opened)
 
     def _zero(self) -> Tensor:
         """uint8 [N,G]"""
         packed, stored = self._packed, self._stored["zero"]
         if stored.itemsize == 1:
             return self._for_each_row("zero").view(torch.uint8) ^ 0x80
-        return in_words(stored, 0, packed.bits, packed.order)[: self._rows].to(torch.uint8)
+        return in_words(stored, 0, packed.bits, packed.order)[: self._rows]
 
     def _for_each_row(self, role: str) -> Tensor:
         """[N,G]"""
@@ -200,11 +224,33 @@ class _Reading:
 
 
 def in_words(words: Tensor, dim: int, bits: int, order: tuple[int, ...]) -> Tensor:
-    """The integers in words, side by side along `dim`. order: which of a word's is the first; empty: the lowest."""
-    each = 32 // bits
-    shifts = torch.tensor(order or range(each), dtype=torch.int32) * bits
-    shape = (1, each, 1) if dim == 0 else (1, 1, each)
-    return ((words.unsqueeze(dim + 1) >> shifts.view(shape)) & ((1 << bits) - 1)).flatten(dim, dim + 1)
+    """The integers in words, uint8, side by side along `dim`: without gaps, from the lowest bits of the first word on.
+
+    order: which of a word's is the first, the second, ..; empty: the lowest
+    """
+    if WORD_BITS % bits == 0:
+        each = WORD_BITS // bits
+        shifts = torch.tensor(order or range(each), dtype=torch.int32) * bits
+        shape = (1, each, 1) if dim == 0 else (1, 1, each)
+        opened = (words.unsqueeze(dim + 1) >> shifts.view(shape)) & ((1 << bits) - 1)
+        return opened.to(torch.uint8).flatten(dim, dim + 1)
+    # 32 of them fill so many words as each has bits; some begin in one word and end in the next.
+    words = words.movedim(dim, -1)
+    words = F.pad(words, (0, -words.shape[-1] % bits)).unflatten(-1, (-1, bits)).long() & (2**WORD_BITS - 1)
+    opened = torch.empty(*words.shape[:-1], WORD_BITS, dtype=torch.uint8)
+    for number in range(WORD_BITS):
+        word, place = divmod(number * bits, WORD_BITS)
+        integers = words[..., word] >> place
+        if place + bits > WORD_BITS:
+            integers |= words[..., word + 1] << (WORD_BITS - place)
+        opened[..., number] = integers & ((1 << bits) - 1)
+    return opened.flatten(-2).movedim(-1, dim)
+
+
+def in_pairs_of_rows(pairs: Tensor) -> Tensor:
+    """Integers of 4 bits with a sign, those of two rows in a byte, the first row's lowest. Returns uint8, 8 more."""
+    pairs = pairs.view(torch.uint8)
+    return torch.stack((pairs & 15, pairs >> 4), dim=1).flatten(0, 1) ^ 8
 
 
 # -- what numbers cannot be --------------------------------------------------------------------------------------------

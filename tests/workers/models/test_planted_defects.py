@@ -364,14 +364,14 @@ def test_a_defect_is_refused_by_tensor_file_and_scheme(name: str, damaged: Calla
 @pytest.mark.parametrize(
     ("format", "damage", "words"),
     [
-        ("w4a16", told_of_weights(num_bits=3), "num_bits is 3"),
-        ("gptq", told(bits=3), "bits is 3"),
+        ("w4a16", told_of_weights(num_bits=1), "num_bits is 1"),
+        ("gptq", told(bits=9), "bits is 9"),
         ("gptq", told(bits=4.0), "bits is 4.0"),
         ("gptq", told(checkpoint_format="marlin"), "checkpoint_format is marlin"),
         ("awq", told(version="gemv"), "its version is gemv"),
         ("fp8-rows", told(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config"),
         ("fp8-rows", told(transform_config={"config_groups": {"u": {"type": "hadamard"}}}), "transform_config"),
-        ("nvfp4-modelopt", told(quant_algo="W4A16_AWQ"), "W4A16_AWQ"),
+        ("nvfp4-modelopt", told(quant_algo="NVFP4_SVD"), "NVFP4_SVD"),
         ("fp8-blocks", told(fmt="e5m2"), "fmt is 'e5m2'"),
     ],
 )

@@ -461,9 +461,9 @@ def test_experts_one_by_one_of_which_one_is_missing_are_refused(source_of: Calla
 def test_a_scale_of_an_expert_that_no_scheme_reads_is_refused(source_of: Callable[[str], Path], tmp_path: Path):
     packed, _ = write(RELEASES["nvidia Gemma-4-26B-A4B-NVFP4"], source_of("gemma4"), tmp_path)
     tensors = load_file(packed / "model.safetensors")
-    tensors["model.language_model.layers.1.experts.2.up_proj.pre_quant_scale"] = torch.ones(64)
+    tensors["model.language_model.layers.1.experts.2.up_proj.smoothing_scale"] = torch.ones(64)
     save_file(tensors, packed / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CorruptCheckpoint, match=r"experts\.2\.up_proj\.pre_quant_scale would never be read.*nvfp4"):
+    with pytest.raises(CorruptCheckpoint, match=r"experts\.2\.up_proj\.smoothing_scale would never be read.*nvfp4"):
         share(packed, 0, 1)
 
 

@@ -15,13 +15,14 @@ from intarsia.proto.request import SamplingParams
 from intarsia.proto.worker import ModelSettings
 from intarsia.tests import models
 from intarsia.tests.local import complete, make_engine
-from intarsia.tests.packing import FORMATS, Format, make_twins
+from intarsia.tests.packing import FORMATS, RARE_FORMATS, Format, make_twins
 from intarsia.workers.checkpoint.files import Checkpoint
 from intarsia.workers.checkpoint.packed.formats import Packed
 from intarsia.workers.models.load import load_model
 from intarsia.workers.models.unpacked import Unpacked
 from intarsia.workers.tensor_parallel import TensorParallel
 
+EVERY_FORMAT = {**FORMATS, **RARE_FORMATS}
 FAMILIES = "gemma3", "gpt_oss", "qwen3_5_moe", "nemotron_h", "granite4", "jamba", "deepseek_v3"
 
 
@@ -41,16 +42,16 @@ def weight_of(
     return Unpacked(checkpoint, packed, torch.float32), plain
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", EVERY_FORMAT)
 def test_every_format_gives_the_numbers_of_its_formula(name: str, tmp_path: Path):
-    source, plain = weight_of(FORMATS[name], tmp_path)
+    source, plain = weight_of(EVERY_FORMAT[name], tmp_path)
     assert source.shape == plain.shape
     torch.testing.assert_close(source.read(), plain, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", EVERY_FORMAT)
 def test_a_slice_that_begins_and_ends_within_groups_is_that_of_the_whole(name: str, tmp_path: Path):
-    source, plain = weight_of(FORMATS[name], tmp_path)
+    source, plain = weight_of(EVERY_FORMAT[name], tmp_path)
     for dim, start, stop in ((0, 0, 36), (0, 17, 43), (0, 71, 72), (0, 9, 9), (1, 0, 48), (1, 13, 67), (1, 95, 96)):
         part = source.read(dim, start, stop)
         torch.testing.assert_close(part, plain.narrow(dim, start, stop - start), rtol=0, atol=0)
@@ -65,6 +66,29 @@ def test_an_engine_of_packed_weights_answers_as_transformers_with_the_plain_twin
     folder = make_twins(source.path, tmp_path, FORMATS[name])
     expected = [models.greedy(models.load_oracle(folder / "plain", ()), prompt, 12) for prompt in source.prompts]
     assert asyncio.run(answers(folder / "packed", source.prompts, packed_products=products)) == expected
+
+
+@pytest.mark.parametrize("products", ["cpu", "reference"])
+@pytest.mark.parametrize("name", RARE_FORMATS)
+def test_an_engine_of_a_rare_format_answers_as_transformers_with_the_plain_twin(
+    name: str, products: str, tiny: Callable, tmp_path: Path
+):
+    source = tiny("qwen3")
+    folder = make_twins(source.path, tmp_path, RARE_FORMATS[name])
+    expected = [models.greedy(models.load_oracle(folder / "plain", ()), prompt, 12) for prompt in source.prompts]
+    assert asyncio.run(answers(folder / "packed", source.prompts, packed_products=products)) == expected
+
+
+@pytest.mark.parametrize("name", RARE_FORMATS)
+def test_slices_of_a_rare_format_are_kept_in_its_bits(name: str, tmp_path: Path):
+    source, plain = weight_of(RARE_FORMATS[name], tmp_path)
+    if "inputs" in source.packed.parts:
+        assert source.codes() is None
+        return
+    for dim, start, stop in ((0, 0, 36), (0, 17, 43), (1, 0, 48), (1, 16, 64)):
+        codes = source.codes(dim, start, stop)
+        assert codes is not None
+        torch.testing.assert_close(codes.numbers(torch.float32), plain.narrow(dim, start, stop - start), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("products", ["cpu", "reference"])

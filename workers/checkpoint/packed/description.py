@@ -8,32 +8,66 @@ Sources: the configs of published checkpoints; compressed-tensors, AutoGPTQ and 
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ....errors import UnsupportedModel
 from ..config_schema import is_whole
 from ..json_file import clipped, corrupt, quote, read_object, size_of
-from .patterns import REGULAR, Budget, Patterns
+from .patterns import MOST_PATTERNS, REGULAR, Budget, Patterns
 
 CONFIG_FILES = "hf_quant_config.json", "quantize_config.json", "quant_config.json"
 """Of modelopt, old GPTQ and old AWQ: beside a config.json that says nothing."""
 
-METHODS = "fp8", "compressed-tensors", "modelopt", "awq", "gptq", "auto-round", "mxfp4"
+METHODS = "fp8", "compressed-tensors", "modelopt", "awq", "gptq", "auto-round", "mxfp4", "torchao"
 MODELOPT_ALGORITHMS = (
     "FP8",
     "FP8_PER_CHANNEL_PER_TOKEN",
     "FP8_PB_WO",
+    "W8A16",
+    "W8A8_SQ_PER_CHANNEL",
+    "W4A16_AWQ",
+    "W4A8_AWQ",
     "MXFP8",
+    "MXFP4",
     "NVFP4",
+    "NVFP4_AWQ",
     "W4A16_NVFP4",
+    "W4A8_NVFP4_FP8",
+    "W4A8_MXFP4_FP8",
     "MIXED_PRECISION",
 )
+"""In capitals, as most of its versions write them."""
+
+WITH_INT8 = "W8A16", "W8A8_SQ_PER_CHANNEL"
+"""Of these, the ones that store whole numbers of 8 bits."""
+
+WITH_GROUPS_OF_32 = "W4A8_NVFP4_FP8"
+"""And of those in NVFP4."""
+
 BLOCK = 128, 128
 MOST_GROUP = 2**20
-BITS = 4, 8
+BITS = range(2, 9)
+FLOAT_BITS = 4, 8
+WHOLE_BITS = 16
+"""And more: numbers as models have them."""
+
 MOST_GROUPS = 4096
 """Groups of modules with a scheme of their own. Published configs have up to some hundred."""
+
+AUTO_ROUND_PACKINGS = {
+    "auto_gptq": "gptq",
+    "gptq": "gptq",
+    "auto_round": "gptq_v2",
+    "gptqmodel": "gptq_v2",
+    "auto_awq": "awq",
+    "awq": "awq",
+}
+"""Of auto-round, whose format each of its own is."""
+
+REGULAR_SIGNS = "*^$|()[]?+\\"
+"""A pattern of auto-round that has one is a regular expression."""
 
 EVERY_MODULE = "Linear"
 """A class, where patterns of modules are expected: all that no other group names."""
@@ -162,9 +196,9 @@ def _compressed_tensors(place: str, said: Mapping[str, Any], budget: Budget) -> 
             continue
         patterns = _patterns(where, group, "targets") or [EVERY_MODULE]
         targets += patterns
-        if weights.get("strategy") == "block":
-            block = _block(where, weights, "block_structure")
-        if weights.get("type", "int") == "int":
+        if weights.get("type", "int") != "int":
+            block = _block_of_floats(where, weights) or block
+        else:
             found = _integers(where, weights, bits="num_bits", symmetric="symmetric")
             found = found._replace(rounds_inputs=_rounds_inputs(where, group))
             others.append((Patterns(where, (each for each in patterns if each != EVERY_MODULE), budget), found))
@@ -183,6 +217,18 @@ def _compressed_tensors(place: str, said: Mapping[str, Any], budget: Budget) -> 
     )
 
 
+def _block_of_floats(place: str, weights: Mapping[str, Any]) -> tuple[int, int] | None:
+    """None: each weight, or each row, has one scale, or it is a format that knows its groups."""
+    bits = weights.get("num_bits", 8)
+    if not is_whole(bits) or bits not in FLOAT_BITS:
+        raise _unsupported(place, f"its weights are floats of {quote(bits)} bits")
+    if weights.get("strategy") == "block":
+        return _block(place, weights, "block_structure")
+    if weights.get("strategy") == "group" and bits == 8 and weights.get("scale_dtype") != "torch.uint8":
+        return 1, _group(place, weights) or MOST_GROUP
+    return None
+
+
 def _rounds_inputs(place: str, group: Mapping[str, Any]) -> bool:
     inputs = _object(place, group, "input_activations")
     return inputs.get("num_bits") == 8 and inputs.get("type", "int") == "int"
@@ -195,14 +241,29 @@ def _modelopt(place: str, said: Mapping[str, Any], budget: Budget) -> Descriptio
     for name, holder in (("", inner), *layers.items()):
         if not isinstance(holder, dict):
             raise corrupt(f"{place}: {clipped(name)} in quantized_layers must be an object, not {quote(holder)}")
-        algorithm = holder.get("quant_algo")
-        if algorithm is not None and algorithm not in MODELOPT_ALGORITHMS:
+        if (algorithm := holder.get("quant_algo")) is not None and _algorithm(holder) not in MODELOPT_ALGORITHMS:
             of = f" for {clipped(name)}" if name else ""
             raise _unsupported(place, f"quant_algo is {quote(algorithm)}{of}")
     if inner.get("quant_algo") is None and not layers:
         return None
-    only = Patterns(place, layers, budget) if inner.get("quant_algo") == "MIXED_PRECISION" else None
-    return Description(place, "modelopt", excluded=_excluded(place, inner, budget), only=only)
+    only = Patterns(place, layers, budget) if _algorithm(inner) == "MIXED_PRECISION" else None
+    algorithms = {_algorithm(holder) for holder in (inner, *layers.values())}
+    return Description(
+        place,
+        "modelopt",
+        integers=Integers(
+            bits=8,
+            group=32 if WITH_GROUPS_OF_32 in algorithms else None,
+            rounds_inputs="W8A8_SQ_PER_CHANNEL" in algorithms,
+        ),
+        excluded=_excluded(place, inner, budget),
+        has_integers=not algorithms.isdisjoint(WITH_INT8),
+        only=only,
+    )
+
+
+def _algorithm(said: Mapping[str, Any]) -> str:
+    return str(said.get("quant_algo")).upper()
 
 
 def _awq(place: str, said: Mapping[str, Any], budget: Budget) -> Description:
@@ -226,34 +287,82 @@ def _gptq(place: str, said: Mapping[str, Any], budget: Budget) -> Description:
     stored_as = str(said.get("checkpoint_format", "gptq")).lower()
     if stored_as not in ("gptq", "gptq_v2"):
         raise _unsupported(place, f"checkpoint_format is {clipped(stored_as)}")
-    fixed = {"zero_is_less_one": stored_as == "gptq", "is_shuffled": said.get("desc_act") is True}
-    common = _integers(place, said)._replace(**fixed)
-    others, excluded = [], []
     where = f"{place}, dynamic"
-    for pattern, overrides in _objects(place, said, "dynamic"):
+    excluded, overrides = [], []
+    for pattern, each in _objects(place, said, "dynamic"):
         if pattern.startswith("-:"):
             excluded.append(f"{REGULAR}{pattern[2:]}")
-            continue
-        merged = _integers(f"{where}, {clipped(pattern)}", {**said, **overrides})
-        others.append((Patterns(where, [f"{REGULAR}{pattern.removeprefix('+:')}"], budget), merged._replace(**fixed)))
+        else:
+            overrides.append((f"{REGULAR}{pattern.removeprefix('+:')}", each))
+    fixed = {"zero_is_less_one": stored_as == "gptq", "is_shuffled": said.get("desc_act") is True}
     return Description(
-        place, "gptq", integers=common, others=tuple(others), excluded=_excluded(place, said, budget, excluded)
+        place,
+        "gptq",
+        integers=_integers(place, said)._replace(**fixed),
+        others=tuple(_overridden(where, said, overrides, budget, **fixed)),
+        excluded=_excluded(place, said, budget, excluded),
     )
 
 
+def _overridden(
+    place: str,
+    said: Mapping[str, Any],
+    overrides: Iterable[tuple[str, Mapping[str, Any]]],
+    budget: Budget,
+    **fixed: bool,
+) -> Iterator[tuple[Patterns, Integers]]:
+    """overrides: a pattern, and what holds for its modules instead of what is said of all. The first that fits counts.
+    Neighbours that say the same are one list, as there may be one for each expert."""
+    read = [(pattern, _integers(f"{place}, {clipped(pattern)}", {**said, **each})) for pattern, each in overrides]
+    for integers, alike in groupby(read, key=lambda each: each[1]):
+        yield Patterns(place, [pattern for pattern, _ in alike], budget), integers._replace(**fixed)
+
+
 def _auto_round(place: str, said: Mapping[str, Any], budget: Budget) -> Description:
-    """It writes the formats of others, and says whose."""
-    packing = str(said.get("packing_format", "auto_round:auto_gptq")).lower()
-    if packing.endswith("awq"):
-        return _awq(place, {**said, "version": "gemm"}, budget)
-    if packing.endswith("gptq"):
-        return _gptq(place, {**said, "checkpoint_format": "gptq"}, budget)
-    raise _unsupported(place, f"packing_format is {clipped(packing)}")
+    """It writes the formats of others, and says whose. Modules with a scheme of their own are in `extra_config`."""
+    packing = str(said.get("packing_format", "auto_round:auto_gptq")).lower().removeprefix("auto_round:")
+    # Floats, and files whose weights are as long as they were.
+    if packing in ("fp8", "fp8_static"):
+        return _fp8(place, said, budget)
+    if packing == "fake" or (packing == "llm_compressor" and said.get("data_type", "int") != "int"):
+        return Description(place, "auto-round", excluded=_excluded(place, said, budget))
+    method = AUTO_ROUND_PACKINGS.get(packing)
+    if method is None:
+        raise _unsupported(place, f"packing_format is {clipped(packing)}")
+    # Integers in words.
+    where = f"{place}, extra_config"
+    excluded, overrides = [], []
+    for name, each in _objects(place, said, "extra_config", MOST_PATTERNS):
+        pattern = f"{REGULAR}{name}" if any(sign in name for sign in REGULAR_SIGNS) else name
+        if _is_whole_width(each):
+            excluded.append(pattern)
+        else:
+            overrides.append((pattern, each))
+    overrides.sort(key=lambda each: each[0].startswith(REGULAR))  # whole names count first
+    fixed = {"zero_is_less_one": method == "gptq"}
+    common = PLAIN_INTEGERS if _is_whole_width(said) else _integers(place, said)
+    return Description(
+        place,
+        "awq" if method == "awq" else "gptq",
+        integers=common._replace(**fixed),
+        others=tuple(_overridden(where, said, overrides, budget, **fixed)),
+        excluded=_excluded(place, said, budget, excluded),
+    )
+
+
+def _is_whole_width(said: Mapping[str, Any]) -> bool:
+    bits = said.get("bits")
+    return is_whole(bits) and bits >= WHOLE_BITS
+
+
+def _torchao(place: str, said: Mapping[str, Any], budget: Budget) -> Description:
+    """Its tensors say all: what its config has of them are arguments of Python's classes."""
+    return Description(place, "torchao", excluded=_excluded(place, said, budget))
 
 
 _READERS = {
     "fp8": _fp8, "mxfp4": _mxfp4, "compressed-tensors": _compressed_tensors, "modelopt": _modelopt, "awq": _awq,
-    "gptq": _gptq, "auto-round": _auto_round,
+    "gptq": _gptq, "auto-round": _auto_round, "torchao": _torchao,
 }  # fmt: skip
 
 
@@ -261,12 +370,18 @@ _READERS = {
 
 
 def _integers(place: str, said: Mapping[str, Any], *, bits: str = "bits", symmetric: str = "sym") -> Integers:
-    count, group = said.get(bits, 4), said.get("group_size", -1)
+    count = said.get(bits, 4)
     if not is_whole(count) or count not in BITS:
         raise _unsupported(place, f"{bits} is {quote(count)}")
+    return Integers(count, _group(place, said), said.get(symmetric, True) is not False)
+
+
+def _group(place: str, said: Mapping[str, Any]) -> int | None:
+    """None: all of a row."""
+    group = said.get("group_size", -1)
     if group is not None and (not is_whole(group) or not (group == -1 or 0 < group <= MOST_GROUP)):
         raise corrupt(f"{place}: group_size must be -1 or a whole number from 1 to {MOST_GROUP}, not {quote(group)}")
-    return Integers(count, None if group in (None, -1) else group, said.get(symmetric, True) is not False)
+    return None if group in (None, -1) else group
 
 
 def _block(place: str, said: Mapping[str, Any], name: str) -> tuple[int, int]:
@@ -289,11 +404,13 @@ def _object(place: str, said: Mapping[str, Any], name: str) -> Mapping[str, Any]
     return found
 
 
-def _objects(place: str, said: Mapping[str, Any], name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _objects(
+    place: str, said: Mapping[str, Any], name: str, most: int = MOST_GROUPS
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Objects by their names."""
     found = _object(place, said, name)
-    if len(found) > MOST_GROUPS:
-        raise corrupt(f"{place}: {name} holds {len(found)} objects; the limit is {MOST_GROUPS}")
+    if len(found) > most:
+        raise corrupt(f"{place}: {name} holds {len(found)} objects; the limit is {most}")
     return ((each, _object(f"{place}, {name}", found, each)) for each in found)
 
 

@@ -31,8 +31,10 @@ SHORT = frozenset({"F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"
 PLAIN = frozenset({*FLOATS, "F64"})
 
 GROUP_OF = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}
-WORDS = frozenset({"w4a16", "w8a16", "awq", "gptq"})
+WORDS = frozenset({"awq", "gptq", *(f"w{bits}a16" for bits in range(2, 9))})
 """Formats of integers, several in a word, and so are their zero points."""
+
+WORD_BITS = 32
 
 AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7
 """Which of a word's eight integers is the first column, the second, ..."""
@@ -42,7 +44,22 @@ class Along(NamedTuple):
     """A dimension of a tensor that goes along the weight's rows or columns."""
 
     dim: int
-    per: int = 1  # of the weight's, which one entry covers
+    per: int = 1  # of the weight's, which one entry covers, or several together
+    entries: int = 1
+
+    def of(self, length: int) -> int:
+        """Entries for so many of the weight's."""
+        return -(-length * self.entries // self.per)
+
+    def around(self, start: int, stop: int) -> tuple[int, int]:
+        """Entries that cover those from `start` to `stop`, from where one begins that begins with an entry."""
+        return start // self.per * self.entries, -(-stop // self.per) * self.entries
+
+
+def along_words(dim: int, bits: int) -> Along:
+    """Integers without gaps: where a word does not hold a whole number of them, 32 fill as many words as each has
+    bits."""
+    return Along(dim, WORD_BITS // bits) if WORD_BITS % bits == 0 else Along(dim, WORD_BITS, bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +79,7 @@ class Packed:
     format: str
     shape: tuple[int, int]
     parts: Mapping[str, Part]
-    """`codes`, `scale` and, where there are such, `zero`, `factor`, `divisor`, `group_of`."""
+    """`codes`, `scale` and, where there are such, `zero`, `factor`, `divisor`, `group_of`, `inputs`."""
 
     bits: int = 8
     order: tuple[int, ...] = ()
@@ -181,12 +198,46 @@ def _int8(found: _Found) -> Packed | None:
         return None
     shape = found.matrix("weight", "INT8")
     found.need("weight_scale", FLOATS, "INT8")
-    packed = _plain(found, "int8", shape, _scale(found, "weight_scale", shape, (0, 0), "INT8"))
-    packed = replace(packed, rounds_inputs=_said(found).rounds_inputs)
+    said = _said(found)
+    block = (1, said.group) if said.group is not None else (0, 0)
+    packed = _plain(found, "int8", shape, _scale(found, "weight_scale", shape, block, "INT8"))
+    packed = replace(packed, rounds_inputs=said.rounds_inputs)
     if not found.has("weight_zero_point"):
         return packed
     found.need("weight_zero_point", ("I8",), "INT8")
-    return _with(packed, zero=_scale(found, "weight_zero_point", shape, (0, 0), "INT8"))
+    return _with(packed, zero=_scale(found, "weight_zero_point", shape, block, "INT8"))
+
+
+def _torchao(found: _Found) -> Packed | None:
+    """Tensors of Python's classes, taken apart: whole numbers or floats of 8 bits, with scales for all, for rows, for
+    groups or for blocks, all of one size."""
+    if not found.has("_weight_qdata"):
+        return None
+    format = {"I8": "int8", "F8_E4M3": "fp8"}.get(found.tensors["_weight_qdata"].dtype)
+    if format is None or (found.has("_weight_scale") and not found.has("_weight_scale", FLOATS)):
+        what = "a weight of torchao in 4 bits, or with scales in the order in which GPUs read them"
+        raise _cannot(found, "_weight_qdata", what, "which is not read")
+    what = f"torchao {format}"
+    shape, name = found.matrix("_weight_qdata", what), found.name("weight")
+    found.need("_weight_scale", FLOATS, what)
+    parts = {
+        "codes": Part(found.name("_weight_qdata"), Along(0), Along(1)),
+        "scale": _even_scale(found, "_weight_scale", shape, what),
+    }
+    if found.has("_weight_zero_point"):
+        found.need("_weight_zero_point", ("I8",), what)
+        parts["zero"] = _even_scale(found, "_weight_zero_point", shape, what)
+    return Packed(name, format, shape, parts)
+
+
+def _even_scale(found: _Found, suffix: str, shape: tuple[int, int], what: str) -> Part:
+    """Its shape says into how many parts rows and columns are divided."""
+    stored, name = found.shape(suffix), found.name(suffix)
+    if math.prod(stored) == 1:
+        return Part(name)
+    if len(stored) != 2 or any(not parts or length % parts for length, parts in zip(shape, stored, strict=True)):
+        raise found.wrong(suffix, f"two dimensions that divide {list(shape)}", what)
+    return Part(name, Along(0, shape[0] // stored[0]), Along(1, shape[1] // stored[1]))
 
 
 def _scale(found: _Found, suffix: str, shape: tuple[int, int], block: tuple[int, int], what: str) -> Part:
@@ -222,7 +273,7 @@ def _float4(found: _Found) -> Packed | None:
     """Pairs of e2m1 in a byte: NVFP4 in both spellings, whose global scales are inverse to each other, and MXFP4."""
     if found.has("weight_packed", ("U8",)):
         codes, divisor, factor = "weight_packed", "weight_global_scale", None
-    elif found.has("weight", ("U8",)) and (found.has("weight_scale_2") or found.has("weight_scale", E4M3)):
+    elif found.has("weight", ("U8",)) and (found.has("weight_scale_2") or found.has("weight_scale", E4M3 + E8M0)):
         codes, divisor, factor = "weight", None, "weight_scale_2"
     elif found.has("weight", ("U8", "I8")) and found.has("scale", E8M0):
         return _nibbles(found, "mxfp4", "weight", "scale")
@@ -231,7 +282,7 @@ def _float4(found: _Found) -> Packed | None:
     scale = found.need("weight_scale", E4M3 + E8M0, "4-bit float")
     if scale.dtype not in E4M3:
         return _nibbles(found, "mxfp4", codes, "weight_scale")
-    packed = _nibbles(found, "nvfp4", codes, "weight_scale")
+    packed = _nibbles(found, "nvfp4", codes, "weight_scale", _nvfp4_group(found, codes))
     role, suffix = ("divisor", divisor) if divisor is not None else ("factor", factor)
     assert suffix is not None
     found.need(suffix, ("F32",), "NVFP4")
@@ -240,9 +291,18 @@ def _float4(found: _Found) -> Packed | None:
     return _with(packed, **{role: Part(found.name(suffix))})
 
 
-def _nibbles(found: _Found, format: str, codes: str, scale: str) -> Packed:
+def _nvfp4_group(found: _Found, codes: str) -> int:
+    """modelopt has groups of 32, too, and says so."""
+    said, (_, half) = found.description, found.matrix(codes, "NVFP4")
+    wide = None if said is None or said.method != "modelopt" else said.integers_of(found.module).group
+    if wide is not None and found.shape("weight_scale")[-1:] == (-(-half * 2 // wide),):
+        return wide
+    return GROUP_OF["nvfp4"]
+
+
+def _nibbles(found: _Found, format: str, codes: str, scale: str, group: int | None = None) -> Packed:
     rows, half = found.matrix(codes, format.upper())
-    group = GROUP_OF[format]
+    group = group or GROUP_OF[format]
     found.expect(scale, (rows, -(-half * 2 // group)), format.upper())
     parts = {
         "codes": Part(found.name(codes), Along(0), Along(1, 2)),
@@ -251,28 +311,47 @@ def _nibbles(found: _Found, format: str, codes: str, scale: str) -> Packed:
     return Packed(found.name("weight"), format, (rows, half * 2), parts, bits=4)
 
 
+def _pairs_of_rows(found: _Found) -> Packed | None:
+    """modelopt: integers with a sign, those of two rows in a byte, and a scale for each group of columns."""
+    is_modelopt = found.description is not None and found.description.method == "modelopt"
+    if not (is_modelopt and found.has("weight", ("U8",)) and found.has("weight_scale", FLOATS)):
+        return None
+    half, columns = found.matrix("weight", "W4A16_AWQ")
+    rows = 2 * half
+    stored = found.shape("weight_scale")
+    if len(stored) != 2 or stored[0] != rows or not stored[1] or columns % stored[1]:
+        raise found.wrong("weight_scale", f"{rows} rows, and columns that divide {columns}", "W4A16_AWQ")
+    parts = {
+        "codes": Part(found.name("weight"), Along(0, 2), Along(1)),
+        "scale": Part(found.name("weight_scale"), Along(0), Along(1, columns // stored[1])),
+    }
+    return Packed(found.name("weight"), "w4a16_awq", (rows, columns), parts, bits=4, zero=8)
+
+
 def _words_by_rows(found: _Found) -> Packed | None:
     """compressed-tensors: integers without a sign in words along the columns; zero points in words along rows."""
     if not found.has("weight_packed", ("I32",)):
         return None
     said = _said(found)
-    each = 32 // said.bits
     what = f"W{said.bits}A16"
+    along_rows, along_columns = along_words(0, said.bits), along_words(1, said.bits)
     rows, words = found.matrix("weight_packed", what)
-    columns = words * each
+    columns = _columns_in(words, said)
+    if along_columns.of(columns) != words:
+        raise found.wrong("weight_packed", f"{along_columns.of(columns)} words for {columns} columns", what)
     what += f" (groups of {said.group or columns})"
     groups = _groups(found, "weight_packed", said, columns, what)
     found.need("weight_scale", FLOATS, what)
     found.expect("weight_scale", (rows, groups), what)
     group = Along(1, said.group or columns)
     parts = {
-        "codes": Part(found.name("weight_packed"), Along(0), Along(1, each)),
+        "codes": Part(found.name("weight_packed"), Along(0), along_columns),
         "scale": Part(found.name("weight_scale"), Along(0), group),
     }
     if found.has("weight_zero_point"):
         found.need("weight_zero_point", ("I32",), what)
-        found.expect("weight_zero_point", (-(-rows // each), groups), what)
-        parts["zero"] = Part(found.name("weight_zero_point"), Along(0, each), group)
+        found.expect("weight_zero_point", (along_rows.of(rows), groups), what)
+        parts["zero"] = Part(found.name("weight_zero_point"), along_rows, group)
     elif not said.is_symmetric:
         found.need("weight_zero_point", ("I32",), f"asymmetric {what}")
     if found.has("weight_g_idx"):
@@ -288,25 +367,28 @@ def _words_by_columns(found: _Found) -> Packed | None:
     if not found.has("qweight", ("I32",)):
         return None
     said = _said(found)
-    each = 32 // said.bits
     is_awq = found.description is not None and found.description.method in ("awq",)
     name = "AWQ" if is_awq else "GPTQ"
-    stored = found.matrix("qweight", name)
-    rows, columns = (stored[1] * each, stored[0]) if is_awq else (stored[1], stored[0] * each)
     if is_awq and said.bits != 4:
         raise _cannot(found, "qweight", f"AWQ of {said.bits} bits")
+    # Words lie along the weight's rows or columns; zero points along rows in both.
+    stored = found.matrix("qweight", name)
+    along_rows, along_columns = along_words(1, said.bits), along_words(0, said.bits)
+    rows, columns = (stored[1] * along_rows.per, stored[0]) if is_awq else (stored[1], _columns_in(stored[0], said))
+    if not is_awq and along_columns.of(columns) != stored[0]:
+        raise found.wrong("qweight", f"{along_columns.of(columns)} words for {columns} columns", name)
     what = f"{name} ({said.bits} bits, groups of {said.group or columns})"
     group = said.group or columns
     groups = _groups(found, "qweight", said, columns, what)
     found.need("scales", FLOATS, what)
     found.expect("scales", (groups, rows), what)
     found.need("qzeros", ("I32",), what)
-    found.expect("qzeros", (groups, -(-rows // each)), what)
-    codes = (Along(1, each), Along(0)) if is_awq else (Along(1), Along(0, each))
+    found.expect("qzeros", (groups, along_rows.of(rows)), what)
+    codes = (along_rows, Along(0)) if is_awq else (Along(1), along_columns)
     parts = {
         "codes": Part(found.name("qweight"), *codes),
         "scale": Part(found.name("scales"), Along(1), Along(0, group)),
-        "zero": Part(found.name("qzeros"), Along(1, each), Along(0, group)),
+        "zero": Part(found.name("qzeros"), along_rows, Along(0, group)),
     }
     if said.is_shuffled and said.group is not None:
         found.need("g_idx", ("I32", "I64"), f"{what} by activation (desc_act)")
@@ -315,6 +397,12 @@ def _words_by_columns(found: _Found) -> Packed | None:
     zero = 1 if said.zero_is_less_one else 0
     order = AWQ_ORDER if is_awq else ()
     return Packed(found.name("weight"), name.lower(), (rows, columns), parts, said.bits, order, zero)
+
+
+def _columns_in(words: int, said: Integers) -> int:
+    """Where integers do not fill the last word, a group tells how many there are."""
+    columns = words * WORD_BITS // said.bits
+    return columns if said.group is None or WORD_BITS % said.bits == 0 else columns // said.group * said.group
 
 
 def _groups(found: _Found, suffix: str, said: Integers, columns: int, what: str) -> int:
@@ -333,6 +421,13 @@ def _order(found: _Found, suffix: str, columns: int, what: str) -> dict[str, Par
     return {"group_of": Part(found.name(suffix), columns=Along(0))}
 
 
+def _of_others(found: _Found) -> None:
+    """Raises `UnsupportedModel` for what is known to be read by one tool only."""
+    for suffix, tool in ONLY_OF_TOOLS.items():
+        if found.has(suffix, SHORT):
+            raise _cannot(found, suffix, f"part of a weight of {tool}", "which only that tool reads")
+
+
 def _said(found: _Found) -> Integers:
     if found.description is None:
         tensor = next(tensor for tensor in found.tensors.values() if tensor.dtype == "I32")
@@ -340,9 +435,10 @@ def _said(found: _Found) -> Integers:
     return found.description.integers_of(found.module)
 
 
-def _cannot(found: _Found, suffix: str, what: str) -> UnsupportedModel:
+def _cannot(found: _Found, suffix: str, what: str, why: str | None = None) -> UnsupportedModel:
     tensor = found.tensors[suffix]
-    why = "and nothing in the folder describes them" if found.description is None else "which are not read"
+    if why is None:
+        why = "and nothing in the folder describes them" if found.description is None else "which are not read"
     return UnsupportedModel(
         f"{found.folder / tensor.file}: {tensor.name} ({tensor.dtype} {list(tensor.shape)}) holds {what}, {why}. "
         "Take another checkpoint of the model.",
@@ -350,11 +446,14 @@ def _cannot(found: _Found, suffix: str, what: str) -> UnsupportedModel:
     )
 
 
-CODES = "weight", "weight_packed", "qweight"
+CODES = "weight", "weight_packed", "qweight", "_weight_qdata"
+ONLY_OF_TOOLS = {"_data": "optimum-quanto", "W_q": "HQQ"}
 MOST_EXPERTS = 2**14
 """Of one layer. Published models have up to some hundred."""
 
-FORMATS: tuple[Callable[[_Found], Packed | None], ...] = (_float8, _int8, _float4, _words_by_rows, _words_by_columns)
+FORMATS: tuple[Callable[[_Found], Packed | None], ...] = (
+    _float8, _int8, _pairs_of_rows, _float4, _words_by_rows, _words_by_columns, _torchao, _of_others,
+)  # fmt: skip
 
 USED_ELSEWHERE = frozenset({
     # Scales of activations, which stay in 16 bits here, and of caches.
@@ -362,6 +461,9 @@ USED_ELSEWHERE = frozenset({
     "k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "k_cache_scale",
     "weight_shape",  # is that of the codes
 })  # fmt: skip
+
+UNUSED = {"w4a16_awq": frozenset({"weight_scale_2"})}
+"""Of a format, scales that its numbers do not have. This one (W4A8_AWQ) would make them floats of 8 bits."""
 
 
 # -- all of a checkpoint -----------------------------------------------------------------------------------------------
@@ -398,7 +500,8 @@ def find_packed(tensors: Mapping[str, StoredTensor], description: Description | 
             _check_alone(packed, tensors, folder)
             weights[packed.name] = packed
             taken |= {part.name for part in packed.parts.values()}
-            taken |= {f"{module}.{suffix}" for suffix in own if suffix in USED_ELSEWHERE}
+            unused = USED_ELSEWHERE | UNUSED.get(packed.format, frozenset())
+            taken |= {f"{module}.{suffix}" for suffix in own if suffix in unused}
     return PackedTensors(weights, frozenset(taken))
 
 
@@ -432,7 +535,14 @@ def _packed(
 
 
 def _first_that_fits(found: _Found) -> Packed | None:
-    return next(filter(None, (read(found) for read in FORMATS)), None)
+    packed = next(filter(None, (read(found) for read in FORMATS)), None)
+    is_modelopt = found.description is not None and found.description.method == "modelopt"
+    if packed is None or not is_modelopt or not found.has("pre_quant_scale"):
+        return packed
+    # modelopt: what inputs are multiplied with, before the weight as it is stored.
+    found.need("pre_quant_scale", FLOATS, packed.format)
+    found.expect("pre_quant_scale", (packed.shape[1],), packed.format)
+    return _with(packed, inputs=Part(found.name("pre_quant_scale"), columns=Along(0)))
 
 
 def _blocks(name: str, tensors: Mapping[str, StoredTensor], folder: Path) -> Blocks:

@@ -151,8 +151,50 @@ def test_auto_round_writes_the_formats_of_others_and_says_whose():
     common = {"quant_method": "auto-round", "bits": 4, "group_size": 128}
     assert said({**common, "packing_format": "auto_round:auto_gptq"}).method == "gptq"
     assert said({**common, "packing_format": "auto_round:auto_awq"}).method == "awq"
-    with pytest.raises(UnsupportedModel, match="packing_format is auto_round:llm_compressor"):
+    with pytest.raises(UnsupportedModel, match="packing_format is llm_compressor"):
         said({**common, "packing_format": "auto_round:llm_compressor"})
+    floats = said({**common, "packing_format": "auto_round:llm_compressor", "data_type": "mx_fp"})
+    assert floats.method == "auto-round"
+
+
+@pytest.mark.parametrize(
+    ("packing", "is_less_one"),
+    [("auto_round:auto_gptq", True), ("auto_round:gptqmodel", False), ("auto_round", False)],
+)
+def test_auto_round_says_by_its_packing_how_zero_points_are_stored(packing: str, is_less_one: bool):
+    description = said({"quant_method": "auto-round", "bits": 4, "group_size": 128, "packing_format": packing})
+    assert description.integers_of(MODULE).zero_is_less_one is is_less_one
+
+
+def test_auto_round_names_modules_with_a_width_of_their_own_and_whole_names_count_first():
+    extra = {
+        ".*self_attn.*": {"bits": 8},
+        "model.layers.10.self_attn.v_proj": {"bits": 3, "group_size": 64},
+        "lm_head": {"bits": 16, "data_type": "fp"},
+    }
+    description = said({"quant_method": "auto-round", "bits": 4, "group_size": 128, "extra_config": extra})
+    assert description.integers_of("model.layers.10.self_attn.k_proj")[:2] == (8, 128)
+    assert description.integers_of("model.layers.10.self_attn.v_proj")[:2] == (3, 64)
+    assert description.integers_of("model.layers.10.mlp.up_proj")[:2] == (4, 128)
+    assert not description.calls_quantised("lm_head")
+
+
+def test_modelopt_writes_its_algorithms_in_any_case_and_int8_is_among_them():
+    assert not said({"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"}).has_integers
+    smooth = said({"quant_method": "modelopt", "quant_algo": "W8A8_SQ_PER_CHANNEL"})
+    assert smooth.has_integers and smooth.integers_of(MODULE).rounds_inputs
+    assert not said({"quant_method": "modelopt", "quant_algo": "W8A16"}).integers_of(MODULE).rounds_inputs
+
+
+def test_floats_of_eight_bits_in_groups_are_blocks_of_one_row():
+    weights = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 64}
+    group = {"targets": ["Linear"], "weights": weights}
+    assert said({"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}).block == (1, 64)
+    group["weights"] = weights | {"scale_dtype": "torch.uint8", "group_size": 32}
+    assert said({"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}).block == (128, 128)
+    group["weights"] = {"num_bits": 6, "type": "float", "strategy": "group", "group_size": 32}
+    with pytest.raises(UnsupportedModel, match="its weights are floats of 6 bits"):
+        said({"quant_method": "compressed-tensors", "config_groups": {"group_0": group}})
 
 
 def test_only_named_modules_are_called_quantised_where_a_config_names_them():
