@@ -141,12 +141,12 @@ def parts_beside(file: Path) -> list[Path]:
         return [file]
     if split.number:
         raise ModelNotFound(
-            f"{file} is part {split.number + 1} of {split.count} of a model; give the first part", field="model"
+            f"{file} is part {split.number + 1} of {split.parts} of a model; give the first part", field="model"
         )
-    parts = [file.with_stem(f"{found[1]}-{number:05}-of-{split.count:05}") for number in range(1, split.count + 1)]
+    parts = [file.with_stem(f"{found[1]}-{number:05}-of-{split.parts:05}") for number in range(1, split.parts + 1)]
     if lost := [part for part in parts if not part.is_file()]:
         raise ModelNotFound(
-            f"{file} is one of {split.count} parts of a model, and {lost[0]} is not there", field="model"
+            f"{file} is one of {split.parts} parts of a model, and {lost[0]} is not there", field="model"
         )
     return parts
 

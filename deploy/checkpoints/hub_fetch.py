@@ -166,10 +166,10 @@ def _fetch_files(found: Repository, files: Iterable[str], progress: "Progress") 
     _check_room(found.name, max(0, wanted - bytes_of_parts(found.name)))
 
     def one(file: str) -> None:
-        place: Any = {"revision": found.commit, "cache_dir": hub_cache()}
+        place: Any = {"revision": found.commit, "cache_dir": hub_cache(), "tqdm_class": progress.bar()}
         if found.sizes[file] > LARGE_BYTES:
             take_up(found.name, found.commit, file, progress.bar())
-        hf_hub_download(found.name, file, **place, tqdm_class=progress.bar())
+        hf_hub_download(found.name, file, **place)
 
     pool = ThreadPoolExecutor(THREADS)
     futures = [pool.submit(one, each) for each in missing]

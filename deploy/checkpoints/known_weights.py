@@ -84,7 +84,8 @@ def known_weights(model: KnownModel, packed: Mapping[str, str | None] | None = N
     """packed: part -> format; None: as the model is released. None is returned where the table does not say how many
     numbers its parts have. Raises `InvalidSetting` for a format that is not known."""
     params: Mapping[str, int] = model.entry.get("params", {})
-    packed = model.entry.get("released_in", {}) if packed is None else packed
+    released_in: Mapping[str, str | None] = model.entry.get("released_in", {})
+    packed = released_in if packed is None else packed
     if not params or (packed and "linear" not in params):
         return None
     if params.get("odd_columns") and any(_has_large_blocks(form) for form in packed.values()):

@@ -123,11 +123,11 @@ class Matrix(NamedTuple):
     name: str
     rows: int
     columns: int
-    count: int = 1
+    copies: int = 1
 
     @property
     def numbers(self) -> int:
-        return self.count * self.rows * self.columns
+        return self.copies * self.rows * self.columns
 
 
 def weights_as(shapes: Mapping[str, tuple[int, ...]], recipe: Recipe | Mix, dtype: str) -> Weights:
@@ -157,7 +157,7 @@ def _by_recipe(matrices: Iterable[Matrix], recipe: Recipe) -> Iterator[tuple[Mat
     """What is packed, and into how many bytes."""
     for each in matrices:
         if not STAYS.fullmatch(each.name) and recipe.fits(each.rows, each.columns):
-            yield each, recipe.format, each.count * recipe.stored(each.rows, each.columns)
+            yield each, recipe.format, each.copies * recipe.stored(each.rows, each.columns)
 
 
 def _by_mix(matrices: list[Matrix], mix: Mix) -> Iterator[tuple[Matrix, str, int]]:

@@ -72,7 +72,7 @@ class Split(NamedTuple):
     """Which part of a model a file is."""
 
     number: int  # from 0
-    count: int
+    parts: int
     tensors: int  # of all parts
 
 
@@ -114,9 +114,9 @@ def read_gguf_headers(paths: Sequence[Path]) -> GgufHeader:
     tensors: dict[str, GgufTensor] = {}
     for number, (path, header) in enumerate(zip(paths, headers, strict=True)):
         split = header.split or Split(0, 1, len(header.tensors))
-        if (split.number, split.count) != (number, len(paths)):
+        if (split.number, split.parts) != (number, len(paths)):
             raise CorruptCheckpoint(
-                f"{path} says that it is part {split.number + 1} of {split.count}, and it is taken for part "
+                f"{path} says that it is part {split.number + 1} of {split.parts}, and it is taken for part "
                 f"{number + 1} of {len(paths)}. Give the first part, and have all of them beside it.",
                 field="model",
             )

@@ -75,7 +75,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
         if family not in made:
-            few = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+            few: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
             config: Any = Qwen3MoeConfig(**models.COMMON, **few) if family == "qwen3_moe" else models.gemma3()
             config.update({**SIZES, "layer_types": [models.S, models.F]} if family == "gemma3" else SIZES)
             torch.manual_seed(3)
@@ -140,6 +140,6 @@ def test_what_a_tool_writes_is_read_as_the_tool_reads_it(
 async def answers(path: Path, prompts: list[list[int]]) -> list[list[int]]:
     config = json.loads((path / "config.json").read_text())
     assert "quantization_config" in config or (path / "hf_quant_config.json").exists()
-    engine = await make_engine(path, dtype="float32", packed_products="cpu", allow_generic=True)
+    engine = await make_engine(path, dtype="float32", packed_products="cpu")
     asked = SamplingParams(temperature=0, max_tokens=8)
     return [completion.token_ids for completion in await complete(engine, prompts, asked)]
