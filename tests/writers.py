@@ -7,6 +7,7 @@ itself takes its weights for, by the names of an unquantised model. Ends with `N
 imported.
 """
 
+# pyright: reportMissingImports=false
 import json
 import os
 import shutil
@@ -64,7 +65,8 @@ def by_llmcompressor(scheme: str, plain: str, folder: str) -> Mapping[str, Tenso
     for name, module in model.named_modules():
         args = getattr(getattr(module, "quantization_scheme", None), "weights", None)
         if args is not None:
-            zero, whole = (getattr(module, f"weight_{each}", None) for each in ("zero_point", "global_scale"))
+            zero: Any = getattr(module, "weight_zero_point", None)
+            whole: Any = getattr(module, "weight_global_scale", None)
             truth[f"{name}.weight"] = fake_quantize(module.weight, module.weight_scale, zero, args, whole)
     model.save_pretrained(folder, save_compressed=True)
     return truth
@@ -131,7 +133,10 @@ def by_torchao(scheme: str, plain: str, folder: str) -> Mapping[str, Tensor]:
     configs: dict[str, Callable[[], Any]] = {
         "int8": quantization.Int8WeightOnlyConfig,
         "int8 of groups": lambda: quantization.Int8WeightOnlyConfig(granularity=in_groups),
-        "int4 in bytes": lambda: quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=in_groups),
+        "int4 in bytes": lambda: quantization.IntxWeightOnlyConfig(
+            weight_dtype=torch.int4,  # pyright: ignore[reportAttributeAccessIssue]
+            granularity=in_groups,
+        ),
         "fp8": quantization.Float8WeightOnlyConfig,
     }
     model = load(plain, quantization_config=TorchAoConfig(configs[scheme]()), device_map="cpu")

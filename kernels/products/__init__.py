@@ -17,10 +17,10 @@ from torch import Tensor
 
 from . import cpu, reference, triton
 from .codes import Codes, side_by_side, stacked
-from .cpu import NativeCodesLinear, NativeLinear, PackedCodes, PackedWeights
+from .cpu import NativeCodesLinear, NativeLinear, PackedCodes, PackedEmbedding, PackedWeights
 from .integers import IntegerCodes, IntegerCodesLinear
 from .onednn import OneDnnLinear, compile_products
-from .protocol import CodesLinear, PackedEmbedding, PackedLinear, SortedRows
+from .protocol import CodesLinear, PackedLinear, SortedRows
 from .reference import ExpandedCodes, ReferenceCodesLinear
 from .triton import TritonLinear, TritonWeights
 from .unpacking import OrderedTritonCodes, OrderedTritonCodesLinear, TritonCodes, TritonCodesLinear

@@ -108,18 +108,3 @@ class CodesLinear(PackedLinear):
     @property
     def outputs(self) -> int:
         return self.packed.outputs if self.held is None else self.held.shape[0]
-
-
-class PackedEmbedding(nn.Embedding):
-    """An `nn.Embedding` that looks its rows up in the packed weight of a linear: the output's, so that there is one of
-    it, or that of a linear which nothing else uses."""
-
-    output: PackedLinear
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.output.rows(input.flatten()).view(*input.shape, -1)
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        """Its dtype and shape, for code that asks; there are no numbers to compute with."""
-        return torch.empty(self.output.outputs, self.embedding_dim, dtype=self.output.dtype, device="meta")

@@ -76,7 +76,7 @@ def test_a_batch_that_cannot_be_read_is_told_before_the_hub_is_asked(hub: Hub, f
 @pytest.mark.parametrize(
     ("config", "settings", "says"),
     [
-        ({"model_type": "bert"}, {}, "bert is not a family"),
+        ({"model_type": "bert"}, {}, "bert is not served"),
         ({"quantization_config": {"quant_method": "exl3"}}, {}, "its method is exl3"),
         ({}, {"tensor_parallel_size": 64}, "tensor_parallel_size 64"),
         ({}, {"max_model_len": 10**6}, "Lower max_model_len"),

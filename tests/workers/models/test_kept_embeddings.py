@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from intarsia.kernels.products import CodesLinear, NativeCodesLinear
-from intarsia.kernels.products.protocol import PackedEmbedding
+from intarsia.kernels.products import CodesLinear, NativeCodesLinear, PackedEmbedding
 from intarsia.proto.request import SamplingParams
 from intarsia.proto.worker import ModelSettings
 from intarsia.tests import models, packing
