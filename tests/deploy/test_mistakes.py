@@ -44,7 +44,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "serve {tmp}/no-weights": ("lacks the weights model.safetensors", "no weight files"),
     "serve {tmp}/cut-weights": ("model.safetensors", "bytes"),
     "serve {tmp}/bad-json": ("config.json", "not readable JSON"),
-    "serve {tmp}/bert": ("bert is not served", "answered wrong", "intarsia prove"),
     "serve {tmp}/no-type": ("no model_type",),
     "serve {tmp}/exl3": ("quantised weights that are not read: its method is exl3", "fp8", "bfloat16"),
     "serve {tmp}/bad-tokenizer": ("the tokenizer in {tmp}/bad-tokenizer cannot be read",),
@@ -226,7 +225,6 @@ def _make_models(tmp: Path) -> None:
     cut = copy("cut-weights") / "model.safetensors"
     cut.write_bytes(cut.read_bytes()[:100_000])
     (copy("bad-json") / "config.json").write_text("{")
-    copy("bert", model_type="bert")
     copy("no-type", model_type=None)
     copy("exl3", quantization_config={"quant_method": "exl3"})
     (copy("bad-tokenizer") / "tokenizer.json").write_text('{"version": "1.0"}')
