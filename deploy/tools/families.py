@@ -82,7 +82,8 @@ at any token, or where a state was saved: at the last block border and the very 
 and every 512 to 4,096 tokens.
 
 "Plan and replay": the memory of such a model is planned. Whether it is answered right is proven when it is served for
-the first time, by a small copy of it; `intarsia prove MODEL` does that by hand, and says what is missing where it fails.
+the first time, by a small copy of it; `intarsia prove MODEL` does that by hand, and says what is missing where it
+fails.
 So were afmoe, lfm3, mimo_v2_flash and olmo_hybrid found right, on one rank and on two.
 """
 
