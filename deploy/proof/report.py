@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...workers.checkpoint.config_schema import text_config
-from ...workers.checkpoint.files import Checkpoint
+from ...workers.checkpoint.files import CONFIG, read_config
 from ...workers.known_families import is_known
 from ..checkpoints.model_dir import find_model
 from .gate import verdict_of
@@ -17,8 +17,8 @@ LONGEST_LIST = 6
 
 def run(model: str, tensor_parallel_size: int, seeds: int | None, *, as_json: bool) -> bool:
     """Whether it is computed right. seeds: None: what is remembered will do"""
-    folder = find_model(model).path
-    config = Checkpoint(str(folder)).config
+    folder = find_model(model, with_weights=False).path
+    config = read_config(folder / CONFIG)
     console = Console(stderr=True, highlight=False)
     verdict = verdict_of(str(folder), config, tensor_parallel_size, seeds=seeds, tell=console.print)
     if as_json:
