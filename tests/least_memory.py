@@ -1,15 +1,12 @@
 """How little memory for keys and values a tiny model can be served with, so that requests have to give way."""
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from transformers import AutoConfig
 
-from intarsia.errors import InvalidSetting
-from intarsia.kvcache.plan import MemoryPlan, PlanSettings
-from intarsia.kvcache.strategies import plan_memory
+from intarsia.deploy.proof.trial import least_memory as of_layers
 from intarsia.workers.checkpoint.layer_specs import read_layers
 
 
@@ -31,15 +28,4 @@ def least_memory(model: Asked, block_size: int, tokens: int, ranks: int = 1, ite
     config = AutoConfig.from_pretrained(model.path).get_text_config()
     layers = read_layers(config, ranks, item_bytes)
     encoder_tokens = 3 * -(-20 // block_size) * block_size if any(model.images) else 0  # 4 tiles of 5, of 3 images
-
-    def plan(kibibytes: int) -> MemoryPlan | None:
-        try:
-            settings = PlanSettings(kibibytes << 10, block_size, encoder_tokens=encoder_tokens)
-            return plan_memory(layers, settings, config.max_position_embeddings)
-        except InvalidSetting:
-            return None
-
-    least = bisect_left(range(4096), True, key=lambda n: (made := plan(n + 1)) is not None and made.fits(tokens)) + 1
-    made = plan(least)
-    assert made is not None
-    return (least << 10) + made.arenas[0].page_bytes
+    return of_layers(layers, block_size, tokens, config.max_position_embeddings, encoder_tokens)

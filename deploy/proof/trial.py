@@ -163,7 +163,9 @@ async def _engine(folder: Path, case: Case, ranks: int) -> AsyncIterator[Engine]
         if case.is_tight:
             facts = await workers.load(settings.model)
             longest = max(LENGTHS) + NEW_TOKENS
-            settings = settings_of(folder, case, ranks, str(_least_memory(facts.layers, case.block_tokens, longest)))
+            settings = settings_of(
+                folder, case, ranks, str(least_memory(facts.layers, case.block_tokens, longest, POSITIONS))
+            )
         yield await build_engine(settings, workers)
     finally:
         workers.close()
@@ -183,12 +185,19 @@ def settings_of(folder: Path, case: Case, ranks: int, memory: str, **others: Any
     )
 
 
-def _least_memory(layers: tuple[LayerSpec, ...], block_tokens: int, tokens: int) -> int:
-    """Bytes on a rank in which a request of so many tokens just fits, to a kibibyte, and a large page to spare."""
+def least_memory(
+    layers: tuple[LayerSpec, ...], block_tokens: int, tokens: int, positions: int, encoder_tokens: int = 0
+) -> int:
+    """Bytes on a rank in which a request of so many tokens just fits, to a kibibyte, and a large page to spare.
+
+    positions: tokens of the longest text
+    """
 
     def plan(kibibytes: int) -> MemoryPlan | None:
         try:
-            return plan_memory(layers, PlanSettings(kibibytes << 10, block_tokens), POSITIONS)
+            return plan_memory(
+                layers, PlanSettings(kibibytes << 10, block_tokens, encoder_tokens=encoder_tokens), positions
+            )
         except InvalidSetting:
             return None
 
