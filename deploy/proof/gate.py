@@ -1,6 +1,5 @@
 """Only what was proven is served: the families of the tests, and those whose small copy was computed right here."""
 
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -63,7 +62,7 @@ def verdict_of(
     ended = run_child("deploy.proof.prove", (str(Path(model_dir).resolve()), *sizes, *more), None)
     try:
         verdict = Verdict.from_json(ended.last)
-    except (ValueError, TypeError, KeyError, json.JSONDecodeError):
+    except (ValueError, TypeError, KeyError):
         last = ended.errors[-1] if ended.errors else f"exit status {ended.code}"
         return Verdict(str(kind), False, (1, ranks), 0.0, f"the proof came to no end: {last}")
     remember(verdict, config, ranks, has_gpu=has_gpu())
