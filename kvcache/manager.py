@@ -58,7 +58,7 @@ class CacheManager:
         self.namer = Namer(hash_key, plan.block_tokens)
         self._missing, self._next_event = self._tables.missing, self._tables.next_event
         self._name_every = name_every(plan)
-        self._lookup = Lookup(self._tables, self.pool, plan.block_tokens)
+        self._lookup = Lookup(self._tables, self.pool, plan.block_tokens, caching=self.is_caching)
         self.hints = Hints(self.pool, plan, settings.pinned_share, clock)
         self._room = Room(self._tables, self.pool)
         self._swapping = Swapping(self._tables, self.pool, plan)
@@ -97,8 +97,6 @@ class CacheManager:
             return last
         if encoder is not None:
             encoder = self.namer.of_owner(encoder, salt, chain.mark)
-        if not self.is_caching:
-            return Hit(0, chain, encoder=encoder)
         return self._lookup.find(chain, encoder)
 
     # -- asking for room ---------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ class Seats:
             request.seniority = self._preemption.seniority(request, now_s)
             request.admitted_s = now_s
         if not request.preemptions:
-            request.cached_tokens, request.lost_tokens = hit.tokens, hit.lost
+            request.cached_tokens, request.misses = hit.tokens, hit.misses
         self._begin(request, draft, has_encoded=bool(hit.encoder_tokens))
         return tokens
 
