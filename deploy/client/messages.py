@@ -98,6 +98,7 @@ def request_of(asked: Asked) -> pb.GenerateRequest:
         priority=asked.options.priority,
         tenant=asked.options.tenant,
         timeout_s=asked.options.timeout_s,
+        borders=asked.options.borders,
     )
     prompt_to_proto(request, asked.prompt)
     return request

@@ -150,7 +150,12 @@ def options_from_proto(request: pb.GenerateRequest, time_remaining_s: float | No
     limits = [request.timeout_s] if request.HasField("timeout_s") else []
     if time_remaining_s is not None and time_remaining_s < LONGEST_DEADLINE_S:
         limits.append(max(time_remaining_s, 0.001))
-    return RequestOptions(priority=request.priority, tenant=request.tenant, timeout_s=min(limits, default=None))
+    return RequestOptions(
+        priority=request.priority,
+        tenant=request.tenant,
+        timeout_s=min(limits, default=None),
+        borders=tuple(request.borders),
+    )
 
 
 def prompt_to_proto(request: pb.GenerateRequest, prompt: str | Sequence[int]) -> None:

@@ -1,8 +1,9 @@
 """What chat and responses share: a conversation by the model's template, and what is said and called in its answers."""
 
 import contextlib
-from collections.abc import AsyncGenerator
-from typing import NamedTuple
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from ...errors import InvalidRequest
 from ...proto.reply import Delta
@@ -83,6 +84,8 @@ class Conversation:
             continue_final_message=continues,
             is_cut=body.truncate_prompt_tokens is not None,
         )
+        if body.truncate_prompt_tokens is None:
+            options = replace(options, borders=await self._borders(turns, tools, variables, prompt))
         with in_own_words(body):
             images = await front_end.read_images(urls)
         # The prompt is cut where that is wanted; the answer has the rest, or what was asked for.
@@ -94,6 +97,16 @@ class Conversation:
         bad = await bad_token_ids(front_end, body.bad_words)
         sampling = sampling_of(body, front_end.info, max_tokens, logprobs, form, bad, shape_of(front_end))
         self._asked = Asked(prompt, sampling, images, options, self._request_id)
+
+    async def _borders(
+        self, turns: list[dict[str, Any]], tools: list[dict[str, Any]], variables: dict[str, Any], prompt: list[int]
+    ) -> tuple[int, ...]:
+        """Where other conversations are likely to part from this one."""
+
+        async def render(others: Sequence[Mapping[str, Any]]) -> list[int]:
+            return await self.front_end.encode_chat(others, tools, variables)
+
+        return await self.front_end.borders.of(turns, (tools, variables), prompt, render)
 
     @property
     def asked(self) -> Asked:

@@ -656,6 +656,17 @@ def test_usage_says_of_each_token_that_was_not_found_why(api: Api, path: str):
     assert details["cached_tokens"] > 0 and {each["cause"] for each in details["not_cached"]} <= {"new", "last_token"}
 
 
+def test_a_second_conversation_finds_the_instructions_that_it_shares(api: Api):
+    system = {"role": "system", "content": "you know all about the oak and the ash, and tell it in few words. " * 3}
+    found = []
+    for words in ("how old is the oldest one?", "where does it stand?"):
+        status, answer, _ = call(api, CHAT, ask(CHAT, messages=[system, {"role": "user", "content": words}]))
+        assert status == 200, answer
+        found.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    before = len(api.tokenizer.chat([system, {"role": "user", "content": ""}], add_generation_prompt=False))
+    assert found[0] < 16 and before - found[1] < 2 * 16, (found, before)
+
+
 def test_an_answer_that_goes_on_with_a_message_may_begin_with_it(api: Api):
     body = {
         "messages": [*ASK, {"role": "assistant", "content": "Oak is"}],
