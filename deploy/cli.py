@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .load_test.flags import bench
 from .settings.config_file import ConfiguredCommand, use_file
 from .settings.flags import with_settings
 from .settings.table import OF_BATCH, OF_SERVE
@@ -36,6 +37,8 @@ Url = Annotated[
 ]
 CaCerts = Annotated[str | None, typer.Option(help="TLS: who may have signed the server's certificate, PEM.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+app.add_typer(bench, name="bench")
 
 # -- commands ----------------------------------------------------------------------------------------------------------
 

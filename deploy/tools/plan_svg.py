@@ -9,24 +9,12 @@
 """
 
 from collections.abc import Iterator
-from xml.sax.saxutils import escape
 
 from ...kvcache.plan import Group, MemoryPlan
 from ...kvcache.reach import Keeps
 from ..terminal.banner import human_bytes
+from ..terminal.drawing import BLANK, COLOURS, PAPER, SOFT, box, dark_style, line, text
 from .plan import PlanReport
-
-COLOURS = ("#a8622a", "#3c7a76", "#8a5fa8", "#b5483a", "#5d7a34", "#3f6fa8", "#a3507c", "#7f7a70")
-"""The console's woods and its teal, dark enough to be read as headings."""
-
-DARK_COLOURS = ("#dd9a58", "#6fb3ae", "#b48fd0", "#ec7a6c", "#a3c585", "#8db4e2", "#dc95bb", "#b5aea2")
-
-PAPER, INK, SOFT, BLANK = "#faf7f2", "#2b2520", "#6b6055", "#ece4d6"
-
-DARK = dict(zip(COLOURS, DARK_COLOURS, strict=True)) | {
-    PAPER: "#1b1714", INK: "#ece4d8", SOFT: "#b3a79b", BLANK: "#332b25", "#bbb": "#5a5048"
-}  # fmt: skip
-"""What each colour becomes where the reader prefers the dark."""
 
 WIDTH = 960
 MARGIN = 32
@@ -52,48 +40,40 @@ def draw_plan(report: PlanReport) -> str:
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
             f'viewBox="0 0 {WIDTH} {height}" font-family="Helvetica, Arial, sans-serif">',
             f'<rect width="{WIDTH}" height="{height}" fill="{PAPER}"/>',
-            _dark_style(),
+            dark_style(),
             *parts,
             "</svg>\n",
         ]
     )
 
 
-def _dark_style() -> str:
-    """A style sheet goes before attributes, so programs that know none still draw the light one."""
-    rules = "".join(
-        f'[fill="{light}"]{{fill:{dark}}}[stroke="{light}"]{{stroke:{dark}}}' for light, dark in DARK.items()
-    )
-    return f"<style>@media (prefers-color-scheme: dark){{{rules}}}</style>"
-
-
 def _title(parts: list[str], report: PlanReport, y: int) -> int:
-    parts.append(_text(MARGIN, y + 10, report.model.model, size=20, weight="bold"))
+    parts.append(text(MARGIN, y + 10, report.model.model, size=20, weight="bold"))
     ranks = f" per rank, {report.tensor_parallel_size} ranks" if report.tensor_parallel_size > 1 else ""
     what = f"{human_bytes(report.settings.memory_bytes)}{ranks}, strategy {report.plan.strategy}"
     buffers = f"{report.plan.num_buffers} buffer{'s' if report.plan.num_buffers > 1 else ''}"
     padding = f"{report.plan.padding_fraction:.2%} padding"
-    parts.append(_text(MARGIN, y + 32, f"{what}, {buffers}, {padding}", size=13, fill=SOFT))
+    parts.append(text(MARGIN, y + 32, f"{what}, {buffers}, {padding}", size=13, fill=SOFT))
     return y + 56
 
 
 def _memory(parts: list[str], plan: MemoryPlan, number: int, pages: int, page_bytes: int, y: int) -> int:
     """One arena: a bar of large pages, the first one null."""
     name = "The memory" if len(plan.arenas) == 1 else f"Partition {number}"
-    parts.append(_text(MARGIN, y + 12, f"{name}: {pages:,} large pages of {human_bytes(page_bytes)}", weight="bold"))
+    parts.append(text(MARGIN, y + 12, f"{name}: {pages:,} large pages of {human_bytes(page_bytes)}", weight="bold"))
     owners = [g for g, group in enumerate(plan.groups) if group.arena == number]
     cells = min(BAR_CELLS, pages)
     width = (WIDTH - 2 * MARGIN) / cells
     for cell in range(cells):
         x = MARGIN + cell * width
         fill = "#bbb" if cell == 0 else COLOURS[owners[cell % len(owners)] % len(COLOURS)]
-        parts.append(_box(x, y + 22, width - 1.5, 26, fill, opacity=1 if cell == 0 else 0.75))
-    parts.append(_text(MARGIN + 2, y + 62, "null", size=10, fill=SOFT))
+        parts.append(box(x, y + 22, width - 1.5, 26, fill, opacity=1 if cell == 0 else 0.75))
+    parts.append(text(MARGIN + 2, y + 62, "null", size=10, fill=SOFT))
     if cells < pages:
-        parts.append(_text(WIDTH - MARGIN, y + 62, f"and {pages - cells:,} more", size=10, fill=SOFT, anchor="end"))
+        parts.append(text(WIDTH - MARGIN, y + 62, f"and {pages - cells:,} more", size=10, fill=SOFT, anchor="end"))
     if len(owners) > 1:
         said = "any group may own any of them"
-        parts.append(_text(WIDTH / 2, y + 62, said, size=10, fill=SOFT, anchor="middle"))
+        parts.append(text(WIDTH / 2, y + 62, said, size=10, fill=SOFT, anchor="middle"))
     return y + 84
 
 
@@ -106,20 +86,20 @@ def _group(parts: list[str], plan: MemoryPlan, g: int, group: Group, large_bytes
         f"Group {g}: {group.reach.name}, {len(group.layers)} layers; {count} of {human_bytes(group.block_bytes)} "
         f"in a large page, {a_block}"
     )
-    parts.append(_text(MARGIN, y + 12, heading, weight="bold", fill=colour))
+    parts.append(text(MARGIN, y + 12, heading, weight="bold", fill=colour))
     shown = min(group.pages_per_large, MOST_BLOCKS)
     left_out = group.pages_per_large > shown
     width = (WIDTH - 2 * MARGIN) / (shown + left_out)
     for block in range(shown):
-        parts.append(_box(MARGIN + block * width, y + 20, width - 3, 34, colour, opacity=0.25, stroke=colour))
+        parts.append(box(MARGIN + block * width, y + 20, width - 3, 34, colour, opacity=0.25, stroke=colour))
         label = f"block {block + 1}" if width > 56 else str(block + 1)
-        parts.append(_text(MARGIN + block * width + (width - 3) / 2, y + 41, label, size=11, anchor="middle"))
+        parts.append(text(MARGIN + block * width + (width - 3) / 2, y + 41, label, size=11, anchor="middle"))
     if left_out:
         x = MARGIN + shown * width + width / 2
-        parts.append(_text(x, y + 41, f"... {group.pages_per_large}", size=11, anchor="middle", fill=SOFT))
+        parts.append(text(x, y + 41, f"... {group.pages_per_large}", size=11, anchor="middle", fill=SOFT))
     top = y + 66
-    parts.append(_line(MARGIN, y + 54, MARGIN, top, colour))
-    parts.append(_line(MARGIN + width - 3, y + 54, WIDTH - MARGIN, top, colour))
+    parts.append(line(MARGIN, y + 54, MARGIN, top, colour))
+    parts.append(line(MARGIN + width - 3, y + 54, WIDTH - MARGIN, top, colour))
     return _layers(parts, plan, group, colour, top)
 
 
@@ -131,14 +111,14 @@ def _layers(parts: list[str], plan: MemoryPlan, group: Group, colour: str, y: in
     extra = 1 if padding > 0.001 else 0
     width = (WIDTH - 2 * MARGIN) / (len(labels) + extra)
     for n, label in enumerate(labels):
-        parts.append(_box(MARGIN + n * width, y, width - 1.5, 30, colour, opacity=0.6))
-        parts.append(_text(MARGIN + n * width + width / 2, y + 19, label, size=10, anchor="middle"))
+        parts.append(box(MARGIN + n * width, y, width - 1.5, 30, colour, opacity=0.6))
+        parts.append(text(MARGIN + n * width + width / 2, y + 19, label, size=10, anchor="middle"))
     if extra:
         x = MARGIN + len(labels) * width
-        parts.append(_box(x, y, width - 1.5, 30, BLANK, stroke=SOFT))
-        parts.append(_text(x + width / 2, y + 19, f"padding {padding:.1%}", size=9, anchor="middle", fill=SOFT))
+        parts.append(box(x, y, width - 1.5, 30, BLANK, stroke=SOFT))
+        parts.append(text(x + width / 2, y + 19, f"padding {padding:.1%}", size=9, anchor="middle", fill=SOFT))
     where = "each layer in a buffer of its own" if several else "one after the other in one buffer"
-    parts.append(_text(MARGIN, y + 45, f"a block, magnified: its layers, {where}", size=10, fill=SOFT))
+    parts.append(text(MARGIN, y + 45, f"a block, magnified: its layers, {where}", size=10, fill=SOFT))
     return y + 66
 
 
@@ -158,28 +138,7 @@ def _legend(parts: list[str], plan: MemoryPlan, y: int) -> int:
         width = 30 + 7 * len(label)
         if x + width > WIDTH - MARGIN:
             x, y = MARGIN, y + 20
-        parts.append(_box(x, y, 12, 12, COLOURS[g % len(COLOURS)], opacity=0.75))
-        parts.append(_text(x + 18, y + 11, label, size=12))
+        parts.append(box(x, y, 12, 12, COLOURS[g % len(COLOURS)], opacity=0.75))
+        parts.append(text(x + 18, y + 11, label, size=12))
         x += width
     return y + 16
-
-
-def _text(x: float, y: float, text: str, *, size: int = 13, weight: str = "normal", fill: str = INK,
-          anchor: str = "start") -> str:  # fmt: skip
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" fill="{fill}" '
-        f'text-anchor="{anchor}">{escape(text)}</text>'
-    )
-
-
-def _box(
-    x: float, y: float, width: float, height: float, fill: str, *, opacity: float = 1, stroke: str = "none"
-) -> str:
-    return (
-        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="2" fill="{fill}" '
-        f'fill-opacity="{opacity}" stroke="{stroke}"/>'
-    )
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, stroke: str) -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{stroke}" stroke-opacity="0.5"/>'

@@ -3,9 +3,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from intarsia.deploy.terminal.drawing import COLOURS, DARK
 from intarsia.deploy.tools.model_layers import model_layers
 from intarsia.deploy.tools.plan import make_report
-from intarsia.deploy.tools.plan_svg import COLOURS, DARK, draw_plan
+from intarsia.deploy.tools.plan_svg import draw_plan
 from intarsia.kvcache.plan import PlanSettings
 
 SVG = "{http://www.w3.org/2000/svg}"
