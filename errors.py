@@ -19,6 +19,7 @@ later?). Anything that is not an `IntarsiaError` is a bug of ours.
     ├── DeadlineExceeded     the answer did not come in the time that was given
     ├── PoolExhausted        no blocks left right now (the scheduler's business; users never see it)
     ├── Overloaded           more is asked of the server at once than it takes: try again later
+    │   └── OverQuota        ... because the caller itself has as much here as it may
     └── EngineUnavailable    the engine is starting, stopping or gone: try again later
         └── OutOfMemory      ... because a step did not fit in memory; smaller ones are tried
 """
@@ -143,6 +144,10 @@ class Overloaded(IntarsiaError):
 
     retryable = True
     retry_after_s = 1.0
+
+
+class OverQuota(Overloaded):
+    """The caller itself has as much here as it may; requests of others are taken."""
 
 
 class EngineUnavailable(IntarsiaError):

@@ -93,6 +93,7 @@ class Delta(NamedTuple):
     prompt_logprobs: Rows | None = None  # of the prompt's second token and on; with the first delta
     answer: int = 0  # which one, when there are several
     queue_s: float = 0.0  # until its request's turn came; with the first delta
+    stop: str | None = None  # the text that ended it, which the front end finds
 
     @classmethod
     def join(cls, deltas: "Sequence[Delta]") -> "Delta":

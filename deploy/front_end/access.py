@@ -45,6 +45,8 @@ ROUTES: Mapping[str, Level] = {
     "/v1/completions": Level.KEY,
     "/v1/chat/completions": Level.KEY,
     "/v1/responses": Level.KEY,
+    "/v1/messages": Level.KEY,
+    "/v1/messages/count_tokens": Level.KEY,
     "/tokenize": Level.KEY,
     "/detokenize": Level.KEY,
 }

@@ -1,27 +1,28 @@
 """The routes, and what else there is to ask."""
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Annotated, Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import pydantic
-from fastapi import FastAPI, Header, Request
+from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import PlainTextResponse, Response
 
 from ... import __version__
+from ..anthropic.app import add_messages
 from ..console import ConsoleSettings, add_console
 from ..front_end.access import Access
 from ..front_end.front_end import FrontEnd
 from ..front_end.request_log import RequestLog
 from ..http.prometheus import render
 from ..settings.limits import Limits
-from .answers import CLIENT_CLOSED, event_stream, json_response, now_s, while_connected
+from .answering import SERVER_SENT_EVENTS, RequestId, answered, request_id_of
+from .answers import json_response, now_s
 from .chat import ChatCall
 from .completions import CompletionCall
-from .door import REQUEST_ID, Bodies, Keys, Logged, Named, Place
-from .errors import answer_errors, shape
+from .door import Bodies, Keys, Logged, Named, Place
+from .errors import answer_errors
 from .protocol import (
     TOKEN_FORMAT,
     ChatCompletion,
@@ -35,7 +36,6 @@ from .protocol import (
     PlainText,
     ResponseBody,
     ResponsesRequest,
-    Sampling,
     TokenizeChat,
     TokenizeRequest,
     TokenizeText,
@@ -61,23 +61,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     )
 }
 
-SERVER_SENT_EVENT = {
-    "type": "object",
-    "properties": {
-        "event": {"type": "string"},
-        "data": {"type": "string", "description": "JSON, or [DONE] at the end."},
-    },
-    "required": ["data"],
-}
-
-STREAMED: dict[int | str, dict[str, Any]] = ERRORS | {
-    200: {
-        "description": "The answer, or with `stream` its pieces as server-sent events.",
-        "content": {"text/event-stream": {"schema": SERVER_SENT_EVENT}},
-    }
-}
-
-RequestId = Annotated[str | None, Header(alias="X-Request-Id", pattern=r"^[\x21-\x7e]{1,128}$")]
+STREAMED = ERRORS | {200: SERVER_SENT_EVENTS}
 
 
 def make_app(
@@ -112,11 +96,12 @@ def make_app(
             allow_origins=list(allowed_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Request-Id", "Retry-After"],
         )
     answer_errors(app)
     _describe(app, front_end)
     _add_generation(app, front_end)
+    add_messages(app, front_end)
     _add_models(app, front_end)
     _add_tokens(app, front_end)
     _add_health(app, front_end)
@@ -129,18 +114,18 @@ def _add_generation(app: FastAPI, front_end: Callable[[], FrontEnd]) -> None:
 
     @app.post("/v1/completions", response_model=Completion, responses=STREAMED, operation_id="complete")
     async def complete(body: CompletionRequest, request: Request, x_request_id: RequestId = None) -> Response:
-        call = CompletionCall(front_end(), body, _request_id(body, request))
-        return await _answered(call, bool(body.stream), request)
+        call = CompletionCall(front_end(), body, request_id_of(body, request))
+        return await answered(call, bool(body.stream), request)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMED, operation_id="chat")
     async def chat(body: ChatRequest, request: Request, x_request_id: RequestId = None) -> Response:
-        call = ChatCall(front_end(), body, _request_id(body, request))
-        return await _answered(call, bool(body.stream), request)
+        call = ChatCall(front_end(), body, request_id_of(body, request))
+        return await answered(call, bool(body.stream), request)
 
     @app.post("/v1/responses", response_model=ResponseBody, responses=STREAMED, operation_id="respond")
     async def respond(body: ResponsesRequest, request: Request, x_request_id: RequestId = None) -> Response:
-        call = ResponsesCall(front_end(), body, _request_id(body, request))
-        return await _answered(call, bool(body.stream), request)
+        call = ResponsesCall(front_end(), body, request_id_of(body, request))
+        return await answered(call, bool(body.stream), request)
 
 
 def _add_models(app: FastAPI, front_end: Callable[[], FrontEnd]) -> None:
@@ -188,32 +173,6 @@ def _add_health(app: FastAPI, front_end: Callable[[], FrontEnd]) -> None:
         here = front_end()
         text, content_type = render(here.info, *await here.measured(), request.headers.get("Accept", ""))
         return Response(text, headers={"Content-Type": content_type})
-
-
-class Call(Protocol):
-    """A request of any kind."""
-
-    front_end: FrontEnd
-
-    async def prepare(self) -> None: ...
-
-    async def answer(self) -> pydantic.BaseModel: ...
-
-    def events(self) -> AsyncGenerator[dict[str, Any] | str, None]: ...
-
-
-async def _answered(call: Call, is_streaming: bool, request: Request) -> Response:
-    await call.prepare()
-    if is_streaming:
-        return await event_stream(call.events(), lambda error: shape(error)[1])
-    answer = await while_connected(request, call.answer())
-    return await json_response(call.front_end, answer) if answer is not None else Response(status_code=CLIENT_CLOSED)
-
-
-def _request_id(body: Sampling | ResponsesRequest, request: Request) -> str:
-    called = request.scope[REQUEST_ID]
-    called.id = body.request_id or called.id
-    return called.id
 
 
 def _card(front_end: FrontEnd, created: int) -> ModelCard:

@@ -32,6 +32,7 @@ class AnswerPart(NamedTuple):
     text: str  # without what is a call
     calls: list[CallPiece]
     has_called: bool = False  # with these pieces or earlier ones
+    thoughts: str = ""  # before what is said and called
 
     @property
     def finish_reason(self) -> str | None:
@@ -67,22 +68,7 @@ class Conversation:
         body, front_end = self._body, self.front_end
         options = options_of(body)
         front_end.check_room(options.tenant)
-        # The template gets turns, tools and variables, and makes the prompt.
-        turns, urls = await turns_aside(front_end, body.messages)
-        variables = dict(body.chat_template_kwargs or {})
-        for name in ("reasoning_effort", "verbosity"):
-            if (value := getattr(body, name)) is not None:
-                variables.setdefault(name, value)
-        tools = as_template_has(self._use.tools) if self._use else []
-        continues = bool(body.continue_final_message)
-        prompt = await front_end.encode_chat(
-            turns,
-            tools,
-            variables,
-            add_generation_prompt=self._begins,
-            continue_final_message=continues,
-            is_cut=body.truncate_prompt_tokens is not None,
-        )
+        prompt, urls = await self._rendered(is_cut=body.truncate_prompt_tokens is not None)
         with in_own_words(body):
             images = await front_end.read_images(urls)
         # The prompt is cut where that is wanted; the answer has the rest, or what was asked for.
@@ -94,6 +80,30 @@ class Conversation:
         bad = await bad_token_ids(front_end, body.bad_words)
         sampling = sampling_of(body, front_end.info, max_tokens, logprobs, form, bad, shape_of(front_end))
         self._asked = Asked(prompt, sampling, images, options, self._request_id)
+
+    async def count(self) -> int:
+        """Tokens of the prompt, which may be more than the model takes. Raises `InvalidRequest`."""
+        prompt, _ = await self._rendered(is_cut=True)
+        return len(prompt)
+
+    async def _rendered(self, *, is_cut: bool) -> tuple[list[int], list[str]]:
+        """The prompt that the template makes of turns, tools and variables, and the URLs of its images. is_cut: it may
+        be longer than the model takes."""
+        body, front_end = self._body, self.front_end
+        turns, urls = await turns_aside(front_end, body.messages)
+        variables = dict(body.chat_template_kwargs or {})
+        for name in ("reasoning_effort", "verbosity"):
+            if (value := getattr(body, name)) is not None:
+                variables.setdefault(name, value)
+        prompt = await front_end.encode_chat(
+            turns,
+            as_template_has(self._use.tools) if self._use else [],
+            variables,
+            add_generation_prompt=self._begins,
+            continue_final_message=bool(body.continue_final_message),
+            is_cut=is_cut,
+        )
+        return prompt, urls
 
     @property
     def asked(self) -> Asked:

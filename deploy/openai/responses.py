@@ -4,9 +4,6 @@ import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
-
 from ...errors import InvalidRequest
 from ..front_end.front_end import FrontEnd
 from .answers import Counter, now_s
@@ -32,7 +29,7 @@ from .protocol import (
     ResponseUsage,
     ResponseUsageDetails,
 )
-from .requests import check_streaming
+from .requests import chat_of, check_streaming
 from .tools import CallPiece
 
 LOGPROBS = "message.output_text.logprobs"
@@ -303,7 +300,7 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
         choice = {"type": "function", "function": {"name": _chosen(choice.name, tools)}}
     elif choice == "auto" and not tools:
         choice = None  # which is what it says
-    # Fields go over one by one; null ones are left out.
+    # Fields go over one by one.
     given: dict[str, Any] = {
         "model": body.model,
         "messages": messages,
@@ -322,12 +319,7 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
         "verbosity": body.text.verbosity if body.text else None,
         **{name: getattr(body, name) for name in AS_IN_CHAT},
     }
-    given = {name: value for name, value in given.items() if value is not None}
-    try:
-        return ChatRequest.model_validate(given)
-    except ValidationError as error:  # a rule that chat has and /v1/responses lacks
-        faults = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
-        raise RequestValidationError(faults, body=given) from None
+    return chat_of(given)
 
 
 def _thoughts(thoughts: list[str], role: str) -> dict[str, str]:

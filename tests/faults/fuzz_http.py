@@ -27,6 +27,7 @@ CONTENT_TYPES = (
 
 ODD_HEADERS = (
     "X-Request-Id: {noise}", "X-Request-Id: fixed", "traceparent: {noise}", "traceparent: 00-{hex}-{half}-01",
+    "X-Api-Key: {noise}", "anthropic-version: {noise}", "anthropic-version: 2023-06-01", "anthropic-beta: {noise}",
     "Accept: {noise}", "Cookie: {noise}", "X-Forwarded-For: {noise}", "X-Forwarded-Prefix: /llm", "Range: bytes=0-1",
     "Accept-Encoding: gzip;q=9", "If-None-Match: *", "TE: trailers", "User-Agent: {noise}",
 )  # fmt: skip
@@ -69,7 +70,7 @@ def http_case(rng: random.Random, keys: Mapping[str, str], admin_key: str) -> Ca
     wrong = [_header(rng, WRONG_HEADERS)] if rng.random() < 0.1 else []
     kind = "application/json" if rng.random() < 0.85 else rng.choice(CONTENT_TYPES)
     lines = [f"{method} {path} HTTP/1.1", "Host: x", "Connection: close", f"Content-Type: {kind}"]
-    lines += [f"Authorization: {each}" for each in authorization] + framing + more + wrong
+    lines += [_with_key(rng, each) for each in authorization] + framing + more + wrong
     head = "\r\n".join([*lines, "", ""]).encode("latin-1", "replace")
     leaves = rng.random() < 0.1
     pieces = _pieces(rng, head + content)
@@ -125,6 +126,13 @@ def _authorization(
     ]  # fmt: skip
     headers, opens = rng.choice(ways)
     return headers, True if level is Level.OPEN else opens
+
+
+def _with_key(rng: random.Random, authorization: str) -> str:
+    """The header; a key may come in Anthropic's, too."""
+    key = authorization.removeprefix("Bearer ")
+    is_key = key != authorization and key.replace("-", "").isalnum()
+    return f"X-Api-Key: {key}" if is_key and rng.random() < 0.2 else f"Authorization: {authorization}"
 
 
 def _body(rng: random.Random, route: str) -> bytes:
