@@ -8,7 +8,9 @@ later?). Anything that is not an `IntarsiaError` is a bug of ours.
     ├── InvalidRequest       a request that cannot be served as asked: change it
     │   ├── RequestTooLarge  ... because it would not fit even with the whole pool to itself
     │   │   └── ContextTooLong  ... because its prompt is longer than the model takes
-    │   └── UnknownModel     ... because it names a model that is not served here
+    │   ├── UnknownModel     ... because it names a model that is not served here
+    │   └── UnknownResponse  ... because it names a response that is not kept here
+    │       └── UnknownPrevious  ... as the one that it goes on from
     ├── InvalidSetting       a setting that cannot work: change how the engine is started
     ├── ModelError           the checkpoint is at fault
     │   ├── ModelNotFound    there is no checkpoint at that place
@@ -96,6 +98,14 @@ class ContextTooLong(RequestTooLarge):
 
 class UnknownModel(InvalidRequest):
     """The request names a model that is not served here."""
+
+
+class UnknownResponse(InvalidRequest):
+    """The request names a response that is not kept here, or not any more."""
+
+
+class UnknownPrevious(UnknownResponse):
+    """The conversation that the request goes on with is not kept here, or not any more."""
 
 
 class InvalidSetting(IntarsiaError):

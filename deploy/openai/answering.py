@@ -11,6 +11,21 @@ from ..front_end.front_end import FrontEnd
 from ..http.called import REQUEST_ID
 from .answers import CLIENT_CLOSED, event_stream, json_response, while_connected
 from .errors import shape_for
+from .protocol import ErrorResponse
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": description}
+    for status, description in (
+        (400, "The request cannot be served as asked; `param` names the field."),
+        (401, "A key is wanted, and this is none."),
+        (404, "No such model, or no such place."),
+        (413, "The body is too large."),
+        (429, "More is asked than can be served in time; `Retry-After` says when to try again."),
+        (500, "An error of the server's own."),
+        (503, "The engine is not there, or not now; `Retry-After` says when to try again."),
+        (504, "The answer did not come in time."),
+    )
+}
 
 SERVER_SENT_EVENTS: dict[str, Any] = {
     "description": "The answer, or with `stream` its pieces as server-sent events.",

@@ -17,12 +17,13 @@ from ..front_end.front_end import FrontEnd
 from ..front_end.request_log import RequestLog
 from ..http.prometheus import render
 from ..settings.limits import Limits
-from .answering import SERVER_SENT_EVENTS, RequestId, answered, request_id_of
+from .answering import ERRORS, RequestId, answered, request_id_of
 from .answers import json_response, now_s
 from .chat import ChatCall
 from .completions import CompletionCall
 from .door import Bodies, Keys, Logged, Named, Place
 from .errors import answer_errors
+from .kept import KeptResponses
 from .protocol import (
     TOKEN_FORMAT,
     ChatCompletion,
@@ -30,12 +31,9 @@ from .protocol import (
     Completion,
     CompletionRequest,
     DetokenizeRequest,
-    ErrorResponse,
     ModelCard,
     ModelList,
     PlainText,
-    ResponseBody,
-    ResponsesRequest,
     TokenizeChat,
     TokenizeRequest,
     TokenizeText,
@@ -43,25 +41,9 @@ from .protocol import (
 )
 from .reading import reading_route
 from .requests import as_template_has, check_begin, check_model, turns_aside
-from .responses import ResponsesCall
+from .responses_app import STREAMED, add_responses
 
 logger = logging.getLogger(__name__)
-
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorResponse, "description": description}
-    for status, description in (
-        (400, "The request cannot be served as asked; `param` names the field."),
-        (401, "A key is wanted, and this is none."),
-        (404, "No such model, or no such place."),
-        (413, "The body is too large."),
-        (429, "More is asked than can be served in time; `Retry-After` says when to try again."),
-        (500, "An error of the server's own."),
-        (503, "The engine is not there, or not now; `Retry-After` says when to try again."),
-        (504, "The answer did not come in time."),
-    )
-}
-
-STREAMED = ERRORS | {200: SERVER_SENT_EVENTS}
 
 
 def make_app(
@@ -73,12 +55,13 @@ def make_app(
     allowed_origins: Sequence[str] = (),
     request_log: RequestLog | None = None,
     tells_ids: bool = True,
+    kept: KeptResponses | None = None,
 ) -> FastAPI:
     """The application. front_end: called with each request, so that the engine may come later than the routes.
     limits: of what is read before that; what a request holds is judged by the front end's own. root_path: where a proxy
     shows it; requests may come with this in front of their path, or without. allowed_origins: of pages in browsers
     whose scripts may ask. request_log: has a line of each request that asks for something. tells_ids: answers have the
-    header `X-Request-Id`, which some proxies add themselves."""
+    header `X-Request-Id`, which some proxies add themselves. kept: what is kept of responses; None: nothing."""
     app = FastAPI(title="Intarsia", version="1", docs_url=None, redoc_url=None)
     limits = limits or Limits()
     app.router.route_class = reading_route(front_end, limits)
@@ -101,16 +84,17 @@ def make_app(
     answer_errors(app)
     _describe(app, front_end)
     _add_generation(app, front_end)
+    add_responses(app, front_end, kept)
     add_messages(app, front_end)
     _add_models(app, front_end)
     _add_tokens(app, front_end)
-    _add_health(app, front_end)
+    _add_health(app, front_end, kept)
     add_console(app, front_end, console or ConsoleSettings())
     return app
 
 
 def _add_generation(app: FastAPI, front_end: Callable[[], FrontEnd]) -> None:
-    """The three ways to ask the model for an answer."""
+    """Two ways to ask the model for an answer; the others are in files of their own."""
 
     @app.post("/v1/completions", response_model=Completion, responses=STREAMED, operation_id="complete")
     async def complete(body: CompletionRequest, request: Request, x_request_id: RequestId = None) -> Response:
@@ -120,11 +104,6 @@ def _add_generation(app: FastAPI, front_end: Callable[[], FrontEnd]) -> None:
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMED, operation_id="chat")
     async def chat(body: ChatRequest, request: Request, x_request_id: RequestId = None) -> Response:
         call = ChatCall(front_end(), body, request_id_of(body, request))
-        return await answered(call, bool(body.stream), request)
-
-    @app.post("/v1/responses", response_model=ResponseBody, responses=STREAMED, operation_id="respond")
-    async def respond(body: ResponsesRequest, request: Request, x_request_id: RequestId = None) -> Response:
-        call = ResponsesCall(front_end(), body, request_id_of(body, request))
         return await answered(call, bool(body.stream), request)
 
 
@@ -156,7 +135,7 @@ def _add_tokens(app: FastAPI, front_end: Callable[[], FrontEnd]) -> None:
         return await json_response(here, PlainText(prompt=await here.detokenize(body.tokens)))
 
 
-def _add_health(app: FastAPI, front_end: Callable[[], FrontEnd]) -> None:
+def _add_health(app: FastAPI, front_end: Callable[[], FrontEnd], kept: KeptResponses | None) -> None:
     """What operators ask: the version, whether the engine is ready, and its figures."""
 
     @app.get("/version", operation_id="version")
@@ -171,7 +150,8 @@ def _add_health(app: FastAPI, front_end: Callable[[], FrontEnd]) -> None:
     @app.get("/metrics", response_class=PlainTextResponse, responses={503: ERRORS[503]}, operation_id="metrics")
     async def prometheus(request: Request) -> Response:
         here = front_end()
-        text, content_type = render(here.info, *await here.measured(), request.headers.get("Accept", ""))
+        figures = None if kept is None else await kept.figures()
+        text, content_type = render(here.info, *await here.measured(), request.headers.get("Accept", ""), figures)
         return Response(text, headers={"Content-Type": content_type})
 
 

@@ -25,6 +25,8 @@ from ...errors import (
     RequestAborted,
     Unauthenticated,
     UnknownModel,
+    UnknownPrevious,
+    UnknownResponse,
 )
 from ..anthropic.errors import fault_of, speaks_anthropic, status_of
 from ..anthropic.protocol import CountRequest, MessagesRequest
@@ -42,6 +44,8 @@ from .reading import shown
 
 STATUSES: tuple[tuple[type[IntarsiaError], int, str, str | None], ...] = (
     (UnknownModel, 404, "invalid_request_error", "model_not_found"),
+    (UnknownPrevious, 400, "invalid_request_error", "previous_response_not_found"),
+    (UnknownResponse, 404, "invalid_request_error", None),
     (ContextTooLong, 400, "invalid_request_error", "context_length_exceeded"),
     (InvalidRequest, 400, "invalid_request_error", None),
     (RequestAborted, CLIENT_CLOSED, "request_aborted", "request_aborted"),
