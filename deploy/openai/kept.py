@@ -25,8 +25,8 @@ from ..front_end.request_log import RequestLog, logged, note_error
 from ..http.prometheus import KeptFigures
 from ..settings.limits import Limits
 from .answers import as_json
-from .protocol import InputItem, ResponseBody, ResponsesRequest
-from .responses import Kept, ResponsesCall, items_of
+from .protocol import InputItem, ItemReference, ResponseBody, ResponsesRequest
+from .responses import Kept, ResponsesCall, items_of, references_of
 from .stored import ResponseStore, Stored
 
 logger = logging.getLogger(__name__)
@@ -128,6 +128,7 @@ class KeptResponses:
     async def call(self, front_end: FrontEnd, body: ResponsesRequest, request_id: str) -> ResponsesCall:
         """What is asked, with what came before. Raises `InvalidRequest`, naming the field."""
         history = await self._history(front_end, body.previous_response_id)
+        body = await self._without_references(body)
         if body.store is False:
             if body.background:
                 raise InvalidRequest("what is made in the background is kept; leave store out", field="store")
@@ -152,6 +153,19 @@ class KeptResponses:
                 field="previous_response_id",
             )
         return await front_end.aside(size_of(items, FEW_VALUES), lambda: ITEMS.validate_python(items))
+
+    async def _without_references(self, body: ResponsesRequest) -> ResponsesRequest:
+        """The request with the items that it names by their ids. Raises `InvalidRequest`."""
+        names, tenant = references_of(body), TENANT.get()
+        if not names:
+            return body
+        found = await self._store.ask(lambda database: database.items(tenant, names))
+        missing = next((name for name in names if name not in found), None)
+        if missing is not None:
+            raise InvalidRequest(f"Item with id '{missing[:100]}' not found.", field="input")
+        known = dict(zip(found, ITEMS.validate_python([*found.values()]), strict=True))
+        items = [known[item.id] if isinstance(item, ItemReference) else item for item in body.input]  # type: ignore[union-attr]
+        return body.model_copy(update={"input": items})
 
     async def _put(self, name: Name, response: ResponseBody, items: Sequence[Mapping[str, Any]]) -> bool:
         """Whether it is kept. A disk that is full is no reason to lose an answer."""

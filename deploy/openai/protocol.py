@@ -563,9 +563,16 @@ class InputCall(Item):
 class InputCallOutput(Item):
     type: Literal["function_call_output"]
     call_id: str
-    output: str
+    output: str | Annotated[list[InputText | InputImage], Field(fail_fast=True)]
     id: str | None = None
     status: str | None = None
+
+
+class ItemReference(Item):
+    """An item of a response that is kept."""
+
+    type: Literal["item_reference"]
+    id: str
 
 
 def _kind_of_item(value: Any) -> str:
@@ -577,7 +584,8 @@ InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[InputReasoning, Tag("reasoning")]
     | Annotated[InputCall, Tag("function_call")]
-    | Annotated[InputCallOutput, Tag("function_call_output")],
+    | Annotated[InputCallOutput, Tag("function_call_output")]
+    | Annotated[ItemReference, Tag("item_reference")],
     Discriminator(_kind_of_item),
 ]
 
@@ -761,7 +769,7 @@ OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 
 class ResponseError(BaseModel):
-    code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
+    code: str
     message: str
 
 

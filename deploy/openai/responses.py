@@ -17,6 +17,7 @@ from .protocol import (
     InputItem,
     InputMessage,
     InputReasoning,
+    ItemReference,
     NamespaceTool,
     OutputItem,
     ResponseBody,
@@ -186,11 +187,17 @@ def items_of(body: ResponsesRequest) -> list[dict[str, Any]]:
     return found
 
 
+def references_of(body: ResponsesRequest) -> list[str]:
+    """Items of kept responses that a request names."""
+    return [item.id for item in _own_items(body) if isinstance(item, ItemReference)]
+
+
 def _own_items(body: ResponsesRequest) -> Sequence[InputItem]:
     return [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
 
 
-def _code_of(error: IntarsiaError) -> Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]:
+def _code_of(error: IntarsiaError) -> str:
+    """In OpenAI's words."""
     if isinstance(error, InvalidRequest):
         return "invalid_prompt"
     return "rate_limit_exceeded" if isinstance(error, Overloaded | PoolExhausted) else "server_error"
@@ -275,7 +282,10 @@ def _as_chat(body: ResponsesRequest, history: Sequence[InputItem] = ()) -> ChatR
                 messages[-1].setdefault("tool_calls", []).append(call)
             case InputCallOutput(call_id=call_id, output=output):
                 messages += _thoughts_alone(thoughts)
-                messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+                parts = output if isinstance(output, str) else [_part(part) for part in output]
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": parts})
+            case ItemReference():
+                raise AssertionError("references are looked up before")
     if not messages:
         raise InvalidRequest("input has thoughts alone; give a message with them", field="input")
     messages += _thoughts_alone(thoughts)

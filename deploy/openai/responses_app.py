@@ -13,7 +13,7 @@ from .answers import event_stream, json_response
 from .errors import shape_for
 from .kept import KeptResponses
 from .protocol import ResponseBody, ResponseDeleted, ResponseItems, ResponsesRequest
-from .responses import ResponsesCall
+from .responses import ResponsesCall, references_of
 
 STREAMED = ERRORS | {200: SERVER_SENT_EVENTS}
 
@@ -86,6 +86,11 @@ def _check_not_kept(body: ResponsesRequest) -> None:
         raise InvalidRequest(
             "this server keeps no responses; send the whole conversation, and leave previous_response_id out",
             field="previous_response_id",
+        )
+    if references_of(body):
+        raise InvalidRequest(
+            "this server keeps no responses, so no item can be named by item_reference; send the item itself",
+            field="input",
         )
     if body.background:
         raise InvalidRequest(

@@ -38,6 +38,7 @@ PRAGMA auto_vacuum = FULL;
 PRAGMA secure_delete = ON;
 PRAGMA journal_mode = WAL;
 PRAGMA synchronous = NORMAL;
+PRAGMA foreign_keys = ON;
 CREATE TABLE IF NOT EXISTS responses (
     tenant TEXT NOT NULL,
     id TEXT NOT NULL,
@@ -51,6 +52,14 @@ CREATE TABLE IF NOT EXISTS responses (
     PRIMARY KEY (tenant, id)
 );
 CREATE INDEX IF NOT EXISTS by_age ON responses (tenant, created_s);
+CREATE TABLE IF NOT EXISTS items (
+    tenant TEXT NOT NULL,
+    id TEXT NOT NULL,
+    response TEXT NOT NULL,
+    PRIMARY KEY (tenant, id, response),
+    FOREIGN KEY (tenant, response) REFERENCES responses ON DELETE CASCADE
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS of_response ON items (tenant, response);
 """
 """What is deleted is overwritten, and its place given back."""
 
@@ -129,11 +138,14 @@ class Database:
         """Keep it, in place of one of the same id. The oldest of the tenant make room; this one stays."""
         body, items = _text(stored.body), _text(stored.items)
         size = len(body.encode()) + len(items.encode())
+        ids = {item["id"] for item in _all_items(stored)}
         with self._transaction() as connection:
+            self.delete(tenant, stored.id)
             connection.execute(
-                "INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, NULL, ?)",
+                "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, NULL, ?)",
                 (tenant, stored.id, time.time(), stored.previous, stored.status, body, items, size),
             )
+            connection.executemany("INSERT INTO items VALUES (?, ?, ?)", [(tenant, each, stored.id) for each in ids])
             self._make_room(tenant, stored.id)
 
     def put_events(self, tenant: str, name: str, events: list[str]) -> None:
@@ -183,12 +195,26 @@ class Database:
             if found is None:
                 return None
             seen.add(link)
-            parts.append([*found.items, *found.body["output"]])
+            parts.append(_all_items(found))
             count += len(parts[-1])
             if count > limits.max_messages:
                 raise _too_long(f"{count} items", limits.max_messages, "max_messages")
             link = found.previous
         return [item for part in reversed(parts) for item in part]
+
+    def items(self, tenant: str, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """The items of these ids that are kept, as the latest response has them."""
+        found: dict[str, dict[str, Any]] = {}
+        for each in ids:
+            row = self._connection.execute(
+                "SELECT response FROM items JOIN responses ON responses.tenant = items.tenant AND "
+                "responses.id = response WHERE items.tenant = ? AND items.id = ? ORDER BY created_s DESC LIMIT 1",
+                (tenant, each),
+            ).fetchone()
+            stored = self.get(tenant, row[0]) if row is not None and each not in found else None
+            if stored is not None:
+                found |= {item["id"]: item for item in _all_items(stored) if item["id"] in ids}
+        return found
 
     def _size(self, tenant: str, name: str) -> int:
         row = self._connection.execute("SELECT bytes FROM responses WHERE tenant = ? AND id = ?", (tenant, name))
@@ -258,6 +284,11 @@ class ResponseStore:
         while True:
             await self.ask(Database.forget_old)
             await asyncio.sleep(SWEEP_S)
+
+
+def _all_items(stored: Stored) -> list[dict[str, Any]]:
+    """Of its input and its output."""
+    return [*map(dict, stored.items), *stored.body["output"]]
 
 
 def _too_long(what: str, limit: int, name: str) -> InvalidRequest:

@@ -58,7 +58,10 @@ GOOD_BODIES: dict[str, dict[str, Any]] = {
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
         "response_format": {"type": "json_object"}, "stream": True, "stream_options": {"include_usage": True},
     },
-    "/v1/responses": {"model": "demo", "input": "Hello", "max_output_tokens": 4, "instructions": "Be short."},
+    "/v1/responses": {
+        "model": "demo", "input": "Hello", "max_output_tokens": 4, "instructions": "Be short.", "request_id": "fixed",
+        "store": True, "previous_response_id": "resp_fixed", "background": True, "stream": True,
+    },
     "/v1/messages": {
         "model": "demo", "max_tokens": 4, "system": [{"type": "text", "text": "Be short."}], "temperature": 0.5,
         "messages": [{"role": "user", "content": [

@@ -32,6 +32,11 @@ ODD_HEADERS = (
     "Accept-Encoding: gzip;q=9", "If-None-Match: *", "TE: trailers", "User-Agent: {noise}",
 )  # fmt: skip
 
+ODD_QUERIES = (
+    "?stream=true", "?stream=true&starting_after=3", "?starting_after=-1", "?stream=maybe", "?limit=5&order=asc",
+    "?limit=0", "?limit=99999999999999999999", "?after=msg_1", "?order=up", "?include[]=x", "?after=%00%ff",
+)  # fmt: skip
+
 WRONG_HEADERS = (
     "Content-Encoding: gzip", "Content-Encoding: br", "Expect: 100-continue", "Upgrade: h2c", "Upgrade: websocket",
     "Host: {noise}", "Connection: upgrade", "{noise}: 1", ": x", "no colon", " folded: x", "Cookie: {long}",
@@ -62,7 +67,7 @@ def http_case(rng: random.Random, keys: Mapping[str, str], admin_key: str) -> Ca
         return _raw(rng)
     route = rng.choice(list(ROUTES)) if rng.random() < 0.35 else rng.choice(list(BODIES))
     path, is_plain = _path(rng, route)
-    method = rng.choice(METHODS) if rng.random() < 0.08 else ("POST" if route in BODIES else "GET")
+    method = rng.choice(METHODS) if rng.random() < 0.08 else _method(rng, route)
     authorization, opens = _authorization(rng, keys, admin_key, ROUTES[route])
     body = _body(rng, route)
     framing, content, is_framed, is_whole = _framed(rng, body)
@@ -90,6 +95,12 @@ def http_case(rng: random.Random, keys: Mapping[str, str], admin_key: str) -> Ca
     )
 
 
+def _method(rng: random.Random, route: str) -> str:
+    if route == "/v1/responses/{response_id}":
+        return rng.choice(("GET", "DELETE"))
+    return "POST" if route in BODIES or route.endswith("/cancel") else "GET"
+
+
 def _raw(rng: random.Random) -> Case:
     payload = garbled(rng, rng.choice(NASTY_HTTP)) if rng.random() < 0.5 else rng.choice(NASTY_HTTP)
     return Case([payload], False, False, False, None, None, False, f"{payload[:100]!r}")
@@ -98,7 +109,9 @@ def _raw(rng: random.Random) -> Case:
 def _path(rng: random.Random, route: str) -> tuple[str, bool]:
     """A path, and whether it is the route's own."""
     names = ("demo", "nobody", "a/b/c", "%00", "%2e%2e%2f", "é", "x" * 3000, "")
-    path = route.replace("{model:path}", rng.choice(names))
+    path = route.replace("{model:path}", rng.choice(names)).replace("{response_id}", _response_id(rng))
+    if "response_id" in route and rng.random() < 0.4:
+        path += rng.choice(ODD_QUERIES)
     if rng.random() > 0.12:
         return path, True
     odd = (
@@ -107,6 +120,11 @@ def _path(rng: random.Random, route: str) -> tuple[str, bool]:
         path + "?" + "a=b&" * 2000, "*", path[:-1], "/" + _noise(rng),
     )  # fmt: skip
     return rng.choice(odd), False
+
+
+def _response_id(rng: random.Random) -> str:
+    """One that other requests may have made, or none."""
+    return rng.choice(("resp_fixed", "resp_fixed", "resp_0", "..", "%00", "é", "resp_" + "x" * 3000, "a%2Fb", "'--"))
 
 
 def _authorization(

@@ -17,6 +17,8 @@ A_SCHEMA = {"type": "object", "properties": {"wood": {"enum": ["oak", "ash"]}}, 
 
 @schemathesis.hook
 def map_case(context: Any, case: Any) -> Any:
+    if case.query and case.meta is not None and case.meta.generation.mode.is_positive:
+        case.query.pop("starting_after", None)  # which is of a stream
     if isinstance(case.body, dict) and case.meta is not None and case.meta.generation.mode.is_positive:
         is_anthropics = case.path.startswith("/v1/messages")
         case.body = keep_rules_of_messages(case.body) if is_anthropics else keep_rules(case.body)
@@ -60,6 +62,9 @@ def keep_rules(body: dict[str, Any]) -> dict[str, Any]:
         body["stream_options"] = None
     if body.get("continue_final_message"):
         body["add_generation_prompt"] = False
+    body.pop("previous_response_id", None)  # of a response that is there
+    if body.get("background"):
+        body["store"] = True
     body.pop("chat_template_kwargs", None)  # variables of a template, which may be of any kind
     _keep_rules_of_forms(body)
     _keep_rules_of_tools(body)

@@ -135,6 +135,24 @@ def test_a_response_goes_on_with_another_as_if_all_had_been_sent(api: Api, clien
     assert asked.type == "message" and asked.content[0].text == "And now?"  # type: ignore[union-attr]
 
 
+def test_items_of_kept_responses_are_named_by_their_ids(api: Api, place: Place, client: openai.OpenAI):
+    first = client.responses.create(model="talker", input="Which wood?", **GREEDY)
+    [asked] = client.responses.input_items.list(first.id).data
+    named: Any = [{"type": "item_reference", "id": each} for each in (asked.id, first.output[0].id)]
+    more: Any = [*named, {"role": "user", "content": "And now?"}]
+    told = client.responses.create(model="talker", input=more, **GREEDY)
+    same = client.responses.create(model="talker", input="And now?", previous_response_id=first.id, **GREEDY)
+    assert told.output_text == same.output_text
+    for other, words in (
+        (client, "Item with id 'msg_0' not found"),
+        (place.client("ash"), f"'{asked.id}' not found"),
+        (openai.OpenAI(base_url=f"{api.url}/v1", api_key="none"), "this server keeps no responses"),
+    ):
+        wrong = {"type": "item_reference", "id": "msg_0"} if other is client else named[0]
+        with pytest.raises(openai.BadRequestError, match=words):
+            other.responses.create(model="talker", input=[wrong, *more[-1:]])
+
+
 def test_a_conversation_whose_beginning_was_deleted_does_not_go_on(client: openai.OpenAI):
     first = client.responses.create(model="talker", input="a", **GREEDY)
     second = client.responses.create(model="talker", input="b", previous_response_id=first.id, **GREEDY)

@@ -36,8 +36,9 @@ def opened(tmp_path: Path) -> Iterator[Open]:
 
 
 def response(name: str, previous: str | None = None, status: str = "completed", size: int = 1) -> Stored:
-    body = {"id": name, "status": status, "output": [{"type": "message", "content": f"{name} says"}], "error": None}
-    return Stored(name, status, previous, body, [{"type": "message", "content": name * size}])
+    said = {"id": f"msg_{name}_said", "type": "message", "content": f"{name} says"}
+    body = {"id": name, "status": status, "output": [said], "error": None}
+    return Stored(name, status, previous, body, [{"id": f"msg_{name}", "type": "message", "content": name * size}])
 
 
 def names(database: Database, tenant: str, known: list[str]) -> list[str]:
@@ -75,6 +76,22 @@ def test_a_conversation_is_its_items_from_the_beginning(opened: Open):
     assert database.chain("oak", "nothing") is None
     database.delete("oak", "a")
     assert database.chain("oak", "c") is None
+
+
+def test_items_are_found_by_their_ids_as_long_as_a_response_has_them(opened: Open):
+    database = opened()
+    database.put("oak", response("a"))
+    database.put("oak", response("b"))
+    wanted = ["msg_a_said", "msg_b", "msg_a_said", "nothing"]
+    assert {name: item["content"] for name, item in database.items("oak", wanted).items()} == {
+        "msg_a_said": "a says",
+        "msg_b": "b",
+    }
+    assert database.items("ash", wanted) == {}
+    database.put("oak", response("a", size=2))
+    assert database.items("oak", ["msg_a"])["msg_a"]["content"] == "aa"
+    database.delete("oak", "a")
+    assert [*database.items("oak", wanted)] == ["msg_b"]
 
 
 def test_a_conversation_in_a_circle_ends(opened: Open):
