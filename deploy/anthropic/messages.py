@@ -3,12 +3,13 @@
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from ...errors import InvalidRequest, RequestTooLarge
 from ..front_end.front_end import FrontEnd
 from ..openai.answers import Counter
 from ..openai.conversation import AnswerPart, Conversation
 from .blocks import Blocks, stop_reason
-from .protocol import CountRequest, InputTokens, MessageBody, MessagesRequest, MessageUsage
-from .translate import as_chat
+from .protocol import Asking, CountRequest, InputTokens, MessageBody, MessagesRequest, MessageUsage
+from .translate import as_chat, has_later_system
 
 
 class MessagesCall:
@@ -18,11 +19,21 @@ class MessagesCall:
         """Raises `InvalidRequest`, or `RequestValidationError`, naming the field."""
         self._conversation = Conversation(front_end, as_chat(body), request_id)
         self.front_end = front_end
+        self._body = body
+        self._request_id = request_id
         self._id = f"msg_{request_id}"
         self._shows_thoughts = getattr(body.thinking, "display", None) != "omitted"
 
     async def prepare(self) -> None:
-        await self._conversation.prepare()
+        """Raises `InvalidRequest`, or `Overloaded` where that would be in vain."""
+        try:
+            await self._conversation.prepare()
+        except InvalidRequest as refusal:
+            if not _may_be_said_by_the_user(self._body, refusal):
+                raise
+            chat = as_chat(self._body, later_system="user")
+            self._conversation = Conversation(self.front_end, chat, self._request_id)
+            await self._conversation.prepare()
 
     async def answer(self) -> MessageBody:
         counter, blocks = Counter([self._conversation.asked]), self._blocks()
@@ -67,7 +78,19 @@ class MessagesCall:
 
 async def count_tokens(front_end: FrontEnd, body: CountRequest) -> InputTokens:
     """Raises as `MessagesCall`."""
-    return InputTokens(input_tokens=await Conversation(front_end, as_chat(body), "").count())
+    try:
+        count = await Conversation(front_end, as_chat(body), "").count()
+    except InvalidRequest as refusal:
+        if not _may_be_said_by_the_user(body, refusal):
+            raise
+        count = await Conversation(front_end, as_chat(body, later_system="user"), "").count()
+    return InputTokens(input_tokens=count)
+
+
+def _may_be_said_by_the_user(body: Asking, refusal: InvalidRequest) -> bool:
+    """Where a template refuses a system that speaks in the middle, as Claude Code's does, the user says it."""
+    is_templates = refusal.field == "messages" and not isinstance(refusal, RequestTooLarge)
+    return is_templates and has_later_system(body)
 
 
 def _usage(counter: Counter) -> MessageUsage:

@@ -1,8 +1,8 @@
 """A request in the words of chat, which has one conversation for both."""
 
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 from ...errors import InvalidRequest
 from ..openai.protocol import ChatRequest, Function, Tool
@@ -44,9 +44,18 @@ WRONG = "Error: "
 """What stands before the result of a call that failed: templates know no other way to say it."""
 
 
-def as_chat(body: Asking) -> ChatRequest:
-    """Raises `InvalidRequest` or `RequestValidationError`, naming the field."""
-    messages = list(_messages(body))
+def has_later_system(body: Asking) -> bool:
+    """Does the system speak again when the conversation has begun? Many templates refuse that."""
+    roles = [message.role for message in body.messages]
+    return "system" in roles[_leading(roles) :]
+
+
+def as_chat(body: Asking, later_system: Literal["system", "user"] = "system") -> ChatRequest:
+    """later_system: who says what the system says when the conversation has begun. Raises `InvalidRequest` or
+    `RequestValidationError`, naming the field."""
+    messages = list(_joined(_messages(body, later_system)))
+    if not messages:
+        raise InvalidRequest("messages are empty; give one with words", field="messages")
     continues = messages[-1]["role"] == "assistant"
     if continues and messages[-1].get("tool_calls"):
         raise InvalidRequest(
@@ -80,13 +89,16 @@ def as_chat(body: Asking) -> ChatRequest:
     return chat_of(given)
 
 
-def _messages(body: Asking) -> Iterator[dict[str, Any]]:
-    """The turns of the conversation, with the system's first."""
-    system = [body.system] if isinstance(body.system, str) else [block.text for block in body.system or ()]
+def _messages(body: Asking, later_system: str) -> Iterator[dict[str, Any]]:
+    """The turns of the conversation, with all that the system says before it as one."""
+    leading = _leading([message.role for message in body.messages])
+    system = _texts(body.system or ())
+    for message in body.messages[:leading]:
+        system += _texts(message.content)
     text = "\n".join(each for each in system if not each.startswith(BILLING))
     if text:
         yield {"role": "system", "content": text}
-    for message in body.messages:
+    for message in body.messages[leading:]:
         match message:
             case UserMessage(content=str() as content):
                 yield {"role": "user", "content": content}
@@ -95,8 +107,34 @@ def _messages(body: Asking) -> Iterator[dict[str, Any]]:
             case AssistantMessage():
                 yield _of_assistant(message)
             case SystemMessage(content=content):
-                texts = [content] if isinstance(content, str) else [block.text for block in content]
-                yield {"role": "system", "content": "\n".join(texts)}
+                yield {"role": later_system, "content": "\n".join(_texts(content))}
+
+
+def _leading(roles: Sequence[str]) -> int:
+    """How many of the system's messages come before all others."""
+    return next((place for place, role in enumerate(roles) if role != "system"), len(roles))
+
+
+def _texts(content: Any) -> list[str]:
+    return [content] if isinstance(content, str) else [block.text for block in content if isinstance(block, TextBlock)]
+
+
+def _joined(turns: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """What the user says in several messages on end is one turn."""
+    last: dict[str, Any] | None = None
+    for turn in turns:
+        if last is not None and last["role"] == turn["role"] == "user":
+            last = {"role": "user", "content": _parts(last["content"]) + _parts(turn["content"])}
+            continue
+        if last is not None:
+            yield last
+        last = turn
+    if last is not None:
+        yield last
+
+
+def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _of_user(message: UserMessage) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """What `/v1/messages` says over HTTP. Anthropic's own clients ask it in `tests/clients`."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -197,14 +198,21 @@ def test_the_version_of_the_interface_is_the_one_that_is_spoken(api: Api, versio
 
 Start = Callable[..., str]
 
+STRICT = """\
+{%- for message in messages %}
+    {%- if message.role == 'system' and not loop.first %}{{ raise_exception('the system begins') }}{% endif %}
+    {%- if message.role == 'assistant' and loop.first %}{{ raise_exception('the user begins') }}{% endif %}
+    {{- message.role }}: {{ message.content }}{{ '\\n' }}
+{%- endfor %}"""
+
 
 @pytest.fixture
 def start(loop: Loop, talker: Path) -> Iterator[Start]:
     """Starts a server in front of an engine that fails so; returns its URL."""
     servers: list[HttpServer] = []
-    tokenizer = Tokenizer.load(talker)
 
-    def started(*script: Any, limits: Limits | None = None) -> str:
+    def started(*script: Any, limits: Limits | None = None, tokenizer_of: Path = talker) -> str:
+        tokenizer = Tokenizer.load(tokenizer_of)
         access = Access(AccessSettings(api_key=("oak",)))
         engine: Any = ScriptedEngine(script)
 
@@ -218,6 +226,14 @@ def start(loop: Loop, talker: Path) -> Iterator[Start]:
     yield started
     for server in servers:
         loop.run(server.stop())
+
+
+@pytest.fixture
+def strict(talker: Path, tmp_path: Path) -> Path:
+    """A tokenizer whose template refuses what many do."""
+    folder = Path(shutil.copytree(talker, tmp_path / "strict"))
+    (folder / "chat_template.jinja").write_text(STRICT)
+    return folder
 
 
 def ask(url: str, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
@@ -250,6 +266,21 @@ def test_a_failure_within_a_stream_is_an_event(start: Start):
     events = events_of(ask(url, stream=True))
     assert [event["type"] for event in events][-2:] == ["content_block_delta", "error"]
     assert events[-1]["error"] == {"type": "api_error", "message": "it is lost"} and events[-1]["request_id"]
+
+
+def test_a_template_that_wants_the_system_first_gets_what_it_says_later_from_the_user(start: Start, strict: Path):
+    said = [{"role": "system", "content": "Oak is out."}, {"role": "user", "content": "And now?"}]
+    url = start(Delta((79,), finish_reason="stop"), tokenizer_of=strict)
+    answer = ask(url, messages=[{"role": "user", "content": "x"}, *said])
+    assert answer.status_code == 200, answer.text
+    counted = httpx.post(
+        f"{url}/v1/messages/count_tokens",
+        json={"messages": [{"role": "user", "content": "x"}, *said]},
+        headers={"x-api-key": "oak"},
+    ).json()
+    assert counted == {"input_tokens": len("user: x\nOak is out.\nAnd now?\n")}
+    refused = ask(url, messages=[{"role": "assistant", "content": "x"}, said[1]])
+    assert refused.status_code == 400 and "the user begins" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

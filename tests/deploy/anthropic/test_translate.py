@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from intarsia.deploy.anthropic.protocol import MessagesRequest
-from intarsia.deploy.anthropic.translate import as_chat
+from intarsia.deploy.anthropic.translate import as_chat, has_later_system
 from intarsia.deploy.openai.requests import turns_of
 from intarsia.errors import InvalidRequest
 
@@ -70,6 +70,38 @@ def test_what_claude_code_tells_its_biller_is_not_for_the_model():
     blocks = [{"type": "text", "text": bills}, {"type": "text", "text": "You inlay."}]
     assert turns(system=blocks)[0][0] == {"role": "system", "content": "You inlay."}
     assert turns(system=[blocks[0]])[0] == [ASK]
+
+
+def test_what_the_system_says_first_is_one_turn_and_what_it_says_later_is_its_own_or_the_users():
+    later = [ASK, {"role": "system", "content": "Oak is out."}, {"role": "user", "content": "And now?"}]
+    messages = [{"role": "system", "content": [{"type": "text", "text": "Be brief."}]}, *later]
+    told, _ = turns(*messages, system="You inlay.")
+    first = {"role": "system", "content": "You inlay.\nBe brief."}
+    assert told == [first, *later]
+    body = MessagesRequest.model_validate({"max_tokens": 5, "system": "You inlay.", "messages": messages})
+    assert has_later_system(body)
+    told, _ = turns_of(as_chat(body, later_system="user").messages)
+    assert told == [first, {"role": "user", "content": "Which wood?\nOak is out.\nAnd now?"}]
+    assert not has_later_system(MessagesRequest.model_validate({"max_tokens": 5, "messages": messages[:2]}))
+
+
+def test_a_system_alone_is_its_own_turn_and_nothing_at_all_is_refused():
+    assert turns({"role": "system", "content": "You inlay."})[0] == [{"role": "system", "content": "You inlay."}]
+    with pytest.raises(InvalidRequest, match="messages are empty"):
+        chat({"role": "system", "content": ""})
+
+
+def test_messages_of_the_user_on_end_are_one_turn():
+    told, urls = turns(
+        {"role": "user", "content": [{"type": "image", "source": PNG}]},
+        {"role": "user", "content": "Which wood?"},
+        {"role": "assistant", "content": "Oak."},
+        {"role": "user", "content": "Why?"},
+        {"role": "user", "content": "And now?"},
+    )
+    assert len(urls) == 1 and [turn["role"] for turn in told] == ["user", "assistant", "user"]
+    assert told[0]["content"] == [{"type": "image"}, {"type": "text", "text": "Which wood?"}]
+    assert told[2]["content"] == "Why?\nAnd now?"
 
 
 def test_an_answer_goes_on_with_the_assistants_last_message():
