@@ -84,7 +84,7 @@ def _check_not_kept(body: ResponsesRequest) -> None:
     """Raises `InvalidRequest` for what needs responses to be kept. That they are not is told by `store: false`."""
     if body.previous_response_id is not None:
         raise InvalidRequest(
-            "this server keeps no responses; send the whole conversation, and leave previous_response_id out",
+            "this server keeps no responses: leave it out, and send the whole conversation",
             field="previous_response_id",
         )
     if references_of(body):
