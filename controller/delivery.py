@@ -70,7 +70,9 @@ class Subscriber:
         logprobs = None
         if held[-1].logprobs is not None:
             logprobs = Rows(packed for delta in held for packed in Rows.of(delta.logprobs or ()).packed)
-        return held[-1]._replace(token_ids=tokens, logprobs=logprobs, prompt_logprobs=held[0].prompt_logprobs)
+        return held[-1]._replace(
+            token_ids=tokens, logprobs=logprobs, prompt_logprobs=held[0].prompt_logprobs, misses=held[0].misses
+        )
 
 
 class Subscribers:
@@ -148,6 +150,7 @@ def _delta(entry: Progress) -> Delta:
         num_cached_tokens=request.cached_tokens,
         prompt_logprobs=about_prompt,
         queue_s=request.queue_s,
+        misses=request.misses if request.has_just_begun else (),
     )
 
 

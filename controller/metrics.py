@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..kvcache.manager import CacheManager
+from ..kvcache.misses import lost_tokens
 from ..kvcache.sampled_worth import Forecast
 from .latencies import Latencies, Spread
 from .request import Request
@@ -191,7 +192,7 @@ class Meter:
         self._late_queue.add(request.queue_s, now_s)
         self.prompt_tokens.observe(request.prompt_tokens)
         self.computed_prompt_tokens.observe(request.prompt_tokens - request.cached_tokens)
-        for cause, tokens in request.lost_tokens.items():
+        for cause, tokens in lost_tokens(request.misses).items():
             self._lost[cause] += tokens
 
     def finished(self, request: Request, reason: str, now_s: float) -> None:

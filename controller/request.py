@@ -1,12 +1,12 @@
 """What the scheduler knows of a running request."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..kvcache.ids import RequestId
 from ..kvcache.lookup import Hit
+from ..kvcache.misses import Miss
 from ..kvcache.prefix import TokenChain
 from ..proto.request import USUAL_OPTIONS, FinishReason, RequestOptions, SamplingParams
 from ..proto.step import Logprobs, PromptLogprobs
@@ -55,7 +55,7 @@ class Request:
     pending: int = 0  # tokens that a step under way draws
     quiet_until: int = 0  # below this length it needs nothing of the cache manager
     cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
-    lost_tokens: Mapping[str, int] = field(default_factory=dict)  # cached once and computed again, by cause
+    misses: tuple[Miss, ...] = ()  # its other tokens, by cause
     slot: int | None = None  # on the workers, while running
     preemptions: int = 0
     losses: int = 0  # times in a row that the workers were lost while it ran, without a token of it in between

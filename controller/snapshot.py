@@ -4,11 +4,12 @@ A view is of one moment between two steps: requests, pool and recount agree. Tak
 most (`bench/console.py`), and between two looks only one short tuple a step is collected for it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..kvcache.check import Recount, recount
 from ..kvcache.manager import CacheManager
+from ..kvcache.misses import Miss
 from ..kvcache.pool_map import PoolMap
 from ..kvcache.sampled_worth import Forecast
 from ..proto.status import CacheState, EngineLoad
@@ -30,7 +31,7 @@ class RequestSnapshot(NamedTuple):
     state: str  # as `_state` has it, or why it ended
     prompt_tokens: int
     cached_tokens: int | None  # of the prompt, found in the cache; None: not looked up yet
-    lost_tokens: Mapping[str, int]  # cached once and computed again, by cause
+    misses: tuple[Miss, ...]  # its other tokens, by cause
     computed_tokens: int
     generated_tokens: int
     max_tokens: int  # that can be generated
@@ -118,16 +119,16 @@ def request_snapshot(
     request: Request, state: str, now_s: float, blocks: tuple[bytes, ...], *, with_tokens: bool
 ) -> RequestSnapshot:
     was_admitted = request.seniority is not None
-    cached, lost = request.cached_tokens, request.lost_tokens
+    cached, misses = request.cached_tokens, request.misses
     if not was_admitted:  # what it would find, if it was looked up already
-        cached, lost = (request.hit.tokens, request.hit.lost) if request.hit is not None else (None, {})
+        cached, misses = (request.hit.tokens, request.hit.misses) if request.hit is not None else (None, ())
     prompt = request.prompt_tokens
     return RequestSnapshot(
         request.id,
         state,
         prompt,
         cached,
-        dict(lost),
+        misses,
         request.computed_tokens,
         len(request.tokens) - prompt,
         request.max_total_tokens - prompt,

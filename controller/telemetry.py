@@ -14,7 +14,7 @@ from collections.abc import Sized
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from ..kvcache.group_table import SALT
+from ..kvcache.misses import SALT, lost_tokens
 from ..proto.status import EngineLoad
 from ..proto.step import Step, StepResult
 from ..proto.tracing import Tracer
@@ -227,7 +227,11 @@ def _trace(tracer: Tracer, request: Request, ended_s: float) -> None:
         "gen_ai.usage.input_tokens": request.prompt_tokens,
         "intarsia.cached_tokens": request.cached_tokens,
         # Not what another salt has: a tenant's own traces would tell what others asked.
-        **{f"intarsia.lost_tokens.{cause}": tokens for cause, tokens in request.lost_tokens.items() if cause != SALT},
+        **{
+            f"intarsia.lost_tokens.{cause}": tokens
+            for cause, tokens in lost_tokens(request.misses).items()
+            if cause != SALT
+        },
     }
     answer = {
         "gen_ai.usage.output_tokens": len(request.tokens) - request.prompt_tokens,

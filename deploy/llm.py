@@ -14,12 +14,14 @@ from typing import Any, Unpack
 
 from ..errors import EngineUnavailable, InvalidRequest
 from ..kvcache.check import Recount
+from ..kvcache.misses import Miss
 from ..proto.request import USUAL_OPTIONS, Image, RequestOptions, SamplingParams
 from ..proto.status import EngineInfo
 from .checkpoints.weights import weights_bar
 from .front_end.detokenize import whole_answers, with_text
 from .front_end.engine_client import Delta, EngineClient, TokenLogprobs
 from .front_end.images import ImageReader, read_images
+from .front_end.misses import for_client
 from .front_end.tokenizer import Tokenizer, encode_prompt
 from .settings.table import EngineArguments
 from .start.at_exit import closed_at_exit, is_closed
@@ -50,6 +52,7 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     num_cached_tokens: int  # of the prompt, found in the prefix cache
     outputs: tuple[CompletionOutput, ...]  # as many as `n` asks for
+    not_cached: tuple[Miss, ...] = ()  # why the rest of the prompt was not found there
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of its second token and on, when asked for
 
     @property
@@ -256,6 +259,7 @@ class LLM:
             prompt_token_ids=tuple(prompt),
             num_cached_tokens=first.num_cached_tokens,
             outputs=tuple(_output(delta, text, params) for delta, text in answers),
+            not_cached=for_client(first.misses),
             prompt_logprobs=tuple(first.prompt_logprobs or ()) or None,
         )
 

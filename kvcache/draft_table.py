@@ -10,8 +10,9 @@ another one, makes the last entry of its parent anew. Only `intarsia replay` has
 from collections.abc import Sequence
 
 from .eviction import Tier
-from .group_table import ALIGNMENT, EVICTED, Copy, Row
+from .group_table import Copy, Row
 from .ids import BlockId, RequestId
+from .misses import ALIGNMENT
 from .plan import Group
 from .pool import BlockPool
 from .prefix import Chain
@@ -32,7 +33,7 @@ class DraftTable(TokenTable):
     def cause(self, chain: Chain, length: int) -> str:
         """At a border of blocks, another token may have come next."""
         lacking = self._first_lacking(chain, length)
-        return EVICTED if lacking is not None and self._blocks.was_evicted(lacking) else ALIGNMENT
+        return self._why_gone(lacking, ALIGNMENT)
 
     def fork(self, row: Row, child: Row, new: Sequence[BlockId]) -> Copy | None:
         assert child.request not in self._forked, f"request {child.request} is forked twice"

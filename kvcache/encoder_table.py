@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 from .eviction import Tier
-from .group_table import EVICTED, Copy, GroupRow, GroupTable, Row
+from .group_table import Copy, GroupRow, GroupTable, Row
 from .ids import BlockId
+from .misses import EVICTED
 from .prefix import MARK_BYTES, Chain, Encoder, marked
 from .reach import NEVER
 

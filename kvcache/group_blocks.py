@@ -23,8 +23,8 @@ from .ids import NULL_BLOCK, RequestId
 from .large_pages import LargePages
 from .prefix import Ends
 
-REMEMBERED_EVICTIONS = 1 << 20
-"""Names of evicted blocks remembered per group, at most, to tell an evicted prefix from one never seen."""
+REMEMBERED_NAMES = 1 << 20
+"""Names remembered per group after they are gone, at most, to tell an evicted prefix from one never seen."""
 
 
 class Known:
@@ -55,8 +55,8 @@ class GroupBlocks(ABC):
         self.index: dict[bytes, int] = {}  # name -> block, held or cached
         self.num_evicted = 0  # blocks that lost their name to make room, since the start
         self._name_of: list[bytes | None] = [None] * num_blocks
-        self._evicted: OrderedDict[bytes, None] = OrderedDict()  # names that are known no longer, latest last
-        self._max_evicted = min(REMEMBERED_EVICTIONS, 4 * num_blocks)
+        self._gone: OrderedDict[bytes, bool] = OrderedDict()  # names that are known no longer: by a reset? Latest last
+        self._max_gone = min(REMEMBERED_NAMES, 4 * num_blocks)
         pages.enter(group, self)
 
     # -- asking ------------------------------------------------------------------------------------------------------
@@ -67,9 +67,13 @@ class GroupBlocks(ABC):
     def is_cached(self, block: int) -> bool:
         return not self.holders[block] and self._name_of[block] is not None
 
-    def was_evicted(self, name: bytes) -> bool:
+    def was_known(self, name: bytes) -> bool:
         """Was the name known once, and is it no longer? The latest ones are remembered."""
-        return name in self._evicted
+        return name in self._gone
+
+    def was_reset(self, name: bytes) -> bool:
+        """Is it known no longer because everything was forgotten?"""
+        return self._gone.get(name, False)
 
     @property
     @abstractmethod
@@ -132,10 +136,10 @@ class GroupBlocks(ABC):
     def name(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
         """Remember what held blocks hold. The first block of a name stays the known one."""
         assert self.holders[blocks[0]], f"block {blocks[0]} of group {self.group} is named and not held"
-        index, name_of, evicted, known = self.index, self._name_of, self._evicted, self._known
+        index, name_of, gone, known = self.index, self._name_of, self._gone, self._known
         known.version += 1
         # One block that is new, as most decode steps have it.
-        if len(names) == 1 and not evicted and known.log is None and name_of[blocks[0]] is None:
+        if len(names) == 1 and not gone and known.log is None and name_of[blocks[0]] is None:
             if names[0] not in index:
                 index[names[0]] = blocks[0]
                 name_of[blocks[0]] = names[0]
@@ -148,7 +152,7 @@ class GroupBlocks(ABC):
                 name_of[block] = name
         else:
             new = [name for block, name in zip(blocks, names, strict=True) if self._name_if_new(block, name)]
-        if evicted and not evicted.keys().isdisjoint(new):
+        if gone and not gone.keys().isdisjoint(new):
             self._note_return(new)
         if known.log is not None and new:
             known.log.stored(self.group, new)
@@ -166,7 +170,7 @@ class GroupBlocks(ABC):
         for block in list(self.index.values()):
             self.forget(block)
         assert not self.index, f"group {self.group} has forgotten all and knows {len(self.index)} names"
-        self._evicted.clear()
+        self._gone = OrderedDict.fromkeys(self._gone, True)
 
     def _name_if_new(self, block: int, name: bytes) -> bool:
         if name in self.index or self._name_of[block] is not None:
@@ -179,9 +183,9 @@ class GroupBlocks(ABC):
     def _note_return(self, names: Sequence[bytes]) -> None:
         """Of these names, those that were evicted once have been computed again."""
         for name in names:
-            if name in self._evicted:
+            if name in self._gone:
                 assert name in self.index, f"a name of group {self.group} comes back and has no block"
-                del self._evicted[name]
+                del self._gone[name]
 
     def _drop_name(self, block: int) -> None:
         name = self._name_of[block]
@@ -191,9 +195,9 @@ class GroupBlocks(ABC):
         del self.index[name]
         self._known.version += 1
         self._known.ends.remove(name)
-        self._evicted[name] = None
-        if len(self._evicted) > self._max_evicted:
-            self._evicted.popitem(last=False)
+        self._gone[name] = False
+        if len(self._gone) > self._max_gone:
+            self._gone.popitem(last=False)
         if self._known.log is not None:
             self._known.log.removed(self.group, name)
 

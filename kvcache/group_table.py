@@ -19,13 +19,10 @@ from typing import Generic, NamedTuple, TypeVar
 
 from .eviction import Tier
 from .ids import NULL_BLOCK, BlockId, RequestId
+from .misses import EVICTED, RESET
 from .plan import Group
 from .pool import BlockPool
 from .prefix import Chain, Encoder
-
-EVICTED, NO_SNAPSHOT, ALIGNMENT, SALT = "evicted", "no_snapshot", "alignment", "salt"
-"""Why tokens that were cached once are computed again: their blocks were evicted; no state was saved there; a prefix
-ends inside a block; another salt."""
 
 
 class Copy(NamedTuple):
@@ -114,6 +111,7 @@ class GroupTable(ABC, Generic[RowT]):
         self._g = g
         self._size = group.block_tokens
         self._reach = group.reach
+        self.layers = group.reach.name  # the kind of its layers, in a word
         self._blocks = pool.groups[g]
         self._index = self._blocks.index
         self._ends = pool.known.ends
@@ -129,6 +127,12 @@ class GroupTable(ABC, Generic[RowT]):
     @abstractmethod
     def cause(self, chain: Chain, length: int) -> str:
         """Why it cannot go on there."""
+
+    def _why_gone(self, name: bytes | None, unknown: str) -> str:
+        """The cause why a name is known no longer. unknown: the cause if it never was, as far as is remembered."""
+        if name is None or not self._blocks.was_known(name):
+            return unknown
+        return RESET if self._blocks.was_reset(name) else EVICTED
 
     @abstractmethod
     def needed(self, chain: Chain, length: int) -> list[int]:

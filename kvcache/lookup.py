@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from .group_blocks import Known
-from .group_table import SALT
+from .misses import CACHING_OFF, LAST_TOKEN, NEW, SALT, Miss, lost_tokens, merged
 from .pool import BlockPool
 from .prefix import Chain, Encoder, TokenChain
 from .tables import Tables
@@ -24,29 +24,33 @@ from .tables import Tables
 REMEMBERED_PROMPTS = 256
 """Latest prompts remembered, to tell a prompt that another salt kept from its prefix."""
 
-NO_LOSS: Mapping[str, int] = {}
-
 
 class Hit(NamedTuple):
     """A cached prefix. Good until the pool changes, so `open` it at once."""
 
     tokens: int
     chain: Chain
-    lost: Mapping[str, int] = NO_LOSS  # tokens that were cached once and will be computed again, by cause
+    misses: tuple[Miss, ...] = ()  # the other tokens of the prompt, by cause
     branch: int = 0  # where the prompt leaves what is known; 0: it does not, or not beyond `tokens`
     encoder: Encoder | None = None
     encoder_tokens: int = 0  # of its encoder's output, found in the cache
     version: int = 0  # of the pool, when it was looked up
     known: int = 0  # tokens of the prompt, then
 
+    @property
+    def lost(self) -> Mapping[str, int]:
+        """Tokens that were cached once and will be computed again, by cause."""
+        return lost_tokens(self.misses)
+
 
 class Lookup:
     """Asks all groups at once, and changes nothing. It remembers the salts of the latest prompts."""
 
-    def __init__(self, tables: Tables, pool: BlockPool, block_tokens: int):
+    def __init__(self, tables: Tables, pool: BlockPool, block_tokens: int, *, caching: bool):
         self._tables = tables.each
         self._keep_front = tables.keep_front
         self._pool = pool
+        self._caching = caching
         self._known: Known = pool.known
         self._size = block_tokens
         self._prompts: OrderedDict[bytes, tuple[bytes, Sequence[int]]] = OrderedDict()  # by their first block's tokens
@@ -57,6 +61,8 @@ class Lookup:
 
     def find(self, chain: Chain, encoder: Encoder | None) -> Hit:
         """The longest cached prefix from which every group can go on. At least the last token is left to compute."""
+        if not self._caching:
+            return Hit(0, chain, (Miss(CACHING_OFF, chain.known),), encoder=encoder)
         chain.grow()
         hit = self._search(chain, chain.known - 1, encoder)
         assert hit.tokens < chain.known, "no token is left to compute"
@@ -79,7 +85,7 @@ class Lookup:
         size = self._size
         known = self._ever_known(chain, limit)
         length = self._candidate(chain, min(limit, (known + 1) * size - 1), limit if known * size >= limit else -1)
-        lost: dict[str, int] = {}
+        misses = [Miss(LAST_TOKEN if length == limit else NEW, chain.known - length)]
         while length > 0:
             # The group that lacks most says how far it could go on.
             shorter, lacking = length, None
@@ -93,15 +99,15 @@ class Lookup:
             cause = lacking.cause(chain, length)
             shorter = self._candidate(chain, shorter, -1)
             assert shorter < length, f"the search stays at {length} tokens"
-            lost[cause] = lost.get(cause, 0) + length - shorter
+            misses.append(Miss(cause, length - shorter, lacking.layers))
             length = shorter
-        if length == 0 and not lost:
-            lost = self._lost_to_salt(chain, limit)
+        if length == 0 and len(misses) == 1 and (of_others := self._known_to_others(chain, limit)):
+            misses = [Miss(NEW, chain.known - of_others), Miss(SALT, of_others)]
         branch = min(known * size, limit // size * size)
         return Hit(
             tokens=length,
             chain=chain,
-            lost=lost or NO_LOSS,
+            misses=merged(misses),
             branch=branch if branch > length else 0,
             encoder=encoder,
             encoder_tokens=max(table.encoder_tokens(encoder) for table in self._tables),
@@ -133,23 +139,23 @@ class Lookup:
         return known
 
     def _was_known(self, name: bytes) -> bool:
-        return any(name in group.index or group.was_evicted(name) for group in self._pool.groups)
+        return any(name in group.index or group.was_known(name) for group in self._pool.groups)
 
     # -- prompts of other salts --------------------------------------------------------------------------------------
 
-    def _lost_to_salt(self, chain: Chain, limit: int) -> dict[str, int]:
+    def _known_to_others(self, chain: Chain, limit: int) -> int:
         """Tokens that are shared with a prompt of another salt."""
         if not isinstance(chain, TokenChain) or len(chain.tokens) < self._size:
-            return {}
+            return 0
         other_salt, tokens = self._prompts.get(self._first_block(chain), (chain.salt, ()))
         if other_salt == chain.salt:
-            return {}
+            return 0
         alike = 0
         for mine, other in zip(chain.tokens, tokens, strict=False):
             if mine != other:
                 break
             alike += 1
-        return {SALT: min(alike, limit) // self._size * self._size}
+        return min(alike, limit) // self._size * self._size
 
     def _first_block(self, chain: TokenChain) -> bytes:
         return array("I", chain.tokens[: self._size]).tobytes()

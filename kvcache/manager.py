@@ -58,7 +58,7 @@ class CacheManager:
         self.namer = Namer(hash_key, plan.block_tokens)
         self._missing, self._next_event = self._tables.missing, self._tables.next_event
         self._name_every = name_every(plan)
-        self._lookup = Lookup(self._tables, self.pool, plan.block_tokens)
+        self._lookup = Lookup(self._tables, self.pool, plan.block_tokens, caching=self.is_caching)
         self.hints = Hints(self.pool, plan, settings.pinned_share, clock)
         self._room = Room(self._tables, self.pool)
         self._swapping = Swapping(self._tables, self.pool, plan)
@@ -97,8 +97,6 @@ class CacheManager:
             return last
         if encoder is not None:
             encoder = self.namer.of_owner(encoder, salt, chain.mark)
-        if not self.is_caching:
-            return Hit(0, chain, encoder=encoder)
         return self._lookup.find(chain, encoder)
 
     # -- asking for room ---------------------------------------------------------------------------------------------
@@ -133,8 +131,9 @@ class CacheManager:
 
     # -- acting: the life of a request -------------------------------------------------------------------------------
 
-    def open(self, request: RequestId, hit: Hit) -> None:
-        """Begin a request that holds the blocks of `hit`."""
+    def open(self, request: RequestId, hit: Hit, borders: Sequence[int] = ()) -> None:
+        """Begin a request that holds the blocks of `hit`. borders: lengths at which other prompts are likely to part
+        from it, in tokens; what they would need at the last block border before is worth more."""
         row = self._add_row(Row(request, hit.chain, hit.encoder, hit.tokens))
         for table in self._tables.each:
             table.open(row, hit.tokens)
@@ -142,11 +141,13 @@ class CacheManager:
             row.sources = HELD
         size = self.plan.block_tokens
         prompt_end = (hit.chain.known - 1) // size * size
-        row.marks = tuple(sorted(mark for mark in {hit.tokens, hit.branch, prompt_end} if mark and mark >= hit.tokens))
+        marks = {hit.tokens, hit.branch, prompt_end, *(border // size * size for border in borders)}
+        row.marks = tuple(sorted(mark for mark in marks if mark and hit.tokens <= mark <= max(hit.tokens, prompt_end)))
         if self.is_caching:
             self._lookup.opened(hit.chain)
         if self.retention is not None:
-            self._arrivals.append(Arrival(request, hit.chain, len(hit.chain.names), hit.chain.known, hit.tokens))
+            known, found = hit.chain.known, hit.tokens
+            self._arrivals.append(Arrival(request, hit.chain, len(hit.chain.names), known, found, tuple(borders)))
 
     def extend(self, request: RequestId, length: int, written: int | None = None) -> Growth:
         """Blocks for all tokens up to `length`.

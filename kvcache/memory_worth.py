@@ -71,7 +71,9 @@ class ThoughtPool:
         prompt_end = (arrival.tokens - 1) // self._size * self._size
         left = Row(RequestId(0), row.chain, None, row.extent)
         branch = min(blocks * self._size, prompt_end)
-        left.marks = tuple(sorted(mark for mark in {found, branch, prompt_end} if mark and mark >= found))
+        borders = (border // self._size * self._size for border in arrival.borders)
+        marks = {found, branch, prompt_end, *borders}
+        left.marks = tuple(sorted(mark for mark in marks if mark and found <= mark <= max(found, prompt_end)))
         self._arrivals.append(arrival._replace(request=RequestId(0)))
         self._retention.released(left, USUAL_RETENTION)
         while self._blocks.used_bytes > self.memory_bytes and self._retention.give_up():

@@ -66,6 +66,7 @@ class Arrival(NamedTuple):
     blocks: int  # full ones of its prompt
     tokens: int
     found: int  # of them, in the cache
+    borders: tuple[int, ...] = ()  # where other prompts are likely to part from it, in tokens
 
 
 class Visit(NamedTuple):

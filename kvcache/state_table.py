@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from .eviction import Tier
-from .group_table import EVICTED, NO_SNAPSHOT, Copy, GroupRow, GroupTable, Row, Save
+from .group_table import Copy, GroupRow, GroupTable, Row, Save
 from .ids import BlockId
+from .misses import NO_SNAPSHOT
 from .plan import Group
 from .pool import BlockPool
 from .prefix import Chain
@@ -62,7 +63,7 @@ class StateTable(GroupTable[StateRow]):
 
     def cause(self, chain: Chain, length: int) -> str:
         name = self._name_at(chain, length)
-        return EVICTED if name is not None and self._blocks.was_evicted(name) else NO_SNAPSHOT
+        return self._why_gone(name, NO_SNAPSHOT)
 
     def needed(self, chain: Chain, length: int) -> list[int]:
         name = self._name_at(chain, length)

@@ -8,8 +8,9 @@ in the table               null  null  [17]  [4]   [9]
 from collections.abc import Container, Sequence
 
 from .eviction import Tier
-from .group_table import ALIGNMENT, EVICTED, Copy, GroupRow, GroupTable, Row
+from .group_table import Copy, GroupRow, GroupTable, Row
 from .ids import NULL_BLOCK, BlockId, RequestId
+from .misses import ALIGNMENT, EVICTED
 from .plan import Group
 from .pool import BlockPool
 from .prefix import Chain
@@ -76,7 +77,7 @@ class TokenTable(GroupTable[TokenRow]):
 
     def cause(self, chain: Chain, length: int) -> str:
         """An end that is lacking is a matter of alignment."""
-        return ALIGNMENT if self._first_lacking(chain, length) is None else EVICTED
+        return self._why_gone(lacking, EVICTED) if (lacking := self._first_lacking(chain, length)) else ALIGNMENT
 
     def needed(self, chain: Chain, length: int) -> list[int]:
         names, index = self.names(chain), self._index

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple, overload
 
+from ..kvcache.misses import Miss
 from .codec import pack, unpack
 
 PIECE_TOKENS = 64
@@ -15,6 +16,9 @@ which becomes a text of its own."""
 
 TOKEN_BYTES = 36
 """That a token takes while it waits."""
+
+
+NO_MISSES: tuple[Miss, ...] = ()
 
 
 class TokenLogprobs(NamedTuple):
@@ -93,6 +97,7 @@ class Delta(NamedTuple):
     prompt_logprobs: Rows | None = None  # of the prompt's second token and on; with the first delta
     answer: int = 0  # which one, when there are several
     queue_s: float = 0.0  # until its request's turn came; with the first delta
+    misses: tuple[Miss, ...] = ()  # why the rest of the prompt was not found; with the first delta
     stop: str | None = None  # the text that ended it, which the front end finds
 
     @classmethod
@@ -107,6 +112,7 @@ class Delta(NamedTuple):
             logprobs=None if last.logprobs is None else Rows(rows),
             prompt_logprobs=first.prompt_logprobs,
             queue_s=first.queue_s,
+            misses=first.misses,
         )
 
     @property
@@ -181,6 +187,7 @@ class _Piece:
         self.about = about._replace(
             finish_reason=delta.finish_reason,
             num_cached_tokens=max(about.num_cached_tokens, delta.num_cached_tokens),
+            misses=about.misses or delta.misses,
             prompt_logprobs=about.prompt_logprobs if about.prompt_logprobs is not None else delta.prompt_logprobs,
         )
 

@@ -30,6 +30,9 @@ MAX_LOGPROBS = 20
 MAX_ALL_LOGPROBS = 1_000_000
 """Most log-probabilities of a request that asks for all: tokens of the vocabulary times tokens told of."""
 
+MAX_BORDERS = 16
+"""Most lengths at which a prompt is said to part from others."""
+
 MAX_BAD = 256
 """Most rows of tokens that are never to come."""
 
@@ -267,13 +270,14 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """How urgent a request is, and on whose behalf it comes.
+    """How urgent a request is, on whose behalf it comes, and what is known of its prompt.
 
     priority   smaller comes first; waiting makes up for it (see `scheduling/fair_queue.py`)
     tenant     who shares the machine fairly with others; all requests without one are one tenant's
     timeout_s  seconds from now after which the answer is worth nothing; None: it may take as long as it takes
     trace      the `traceparent` of a traced request; empty: it is not traced
     salt       prefixes are reused among requests of the same salt only
+    borders    lengths of the prompt, in tokens, at which others are likely to part from it: states are saved there
 
     Raises `InvalidRequest`, naming the field, when a value has the wrong type or range.
     """
@@ -283,6 +287,7 @@ class RequestOptions:
     timeout_s: float | None = None
     trace: str = ""
     salt: str = ""
+    borders: tuple[int, ...] = ()
 
     def __post_init__(self):
         _check_int("priority", self.priority, low=-MAX_PRIORITY, high=MAX_PRIORITY)
@@ -294,6 +299,14 @@ class RequestOptions:
                 )
         if self.timeout_s is not None:
             _check_number("timeout_s", self.timeout_s, low=0.0, high=math.inf, low_open=True, high_open=True)
+        if not isinstance(self.borders, tuple | list) or len(self.borders) > MAX_BORDERS:
+            raise InvalidRequest(
+                f"borders must be a list of at most {MAX_BORDERS} lengths in tokens, got {str(self.borders)[:80]}",
+                field="borders",
+            )
+        for border in self.borders:
+            _check_int("borders", border, low=1)
+        object.__setattr__(self, "borders", tuple(self.borders))
 
 
 USUAL_OPTIONS = RequestOptions()

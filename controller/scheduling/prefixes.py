@@ -4,6 +4,7 @@ from hashlib import sha256
 
 from ...kvcache.lookup import Hit
 from ...kvcache.manager import CacheManager
+from ...kvcache.misses import PROMPT_LOGPROBS, Miss
 from ...kvcache.prefix import Encoder, TokenChain
 from ..request import Request
 
@@ -23,4 +24,6 @@ def lookup(request: Request, manager: CacheManager) -> Hit:
     """The longest cached prefix of a request. None of it counts while log-probabilities of its prompt are lacking."""
     chain, encoder = named(request, manager)
     hit = request.hit = manager.lookup(chain, encoder=encoder, last=request.hit)
-    return hit._replace(tokens=0) if request.lacks_prompt_logprobs else hit
+    if not request.lacks_prompt_logprobs or not hit.tokens:
+        return hit
+    return hit._replace(tokens=0, misses=(*hit.misses, Miss(PROMPT_LOGPROBS, hit.tokens)))

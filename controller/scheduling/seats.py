@@ -44,7 +44,7 @@ class Seats:
             self._preemption.forget(request, draft)
         # 2. Otherwise it begins behind its cached prefix. A request that is alone takes the room that there is.
         hit = lookup(request, self._manager)
-        self._manager.open(request.id, hit)
+        self._manager.open(request.id, hit, request.options.borders)
         self._seat(request, hit.tokens)
         tokens = self._chunks.tokens(request, left)
         has_room = self._chunks.advance(request, tokens, draft, is_new=True)
@@ -65,7 +65,7 @@ class Seats:
             request.seniority = self._preemption.seniority(request, now_s)
             request.admitted_s = now_s
         if not request.preemptions:
-            request.cached_tokens, request.lost_tokens = hit.tokens, hit.lost
+            request.cached_tokens, request.misses = hit.tokens, hit.misses
         self._begin(request, draft, has_encoded=bool(hit.encoder_tokens))
         return tokens
 

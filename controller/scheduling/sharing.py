@@ -56,7 +56,7 @@ class Sharing:
         assert parent.seniority is not None, f"request {parent.id} runs without seniority"
         fork.seniority = parent.seniority[0], fork.id
         fork.admitted_s = parent.admitted_s
-        fork.cached_tokens, fork.lost_tokens = parent.cached_tokens, parent.lost_tokens
+        fork.cached_tokens, fork.misses = parent.cached_tokens, parent.misses
         return fork
 
     def leave(self, fork: Request) -> None:

@@ -18,12 +18,23 @@ from ..grpc.convert import (
 
 
 @dataclass(frozen=True, slots=True)
+class NotCached:
+    """Tokens of a prompt that were not found in the prefix cache, for one cause."""
+
+    cause: str
+    tokens: int
+    layers: str | None = None  # the kind of layers that lacked them, where it was for one kind
+    would_help: str | None = None  # in words, where something would
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Tokens of one request."""
 
     prompt_tokens: int
     cached_tokens: int  # of the prompt, found in the prefix cache
     completion_tokens: int
+    not_cached: tuple[NotCached, ...] = ()  # the rest of the prompt, by cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +98,7 @@ def request_of(asked: Asked) -> pb.GenerateRequest:
         priority=asked.options.priority,
         tenant=asked.options.tenant,
         timeout_s=asked.options.timeout_s,
+        borders=asked.options.borders,
     )
     prompt_to_proto(request, asked.prompt)
     return request
@@ -101,6 +113,12 @@ def check_one(sampling: SamplingParams | None) -> None:
         raise InvalidRequest(f"complete returns one answer, and n is {sampling.n}; use generate", field="n")
 
 
+def _not_cached(usage: pb.Usage) -> tuple[NotCached, ...]:
+    return tuple(
+        NotCached(miss.cause, miss.tokens, miss.layers or None, miss.would_help or None) for miss in usage.not_cached
+    )
+
+
 def chunk_of(response: pb.GenerateResponse) -> Chunk:
     usage = response.usage
     return Chunk(
@@ -108,7 +126,7 @@ def chunk_of(response: pb.GenerateResponse) -> Chunk:
         token_ids=tuple(response.token_ids),
         logprobs=logprobs_from_proto(response.logprobs),
         finish_reason=finish_reason_from_proto(response.finish_reason),
-        usage=Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+        usage=Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, _not_cached(usage))
         if response.HasField("usage")
         else None,
         index=response.index,

@@ -27,6 +27,7 @@ from ...errors import InvalidRequest
 from ...kvcache.pool_map import PoolMap
 from ...proto.status import EngineInfo, SnapshotQuery
 from ..front_end.front_end import FrontEnd
+from ..front_end.misses import for_operator
 
 PAGE = (Path(__file__).parent / "page.html").read_text()
 
@@ -93,6 +94,7 @@ def as_json(info: EngineInfo, seen: EngineSnapshot, front_end: FrontEnd) -> dict
 def _request(request: RequestSnapshot, front_end: FrontEnd) -> dict[str, Any]:
     shown = request._asdict()
     shown["blocks"] = [_text(blocks) for blocks in request.blocks]
+    shown["misses"] = for_operator(request.misses)
     del shown["tokens"]
     if request.tokens is not None and front_end.tokenizer is not None:
         prompt, answer = request.tokens

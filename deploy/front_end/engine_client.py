@@ -19,7 +19,7 @@ from ...controller.losses import GIVE_UP_AFTER_S
 from ...errors import EngineUnavailable, IntarsiaError, InvalidRequest, Overloaded
 from ...proto.channel import Address, ChannelClosed
 from ...proto.messages import FROM_ENGINE, Abort, Answer, CacheEvents, Delivery, EngineLost, Submit
-from ...proto.reply import Backlog, Delta, TokenLogprobs
+from ...proto.reply import NO_MISSES, Backlog, Delta, TokenLogprobs
 from ...proto.request import USUAL_OPTIONS, GenerateRequest, Image, RequestOptions, SamplingParams
 from ...proto.status import EngineInfo
 from .cache_watch import CacheWatches
@@ -194,7 +194,7 @@ class Attempt:
         self.name = name
         self.handles = handles
         self._engine = engine
-        self._answers = {handle: (answer, 0) for answer, handle in handles.items()}  # and cached tokens of its prompt
+        self._answers = {handle: (answer, 0, NO_MISSES) for answer, handle in handles.items()}  # and what was found
         self._in_pieces = in_pieces
         self._backlog: Backlog | None = None  # none while nothing waits
         self._end: IntarsiaError | Lost | None = None
@@ -206,13 +206,13 @@ class Attempt:
         return 0 if self._backlog is None else self._backlog.num_bytes
 
     def put(self, handle: int, delta: Delta) -> None:
-        answer, cached_tokens = self._answers[handle]
-        cached_tokens = max(cached_tokens, delta.num_cached_tokens)
-        self._answers[handle] = answer, cached_tokens
-        self._put(delta._replace(answer=answer, num_cached_tokens=cached_tokens))
+        answer, cached_tokens, misses = self._answers[handle]
+        cached_tokens, misses = max(cached_tokens, delta.num_cached_tokens), misses or delta.misses
+        self._answers[handle] = answer, cached_tokens, misses
+        self._put(delta._replace(answer=answer, num_cached_tokens=cached_tokens, misses=misses))
 
     def put_token(self, handle: int, token: int) -> None:
-        answer, cached_tokens = self._answers[handle]
+        answer, cached_tokens, _ = self._answers[handle]
         self._put(Delta((token,), None, None, cached_tokens, None, answer))
 
     def end_with(self, why: IntarsiaError | Lost) -> None:

@@ -26,6 +26,7 @@ from ...proto.tracing import INCOMING, Span, Tracer
 from ..settings.limits import Limits
 from .access import TENANT, VIEWER
 from .beside import Beside
+from .borders import Borders
 from .counted import Counted
 from .detokenize import whole_answers, with_text
 from .engine_client import Delta, EngineClient, Generation
@@ -115,6 +116,7 @@ class FrontEnd:
         self._engine = engine
         self._router = router
         self._images = ImageReader.of(engine.info)
+        self.borders = Borders(engine.info)
         self._fetcher = ImageFetcher(self.settings.image_hosts) if self.settings.image_hosts else None
         self._running: dict[tuple[str, str], Answers] = {}  # by tenant of a key, and request id
         self._is_leaving = False

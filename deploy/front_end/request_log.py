@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from typing import Any, TextIO
 
 from ...errors import IntarsiaError
+from ...kvcache.misses import Miss, merged
 from ...proto.reply import Delta
 from .access import TENANT
 
@@ -59,6 +60,7 @@ class Record:
     status: int | None = None  # of HTTP
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    misses: tuple[Miss, ...] = ()
     generated_tokens: int = 0
     queue_s: float | None = None  # until its turn came
     first_token_s: float | None = None
@@ -71,7 +73,7 @@ class Record:
 
     async def watch(self, pieces: AsyncGenerator[tuple[Delta, str], None]) -> AsyncGenerator[tuple[Delta, str], None]:
         """Pass one prompt's answers on, and count them."""
-        cached_tokens = 0
+        cached_tokens, misses = 0, tuple[Miss, ...]()
         try:
             async with contextlib.aclosing(pieces):
                 async for delta, text in pieces:
@@ -81,6 +83,9 @@ class Record:
                     self.queue_s = max(self.queue_s or 0.0, delta.queue_s)
                     self.cached_tokens += max(0, delta.num_cached_tokens - cached_tokens)
                     cached_tokens = max(cached_tokens, delta.num_cached_tokens)
+                    if delta.misses and not misses:
+                        misses = delta.misses
+                        self.misses = merged((*self.misses, *misses))
                     if delta.finish_reason is not None:
                         self.ends.add(delta.finish_reason)
                     yield delta, text
@@ -101,6 +106,7 @@ class Record:
             "status": self.status,
             "tokens_in": self.prompt_tokens,
             "tokens_found": self.cached_tokens,
+            **({"not_found": ",".join(map(_miss, self.misses))} if self.misses else {}),
             "tokens_out": self.generated_tokens,
             "queue_s": _rounded(self.queue_s),
             "first_token_s": _rounded(self.first_token_s),
@@ -193,6 +199,10 @@ def _as_line(fields: dict[str, Any]) -> str:
 def _word(value: Any) -> str:
     text = str(value)
     return text if PLAIN.fullmatch(text) else "-" if not text else json.dumps(text)
+
+
+def _miss(miss: Miss) -> str:
+    return f"{miss.tokens}:{miss.cause}{':' + miss.layers if miss.layers else ''}"
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -26,10 +26,11 @@ from ...errors import (
 )
 from ...kvcache.events import Cleared, Event, Removed, Stored
 from ...proto import inference_pb2 as pb
-from ...proto.reply import TokenLogprobs
+from ...proto.reply import Delta, TokenLogprobs
 from ...proto.request import MAX_BAD, MAX_BIASES, MAX_FORM_CHARS, MAX_STOPS, RequestOptions, SamplingParams
 from ...proto.status import CacheState, EngineInfo, EngineLoad, GroupInfo, GroupState
 from ...proto.step import MAX_BAD_TOKENS
+from ..front_end.misses import told
 from ..settings.limits import Limits, check_id
 from .wire import Most
 
@@ -149,7 +150,12 @@ def options_from_proto(request: pb.GenerateRequest, time_remaining_s: float | No
     limits = [request.timeout_s] if request.HasField("timeout_s") else []
     if time_remaining_s is not None and time_remaining_s < LONGEST_DEADLINE_S:
         limits.append(max(time_remaining_s, 0.001))
-    return RequestOptions(priority=request.priority, tenant=request.tenant, timeout_s=min(limits, default=None))
+    return RequestOptions(
+        priority=request.priority,
+        tenant=request.tenant,
+        timeout_s=min(limits, default=None),
+        borders=tuple(request.borders),
+    )
 
 
 def prompt_to_proto(request: pb.GenerateRequest, prompt: str | Sequence[int]) -> None:
@@ -291,6 +297,15 @@ def error_from_status(status: status_pb2.Status) -> IntarsiaError | None:
 
 def _shorten(text: str, limit_chars: int) -> str:
     return text if len(text) <= limit_chars else text[: limit_chars - 4] + " ..."
+
+
+def usage_to_proto(last: Delta, prompt_tokens: int, completion_tokens: int) -> pb.Usage:
+    return pb.Usage(
+        prompt_tokens=prompt_tokens,
+        cached_tokens=last.num_cached_tokens,
+        completion_tokens=completion_tokens,
+        not_cached=[pb.NotCached(**miss) for miss in told(last.misses)],
+    )
 
 
 def logprobs_to_proto(row: TokenLogprobs) -> pb.TokenLogprobs:

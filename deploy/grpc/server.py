@@ -33,6 +33,7 @@ from .convert import (
     most_batch_requests,
     options_from_proto,
     sampling_from_proto,
+    usage_to_proto,
 )
 from .door import Door, WrittenCall
 from .health import SERVICE_NAME as HEALTH
@@ -208,13 +209,7 @@ def response_to_proto(
         prompt_logprobs=[logprobs_to_proto(row) for row in delta.prompt_logprobs or ()],
     )
     if delta.finish_reason is not None:
-        response.usage.CopyFrom(
-            pb.Usage(
-                prompt_tokens=prompt_tokens,
-                cached_tokens=delta.num_cached_tokens,
-                completion_tokens=completion_tokens,
-            )
-        )
+        response.usage.CopyFrom(usage_to_proto(delta, prompt_tokens, completion_tokens))
     return response
 
 

@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from ...controller.metrics import Distribution, Metrics
+from ...kvcache.misses import LOST
 from ...proto.status import CacheState, EngineInfo, EngineLoad
 
 Read = Callable[[EngineLoad], float]
@@ -87,8 +88,6 @@ RESPONSES = {
 REASONS = ("stop", "length", "abort", "deadline", "error")
 """Why answers end. All are told from the start, so that rates begin with the first of each."""
 
-CAUSES = ("evicted", "no_snapshot", "alignment", "salt")
-
 
 def render(
     info: EngineInfo,
@@ -158,7 +157,7 @@ class _Families:
     def _ends(self, measured: Metrics) -> Iterator[Metric]:
         finished = [({"finished_reason": reason}, measured.finished.get(reason, 0)) for reason in REASONS]
         yield self._family(CounterMetricFamily, "vllm:request_success", "Answers that ended, by why.", finished)
-        lost = [({"cause": cause}, measured.lost_tokens.get(cause, 0)) for cause in CAUSES]
+        lost = [({"cause": cause}, measured.lost_tokens.get(cause, 0)) for cause in LOST]
         about = "Tokens of prompts that were cached once and had to be computed again, by cause."
         yield self._family(CounterMetricFamily, "intarsia:prefix_tokens_lost", about, lost)
 

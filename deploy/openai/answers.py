@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import pydantic
@@ -11,11 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from ...errors import IntarsiaError
+from ...kvcache.misses import Miss
 from ...proto.reply import Delta
 from ..front_end.front_end import FEW_VALUES, Asked, FrontEnd, side_by_side
 from ..front_end.json_pieces import json_pieces, size_of
+from ..front_end.misses import told
 from ..front_end.request_log import CLIENT_CLOSED as CLIENT_CLOSED
-from .protocol import PromptDetails, StreamOptions, Usage
+from .protocol import NotCached, PromptDetails, StreamOptions, Usage
 
 Result = TypeVar("Result")
 
@@ -38,11 +41,13 @@ class Counter:
     def __init__(self, asked: Sequence[Asked]):
         self._prompt_tokens = sum(len(one.prompt) for one in asked)
         self._cached = [0] * len(asked)
+        self._misses: list[tuple[Miss, ...]] = [()] * len(asked)
         self._completion_tokens = 0
 
     def add(self, piece: Piece) -> None:
         self._completion_tokens += len(piece.delta.token_ids)
         self._cached[piece.prompt] = max(self._cached[piece.prompt], piece.delta.num_cached_tokens)
+        self._misses[piece.prompt] = self._misses[piece.prompt] or piece.delta.misses
 
     def usage(self, unsent: int = 0) -> Usage:
         """unsent: tokens that have been counted, and are left out."""
@@ -51,7 +56,10 @@ class Counter:
             prompt_tokens=self._prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=self._prompt_tokens + completion_tokens,
-            prompt_tokens_details=PromptDetails(cached_tokens=sum(self._cached)),
+            prompt_tokens_details=PromptDetails(
+                cached_tokens=sum(self._cached),
+                not_cached=[NotCached(**miss) for miss in told(chain.from_iterable(self._misses))],
+            ),
         )
 
 

@@ -1,8 +1,9 @@
 """What chat and responses share: a conversation by the model's template, and what is said and called in its answers."""
 
 import contextlib
-from collections.abc import AsyncGenerator
-from typing import NamedTuple
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from ...errors import InvalidRequest
 from ...proto.reply import Delta
@@ -40,6 +41,16 @@ class AnswerPart(NamedTuple):
         return "tool_calls" if reason == "stop" and self.has_called else reason
 
 
+class Rendered(NamedTuple):
+    """A prompt, and what the template made it of."""
+
+    prompt: list[int]
+    turns: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    variables: dict[str, Any]
+    urls: list[str]  # of its images
+
+
 class Conversation:
     """One request. `prepare`, then `say`."""
 
@@ -68,12 +79,14 @@ class Conversation:
         body, front_end = self._body, self.front_end
         options = options_of(body)
         front_end.check_room(options.tenant)
-        prompt, urls = await self._rendered(is_cut=body.truncate_prompt_tokens is not None)
+        rendered = await self._rendered(is_cut=body.truncate_prompt_tokens is not None)
+        if body.truncate_prompt_tokens is None:
+            options = replace(options, borders=await self._borders(rendered))
         with in_own_words(body):
-            images = await front_end.read_images(urls)
+            images = await front_end.read_images(rendered.urls)
         # The prompt is cut where that is wanted; the answer has the rest, or what was asked for.
         longest, asked = front_end.info.longest_request, body.max_completion_tokens or body.max_tokens
-        prompt = truncated(prompt, body, longest - (asked or 1))
+        prompt = truncated(rendered.prompt, body, longest - (asked or 1))
         max_tokens = asked or max(1, longest - len(prompt))
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         form = self._use.form if self._use else None
@@ -83,27 +96,35 @@ class Conversation:
 
     async def count(self) -> int:
         """Tokens of the prompt, which may be more than the model takes. Raises `InvalidRequest`."""
-        prompt, _ = await self._rendered(is_cut=True)
-        return len(prompt)
+        return len((await self._rendered(is_cut=True)).prompt)
 
-    async def _rendered(self, *, is_cut: bool) -> tuple[list[int], list[str]]:
-        """The prompt that the template makes of turns, tools and variables, and the URLs of its images. is_cut: it may
-        be longer than the model takes."""
+    async def _rendered(self, *, is_cut: bool) -> Rendered:
+        """is_cut: it may be longer than the model takes."""
         body, front_end = self._body, self.front_end
         turns, urls = await turns_aside(front_end, body.messages)
         variables = dict(body.chat_template_kwargs or {})
         for name in ("reasoning_effort", "verbosity"):
             if (value := getattr(body, name)) is not None:
                 variables.setdefault(name, value)
+        tools = as_template_has(self._use.tools) if self._use else []
         prompt = await front_end.encode_chat(
             turns,
-            as_template_has(self._use.tools) if self._use else [],
+            tools,
             variables,
             add_generation_prompt=self._begins,
             continue_final_message=bool(body.continue_final_message),
             is_cut=is_cut,
         )
-        return prompt, urls
+        return Rendered(prompt, turns, tools, variables, urls)
+
+    async def _borders(self, rendered: Rendered) -> tuple[int, ...]:
+        """Where other conversations are likely to part from this one."""
+        tools, variables = rendered.tools, rendered.variables
+
+        async def render(others: Sequence[Mapping[str, Any]]) -> list[int]:
+            return await self.front_end.encode_chat(others, tools, variables)
+
+        return await self.front_end.borders.of(rendered.turns, (tools, variables), rendered.prompt, render)
 
     @property
     def asked(self) -> Asked:

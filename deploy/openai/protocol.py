@@ -380,8 +380,19 @@ class DetokenizeRequest(Strict):
 # -- answers ---------------------------------------------------------------------------------------------------------
 
 
+class NotCached(BaseModel):
+    """Tokens of a prompt that were not found in the cache, for one cause. All of them and `cached_tokens` are the
+    whole prompt."""
+
+    cause: str
+    tokens: int
+    layers: str | None = Field(None, description="The kind of layers that lacked them, where it was for one kind.")
+    would_help: str | None = None
+
+
 class PromptDetails(BaseModel):
     cached_tokens: int
+    not_cached: list[NotCached] = []
 
 
 class Usage(BaseModel):
@@ -711,17 +722,13 @@ class ResponsesRequest(Tolerant):
     stream_options: StreamOptions | None = None
 
 
-class ResponseUsageDetails(BaseModel):
-    cached_tokens: int
-
-
 class ResponseOutputDetails(BaseModel):
     reasoning_tokens: int = 0
 
 
 class ResponseUsage(BaseModel):
     input_tokens: int
-    input_tokens_details: ResponseUsageDetails
+    input_tokens_details: PromptDetails
     output_tokens: int
     output_tokens_details: ResponseOutputDetails
     total_tokens: int

@@ -28,7 +28,6 @@ from .protocol import (
     ResponseTool,
     ResponseToolName,
     ResponseUsage,
-    ResponseUsageDetails,
 )
 from .requests import chat_of, check_streaming
 from .response_items import Items, new_id
@@ -207,7 +206,7 @@ def _usage(counter: Counter) -> ResponseUsage:
     usage = counter.usage()
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
-        input_tokens_details=ResponseUsageDetails(cached_tokens=usage.prompt_tokens_details.cached_tokens),
+        input_tokens_details=usage.prompt_tokens_details,
         output_tokens=usage.completion_tokens,
         output_tokens_details=ResponseOutputDetails(),
         total_tokens=usage.total_tokens,

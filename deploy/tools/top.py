@@ -33,9 +33,6 @@ STEPS_DRAWN = 54
 
 BARS = " ▁▂▃▄▅▆▇█"
 
-WHY = {"evicted": "evicted", "no_snapshot": "no state saved", "alignment": "inside a block", "salt": "another salt"}
-"""Why tokens that were cached once were computed again, in few words."""
-
 
 class Server(NamedTuple):
     """Whom to ask."""
@@ -272,16 +269,16 @@ def _requests(view: dict[str, Any]) -> RenderableType:
     if not requests:
         return Text("nothing runs, nothing waits", style="dim")
     table = _table(
-        ("id", ">"), ("state", "<"), ("prompt", ">"), ("cached", ">"), ("lost", "<"), ("answer", ">"), ("age", ">")
+        ("id", ">"), ("state", "<"), ("prompt", ">"), ("cached", ">"), ("not found", "<"), ("answer", ">"), ("age", ">")
     )
     for each in requests[:MOST_REQUESTS]:
-        lost = ", ".join(f"{tokens:,} {WHY.get(cause, cause)}" for cause, tokens in each["lost_tokens"].items())
+        misses = ", ".join(f"{miss['tokens']:,} {miss['brief']}" for miss in each["misses"])
         table.add_row(
             str(each["id"]),
             each["state"],
             f"{each['prompt_tokens']:,}",
             "?" if each["cached_tokens"] is None else f"{each['cached_tokens']:,}",
-            lost,
+            misses,
             f"{each['generated_tokens']:,}/{each['max_tokens']:,}",
             f"{each['age_s']:.1f} s",
         )

@@ -5,6 +5,7 @@ from array import array
 from typing import Any
 
 from intarsia.controller.engine import Engine
+from intarsia.kvcache.misses import lost_tokens
 from intarsia.proto.request import RequestOptions, SamplingParams
 from intarsia.proto.status import SnapshotQuery
 from intarsia.tests.controller.test_engine import PROMPT, make_engine, running, submit
@@ -101,8 +102,8 @@ def test_tokens_that_were_evicted_are_shown_as_lost():
         for prompt in ([1] * 40, [2] * 40, [3] * 40, [1] * 40):
             await submit(engine, prompt, SamplingParams(max_tokens=2)).done.wait()
         first, *_, again = (await engine.status.snapshot(SnapshotQuery())).ended
-        assert first.lost_tokens == {} and again.lost_tokens.get("evicted", 0) > 0
-        assert engine.status.metrics().lost_tokens["evicted"] == again.lost_tokens["evicted"]
+        assert lost_tokens(first.misses) == {} and lost_tokens(again.misses).get("evicted", 0) > 0
+        assert engine.status.metrics().lost_tokens["evicted"] == lost_tokens(again.misses)["evicted"]
 
     running(engine, scenario())
 

@@ -18,6 +18,7 @@ import pytest
 
 from intarsia import SamplingParams
 from intarsia.deploy.client import Asked, AsyncClient, Client
+from intarsia.deploy.client.messages import NotCached
 from intarsia.deploy.front_end import liveness
 from intarsia.deploy.front_end.front_end import FrontEnd
 from intarsia.deploy.front_end.tokenizer import Tokenizer
@@ -313,6 +314,8 @@ def test_prefix_hit_is_reported_to_the_client(service: Service, loop: Loop):
         first, second = (client.complete(prompt, SamplingParams(temperature=0, max_tokens=4)) for _ in range(2))
     assert first.usage and second.usage
     assert (first.usage.cached_tokens, second.usage.cached_tokens) == (0, len(prompt) - 1)
+    assert sum(miss.tokens for miss in first.usage.not_cached) == len(prompt)
+    assert second.usage.not_cached == (NotCached("last_token", 1),)
     assert first.token_ids == second.token_ids
 
 

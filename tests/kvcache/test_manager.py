@@ -10,6 +10,7 @@ from intarsia.kvcache.hints import Retain
 from intarsia.kvcache.ids import BlockId, RequestId
 from intarsia.kvcache.lookup import Hit
 from intarsia.kvcache.manager import CacheManager
+from intarsia.kvcache.misses import Miss
 from intarsia.kvcache.plan import PlanSettings
 from intarsia.kvcache.prefix import Encoder
 from intarsia.kvcache.reach import Chunked, Cross, Full, Reach, Sliding, State
@@ -281,6 +282,18 @@ def test_a_snapshot_is_saved_where_a_prompt_leaves_a_known_path():
     assert (hit.tokens, hit.branch, hit.lost) == (0, 20, {"no_snapshot": 20})
     serve(m, other)
     assert m.lookup(list(range(20)) + [77] * 9).tokens == 20
+
+
+def test_a_snapshot_is_saved_at_the_last_block_border_before_a_border_that_is_told():
+    m = manager(Full(), State(), blocks=200)
+    prompt = list(range(41))
+    m.open(A, m.lookup(prompt), borders=[22, 1, 900])
+    assert [save.length for save in m.extend(A, 41).saves] == [20, 40]
+    m.commit(A)
+    m.release(A)
+    hit = m.lookup([*prompt[:22], *[77] * 9])
+    assert (hit.tokens, hit.misses) == (20, (Miss("new", 11),))
+    recount(m)
 
 
 def test_an_encoders_blocks_are_found_by_content_whatever_the_text():

@@ -77,7 +77,7 @@ def test_named_block_is_found_after_it_was_given_back_until_it_is_evicted():
     assert take(pool, 1) == [second]  # blank blocks go first
     assert take(pool, 1) == [first]
     assert find(pool, 1) is None
-    assert pool.groups[0].was_evicted(name(1))
+    assert pool.groups[0].was_known(name(1))
     assert pool.num_evicted == 1
 
 

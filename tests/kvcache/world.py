@@ -74,7 +74,8 @@ class World:
         encoder = Encoder(b"image %d" % image, 3 + image) if image is not None else None
         hit = self.manager.lookup(known, salt, encoder)
         assert 0 <= hit.tokens < len(known), "at least one token is left to compute"
-        assert sum(hit.lost.values()) + hit.tokens < len(known), "more is lost than there was"
+        assert sum(miss.tokens for miss in hit.misses) + hit.tokens == len(known), "misses and hit are not the prompt"
+        assert all(miss.tokens > 0 for miss in hit.misses), "a cause of no tokens"
         self.hit_tokens += hit.tokens
         request = self._new_id()
         self.manager.open(request, hit)

@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any, NamedTuple
 
 import httpx
@@ -16,7 +16,7 @@ from intarsia.deploy.client import Client
 from intarsia.deploy.front_end import request_log
 from intarsia.deploy.front_end.access import Access, AccessSettings
 from intarsia.deploy.front_end.front_end import FrontEnd
-from intarsia.deploy.front_end.request_log import RequestLog
+from intarsia.deploy.front_end.request_log import Record, RequestLog
 from intarsia.deploy.grpc.server import GrpcServer
 from intarsia.deploy.http.server import HttpServer
 from intarsia.deploy.openai.app import make_app
@@ -24,6 +24,7 @@ from intarsia.deploy.start.log_level import LogLevel, log_from
 from intarsia.deploy.start.serve import server_settings
 from intarsia.environment import LOG_LEVEL
 from intarsia.errors import InvalidSetting, Overloaded, Unauthenticated
+from intarsia.kvcache.misses import Miss
 from intarsia.proto.reply import Delta
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.deploy.scripted import HANG, ScriptedEngine
@@ -104,6 +105,22 @@ def test_a_request_leaves_one_entry_with_its_tokens_times_and_end(logged: Callab
         "end": "length",
     }
     assert 0 <= times["first_token_s"] <= times["total_s"] and times["time"].endswith("Z")
+
+
+def test_an_entry_says_why_tokens_were_not_found():
+    record = Record("/v1/completions")
+
+    async def pieces() -> AsyncGenerator[tuple[Delta, str], None]:
+        misses = Miss("new", 3), Miss("evicted", 16, "sliding-8"), Miss("salt", 2)
+        for answer in range(2):  # of one prompt
+            yield Delta((1,), finish_reason="length", num_cached_tokens=4, misses=misses, answer=answer), "a"
+
+    async def read() -> None:
+        async for _ in record.watch(pieces()):
+            pass
+
+    asyncio.run(read())
+    assert record.fields()["not_found"] == "3:new,16:evicted:sliding-8,2:salt"
 
 
 def test_a_line_says_the_same_in_words(logged: Callable[..., Logged]):

@@ -641,6 +641,32 @@ def test_a_prompt_may_be_cut_however_long_it_is(api: Api, path: str, fields: dic
     assert answer["usage"]["prompt_tokens"] == 3 * prompts
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, RESPONSES])
+def test_usage_says_of_each_token_that_was_not_found_why(api: Api, path: str):
+    said = "why is the oak older than the ash? " * 3
+    prompt = {COMPLETIONS: {"prompt": said}, RESPONSES: {"input": said}}
+    for _ in range(2):
+        body = ask(path) | prompt.get(path, {"messages": [{"role": "user", "content": said}]})
+        status, answer, _ = call(api, path, body)
+        assert status == 200, answer
+        usage = answer["usage"]
+        details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
+        counted = details["cached_tokens"] + sum(each["tokens"] for each in details["not_cached"])
+        assert counted == usage.get("prompt_tokens", usage.get("input_tokens"))
+    assert details["cached_tokens"] > 0 and {each["cause"] for each in details["not_cached"]} <= {"new", "last_token"}
+
+
+def test_a_second_conversation_finds_the_instructions_that_it_shares(api: Api):
+    system = {"role": "system", "content": "you know all about the oak and the ash, and tell it in few words. " * 3}
+    found = []
+    for words in ("how old is the oldest one?", "where does it stand?"):
+        status, answer, _ = call(api, CHAT, ask(CHAT, messages=[system, {"role": "user", "content": words}]))
+        assert status == 200, answer
+        found.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    before = len(api.tokenizer.chat([system, {"role": "user", "content": ""}], add_generation_prompt=False))
+    assert found[0] < 16 and before - found[1] < 2 * 16, (found, before)
+
+
 def test_an_answer_that_goes_on_with_a_message_may_begin_with_it(api: Api):
     body = {
         "messages": [*ASK, {"role": "assistant", "content": "Oak is"}],
