@@ -100,4 +100,5 @@ def _usage(counter: Counter) -> MessageUsage:
         input_tokens=usage.prompt_tokens - cached,
         cache_read_input_tokens=cached,
         output_tokens=usage.completion_tokens,
+        not_cached=usage.prompt_tokens_details.not_cached,
     )

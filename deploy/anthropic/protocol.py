@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field, StringConstraints
 
 from ...proto.request import MAX_PRIORITY, MAX_STOPS, MAX_TENANT_CHARS
-from ..openai.protocol import BIGGEST_INT, Item, Name, Stop, Tolerant
+from ..openai.protocol import BIGGEST_INT, Item, Name, NotCached, Stop, Tolerant
 
 HINT = "A hint without effect: what a prompt has in common with earlier ones is kept in any case."
 
@@ -281,6 +281,7 @@ class MessageUsage(BaseModel):
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
     output_tokens: int
+    not_cached: list[NotCached] = []  # why the rest was not found, which Anthropic does not tell
 
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]

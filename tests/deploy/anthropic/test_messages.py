@@ -81,6 +81,8 @@ def test_what_was_found_in_the_cache_is_told_apart(api: Api):
     body = ASK | {"system": "You inlay wood of every kind, and say so in many words. " * 2}
     first, second = post(api, body).json()["usage"], post(api, body).json()["usage"]
     assert second["cache_read_input_tokens"] >= 64 > first["cache_read_input_tokens"]
+    assert sum(lost["tokens"] for lost in first.pop("not_cached")) == first["input_tokens"]
+    assert sum(lost["tokens"] for lost in second.pop("not_cached")) == second["input_tokens"]
     assert sum(first.values()) == sum(second.values())
 
 
