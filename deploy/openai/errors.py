@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from ...errors import (
@@ -151,9 +152,11 @@ def answer_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def turned_away(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {_cut(get_route_path(request.scope))}: {error.detail}"
-        if error.status_code == 405 and "Allow" in (error.headers or {}):
-            message += f"; it takes {(error.headers or {})['Allow']}"
-        return refused(request.scope, error.status_code, message, headers=error.headers)
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = _methods(request)
+            message += f"; it takes {headers['Allow']}"
+        return refused(request.scope, error.status_code, message, headers=headers)
 
     @app.exception_handler(ClientDisconnect)
     async def left(request: Request, error: ClientDisconnect) -> Response:
@@ -162,6 +165,13 @@ def answer_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
         return refused(request.scope, 500, "internal error; the server's log has the details")
+
+
+def _methods(request: Request) -> str:
+    """Those of all routes of a path: several may have it, each with a method of its own."""
+    routes = [each for each in request.app.routes if isinstance(each, Route)]
+    found = [each.methods or () for each in routes if each.matches(request.scope)[0] is not Match.NONE]
+    return ", ".join(sorted({method for methods in found for method in methods}))
 
 
 def _first_fault(error: RequestValidationError, path: str) -> tuple[str, str | None, str | None]:

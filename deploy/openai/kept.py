@@ -128,7 +128,7 @@ class KeptResponses:
     async def call(self, front_end: FrontEnd, body: ResponsesRequest, request_id: str) -> ResponsesCall:
         """What is asked, with what came before. Raises `InvalidRequest`, naming the field."""
         history = await self._history(front_end, body.previous_response_id)
-        body = await self._without_references(body)
+        body = await self._without_references(front_end, body)
         if body.store is False:
             if body.background:
                 raise InvalidRequest("what is made in the background is kept; leave store out", field="store")
@@ -154,7 +154,7 @@ class KeptResponses:
             )
         return await front_end.aside(size_of(items, FEW_VALUES), lambda: ITEMS.validate_python(items))
 
-    async def _without_references(self, body: ResponsesRequest) -> ResponsesRequest:
+    async def _without_references(self, front_end: FrontEnd, body: ResponsesRequest) -> ResponsesRequest:
         """The request with the items that it names by their ids. Raises `InvalidRequest`."""
         names, tenant = references_of(body), TENANT.get()
         if not names:
@@ -163,9 +163,12 @@ class KeptResponses:
         missing = next((name for name in names if name not in found), None)
         if missing is not None:
             raise InvalidRequest(f"Item with id '{missing[:100]}' not found.", field="input")
-        known = dict(zip(found, ITEMS.validate_python([*found.values()]), strict=True))
-        items = [known[item.id] if isinstance(item, ItemReference) else item for item in body.input]  # type: ignore[union-attr]
-        return body.model_copy(update={"input": items})
+        values = [*found.values()]
+        items = await front_end.aside(size_of(values, FEW_VALUES), lambda: ITEMS.validate_python(values))
+        known = dict(zip(found, items, strict=True))
+        given = () if isinstance(body.input, str) else body.input
+        whole = [known[item.id] if isinstance(item, ItemReference) else item for item in given]
+        return body.model_copy(update={"input": whole})
 
     async def _put(self, name: Name, response: ResponseBody, items: Sequence[Mapping[str, Any]]) -> bool:
         """Whether it is kept. A disk that is full is no reason to lose an answer."""
@@ -180,7 +183,7 @@ class KeptResponses:
 
     # -- in the background ---------------------------------------------------------------------------------------------
 
-    async def begin(self, call: ResponsesCall) -> Running:
+    def begin(self, call: ResponsesCall) -> Running:
         """Make a response that was prepared. Raises `OverQuota` where the tenant has as many as may be."""
         name, limit = Name(TENANT.get(), call.id), self._limits.max_background
         if sum(other.tenant == name.tenant for other in self._running) >= limit:
@@ -192,7 +195,6 @@ class KeptResponses:
         if name in self._running:
             raise InvalidRequest(f"a response of the id {call.id!r} is being made; give another", field="request_id")
         running = self._running[name] = Running(call)
-        await self._put(name, call.so_far(), call.kept.items)
         running.task = asyncio.create_task(self._make(name, running))
         return running
 
@@ -201,6 +203,7 @@ class KeptResponses:
         try:
             with logged(self._log, ENDPOINT):
                 try:
+                    await self._put(name, call.so_far(), call.kept.items)
                     async with contextlib.aclosing(call.events()) as events:
                         async for event in events:
                             running.tell(event)

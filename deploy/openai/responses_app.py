@@ -34,7 +34,7 @@ def add_responses(app: FastAPI, front_end: Callable[[], FrontEnd], kept: KeptRes
         if not body.background:
             return await answered(call, bool(body.stream), request)
         await call.prepare()
-        running = await kept.begin(call)
+        running = kept.begin(call)
         if body.stream:
             return await event_stream(running.follow(-1), lambda error: shape_for(request.scope, error)[1])
         return await json_response(here, call.so_far())

@@ -72,11 +72,11 @@ class StoreSettings:
     folder: str | None = None  # None: of this user's state
 
     def path(self, port: int) -> Path | None:
-        """The file of the server at that port; None where it is to be forgotten with a server that takes any port."""
+        """The file of the server at that port; None where it is to be forgotten with a server that takes any port.
+        Raises `InvalidSetting`."""
         if port == 0 and self.folder is None:
             return None
-        state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-        folder = Path(self.folder) if self.folder is not None else Path(state) / "intarsia" / "responses"
+        folder = Path(self.folder) if self.folder is not None else _state() / "intarsia" / "responses"
         return folder / f"port-{port}.sqlite3"
 
 
@@ -160,6 +160,9 @@ class Database:
 
     def _make_room(self, tenant: str, kept: str) -> None:
         limits = self._limits
+        count, size = self.totals(tenant)
+        if count <= limits.max_stored_responses and size <= limits.max_stored_bytes:
+            return
         rows = self._connection.execute(
             "SELECT id, bytes FROM responses WHERE tenant = ? ORDER BY id = ? DESC, created_s DESC", (tenant, kept)
         )
@@ -190,30 +193,44 @@ class Database:
         while link is not None:
             size += self._size(tenant, link)
             if size > limits.max_body_bytes:
-                raise _too_long(f"{size} bytes", limits.max_body_bytes, "max_body_bytes")
+                raise _too_long(f"{size} bytes", limits.max_body_bytes, "max_body_bytes", "previous_response_id")
             found = self.get(tenant, link) if link not in seen else None
             if found is None:
                 return None
+            if found.status in RUNNING:
+                raise InvalidRequest(
+                    f"response {link[:100]!r} is still being made; go on from it when it is whole",
+                    field="previous_response_id",
+                )
             seen.add(link)
             parts.append(_all_items(found))
             count += len(parts[-1])
             if count > limits.max_messages:
-                raise _too_long(f"{count} items", limits.max_messages, "max_messages")
+                raise _too_long(f"{count} items", limits.max_messages, "max_messages", "previous_response_id")
             link = found.previous
         return [item for part in reversed(parts) for item in part]
 
     def items(self, tenant: str, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """The items of these ids that are kept, as the latest response has them."""
+        """The items of these ids that are kept, as the latest response has them. Raises `InvalidRequest` for more of
+        them than a request may bring."""
         found: dict[str, dict[str, Any]] = {}
-        for each in ids:
+        wanted, size, limit = dict.fromkeys(ids), 0, self._limits.max_body_bytes
+        for each in wanted:
+            if each in found:
+                continue
             row = self._connection.execute(
                 "SELECT response FROM items JOIN responses ON responses.tenant = items.tenant AND "
                 "responses.id = response WHERE items.tenant = ? AND items.id = ? ORDER BY created_s DESC LIMIT 1",
                 (tenant, each),
             ).fetchone()
-            stored = self.get(tenant, row[0]) if row is not None and each not in found else None
+            if row is None:
+                continue
+            size += self._size(tenant, row[0])
+            if size > limit:
+                raise _too_long(f"{size} bytes", limit, "max_body_bytes", "input")
+            stored = self.get(tenant, row[0])
             if stored is not None:
-                found |= {item["id"]: item for item in _all_items(stored) if item["id"] in ids}
+                found |= {item["id"]: item for item in _all_items(stored) if item["id"] in wanted}
         return found
 
     def _size(self, tenant: str, name: str) -> int:
@@ -286,15 +303,22 @@ class ResponseStore:
             await asyncio.sleep(SWEEP_S)
 
 
+def _state() -> Path:
+    """Where programs of this user keep what is to last. Raises `InvalidSetting` for a user without a home."""
+    with contextlib.suppress(RuntimeError):
+        return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    raise InvalidSetting("this user has no home folder; name a folder (--response-folder)", field="response_folder")
+
+
 def _all_items(stored: Stored) -> list[dict[str, Any]]:
     """Of its input and its output."""
     return [*map(dict, stored.items), *stored.body["output"]]
 
 
-def _too_long(what: str, limit: int, name: str) -> InvalidRequest:
+def _too_long(what: str, limit: int, name: str, field: str) -> InvalidRequest:
     return InvalidRequest(
-        f"the conversation up to this response has {what}, and at most {limit} may be ({name}); begin another",
-        field="previous_response_id",
+        f"the responses that {field} names have {what}, and at most {limit} may be ({name}); begin anew",
+        field=field,
         limit=limit,
     )
 

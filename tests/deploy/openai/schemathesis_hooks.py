@@ -39,6 +39,7 @@ def keep_rules(body: dict[str, Any]) -> dict[str, Any]:
     if "input" in body and not body.get("max_output_tokens"):
         body["max_output_tokens"] = 8
     if isinstance(body.get("input"), list):
+        body["input"] = [item for item in body["input"] if item.get("type") != "item_reference"]  # to what is kept
         body["input"].append({"role": "user", "content": "oak"})  # thoughts alone are no question
     if body.get("min_tokens"):
         body["min_tokens"] = 0
@@ -142,6 +143,8 @@ def _short(value: Any, name: str | None = None) -> Any:
     if isinstance(value, dict):
         if value.get("type") == "image_url":
             return {"type": "text", "text": "a picture of oak"}
+        if value.get("type") == "tool_use":
+            value = value | {"input": {"wood": "oak"}}
         if value.get("type") == "image":
             return {"type": "text", "text": "a picture of oak"}
         if value.get("type") == "input_image":

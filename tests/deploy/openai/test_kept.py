@@ -284,6 +284,12 @@ def test_what_is_not_there_or_not_sensible_is_refused(place: Place, path: str, s
     assert answer.status_code == status and words in error["message"] and len(error["message"]) < 300
 
 
+def test_a_path_of_several_methods_tells_them_all(place: Place):
+    answer = httpx.put(f"{place.url}/v1/responses/resp_1", headers={"authorization": "Bearer oak"})
+    assert answer.status_code == 405 and answer.headers["allow"] == "DELETE, GET"
+    assert "it takes DELETE, GET" in answer.json()["error"]["message"]
+
+
 def test_without_a_place_to_keep_them_nothing_of_this_is_there(api: Api):
     plain = openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0)
     told = plain.responses.create(model="talker", input="Which wood?", store=True, **GREEDY)

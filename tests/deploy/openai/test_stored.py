@@ -94,6 +94,23 @@ def test_items_are_found_by_their_ids_as_long_as_a_response_has_them(opened: Ope
     assert [*database.items("oak", wanted)] == ["msg_b"]
 
 
+def test_a_response_that_is_still_being_made_is_no_beginning(opened: Open):
+    database = opened()
+    database.put("oak", response("a", status="in_progress"))
+    with pytest.raises(InvalidRequest, match="'a' is still being made"):
+        database.chain("oak", "a")
+
+
+def test_items_are_read_of_no_more_than_a_request_may_bring(opened: Open):
+    database = opened(max_body_bytes=500)
+    for name in "abcd":
+        database.put("oak", response(name, size=20))
+    assert len(database.items("oak", ["msg_a", "msg_a_said"])) == 2
+    with pytest.raises(InvalidRequest, match=r"input names have \d+ bytes") as refused:
+        database.items("oak", ["msg_a", "msg_b", "msg_c", "msg_d"])
+    assert refused.value.field == "input"
+
+
 def test_a_conversation_in_a_circle_ends(opened: Open):
     database = opened()
     database.put("oak", response("a", previous="b"))
