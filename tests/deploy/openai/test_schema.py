@@ -48,9 +48,10 @@ def kept_at(api: Api, loop: Loop) -> Iterator[str]:
 def test_schemathesis_finds_no_server_error_and_no_mismatch(kept_at: str, api: Api, examples: int, phases: str):
     """examples: of each operation"""
     here = Path(__file__).parent
+    # One worker: Python 3.11 may fail to parse in several threads at once (cpython issue 106905), and hypothesis does.
     command = [
         str(Path(sys.executable).with_name("schemathesis")), "--config-file", str(here / "schemathesis.toml"),
-        "run", f"{kept_at}/openapi.json", "--max-examples", str(examples), "--mode", "all", "--workers", "4",
+        "run", f"{kept_at}/openapi.json", "--max-examples", str(examples), "--mode", "all", "--workers", "1",
         "--phases", phases, "--no-color",
     ]  # fmt: skip
     environment = os.environ | {"SCHEMATHESIS_HOOKS": "intarsia.tests.deploy.openai.schemathesis_hooks"}
