@@ -82,7 +82,7 @@ class Blocks:
         for piece in pieces:
             if piece.name is not None:
                 yield from self.end()
-                yield from self._at(Called(id=f"toolu_{piece.id.removeprefix('call_')}", name=piece.name, input={}))
+                yield from self._at(Called(id=_id(piece.id), name=piece.name, input={}))
             self._arguments += piece.arguments
             if piece.arguments:
                 yield self._delta({"type": "input_json_delta", "partial_json": piece.arguments})
@@ -99,6 +99,11 @@ class Blocks:
 
     def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
         return {"type": "content_block_delta", "index": len(self.done) - 1, "delta": delta}
+
+
+def _id(of_call: str) -> str:
+    """A drawn one as Anthropic's begin; one of the model's own as its template wants it back."""
+    return f"toolu_{of_call.removeprefix('call_')}" if of_call.startswith("call_") else of_call
 
 
 def _object(text: str) -> dict[str, Any]:

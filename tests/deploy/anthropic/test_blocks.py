@@ -86,6 +86,12 @@ def test_thoughts_that_are_not_wanted_are_an_empty_block():
     assert not [event for event in events if event.get("delta", {}).get("type") == "thinking_delta"]
 
 
+def test_an_id_of_the_models_own_is_kept():
+    blocks = Blocks()
+    events_of(blocks, (AnswerPart(Delta(()), "", [CallPiece(0, "functions.order:0", "order", "{}")]),))
+    assert [block.id for block in blocks.done if block.type == "tool_use"] == ["functions.order:0"]
+
+
 def test_nothing_said_is_no_block():
     blocks = Blocks()
     assert events_of(blocks, (AnswerPart(Delta((1,), finish_reason="stop"), "", []),)) == []
