@@ -8,7 +8,9 @@ later?). Anything that is not an `IntarsiaError` is a bug of ours.
     ├── InvalidRequest       a request that cannot be served as asked: change it
     │   ├── RequestTooLarge  ... because it would not fit even with the whole pool to itself
     │   │   └── ContextTooLong  ... because its prompt is longer than the model takes
-    │   └── UnknownModel     ... because it names a model that is not served here
+    │   ├── UnknownModel     ... because it names a model that is not served here
+    │   └── UnknownResponse  ... because it names a response that is not kept here
+    │       └── UnknownPrevious  ... as the one that it goes on from
     ├── InvalidSetting       a setting that cannot work: change how the engine is started
     ├── ModelError           the checkpoint is at fault
     │   ├── ModelNotFound    there is no checkpoint at that place
@@ -19,6 +21,7 @@ later?). Anything that is not an `IntarsiaError` is a bug of ours.
     ├── DeadlineExceeded     the answer did not come in the time that was given
     ├── PoolExhausted        no blocks left right now (the scheduler's business; users never see it)
     ├── Overloaded           more is asked of the server at once than it takes: try again later
+    │   └── OverQuota        ... because the caller itself has as much here as it may
     └── EngineUnavailable    the engine is starting, stopping or gone: try again later
         └── OutOfMemory      ... because a step did not fit in memory; smaller ones are tried
 """
@@ -97,6 +100,14 @@ class UnknownModel(InvalidRequest):
     """The request names a model that is not served here."""
 
 
+class UnknownResponse(InvalidRequest):
+    """The request names a response that is not kept here, or not any more."""
+
+
+class UnknownPrevious(UnknownResponse):
+    """The conversation that the request goes on with is not kept here, or not any more."""
+
+
 class InvalidSetting(IntarsiaError):
     """The engine cannot be started with these settings."""
 
@@ -143,6 +154,10 @@ class Overloaded(IntarsiaError):
 
     retryable = True
     retry_after_s = 1.0
+
+
+class OverQuota(Overloaded):
+    """The caller itself has as much here as it may; requests of others are taken."""
 
 
 class EngineUnavailable(IntarsiaError):

@@ -98,6 +98,7 @@ class Delta(NamedTuple):
     answer: int = 0  # which one, when there are several
     queue_s: float = 0.0  # until its request's turn came; with the first delta
     misses: tuple[Miss, ...] = ()  # why the rest of the prompt was not found; with the first delta
+    stop: str | None = None  # the text that ended it, which the front end finds
 
     @classmethod
     def join(cls, deltas: "Sequence[Delta]") -> "Delta":

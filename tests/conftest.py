@@ -1,10 +1,12 @@
 """What tests share: tiny checkpoints with their true tokens, one Ray cluster, one group of two workers."""
 
 import os
+import tempfile
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: see environment.py
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["XDG_STATE_HOME"] = os.path.join(tempfile.gettempdir(), "intarsia-tests")  # servers keep responses there
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: GPU kernels run in Python here
 
 import asyncio

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ...errors import InvalidSetting, Overloaded
+from ...errors import InvalidSetting, Overloaded, OverQuota
 from ...kvcache.ids import RequestId
 from ..request import Request
 
@@ -153,7 +153,7 @@ class OverloadGuard:
         # A tenant may have so many requests here at once.
         most = settings.max_requests_per_tenant
         if most is not None and (here := self._present.get(tenant, 0)) + answers > most:
-            raise Overloaded(
+            raise OverQuota(
                 f"{here} requests of {tenant or 'this tenant'} are here, and max_requests_per_tenant is {most}; wait "
                 "until one has its answer",
                 field="tenant",

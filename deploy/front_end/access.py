@@ -45,6 +45,11 @@ ROUTES: Mapping[str, Level] = {
     "/v1/completions": Level.KEY,
     "/v1/chat/completions": Level.KEY,
     "/v1/responses": Level.KEY,
+    "/v1/responses/{response_id}": Level.KEY,
+    "/v1/responses/{response_id}/input_items": Level.KEY,
+    "/v1/responses/{response_id}/cancel": Level.KEY,
+    "/v1/messages": Level.KEY,
+    "/v1/messages/count_tokens": Level.KEY,
     "/tokenize": Level.KEY,
     "/detokenize": Level.KEY,
 }

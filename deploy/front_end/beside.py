@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ...environment import give_back_freed_memory
-from ...errors import IntarsiaError, Overloaded
+from ...errors import IntarsiaError, OverQuota
 
 Result = TypeVar("Result")
 
@@ -66,7 +66,7 @@ class Beside:
     async def run(self, tenant: str, work: Callable[[], Result], size_bytes: int = 0) -> Result:
         """Do the work and return or raise what it does. A caller that gives up early cancels it.
 
-        size_bytes: what it keeps in memory while it waits. Raises `Overloaded` when too much of the tenant's waits.
+        size_bytes: what it keeps in memory while it waits. Raises `OverQuota` when too much of the tenant's waits.
         """
         self._check_room(tenant, size_bytes)
         one = _Work(work, size_bytes, asyncio.get_running_loop().create_future())
@@ -83,10 +83,10 @@ class Beside:
         count, held = len(self._waiting.get(tenant, ())), self._waiting_bytes[tenant]
         limit_bytes = self._max_waiting_bytes
         if count >= self._max_waiting or (limit_bytes is not None and count and held + size_bytes > limit_bytes):
-            raise Overloaded(
+            raise OverQuota(
                 f"{count} of your requests, of {held} bytes, wait here to be read already; the limits are "
                 f"{self._max_waiting} and {limit_bytes or 'any number of'} bytes. Try again in "
-                f"{Overloaded.retry_after_s:g} s.",
+                f"{OverQuota.retry_after_s:g} s.",
                 limit=self._max_waiting,
             )
 

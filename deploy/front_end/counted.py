@@ -4,7 +4,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 
-from ...errors import Overloaded
+from ...errors import Overloaded, OverQuota
 from .access import CALLER
 
 
@@ -43,7 +43,7 @@ class Counted:
 
     def _check(self, caller: str) -> None:
         if self._here[caller] >= self._most_of_caller:
-            raise Overloaded(
+            raise OverQuota(
                 f"you have {self._here[caller]} {self._what} here already, and may have {self._most_of_caller}; end "
                 "one before you begin another",
                 limit=self._most_of_caller,

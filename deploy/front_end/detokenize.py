@@ -46,11 +46,11 @@ async def with_text(
         for part in _parts(delta):
             if part.answer in ended:
                 break  # what came with the stop string and behind it
-            text, stopped = answers[part.answer].push(part)
-            if stopped:
+            text, stop = answers[part.answer].push(part)
+            if stop is not None:
                 generation.end(part.answer)
                 ended.add(part.answer)
-            yield part._replace(finish_reason="stop") if stopped else part, text
+            yield part if stop is None else part._replace(finish_reason="stop", stop=stop), text
             if part is not delta:
                 await asyncio.sleep(0)
 
@@ -96,16 +96,16 @@ class _Answer:
         self._min_tokens = sampling.min_tokens
         self._tokens = 0
 
-    def push(self, delta: Delta) -> tuple[str, bool]:
-        """The text that is certain now, and whether a stop string has come."""
+    def push(self, delta: Delta) -> tuple[str, str | None]:
+        """The text that is certain now, and the stop string that has come."""
         self._tokens += len(delta.token_ids)
         piece = self._stream.push(delta.token_ids)
         if delta.finish_reason is not None:
             piece += self._stream.finish()
-        text, stopped = self._gate.push(piece, may_stop=self._tokens >= self._min_tokens)
-        if stopped or delta.finish_reason is None:
-            return text, stopped
-        return text + self._gate.rest(), False
+        text, stop = self._gate.push(piece, may_stop=self._tokens >= self._min_tokens)
+        if stop is not None or delta.finish_reason is None:
+            return text, stop
+        return text + self._gate.rest(), None
 
 
 class StopGate:
@@ -119,21 +119,21 @@ class StopGate:
         self._include = include
         self._waiting = ""
 
-    def push(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
-        """The text that is certain now, and whether a stop string has come. may_stop: else it is text like any."""
+    def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
+        """The text that is certain now, and the stop string that has come. may_stop: else it is text like any."""
         if not self._stops:
-            return text, False
+            return text, None
         text = self._waiting + text
         self._waiting = ""
         if not may_stop:
-            return text, False
+            return text, None
         found = [(text.find(stop), len(stop)) for stop in self._stops if stop in text]
         if found:
             start, length = min(found)
-            return text[: start + length * self._include], True
+            return text[: start + length * self._include], text[start : start + length]
         keep = could_begin(text, self._stops)
         text, self._waiting = text[: len(text) - keep], text[len(text) - keep :]
-        return text, False
+        return text, None
 
     def rest(self) -> str:
         """The text that was kept back and did not become a stop string."""

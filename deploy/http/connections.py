@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from ...errors import Overloaded
+from ...errors import Overloaded, OverQuota
 from ..settings.limits import Limits
 
 FILES_PER_CONNECTION = 2
@@ -58,11 +58,11 @@ class Connections:
                 del self._by_key[key]
 
     def name(self, connection: Connection, key: bytes) -> None:
-        """It has shown a key. Raises `Overloaded` if that one has too many."""
+        """It has shown a key. Raises `OverQuota` if that one has too many."""
         if connection in self._keys or connection not in self._keyless:
             return  # its first key counts; one that has gone, not at all
         if self._by_key[key] >= self._most_of_key:
-            raise Overloaded(
+            raise OverQuota(
                 f"this key has {self._most_of_key} connections open, which is the most it may have "
                 "(max_key_connections); close some, or use one for several requests",
                 limit=self._most_of_key,
@@ -103,12 +103,12 @@ class Held:
     def take(self, key: bytes, count: int) -> None:
         """Raises `Overloaded` where that would be too much; then nothing was taken."""
         limits = self._limits
-        for held, limit, whose in (
-            (self._by_key[key], limits.max_key_bodies_bytes, "of this key"),
-            (self.total_bytes, limits.max_bodies_bytes, "of all clients together"),
+        for held, limit, whose, refusal in (
+            (self._by_key[key], limits.max_key_bodies_bytes, "of this key", OverQuota),
+            (self.total_bytes, limits.max_bodies_bytes, "of all clients together", Overloaded),
         ):
             if held + count > limit:
-                raise Overloaded(
+                raise refusal(
                     f"{held + count} bytes of bodies {whose} are being read, and at most {limit} may be; send fewer "
                     f"at once, or again in {Overloaded.retry_after_s:g} s",
                     limit=limit,

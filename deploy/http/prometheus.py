@@ -5,7 +5,7 @@ hybrid cache has to say is called `intarsia:...`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector, exposition
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -69,18 +69,39 @@ DISTRIBUTIONS: dict[str, tuple[str, str]] = {
     "vllm:iteration_tokens_total": ("Tokens of prompts computed, and tokens drawn, in a step.", "step_tokens"),
 }
 
+
+class KeptFigures(NamedTuple):
+    """Of responses."""
+
+    kept: int
+    kept_bytes: int
+    running: int  # in the background
+
+
+RESPONSES = {
+    "intarsia:stored_responses": "Responses that are kept on disk.",
+    "intarsia:stored_response_bytes": "Their bytes.",
+    "intarsia:background_responses": "Responses that are being made in the background.",
+}
+"""In the order of `KeptFigures`."""
+
 REASONS = ("stop", "length", "abort", "deadline", "error")
 """Why answers end. All are told from the start, so that rates begin with the first of each."""
 
 
 def render(
-    info: EngineInfo, load: EngineLoad, cache: CacheState | None, measured: Metrics | None, accept: str = ""
+    info: EngineInfo,
+    load: EngineLoad,
+    cache: CacheState | None,
+    measured: Metrics | None,
+    accept: str = "",
+    responses: KeptFigures | None = None,
 ) -> tuple[bytes, str]:
     """What an engine says of itself, and its content type: OpenMetrics where the `Accept` header asks for it, else
     Prometheus's own text. To a tenant: only the counts of its own requests, and nothing of the process, whose memory
-    and time tell of the others."""
+    and time tell of the others. responses: where some are kept."""
     registry = CollectorRegistry()
-    registry.register(_Families(info, load, cache, measured))
+    registry.register(_Families(info, load, cache, measured, responses))
     if cache is not None:
         ProcessCollector(registry=registry)
     if "application/openmetrics-text" in accept:
@@ -90,7 +111,15 @@ def render(
 
 
 class _Families:
-    def __init__(self, info: EngineInfo, load: EngineLoad, cache: CacheState | None, measured: Metrics | None):
+    def __init__(
+        self,
+        info: EngineInfo,
+        load: EngineLoad,
+        cache: CacheState | None,
+        measured: Metrics | None,
+        responses: KeptFigures | None,
+    ):
+        self._responses = responses
         self._info = info
         self._load = load
         self._cache = cache
@@ -112,6 +141,9 @@ class _Families:
             yield from self._forecasts(self._measured)
         if self._cache is not None:
             yield self._pool(self._cache)
+        if self._responses is not None:
+            for (name, about), value in zip(RESPONSES.items(), self._responses, strict=True):
+                yield self._family(GaugeMetricFamily, name, about, [({}, value)])
 
     def _turns(self) -> Iterator[Metric]:
         """By reason, as vLLM has them. Here a request waits and is turned away for one alone."""

@@ -8,5 +8,8 @@ conversation.py  a conversation by the model's template: what chat and responses
 tools.py         how an answer is made to be a call, and how a call is found in an answer
 chat.py          /v1/chat/completions
 responses.py     /v1/responses
+response_items.py  the items of its answers, and their events
+kept.py          responses that are kept or made in the background
+stored.py        how they are kept on disk
 app.py           the routes, errors in OpenAI's shape, what else there is to ask
 """

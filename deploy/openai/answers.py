@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -105,7 +105,7 @@ async def pieces(front_end: FrontEnd, asked: Sequence[Asked], *, is_streaming: b
             yield item
 
 
-async def json_response(front_end: FrontEnd, answer: pydantic.BaseModel) -> Response:
+async def json_response(front_end: FrontEnd, answer: pydantic.BaseModel | Mapping[str, Any]) -> Response:
     """An answer as JSON; a long one is written beside the loop."""
     body = await front_end.aside(
         size_of(answer, FEW_VALUES), lambda: b"".join(piece.encode() for piece in json_pieces(plain(answer)))

@@ -1,27 +1,29 @@
 """The routes, and what else there is to ask."""
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Annotated, Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import pydantic
-from fastapi import FastAPI, Header, Request
+from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import PlainTextResponse, Response
 
 from ... import __version__
+from ..anthropic.app import add_messages
 from ..console import ConsoleSettings, add_console
 from ..front_end.access import Access
 from ..front_end.front_end import FrontEnd
 from ..front_end.request_log import RequestLog
 from ..http.prometheus import render
 from ..settings.limits import Limits
-from .answers import CLIENT_CLOSED, event_stream, json_response, now_s, while_connected
+from .answering import ERRORS, RequestId, answered, request_id_of
+from .answers import json_response, now_s
 from .chat import ChatCall
 from .completions import CompletionCall
-from .door import REQUEST_ID, Bodies, Keys, Logged, Named, Place
-from .errors import answer_errors, shape
+from .door import Bodies, Keys, Logged, Named, Place
+from .errors import answer_errors
+from .kept import KeptResponses
 from .protocol import (
     TOKEN_FORMAT,
     ChatCompletion,
@@ -29,13 +31,9 @@ from .protocol import (
     Completion,
     CompletionRequest,
     DetokenizeRequest,
-    ErrorResponse,
     ModelCard,
     ModelList,
     PlainText,
-    ResponseBody,
-    ResponsesRequest,
-    Sampling,
     TokenizeChat,
     TokenizeRequest,
     TokenizeText,
@@ -43,41 +41,9 @@ from .protocol import (
 )
 from .reading import reading_route
 from .requests import as_template_has, check_begin, check_model, turns_aside
-from .responses import ResponsesCall
+from .responses_app import STREAMED, add_responses
 
 logger = logging.getLogger(__name__)
-
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorResponse, "description": description}
-    for status, description in (
-        (400, "The request cannot be served as asked; `param` names the field."),
-        (401, "A key is wanted, and this is none."),
-        (404, "No such model, or no such place."),
-        (413, "The body is too large."),
-        (429, "More is asked than can be served in time; `Retry-After` says when to try again."),
-        (500, "An error of the server's own."),
-        (503, "The engine is not there, or not now; `Retry-After` says when to try again."),
-        (504, "The answer did not come in time."),
-    )
-}
-
-SERVER_SENT_EVENT = {
-    "type": "object",
-    "properties": {
-        "event": {"type": "string"},
-        "data": {"type": "string", "description": "JSON, or [DONE] at the end."},
-    },
-    "required": ["data"],
-}
-
-STREAMED: dict[int | str, dict[str, Any]] = ERRORS | {
-    200: {
-        "description": "The answer, or with `stream` its pieces as server-sent events.",
-        "content": {"text/event-stream": {"schema": SERVER_SENT_EVENT}},
-    }
-}
-
-RequestId = Annotated[str | None, Header(alias="X-Request-Id", pattern=r"^[\x21-\x7e]{1,128}$")]
 
 
 def make_app(
@@ -89,12 +55,13 @@ def make_app(
     allowed_origins: Sequence[str] = (),
     request_log: RequestLog | None = None,
     tells_ids: bool = True,
+    kept: KeptResponses | None = None,
 ) -> FastAPI:
     """The application. front_end: called with each request, so that the engine may come later than the routes.
     limits: of what is read before that; what a request holds is judged by the front end's own. root_path: where a proxy
     shows it; requests may come with this in front of their path, or without. allowed_origins: of pages in browsers
     whose scripts may ask. request_log: has a line of each request that asks for something. tells_ids: answers have the
-    header `X-Request-Id`, which some proxies add themselves."""
+    header `X-Request-Id`, which some proxies add themselves. kept: what is kept of responses; None: nothing."""
     app = FastAPI(title="Intarsia", version="1", docs_url=None, redoc_url=None)
     limits = limits or Limits()
     app.router.route_class = reading_route(front_end, limits)
@@ -112,35 +79,32 @@ def make_app(
             allow_origins=list(allowed_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Request-Id", "Retry-After"],
         )
     answer_errors(app)
     _describe(app, front_end)
     _add_generation(app, front_end)
+    add_responses(app, front_end, kept)
+    add_messages(app, front_end)
     _add_models(app, front_end)
     _add_tokens(app, front_end)
-    _add_health(app, front_end)
+    _add_health(app, front_end, kept)
     add_console(app, front_end, console or ConsoleSettings())
     return app
 
 
 def _add_generation(app: FastAPI, front_end: Callable[[], FrontEnd]) -> None:
-    """The three ways to ask the model for an answer."""
+    """Two ways to ask the model for an answer; the others are in files of their own."""
 
     @app.post("/v1/completions", response_model=Completion, responses=STREAMED, operation_id="complete")
     async def complete(body: CompletionRequest, request: Request, x_request_id: RequestId = None) -> Response:
-        call = CompletionCall(front_end(), body, _request_id(body, request))
-        return await _answered(call, bool(body.stream), request)
+        call = CompletionCall(front_end(), body, request_id_of(body, request))
+        return await answered(call, bool(body.stream), request)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMED, operation_id="chat")
     async def chat(body: ChatRequest, request: Request, x_request_id: RequestId = None) -> Response:
-        call = ChatCall(front_end(), body, _request_id(body, request))
-        return await _answered(call, bool(body.stream), request)
-
-    @app.post("/v1/responses", response_model=ResponseBody, responses=STREAMED, operation_id="respond")
-    async def respond(body: ResponsesRequest, request: Request, x_request_id: RequestId = None) -> Response:
-        call = ResponsesCall(front_end(), body, _request_id(body, request))
-        return await _answered(call, bool(body.stream), request)
+        call = ChatCall(front_end(), body, request_id_of(body, request))
+        return await answered(call, bool(body.stream), request)
 
 
 def _add_models(app: FastAPI, front_end: Callable[[], FrontEnd]) -> None:
@@ -171,7 +135,7 @@ def _add_tokens(app: FastAPI, front_end: Callable[[], FrontEnd]) -> None:
         return await json_response(here, PlainText(prompt=await here.detokenize(body.tokens)))
 
 
-def _add_health(app: FastAPI, front_end: Callable[[], FrontEnd]) -> None:
+def _add_health(app: FastAPI, front_end: Callable[[], FrontEnd], kept: KeptResponses | None) -> None:
     """What operators ask: the version, whether the engine is ready, and its figures."""
 
     @app.get("/version", operation_id="version")
@@ -186,34 +150,9 @@ def _add_health(app: FastAPI, front_end: Callable[[], FrontEnd]) -> None:
     @app.get("/metrics", response_class=PlainTextResponse, responses={503: ERRORS[503]}, operation_id="metrics")
     async def prometheus(request: Request) -> Response:
         here = front_end()
-        text, content_type = render(here.info, *await here.measured(), request.headers.get("Accept", ""))
+        figures = None if kept is None else await kept.figures()
+        text, content_type = render(here.info, *await here.measured(), request.headers.get("Accept", ""), figures)
         return Response(text, headers={"Content-Type": content_type})
-
-
-class Call(Protocol):
-    """A request of any kind."""
-
-    front_end: FrontEnd
-
-    async def prepare(self) -> None: ...
-
-    async def answer(self) -> pydantic.BaseModel: ...
-
-    def events(self) -> AsyncGenerator[dict[str, Any] | str, None]: ...
-
-
-async def _answered(call: Call, is_streaming: bool, request: Request) -> Response:
-    await call.prepare()
-    if is_streaming:
-        return await event_stream(call.events(), lambda error: shape(error)[1])
-    answer = await while_connected(request, call.answer())
-    return await json_response(call.front_end, answer) if answer is not None else Response(status_code=CLIENT_CLOSED)
-
-
-def _request_id(body: Sampling | ResponsesRequest, request: Request) -> str:
-    called = request.scope[REQUEST_ID]
-    called.id = body.request_id or called.id
-    return called.id
 
 
 def _card(front_end: FrontEnd, created: int) -> ModelCard:

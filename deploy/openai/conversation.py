@@ -33,11 +33,22 @@ class AnswerPart(NamedTuple):
     text: str  # without what is a call
     calls: list[CallPiece]
     has_called: bool = False  # with these pieces or earlier ones
+    thoughts: str = ""  # before what is said and called
 
     @property
     def finish_reason(self) -> str | None:
         reason = self.delta.finish_reason
         return "tool_calls" if reason == "stop" and self.has_called else reason
+
+
+class Rendered(NamedTuple):
+    """A prompt, and what the template made it of."""
+
+    prompt: list[int]
+    turns: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    variables: dict[str, Any]
+    urls: list[str]  # of its images
 
 
 class Conversation:
@@ -68,29 +79,14 @@ class Conversation:
         body, front_end = self._body, self.front_end
         options = options_of(body)
         front_end.check_room(options.tenant)
-        # The template gets turns, tools and variables, and makes the prompt.
-        turns, urls = await turns_aside(front_end, body.messages)
-        variables = dict(body.chat_template_kwargs or {})
-        for name in ("reasoning_effort", "verbosity"):
-            if (value := getattr(body, name)) is not None:
-                variables.setdefault(name, value)
-        tools = as_template_has(self._use.tools) if self._use else []
-        continues = bool(body.continue_final_message)
-        prompt = await front_end.encode_chat(
-            turns,
-            tools,
-            variables,
-            add_generation_prompt=self._begins,
-            continue_final_message=continues,
-            is_cut=body.truncate_prompt_tokens is not None,
-        )
+        rendered = await self._rendered(is_cut=body.truncate_prompt_tokens is not None)
         if body.truncate_prompt_tokens is None:
-            options = replace(options, borders=await self._borders(turns, tools, variables, prompt))
+            options = replace(options, borders=await self._borders(rendered))
         with in_own_words(body):
-            images = await front_end.read_images(urls)
+            images = await front_end.read_images(rendered.urls)
         # The prompt is cut where that is wanted; the answer has the rest, or what was asked for.
         longest, asked = front_end.info.longest_request, body.max_completion_tokens or body.max_tokens
-        prompt = truncated(prompt, body, longest - (asked or 1))
+        prompt = truncated(rendered.prompt, body, longest - (asked or 1))
         max_tokens = asked or max(1, longest - len(prompt))
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         form = self._use.form if self._use else None
@@ -98,15 +94,37 @@ class Conversation:
         sampling = sampling_of(body, front_end.info, max_tokens, logprobs, form, bad, shape_of(front_end))
         self._asked = Asked(prompt, sampling, images, options, self._request_id)
 
-    async def _borders(
-        self, turns: list[dict[str, Any]], tools: list[dict[str, Any]], variables: dict[str, Any], prompt: list[int]
-    ) -> tuple[int, ...]:
+    async def count(self) -> int:
+        """Tokens of the prompt, which may be more than the model takes. Raises `InvalidRequest`."""
+        return len((await self._rendered(is_cut=True)).prompt)
+
+    async def _rendered(self, *, is_cut: bool) -> Rendered:
+        """is_cut: it may be longer than the model takes."""
+        body, front_end = self._body, self.front_end
+        turns, urls = await turns_aside(front_end, body.messages)
+        variables = dict(body.chat_template_kwargs or {})
+        for name in ("reasoning_effort", "verbosity"):
+            if (value := getattr(body, name)) is not None:
+                variables.setdefault(name, value)
+        tools = as_template_has(self._use.tools) if self._use else []
+        prompt = await front_end.encode_chat(
+            turns,
+            tools,
+            variables,
+            add_generation_prompt=self._begins,
+            continue_final_message=bool(body.continue_final_message),
+            is_cut=is_cut,
+        )
+        return Rendered(prompt, turns, tools, variables, urls)
+
+    async def _borders(self, rendered: Rendered) -> tuple[int, ...]:
         """Where other conversations are likely to part from this one."""
+        tools, variables = rendered.tools, rendered.variables
 
         async def render(others: Sequence[Mapping[str, Any]]) -> list[int]:
             return await self.front_end.encode_chat(others, tools, variables)
 
-        return await self.front_end.borders.of(turns, (tools, variables), prompt, render)
+        return await self.front_end.borders.of(rendered.turns, (tools, variables), rendered.prompt, render)
 
     @property
     def asked(self) -> Asked:

@@ -7,9 +7,8 @@ import asyncio
 import contextlib
 import time
 import uuid
-from dataclasses import dataclass
+from collections.abc import Mapping
 
-from fastapi.responses import JSONResponse
 from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,10 +17,11 @@ from ...errors import IntarsiaError, InvalidRequest
 from ...proto.tracing import INCOMING
 from ..front_end.access import ROUTES, Access, Level
 from ..front_end.request_log import RequestLog
+from ..http.called import REQUEST_ID, Called
 from ..http.connections import Held, Share
 from ..http.protocol import CONNECTION
 from ..settings.limits import Limits, check_id
-from .errors import body_of, refusal
+from .errors import refusal, refused
 from .reading import RELEASE
 
 UNASKED = ("GET", "HEAD", "OPTIONS")
@@ -32,17 +32,6 @@ KEY = "intarsia.key"
 
 WINDOW_S = 10.0
 """A body must come at the lowest rate or faster in each window: a fast beginning does not excuse a slow end."""
-
-
-REQUEST_ID = "intarsia.request_id"
-"""The entry of a scope with the `Called` of its request."""
-
-
-@dataclass
-class Called:
-    """What a request is called: drawn, or as its header or its body says."""
-
-    id: str
 
 
 class Named:
@@ -133,13 +122,21 @@ class Keys:
         if scope["type"] == "http":
             level = ROUTES.get(get_route_path(scope), Level.KEY)  # a model's path has its name in it, and that level
             try:
-                scope[KEY] = self._access.check(level, headers.get(b"authorization", b"").decode("latin-1"))
+                scope[KEY] = self._access.check(level, _authorization(headers))
                 if scope[KEY] and CONNECTION in scope:
                     scope[CONNECTION].name(scope[KEY])
             except IntarsiaError as error:
-                await refusal(error)(scope, receive, send)
+                await refusal(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _authorization(headers: Mapping[bytes, bytes]) -> str:
+    """With the key, which Anthropic's clients send in a header of its own."""
+    given = headers.get(b"authorization", b"")
+    if not given and b"x-api-key" in headers:
+        given = b"Bearer " + headers[b"x-api-key"]
+    return given.decode("latin-1")
 
 
 class Bodies:
@@ -159,7 +156,7 @@ class Bodies:
         with contextlib.suppress(ValueError):
             if int(length[:20]) > limit:
                 message = f"the body has {length[:20].decode('latin-1')} bytes; the limit is {limit} (max_body_bytes)"
-                await JSONResponse(body_of(message, "invalid_request_error"), 413)(scope, receive, send)
+                await refused(scope, 413, message)(scope, receive, send)
                 return
         held = scope[CONNECTION].held if CONNECTION in scope else self._held
         with held.share(scope.get(KEY, b"")) as share:

@@ -1,8 +1,8 @@
-"""Errors in OpenAI's shape."""
+"""Errors in OpenAI's shape; in Anthropic's, where its interface is asked."""
 
 import difflib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pydantic
@@ -12,6 +12,8 @@ from fastapi.responses import JSONResponse, Response
 from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from ...errors import (
     ContextTooLong,
@@ -24,8 +26,13 @@ from ...errors import (
     RequestAborted,
     Unauthenticated,
     UnknownModel,
+    UnknownPrevious,
+    UnknownResponse,
 )
+from ..anthropic.errors import fault_of, speaks_anthropic, status_of
+from ..anthropic.protocol import CountRequest, MessagesRequest
 from ..front_end.request_log import CLIENT_CLOSED, note_error
+from ..http.called import REQUEST_ID
 from .protocol import (
     ChatRequest,
     CompletionRequest,
@@ -38,6 +45,8 @@ from .reading import shown
 
 STATUSES: tuple[tuple[type[IntarsiaError], int, str, str | None], ...] = (
     (UnknownModel, 404, "invalid_request_error", "model_not_found"),
+    (UnknownPrevious, 400, "invalid_request_error", "previous_response_not_found"),
+    (UnknownResponse, 404, "invalid_request_error", None),
     (ContextTooLong, 400, "invalid_request_error", "context_length_exceeded"),
     (InvalidRequest, 400, "invalid_request_error", None),
     (RequestAborted, CLIENT_CLOSED, "request_aborted", "request_aborted"),
@@ -53,6 +62,8 @@ BODIES: dict[str, tuple[type[pydantic.BaseModel], ...]] = {
     "/v1/completions": (CompletionRequest,),
     "/v1/chat/completions": (ChatRequest,),
     "/v1/responses": (ResponsesRequest,),
+    "/v1/messages": (MessagesRequest,),
+    "/v1/messages/count_tokens": (CountRequest,),
     "/tokenize": (TokenizeText, TokenizeChat),
     "/detokenize": (DetokenizeRequest,),
 }
@@ -81,15 +92,45 @@ def shape(error: IntarsiaError) -> tuple[int, dict[str, Any]]:
     return 500, body_of(error.message, "server_error", error.field, None)
 
 
-def refusal(error: IntarsiaError) -> JSONResponse:
-    note_error(error)
+def shape_for(scope: Scope, error: IntarsiaError) -> tuple[int, dict[str, Any]]:
+    """The same as the client of a request knows it."""
     status, body = shape(error)
+    if not speaks_anthropic(scope):
+        return status, body
+    status = status_of(error, status)
+    return status, fault_of(scope, status, error.message, error.details.get("error_code"))
+
+
+def refusal(error: IntarsiaError, scope: Scope) -> JSONResponse:
+    note_error(error)
+    status, body = shape_for(scope, error)
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(body, status, headers=headers)
+    return _answer(scope, status, body, headers)
+
+
+def refused(
+    scope: Scope,
+    status: int,
+    message: str,
+    param: str | None = None,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> JSONResponse:
+    """What the door or the application refuses by itself: the request's fault below 500, our own above."""
+    if speaks_anthropic(scope):
+        body = fault_of(scope, status, message)
+    else:
+        body = body_of(message, "invalid_request_error" if status < 500 else "server_error", param, code)
+    return _answer(scope, status, body, headers or {})
+
+
+def _answer(scope: Scope, status: int, body: dict[str, Any], headers: Mapping[str, str]) -> JSONResponse:
+    own = {"request-id": scope[REQUEST_ID].id} if speaks_anthropic(scope) else {}
+    return JSONResponse(body, status, headers={**headers, **own})
 
 
 def body_of(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -101,19 +142,21 @@ def answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(IntarsiaError)
     async def ours(request: Request, error: IntarsiaError) -> Response:
-        return refusal(error)
+        return refusal(error, request.scope)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         message, param, code = _first_fault(error, get_route_path(request.scope))
-        return JSONResponse(body_of(message, "invalid_request_error", param, code), 400)
+        return refused(request.scope, 400, message, param, code)
 
     @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> Response:
+    async def turned_away(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {_cut(get_route_path(request.scope))}: {error.detail}"
-        if error.status_code == 405 and "Allow" in (error.headers or {}):
-            message += f"; it takes {(error.headers or {})['Allow']}"
-        return JSONResponse(body_of(message, "invalid_request_error"), error.status_code, headers=error.headers)
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = _methods(request)
+            message += f"; it takes {headers['Allow']}"
+        return refused(request.scope, error.status_code, message, headers=headers)
 
     @app.exception_handler(ClientDisconnect)
     async def left(request: Request, error: ClientDisconnect) -> Response:
@@ -121,7 +164,14 @@ def answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
-        return JSONResponse(body_of("internal error; the server's log has the details", "server_error"), 500)
+        return refused(request.scope, 500, "internal error; the server's log has the details")
+
+
+def _methods(request: Request) -> str:
+    """Those of all routes of a path: several may have it, each with a method of its own."""
+    routes = [each for each in request.app.routes if isinstance(each, Route)]
+    found = [each.methods or () for each in routes if each.matches(request.scope)[0] is not Match.NONE]
+    return ", ".join(sorted({method for methods in found for method in methods}))
 
 
 def _first_fault(error: RequestValidationError, path: str) -> tuple[str, str | None, str | None]:

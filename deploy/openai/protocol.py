@@ -574,9 +574,16 @@ class InputCall(Item):
 class InputCallOutput(Item):
     type: Literal["function_call_output"]
     call_id: str
-    output: str
+    output: str | Annotated[list[InputText | InputImage], Field(fail_fast=True)]
     id: str | None = None
     status: str | None = None
+
+
+class ItemReference(Item):
+    """An item of a response that is kept."""
+
+    type: Literal["item_reference"]
+    id: str
 
 
 def _kind_of_item(value: Any) -> str:
@@ -588,15 +595,10 @@ InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[InputReasoning, Tag("reasoning")]
     | Annotated[InputCall, Tag("function_call")]
-    | Annotated[InputCallOutput, Tag("function_call_output")],
+    | Annotated[InputCallOutput, Tag("function_call_output")]
+    | Annotated[ItemReference, Tag("item_reference")],
     Discriminator(_kind_of_item),
 ]
-
-
-def _no(value: bool) -> bool:
-    if value:
-        raise ValueError("answers are not made in the background here")
-    return value
 
 
 def _no_deferring(value: bool) -> bool:
@@ -704,9 +706,13 @@ class ResponsesRequest(Tolerant):
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     request_id: Name | None = None
 
+    # What is kept of it
+    store: bool | None = Field(None, description="Kept unless it is false, where the server keeps responses at all.")
+    previous_response_id: str | None = Field(None, description="The kept response that this one goes on from.")
+    background: bool | None = Field(None, description="Made whether the client waits or not.")
+
     # Accepted without effect
     metadata: dict[str, str] | None = None
-    store: bool | None = Field(None, description="Nothing is stored, whatever it says.")
     include: Annotated[list[Included], Field(fail_fast=True)] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -714,8 +720,6 @@ class ResponsesRequest(Tolerant):
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     stream_options: StreamOptions | None = None
-    previous_response_id: None = Field(None, description="Nothing is stored: send the whole conversation.")
-    background: Annotated[bool, AfterValidator(_no), Field(json_schema_extra={"const": False})] | None = None
 
 
 class ResponseOutputDetails(BaseModel):
@@ -737,6 +741,19 @@ class OutputText(BaseModel):
     logprobs: list[dict[str, Any]] = []
 
 
+class OutputThought(BaseModel):
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class OutputReasoning(BaseModel):
+    type: Literal["reasoning"] = "reasoning"
+    id: str
+    summary: list[Any] = []
+    content: list[OutputThought]
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
 class OutputMessage(BaseModel):
     type: Literal["message"] = "message"
     id: str
@@ -755,19 +772,31 @@ class OutputCall(BaseModel):
     status: Literal["in_progress", "completed", "incomplete"]
 
 
+OutputItem = OutputMessage | OutputReasoning | OutputCall
+
+
+class ResponseError(BaseModel):
+    code: str
+    message: str
+
+
+ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+
 class ResponseBody(BaseModel):
     id: str
     object: Literal["response"] = "response"
     created_at: int
-    status: Literal["in_progress", "completed", "incomplete"]
-    error: None = None
+    status: ResponseStatus
+    background: bool = False
+    error: ResponseError | None = None
     incomplete_details: dict[str, str] | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
     model: str
-    output: list[OutputMessage | OutputCall]
+    output: list[OutputItem]
     parallel_tool_calls: bool = True
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     reasoning: dict[str, Any] = {}
     store: bool = False
     temperature: float
@@ -784,3 +813,17 @@ class ResponseBody(BaseModel):
     prompt_cache_options: dict[str, Any] | None = None
     safety_identifier: str | None = None
     metadata: dict[str, str] = {}
+
+
+class ResponseDeleted(BaseModel):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class ResponseItems(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

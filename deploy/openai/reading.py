@@ -140,6 +140,7 @@ class BodyReader:
             ("stop_token_ids", limits.max_stop_token_ids, "tokens"),
             ("messages", limits.max_messages, "messages"),
             ("input", limits.max_messages, "items"),
+            ("system", limits.max_messages, "parts"),
             ("tools", limits.max_tools, "tools"),
             ("tokens", max(limits.max_counted_tokens, self._max_model_len), "tokens"),
         ):
@@ -149,7 +150,7 @@ class BodyReader:
             if isinstance(message, dict):
                 place = f"messages.{number}"
                 _check_members(message, place, place, MEMBERS)
-                _check_length(message.get("content"), f"{place}.content", limits.max_messages, "parts")
+                _check_parts(message.get("content"), f"{place}.content", limits.max_messages)
                 _check_length(message.get("tool_calls"), f"{place}.tool_calls", limits.max_messages, "calls")
         is_cut = body.get("truncate_prompt_tokens") is not None
         self._check_prompt(body.get("prompt"), self._limits.max_json_items if is_cut else self._max_model_len)
@@ -218,6 +219,14 @@ def _check_length(value: Any, field: str, limit: int, what: str) -> None:
         raise InvalidRequest(
             f"{field} has {len(value)} {what}; at most {limit} may be", field=field, asked=len(value), limit=limit
         )
+
+
+def _check_parts(content: Any, field: str, limit: int) -> None:
+    """Of a message, and of the results of tools among them."""
+    _check_length(content, field, limit, "parts")
+    for number, part in enumerate(content if isinstance(content, list) else ()):
+        if isinstance(part, dict):
+            _check_length(part.get("content"), f"{field}.{number}.content", limit, "parts")
 
 
 def _no_json(reason: str, position: int) -> RequestValidationError:

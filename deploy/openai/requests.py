@@ -6,6 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
 from ... import __version__
 from ...errors import InvalidRequest, UnknownModel
 from ...proto.request import RequestOptions, SamplingParams
@@ -200,6 +203,17 @@ def check_model(asked: str | None, served: str) -> None:
             f"The model `{asked[:100]}` does not exist here; `{served}` does. GET /v1/models lists what is served.",
             field="model",
         )
+
+
+def chat_of(given: Mapping[str, Any]) -> ChatRequest:
+    """A request of chat that says what one of another interface says. Nulls say nothing. Raises
+    `RequestValidationError` for what breaks a rule that chat has and the other lacks."""
+    told = {name: value for name, value in given.items() if value is not None}
+    try:
+        return ChatRequest.model_validate(told)
+    except ValidationError as error:
+        faults = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
+        raise RequestValidationError(faults, body=told) from None
 
 
 async def turns_aside(front_end: FrontEnd, messages: list[Message]) -> tuple[list[dict[str, Any]], list[str]]:

@@ -1,13 +1,9 @@
-"""/v1/responses, as far as it maps: a conversation in other words. Nothing is stored, so a request brings all of it."""
+"""/v1/responses: a conversation in other words. What is kept of it is the business of `kept.py`."""
 
-import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
-
-from ...errors import InvalidRequest
+from ...errors import IntarsiaError, InvalidRequest, Overloaded, PoolExhausted
 from ..front_end.front_end import FrontEnd
 from .answers import Counter, now_s
 from .conversation import AnswerPart, Conversation
@@ -18,21 +14,23 @@ from .protocol import (
     InputCall,
     InputCallOutput,
     InputImage,
+    InputItem,
     InputMessage,
     InputReasoning,
+    ItemReference,
     NamespaceTool,
-    OutputCall,
-    OutputMessage,
-    OutputText,
+    OutputItem,
     ResponseBody,
+    ResponseError,
     ResponseOutputDetails,
     ResponsesRequest,
+    ResponseStatus,
     ResponseTool,
     ResponseToolName,
     ResponseUsage,
 )
-from .requests import check_streaming
-from .tools import CallPiece
+from .requests import chat_of, check_streaming
+from .response_items import Items, new_id
 
 LOGPROBS = "message.output_text.logprobs"
 """The entry of `include` that asks for log-probabilities."""
@@ -43,78 +41,128 @@ AS_IN_CHAT = (
 )  # fmt: skip
 """Fields that mean what they mean in chat."""
 
+ID_OF = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+"""How ids of items begin."""
+
+
+class Kept(NamedTuple):
+    """What was kept of a conversation, and what is kept of its next response."""
+
+    history: Sequence[InputItem] = ()
+    keep: Callable[[ResponseBody], Awaitable[bool]] | None = None  # whether that could be done; None: it is not kept
+    items: Sequence[Mapping[str, Any]] = ()  # of its own input, as they are kept
+    is_background: bool = False  # it is made whether the client waits or not
+
+
+NOTHING_KEPT = Kept()
+
 
 class ResponsesCall:
     """One request, and the ways to answer it."""
 
-    def __init__(self, front_end: FrontEnd, body: ResponsesRequest, request_id: str):
+    def __init__(self, front_end: FrontEnd, body: ResponsesRequest, request_id: str, kept: Kept = NOTHING_KEPT):
         """Raises `InvalidRequest`, naming the field."""
         check_streaming(body)
-        self._conversation = Conversation(front_end, _as_chat(body), request_id)
-        self._names = {flat: (space, tool.name) for flat, space, tool in _tools(body)}
+        self._conversation = Conversation(front_end, _as_chat(body, kept.history), request_id)
         self._wants_logprobs = LOGPROBS in (body.include or ())
         self.front_end = front_end
-        self._body = body
-        self._id = f"resp_{request_id}"
+        self.body = body
+        self.id = f"resp_{request_id}"
+        self.kept = kept
         self._created = now_s()
+        self._items = Items({flat: (space, tool.name) for flat, space, tool in _tools(body)})
+        self._counter: Counter | None = None
+        self._last: AnswerPart | None = None
 
     async def prepare(self) -> None:
         await self._conversation.prepare()
+        self._counter = Counter([self._conversation.asked])
 
     async def answer(self) -> ResponseBody:
-        counter, items = Counter([self._conversation.asked]), _Items(self._names)
-        [part] = [each async for each in self._conversation.parts(counter, is_streaming=False)]
-        for _ in (
-            *items.add(part.text, part.calls, self._logprobs(part)),
-            *items.end(is_cut=part.finish_reason == "length"),
-        ):
-            pass  # the events that a stream would have
-        return self._response(items.done, part, counter)
+        async for part in self._parts(is_streaming=False):
+            for _ in self._told(part):
+                pass  # the events that a stream would have
+        return await self._whole()
 
     async def events(self) -> AsyncGenerator[dict[str, Any] | str, None]:
-        counter, items = Counter([self._conversation.asked]), _Items(self._names)
-        begun = self._response([], None, counter).model_dump()
+        begun, items = self.so_far().model_dump(), self._items
         yield items.event("created", response=begun)
-        yield items.event("in_progress", response=begun)
-        last = None
-        async for last in self._conversation.parts(counter, is_streaming=True):
-            for event in items.add(last.text, last.calls, self._logprobs(last)):
+        if self.kept.is_background:
+            yield items.event("queued", response=begun)
+        yield items.event("in_progress", response=begun | {"status": "in_progress"})
+        async for part in self._parts(is_streaming=True):
+            for event in self._told(part):
                 yield event
-        assert last is not None, "an answer ends with a delta"
-        for event in items.end(is_cut=last.finish_reason == "length"):
-            yield event
-        whole = self._response(items.done, last, counter)
+        whole = await self._whole()
         yield items.event(whole.status, response=whole.model_dump())
+
+    def so_far(self) -> ResponseBody:
+        """The response while it is being made."""
+        waits = self._last is None and self.kept.is_background
+        return self._response("queued" if waits else "in_progress", [])
+
+    def ended(self, status: Literal["failed", "cancelled"], error: IntarsiaError | None = None) -> ResponseBody:
+        """The response where its answer came to no end of its own: with what has come of it."""
+        self._items.cut()
+        response = self._response(status, self._items.done)
+        if error is not None:
+            response.error = ResponseError(code=_code_of(error), message=error.message)
+        return response
+
+    def failed_event(self, response: ResponseBody) -> dict[str, Any]:
+        return self._items.event("failed", response=response.model_dump())
+
+    async def _parts(self, *, is_streaming: bool) -> AsyncGenerator[AnswerPart, None]:
+        assert self._counter is not None, "prepare first"
+        async for part in self._conversation.parts(self._counter, is_streaming=is_streaming):
+            self._last = part
+            yield part
+
+    def _told(self, part: AnswerPart) -> Iterator[dict[str, Any]]:
+        """The events that tell of a part of the answer."""
+        yield from self._items.add(part.thoughts, part.text, part.calls, self._logprobs(part))
+        if part.finish_reason is not None:
+            yield from self._items.end(is_cut=part.finish_reason == "length")
+
+    async def _whole(self) -> ResponseBody:
+        """The response whose answer has come. It is kept where it is to be."""
+        assert self._last is not None, "an answer ends with a delta"
+        is_cut = self._last.finish_reason == "length"
+        whole = self._response("incomplete" if is_cut else "completed", self._items.done)
+        if is_cut:
+            whole.incomplete_details = {"reason": "max_output_tokens"}
+        if self.kept.keep is not None:
+            whole.store = await self.kept.keep(whole)
+        return whole
 
     def _logprobs(self, part: AnswerPart) -> list[dict[str, Any]]:
         rows = part.delta.logprobs if self._wants_logprobs else None
         return of_chat(rows, Spelling(self.front_end.tokenizer)).model_dump()["content"] if rows else []
 
-    def _response(
-        self, output: list[OutputMessage | OutputCall], part: AnswerPart | None, counter: Counter
-    ) -> ResponseBody:
-        """part: the last of the answer; None: it has not begun."""
-        body, is_cut = self._body, part is not None and part.finish_reason == "length"
-        status = "in_progress" if part is None else "incomplete" if is_cut else "completed"
-        choice, sampling = body.tool_choice or "auto", self._conversation.asked.sampling
+    def _response(self, status: ResponseStatus, output: list[OutputItem]) -> ResponseBody:
+        assert self._counter is not None, "prepare first"
+        body, sampling = self.body, self._conversation.asked.sampling
+        choice = body.tool_choice or "auto"
         return ResponseBody(
-            id=self._id,
+            id=self.id,
             created_at=self._created,
             status=status,
-            incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
+            background=self.kept.is_background,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             model=self.front_end.info.model,
             output=output,
             parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
             reasoning={"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            store=self.kept.keep is not None,
             temperature=sampling.temperature,
             text=body.text.model_dump(exclude_none=True, by_alias=True) if body.text else {"format": {"type": "text"}},
             tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
             tools=[_shown_tool(tool) for tool in body.tools or ()],
             top_p=sampling.top_p,
             truncation=body.truncation or "disabled",
-            usage=_usage(counter) if part is not None else None,
+            usage=None if status in ("queued", "in_progress") else _usage(self._counter),
             user=body.user,
             top_logprobs=body.top_logprobs,
             prompt_cache_key=body.prompt_cache_key,
@@ -125,86 +173,33 @@ class ResponsesCall:
         )
 
 
-class _Items:
-    """The items of one answer: a message, calls, or both, one after the other, and the events that tell of them."""
+def items_of(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """The input of a request as it is kept: each item by itself, with an id."""
+    found = []
+    for item in _own_items(body):
+        kept = item.model_dump(exclude_none=True)
+        if isinstance(item, InputMessage) and isinstance(item.content, str):
+            kind = "output_text" if item.role == "assistant" else "input_text"
+            kept["content"] = [{"type": kind, "text": item.content}]
+        kept.setdefault("id", new_id(ID_OF[item.type]))
+        found.append({"status": "completed"} | kept)
+    return found
 
-    def __init__(self, names: Mapping[str, tuple[str | None, str]]) -> None:
-        """names: of tools, as the model knows them -> (namespace, name)."""
-        self._names = names
-        self.done: list[OutputMessage | OutputCall] = []
-        self._open: OutputMessage | OutputCall | None = None
-        self._number = -1
 
-    def event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        self._number += 1
-        return {"type": f"response.{kind}", "sequence_number": self._number, **fields}
+def references_of(body: ResponsesRequest) -> list[str]:
+    """Items of kept responses that a request names."""
+    return [item.id for item in _own_items(body) if isinstance(item, ItemReference)]
 
-    def add(self, text: str, calls: Sequence[CallPiece], logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """More of the answer has come. logprobs: of its tokens, when asked for."""
-        if text or (logprobs and isinstance(self._open, OutputMessage)):
-            yield from self._say(text, logprobs)
-        for piece in calls:
-            if piece.name is not None:
-                yield from self._close("completed")
-                space, name = self._names.get(piece.name, (None, piece.name))
-                call = OutputCall(
-                    id=_new_id("fc"),
-                    call_id=piece.id,
-                    name=name,
-                    namespace=space,
-                    arguments="",
-                    status="in_progress",
-                )
-                yield from self._begin(call)
-            call = self._open
-            assert isinstance(call, OutputCall), "a call begins with its name"
-            call.arguments += piece.arguments
-            if piece.arguments:
-                about = {"item_id": call.id, "output_index": len(self.done)}
-                yield self.event("function_call_arguments.delta", **about, delta=piece.arguments)
 
-    def end(self, *, is_cut: bool) -> Iterator[dict[str, Any]]:
-        """It is whole, or is_cut. An answer of nothing is an empty message."""
-        if self._open is None and not self.done:
-            yield from self._say("", [])
-        yield from self._close("incomplete" if is_cut else "completed")
+def _own_items(body: ResponsesRequest) -> Sequence[InputItem]:
+    return [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
 
-    def _say(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        if not isinstance(self._open, OutputMessage):
-            yield from self._close("completed")
-            message = OutputMessage(id=_new_id("msg"), status="in_progress", content=[])
-            yield from self._begin(message)
-            yield self.event("content_part.added", **self._part(message), part=OutputText(text="").model_dump())
-            message.content.append(OutputText(text=""))
-        message = self._open
-        assert isinstance(message, OutputMessage)
-        if text or logprobs:
-            message.content[0].text += text
-            message.content[0].logprobs += logprobs
-            yield self.event("output_text.delta", **self._part(message), delta=text, logprobs=logprobs)
 
-    def _begin(self, item: OutputMessage | OutputCall) -> Iterator[dict[str, Any]]:
-        self._open = item
-        yield self.event("output_item.added", output_index=len(self.done), item=item.model_dump())
-
-    def _close(self, status: Literal["completed", "incomplete"]) -> Iterator[dict[str, Any]]:
-        item, place = self._open, len(self.done)
-        if item is None:
-            return
-        if isinstance(item, OutputMessage):
-            about, text = self._part(item), item.content[0]
-            yield self.event("output_text.done", **about, text=text.text, logprobs=text.logprobs)
-            yield self.event("content_part.done", **about, part=text.model_dump())
-        else:
-            about = {"item_id": item.id, "output_index": place}
-            yield self.event("function_call_arguments.done", **about, name=item.name, arguments=item.arguments)
-        item.status = status
-        self._open = None
-        self.done.append(item)
-        yield self.event("output_item.done", output_index=place, item=item.model_dump())
-
-    def _part(self, message: OutputMessage) -> dict[str, Any]:
-        return {"item_id": message.id, "output_index": len(self.done), "content_index": 0}
+def _code_of(error: IntarsiaError) -> str:
+    """In OpenAI's words."""
+    if isinstance(error, InvalidRequest):
+        return "invalid_prompt"
+    return "rate_limit_exceeded" if isinstance(error, Overloaded | PoolExhausted) else "server_error"
 
 
 def _usage(counter: Counter) -> ResponseUsage:
@@ -216,10 +211,6 @@ def _usage(counter: Counter) -> ResponseUsage:
         output_tokens_details=ResponseOutputDetails(),
         total_tokens=usage.total_tokens,
     )
-
-
-def _new_id(kind: str) -> str:
-    return f"{kind}_{uuid.uuid4().hex}"
 
 
 def _shown_tool(tool: ResponseTool | NamespaceTool) -> dict[str, Any]:
@@ -262,15 +253,14 @@ def _as_function(name: str, tool: ResponseTool) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **fields}}
 
 
-def _as_chat(body: ResponsesRequest) -> ChatRequest:
-    """Translate the request into one of chat."""
+def _as_chat(body: ResponsesRequest, history: Sequence[InputItem] = ()) -> ChatRequest:
+    """Translate the request into one of chat. history: what was said before."""
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
     thoughts: list[str] = []  # that belong to the next turn of the model
-    items = [InputMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     # Items become messages. What the model thought belongs to its next turn.
-    for item in items:
+    for item in (*history, *_own_items(body)):
         match item:
             case InputMessage(role=role, content=content):
                 parts = content if isinstance(content, str) else [_part(part) for part in content]
@@ -291,7 +281,10 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
                 messages[-1].setdefault("tool_calls", []).append(call)
             case InputCallOutput(call_id=call_id, output=output):
                 messages += _thoughts_alone(thoughts)
-                messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+                parts = output if isinstance(output, str) else [_part(part) for part in output]
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": parts})
+            case ItemReference():
+                raise AssertionError("references are looked up before")
     if not messages:
         raise InvalidRequest("input has thoughts alone; give a message with them", field="input")
     messages += _thoughts_alone(thoughts)
@@ -302,7 +295,7 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
         choice = {"type": "function", "function": {"name": _chosen(choice.name, tools)}}
     elif choice == "auto" and not tools:
         choice = None  # which is what it says
-    # Fields go over one by one; null ones are left out.
+    # Fields go over one by one.
     given: dict[str, Any] = {
         "model": body.model,
         "messages": messages,
@@ -321,12 +314,7 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
         "verbosity": body.text.verbosity if body.text else None,
         **{name: getattr(body, name) for name in AS_IN_CHAT},
     }
-    given = {name: value for name, value in given.items() if value is not None}
-    try:
-        return ChatRequest.model_validate(given)
-    except ValidationError as error:  # a rule that chat has and /v1/responses lacks
-        faults = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
-        raise RequestValidationError(faults, body=given) from None
+    return chat_of(given)
 
 
 def _thoughts(thoughts: list[str], role: str) -> dict[str, str]:

@@ -102,6 +102,12 @@ class Limits:
         65536, "block names", "That a watcher has not taken.", "RESOURCE_EXHAUSTED: start anew"
     )
 
+    # -- responses that are kept or made in the background -----------------------------------------------------------
+    max_stored_responses: int = _limit(10_000, "responses", "Of one tenant, kept on disk.", "the oldest are forgotten")
+    max_stored_bytes: int = _limit(256 * MIB, "bytes", "The same, as they are kept.", "the oldest are forgotten")
+    max_stored_age_s: float = _limit(30 * 86400.0, "s", "That a response is kept.", "it is forgotten")
+    max_background: int = _limit(64, "responses", "Of one tenant, made in the background at once.", "429")
+
     def __post_init__(self):
         for row in fields(self):
             if not getattr(self, row.name) > 0:

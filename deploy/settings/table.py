@@ -164,6 +164,11 @@ class ServerArguments(TypedDict, total=False):
         False, "console.show_prompts", "Show texts of prompts and answers in the console.")]
     request_log: Annotated[str | None, Setting(
         None, "server.request_log", "Write a line of each request, as line or json: tokens, times, its end.", "none")]
+    store_responses: Annotated[bool, Setting(
+        True, "store.store_responses", "Keep answers of /v1/responses on disk, unless they say store: false.")]
+    response_folder: Annotated[str | None, Setting(
+        None, "store.folder", "Where they are kept, a file for each port.", "~/.local/state/intarsia/responses",
+        more="With port 0 and no folder they are forgotten with the server.")]
     ssl_certfile: Annotated[str | None, Setting(None, "access.ssl_certfile", "TLS: the server's certificate, PEM.")]
     ssl_keyfile: Annotated[str | None, Setting(None, "access.ssl_keyfile", "TLS: its key, PEM.")]
     ssl_ca_certs: Annotated[str | None, Setting(

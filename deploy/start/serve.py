@@ -19,6 +19,7 @@ from ..front_end.front_end import FrontEnd, FrontEndSettings
 from ..front_end.request_log import FORMS, RequestLog
 from ..front_end.tokenizer import Tokenizer, text_notes
 from ..http.server import SHUTDOWN_GRACE_S, HttpServer
+from ..openai.stored import ResponseStore, StoreSettings
 from ..settings.limits import Limits
 from ..settings.setting import fields_of
 from ..settings.table import SERVER
@@ -47,6 +48,7 @@ class ServerSettings:
     access: AccessSettings = field(default_factory=AccessSettings)
     front_end: FrontEndSettings = field(default_factory=FrontEndSettings)
     console: ConsoleSettings = field(default_factory=ConsoleSettings)
+    store: StoreSettings = field(default_factory=StoreSettings)
     drain_timeout_s: float = 60.0  # for requests that are being answered when the server is to stop
     limits: Limits = field(default_factory=Limits)
     allowed_origins: tuple[str, ...] = ()  # of pages in browsers that may ask; "*": any
@@ -76,6 +78,7 @@ def server_settings(**given: Any) -> ServerSettings:
         access=AccessSettings(**components["access"]),
         front_end=FrontEndSettings(**components["front_end"]),
         console=ConsoleSettings(**components["console"]),
+        store=StoreSettings(**components["store"]),
         limits=Limits(**components["limits"]),
         **components["server"],
     )
@@ -110,31 +113,60 @@ async def serving(settings: EngineSettings, server: ServerSettings) -> AsyncIter
     """A started engine with its servers; all of it ends with the context."""
     access = Access(server.access)
     access.check_host(server.host)  # what can be refused at once is refused before workers start
-    engine, tokenizer = await _engine_and_tokenizer(settings)
-    from ..grpc.server import GrpcServer  # the tokenizer's thread has imported them
-    from ..openai.app import make_app
+    async with _store(server) as store:
+        engine, tokenizer = await _engine_and_tokenizer(settings)
+        from ..grpc.server import GrpcServer  # the tokenizer's thread has imported them
+        from ..openai.app import make_app
+        from ..openai.kept import KeptResponses
 
-    try:
-        tracer = tracer_of("front-end", settings.model.traces_endpoint)
-        front_end = FrontEnd(engine.client, tokenizer, server.front_end, tracer=tracer, limits=server.limits)
-        log = RequestLog(server.request_log) if server.request_log else None
-        app = make_app(
-            lambda: front_end, access, server.console, server.limits, server.root_path, server.allowed_origins, log
-        )
-        http, grpc = HttpServer(app, access, server.limits), GrpcServer(front_end, access, log)
         try:
-            url, target = await http.start(server.host, server.port), await grpc.start(server.host, server.grpc_port)
-            drawn = access.draw_admin_key()
-            with announced(url, drawn):
-                at = Listening(url, target, f"{url}/console" + (f"#key={drawn}" if drawn else ""))
-                yield Served(engine, front_end, grpc, at)
+            tracer = tracer_of("front-end", settings.model.traces_endpoint)
+            front_end = FrontEnd(engine.client, tokenizer, server.front_end, tracer=tracer, limits=server.limits)
+            log = RequestLog(server.request_log) if server.request_log else None
+            kept = KeptResponses(store, server.limits, log) if store is not None else None
+            about = server.console, server.limits, server.root_path, server.allowed_origins, log
+            app = make_app(lambda: front_end, access, *about, kept=kept)
+            http, grpc = HttpServer(app, access, server.limits), GrpcServer(front_end, access, log)
+            try:
+                url, target = (
+                    await http.start(server.host, server.port),
+                    await grpc.start(server.host, server.grpc_port),
+                )
+                drawn = access.draw_admin_key()
+                with announced(url, drawn):
+                    at = Listening(url, target, f"{url}/console" + (f"#key={drawn}" if drawn else ""))
+                    yield Served(engine, front_end, grpc, at)
+            finally:
+                within_s = SHUTDOWN_GRACE_S if front_end.num_running else LAST_WORDS_S
+                await asyncio.wait([asyncio.ensure_future(each.stop()) for each in (http, grpc)], timeout=within_s)
+                if kept is not None:
+                    await kept.stop()
+                for each in filter(None, (tracer, log)):
+                    await asyncio.to_thread(each.close)
         finally:
-            within_s = SHUTDOWN_GRACE_S if front_end.num_running else LAST_WORDS_S
-            await asyncio.wait([asyncio.ensure_future(each.stop()) for each in (http, grpc)], timeout=within_s)
-            for each in filter(None, (tracer, log)):
-                await asyncio.to_thread(each.close)
+            await engine.shutdown()
+
+
+@contextlib.asynccontextmanager
+async def _store(server: ServerSettings) -> AsyncIterator[ResponseStore | None]:
+    """Where responses are kept; None where they are not. Raises `InvalidSetting` for a folder that was named and is of
+    no use; the usual one may be missing."""
+    store = None
+    if server.store.store_responses:
+        try:
+            store = ResponseStore(server.store, server.port, server.limits)
+        except InvalidSetting as error:
+            if server.store.folder is not None:
+                raise
+            say(f"no responses are kept: {error}")
+    if store is None:
+        yield None
+        return
+    await store.open()
+    try:
+        yield store
     finally:
-        await engine.shutdown()
+        await store.close()
 
 
 async def _engine_and_tokenizer(settings: EngineSettings) -> "tuple[RunningEngine, Tokenizer | None]":

@@ -21,12 +21,14 @@ class Client(NamedTuple):
 
 CLIENTS = (
     Client("openai", "pip", ("openai>=3,<4",)),
+    Client("anthropic", "pip", ("anthropic>=2.14,<3",)),
     Client("pydantic-ai", "pip", ("pydantic-ai-slim[openai]>=2,<3",)),
     Client("litellm", "pip", ("litellm[proxy]>=1.100,<2",)),
     Client("openai-agents", "pip", ("openai-agents>=0.24,<1",)),
     Client("instructor", "pip", ("instructor>=1.17,<2",)),
     Client("langchain", "pip", ("langchain>=1.4,<2", "langchain-openai>=1.7,<2")),
     Client("openai-npm", "npm", ("openai@^6", "zod@^4")),
+    Client("anthropic-npm", "npm", ("@anthropic-ai/sdk@^1",)),
     Client("llamaindex", "pip", ("llama-index-core>=0.14,<1", "llama-index-llms-openai-like>=0.8,<1")),
     Client("dspy", "pip", ("dspy>=3.4,<4",)),
     Client("smolagents", "pip", ("smolagents[openai]>=1.26,<2",)),

@@ -58,7 +58,27 @@ GOOD_BODIES: dict[str, dict[str, Any]] = {
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
         "response_format": {"type": "json_object"}, "stream": True, "stream_options": {"include_usage": True},
     },
-    "/v1/responses": {"model": "demo", "input": "Hello", "max_output_tokens": 4, "instructions": "Be short."},
+    "/v1/responses": {
+        "model": "demo", "input": "Hello", "max_output_tokens": 4, "instructions": "Be short.", "request_id": "fixed",
+        "store": True, "previous_response_id": "resp_fixed", "background": True, "stream": True,
+    },
+    "/v1/messages": {
+        "model": "demo", "max_tokens": 4, "system": [{"type": "text", "text": "Be short."}], "temperature": 0.5,
+        "messages": [{"role": "user", "content": [
+            {"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}},
+        ]}],
+        "tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": "auto"}, "top_k": 5,
+        "stop_sequences": ["x"], "metadata": {"user_id": "me"}, "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "output_config": {"effort": "low"}, "stream": True,
+    },
+    "/v1/messages/count_tokens": {
+        "model": "demo", "system": "Be short.",
+        "messages": [
+            {"role": "user", "content": "Hello"},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "b"}]},
+        ],
+    },
     "/tokenize": {"model": "demo", "prompt": "Hello", "add_special_tokens": True},
     "/detokenize": {"model": "demo", "tokens": PROMPT},
 }  # fmt: skip

@@ -137,12 +137,14 @@ def _judge_http(case: Case, status: str, said: bytes, findings: Findings) -> Non
 
 
 def _is_typed(head: bytes, body: bytes) -> bool:
-    """In OpenAI's shape."""
+    """In OpenAI's shape, or in Anthropic's."""
     try:
-        error = json.loads(body)["error"]
+        told = json.loads(body)
+        error = told["error"]
     except (ValueError, KeyError, TypeError):
         return False
-    return b"application/json" in head and {"message", "type", "param", "code"} <= error.keys()
+    is_anthropics = told.get("type") == "error" and {"message", "type"} <= error.keys() and told["request_id"]
+    return b"application/json" in head and (is_anthropics or {"message", "type", "param", "code"} <= error.keys())
 
 
 # -- gRPC ------------------------------------------------------------------------------------------------------------

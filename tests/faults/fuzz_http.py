@@ -27,8 +27,14 @@ CONTENT_TYPES = (
 
 ODD_HEADERS = (
     "X-Request-Id: {noise}", "X-Request-Id: fixed", "traceparent: {noise}", "traceparent: 00-{hex}-{half}-01",
+    "X-Api-Key: {noise}", "anthropic-version: {noise}", "anthropic-version: 2023-06-01", "anthropic-beta: {noise}",
     "Accept: {noise}", "Cookie: {noise}", "X-Forwarded-For: {noise}", "X-Forwarded-Prefix: /llm", "Range: bytes=0-1",
     "Accept-Encoding: gzip;q=9", "If-None-Match: *", "TE: trailers", "User-Agent: {noise}",
+)  # fmt: skip
+
+ODD_QUERIES = (
+    "?stream=true", "?stream=true&starting_after=3", "?starting_after=-1", "?stream=maybe", "?limit=5&order=asc",
+    "?limit=0", "?limit=99999999999999999999", "?after=msg_1", "?order=up", "?include[]=x", "?after=%00%ff",
 )  # fmt: skip
 
 WRONG_HEADERS = (
@@ -61,7 +67,7 @@ def http_case(rng: random.Random, keys: Mapping[str, str], admin_key: str) -> Ca
         return _raw(rng)
     route = rng.choice(list(ROUTES)) if rng.random() < 0.35 else rng.choice(list(BODIES))
     path, is_plain = _path(rng, route)
-    method = rng.choice(METHODS) if rng.random() < 0.08 else ("POST" if route in BODIES else "GET")
+    method = rng.choice(METHODS) if rng.random() < 0.08 else _method(rng, route)
     authorization, opens = _authorization(rng, keys, admin_key, ROUTES[route])
     body = _body(rng, route)
     framing, content, is_framed, is_whole = _framed(rng, body)
@@ -69,7 +75,7 @@ def http_case(rng: random.Random, keys: Mapping[str, str], admin_key: str) -> Ca
     wrong = [_header(rng, WRONG_HEADERS)] if rng.random() < 0.1 else []
     kind = "application/json" if rng.random() < 0.85 else rng.choice(CONTENT_TYPES)
     lines = [f"{method} {path} HTTP/1.1", "Host: x", "Connection: close", f"Content-Type: {kind}"]
-    lines += [f"Authorization: {each}" for each in authorization] + framing + more + wrong
+    lines += [_with_key(rng, each) for each in authorization] + framing + more + wrong
     head = "\r\n".join([*lines, "", ""]).encode("latin-1", "replace")
     leaves = rng.random() < 0.1
     pieces = _pieces(rng, head + content)
@@ -89,6 +95,12 @@ def http_case(rng: random.Random, keys: Mapping[str, str], admin_key: str) -> Ca
     )
 
 
+def _method(rng: random.Random, route: str) -> str:
+    if route == "/v1/responses/{response_id}":
+        return rng.choice(("GET", "DELETE"))
+    return "POST" if route in BODIES or route.endswith("/cancel") else "GET"
+
+
 def _raw(rng: random.Random) -> Case:
     payload = garbled(rng, rng.choice(NASTY_HTTP)) if rng.random() < 0.5 else rng.choice(NASTY_HTTP)
     return Case([payload], False, False, False, None, None, False, f"{payload[:100]!r}")
@@ -97,7 +109,9 @@ def _raw(rng: random.Random) -> Case:
 def _path(rng: random.Random, route: str) -> tuple[str, bool]:
     """A path, and whether it is the route's own."""
     names = ("demo", "nobody", "a/b/c", "%00", "%2e%2e%2f", "é", "x" * 3000, "")
-    path = route.replace("{model:path}", rng.choice(names))
+    path = route.replace("{model:path}", rng.choice(names)).replace("{response_id}", _response_id(rng))
+    if "response_id" in route and rng.random() < 0.4:
+        path += rng.choice(ODD_QUERIES)
     if rng.random() > 0.12:
         return path, True
     odd = (
@@ -106,6 +120,11 @@ def _path(rng: random.Random, route: str) -> tuple[str, bool]:
         path + "?" + "a=b&" * 2000, "*", path[:-1], "/" + _noise(rng),
     )  # fmt: skip
     return rng.choice(odd), False
+
+
+def _response_id(rng: random.Random) -> str:
+    """One that other requests may have made, or none."""
+    return rng.choice(("resp_fixed", "resp_fixed", "resp_0", "..", "%00", "é", "resp_" + "x" * 3000, "a%2Fb", "'--"))
 
 
 def _authorization(
@@ -125,6 +144,13 @@ def _authorization(
     ]  # fmt: skip
     headers, opens = rng.choice(ways)
     return headers, True if level is Level.OPEN else opens
+
+
+def _with_key(rng: random.Random, authorization: str) -> str:
+    """The header; a key may come in Anthropic's, too."""
+    key = authorization.removeprefix("Bearer ")
+    is_key = key != authorization and key.replace("-", "").isalnum()
+    return f"X-Api-Key: {key}" if is_key and rng.random() < 0.2 else f"Authorization: {authorization}"
 
 
 def _body(rng: random.Random, route: str) -> bytes:

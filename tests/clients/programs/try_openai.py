@@ -143,6 +143,45 @@ def _():
     return f"an object of {type(answer.output_parsed).__name__}"
 
 
+@probe("responses, one after another")
+def _():
+    asked = {"model": MODEL, "max_output_tokens": 16}
+    first = client.responses.create(input="Which wood?", **asked)
+    second = client.responses.create(input="And now?", previous_response_id=first.id, **asked)
+    expect(second.usage.input_tokens > first.usage.input_tokens + 16, first.usage, second.usage)
+    kinds = [item.type for item in client.responses.input_items.list(second.id)]
+    expect(kinds == ["message"] * 3, kinds)
+    client.responses.delete(first.id)
+    raises(openai.NotFoundError, lambda: client.responses.retrieve(first.id), first.id)
+    return "goes on, is listed and deleted"
+
+
+@probe("responses, in the background")
+def _():
+    begun = client.responses.create(model=MODEL, input="Which wood?", background=True, max_output_tokens=16)
+    while (found := client.responses.retrieve(begun.id)).status in ("queued", "in_progress"):
+        pass
+    expect(found.output_text and found.usage.output_tokens, found)
+    long = client.responses.create(model=MODEL, input="Which wood?", background=True, max_output_tokens=20_000)
+    stopped = client.responses.cancel(long.id).status
+    expect(stopped in ("cancelled", "completed"), stopped)  # this model may have come to an end
+    return f"{found.status}, and another one is {stopped}"
+
+
+@probe("responses, a stream taken up again")
+def _():
+    asked = {"model": MODEL, "input": "Which wood?", "max_output_tokens": 64}
+    with client.responses.create(background=True, stream=True, **asked) as stream:
+        begun = [event for event, _ in zip(stream, range(4), strict=False)]
+    rest = client.responses.retrieve(begun[0].response.id, stream=True, starting_after=begun[-1].sequence_number)
+    events = [*begun, *rest]
+    expect([event.sequence_number for event in events] == list(range(len(events))), events)
+    whole = client.responses.retrieve(begun[0].response.id)
+    said = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    expect(said == whole.output_text, said, whole)
+    return "without a gap"
+
+
 @probe("completion with echo")
 def _():
     answer = client.completions.create(model=MODEL, prompt="The inlay", max_tokens=0, echo=True, logprobs=1)

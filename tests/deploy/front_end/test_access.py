@@ -141,7 +141,8 @@ def test_keys_come_from_a_file_too(start: Start, tmp_path: Path):
 
 
 def test_every_route_and_every_rpc_has_its_level_declared(start: Start):
-    app = make_app(lambda: start(AccessSettings()).front_end)
+    kept: Any = object()
+    app = make_app(lambda: start(AccessSettings()).front_end, kept=kept)
     routes = {route.path for route in app.routes if isinstance(route, Route)}
     assert routes == set(ROUTES)
     pool = descriptor_pool.Default()
@@ -153,7 +154,7 @@ def test_every_route_and_every_rpc_has_its_level_declared(start: Start):
 def test_every_route_and_every_rpc_wants_what_its_level_says(start: Start):
     here = start(AccessSettings(api_key=("oak",), admin_key=("yew",)))
     for path, level in ROUTES.items():
-        path = path.replace("{model:path}", "tiny-hybrid")
+        path = path.replace("{model:path}", "tiny-hybrid").replace("{response_id}", "resp_1")
         for key, opens in (("", ()), ("oak", (Level.KEY, Level.FIGURES)), ("yew", (Level.ADMIN, Level.FIGURES))):
             headers = {"Authorization": f"Bearer {key}"} if key else {}
             refused = [httpx.request(verb, here.http + path, headers=headers).status_code for verb in ("GET", "POST")]

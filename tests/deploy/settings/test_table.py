@@ -13,6 +13,7 @@ from intarsia.deploy.console import ConsoleSettings
 from intarsia.deploy.front_end.access import AccessSettings
 from intarsia.deploy.front_end.front_end import FrontEndSettings
 from intarsia.deploy.llm import LLM
+from intarsia.deploy.openai.stored import StoreSettings
 from intarsia.deploy.settings.limits import Limits
 from intarsia.deploy.settings.options import engine_settings
 from intarsia.deploy.settings.setting import Setting
@@ -31,6 +32,7 @@ COMPONENTS: dict[str, Any] = {
     "access": AccessSettings,
     "front_end": FrontEndSettings,
     "console": ConsoleSettings,
+    "store": StoreSettings,
     "limits": Limits,
     "hub": HubSettings,
 }
