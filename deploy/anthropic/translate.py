@@ -148,7 +148,7 @@ def _of_user(blocks: Sequence[TextBlock | ImageBlock | ToolResultBlock]) -> Iter
             yield {"role": "user", "content": parts}
             parts = []
         yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)}
-    if parts or not message.content:
+    if parts or not blocks:
         yield {"role": "user", "content": parts}
 
 
