@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from ...errors import UnsupportedModel
 from ...workers.checkpoint.json_file import clipped
-from .scaled import scaled
+from ...workers.models.text_part import around, has_own_class, name_of_text, text_part_class
+from .scaled import DROPPED, scaled
 
 SPREAD_OF_VECTORS = 0.1
 """What is added to norms, biases and the like: at 0 or 1, where models begin, mistakes would not be seen."""
@@ -17,17 +18,15 @@ SPREAD_OF_GATES = 0.5
 GATES = "sinks", "gate"
 
 
-def make_copy(config: Any, folder: Path, seed: int) -> dict[str, tuple[Any, Any]]:
-    """Write the checkpoint to `folder`. config: of the model's text part. Returns what was scaled: (from, to) by name.
+def make_copy(whole: Any, folder: Path, seed: int) -> dict[str, tuple[Any, Any]]:
+    """Write the checkpoint to `folder`. whole: the model's config. Returns what was scaled: (from, to) by name.
 
     Raises `UnsupportedModel` where no small copy can be made."""
-    from transformers import AutoModelForCausalLM
-
+    config = whole.get_text_config(decoder=True)
     made = scaled(config)
     torch.manual_seed(seed)
     try:
-        small = type(config).from_dict(dict(made.fields))
-        model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager")
+        model = _built(whole, type(config).from_dict(dict(made.fields)))
         with torch.no_grad():
             _draw(model)
         model.save_pretrained(folder)
@@ -37,6 +36,31 @@ def make_copy(config: Any, folder: Path, seed: int) -> dict[str, tuple[Any, Any]
             field="model",
         ) from error
     return made.changed
+
+
+def _built(whole: Any, small: Any) -> Any:
+    """The copy's model, in float32. small: the copy's config, of the text part"""
+    from transformers import AutoModelForCausalLM
+
+    if has_own_class(small):
+        return AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager")
+    # Around the text part the whole stays as large as it is: nothing of it is given memory.
+    name = name_of_text(whole)
+    wrapped = around(small) if name is None else type(whole).from_dict({**_fields(whole), name: small.to_dict()})
+    wrapped = small if wrapped is None else wrapped
+    kind = text_part_class(wrapped)
+    if kind is None:
+        raise ValueError("transformers has no class for it that makes text of text")
+    with torch.device("meta"):
+        model: Any = kind._from_config(wrapped, dtype=torch.float32, attn_implementation="eager")
+    model.to_empty(device="cpu")
+    model.initialize_weights()
+    model.tie_weights()
+    return model
+
+
+def _fields(whole: Any) -> dict[str, Any]:
+    return {name: value for name, value in whole.to_dict().items() if name not in DROPPED}
 
 
 def _draw(model: Any) -> None:
@@ -67,8 +91,11 @@ def _inputs_of(module: nn.Module, weight: Tensor, is_embedding: bool) -> int:
 
 def load_oracle(folder: Path) -> Any:
     """transformers' own model, eager, in float32."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    part = None if has_own_class(config.get_text_config(decoder=True)) else text_part_class(config)
+    kind: Any = AutoModelForCausalLM if part is None else part
+    return kind.from_pretrained(
         folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32, local_files_only=True
     ).eval()

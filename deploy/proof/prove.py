@@ -37,8 +37,8 @@ def prove(model_dir: Path, ranks: Sequence[int], seeds: Sequence[int] = range(SE
     changed: dict[str, tuple[Any, Any]] = {}
     differing: list[str] = []
     try:
-        config = AutoConfig.from_pretrained(model_dir, local_files_only=True).get_text_config(decoder=True)
-        family = config.model_type
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        family = config.get_text_config(decoder=True).model_type
         agreed = 0
         for seed in seeds:
             with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:

@@ -107,7 +107,10 @@ RULES: tuple[tuple[str, Rule], ...] = (
 )
 """A pattern of names, and what becomes of a number that has one. The first that fits counts."""
 
-DROPPED = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "id2label", "label2id"}
+DROPPED = {
+    "_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "id2label", "label2id",
+    "quantization_config", "compression_config", "auto_map",
+}  # fmt: skip
 HEADS = ("num_attention_heads", "num_key_value_heads"), ("swa_num_attention_heads", "swa_num_key_value_heads")
 """Counts of query heads and of their key-value heads."""
 

@@ -54,7 +54,7 @@ def _mixer(kind: type[Mixer]) -> "Adapter":
 
 LATENT = (
     "AXK1Attention", "DeepseekV2Attention", "DeepseekV3Attention", "Glm4MoeLiteAttention", "LongcatFlashMLA",
-    "MiniCPM3Attention", "YoutuAttention",
+    "MiniCPM3Attention", "Mistral4Attention", "YoutuAttention",
 )  # fmt: skip
 """Classes of attention over one latent for all heads, in the words of DeepSeek's."""
 

@@ -36,9 +36,16 @@ class LatentAttention:
         has_halves = hasattr(self._modeling, "apply_rotary_pos_emb")
         self._has_neighbours: bool = getattr(module.config, "rope_interleave", not has_halves)
         self._made: tuple[HeadProduct, HeadProduct] | None = None
+        # Mistral 4 scales queries by their positions, beyond those that it was trained with.
+        self._scale_at: Callable[..., Tensor] | None = getattr(self._modeling, "get_llama_4_attn_scale", None)
 
     def __call__(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | Tensor, *_: Any, **__: Any
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | Tensor,
+        *_: Any,
+        position_ids: Tensor | None = None,
+        **__: Any,
     ) -> tuple[Tensor, None]:
         module = self._module
         rank = module.kv_lora_rank
@@ -54,9 +61,14 @@ class LatentAttention:
         if self._latent_scale != 1.0:
             latent = latent * self._latent_scale
         keys = torch.cat((latent.unsqueeze(1), k_rot), dim=-1)
+        queries = torch.cat((q_latent, q_rot), dim=-1)
+        if self._scale_at is not None:
+            ropes = module.config.rope_parameters
+            beta, trained = ropes.get("llama_4_scaling_beta"), ropes.get("original_max_position_embeddings")
+            queries = queries * self._scale_at(position_ids, beta, trained).to(queries.dtype)
         out_THR = self._paged.attend(
             module.layer_idx,
-            torch.cat((q_latent, q_rot), dim=-1),
+            queries,
             keys,
             keys[..., :0],
             LayerParams(module.scaling, latent_values=rank),

@@ -34,6 +34,7 @@ from ..tensor_parallel import TensorParallel
 from .families import WITH_ENCODER
 from .kept import keeper_of, kept_bytes
 from .loaded_model import LoadedModel
+from .text_part import around, has_own_class, text_part_class
 from .weights import fill_weights
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,8 @@ def _load(
     # Layers that remember go through our pages from now on.
     attention = PagedAttention(layers, dtype, device)
     states = PagedStates(device)
-    cross = CrossAttention(module, settings.model_dir, layers, dtype) if whole is not config else None
+    has_encoder = whole.model_type in WITH_ENCODER
+    cross = CrossAttention(module, settings.model_dir, layers, dtype) if has_encoder else None
     bind(module, Paged(attention, states, cross, parallel))
     generation = _generation_config(settings)
     facts = ModelFacts(
@@ -133,14 +135,18 @@ def _load(
 
 
 def _build(whole: Any, config: Any, dtype: torch.dtype, settings: ModelSettings) -> Any:
-    """The module, without memory for its weights. whole: the config of a model with its encoder, or `config` itself."""
+    """The module, without memory for its weights. whole: the config of a model with its encoder, or of one whose text
+    part has no class of its own, or `config` itself."""
     config._attn_implementation = IMPLEMENTATION
+    part = None if has_own_class(config) else text_part_class(whole)
     make = AutoModelForCausalLM
-    if whole is not config:
+    if whole.model_type in WITH_ENCODER:
         whole.vision_config._attn_implementation = "sdpa"
-        make = AutoModelForImageTextToText
+        make, part = AutoModelForImageTextToText, None
     try:
         with torch.device("meta"):
+            if part is not None:
+                return part._from_config(whole, dtype=dtype)
             return make.from_config(whole, dtype=dtype, trust_remote_code=settings.trust_remote_code)
     except (KeyError, ValueError, TypeError, NotImplementedError, ImportError) as error:
         raise UnsupportedModel(
@@ -151,7 +157,8 @@ def _build(whole: Any, config: Any, dtype: torch.dtype, settings: ModelSettings)
 
 
 def _read_config(settings: ModelSettings) -> Any:
-    """Of the text model; of the whole model where its encoder is part of what runs."""
+    """Of the text model; of the whole model where its encoder is part of what runs, or where the text part has no class
+    of its own."""
     try:
         config = AutoConfig.from_pretrained(
             settings.model_dir, trust_remote_code=settings.trust_remote_code, local_files_only=True
@@ -161,14 +168,19 @@ def _read_config(settings: ModelSettings) -> Any:
         raise UnsupportedModel(
             f"transformers cannot read {settings.model_dir}/config.json: {clipped(str(error), 400)}", field="model"
         ) from error
+    has_code = settings.trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {})
     if config.model_type in WITH_ENCODER:
         return config
-    has_code = settings.trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {})
-    if type(text) not in AutoModelForCausalLM._model_mapping and not has_code:
+    if has_own_class(text) or has_code:
+        return text
+    if text_part_class(config) is not None:
+        return config
+    whole = around(text) if text is config else None
+    if whole is None:
         raise UnsupportedModel(
             f"model_type {text.model_type!r} is not a causal language model that transformers knows", field="model"
         )
-    return text
+    return whole
 
 
 def _dtype(settings: ModelSettings, config: Any) -> torch.dtype:
@@ -192,7 +204,7 @@ def _generation_config(settings: ModelSettings) -> GenerationConfig:
 def _eos_token_ids(generation: GenerationConfig, config: Any) -> tuple[int, ...]:
     """generation_config.json knows best (chat models end turns with a token of their own); else config.json. Some
     say -1 for none."""
-    eos = config.eos_token_id if generation.eos_token_id is None else generation.eos_token_id
+    eos = getattr(config, "eos_token_id", None) if generation.eos_token_id is None else generation.eos_token_id
     if eos is None:
         return ()
     return tuple(token for token in (eos if isinstance(eos, list | tuple) else (eos,)) if token >= 0)

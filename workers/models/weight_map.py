@@ -377,8 +377,13 @@ def _check_shapes(name: str, groups: Sequence[Sequence[Source]], joined_dim: int
 
 
 def _in_text_model(name: str, wanted: dict[str, Any]) -> str | None:
-    """A text model may be read from the checkpoint of a multimodal model around it."""
-    for prefix, instead in (("", ""), ("language_model.", ""), ("model.language_model.", "model.")):
+    """A text model may be read from the checkpoint of a multimodal model around it, and the other way round."""
+    for prefix, instead in (
+        ("", ""),
+        ("language_model.", ""),
+        ("model.language_model.", "model."),
+        ("model.", "model.language_model."),
+    ):
         if name.startswith(prefix) and instead + name.removeprefix(prefix) in wanted:
             return instead + name.removeprefix(prefix)
     return None
