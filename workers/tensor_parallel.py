@@ -14,6 +14,7 @@ their forward pass. With one rank nothing is cut and nothing is hooked.
 
 import re
 from collections.abc import Mapping, Sequence, Set
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ class Section(NamedTuple):
 
     size: int
     is_cut: bool = True
+    kv_heads: int = 0  # in it, if it is of such: with more ranks than heads, a head lives on several ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +175,11 @@ class TensorParallel:
 
     def _ranges(self, what: str, sections: Sequence[Section], parts: int | None = None) -> tuple[tuple[int, int], ...]:
         """parts: into how many each section is cut; when fewer than ranks, several ranks have the same one."""
-        parts = parts or self.size
-        index = self.rank * parts // self.size
+        usual = parts or self.size
         ranges, start = [], 0
-        for size, is_cut in sections:
+        for size, is_cut, kv_heads in sections:
+            parts = min(kv_heads, self.size) if kv_heads else usual
+            index = self.rank * parts // self.size
             if is_cut and size % parts:
                 raise InvalidSetting(
                     f"tensor_parallel_size {self.size} does not divide {what}, which has {size} rows or columns",
@@ -226,6 +229,8 @@ class TensorParallel:
         start = self.rank * part
 
         is_foreign = torch.empty(0)
+        if hasattr(module, "padding_idx"):
+            module.padding_idx = None  # it counts rows of all ranks, and only matters in training
 
         def before(_module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             nonlocal is_foreign
@@ -259,8 +264,26 @@ def count_own_heads(module: nn.Module) -> None:
         for count, projection in (("num_heads", "q_proj"), ("num_key_value_heads", "k_proj")):
             if hasattr(here, count) and hasattr(here, projection) and hasattr(here, "head_dim"):
                 linear = getattr(here, projection)
-                outputs = linear.outputs if isinstance(linear, PackedLinear) else linear.weight.shape[0]
-                setattr(here, count, outputs // here.head_dim)
+                setattr(here, count, _outputs(linear) // here.head_dim)
+        if is_fused(here):
+            _count_fused(here)
+
+
+def is_fused(module: Any) -> bool:
+    """Does one linear of an attention module give out queries, keys and values side by side, in the way of Phi-3?"""
+    return all(hasattr(module, name) for name in ("qkv_proj", "o_proj", "head_dim", "num_key_value_heads", "config"))
+
+
+def _count_fused(attention: Any) -> None:
+    """It asks the config for the count of its query heads, so it gets one of its own."""
+    groups = attention.num_key_value_groups
+    attention.num_key_value_heads = _outputs(attention.qkv_proj) // attention.head_dim // (groups + 2)
+    attention.config = copy(attention.config)
+    attention.config.num_attention_heads = attention.num_key_value_heads * groups
+
+
+def _outputs(linear: Any) -> int:
+    return linear.outputs if isinstance(linear, PackedLinear) else linear.weight.shape[0]
 
 
 def _kv_heads(config: Any, path: str) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ...errors import UnsupportedModel
 from ...workers.checkpoint.json_file import clipped
+from ...workers.layers.patches import patch_rotary_dim
 from ...workers.models.text_part import around, has_own_class, name_of_text, text_part_class
 from .scaled import DROPPED, scaled
 
@@ -18,12 +19,15 @@ SPREAD_OF_GATES = 0.5
 GATES = "sinks", "gate"
 
 
-def make_copy(whole: Any, folder: Path, seed: int) -> dict[str, tuple[Any, Any]]:
-    """Write the checkpoint to `folder`. whole: the model's config. Returns what was scaled: (from, to) by name.
+def make_copy(whole: Any, folder: Path, seed: int, ranks: int = 1) -> dict[str, tuple[Any, Any]]:
+    """Write the checkpoint to `folder`. Returns what was scaled: (from, to) by name.
+
+    whole: the model's config
+    ranks: on which the copy is to run, as the model does
 
     Raises `UnsupportedModel` where no small copy can be made."""
     config = whole.get_text_config(decoder=True)
-    made = scaled(config)
+    made = scaled(config, ranks)
     torch.manual_seed(seed)
     try:
         model = _built(whole, type(config).from_dict(dict(made.fields)))
@@ -96,6 +100,8 @@ def load_oracle(folder: Path) -> Any:
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     part = None if has_own_class(config.get_text_config(decoder=True)) else text_part_class(config)
     kind: Any = AutoModelForCausalLM if part is None else part
-    return kind.from_pretrained(
+    model = kind.from_pretrained(
         folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32, local_files_only=True
-    ).eval()
+    )
+    patch_rotary_dim(model, model.config)  # which transformers does not read
+    return model.eval()

@@ -21,6 +21,7 @@ from typing import Any
 
 from ...errors import IntarsiaError
 from ...workers.checkpoint.json_file import clipped
+from ...workers.checkpoint.spellings import config_of
 from .verdict import Verdict
 
 SEEDS = 3
@@ -30,14 +31,12 @@ COPY_PATH = re.compile(rf"\S*{PREFIX}\w+(/config\.json)?")
 
 def prove(model_dir: Path, ranks: Sequence[int], seeds: Sequence[int] = range(SEEDS)) -> Verdict:
     """Stops when it knows: after one seed, if nothing differs."""
-    from transformers import AutoConfig
-
     started_s = time.monotonic()
     family = ""
     changed: dict[str, tuple[Any, Any]] = {}
     differing: list[str] = []
     try:
-        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        config = config_of(model_dir)
         family = config.get_text_config(decoder=True).model_type
         agreed = 0
         for seed in seeds:
@@ -64,7 +63,7 @@ def _tried(config: Any, folder: Path, ranks: Sequence[int], seed: int) -> tuple[
     from .layers import first_layer
     from .trial import first_difference, prompts
 
-    changed = make_copy(config, folder, seed)
+    changed = make_copy(config, folder, seed, max(ranks))
     oracle = load_oracle(folder)
     for size in ranks:
         found = asyncio.run(first_difference(folder, oracle, size, seed))

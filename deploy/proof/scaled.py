@@ -11,6 +11,7 @@ keeps its value, unless that is a multiple of the model's width.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import lcm
 from typing import Any
 
 from ...errors import UnsupportedModel
@@ -46,6 +47,7 @@ class Scale:
     layers: int
     to_layers: int
     has_two_sets: bool  # of frequencies
+    ranks: int = 1  # among which the copy's heads divide, where the model's do
 
     def widths(self, value: int) -> int:
         """In proportion to the model's width: multiples of 8 that are neither tiny nor large."""
@@ -124,10 +126,10 @@ MIXER_HEADS = {
 """Heads of state mixers, the size of each, and what their widths together are a multiple of the model's by."""
 
 
-def scaled(config: Any) -> Scaled:
-    """config: of transformers, of a model's text part"""
+def scaled(config: Any, ranks: int = 1) -> Scaled:
+    """config: of transformers, of a model's text part. ranks: among which the copy's heads divide, if the model's do"""
     given = Given(config)
-    scale = _scale(given)
+    scale = _scale(given, ranks)
     fields = {name: _shrunk(given.usual(name), value, scale) for name, value in given.fields.items()}
     _set_heads(given, fields, scale)
     _set_state_heads(given, fields, scale)
@@ -172,7 +174,7 @@ class Given:
 # -- sizes that others follow ------------------------------------------------------------------------------------------
 
 
-def _scale(given: Given) -> Scale:
+def _scale(given: Given, ranks: int) -> Scale:
     width, heads, layers = given.size("hidden_size"), given.size("num_attention_heads"), given.size("num_hidden_layers")
     if width is None or layers is None:
         raise UnsupportedModel(
@@ -180,20 +182,30 @@ def _scale(given: Given) -> Scale:
         )
     to_layers, has_two_sets = _layers(given, layers), "longrope" in str(given.fields.get("rope_parameters"))
     if heads is None:  # states alone
-        return Scale(width, 4 * HEAD_SIZE, HEAD_SIZE, HEAD_SIZE, layers, to_layers, has_two_sets)
+        return Scale(width, 4 * HEAD_SIZE, HEAD_SIZE, HEAD_SIZE, layers, to_layers, has_two_sets, ranks)
     head = given.size("head_dim") or max(1, width // heads)
     to_head = _head_size(given, head)
-    to_heads, _ = _heads(heads, given.size("num_key_value_heads") or heads)
+    to_heads, _ = _heads(heads, given.size("num_key_value_heads") or heads, ranks)
     to_width = to_heads * to_head if heads * head == width else 4 * HEAD_SIZE
-    return Scale(width, to_width, head, to_head, layers, to_layers, has_two_sets)
+    return Scale(width, to_width, head, to_head, layers, to_layers, has_two_sets, ranks)
 
 
-def _heads(queries: int, keys: int) -> tuple[int, int]:
+def _heads(queries: int, keys: int, ranks: int) -> tuple[int, int]:
     """Of query heads and key-value heads, in their ratio where that is not large."""
     if queries == keys:
-        return min(queries, ALONE_HEADS), min(keys, ALONE_HEADS)
-    to_keys = min(keys, MOST_KV_HEADS)
-    return to_keys * min(max(queries // keys, 1), MOST_QUERIES_EACH), to_keys
+        count = _few(queries, ALONE_HEADS, ranks)
+        return count, count
+    to_keys, each = min(keys, MOST_KV_HEADS), min(max(queries // keys, 1), MOST_QUERIES_EACH)
+    if queries % ranks:
+        return to_keys * each, to_keys
+    while to_keys * each % ranks and to_keys * each < queries:
+        to_keys, each = (2 * to_keys, each) if 2 * to_keys <= keys else (to_keys, 2 * each)
+    return (to_keys * each, to_keys) if to_keys * each % ranks == 0 else (queries, keys)
+
+
+def _few(count: int, most: int, ranks: int) -> int:
+    """Heads of a copy, of so many."""
+    return min(count, most if count % ranks else lcm(most, ranks))
 
 
 def _head_size(given: Given, head: int) -> int:
@@ -277,7 +289,7 @@ def _set_heads(given: Given, fields: dict[str, Any], scale: Scale) -> None:
     """Of attention; of layers with windows, where these have other ones; of indexers."""
     for names in HEADS:
         queries = given.size(names[0])
-        counts = _heads(queries, given.size(names[1]) or queries) if queries else (0, 0)
+        counts = _heads(queries, given.size(names[1]) or queries, scale.ranks) if queries else (0, 0)
         for name, count in zip(names, counts, strict=True):
             old = fields.get(given.own(name))
             if isinstance(old, int) and not isinstance(old, bool):
@@ -287,7 +299,7 @@ def _set_heads(given: Given, fields: dict[str, Any], scale: Scale) -> None:
     queries = given.size("num_attention_heads")
     if queries is None:
         return
-    to_queries, to_keys = _heads(queries, given.size("num_key_value_heads") or queries)
+    to_queries, to_keys = _heads(queries, given.size("num_key_value_heads") or queries, scale.ranks)
     most = {"index_n_heads": to_queries, "num_query_groups": to_keys, "num_kv_heads": to_keys, "o_groups": 2}
     for name, count in most.items():
         if given.size(name) is not None:
@@ -302,7 +314,7 @@ def _set_state_heads(given: Given, fields: dict[str, Any], scale: Scale) -> None
         if count is None:
             continue
         of_keys = (given.size(keys) if keys else None) or count
-        to_keys = min(of_keys, MOST_KV_HEADS)
+        to_keys = _few(of_keys, MOST_KV_HEADS, scale.ranks)
         fields[values] = to_keys * max(1, min(count // of_keys, MOST_QUERIES_EACH))
         if keys:
             fields[keys] = to_keys

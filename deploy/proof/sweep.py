@@ -32,12 +32,14 @@ LACKING: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"num_hidden_layers": 8, "layer_types": ["conv", "conv", "full_attention", "conv"] * 2},
     "nemotron": {"num_key_value_heads": 8},
     **{
-        name: {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": parts}}}
-        for name, parts in {
-            "glm4v": [8, 12, 12], "glm4v_moe": [8, 12, 12], "glm_ocr": [8, 12, 12], "hunyuan_vl": [16, 16, 16, 16],
-            "paddleocr_vl": [16, 24, 24], "qwen2_5_vl": [16, 24, 24], "qwen2_vl": [16, 24, 24],
-            "qwen3_vl": [24, 20, 20], "qwen3_vl_moe": [24, 20, 20],
-        }.items()
+        name: {"text_config": {"head_dim": 128, "rope_parameters": {"rope_type": "default", **ropes}}}
+        for names, ropes in (
+            (("glm4v", "glm4v_moe", "glm_ocr"), {"mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}),
+            (("hunyuan_vl",), {"mrope_section": [16, 16, 16, 16]}),
+            (("paddleocr_vl", "qwen2_5_vl", "qwen2_vl", "qwen2_5_omni_thinker"), {"mrope_section": [16, 24, 24]}),
+            (("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker"), {"mrope_section": [24, 20, 20]}),
+        )
+        for name in names
     },
     "step3p7": {"text_config": {"sliding_window": 512, "layer_types": STEP_KINDS, "num_sliding_attention_heads": 96}},
 }  # fmt: skip
@@ -57,6 +59,8 @@ def families() -> list[str]:
 def _has_text_alone(kind: Any, alone: Mapping[str, Any]) -> bool:
     """Of a model's config class. True where its text part may be of any kind, too."""
     text = kind.sub_configs.get("text_config")
+    if not kind.sub_configs:
+        return False
     return not getattr(text, "model_type", "") or text.model_type in alone
 
 

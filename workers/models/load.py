@@ -4,11 +4,11 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     GenerationConfig,
@@ -19,6 +19,7 @@ from ...proto.worker import ModelFacts, ModelSettings
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.json_file import clipped
 from ..checkpoint.layer_specs import complete_layer_types, read_layers
+from ..checkpoint.spellings import config_of
 from ..cpu.experts import pack_experts
 from ..cpu.linear import pack_linears
 from ..cpu.order import sum_order
@@ -160,9 +161,7 @@ def _read_config(settings: ModelSettings) -> Any:
     """Of the text model; of the whole model where its encoder is part of what runs, or where the text part has no class
     of its own."""
     try:
-        config = AutoConfig.from_pretrained(
-            settings.model_dir, trust_remote_code=settings.trust_remote_code, local_files_only=True
-        )
+        config = config_of(Path(settings.model_dir), trust_remote_code=settings.trust_remote_code)
         text = config.get_text_config()
     except (ValueError, KeyError, TypeError, OSError, AttributeError) as error:
         raise UnsupportedModel(

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from ..tensor_parallel import Cut, Section, Style, is_fused
+
 ATTENTION_OUTPUTS = "o_proj", "out_proj", "dense", "c_proj"
 MLPS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("gate_proj", "up_proj"), "down_proj"),
@@ -38,12 +40,27 @@ def plan_by_structure(model: nn.Module) -> dict[str, str]:
     return plan if has_attention else {}
 
 
+def cut_fused(model: nn.Module) -> dict[str, Style]:
+    """Module path -> style, of linears that give out queries, keys and values side by side."""
+    styles: dict[str, Style] = {}
+    for path, module in model.named_modules():
+        here: Any = module
+        if is_fused(here):
+            heads, each = here.num_key_value_heads, here.head_dim
+            keys = Section(heads * each, kv_heads=heads)
+            cut = Cut(0, (Section(keys.size * here.num_key_value_groups), keys, keys))
+            styles[f"{path}.qkv_proj"] = Style({"weight": cut, "bias": cut})
+    return styles
+
+
 def _linears(module: nn.Module) -> set[str]:
     return {name for name, child in module.named_children() if isinstance(child, nn.Linear)}
 
 
 def _attention(path: str, module: Any) -> dict[str, str]:
     linears = _linears(module)
+    if is_fused(module):
+        return {f"{path}.o_proj": "rowwise"}  # the others: see `cut_fused`
     if linears >= LATENT:
         inward = [name for name in ("q_proj", "q_b_proj", "kv_b_proj") if name in linears]
         return {f"{path}.{name}": "colwise" for name in inward} | {f"{path}.o_proj": "rowwise"}
@@ -56,6 +73,8 @@ def _attention(path: str, module: Any) -> dict[str, str]:
         weight = getattr(getattr(module, norm, None), "weight", None)
         if weight is not None and weight.shape == (getattr(module, projection).out_features,):
             plan[f"{path}.{norm}"] = "norm_over_ranks"
+        elif weight is not None and weight.dim() == 2:  # each head its own: [heads,head size]
+            plan[f"{path}.{norm}"] = "colwise"
     if isinstance(getattr(module, "sinks", None), nn.Parameter):
         plan[path] = "sinks"
     return plan

@@ -15,7 +15,7 @@ from ..tensor_parallel import Slice, Style, TensorParallel, count_own_heads
 from .families import TENSOR_PARALLEL_PLANS, VOCABULARIES
 from .from_gguf import gguf_sources
 from .kept import Keeper
-from .structure import plan_by_structure
+from .structure import cut_fused, plan_by_structure
 from .weight_map import Source, find_sources
 
 
@@ -27,7 +27,7 @@ def styles_of(module: nn.Module, config: Any, parallel: TensorParallel) -> dict[
     if ours is None and not is_known((config.model_type,)):
         ours = plan_by_structure(module) or None
     styles = parallel.plan(module, config, ours, VOCABULARIES)
-    return styles | cut_mixers(module, parallel.size)
+    return styles | cut_mixers(module, parallel.size) | cut_fused(module)
 
 
 def fill_weights(
