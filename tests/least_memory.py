@@ -6,7 +6,7 @@ from typing import Protocol
 
 from transformers import AutoConfig
 
-from intarsia.deploy.proof.trial import least_memory as of_layers
+from intarsia.deploy.proof.engines import least_memory as of_layers
 from intarsia.workers.checkpoint.layer_specs import read_layers
 
 

@@ -1,5 +1,6 @@
 """The small copy of a model: a checkpoint with random weights, and transformers' own model of it."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from ...errors import UnsupportedModel
 from ...workers.checkpoint.json_file import clipped
 from ...workers.layers.patches import patch_rotary_dim
 from ...workers.models.text_part import around, has_own_class, name_of_text, text_part_class
+from .oracle import Oracle
 from .scaled import DROPPED, scaled
 
 SPREAD_OF_VECTORS = 0.1
@@ -17,6 +19,8 @@ SPREAD_OF_VECTORS = 0.1
 
 SPREAD_OF_GATES = 0.5
 GATES = "sinks", "gate"
+DRAWN_BUFFERS = re.compile("bias|scalar")
+"""Names of buffers that come out of a checkpoint: others are computed of the config."""
 
 
 def make_copy(whole: Any, folder: Path, seed: int, ranks: int = 1) -> dict[str, tuple[Any, Any]]:
@@ -72,13 +76,13 @@ def _draw(model: Any) -> None:
     embeddings = {id(model.get_input_embeddings().weight)}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() == 1:
+            if parameter.dim() <= 1:
                 parameter.add_(torch.randn_like(parameter) * _spread(name))
-            elif parameter.dim() > 1:
+            else:
                 is_embedding = isinstance(module, nn.Embedding) or id(parameter) in embeddings
                 parameter.normal_(0, _inputs_of(module, parameter, is_embedding) ** -0.5)
         for name, buffer in module.named_buffers(recurse=False):
-            if "bias" in name and buffer.is_floating_point():
+            if DRAWN_BUFFERS.search(name) and buffer.is_floating_point():
                 buffer.add_(torch.randn_like(buffer) * SPREAD_OF_VECTORS)
 
 
@@ -93,7 +97,7 @@ def _inputs_of(module: nn.Module, weight: Tensor, is_embedding: bool) -> int:
     return min(weight.shape[1:]) if is_stacked else int(weight[0].numel())
 
 
-def load_oracle(folder: Path) -> Any:
+def load_oracle(folder: Path) -> Oracle:
     """transformers' own model, eager, in float32."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -104,4 +108,4 @@ def load_oracle(folder: Path) -> Any:
         folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32, local_files_only=True
     )
     patch_rotary_dim(model, model.config)  # which transformers does not read
-    return model.eval()
+    return Oracle(model.eval())

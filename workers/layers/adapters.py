@@ -16,7 +16,13 @@ from .delta import GatedDeltaNet, PackedGatedDeltaNet, SeparateGatedDeltaNet
 from .latent import LatentAttention
 from .lightning import Lightning
 from .mamba import Mamba1, Mamba2
-from .patches import patch_layer_index, patch_query_scale, patch_sparsity
+from .patches import (
+    patch_head_norms,
+    patch_identity_experts,
+    patch_layer_index,
+    patch_query_scale,
+    patch_sparsity,
+)
 from .states import Mixer, PagedStates
 
 
@@ -85,6 +91,8 @@ def bind(model: nn.Module, paged: Paged) -> None:
             patch_layer_index(module)
             paged.attention.bind(module, patch_query_scale(module))
         patch_sparsity(module, paged.parallel)
+        patch_identity_experts(module, paged.parallel)
+        patch_head_norms(module, paged.parallel)
         adapter = ADAPTERS.get(type(module).__name__)
         if adapter is not None:
             module.forward = adapter(module, paged)

@@ -12,6 +12,9 @@ from ..tensor_parallel import TensorParallel
 LAYER_FROM_CALL = {"Zamba2Attention"}
 """Classes of modules that are told with each call which layer they are: one block of weights is used by several."""
 
+NORM_FOR_EACH_HEAD = {"StableLmLayerNormPerHead"}
+"""Classes of modules with a list of norms."""
+
 SPARSE = {"Gemma3nTextMLP"}
 """Classes of MLPs that drop most of their activations."""
 
@@ -63,6 +66,24 @@ def patch_sparsity(module: Any, parallel: TensorParallel) -> None:
         return torch.relu(gate - (mean + (variance / columns).sqrt() * quantile).to(gate.dtype))
 
     module._gaussian_topk = cut_off
+
+
+def patch_identity_experts(module: Any, parallel: TensorParallel) -> None:
+    """Let experts that give out what they are given (LongCat-Flash) do so on one rank: the ranks' outputs are added
+    up."""
+    if hasattr(module, "identity_expert") and parallel.rank > 0:
+        module.identity_expert = None  # a module's attribute takes no plain function
+        object.__setattr__(module, "identity_expert", torch.zeros_like)
+
+
+def patch_head_norms(module: Any, parallel: TensorParallel) -> None:
+    """Let a rank have the norms of its own heads, where each head has one (StableLM 2 12B)."""
+    if type(module).__name__ not in NORM_FOR_EACH_HEAD or parallel.size == 1:
+        return
+    parts = min(len(module.norms), parallel.size)  # with more ranks than heads, a head lives on several
+    each = len(module.norms) // parts
+    first = parallel.rank * parts // parallel.size * each
+    module.norms = module.norms[first : first + each]
 
 
 def patch_rotary_dim(model: Any, config: Any) -> None:
