@@ -5,7 +5,7 @@ query itself included, as transformers does for the families below. A family is 
 things in words of its own: the sizes of its states, mostly.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +89,22 @@ def local_kv_heads(config: Any, tensor_parallel_size: int) -> int:
             kv_heads=kv_heads,
         )
     return max(1, kv_heads // tensor_parallel_size)
+
+
+def told_copies(own: Sequence[LayerSpec], alone: Sequence[LayerSpec], ranks: int) -> str | None:
+    """What it costs that heads and latents which do not divide among the ranks are on several of them. None: nothing.
+
+    own: one rank's layers. alone: those of one rank that has no others"""
+    kept, least = (
+        sum(layer.token_bytes for layer in layers if layer.shares is None and layer.reach.keeps_tokens)
+        for layers in (own, alone)
+    )
+    if not least or ranks * kept == least:
+        return None
+    return (
+        f"keys and values of a token take {ranks * kept / least:.3g} times the memory on {ranks} ranks together that "
+        "they take on one: what does not divide among so many (key-value heads, latents) is copied"
+    )
 
 
 def kv_heads_of(config: Any) -> int:

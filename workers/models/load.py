@@ -18,7 +18,7 @@ from ...errors import CorruptCheckpoint, IntarsiaError, ModelNotFound, Unsupport
 from ...proto.worker import ModelFacts, ModelSettings
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.json_file import clipped
-from ..checkpoint.layer_specs import complete_layer_types, read_layers
+from ..checkpoint.layer_specs import complete_layer_types, read_layers, told_copies
 from ..checkpoint.spellings import config_of
 from ..cpu.experts import pack_experts
 from ..cpu.linear import pack_linears
@@ -97,11 +97,12 @@ def _load(
     config = whole.get_text_config()
     dtype = _dtype(settings, config)
     order = sum_order(dtype, device, settings.same_bits, parallel.size)
-    notes = [complete_layer_types(config, checkpoint.config), order.note, *checkpoint.notes]
+    completed = complete_layer_types(config, checkpoint.config)
+    layers, alone = (read_layers(config, size, dtype.itemsize) for size in (parallel.size, 1))
+    notes = [completed, told_copies(layers, alone, parallel.size), order.note, *checkpoint.notes]
     for note in filter(None, notes):
         logger.warning(note)
     # A module without memory, then its weights.
-    layers = read_layers(config, parallel.size, dtype.itemsize)
     module = _build(whole, config, dtype, settings)
     vocab_size = module.get_input_embeddings().num_embeddings
     keeper = keeper_of(settings, dtype, device)

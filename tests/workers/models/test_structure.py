@@ -6,7 +6,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from intarsia.deploy.proof.scaled import scaled
-from intarsia.workers.models.structure import plan_by_structure
+from intarsia.workers.models.structure import cut_fused, plan_by_structure
+from intarsia.workers.tensor_parallel import TensorParallel
 
 
 def plan_of(family: str) -> dict[str, str]:
@@ -39,3 +40,27 @@ def test_mlps_without_a_gate_are_cut_too():
 
 def test_a_model_whose_attention_is_of_another_form_has_no_such_plan():
     assert plan_of("gpt_neox") == {}
+
+
+def test_norms_with_numbers_for_each_head_are_cut_with_the_heads():
+    config = CONFIG_MAPPING["cohere"](use_qk_norm=True, num_key_value_heads=8)
+    small: Any = type(config).from_dict(scaled(config).fields)
+    with torch.device("meta"):
+        plan = plan_by_structure(AutoModelForCausalLM.from_config(small))
+    assert plan["model.layers.0.self_attn.q_norm"] == "colwise" == plan["model.layers.0.self_attn.k_norm"]
+
+
+def test_queries_keys_and_values_of_one_linear_are_cut_each_by_itself():
+    config = CONFIG_MAPPING["phi3"](hidden_size=64, num_attention_heads=8, num_key_value_heads=2)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    plan, style = plan_by_structure(model), cut_fused(model)["model.layers.0.self_attn.qkv_proj"]
+    assert plan["model.layers.0.self_attn.o_proj"] == "rowwise" and plan["model.layers.0.mlp.gate_up_proj"] == "packed"
+    # Of 8 query heads each of 4 ranks has two, and of 2 key-value heads two ranks have the same one.
+    parts = [TensorParallel(rank, 4).slice_of("qkv_proj", "weight", (96, 64), style, config) for rank in range(4)]
+    assert [part.ranges for part in parts if part is not None] == [
+        ((0, 16), (64, 72), (80, 88)),
+        ((16, 32), (64, 72), (80, 88)),
+        ((32, 48), (72, 80), (88, 96)),
+        ((48, 64), (72, 80), (88, 96)),
+    ]
