@@ -20,6 +20,7 @@ from .patches import (
     patch_head_norms,
     patch_identity_experts,
     patch_layer_index,
+    patch_logits,
     patch_query_scale,
     patch_sparsity,
 )
@@ -86,6 +87,7 @@ ADAPTERS: dict[str, Adapter] = {
 
 def bind(model: nn.Module, paged: Paged) -> None:
     """Let the layers of `model` read and write our pages."""
+    patch_logits(model)
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             patch_layer_index(module)

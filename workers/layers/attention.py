@@ -134,6 +134,7 @@ class PagedAttention:
         if self._backend is None:
             self.params[layer] = params
             self._note(layer, q_THD.shape[1], params)
+            self._check_shapes(layer, k_TKD, v_TKD)
             values_TKD = k_TKD[..., :value_dim] if params.latent_values else v_TKD
             return values_TKD.repeat_interleave(q_THD.shape[1] // values_TKD.shape[1], dim=1)
         out_THD = torch.empty((*q_THD.shape[:2], value_dim), dtype=q_THD.dtype, device=q_THD.device)
@@ -146,6 +147,17 @@ class PagedAttention:
     def attend_layer(self, layer: int) -> Callable[..., Tensor]:
         """`attend_packed` of one layer, with the constants it was learnt to have: q_THD, k_TKD, v_TKD -> out_THD."""
         return partial(self.attend_packed, layer=layer, params=self.params[layer])
+
+    def _check_shapes(self, layer: int, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        """Of what is written to pages, against what these were laid out for."""
+        spec = self._layers[layer]
+        there, meant = (k_TKD.shape[1], k_TKD.shape[2], v_TKD.shape[2]), (spec.kv_heads, spec.key_dim, spec.value_dim)
+        if there != meant:
+            raise UnsupportedModel(
+                f"layer {layer} makes {there[0]} key-value heads with keys of {there[1]} and values of {there[2]} "
+                f"numbers; by its config it would be {meant[0]} of {meant[1]} and {meant[2]}",
+                field="model",
+            )
 
     def _note(self, layer: int, heads: int, params: LayerParams) -> None:
         spec = self._layers[layer]

@@ -1,6 +1,7 @@
 """Modules of transformers that are changed in place, where they are wrong or were written for unpacked batches."""
 
 from collections.abc import Callable
+from inspect import signature
 from statistics import NormalDist
 from typing import Any
 
@@ -66,6 +67,22 @@ def patch_sparsity(module: Any, parallel: TensorParallel) -> None:
         return torch.relu(gate - (mean + (variance / columns).sqrt() * quantile).to(gate.dtype))
 
     module._gaussian_topk = cut_off
+
+
+def patch_logits(model: Any) -> None:
+    """Let a model compute logits for the tokens that need them where its forward pass knows no `logits_to_keep`. Then
+    it computes those of all tokens."""
+    whole = model.forward
+    if "logits_to_keep" in signature(whole).parameters:
+        return
+
+    def forward(*args: Any, logits_to_keep: int | Tensor = 0, **kwargs: Any) -> Any:
+        output = whole(*args, **kwargs)
+        if isinstance(logits_to_keep, Tensor):
+            output.logits = output.logits[:, logits_to_keep]
+        return output
+
+    model.forward = forward
 
 
 def patch_identity_experts(module: Any, parallel: TensorParallel) -> None:
