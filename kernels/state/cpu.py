@@ -18,6 +18,7 @@ from .reference import (
     CONVOLUTION,
     GATED_CONVOLUTION,
     GATED_DELTA,
+    KEYED_DELTA,
     LINEAR_ATTENTION,
     SELECTIVE_SCAN,
     SILU_CONVOLUTION,
@@ -52,7 +53,7 @@ class _Heads(ctypes.Structure):
         *((name, c_void_p) for name in ("q", "k", "v", "g", "beta", "out", "pages")),
         *((name, c_int64) for name in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")),
         *((name, c_int64) for name in ("g_token", "g_head", "beta_token", "beta_head", "page_stride")),
-        *((name, c_int32) for name in ("heads", "key_heads", "keys", "values", "kind")),
+        *((name, c_int32) for name in ("heads", "key_heads", "keys", "values", "keyed", "kind")),
     ]
 
 
@@ -110,6 +111,7 @@ class NativeStates:
             GATED_CONVOLUTION.name: self._convolve,
             LINEAR_ATTENTION.name: self._heads,
             GATED_DELTA.name: self._heads,
+            KEYED_DELTA.name: self._heads,
             SELECTIVE_SCAN.name: self._channels,
         }
 
@@ -151,6 +153,7 @@ class NativeStates:
                         q.shape[1],
                         keys,
                         values,
+                        recurrence is KEYED_DELTA,
                         cpp.KINDS[pages.dtype],
                     )
                 )

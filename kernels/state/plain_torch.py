@@ -22,6 +22,7 @@ from .reference import (
     CONVOLUTION,
     GATED_CONVOLUTION,
     GATED_DELTA,
+    KEYED_DELTA,
     LINEAR_ATTENTION,
     SELECTIVE_SCAN,
     SILU_CONVOLUTION,
@@ -29,6 +30,8 @@ from .reference import (
 )
 
 CHUNK_TOKENS = 64
+KEYED_CHUNK_TOKENS = 16
+"""Where each number of a key decays by itself: of every two tokens of a chunk there are as many decays."""
 
 SPARE_PAGE = -1
 """The last one."""
@@ -194,6 +197,24 @@ def gated_delta(state_HKV: Tensor, constants: Sequence[Tensor], inputs: Sequence
     return torch.cat(outputs, dim=1).transpose(0, 1), state_HKV
 
 
+def keyed_delta(state_HKV: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The same. A product of q and k has a decay in each of its terms."""
+    outputs = []
+    for q, k, v, g, beta in _chunks(inputs, KEYED_CHUNK_TOKENS):
+        total = g.cumsum(-2)
+        span_HLMK = total.unsqueeze(-2) - total.unsqueeze(-3)
+        later = torch.ones(span_HLMK.shape[1:3], dtype=torch.bool, device=g.device).triu(1)
+        k_HLMK = k.unsqueeze(-3) * span_HLMK.masked_fill_(later.unsqueeze(-1), float("-inf")).exp_()
+        since_start = total.exp()
+        depends = beta.unsqueeze(-1) * torch.tril((k_HLMK @ k.unsqueeze(-1)).squeeze(-1), -1)
+        wanted = beta.unsqueeze(-1) * (v - (k * since_start) @ state_HKV)
+        u = torch.linalg.solve_triangular(depends, wanted, upper=False, unitriangular=True)
+        outputs.append((k_HLMK @ q.unsqueeze(-1)).squeeze(-1) @ u + (q * since_start) @ state_HKV)
+        to_end = (total[:, -1:] - total).exp()
+        state_HKV = state_HKV * since_start[:, -1].unsqueeze(-1) + (k * to_end).mT @ u
+    return torch.cat(outputs, dim=1).transpose(0, 1), state_HKV
+
+
 def selective_scan(state_CS: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Each channel and state decays in its own way, so there is no product to be had: neighbours are merged, then
     neighbours of neighbours, until every token knows all that came before it in its chunk."""
@@ -221,17 +242,18 @@ RUNS: dict[str, Run] = {
     GATED_CONVOLUTION.name: gated_convolve,
     LINEAR_ATTENTION.name: linear_attention,
     GATED_DELTA.name: gated_delta,
+    KEYED_DELTA.name: keyed_delta,
     SELECTIVE_SCAN.name: selective_scan,
 }
 
 
-def _chunks(inputs: Sequence[Tensor]):
+def _chunks(inputs: Sequence[Tensor], chunk_tokens: int = CHUNK_TOKENS):
     """Inputs [T,H,..] in chunks [H,L,..], the first two for each head."""
     q, k, v, *others = inputs
     inputs = (of_each_head(q.to(v.dtype), v), of_each_head(k.to(v.dtype), v), v, *others)
     tokens = len(v)
-    for start in range(0, tokens, CHUNK_TOKENS):
-        yield [values[start : start + CHUNK_TOKENS].transpose(0, 1) for values in inputs]
+    for start in range(0, tokens, chunk_tokens):
+        yield [values[start : start + chunk_tokens].transpose(0, 1) for values in inputs]
 
 
 def _decay_between(total_HL: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from .reference import (
     CONVOLUTION,
     GATED_CONVOLUTION,
     GATED_DELTA,
+    KEYED_DELTA,
     LINEAR_ATTENTION,
     SELECTIVE_SCAN,
     SILU_CONVOLUTION,
@@ -62,6 +63,7 @@ class TritonStates:
             SILU_CONVOLUTION.name: self._convolve,
             LINEAR_ATTENTION.name: self._heads,
             GATED_DELTA.name: self._heads,
+            KEYED_DELTA.name: self._keyed_heads,
             SELECTIVE_SCAN.name: self._channels,
         }
 
@@ -130,6 +132,18 @@ class TritonStates:
         else:
             self._kernels.heads_step[grid](*arguments, **common, DELTA=bool(beta))
 
+    def _keyed_heads(
+        self, _: Recurrence, pages: Tensor, __: Sequence[Tensor], inputs: Sequence[Tensor], rows: Tensor,
+        meta: Work[Tensor], out: Tensor,
+    ) -> None:  # fmt: skip
+        slots, heads, keys, values = pages.shape
+        block = step_block(keys, values)
+        strides = [stride for x in (*inputs, out) for stride in x.stride()[:2]]
+        self._kernels.keyed_heads[len(rows), heads, -(-values // block)](
+            *inputs, out, pages, rows, meta.pieces, *strides, pages.stride(0), pages.stride(1), slots,
+            KEYS=keys, KEYS_PADDED=power_of_two(keys), VALUES=values, VALUES_BLOCK=block, GROUP=heads // inputs[0].shape[1],
+        )  # fmt: skip
+
     def _channels(
         self, _: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor], rows: Tensor,
         meta: Work[Tensor], out: Tensor,
@@ -163,7 +177,7 @@ class TritonStates:
         )
 
 
-_OUT_LIKE = {LINEAR_ATTENTION.name: 2, GATED_DELTA.name: 2}
+_OUT_LIKE = {LINEAR_ATTENTION.name: 2, GATED_DELTA.name: 2, KEYED_DELTA.name: 2}
 """The input that has the output's shape, where it is not the first."""
 
 PRECISIONS = {LINEAR_ATTENTION.name: "tf32x3", GATED_DELTA.name: "tf32"}

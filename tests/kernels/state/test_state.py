@@ -11,6 +11,7 @@ from intarsia.errors import InvalidSetting
 from intarsia.kernels.state import (
     CONVOLUTION,
     GATED_DELTA,
+    KEYED_DELTA,
     LINEAR_ATTENTION,
     SELECTIVE_SCAN,
     STATE_BACKENDS,
@@ -28,11 +29,12 @@ from intarsia.kernels.transfer import Transfer
 CPU = torch.device("cpu")
 H, K, V, C, S, W = 3, 4, 6, 10, 5, 3
 
-RECURRENCES = {r.name: r for r in (CONVOLUTION, LINEAR_ATTENTION, GATED_DELTA, SELECTIVE_SCAN)}
+RECURRENCES = {r.name: r for r in (CONVOLUTION, LINEAR_ATTENTION, GATED_DELTA, KEYED_DELTA, SELECTIVE_SCAN)}
 STATE_SHAPES = {
     "convolution": (C, W),
     "linear_attention": (H, K, V),
     "gated_delta": (H, K, V),
+    "keyed_delta": (H, K, V),
     "selective_scan": (C, S),
 }
 
@@ -53,6 +55,8 @@ def make_inputs(name: str, tokens: int, seed: int) -> tuple[list[Tensor], list[T
             return [], [q, k, draw(tokens, H, V), decay]
         case "gated_delta":
             return [], [q, k, draw(tokens, H, V), decay, draw(tokens, H).sigmoid()]
+        case "keyed_delta":
+            return [], [q, k, draw(tokens, H, V), -draw(tokens, H, K).abs(), draw(tokens, H).sigmoid()]
         case _:
             return [-draw(C, S).abs()], [draw(tokens, C), draw(tokens, C).abs(), draw(tokens, S), draw(tokens, S)]
 
