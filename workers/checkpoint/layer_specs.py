@@ -231,7 +231,7 @@ def _gated_delta_net(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     )  # fmt: skip
 
 
-def _kimi_delta(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+def _keyed_delta(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     heads, head = c.linear_num_heads, c.linear_head_dim
     return share.delta(heads, head, heads, head, c.linear_conv_kernel_dim)
 
@@ -241,11 +241,12 @@ def _short_conv(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
 
 
 STATE_OF: dict[str, Callable[[Any, RankShare], tuple[StateTensor, ...]]] = {
+    "bailing_hybrid": _keyed_delta,
     "bamba": _usual_mamba2,
     "falcon_h1": _usual_mamba2,
     "granitemoehybrid": _usual_mamba2,
     "jamba": _mamba1,
-    "kimi_linear": _kimi_delta,
+    "kimi_linear": _keyed_delta,
     "lfm2": _short_conv,
     "lfm2_moe": _short_conv,
     "lfm3": _short_conv,

@@ -12,7 +12,7 @@ from ..tensor_parallel import STYLES, Cut, Style, TensorParallel
 from .attention import PagedAttention
 from .convolution import ShortConv
 from .cross import CrossAttention
-from .delta import GatedDeltaNet, PackedGatedDeltaNet, SeparateGatedDeltaNet
+from .delta import GatedDeltaNet, KeyedDeltaNet, PackedGatedDeltaNet, SeparateGatedDeltaNet
 from .latent import LatentAttention
 from .lightning import Lightning
 from .mamba import Mamba1, Mamba2
@@ -30,10 +30,12 @@ class Paged(NamedTuple):
 
 
 MIXERS: dict[str, type[Mixer]] = {
+    "BailingHybridDeltaAttention": KeyedDeltaNet,
     "BambaMixer": Mamba2,
     "FalconH1Mixer": Mamba2,
     "GraniteMoeHybridMambaLayer": Mamba2,
     "JambaMambaMixer": Mamba1,
+    "KimiLinearDeltaAttention": KeyedDeltaNet,
     "Lfm2MoeShortConv": ShortConv,
     "Lfm2ShortConv": ShortConv,
     "Lfm3ShortConv": ShortConv,
@@ -53,8 +55,8 @@ def _mixer(kind: type[Mixer]) -> "Adapter":
 
 
 LATENT = (
-    "AXK1Attention", "DeepseekV2Attention", "DeepseekV3Attention", "Glm4MoeLiteAttention", "LongcatFlashMLA",
-    "MiniCPM3Attention", "YoutuAttention",
+    "AXK1Attention", "BailingHybridAttention", "DeepseekV2Attention", "DeepseekV3Attention", "Glm4MoeLiteAttention",
+    "KimiLinearAttention", "LongcatFlashMLA", "MiniCPM3Attention", "YoutuAttention",
 )  # fmt: skip
 """Classes of attention over one latent for all heads, in the words of DeepSeek's."""
 
@@ -97,14 +99,17 @@ def cut_mixers(model: nn.Module, ranks: int) -> dict[str, Style]:
         mixer = MIXERS.get(type(module).__name__)
         if mixer is None:
             continue
-        own: dict[str, Cut] = {}
-        for name, sections in mixer.sections(module, ranks).items():
-            cut = Cut(0, tuple(sections))
-            if isinstance(getattr(module, name), nn.Parameter):
-                own[name] = cut
+        own: dict[str, dict[str, Cut]] = {path: {}}  # parameters, by the module that has them
+        for full_name, sections in mixer.sections(module, ranks).items():
+            inner, _, name = full_name.rpartition(".")
+            part = getattr(module.get_submodule(inner), name)
+            if isinstance(part, nn.Parameter):
+                dim = part.shape.index(sum(section.size for section in sections))
+                own.setdefault(f"{path}.{inner}" if inner else path, {})[name] = Cut(dim, tuple(sections))
             else:
-                styles[f"{path}.{name}"] = Style({"weight": cut, "bias": cut})
-        styles[path] = Style(own)
+                cut = Cut(0, tuple(sections))
+                styles[f"{path}.{full_name}"] = Style({"weight": cut, "bias": cut})
+        styles |= {owner: Style(cuts) for owner, cuts in own.items()}
         for name in ("out_proj", "o_proj", "x_proj"):
             if hasattr(module, name):
                 styles[f"{path}.{name}"] = STYLES["rowwise"]

@@ -35,11 +35,13 @@ class LatentAttention:
         self._latent_scale: float = getattr(module, "mla_scale_kv_lora", 1.0)
         has_halves = hasattr(self._modeling, "apply_rotary_pos_emb")
         self._has_neighbours: bool = getattr(module.config, "rope_interleave", not has_halves)
+        self._is_gated = hasattr(module, "g_proj")  # Ling 3: each head's output by one number
         self._made: tuple[HeadProduct, HeadProduct] | None = None
 
     def __call__(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, None]:
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | Tensor | None = None,
+        *_: Any, **__: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
         module = self._module
         rank = module.kv_lora_rank
         q_THD = self._queries(hidden_states).unflatten(-1, (-1, module.qk_head_dim))
@@ -61,7 +63,10 @@ class LatentAttention:
             keys[..., :0],
             LayerParams(module.scaling, latent_values=rank),
         )
-        return module.o_proj(to_values(out_THR[0]).flatten(1).unsqueeze(0)), None
+        out_THV = to_values(out_THR[0])
+        if self._is_gated:
+            out_THV = out_THV * module.g_proj(hidden_states[0]).float().sigmoid().to(out_THV.dtype).unsqueeze(-1)
+        return module.o_proj(out_THV.flatten(1).unsqueeze(0)), None
 
     def _products(self) -> tuple[HeadProduct, HeadProduct]:
         """Of queries into the latent's space, and of what comes out into that of values; made of the weights once."""
@@ -81,8 +86,10 @@ class LatentAttention:
             return module.q_proj(hidden_states)
         return module.q_b_proj(module.q_a_layernorm(module.q_a_proj(hidden_states)))
 
-    def _rotate(self, q: Tensor, k: Tensor, turns: tuple[Tensor, Tensor] | Tensor) -> tuple[Tensor, Tensor]:
-        """turns: cosines and sines, or complex numbers, as the model's own embedding makes them"""
+    def _rotate(self, q: Tensor, k: Tensor, turns: tuple[Tensor, Tensor] | Tensor | None) -> tuple[Tensor, Tensor]:
+        """turns: cosines and sines, or complex numbers, as the model's own embedding makes them; None: it has none"""
+        if turns is None:
+            return q, k
         if isinstance(turns, Tensor):
             return self._modeling.apply_rotary_emb(q, k, turns)
         if self._has_neighbours:
