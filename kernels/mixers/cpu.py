@@ -35,6 +35,14 @@ class _Mamba2Inputs(ctypes.Structure):
     ]
 
 
+class _LruInputs(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "input", "forget", "rate", "positions", "out", "g")),
+        *((name, c_int64) for name in ("x_token", "input_token", "forget_token", "tokens")),
+        *((name, c_int32) for name in ("channels", "kind")),
+    ]
+
+
 class _Map(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("x", "factor", "out")),
@@ -108,6 +116,25 @@ def mamba2_inputs(xBC_TC: Tensor, dt_TH: Tensor, A_H: Tensor, bias_H: Tensor, si
         )
     )
     return made
+
+
+def lru_inputs(
+    x_TC: Tensor, input_TC: Tensor, forget_TC: Tensor, rate_C: Tensor, positions_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    x_TC, input_TC, forget_TC = dense(x_TC), dense(input_TC), dense(forget_TC)
+    out_TC, g_TC = _floats(x_TC.shape, x_TC.shape)
+    positions_T = positions_T.to(torch.int64).contiguous()
+    _library().intarsia_lru_inputs(
+        ctypes.byref(
+            _LruInputs(
+                *_pointers(x_TC, input_TC, forget_TC, rate_C, positions_T, out_TC, g_TC),
+                *(x.stride(0) for x in (x_TC, input_TC, forget_TC)),
+                *x_TC.shape,
+                cpp.KINDS[x_TC.dtype],
+            )
+        )
+    )
+    return out_TC, g_TC
 
 
 def mapped(x_TC: Tensor, function: Function) -> Tensor:

@@ -30,6 +30,15 @@ struct Mamba2Inputs {
     int32_t kind;
 };
 
+struct LruInputs {
+    const void *x, *input, *forget;  // [T, C] each
+    const float* rate;               // [C]
+    const int64_t* positions;        // [T]
+    float *out, *g;                  // [T, C] dense
+    int64_t x_token, input_token, forget_token, tokens;
+    int32_t channels, kind;
+};
+
 struct Map {  // out = f(x), or f(x) * factor
     const void *x, *factor;  // [T, C], [T, C] or null
     void* out;               // [T, C] dense, float32 where there is no factor
@@ -137,6 +146,29 @@ void mamba2_inputs(const Mamba2Inputs& m) {
     }
 }
 
+inline Lanes square_root(Lanes v) {
+    float lanes[WIDTH];
+    store_lanes(v, lanes);
+    for (float& lane : lanes) lane = std::sqrt(lane);
+    return load_lanes(lanes);
+}
+
+template <class T>
+void lru_inputs(const LruInputs& m) {
+#pragma omp parallel for schedule(static) if (m.tokens * m.channels > WORTH_SHARING)
+    for (int64_t t = 0; t < m.tokens; t++)
+        for (int i = 0; i < m.channels; i += WIDTH) {
+            const int count = m.channels - i;
+            const Lanes x = load_some(static_cast<const T*>(m.x) + t * m.x_token + i, count);
+            const Lanes input = sigmoid(load_some(static_cast<const T*>(m.input) + t * m.input_token + i, count));
+            const Lanes forget = sigmoid(load_some(static_cast<const T*>(m.forget) + t * m.forget_token + i, count));
+            const Lanes g = load_some(m.rate + i, count) * rounded<T>(forget);
+            const Lanes share = m.positions[t] ? square_root(1.0f - exponential(g + g)) : all_lanes(1.0f);
+            store_some(rounded<T>(x * rounded<T>(input)) * share, m.out + t * m.channels + i, count);
+            store_some(g, m.g + t * m.channels + i, count);
+        }
+}
+
 inline Lanes gate_of(const GatedNorm& n, Lanes x) { return n.gate_function == SIGMOID ? sigmoid(x) : silu(x); }
 
 // Channels [first, first + width) of a token, which are normed together. room: [width, padded]
@@ -216,6 +248,10 @@ void intarsia_delta_inputs(const DeltaInputs* d) {
 
 void intarsia_mamba2_inputs(const Mamba2Inputs* m) {
     with_kind(m->kind, [&](auto* number) { mamba2_inputs<std::remove_pointer_t<decltype(number)>>(*m); });
+}
+
+void intarsia_lru_inputs(const LruInputs* m) {
+    with_kind(m->kind, [&](auto* number) { lru_inputs<std::remove_pointer_t<decltype(number)>>(*m); });
 }
 
 void intarsia_gated_norm(const GatedNorm* n) {

@@ -39,6 +39,19 @@ def mamba2_inputs(xBC_TC: Tensor, dt_TH: Tensor, A_H: Tensor, bias_H: Tensor, si
     return q_TGK, k_TGK, x.unflatten(-1, (sizes.heads, -1)) * dt_TH.unsqueeze(-1), dt_TH * A_H
 
 
+def lru_inputs(
+    x_TC: Tensor, input_TC: Tensor, forget_TC: Tensor, rate_C: Tensor, positions_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What goes into `DECAYING_SUM`: x_TC and g_TC, float32.
+
+    input, forget: gates before their sigmoid, of x's dtype    rate: float32, negative
+    The more a token lets the sum decay, the more it adds; the first token of a text has no sum, and adds all.
+    """
+    g_TC = rate_C * forget_TC.sigmoid().float()
+    share_TC = (1.0 - (2.0 * g_TC).exp()).sqrt().masked_fill((positions_T == 0).unsqueeze(-1), 1.0)
+    return (x_TC * input_TC.sigmoid()).float() * share_TC, g_TC
+
+
 _FUNCTIONS = {Function.SOFTPLUS: F.softplus, Function.SILU: F.silu, Function.SIGMOID: torch.sigmoid}
 
 

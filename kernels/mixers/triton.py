@@ -62,6 +62,20 @@ def mamba2_inputs(xBC_TC: Tensor, dt_TH: Tensor, A_H: Tensor, bias_H: Tensor, si
     return q_TGK, k_TGK, v_THV, g_TH
 
 
+def lru_inputs(
+    x_TC: Tensor, input_TC: Tensor, forget_TC: Tensor, rate_C: Tensor, positions_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    x_TC, input_TC, forget_TC = dense(x_TC), dense(input_TC), dense(forget_TC)
+    tokens, channels = x_TC.shape
+    out_TC, g_TC = _new(x_TC, tokens, channels), _new(x_TC, tokens, channels)
+    if tokens:
+        _kernels().lru_inputs[tokens, -(-channels // BLOCK)](
+            x_TC, input_TC, forget_TC, rate_C, positions_T.contiguous(), out_TC, g_TC,
+            *(x.stride(0) for x in (x_TC, input_TC, forget_TC)), CHANNELS=channels, BLOCK=BLOCK,
+        )  # fmt: skip
+    return out_TC, g_TC
+
+
 def mapped(x_TC: Tensor, function: Function) -> Tensor:
     return _mapped(x_TC, function, None)
 

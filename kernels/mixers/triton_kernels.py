@@ -95,6 +95,27 @@ def mamba2_inputs(
 
 
 @triton.jit
+def lru_inputs(
+    x_ptr, input_ptr, forget_ptr, rate_ptr, positions_ptr, out_ptr, g_ptr, x_token, input_token, forget_token,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (T, C / BLOCK).  x, input, forget [T,C]  rate [C]  positions [T]  out, g [T,C]: float32"""
+    token = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = c < CHANNELS
+    x = tl.load(x_ptr + token * x_token + c, mask=live, other=0.0)
+    kind = x.dtype
+    let_in = _sigmoid(tl.load(input_ptr + token * input_token + c, mask=live, other=0.0).to(tl.float32))
+    forget = _sigmoid(tl.load(forget_ptr + token * forget_token + c, mask=live, other=0.0).to(tl.float32))
+    g = tl.load(rate_ptr + c, mask=live, other=0.0) * forget.to(kind).to(tl.float32)
+    x = (x.to(tl.float32) * let_in.to(kind).to(tl.float32)).to(kind).to(tl.float32)
+    is_first = tl.load(positions_ptr + token) == 0
+    out = x * tl.where(is_first, 1.0, tl.sqrt(1.0 - tl.exp(2.0 * g)))
+    tl.store(out_ptr + token * CHANNELS + c, out, mask=live)
+    tl.store(g_ptr + token * CHANNELS + c, g, mask=live)
+
+
+@triton.jit
 def mapped(
     x_ptr, factor_ptr, out_ptr, x_token, factor_token,
     WIDTH: tl.constexpr, FUNCTION: tl.constexpr, HAS_FACTOR: tl.constexpr, BLOCK: tl.constexpr,

@@ -15,6 +15,7 @@ from .plain_torch import ChunkedStates
 from .protocol import Piece, Recurrence, SaveAt, StateBackend, StateBatch
 from .reference import (
     CONVOLUTION,
+    DECAYING_SUM,
     GATED_CONVOLUTION,
     GATED_DELTA,
     KEYED_DELTA,
@@ -27,6 +28,7 @@ from .triton import TritonStates
 
 __all__ = [
     "CONVOLUTION",
+    "DECAYING_SUM",
     "GATED_CONVOLUTION",
     "GATED_DELTA",
     "KEYED_DELTA",

@@ -16,6 +16,7 @@ from ..transfer import Transfer
 from .protocol import NOWHERE, Piece, Recurrence, StateBatch, Wave, waves
 from .reference import (
     CONVOLUTION,
+    DECAYING_SUM,
     GATED_CONVOLUTION,
     GATED_DELTA,
     KEYED_DELTA,
@@ -66,6 +67,15 @@ class _Scan(ctypes.Structure):
     ]
 
 
+class _Sum(ctypes.Structure):
+    _fields_ = [
+        ("pieces", _Pieces),
+        *((name, c_void_p) for name in ("x", "g", "out", "pages")),
+        *((name, c_int64) for name in ("x_token", "g_token", "page_stride")),
+        *((name, c_int32) for name in ("channels", "kind")),
+    ]
+
+
 class _Convolution(ctypes.Structure):
     _fields_ = [
         ("pieces", _Pieces),
@@ -113,6 +123,7 @@ class NativeStates:
             GATED_DELTA.name: self._heads,
             KEYED_DELTA.name: self._heads,
             SELECTIVE_SCAN.name: self._channels,
+            DECAYING_SUM.name: self._sums,
         }
 
     def prepare(self, batch: StateBatch, device: torch.device) -> list[_Part]:
@@ -177,6 +188,26 @@ class NativeStates:
                         *(tensor.stride(0) for tensor in (x, dt, B, C, pages)),
                         channels,
                         states,
+                        cpp.KINDS[pages.dtype],
+                    )
+                )
+            )
+        return out
+
+    def _sums(
+        self, _: Recurrence, pages: Tensor, __: Sequence[Tensor], inputs: Sequence[Tensor], meta: list[_Part]
+    ) -> Tensor:
+        x, g = (_dense_in(values) for values in inputs)
+        out = torch.empty(x.shape)
+        slots, channels = pages.shape
+        for wave in meta:
+            self._library.intarsia_sum(
+                ctypes.byref(
+                    _Sum(
+                        wave.native(slots),
+                        *(tensor.data_ptr() for tensor in (x, g, out, pages)),
+                        *(tensor.stride(0) for tensor in (x, g, pages)),
+                        channels,
                         cpp.KINDS[pages.dtype],
                     )
                 )

@@ -44,6 +44,15 @@ struct Scan {
     int32_t channels, states, kind;
 };
 
+struct Sum {
+    Pieces pieces;
+    const float *x, *g;  // [T, C], [T, C]
+    float* out;          // [T, C] dense
+    void* pages;         // [pages, C] dense within a page
+    int64_t x_token, g_token, page_stride;
+    int32_t channels, kind;
+};
+
 struct Convolution {
     Pieces pieces;
     const void *weight, *bias, *x, *before, *after;  // [C, window + 1], [C], [T, C], [T, C] or null, [T, C] or null
@@ -372,6 +381,34 @@ void scan(const Scan& a) {
     }
 }
 
+// Up to WIDTH channels of all tokens of a piece: h = exp(g) h + x.
+template <class T>
+void sum_channels(const Sum& a, int64_t piece, int64_t first, int count) {
+    const Place<T> place(a.pieces, piece, a.pages, a.page_stride, first);
+    const int64_t start = a.pieces.start[piece], end = start + a.pieces.length[piece];
+    Lanes sum = place.is_new ? Lanes{} : load_some(place.state, count);
+    for (int64_t t = start; t < end; t++) {
+        const Lanes decay = exponential(load_some(a.g + t * a.g_token + first, count));
+        sum = fused(decay, sum, load_some(a.x + t * a.x_token + first, count));
+        store_some(sum, a.out + t * a.channels + first, count);
+        sum = rounded<T>(sum);
+    }
+    store_some(sum, place.state, count);
+    if (place.saved) store_some(sum, place.saved, count);
+}
+
+template <class T>
+void sum(const Sum& a) {
+    constexpr int BLOCK = 4 * WIDTH;
+    const int64_t blocks = (a.channels + BLOCK - 1) / BLOCK;
+#pragma omp parallel for schedule(dynamic) if (tokens_of(a.pieces) * a.channels > WORTH_THREADS)
+    for (int64_t work = 0; work < a.pieces.count * blocks; work++) {
+        const int64_t block = work % blocks * BLOCK, last = std::min<int64_t>(block + BLOCK, a.channels);
+        for (int64_t first = block; first < last; first += WIDTH)
+            sum_channels<T>(a, work / blocks, first, int(std::min<int64_t>(WIDTH, last - first)));
+    }
+}
+
 // Where each lane of W vectors comes from when numbers move among them: `lane[to][v]` chooses between what came of the
 // vectors before v (lanes below WIDTH) and vector v.
 template <int W>
@@ -550,6 +587,10 @@ void intarsia_heads(const Heads* a) {
 
 void intarsia_scan(const Scan* a) {
     with_kind(a->kind, [&](auto* number) { scan<std::remove_pointer_t<decltype(number)>>(*a); });
+}
+
+void intarsia_sum(const Sum* a) {
+    with_kind(a->kind, [&](auto* number) { sum<std::remove_pointer_t<decltype(number)>>(*a); });
 }
 
 void intarsia_convolve(const Convolution* a) {

@@ -20,6 +20,7 @@ from ..transfer import Transfer
 from .protocol import Piece, Recurrence, StateBatch, waves
 from .reference import (
     CONVOLUTION,
+    DECAYING_SUM,
     GATED_CONVOLUTION,
     GATED_DELTA,
     KEYED_DELTA,
@@ -216,24 +217,38 @@ def keyed_delta(state_HKV: Tensor, constants: Sequence[Tensor], inputs: Sequence
 
 
 def selective_scan(state_CS: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Each channel and state decays in its own way, so there is no product to be had: neighbours are merged, then
-    neighbours of neighbours, until every token knows all that came before it in its chunk."""
+    """Each channel and state decays in its own way, so there is no product to be had."""
     (A,) = constants
     x, dt, B, C = inputs
     outputs = []
     for start in range(0, len(x), CHUNK_TOKENS):
         part = slice(start, start + CHUNK_TOKENS)
         decay_LCS = (dt[part].unsqueeze(-1) * A).exp()
-        state_LCS = (dt[part] * x[part]).unsqueeze(-1) * B[part].unsqueeze(-2)
-        reach = 1
-        while reach < len(decay_LCS):
-            state_LCS = torch.cat((state_LCS[:reach], state_LCS[reach:] + decay_LCS[reach:] * state_LCS[:-reach]))
-            decay_LCS = torch.cat((decay_LCS[:reach], decay_LCS[reach:] * decay_LCS[:-reach]))
-            reach *= 2
-        state_LCS = state_LCS + decay_LCS * state_CS
+        added_LCS = (dt[part] * x[part]).unsqueeze(-1) * B[part].unsqueeze(-2)
+        state_LCS = _merged(decay_LCS, added_LCS, state_CS)
         outputs.append((state_LCS @ C[part].unsqueeze(-1)).squeeze(-1))
         state_CS = state_LCS[-1]
     return torch.cat(outputs), state_CS
+
+
+def decaying_sum(sum_C: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    outputs = []
+    for x_LC, g_LC in zip(*(values.split(CHUNK_TOKENS) for values in inputs), strict=True):
+        outputs.append(_merged(g_LC.exp(), x_LC, sum_C))
+        sum_C = outputs[-1][-1]
+    return torch.cat(outputs), sum_C
+
+
+def _merged(decay: Tensor, added: Tensor, state: Tensor) -> Tensor:
+    """The states after each token of a chunk, which multiplies the state by its decay and adds to it, [L,..] each.
+
+    Neighbours are merged, then neighbours of neighbours, until every token knows all that came before it."""
+    reach = 1
+    while reach < len(decay):
+        added = torch.cat((added[:reach], added[reach:] + decay[reach:] * added[:-reach]))
+        decay = torch.cat((decay[:reach], decay[reach:] * decay[:-reach]))
+        reach *= 2
+    return added + decay * state
 
 
 RUNS: dict[str, Run] = {
@@ -244,6 +259,7 @@ RUNS: dict[str, Run] = {
     GATED_DELTA.name: gated_delta,
     KEYED_DELTA.name: keyed_delta,
     SELECTIVE_SCAN.name: selective_scan,
+    DECAYING_SUM.name: decaying_sum,
 }
 
 

@@ -111,6 +111,16 @@ def selective_scan_step(
     return (state * C.unsqueeze(-2)).sum(-1), state
 
 
+def decaying_sum_step(sum_NC: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """h = exp(g) h + x;  y = h.  RG-LRU (arXiv 2402.19427) is this.
+
+    inputs: x [N,C]  g [N,C], at most 0    returns [N,C]
+    """
+    x, g = inputs
+    total = g.exp() * sum_NC + x
+    return total, total
+
+
 CONVOLUTION = Recurrence("convolution", convolve_step)
 SILU_CONVOLUTION = Recurrence("silu_convolution", silu_convolve_step)
 GATED_CONVOLUTION = Recurrence("gated_convolution", gated_convolve_step)
@@ -118,6 +128,7 @@ LINEAR_ATTENTION = Recurrence("linear_attention", linear_attention_step)
 GATED_DELTA = Recurrence("gated_delta", gated_delta_step)
 KEYED_DELTA = Recurrence("keyed_delta", keyed_delta_step)
 SELECTIVE_SCAN = Recurrence("selective_scan", selective_scan_step)
+DECAYING_SUM = Recurrence("decaying_sum", decaying_sum_step)
 
 
 class ReferenceStates:

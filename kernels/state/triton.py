@@ -13,6 +13,7 @@ from ..transfer import Transfer
 from .protocol import Recurrence, StateBatch
 from .reference import (
     CONVOLUTION,
+    DECAYING_SUM,
     GATED_CONVOLUTION,
     GATED_DELTA,
     KEYED_DELTA,
@@ -65,6 +66,7 @@ class TritonStates:
             GATED_DELTA.name: self._heads,
             KEYED_DELTA.name: self._keyed_heads,
             SELECTIVE_SCAN.name: self._channels,
+            DECAYING_SUM.name: self._sums,
         }
 
     def prepare(self, batch: StateBatch, device: torch.device) -> Work[Tensor]:
@@ -155,6 +157,17 @@ class TritonStates:
             A.contiguous(), *inputs, out, pages, rows, meta.pieces,
             *(x.stride(0) for x in (*inputs, out)), pages.stride(0), slots, count,
             STATES=states, STATES_PADDED=power_of_two(states), BLOCK=block,
+        )  # fmt: skip
+
+    def _sums(
+        self, _: Recurrence, pages: Tensor, __: Sequence[Tensor], inputs: Sequence[Tensor], rows: Tensor,
+        meta: Work[Tensor], out: Tensor,
+    ) -> None:  # fmt: skip
+        slots, count = pages.shape
+        block = 64
+        self._kernels.decaying_sums[len(rows), -(-count // block)](
+            *inputs, out, pages, rows, meta.pieces,
+            *(x.stride(0) for x in (*inputs, out)), pages.stride(0), slots, count, BLOCK=block, num_warps=2,
         )  # fmt: skip
 
     def _convolve(

@@ -297,6 +297,30 @@ def channels(
 
 
 @triton.jit
+def decaying_sums(
+    x_ptr, g_ptr, out_ptr, pages_ptr, rows_ptr, pieces_ptr, x_token, g_token, out_token, page_stride, pages, count,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A sum of each channel that decays, token by token. Grid (N, C / BLOCK).  x, g, out [T,C]  pages [pages,C]."""
+    row = tl.program_id(0)
+    start, length, page, is_new = _row(rows_ptr, row, pages)
+    if length == 0:
+        return
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    own = c < count
+    state = _take(pages_ptr + page * page_stride + c, is_new, own)
+    for piece in range(tl.load(rows_ptr + row * ROW + 4), tl.load(rows_ptr + row * ROW + 5)):
+        start = tl.load(pieces_ptr + piece * PIECE).to(tl.int64)
+        for t in range(tl.load(pieces_ptr + piece * PIECE + 1)):
+            token = start + t
+            x = tl.load(x_ptr + token * x_token + c, mask=own, other=0.0)
+            state = tl.exp(tl.load(g_ptr + token * g_token + c, mask=own, other=0.0)) * state + x
+            tl.store(out_ptr + token * out_token + c, state.to(out_ptr.dtype.element_ty), mask=own)
+        _save(state, pages_ptr + c, pieces_ptr, piece, page_stride, own)
+    tl.store(pages_ptr + page * page_stride + c, state.to(pages_ptr.dtype.element_ty), mask=own)
+
+
+@triton.jit
 def convolve(
     weight_ptr, bias_ptr, x_ptr, out_ptr, pages_ptr, rows_ptr, tiles_ptr, x_token, out_token, page_stride, pages, count,
     WINDOW: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.constexpr,

@@ -50,6 +50,17 @@ def mamba2(dtype: torch.dtype, sizes: Mamba2Sizes) -> Way:
     return run
 
 
+def lru(dtype: torch.dtype, channels: int) -> Way:
+    gates = draw(70, 3 * channels + 2, scale=2).to(dtype)
+    rate, positions = -draw(channels).exp(), torch.arange(70) % 9
+
+    def run(kind, rows):
+        x, let_in, forget = gates[rows, : 3 * channels].chunk(3, dim=-1)
+        return kind.lru_inputs(x, let_in, forget, rate, positions[rows])
+
+    return run
+
+
 def norm(dtype: torch.dtype, norm: GatedNorm, channels: int, skips: bool) -> Way:
     y, gate, x, D = (
         draw(70, channels),
@@ -85,6 +96,8 @@ CASES: dict[str, Callable[[torch.dtype], Way]] = {
     "keyed delta with a bound": lambda dtype: delta(dtype, DeltaSizes(3, 13, 3, 7, -5.0), 13),
     "mamba-2": lambda dtype: mamba2(dtype, Mamba2Sizes(24, 64, 1, 128, LIMITS)),
     "mamba-2 of odd sizes": lambda dtype: mamba2(dtype, Mamba2Sizes(6, 5, 2, 11, (0.1, 0.9))),
+    "RG-LRU": lambda dtype: lru(dtype, 256),
+    "RG-LRU of odd sizes": lambda dtype: lru(dtype, 101),
     "norm of gated delta": lambda dtype: norm(dtype, norm_of(dtype, 16, 128, Order.NORM_FIRST, True), 2048, False),
     "norm of mamba-2": lambda dtype: norm(dtype, norm_of(dtype, 1, 1536, Order.GATE_FIRST), 1536, True),
     "norm of odd groups": lambda dtype: norm(dtype, norm_of(dtype, 3, 21, Order.GATE_FIRST), 63, True),

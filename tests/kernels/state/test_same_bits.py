@@ -9,6 +9,7 @@ from torch import Tensor
 
 from intarsia.kernels.state import (
     CONVOLUTION,
+    DECAYING_SUM,
     GATED_DELTA,
     KEYED_DELTA,
     LINEAR_ATTENTION,
@@ -38,6 +39,8 @@ CASES: dict[str, tuple[Recurrence, tuple[int, ...]]] = {
     "keyed delta of odd sizes": (KEYED_DELTA, (3, 19, 217)),
     "selective scan": (SELECTIVE_SCAN, (96, 16)),
     "selective scan of odd sizes": (SELECTIVE_SCAN, (53, 5)),
+    "decaying sum": (DECAYING_SUM, (96,)),
+    "decaying sum of 37 channels": (DECAYING_SUM, (37,)),
 }
 
 Cut = Callable[[np.random.Generator], Iterator[int]]
@@ -79,6 +82,8 @@ def drawn(recurrence: Recurrence, shape: tuple[int, ...], seed: int) -> tuple[li
             channels, window = shape
             weight = torch.randn(channels, window + 1, generator=fixed)
             return [weight, torch.randn(channels, generator=fixed)], [draw(channels)]
+        case _ if recurrence is DECAYING_SUM:
+            return [], [draw(*shape), -draw(*shape).abs()]
         case _ if recurrence is SELECTIVE_SCAN:
             channels, states = shape
             A = -torch.rand(shape, generator=fixed)
