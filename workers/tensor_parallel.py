@@ -222,6 +222,8 @@ class TensorParallel:
         module.forward = forward
 
     def embed_own_rows(self, module: nn.Module, whole_shape: tuple[int, ...]) -> None:
+        embedding: Any = module
+        embedding.padding_idx = None  # which concerns gradients alone, and may be a row of another rank
         part = self._vocab_part(whole_shape[0])
         start = self.rank * part
 

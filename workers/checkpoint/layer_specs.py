@@ -53,6 +53,14 @@ def read_layers(config: Any, tensor_parallel_size: int, item_bytes: int) -> tupl
     return tuple(specs)
 
 
+ENDLESS_TOKENS = 1 << 20
+
+
+def positions_of(config: Any) -> int:
+    """Tokens of the longest text. A model of states and windows names no bound, and has none: an engine needs one."""
+    return getattr(config, "max_position_embeddings", None) or ENDLESS_TOKENS
+
+
 def complete_layer_types(config: Any, fields: Mapping[str, Any]) -> str | None:
     """Fill in layer types that a model's config.json (`fields`) should have and has not. Returns what was done.
 
@@ -214,6 +222,21 @@ def _zamba2(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     return share.mamba2(c.n_mamba_heads, c.mamba_headdim, c.mamba_ngroups, c.mamba_d_state, c.mamba_d_conv)
 
 
+def _plain_mamba2(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+    return share.mamba2(c.num_heads, c.head_dim, c.n_groups, c.state_size, c.conv_kernel)
+
+
+def _plain_mamba(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+    channels = share.part(c.intermediate_size, "channels of states")
+    return share.conv(channels, c.conv_kernel), StateTensor((channels, c.state_size), FLOAT32_BYTES)
+
+
+def _gated_linear_recurrence(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+    share.part(c.num_attention_heads, "heads of gates")
+    channels = share.part(c.lru_width, "channels of states")
+    return share.conv(channels, c.conv1d_width), StateTensor((channels,), FLOAT32_BYTES)
+
+
 def _mamba1(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     channels = share.part(c.mamba_expand * c.hidden_size, "channels of states")
     return share.conv(channels, c.mamba_d_conv), StateTensor((channels, c.mamba_d_state), FLOAT32_BYTES)
@@ -244,18 +267,23 @@ STATE_OF: dict[str, Callable[[Any, RankShare], tuple[StateTensor, ...]]] = {
     "bailing_hybrid": _keyed_delta,
     "bamba": _usual_mamba2,
     "falcon_h1": _usual_mamba2,
+    "falcon_mamba": _plain_mamba,
     "granitemoehybrid": _usual_mamba2,
     "jamba": _mamba1,
     "kimi_linear": _keyed_delta,
+    "lara_mini": _gated_delta_net,
     "lfm2": _short_conv,
     "lfm2_moe": _short_conv,
     "lfm3": _short_conv,
+    "mamba": _plain_mamba,
+    "mamba2": _plain_mamba2,
     "minimax": _lightning,
     "nemotron_h": _nemotron_h,
     "olmo_hybrid": _gated_delta_net,
     "qwen3_5_moe_text": _gated_delta_net,
     "qwen3_5_text": _gated_delta_net,
     "qwen3_next": _gated_delta_net,
+    "recurrent_gemma": _gated_linear_recurrence,
     "zamba2": _zamba2,
 }
 """model_type -> the tensors of one layer's state."""

@@ -12,11 +12,12 @@ from ..tensor_parallel import STYLES, Cut, Style, TensorParallel
 from .attention import PagedAttention
 from .convolution import ShortConv
 from .cross import CrossAttention
-from .delta import GatedDeltaNet, KeyedDeltaNet, PackedGatedDeltaNet, SeparateGatedDeltaNet
+from .delta import GatedDeltaNet, KeyedDeltaNet, PackedGatedDeltaNet, SeparateGatedDeltaNet, SmoothGatedDeltaNet
 from .latent import LatentAttention
 from .lightning import Lightning
+from .lru import GatedLinearRecurrence
 from .mamba import Mamba1, Mamba2
-from .patches import patch_layer_index, patch_query_scale, patch_sparsity
+from .patches import patch_layer_index, patch_place, patch_query_scale, patch_sparsity
 from .states import Mixer, PagedStates
 
 
@@ -33,18 +34,23 @@ MIXERS: dict[str, type[Mixer]] = {
     "BailingHybridDeltaAttention": KeyedDeltaNet,
     "BambaMixer": Mamba2,
     "FalconH1Mixer": Mamba2,
+    "FalconMambaMixer": Mamba1,
     "GraniteMoeHybridMambaLayer": Mamba2,
     "JambaMambaMixer": Mamba1,
     "KimiLinearDeltaAttention": KeyedDeltaNet,
+    "LaraMiniGatedDeltaNet": SmoothGatedDeltaNet,
     "Lfm2MoeShortConv": ShortConv,
     "Lfm2ShortConv": ShortConv,
     "Lfm3ShortConv": ShortConv,
+    "Mamba2Mixer": Mamba2,
+    "MambaMixer": Mamba1,
     "MiniMaxLightningAttention": Lightning,
     "NemotronHMamba2Mixer": Mamba2,
     "OlmoHybridGatedDeltaNet": SeparateGatedDeltaNet,
     "Qwen3NextGatedDeltaNet": PackedGatedDeltaNet,
     "Qwen3_5GatedDeltaNet": GatedDeltaNet,
     "Qwen3_5MoeGatedDeltaNet": GatedDeltaNet,
+    "RecurrentGemmaRecurrentBlock": GatedLinearRecurrence,
     "Zamba2MambaMixer": Mamba2,
 }
 """Class of a state mixer -> ours."""
@@ -82,7 +88,9 @@ ADAPTERS: dict[str, Adapter] = {
 
 def bind(model: nn.Module, paged: Paged) -> None:
     """Let the layers of `model` read and write our pages."""
-    for module in model.modules():
+    for path, module in model.named_modules():
+        if type(module).__name__ in MIXERS:
+            patch_place(module, path)
         if hasattr(module, "layer_idx"):
             patch_layer_index(module)
             paged.attention.bind(module, patch_query_scale(module))
@@ -110,7 +118,7 @@ def cut_mixers(model: nn.Module, ranks: int) -> dict[str, Style]:
                 cut = Cut(0, tuple(sections))
                 styles[f"{path}.{full_name}"] = Style({"weight": cut, "bias": cut})
         styles |= {owner: Style(cuts) for owner, cuts in own.items()}
-        for name in ("out_proj", "o_proj", "x_proj"):
+        for name in ("out_proj", "o_proj", "x_proj", "linear_out"):
             if hasattr(module, name):
                 styles[f"{path}.{name}"] = STYLES["rowwise"]
         for name in mixer.norms_over_ranks:

@@ -1,4 +1,4 @@
-"""Gated delta nets: Qwen3-Next, Qwen3.5 and Olmo Hybrid; Kimi delta attention: Kimi-Linear and Ling 3.
+"""Gated delta nets: Qwen3-Next, Qwen3.5, Olmo Hybrid and Lara; Kimi delta attention: Kimi-Linear and Ling 3.
 
 Suffixes: T packed tokens    D hidden size    C channels    H heads of this rank    K, V sizes of a key and a value
 """
@@ -19,6 +19,7 @@ class GatedDeltaNet(Mixer):
     """Qwen3.5, and the base of the others: arXiv 2412.06464."""
 
     norm_name, output_name = "norm", "out_proj"
+    norm_rounds = True
 
     def __init__(self, module: Any, states: PagedStates, parallel: TensorParallel):
         super().__init__(module, states, parallel)
@@ -30,7 +31,7 @@ class GatedDeltaNet(Mixer):
         self._bias = module.dt_bias.float()
         norm = getattr(module, self.norm_name)
         weight = norm.weight.float().repeat(self._value_heads)
-        self._norm = GatedNorm(Order.NORM_FIRST, weight, norm.variance_epsilon, module.head_v_dim, rounds=True)
+        self._norm = GatedNorm(Order.NORM_FIRST, weight, norm.variance_epsilon, module.head_v_dim, self.norm_rounds)
 
     @staticmethod
     def sections(module: Any, ranks: int) -> dict[str, Sequence[Section]]:
@@ -56,6 +57,12 @@ class GatedDeltaNet(Mixer):
         projections = self._module.in_proj_qkv, self._module.in_proj_z, self._module.in_proj_b, self._module.in_proj_a
         qkv_TC, z_TC, b_TH, a_TH = (project(hidden_TD) for project in projections)
         return qkv_TC, z_TC, b_TH, a_TH
+
+
+class SmoothGatedDeltaNet(GatedDeltaNet):
+    """Lara: its norm rounds once, at its end."""
+
+    norm_rounds = False
 
 
 class PackedGatedDeltaNet(GatedDeltaNet):

@@ -9,18 +9,14 @@ Suffixes: T tokens    H heads of this rank    N size of a head without its rotar
 """
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...kernels.paged_attention import LayerParams
-from ...kernels.products import NativeLinear, PackedWeights
 from .attention import PagedAttention
-
-HeadProduct = Callable[[Tensor], Tensor]
-"""Of each head's numbers with its weight: [T,H,inputs] -> [T,H,outputs]."""
+from .head_products import HeadProduct, head_product
 
 
 class LatentAttention:
@@ -75,8 +71,8 @@ class LatentAttention:
             widths = [module.qk_nope_head_dim, module.v_head_dim]
             weight_HOR = module.kv_b_proj.weight.detach().unflatten(0, (-1, sum(widths)))
             to_keys_HNR, to_values_HVR = weight_HOR.split(widths, dim=1)
-            product = _packed if isinstance(module.kv_b_proj, NativeLinear) else _plain
-            self._made = product(to_keys_HNR.mT), product(to_values_HVR)
+            beside = module.kv_b_proj
+            self._made = head_product(to_keys_HNR.mT, beside), head_product(to_values_HVR, beside)
             module.kv_b_proj = None  # which is not called: its weight was read
         return self._made
 
@@ -95,11 +91,3 @@ class LatentAttention:
         if self._has_neighbours:
             return self._modeling.apply_rotary_pos_emb_interleave(q, k, *turns)
         return self._modeling.apply_rotary_pos_emb(q, k, *turns)
-
-
-def _packed(weight_HOI: Tensor) -> HeadProduct:
-    return PackedWeights(weight_HOI).product_of_each
-
-
-def _plain(weight_HOI: Tensor) -> HeadProduct:
-    return lambda x_THI: torch.einsum("thi,hoi->tho", x_THI, weight_HOI)
