@@ -71,6 +71,7 @@ STYLES: dict[str, Style] = {
     "vocab": Style({"weight": Cut(0)}, "embed_own_rows"),
     "colwise_gather_output": Style({"weight": Cut(0), "bias": Cut(0)}, "gather_outputs"),
     "sinks": Style({"sinks": Cut(0)}),
+    "key_scales": Style({"temp": Cut(0)}),
     "norm_over_ranks": Style({"weight": Cut(0)}, "normalize_over_ranks"),
     "expert_columns": Style(
         {"gate_up_proj": Cut(2), "gate_up_proj_bias": Cut(1), "down_proj": Cut(1), "down_proj_bias": FIRST_RANK},
@@ -87,7 +88,7 @@ EXPERT_CUTS: dict[str, Cut] = {
 }
 """Style of a parameter [experts, .., ..] in transformers' plans -> its cut."""
 
-KV_HEADS = {"k_proj", "v_proj", "k_norm"}
+KV_HEADS = {"k_proj", "v_proj", "k_norm", "qk_norm"}
 """Modules with one part per key-value head. With more ranks than heads, a head lives on several ranks."""
 
 WHOLE = {"replicated_with_grad_allreduce", "replicate"}

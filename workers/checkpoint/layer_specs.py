@@ -22,11 +22,12 @@ REACH_OF: dict[str, Callable[[Any], Reach]] = {
     "chunked_attention": lambda config: Chunked(config.attention_chunk_size),
     "cross_attention": lambda config: Cross(),
     "hybrid": lambda config: Full(),
+    "hybrid_sliding": lambda config: Sliding(config.sliding_window),
     "attention": lambda config: Full(),
 }
 """Kinds of `config.layer_types` that attend, and how far back."""
 
-HAS_STATE = {"linear_attention", "mamba", "conv", "hybrid"}
+HAS_STATE = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
 
 KEEPS_NOTHING = {"mlp", "moe"}
 
@@ -263,6 +264,18 @@ def _short_conv(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     return (share.conv(share.part(c.hidden_size, "channels of convolutions"), c.conv_L_cache),)
 
 
+def _convolved_heads(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+    """All heads on every rank: what the convolution of each channel reads, and what the one within heads does, with
+    the halves of values that are one token late."""
+    if c.cca_time1 != 2:
+        raise UnsupportedModel(
+            f"{c.model_type} convolves within heads over {c.cca_time1} tokens (cca_time1); 2 are known", field="model"
+        )
+    keys = c.num_key_value_heads * c.head_dim
+    channels = c.num_attention_heads * c.head_dim + keys
+    return share.conv(channels, c.cca_time0), StateTensor((channels + keys // 2, 1), FLOAT32_BYTES)
+
+
 STATE_OF: dict[str, Callable[[Any, RankShare], tuple[StateTensor, ...]]] = {
     "bailing_hybrid": _keyed_delta,
     "bamba": _usual_mamba2,
@@ -285,6 +298,7 @@ STATE_OF: dict[str, Callable[[Any, RankShare], tuple[StateTensor, ...]]] = {
     "qwen3_next": _gated_delta_net,
     "recurrent_gemma": _gated_linear_recurrence,
     "zamba2": _zamba2,
+    "zaya": _convolved_heads,
 }
 """model_type -> the tensors of one layer's state."""
 

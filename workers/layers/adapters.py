@@ -11,6 +11,7 @@ from torch import nn
 from ..tensor_parallel import STYLES, Cut, Style, TensorParallel
 from .attention import PagedAttention
 from .convolution import ShortConv
+from .convolved import ConvolvedHeads
 from .cross import CrossAttention
 from .delta import GatedDeltaNet, KeyedDeltaNet, PackedGatedDeltaNet, SeparateGatedDeltaNet, SmoothGatedDeltaNet
 from .latent import LatentAttention
@@ -52,6 +53,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "Qwen3_5MoeGatedDeltaNet": GatedDeltaNet,
     "RecurrentGemmaRecurrentBlock": GatedLinearRecurrence,
     "Zamba2MambaMixer": Mamba2,
+    "ZayaCCAProjection": ConvolvedHeads,
 }
 """Class of a state mixer -> ours."""
 
