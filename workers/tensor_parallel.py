@@ -73,6 +73,7 @@ STYLES: dict[str, Style] = {
     "vocab": Style({"weight": Cut(0)}, "embed_own_rows"),
     "colwise_gather_output": Style({"weight": Cut(0), "bias": Cut(0)}, "gather_outputs"),
     "sinks": Style({"sinks": Cut(0)}),
+    "key_scales": Style({"temp": Cut(0)}),
     "norm_over_ranks": Style({"weight": Cut(0)}, "normalize_over_ranks"),
     "expert_columns": Style(
         {"gate_up_proj": Cut(2), "gate_up_proj_bias": Cut(1), "down_proj": Cut(1), "down_proj_bias": FIRST_RANK},
@@ -89,7 +90,7 @@ EXPERT_CUTS: dict[str, Cut] = {
 }
 """Style of a parameter [experts, .., ..] in transformers' plans -> its cut."""
 
-KV_HEADS = {"k_proj", "v_proj", "k_norm"}
+KV_HEADS = {"k_proj", "v_proj", "k_norm", "qk_norm"}
 """Modules with one part per key-value head. With more ranks than heads, a head lives on several ranks."""
 
 WHOLE = {"replicated_with_grad_allreduce", "replicate"}
@@ -225,6 +226,8 @@ class TensorParallel:
         module.forward = forward
 
     def embed_own_rows(self, module: nn.Module, whole_shape: tuple[int, ...]) -> None:
+        embedding: Any = module
+        embedding.padding_idx = None  # which concerns gradients alone, and may be a row of another rank
         part = self._vocab_part(whole_shape[0])
         start = self.rank * part
 

@@ -22,11 +22,12 @@ REACH_OF: dict[str, Callable[[Any], Reach]] = {
     "chunked_attention": lambda config: Chunked(config.attention_chunk_size),
     "cross_attention": lambda config: Cross(),
     "hybrid": lambda config: Full(),
+    "hybrid_sliding": lambda config: Sliding(config.sliding_window),
     "attention": lambda config: Full(),
 }
 """Kinds of `config.layer_types` that attend, and how far back."""
 
-HAS_STATE = {"linear_attention", "mamba", "conv", "hybrid"}
+HAS_STATE = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
 
 KEEPS_NOTHING = {"mlp", "moe"}
 
@@ -51,6 +52,14 @@ def read_layers(config: Any, tensor_parallel_size: int, item_bytes: int) -> tupl
         if kind in HAS_STATE:
             specs.append(LayerSpec(index, State(), state=_state(config, tensor_parallel_size, item_bytes)))
     return tuple(specs)
+
+
+ENDLESS_TOKENS = 1 << 20
+
+
+def positions_of(config: Any) -> int:
+    """Tokens of the longest text. A model of states and windows names no bound, and has none: an engine needs one."""
+    return getattr(config, "max_position_embeddings", None) or ENDLESS_TOKENS
 
 
 def complete_layer_types(config: Any, fields: Mapping[str, Any]) -> str | None:
@@ -230,6 +239,21 @@ def _zamba2(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     return share.mamba2(c.n_mamba_heads, c.mamba_headdim, c.mamba_ngroups, c.mamba_d_state, c.mamba_d_conv)
 
 
+def _plain_mamba2(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+    return share.mamba2(c.num_heads, c.head_dim, c.n_groups, c.state_size, c.conv_kernel)
+
+
+def _plain_mamba(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+    channels = share.part(c.intermediate_size, "channels of states")
+    return share.conv(channels, c.conv_kernel), StateTensor((channels, c.state_size), FLOAT32_BYTES)
+
+
+def _gated_linear_recurrence(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+    share.part(c.num_attention_heads, "heads of gates")
+    channels = share.part(c.lru_width, "channels of states")
+    return share.conv(channels, c.conv1d_width), StateTensor((channels,), FLOAT32_BYTES)
+
+
 def _mamba1(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     channels = share.part(c.mamba_expand * c.hidden_size, "channels of states")
     return share.conv(channels, c.mamba_d_conv), StateTensor((channels, c.mamba_d_state), FLOAT32_BYTES)
@@ -247,7 +271,7 @@ def _gated_delta_net(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     )  # fmt: skip
 
 
-def _kimi_delta(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+def _keyed_delta(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     heads, head = c.linear_num_heads, c.linear_head_dim
     return share.delta(heads, head, heads, head, c.linear_conv_kernel_dim)
 
@@ -256,22 +280,41 @@ def _short_conv(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     return (share.conv(share.part(c.hidden_size, "channels of convolutions"), c.conv_L_cache),)
 
 
+def _convolved_heads(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+    """All heads on every rank: what the convolution of each channel reads, and what the one within heads does, with
+    the halves of values that are one token late."""
+    if c.cca_time1 != 2:
+        raise UnsupportedModel(
+            f"{c.model_type} convolves within heads over {c.cca_time1} tokens (cca_time1); 2 are known", field="model"
+        )
+    keys = c.num_key_value_heads * c.head_dim
+    channels = c.num_attention_heads * c.head_dim + keys
+    return share.conv(channels, c.cca_time0), StateTensor((channels + keys // 2, 1), FLOAT32_BYTES)
+
+
 STATE_OF: dict[str, Callable[[Any, RankShare], tuple[StateTensor, ...]]] = {
+    "bailing_hybrid": _keyed_delta,
     "bamba": _usual_mamba2,
     "falcon_h1": _usual_mamba2,
+    "falcon_mamba": _plain_mamba,
     "granitemoehybrid": _usual_mamba2,
     "jamba": _mamba1,
-    "kimi_linear": _kimi_delta,
+    "kimi_linear": _keyed_delta,
+    "lara_mini": _gated_delta_net,
     "lfm2": _short_conv,
     "lfm2_moe": _short_conv,
     "lfm3": _short_conv,
+    "mamba": _plain_mamba,
+    "mamba2": _plain_mamba2,
     "minimax": _lightning,
     "nemotron_h": _nemotron_h,
     "olmo_hybrid": _gated_delta_net,
     "qwen3_5_moe_text": _gated_delta_net,
     "qwen3_5_text": _gated_delta_net,
     "qwen3_next": _gated_delta_net,
+    "recurrent_gemma": _gated_linear_recurrence,
     "zamba2": _zamba2,
+    "zaya": _convolved_heads,
 }
 """model_type -> the tensors of one layer's state."""
 

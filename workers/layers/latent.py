@@ -9,18 +9,14 @@ Suffixes: T tokens    H heads of this rank    N size of a head without its rotar
 """
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...kernels.paged_attention import LayerParams
-from ...kernels.products import NativeLinear, PackedWeights
 from .attention import PagedAttention
-
-HeadProduct = Callable[[Tensor], Tensor]
-"""Of each head's numbers with its weight: [T,H,inputs] -> [T,H,outputs]."""
+from .head_products import HeadProduct, head_product
 
 
 class LatentAttention:
@@ -35,6 +31,7 @@ class LatentAttention:
         self._latent_scale: float = getattr(module, "mla_scale_kv_lora", 1.0)
         has_halves = hasattr(self._modeling, "apply_rotary_pos_emb")
         self._has_neighbours: bool = getattr(module.config, "rope_interleave", not has_halves)
+        self._is_gated = hasattr(module, "g_proj")  # Ling 3: each head's output by one number
         self._made: tuple[HeadProduct, HeadProduct] | None = None
         # Mistral 4 scales queries by their positions, beyond those that it was trained with.
         self._scale_at: Callable[..., Tensor] | None = getattr(self._modeling, "get_llama_4_attn_scale", None)
@@ -42,7 +39,7 @@ class LatentAttention:
     def __call__(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | Tensor | None = None,
         *_: Any,
         position_ids: Tensor | None = None,
         **__: Any,
@@ -73,7 +70,10 @@ class LatentAttention:
             keys[..., :0],
             LayerParams(module.scaling, latent_values=rank),
         )
-        return module.o_proj(to_values(out_THR[0]).flatten(1).unsqueeze(0)), None
+        out_THV = to_values(out_THR[0])
+        if self._is_gated:
+            out_THV = out_THV * module.g_proj(hidden_states[0]).float().sigmoid().to(out_THV.dtype).unsqueeze(-1)
+        return module.o_proj(out_THV.flatten(1).unsqueeze(0)), None
 
     def _products(self) -> tuple[HeadProduct, HeadProduct]:
         """Of queries into the latent's space, and of what comes out into that of values; made of the weights once."""
@@ -82,8 +82,8 @@ class LatentAttention:
             widths = [module.qk_nope_head_dim, module.v_head_dim]
             weight_HOR = module.kv_b_proj.weight.detach().unflatten(0, (-1, sum(widths)))
             to_keys_HNR, to_values_HVR = weight_HOR.split(widths, dim=1)
-            product = _packed if isinstance(module.kv_b_proj, NativeLinear) else _plain
-            self._made = product(to_keys_HNR.mT), product(to_values_HVR)
+            beside = module.kv_b_proj
+            self._made = head_product(to_keys_HNR.mT, beside), head_product(to_values_HVR, beside)
             module.kv_b_proj = None  # which is not called: its weight was read
         return self._made
 
@@ -93,18 +93,12 @@ class LatentAttention:
             return module.q_proj(hidden_states)
         return module.q_b_proj(module.q_a_layernorm(module.q_a_proj(hidden_states)))
 
-    def _rotate(self, q: Tensor, k: Tensor, turns: tuple[Tensor, Tensor] | Tensor) -> tuple[Tensor, Tensor]:
-        """turns: cosines and sines, or complex numbers, as the model's own embedding makes them"""
+    def _rotate(self, q: Tensor, k: Tensor, turns: tuple[Tensor, Tensor] | Tensor | None) -> tuple[Tensor, Tensor]:
+        """turns: cosines and sines, or complex numbers, as the model's own embedding makes them; None: it has none"""
+        if turns is None:
+            return q, k
         if isinstance(turns, Tensor):
             return self._modeling.apply_rotary_emb(q, k, turns)
         if self._has_neighbours:
             return self._modeling.apply_rotary_pos_emb_interleave(q, k, *turns)
         return self._modeling.apply_rotary_pos_emb(q, k, *turns)
-
-
-def _packed(weight_HOI: Tensor) -> HeadProduct:
-    return PackedWeights(weight_HOI).product_of_each
-
-
-def _plain(weight_HOI: Tensor) -> HeadProduct:
-    return lambda x_THI: torch.einsum("thi,hoi->tho", x_THI, weight_HOI)

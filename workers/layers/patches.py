@@ -30,6 +30,12 @@ def patch_layer_index(module: Any) -> None:
         module.register_forward_pre_hook(note, with_kwargs=True)
 
 
+def patch_place(module: Any, path: str) -> None:
+    """Let a state mixer know which layer it is of, where its class does not tell it: by its path in the model."""
+    if not hasattr(module, "layer_idx"):
+        module.layer_idx = next(int(part) for part in path.split(".") if part.isdecimal())
+
+
 def patch_query_scale(module: Any) -> Callable[[Tensor], Tensor] | None:
     """What the queries of an attention module are multiplied by, given their positions; None: nothing.
 

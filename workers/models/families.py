@@ -50,6 +50,8 @@ TENSOR_PARALLEL_PLANS: dict[str, dict[str, str]] = {
     # cuts the heads, and the ranks add up what the norm needs: one number per token.
     "olmo3": _cut("self_attn", {**ATTENTION, "q_norm": "norm_over_ranks", "k_norm": "norm_over_ranks"})
     | _cut("mlp", GATED_MLP),
+    # Each rank computes all heads of queries and keys, and takes its own: see `ConvolvedHeads`.
+    "zaya": _cut("self_attn", {"o_proj": "rowwise", "qk_norm": "key_scales"}) | _cut("mlp", EXPERTS),
     "zamba2": _cut("shared_transformer.self_attn", ATTENTION)
     | _cut("shared_transformer.self_attn", {f"linear_{x}_adapter_list.*.1": "colwise" for x in "qkv"})
     | _cut("shared_transformer.feed_forward", {"gate_up_proj": "packed", "down_proj": "rowwise"})

@@ -18,7 +18,7 @@ from ...errors import CorruptCheckpoint, IntarsiaError, ModelNotFound, Unsupport
 from ...proto.worker import ModelFacts, ModelSettings
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.json_file import clipped
-from ..checkpoint.layer_specs import complete_layer_types, read_layers, told_copies
+from ..checkpoint.layer_specs import complete_layer_types, positions_of, read_layers, told_copies
 from ..checkpoint.spellings import config_of
 from ..cpu.experts import pack_experts
 from ..cpu.linear import pack_linears
@@ -122,7 +122,7 @@ def _load(
         layers=layers,
         weight_bytes=sum(p.numel() * p.element_size() for p in module.parameters()) + kept_bytes(module),
         vocab_size=vocab_size,
-        max_positions=config.max_position_embeddings,
+        max_positions=positions_of(config),
         eos_token_ids=_eos_token_ids(generation, config),
         sampling_defaults=tuple((name, value) for name in SAMPLING if (value := getattr(generation, name)) is not None),
         image_token_id=whole.image_token_index if cross is not None else None,

@@ -24,10 +24,12 @@ def styles_of(module: nn.Module, config: Any, parallel: TensorParallel) -> dict[
     if parallel.size == 1:
         return {}
     ours = TENSOR_PARALLEL_PLANS.get(config.model_type)
+    mixers = cut_mixers(module, parallel.size)
     if ours is None and not is_known((config.model_type,)):
         ours = plan_by_structure(module) or None
-    styles = parallel.plan(module, config, ours, VOCABULARIES)
-    return styles | cut_mixers(module, parallel.size) | cut_fused(module)
+    if ours is None and mixers and getattr(config, "base_model_tp_plan", None) is None:
+        ours = {}  # states alone, which say themselves how they are cut
+    return parallel.plan(module, config, ours, VOCABULARIES) | mixers | cut_fused(module)
 
 
 def fill_weights(
