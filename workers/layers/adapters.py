@@ -13,6 +13,12 @@ from .attention import PagedAttention
 from .convolution import ShortConv
 from .cross import CrossAttention
 from .delta import GatedDeltaNet, PackedGatedDeltaNet, SeparateGatedDeltaNet
+from .indexed import (
+    FusedGateLatentAttention,
+    HeadGatedLatentAttention,
+    IndexedLatentAttention,
+    SharingLatentAttention,
+)
 from .latent import LatentAttention
 from .lightning import Lightning
 from .mamba import Mamba1, Mamba2
@@ -52,15 +58,24 @@ def _mixer(kind: type[Mixer]) -> "Adapter":
     return lambda module, paged: kind(module, paged.states, paged.parallel)
 
 
-LATENT = (
-    "AXK1Attention", "DeepseekV2Attention", "DeepseekV3Attention", "Glm4MoeLiteAttention", "LongcatFlashMLA",
-    "MiniCPM3Attention", "YoutuAttention",
-)  # fmt: skip
-"""Classes of attention over one latent for all heads, in the words of DeepSeek's."""
+LATENT: dict[str, type[LatentAttention]] = {
+    "AXK1Attention": LatentAttention,
+    "AXK2Attention": FusedGateLatentAttention,
+    "DeepseekV2Attention": LatentAttention,
+    "DeepseekV3Attention": LatentAttention,
+    "DeepseekV32Attention": IndexedLatentAttention,
+    "Dots3NoteTextAttention": HeadGatedLatentAttention,
+    "Glm4MoeLiteAttention": LatentAttention,
+    "GlmMoeDsaAttention": SharingLatentAttention,
+    "LongcatFlashMLA": LatentAttention,
+    "MiniCPM3Attention": LatentAttention,
+    "YoutuAttention": LatentAttention,
+}
+"""Class of attention over one latent for all heads, in the words of DeepSeek's -> ours."""
 
 
-def _latent(module: Any, paged: Paged) -> Callable[..., Any]:
-    return LatentAttention(module, paged.attention)
+def _latent(kind: type[LatentAttention]) -> "Adapter":
+    return lambda module, paged: kind(module, paged.attention)
 
 
 def _cross(module: Any, paged: Paged) -> Callable[..., Any]:
@@ -72,7 +87,7 @@ Adapter = Callable[[Any, Paged], Callable[..., Any]]
 
 ADAPTERS: dict[str, Adapter] = {
     **{name: _mixer(kind) for name, kind in MIXERS.items()},
-    **{name: _latent for name in LATENT},
+    **{name: _latent(kind) for name, kind in LATENT.items()},
     "MllamaCrossAttentionDecoderLayer": _cross,
 }
 """Class of a module -> what makes the forward pass that takes the place of its own."""

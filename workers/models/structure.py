@@ -45,7 +45,7 @@ def _linears(module: nn.Module) -> set[str]:
 def _attention(path: str, module: Any) -> dict[str, str]:
     linears = _linears(module)
     if linears >= LATENT:
-        inward = [name for name in ("q_proj", "q_b_proj", "kv_b_proj") if name in linears]
+        inward = [name for name in ("q_proj", "q_b_proj", "q_gate_proj", "kv_b_proj", "g_proj") if name in linears]
         return {f"{path}.{name}": "colwise" for name in inward} | {f"{path}.o_proj": "rowwise"}
     output = next((name for name in ATTENTION_OUTPUTS if name in linears), None)
     if output is None or not {"q_proj", "k_proj", "v_proj"} <= linears:
