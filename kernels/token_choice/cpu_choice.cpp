@@ -29,6 +29,7 @@ namespace {
 
 constexpr int KEYS = WIDTH;       // keys that are scored together
 constexpr int QUERIES = 4;        // of a row, that read keys together
+constexpr int64_t WORTH_SHARING = 1 << 20;  // products, at most, of which it pays to wake the other threads
 
 // Lanes are keys, so that what is summed has one order: [E][KEYS], zeros where there are no keys.
 template <class T>
@@ -92,7 +93,9 @@ void take_best(const float* scores, int seen, int most, std::vector<int32_t>& or
 template <class T>
 void choose(const Choice& c) {
     const int each = c.queries / c.rows, per_row = (each + QUERIES - 1) / QUERIES;
-#pragma omp parallel
+    const int64_t longest_of_all = *std::max_element(c.positions, c.positions + c.queries) + 1;
+    const bool is_shared = longest_of_all * c.queries * c.heads * c.size >= WORTH_SHARING;
+#pragma omp parallel if (is_shared)
     {
         std::vector<float> keys(int64_t(c.size) * KEYS), query(int64_t(QUERIES) * c.heads * c.size), scores;
         std::vector<int32_t> order;

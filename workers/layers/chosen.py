@@ -85,10 +85,6 @@ class ChoosingAttention(PagedAttention):
         super().begin_step(batches, positions_T)
         self._batches, self._splits = batches, {}
 
-    @property
-    def can_be_recorded(self) -> bool:
-        return False  # what is gathered has another shape in each step
-
     @torch.compiler.disable
     def attend_chosen(
         self, q_THD: Tensor, keys_TKD: Tensor, layer: int, params: LayerParams, choice: Choice, *, asks: bool
@@ -105,20 +101,29 @@ class ChoosingAttention(PagedAttention):
         split = self._split(place, choice.most)
         # Rows that see no more than they may choose.
         if split.whole is not None:
-            tokens, whole = split.whole
-            found = torch.empty_like(out_THD[tokens])
-            self._backend.attend(q_THD[tokens], view, params, whole, found)
-            out_THD[tokens] = found
+            self._attend_to(view, q_THD, params, *split.whole, out_THD)
         # The others choose, unless a layer before has chosen, and attend to what is gathered.
         if asks:
             keys = self._index_keys[layer]
             choice.chosen[:] = [_chosen(choice, keys, part) for part in split.parts]
         for part, chosen_NK in zip(split.parts, choice.chosen, strict=True):
-            q_NHD = q_THD[part.tokens].contiguous()
-            found = torch.empty((*q_NHD.shape[:2], out_THD.shape[2]), dtype=q_THD.dtype, device=q_THD.device)
-            self._backend.attend(q_NHD, part.take(view, chosen_NK), params, part.gathered, found)
-            out_THD[part.tokens] = found
+            self._attend_to(part.take(view, chosen_NK), q_THD, params, part.tokens, part.gathered, out_THD)
         return out_THD
+
+    def _attend_to(
+        self,
+        entries: Tensor,
+        q_THD: Tensor,
+        params: LayerParams,
+        tokens: Tensor | slice,
+        meta: GroupMeta,
+        out_THD: Tensor,
+    ) -> None:
+        """Some of the packed tokens, over pages [pages,tokens,1,D]."""
+        q_NHD = q_THD[tokens].contiguous()
+        found = torch.empty((*q_NHD.shape[:2], out_THD.shape[2]), dtype=q_THD.dtype, device=q_THD.device)
+        self.backend.attend(q_NHD, entries, params, meta, found)
+        out_THD[tokens] = found
 
     def _split(self, place: int, most: int) -> _Split:
         """Made once per step for all layers of a group that choose as many."""
