@@ -37,6 +37,9 @@ MOST_KV_HEADS, MOST_QUERIES_EACH = 2, 4
 ALONE_HEADS = 4
 """Where each query head has a key-value head of its own."""
 
+MOST_INDEX_HEADS = 16
+"""Of few, all are often below zero, and then tokens score alike: which of them is chosen, nobody says."""
+
 MOST_EXPERTS, MOST_CHOSEN = 8, 2
 RANK = 8
 MOST_LAYERS = 16
@@ -373,7 +376,7 @@ def _set_heads(given: Given, fields: dict[str, Any], scale: Scale) -> None:
     if queries is None:
         return
     to_queries, to_keys = _heads(queries, given.size("num_key_value_heads") or queries, scale.ranks)
-    most = {"index_n_heads": to_queries, "num_query_groups": to_keys, "num_kv_heads": to_keys, "o_groups": 2}
+    most = {"index_n_heads": MOST_INDEX_HEADS, "num_query_groups": to_keys, "num_kv_heads": to_keys, "o_groups": 2}
     for name, count in most.items():
         if given.size(name) is not None:
             fields[name] = min(fields[name], count)

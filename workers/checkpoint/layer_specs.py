@@ -24,6 +24,7 @@ REACH_OF: dict[str, Callable[[Any], Reach]] = {
     "hybrid": lambda config: Full(),
     "hybrid_sliding": lambda config: Sliding(config.sliding_window),
     "attention": lambda config: Full(),
+    "indexed_attention": lambda config: Full(),  # of all tokens each query attends to some: any may be chosen
 }
 """Kinds of `config.layer_types` that attend, and how far back."""
 
@@ -151,6 +152,14 @@ LAYERS_OF: dict[str, Callable[[Any, str], Any]] = {"mimo_v2_flash": _mimo_v2}
 """model_type -> what a layer of a kind has of its own that the config does not say."""
 
 
+def index_key_size(config: Any, index: int) -> int:
+    """Numbers that a layer keeps of each token to choose by; 0 if it attends to all, or to what another has chosen."""
+    if (getattr(config, "layer_types", None) or {index: ""})[index] != "indexed_attention":
+        return 0
+    indexers = getattr(config, "indexer_types", None)
+    return config.index_head_dim if indexers is None or indexers[index] == "full" else 0
+
+
 def _sources(config: Any, kinds: list[str]) -> dict[int, int]:
     """Layers that own no keys and values, and the one they read: the last before them of their kind that does."""
     shared = getattr(config, "num_kv_shared_layers", 0) or 0
@@ -166,7 +175,8 @@ def _attention(
     if getattr(config, "kv_lora_rank", None):  # one latent for all heads, on every rank
         RankShare(ranks, item_bytes).part(config.num_attention_heads, "query heads")
         width = config.kv_lora_rank + config.qk_rope_head_dim
-        return LayerSpec(index, reach, 1, width, 0, item_bytes, shares=shares)
+        beside = index_key_size(config, index) * item_bytes
+        return LayerSpec(index, reach, 1, width, 0, item_bytes, beside, shares=shares)
     head = (
         getattr(config, "attention_head_dim", None)
         or getattr(config, "head_dim", None)

@@ -14,6 +14,12 @@ from .convolution import ShortConv
 from .convolved import ConvolvedHeads
 from .cross import CrossAttention
 from .delta import GatedDeltaNet, KeyedDeltaNet, PackedGatedDeltaNet, SeparateGatedDeltaNet, SmoothGatedDeltaNet
+from .indexed import (
+    FusedGateLatentAttention,
+    HeadGatedLatentAttention,
+    IndexedLatentAttention,
+    SharingLatentAttention,
+)
 from .latent import LatentAttention
 from .lightning import Lightning
 from .lru import GatedLinearRecurrence
@@ -70,15 +76,27 @@ def _mixer(kind: type[Mixer]) -> "Adapter":
     return lambda module, paged: kind(module, paged.states, paged.parallel)
 
 
-LATENT = (
-    "AXK1Attention", "BailingHybridAttention", "DeepseekV2Attention", "DeepseekV3Attention", "Glm4MoeLiteAttention",
-    "KimiLinearAttention", "LongcatFlashMLA", "MiniCPM3Attention", "Mistral4Attention", "YoutuAttention",
-)  # fmt: skip
-"""Classes of attention over one latent for all heads, in the words of DeepSeek's."""
+LATENT: dict[str, type[LatentAttention]] = {
+    "AXK1Attention": LatentAttention,
+    "AXK2Attention": FusedGateLatentAttention,
+    "BailingHybridAttention": LatentAttention,
+    "DeepseekV2Attention": LatentAttention,
+    "DeepseekV3Attention": LatentAttention,
+    "DeepseekV32Attention": IndexedLatentAttention,
+    "Dots3NoteTextAttention": HeadGatedLatentAttention,
+    "Glm4MoeLiteAttention": LatentAttention,
+    "GlmMoeDsaAttention": SharingLatentAttention,
+    "KimiLinearAttention": LatentAttention,
+    "LongcatFlashMLA": LatentAttention,
+    "MiniCPM3Attention": LatentAttention,
+    "Mistral4Attention": LatentAttention,
+    "YoutuAttention": LatentAttention,
+}
+"""Class of attention over one latent for all heads, in the words of DeepSeek's -> ours."""
 
 
-def _latent(module: Any, paged: Paged) -> Callable[..., Any]:
-    return LatentAttention(module, paged.attention)
+def _latent(kind: type[LatentAttention]) -> "Adapter":
+    return lambda module, paged: kind(module, paged.attention)
 
 
 def _cross(module: Any, paged: Paged) -> Callable[..., Any]:
@@ -90,7 +108,7 @@ Adapter = Callable[[Any, Paged], Callable[..., Any]]
 
 ADAPTERS: dict[str, Adapter] = {
     **{name: _mixer(kind) for name, kind in MIXERS.items()},
-    **{name: _latent for name in LATENT},
+    **{name: _latent(kind) for name, kind in LATENT.items()},
     "MllamaCrossAttentionDecoderLayer": _cross,
 }
 """Class of a module -> what makes the forward pass that takes the place of its own."""

@@ -26,6 +26,7 @@ from ..cpu.order import sum_order
 from ..known_families import is_known
 from ..layers.adapters import Paged, bind
 from ..layers.attention import IMPLEMENTATION, PagedAttention
+from ..layers.chosen import ChoosingAttention
 from ..layers.cross import CrossAttention
 from ..layers.patches import patch_rotary_dim
 from ..layers.states import PagedStates
@@ -109,7 +110,8 @@ def _load(
     fill_weights(module, checkpoint, parallel, config, dtype, device, watch, keeper)
     patch_rotary_dim(module, config)
     # Layers that remember go through our pages from now on.
-    attention = PagedAttention(layers, dtype, device)
+    attends_to_chosen = any(layer.extra_token_bytes for layer in layers)
+    attention = (ChoosingAttention if attends_to_chosen else PagedAttention)(layers, dtype, device)
     states = PagedStates(device)
     has_encoder = whole.model_type in WITH_ENCODER
     cross = CrossAttention(module, settings.model_dir, layers, dtype) if has_encoder else None

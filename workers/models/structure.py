@@ -62,7 +62,7 @@ def _attention(path: str, module: Any) -> dict[str, str]:
     if is_fused(module):
         return {f"{path}.o_proj": "rowwise"}  # the others: see `cut_fused`
     if linears >= LATENT:
-        inward = [name for name in ("q_proj", "q_b_proj", "kv_b_proj") if name in linears]
+        inward = [name for name in ("q_proj", "q_b_proj", "q_gate_proj", "kv_b_proj") if name in linears]
         inward += sorted(GATES & linears)
         return {f"{path}.{name}": "colwise" for name in inward} | {f"{path}.o_proj": "rowwise"}
     output = next((name for name in ATTENTION_OUTPUTS if name in linears), None)
