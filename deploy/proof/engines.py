@@ -13,10 +13,11 @@ from ...kvcache.plan import MemoryPlan, PlanSettings
 from ...kvcache.spec import LayerSpec
 from ...kvcache.strategies import plan_memory
 from ...proto.messages import Delivery
-from ...proto.request import USUAL_OPTIONS, GenerateRequest, SamplingParams
+from ...proto.request import USUAL_OPTIONS, GenerateRequest, RequestOptions, SamplingParams
 from ..settings.options import engine_settings
 
 POOL = "4MiB"
+URGENT = RequestOptions(priority=-10)
 
 
 class Case(NamedTuple):
@@ -37,6 +38,7 @@ class Answer:
         self.prompt_logprobs: list[float] = []
         self.cached_tokens = 0
         self.error: IntarsiaError | None = None
+        self.began = asyncio.Event()
         self.done = asyncio.Event()
 
     def take(self, delivery: Delivery) -> None:
@@ -50,6 +52,7 @@ class Answer:
             is_last = is_last or delta.finish_reason is not None
         for _, self.error in delivery.errors:
             pass
+        self.began.set()
         if self.error or is_last:
             self.done.set()
 
@@ -91,13 +94,18 @@ def least_memory(
     return (fits << 10) + made.arenas[0].page_bytes
 
 
-async def answers_of(engine: Engine, asked: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Answer]:
-    """All at once, to their ends."""
+async def answers_of(
+    engine: Engine, asked: Sequence[Sequence[int]], sampling: SamplingParams, *, last_is_urgent: bool = False
+) -> list[Answer]:
+    """All at once, to their ends. last_is_urgent: the last one comes when the first has begun, and before all others"""
     answers = [Answer() for _ in asked]
     loop = asyncio.create_task(engine.run())
     try:
         for n, (prompt, answer) in enumerate(zip(asked, answers, strict=True)):
-            options, size = USUAL_OPTIONS, len(prompt)
+            is_urgent = last_is_urgent and n == len(asked) - 1
+            if is_urgent:
+                await answers[0].began.wait()
+            options, size = URGENT if is_urgent else USUAL_OPTIONS, len(prompt)
             request = GenerateRequest(
                 prompt, sampling, (), options, stream_interval_s=0.0, prompt_tokens=size, is_known=False
             )

@@ -28,18 +28,18 @@ class LayerDifference(NamedTuple):
     position: int
 
 
-async def first_layer(folder: Path, oracle: Any, prompt: Sequence[int]) -> LayerDifference | None:
-    """None: all layers agree when one prompt is computed as a whole, and what differs comes later."""
+async def first_layer(folder: Path, oracle: Any, text: Sequence[int]) -> LayerDifference | None:
+    """None: all layers agree when the text is computed as a whole, on one rank."""
     case = CASES[1]
     settings = settings_of(folder, case, 1, POOL, enforce_eager=True)
     workers = LocalWorkers()
     try:
         engine = await build_engine(settings, workers)
         ours = _watch(workers.module)
-        await answers_of(engine, [prompt], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+        await answers_of(engine, [text], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
         theirs = _watch(oracle)
         with torch.inference_mode():
-            await asyncio.to_thread(lambda: oracle(torch.tensor([list(prompt)]), use_cache=False))
+            await asyncio.to_thread(lambda: oracle(torch.tensor([list(text)]), use_cache=False))
     finally:
         workers.close()
     for path, (kind, output) in theirs.items():

@@ -10,10 +10,10 @@ from torch import Tensor
 NEAR = 2e-3
 """Log-probabilities that differ by less are the same. Sums in another order differ by 1e-5 and less."""
 
-HAIR = 1e-5
-"""What weights are changed by, as a share of each: some ten times what sums in another order differ by."""
+HAIR = 1e-6
+"""What weights are changed by, as a share of each: about what sums in another order differ by."""
 
-TRIES = 4
+TRIES = 8
 
 
 class Oracle:
@@ -31,16 +31,14 @@ class Oracle:
             self._known[key] = _logprobs(self.model, key)
         return self._known[key]
 
-    def wavers(self, tokens: Sequence[int], position: int) -> bool:
-        """Whether what it says up to that position depends on the last bits of its weights.
+    def wavering(self, tokens: Sequence[int]) -> Tensor:
+        """[T-1]: by how much each row of `logprobs` changes with the last bits of the weights.
 
-        It does where two experts are chosen by scores that are all but equal: either choice is right then, and what
-        follows differs by far."""
-        true = self.logprobs(tokens)[:position]
-        for other in self._made_others():
-            if float((_logprobs(other, tokens)[:position] - true).abs().max()) > NEAR:
-                return True
-        return False
+        By far, where two experts are chosen by scores that are all but equal: either choice is right then. What is
+        magnified on its way, as steps of time are, changes too."""
+        key = tuple(tokens)
+        others = [(_logprobs(other, key) - self.logprobs(key)).abs().amax(-1) for other in self._made_others()]
+        return torch.stack(others).amax(0)
 
     def _made_others(self) -> list[Any]:
         generator = torch.Generator().manual_seed(0)

@@ -5,8 +5,8 @@
 Prints a verdict as JSON, its last line. A small copy of the model (`scaled.py`) with random weights is computed by
 transformers, and by an engine in this process with each number of ranks (`trial.py`). The first difference is the end
 of it: the family is refused. But weights can lead to a near tie between experts, where two right computations part. So
-where transformers' own answer changes with the last bits of its weights (`oracle.py`), the rest of that answer is in
-doubt. If half of the answers are, other weights are drawn.
+a difference counts if it is larger than those that transformers' own answer has when the last bits of its weights
+change (`oracle.py`). Answers that pass by that alone are in doubt. If half of them are, other weights are drawn.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def _try(config: Any, folder: Path, ranks: Sequence[int], seed: int) -> Found:
         trial = Trial(folder, oracle, size, seed)
         found = asyncio.run(trial.first_difference())
         if found is not None:
-            layer = asyncio.run(first_layer(folder, oracle.model, found.prompt))
+            layer = asyncio.run(first_layer(folder, oracle.model, found.text[: found.position]))
             where = "" if layer is None else f"; the first layer that differs is {layer.layer} ({layer.kind})"
             return Found(changed, f"{found.told}{where} (seed {seed})", is_sure=True)
         answers += trial.answers

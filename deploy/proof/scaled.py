@@ -299,6 +299,10 @@ def _signs(given: Given, layers: int) -> list[tuple[str, ...]]:
     return [tuple(str(each[n]) for each in lists) for n in range(layers)]
 
 
+EPSILON = re.compile(r"(.*_)?eps(ilon)?")
+MORE_EPSILON = 1000
+"""As many times as large: beside the large numbers of a copy, a norm's epsilon would not be seen."""
+
 PERIOD = re.compile(
     r".*_layer_period|.*every_n_layers|first_k_dense_replace|num_dense_layers|layer_group_size|"
     r".*sliding_window_pattern|no_rope_layer_interval|interleave_moe_layer_step|decoder_sparse_step|"
@@ -320,6 +324,8 @@ def _shrunk(name: str, value: Any, scale: Scale) -> Any:
         return {key: _shrunk(str(key), each, scale) for key, each in value.items()}
     if isinstance(value, list):
         return _shrunk_list(name, value, scale)
+    if isinstance(value, float) and EPSILON.fullmatch(name):
+        return value * MORE_EPSILON
     if isinstance(value, bool) or not isinstance(value, int):
         return value
     if name == "hidden_size":

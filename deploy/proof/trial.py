@@ -29,6 +29,9 @@ PARTINGS = 24, 32, 40
 TIE = 1e-3
 """Log-probabilities of the oracle that lie closer together than this may trade places."""
 
+DOUBT = 3
+"""Times what it wavers by in some tries, which it may differ by."""
+
 CASES = (
     Case("blocks of 5, chunks of 13", 5, 13),
     Case("blocks of 16, whole prompts", 16, POSITIONS),
@@ -41,7 +44,8 @@ class Difference(NamedTuple):
 
     case: str
     ranks: int
-    prompt: Sequence[int]
+    text: Sequence[int]  # prompt and answer
+    prompt_tokens: int
     position: int
     off: float  # of a log-probability; infinite where another token was chosen
     what: str
@@ -50,7 +54,7 @@ class Difference(NamedTuple):
     def told(self) -> str:
         place = f"{self.case}, {self.ranks} ranks: {self.what}"
         by = "another token is said" if self.off == float("inf") else f"a log-probability is {self.off:.2g} off"
-        return f"{place}: with a prompt of {len(self.prompt)} tokens, at position {self.position} {by}"
+        return f"{place}: with a prompt of {self.prompt_tokens} tokens, at position {self.position} {by}"
 
 
 class Trial:
@@ -58,7 +62,7 @@ class Trial:
 
     def __init__(self, folder: Path, oracle: Oracle, ranks: int, seed: int):
         self.answers = 0
-        self.doubtful = 0  # answers that differ where the oracle itself wavers
+        self.doubtful = 0  # answers that differ, but by no more than the oracle wavers
         self._folder = folder
         self._oracle = oracle
         self._ranks = ranks
@@ -111,9 +115,12 @@ class Trial:
         return self._differs(last, await answers_of(engine, last, _greedy(LAST_TOKENS)), case)
 
     async def _crowded(self, engine: Engine, case: Case) -> Difference | None:
-        """More than fits: the longest comes last, and those before it make way."""
-        asked = prompts(self._seed)
-        return self._differs(asked, await answers_of(engine, asked, _greedy(NEW_TOKENS, with_prompt=True)), case)
+        """More than fits, all of whose prompts but the last two are computed in one step. The last makes others give
+        way, and what they had is computed again."""
+        short, *_, long, longest = prompts(self._seed)
+        asked = [short, *(drawn(self._seed + n, len(short)) for n in range(3)), long, longest]
+        answers = await answers_of(engine, asked, _greedy(NEW_TOKENS, with_prompt=True), last_is_urgent=True)
+        return self._differs(asked, answers, case)
 
     def _differs(self, asked: Sequence[Sequence[int]], answers: Sequence[Answer], case: Case) -> Difference | None:
         self.answers += len(answers)
@@ -121,11 +128,13 @@ class Trial:
             found = against(self._oracle, prompt, answer)
             if found is None:
                 continue
-            if self._oracle.wavers([*prompt, *answer.tokens], found[0]):
+            found = against(self._oracle, prompt, answer, wavers=True)
+            if found is None:
                 self.doubtful += 1
                 continue
+            text = [*prompt, *answer.tokens]
             what = f"{answer.cached_tokens} tokens found in the cache" if answer.cached_tokens else "computed"
-            return Difference(case.name, self._ranks, prompt, *found, what)
+            return Difference(case.name, self._ranks, text, len(prompt), *found, what)
         return None
 
 
@@ -149,26 +158,30 @@ def prompts(seed: int) -> list[list[int]]:
     return [drawn(1000 * seed + length, length) for length in LENGTHS]
 
 
-def against(oracle: Oracle, prompt: Sequence[int], answer: Answer) -> tuple[int, float] | None:
-    """The first position that differs, and by how much. A token that was said must be the likeliest, or all but so."""
+def against(oracle: Oracle, prompt: Sequence[int], answer: Answer, *, wavers: bool = False) -> tuple[int, float] | None:
+    """The first position that differs, and by how much. A token that was said must be the likeliest, or all but so.
+
+    wavers: what the oracle wavers by does not count"""
     if answer.error is not None:
         raise answer.error
     text = [*prompt, *answer.tokens]
     tokens = torch.tensor(text)
     logprobs = oracle.logprobs(text)
+    slack = DOUBT * oracle.wavering(text) if wavers else torch.zeros(len(text) - 1, dtype=torch.float64)
     meant = logprobs.gather(1, tokens[1:].unsqueeze(1)).squeeze(1)
     ours = torch.tensor([*answer.prompt_logprobs, *answer.logprobs], dtype=torch.float64)
-    start = len(meant) - len(ours)
-    off = (ours - meant[start:]).abs()
+    start, said = len(meant) - len(ours), len(prompt) - 1
+    off = torch.zeros_like(meant)
+    off[start:] = (ours - meant[start:]).abs()
     off = torch.where(off.isnan(), torch.inf, off)
-    said = len(prompt) - 1
-    behind = logprobs[said:].amax(-1) - meant[said:]
-    off[said - start :] = torch.where(behind > TIE, torch.inf, off[said - start :])
-    wrong = (off > NEAR).nonzero()
+    behind = logprobs.amax(-1) - meant
+    behind[:said] = 0.0
+    off = torch.where(behind > TIE + slack, torch.inf, off)
+    wrong = (off > NEAR + slack).nonzero()
     if not len(wrong):
         return None
     place = int(wrong[0])
-    return start + place + 1, float(off[place])
+    return place + 1, float(off[place])
 
 
 # -- is shown what is to be shown? -------------------------------------------------------------------------------------
