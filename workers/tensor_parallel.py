@@ -275,7 +275,8 @@ def count_own_heads(module: nn.Module) -> None:
 
 def is_fused(module: Any) -> bool:
     """Does one linear of an attention module give out queries, keys and values side by side, in the way of Phi-3?"""
-    return all(hasattr(module, name) for name in ("qkv_proj", "o_proj", "head_dim", "num_key_value_heads", "config"))
+    has_all = all(hasattr(module, name) for name in ("qkv_proj", "o_proj", "head_dim", "num_key_value_heads", "config"))
+    return has_all and isinstance(module.qkv_proj, nn.Linear | PackedLinear)
 
 
 def _count_fused(attention: Any) -> None:
