@@ -16,9 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Chunk,
     Concatenate,
     MergeModulelist,
     Split,
+    Transpose,
     WeightConverter,
     WeightRenaming,
     rename_source_key,
@@ -315,9 +317,12 @@ def find_sources(module: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.d
         ordered = [sorted(by_pattern.get(pattern, ()), key=_numbers) for pattern in converter.source_patterns]
         parts = [[stored_sources[each] for each in names] for names in ordered if names]
         match converter.operations:
-            case [Split() as split]:
+            case [Split() | Chunk(num_shards_attribute=None) as split]:
                 names = [name.replace(converter.target_patterns[0], each) for each in converter.target_patterns]
                 sources |= _taken_apart(parts[0][0], {each: wanted[each].shape[split.dim] for each in names}, split.dim)
+            case [Transpose(dim0=1, dim1=2) as turn] if len(wanted[name].shape) == 3:
+                is_as_held = turn.check_dims and parts[0][0].shape == tuple(wanted[name].shape)
+                sources[name] = parts[0][0] if is_as_held else Turned(parts[0][0])
             case operations:
                 sources[name] = _put_together(name, parts, operations)
     return sources
