@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ...errors import UnsupportedModel
 from ...workers.checkpoint.json_file import clipped
 from ...workers.layers.patches import patch_rotary_dim
+from ...workers.models.families import WITH_ENCODER
 from ...workers.models.text_part import around, has_own_class, name_of_text, text_part_class
 from .oracle import Oracle
 from .scaled import DROPPED, scaled
@@ -50,6 +51,8 @@ def _built(whole: Any, small: Any) -> Any:
     """The copy's model, in float32. small: the copy's config, of the text part"""
     from transformers import AutoModelForCausalLM
 
+    if whole.model_type in WITH_ENCODER:
+        raise ValueError("it is run with its encoder, which a proof leaves out")
     if has_own_class(small):
         return AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager")
     # Around the text part the whole stays as large as it is: nothing of it is given memory.

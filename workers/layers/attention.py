@@ -20,6 +20,7 @@ from ...kvcache.reach import Reach
 from ...kvcache.spec import LayerSpec
 from ..pages import Pages
 from .attention_operator import register
+from .refusals import check_written
 
 IMPLEMENTATION = "intarsia"
 """The name under which transformers models find our attention function."""
@@ -117,10 +118,7 @@ class PagedAttention:
         self._metas, self.positions_T = metas, positions_T
 
     def attend(self, layer: int, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, params: LayerParams) -> Tensor:
-        """Write this step's keys and values of one layer, then attend. Shapes as transformers has them, B == 1.
-
-        Returns [1, T, H, D].
-        """
+        """Write a step's keys and values of one layer, then attend. Shapes are transformers', of 1. Returns [1,T,H,D]."""
         q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (q_BHTD, k_BKTD, v_BKTD))
         return self.attend_packed(q_THD, k_TKD, v_TKD, layer, params).unsqueeze(0)
 
@@ -133,8 +131,8 @@ class PagedAttention:
         value_dim = params.latent_values or v_TKD.shape[-1]
         if self._backend is None:
             self.params[layer] = params
+            check_written(self._layers, layer, k_TKD, v_TKD)
             self._note(layer, q_THD.shape[1], params)
-            self._check_shapes(layer, k_TKD, v_TKD)
             values_TKD = k_TKD[..., :value_dim] if params.latent_values else v_TKD
             return values_TKD.repeat_interleave(q_THD.shape[1] // values_TKD.shape[1], dim=1)
         out_THD = torch.empty((*q_THD.shape[:2], value_dim), dtype=q_THD.dtype, device=q_THD.device)
@@ -147,17 +145,6 @@ class PagedAttention:
     def attend_layer(self, layer: int) -> Callable[..., Tensor]:
         """`attend_packed` of one layer, with the constants it was learnt to have: q_THD, k_TKD, v_TKD -> out_THD."""
         return partial(self.attend_packed, layer=layer, params=self.params[layer])
-
-    def _check_shapes(self, layer: int, k_TKD: Tensor, v_TKD: Tensor) -> None:
-        """Of what is written to pages, against what these were laid out for."""
-        spec = self._layers[layer]
-        there, meant = (k_TKD.shape[1], k_TKD.shape[2], v_TKD.shape[2]), (spec.kv_heads, spec.key_dim, spec.value_dim)
-        if there != meant:
-            raise UnsupportedModel(
-                f"layer {layer} makes {there[0]} key-value heads with keys of {there[1]} and values of {there[2]} "
-                f"numbers; by its config it would be {meant[0]} of {meant[1]} and {meant[2]}",
-                field="model",
-            )
 
     def _note(self, layer: int, heads: int, params: LayerParams) -> None:
         spec = self._layers[layer]
