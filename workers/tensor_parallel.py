@@ -72,7 +72,7 @@ STYLES: dict[str, Style] = {
     "packed": Style({"weight": Cut(0, halves=2), "bias": Cut(0, halves=2)}),
     "vocab": Style({"weight": Cut(0)}, "embed_own_rows"),
     "colwise_gather_output": Style({"weight": Cut(0), "bias": Cut(0)}, "gather_outputs"),
-    "sinks": Style({"sinks": Cut(0)}),
+    "sinks": Style({"sinks": Cut(0), "gate_bias": Cut(0)}),
     "key_scales": Style({"temp": Cut(0)}),
     "norm_over_ranks": Style({"weight": Cut(0)}, "normalize_over_ranks"),
     "expert_columns": Style(
@@ -271,6 +271,8 @@ def count_own_heads(module: nn.Module) -> None:
                 setattr(here, count, _outputs(linear) // here.head_dim)
         if is_fused(here):
             _count_fused(here)
+        if hasattr(here, "query_key_value") and hasattr(here, "num_heads") and hasattr(here, "head_dim"):
+            here.num_heads = _outputs(here.query_key_value) // here.head_dim // 3
 
 
 def is_fused(module: Any) -> bool:

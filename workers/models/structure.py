@@ -16,15 +16,22 @@ MLPS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("up_proj",), "down_proj"),
     (("w1", "w3"), "w2"),
     (("fc1",), "fc2"),
+    (("dense_h_to_4h",), "dense_4h_to_h"),
     (("c_fc",), "c_proj"),
 )
 """Linears of an MLP whose outputs are cut, and the one whose inputs are then."""
+
+HEADS_OF_THREE = {"query_key_value", "dense"}
+"""Attention of which one linear gives out a query, a key and a value of each head, one head after the other."""
 
 GATES = {"g_proj", "gate_proj"}
 """Of what attention gives out: a number for each head, or for each of its columns."""
 
 LATENT = {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
 """Attention over one latent that is whole on every rank."""
+
+FOR_EACH_HEAD = "sinks", "gate_bias"
+"""Parameters with a number for each head."""
 
 NORMS_OVER_HEADS = {"q_norm": "q_proj", "k_norm": "k_proj"}
 
@@ -65,6 +72,8 @@ def _attention(path: str, module: Any) -> dict[str, str]:
         inward = [name for name in ("q_proj", "q_b_proj", "q_gate_proj", "kv_b_proj") if name in linears]
         inward += sorted(GATES & linears)
         return {f"{path}.{name}": "colwise" for name in inward} | {f"{path}.o_proj": "rowwise"}
+    if linears >= HEADS_OF_THREE and not getattr(module, "multi_query", False):
+        return {f"{path}.query_key_value": "colwise", f"{path}.dense": "rowwise"}
     output = next((name for name in ATTENTION_OUTPUTS if name in linears), None)
     if output is None or not {"q_proj", "k_proj", "v_proj"} <= linears:
         return {}
@@ -76,8 +85,10 @@ def _attention(path: str, module: Any) -> dict[str, str]:
             plan[f"{path}.{norm}"] = "norm_over_ranks"
         elif weight is not None and weight.dim() == 2:  # each head its own: [heads,head size]
             plan[f"{path}.{norm}"] = "colwise"
-    if isinstance(getattr(module, "sinks", None), nn.Parameter):
+    if any(isinstance(getattr(module, name, None), nn.Parameter) for name in FOR_EACH_HEAD):
         plan[path] = "sinks"
+    if hasattr(module, "attn_sub_norm"):
+        plan[f"{path}.attn_sub_norm"] = "norm_over_ranks"
     return plan
 
 
@@ -85,7 +96,8 @@ def _mlp(path: str, module: nn.Module) -> dict[str, str]:
     linears = _linears(module)
     for inward, outward in MLPS:
         if {*inward, outward} <= linears:
-            return {f"{path}.{name}": "colwise" for name in inward} | {f"{path}.{outward}": "rowwise"}
+            plan = {f"{path}.{name}": "colwise" for name in inward} | {f"{path}.{outward}": "rowwise"}
+            return plan | ({f"{path}.ffn_sub_norm": "norm_over_ranks"} if hasattr(module, "ffn_sub_norm") else {})
     if {"gate_up_proj", "down_proj"} <= linears:
         return {f"{path}.gate_up_proj": "packed", f"{path}.down_proj": "rowwise"}
     return {}

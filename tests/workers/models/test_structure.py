@@ -39,7 +39,19 @@ def test_mlps_without_a_gate_are_cut_too():
 
 
 def test_a_model_whose_attention_is_of_another_form_has_no_such_plan():
-    assert plan_of("gpt_neox") == {}
+    assert plan_of("gpt2") == {}
+
+
+def test_a_linear_with_a_query_a_key_and_a_value_of_each_head_in_turn_is_cut_by_its_heads():
+    plan = plan_of("persimmon")
+    layer = "model.layers.0"
+    assert plan[f"{layer}.self_attn.query_key_value"] == plan[f"{layer}.mlp.dense_h_to_4h"] == "colwise"
+    assert plan[f"{layer}.self_attn.dense"] == plan[f"{layer}.mlp.dense_4h_to_h"] == "rowwise"
+
+
+def test_norms_of_what_heads_and_mlps_give_out_are_cut_with_it():
+    plan = plan_of("bitnet")
+    assert plan["model.layers.1.self_attn.attn_sub_norm"] == "norm_over_ranks" == plan["model.layers.1.mlp.ffn_sub_norm"]
 
 
 def test_norms_with_numbers_for_each_head_are_cut_with_the_heads():
