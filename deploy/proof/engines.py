@@ -16,7 +16,7 @@ from ...proto.messages import Delivery
 from ...proto.request import USUAL_OPTIONS, GenerateRequest, RequestOptions, SamplingParams
 from ..settings.options import engine_settings
 
-POOL = "4MiB"
+POOL = "64MiB"
 URGENT = RequestOptions(priority=-10)
 
 
