@@ -32,6 +32,11 @@ KNOWN_FAMILIES: dict[str, str] = {
     "qwen3_5_text": "Qwen3.5",
     "qwen3_5_moe_text": "Qwen3.5 (experts)",
     "mllama": "Llama 3.2 Vision",
+    "kimi_linear": "Kimi-Linear",
+    "bailing_hybrid": "Ling 3",
+    "recurrent_gemma": "RecurrentGemma",
+    "mamba": "Mamba",
+    "zaya": "Zaya",
 }
 """model_type -> name, of the families that the tests put through the whole gate. Of multimodal models the text part,
 except where the name says vision."""
