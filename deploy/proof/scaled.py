@@ -381,7 +381,7 @@ def _set_heads(given: Given, fields: dict[str, Any], scale: Scale) -> None:
     queries = given.size("num_attention_heads")
     if queries is None:
         return
-    to_queries, to_keys = _heads(queries, given.size("num_key_value_heads") or queries, scale.ranks)
+    _, to_keys = _heads(queries, given.size("num_key_value_heads") or queries, scale.ranks)
     most = {"index_n_heads": MOST_INDEX_HEADS, "num_query_groups": to_keys, "num_kv_heads": to_keys, "o_groups": 2}
     for name, count in most.items():
         if given.size(name) is not None:

@@ -22,9 +22,7 @@ from ...workers.known_families import is_known
 from .prove import SEEDS, prove
 from .verdict import Verdict
 
-STEP_KINDS = [
-    "sliding_attention" if n % 4 else "full_attention" for n in range(45)
-]
+STEP_KINDS = ["sliding_attention" if n % 4 else "full_attention" for n in range(45)]
 LACKING: dict[str, dict[str, Any]] = {
     "bamba": {"num_hidden_layers": 6, "attn_layer_indices": [2, 5]},
     "deepseek_v2": {"num_experts_per_tok": 6},

@@ -93,7 +93,9 @@ class Checkpoint:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """A config.json within its bounds (`config_schema.py`), in transformers' words (`spellings.py`). Raises `CorruptCheckpoint` or `ModelNotFound`."""
+    """A config.json within its bounds (`config_schema.py`), in transformers' words (`spellings.py`).
+
+    Raises `CorruptCheckpoint` or `ModelNotFound`."""
     config = read_object(file)
     check_config(config, str(file))
     return in_usual_words(config)

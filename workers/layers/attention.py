@@ -118,7 +118,9 @@ class PagedAttention:
         self._metas, self.positions_T = metas, positions_T
 
     def attend(self, layer: int, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, params: LayerParams) -> Tensor:
-        """Write a step's keys and values of one layer, then attend. Shapes are transformers', of 1. Returns [1,T,H,D]."""
+        """Write this step's keys and values of one layer, then attend. Shapes as transformers has them, B == 1.
+
+        Returns [1, T, H, D]."""
         q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (q_BHTD, k_BKTD, v_BKTD))
         return self.attend_packed(q_THD, k_TKD, v_TKD, layer, params).unsqueeze(0)
 

@@ -24,8 +24,8 @@ def check_written(layers: Mapping[int, LayerSpec], layer: int, k_TKD: Tensor, v_
     spec = layers.get(layer)
     if spec is None:
         raise UnsupportedModel(
-            f"a module attends as layer {layer}; by its config the model has {len(layers)} layers that attend, the last "
-            f"of them {max(layers, default=None)}",
+            f"a module attends as layer {layer}; by its config the model has {len(layers)} layers that attend, the "
+            f"last of them {max(layers, default=None)}",
             field="model",
         )
     there, meant = (k_TKD.shape[1], k_TKD.shape[2], v_TKD.shape[2]), (spec.kv_heads, spec.key_dim, spec.value_dim)

@@ -1,8 +1,8 @@
 """The text part of a model whose family has no class for it alone.
 
-Of most multimodal models transformers has the text part as a class of its own (Gemma 3, Llama 4). Of others (Qwen2.5-VL,
-Step 3.7, Mistral Large 4) it has the whole alone. The whole is built then, and what makes no text of text is left out:
-towers, projectors, talkers. What the whole does with the text part's output stays as it is.
+Of most multimodal models transformers has the text part as a class of its own (Gemma 3, Llama 4). Of others
+(Qwen2.5-VL, Step 3.7, Muse Glimmer) it has the whole alone. The whole is built then, and what makes no text of text is
+left out: towers, projectors, talkers. What the whole does with the text part's output stays as it is.
 """
 
 from functools import cache
@@ -51,8 +51,7 @@ def _without_others(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
         kind.__init__(self, config, *args, **kwargs)
         leave_out_others(self)
 
-    made = type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
-    return made
+    return type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
 
 
 def leave_out_others(model: Any) -> None:

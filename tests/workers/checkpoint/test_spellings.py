@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from intarsia.errors import CorruptCheckpoint
 from intarsia.workers.checkpoint.config_schema import check_config
 from intarsia.workers.checkpoint.files import read_config
 from intarsia.workers.checkpoint.spellings import config_of, in_usual_words
-from intarsia.errors import CorruptCheckpoint
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
 

@@ -51,7 +51,8 @@ def test_a_linear_with_a_query_a_key_and_a_value_of_each_head_in_turn_is_cut_by_
 
 def test_norms_of_what_heads_and_mlps_give_out_are_cut_with_it():
     plan = plan_of("bitnet")
-    assert plan["model.layers.1.self_attn.attn_sub_norm"] == "norm_over_ranks" == plan["model.layers.1.mlp.ffn_sub_norm"]
+    layer = "model.layers.1"
+    assert plan[f"{layer}.self_attn.attn_sub_norm"] == "norm_over_ranks" == plan[f"{layer}.mlp.ffn_sub_norm"]
 
 
 def test_norms_with_numbers_for_each_head_are_cut_with_the_heads():
