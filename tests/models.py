@@ -19,12 +19,14 @@ from transformers import (
     BambaConfig,
     Cohere2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     Exaone4Config,
     FalconH1Config,
     Gemma2Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     GraniteMoeHybridConfig,
     JambaConfig,
@@ -432,24 +434,40 @@ def gemma4() -> PretrainedConfig:
     )
 
 
+LATENT: dict[str, Any] = {
+    **{name: value for name, value in {**COMMON, "num_key_value_heads": 4}.items() if name != "head_dim"},
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+}
+
+
 def deepseek_v3() -> PretrainedConfig:
     """A latent per token, experts in groups beside a shared one."""
-    return DeepseekV3Config(
-        **{name: value for name, value in {**COMMON, "num_key_value_heads": 4}.items() if name != "head_dim"},
-        num_hidden_layers=3,
-        first_k_dense_replace=1,
-        q_lora_rank=24,
-        kv_lora_rank=32,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=12,
-        moe_intermediate_size=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        n_shared_experts=1,
-    )
+    return DeepseekV3Config(**LATENT, num_hidden_layers=3, first_k_dense_replace=1)
+
+
+INDEX: dict[str, Any] = {"index_topk": WINDOW, "index_n_heads": 16, "index_head_dim": 24}
+"""With few index heads tokens often score alike: nothing, where all heads are below zero."""
+
+
+def deepseek_v32() -> PretrainedConfig:
+    """Each query attends to the tokens that an indexer chooses."""
+    return DeepseekV32Config(**LATENT, **INDEX, num_hidden_layers=3, first_k_dense_replace=1)
+
+
+def glm_moe_dsa() -> PretrainedConfig:
+    """The same, and the third layer goes by the choice of the second."""
+    kinds = ["full", "full", "shared", "full"]
+    return GlmMoeDsaConfig(**LATENT, **INDEX, num_hidden_layers=4, first_k_dense_replace=1, indexer_types=kinds)
 
 
 LATENT: dict[str, Any] = {
@@ -589,6 +607,8 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma4_e": gemma4_e,
     "gemma4": gemma4,
     "deepseek_v3": deepseek_v3,
+    "deepseek_v32": deepseek_v32,
+    "glm_moe_dsa": glm_moe_dsa,
     "mistral": mistral,
     "ministral3": ministral3,
     "mllama": mllama,
@@ -610,6 +630,9 @@ WINDOWED = {
 WITH_IMAGES = {"mllama"}
 """Families that are asked about images."""
 
+WITH_CHOICE = {"deepseek_v32", "glm_moe_dsa"}
+"""Families whose layers attend to tokens that an indexer chooses."""
+
 WITH_SHARING = {"gemma3n", "gemma4_e"}
 """Families whose last layers read the keys and values of others."""
 
@@ -627,12 +650,14 @@ BLIND: dict[str, dict[str, Any]] = {name: {"sliding_window": 1 << 20} for name i
 
 BLIND["llama4"] = {"attention_chunk_size": 512}
 BLIND["recurrent_gemma"] = {"attention_window_size": 1 << 20}
+BLIND |= {name: {"index_topk": 512} for name in WITH_CHOICE}
 
 SEEDS = {
     "gemma3": 11, "gemma2": 32, "ministral": 23, "gpt_oss": 29, "llama": 24, "qwen3": 1, "smollm3": 1, "cohere2": 13,
     "olmo3": 2, "exaone4": 11, "llama4": 1, "bamba": 7, "granite4": 35, "nemotron_h": 11, "falcon_h1": 26,
     "zamba2": 3, "jamba": 1, "minimax": 13, "lfm2": 7, "qwen3_next": 2, "qwen3_5": 8,
-    "gemma3n": 2, "gemma4_e": 1, "gemma4": 5, "deepseek_v3": 1, "mistral": 2, "ministral3": 5, "mllama": 4,
+    "gemma3n": 2, "gemma4_e": 1, "gemma4": 5, "deepseek_v3": 1, "deepseek_v32": 8, "glm_moe_dsa": 1,
+    "mistral": 2, "ministral3": 5, "mllama": 4,
     "lfm2_moe": 7, "qwen3_5_moe": 1, "kimi_linear": 2, "ling3": 1, "recurrent_gemma": 19, "mamba": 3,
     "zaya": 14,
 }  # fmt: skip

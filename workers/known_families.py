@@ -19,6 +19,8 @@ KNOWN_FAMILIES: dict[str, str] = {
     "exaone4": "Exaone 4",
     "llama4_text": "Llama 4",
     "deepseek_v3": "DeepSeek-V3",
+    "deepseek_v32": "DeepSeek-V3.2",
+    "glm_moe_dsa": "GLM-5",
     "bamba": "Bamba",
     "granitemoehybrid": "Granite 4",
     "nemotron_h": "Nemotron-H",

@@ -48,7 +48,9 @@ class Pages:
                 else:
                     self.tokens[index] = self._token_view(buffers[place.buffer], layer, group, place, blocks)
                     if layer.extra_token_bytes:
-                        self.beside_tokens[index] = self._view_beside(buffers[place.buffer], layer, group, place, blocks)
+                        self.beside_tokens[index] = self._view_beside(
+                            buffers[place.buffer], layer, group, place, blocks
+                        )
             used = sorted({place.buffer for place in group.places})
             self._whole.append([buffers[n].as_strided((blocks, group.page_bytes), (group.page_bytes, 1)) for n in used])
         self._share(layers)

@@ -382,7 +382,9 @@ def _set_heads(given: Given, fields: dict[str, Any], scale: Scale) -> None:
     if queries is None:
         return
     _, to_keys = _heads(queries, given.size("num_key_value_heads") or queries, scale.ranks)
-    most = {"index_n_heads": MOST_INDEX_HEADS, "num_query_groups": to_keys, "num_kv_heads": to_keys, "o_groups": 2}
+    is_of_keys = given.size("index_n_heads") == given.size("num_key_value_heads") != queries
+    index_heads = to_keys if is_of_keys else MOST_INDEX_HEADS
+    most = {"index_n_heads": index_heads, "num_query_groups": to_keys, "num_kv_heads": to_keys, "o_groups": 2}
     for name, count in most.items():
         if given.size(name) is not None:
             fields[name] = min(fields[name], count)

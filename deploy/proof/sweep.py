@@ -28,6 +28,7 @@ LACKING: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2},
     "lfm2_moe": {"num_hidden_layers": 8, "layer_types": ["conv", "conv", "full_attention", "conv"] * 2},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57},
     "nemotron": {"num_key_value_heads": 8},
     **{
         name: {"text_config": {"head_dim": 128, "rope_parameters": {"rope_type": "default", **ropes}}}

@@ -25,6 +25,7 @@ REACH_OF: dict[str, Callable[[Any], Reach]] = {
     "hybrid_sliding": lambda config: Sliding(config.sliding_window),
     "attention": lambda config: Full(),
     "indexed_attention": lambda config: Full(),  # of all tokens each query attends to some: any may be chosen
+    "minimax_m3_sparse": lambda config: Full(),
 }
 """Kinds of `config.layer_types` that attend, and how far back."""
 
@@ -154,7 +155,7 @@ LAYERS_OF: dict[str, Callable[[Any, str], Any]] = {"mimo_v2_flash": _mimo_v2}
 
 def index_key_size(config: Any, index: int) -> int:
     """Numbers that a layer keeps of each token to choose by; 0 if it attends to all, or to what another has chosen."""
-    if (getattr(config, "layer_types", None) or {index: ""})[index] != "indexed_attention":
+    if (getattr(config, "layer_types", None) or {index: ""})[index] not in ("indexed_attention", "minimax_m3_sparse"):
         return 0
     indexers = getattr(config, "indexer_types", None)
     return config.index_head_dim if indexers is None or indexers[index] == "full" else 0
@@ -172,10 +173,10 @@ def _attention(
     config: Any, index: int, reach: Reach, ranks: int, item_bytes: int, sources: Mapping[int, int]
 ) -> LayerSpec:
     shares = sources.get(index)
+    beside = index_key_size(config, index) * item_bytes
     if getattr(config, "kv_lora_rank", None):  # one latent for all heads, on every rank
         RankShare(ranks, item_bytes).part(config.num_attention_heads, "query heads")
         width = config.kv_lora_rank + config.qk_rope_head_dim
-        beside = index_key_size(config, index) * item_bytes
         return LayerSpec(index, reach, 1, width, 0, item_bytes, beside, shares=shares)
     head = (
         getattr(config, "attention_head_dim", None)
@@ -183,7 +184,7 @@ def _attention(
         or config.hidden_size // config.num_attention_heads
     )
     value = getattr(config, "v_head_dim", None) or head
-    return LayerSpec(index, reach, local_kv_heads(config, ranks), head, value, item_bytes, shares=shares)
+    return LayerSpec(index, reach, local_kv_heads(config, ranks), head, value, item_bytes, beside, shares=shares)
 
 
 # -- states ------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from .convolved import ConvolvedHeads
 from .cross import CrossAttention
 from .delta import GatedDeltaNet, KeyedDeltaNet, PackedGatedDeltaNet, SeparateGatedDeltaNet, SmoothGatedDeltaNet
 from .indexed import (
+    BlockChoosingAttention,
     FusedGateLatentAttention,
     HeadGatedLatentAttention,
     IndexedLatentAttention,
@@ -100,6 +101,12 @@ def _latent(kind: type[LatentAttention]) -> "Adapter":
     return lambda module, paged: kind(module, paged.attention)
 
 
+def _blocks(module: Any, paged: Paged) -> Callable[..., Any]:
+    if module.indexer is None:  # a layer that attends to all, by the name of our function
+        return module.forward
+    return BlockChoosingAttention(module, paged.attention, paged.parallel)
+
+
 def _cross(module: Any, paged: Paged) -> Callable[..., Any]:
     assert paged.cross is not None, "a model with cross-attention has an encoder"
     return paged.cross.add_layer(module)
@@ -110,6 +117,7 @@ Adapter = Callable[[Any, Paged], Callable[..., Any]]
 ADAPTERS: dict[str, Adapter] = {
     **{name: _mixer(kind) for name, kind in MIXERS.items()},
     **{name: _latent(kind) for name, kind in LATENT.items()},
+    "MiniMaxM3VLAttention": _blocks,
     "MllamaCrossAttentionDecoderLayer": _cross,
 }
 """Class of a module -> what makes the forward pass that takes the place of its own."""

@@ -1,4 +1,4 @@
-"""Attention to tokens that an index chooses, for each query its own (DeepSeek-V3.2, GLM-5, A.X-K2).
+"""Attention to tokens that an index chooses, for each query its own (DeepSeek-V3.2, GLM-5, A.X-K2, MiniMax-M3).
 
 A layer's index keys lie in the pages of its latents: both are needed for the same tokens, all there are, so a group of
 their own would hold the same blocks under another number. They are written with the latents. Then each query chooses
@@ -10,19 +10,22 @@ backend attends as over any other:
 
 A row in which no query sees more tokens than it may choose needs no choice: all of it is attended to where it lies.
 
-Suffixes beyond those of attention: N queries of a part    K chosen tokens of a query    I index heads
-                                    E size of an index key
+Where each head of keys has a choice of its own (MiniMax-M3), a query has as many pages as there are such heads.
+
+Suffixes beyond those of attention: N queries of a part    J choices of a query    K chosen tokens    I index heads
+                                    E size of an index key    C numbers of an entry
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...kernels.paged_attention import GroupBatch, GroupMeta, LayerParams, upload
-from ...kernels.token_choice import Asked, ChoiceBatch, choose
+from ...kernels.token_choice import Asked, BlockRule, ChoiceBatch, choose, choose_blocks
 from ...kvcache.plan import MemoryPlan
 from ..pages import Pages
 from .attention import PagedAttention
@@ -31,15 +34,50 @@ GATHERED_TOKENS = 1 << 16
 """Of all queries of a part: 72 MiB of DeepSeek's latents in 16 bits."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+class Kind(NamedTuple):
+    """What layers have in common for which the queries of a step are laid out in the same way."""
+
+    most: int  # tokens that a query attends to
+    choices: int = 1  # of a query: one for all heads, or one for each head of keys
+    size: int = 1  # tokens that are chosen together
+
+    def counts(self, positions: np.ndarray) -> np.ndarray:
+        """How many tokens queries attend to; the last block of each ends with the query."""
+        blocks = np.minimum(positions // self.size, self.most // self.size - 1)
+        return (blocks * self.size + positions % self.size + 1).astype(np.int32)
+
+
 class Choice:
     """What the queries of a layer ask of its index. Layers that have none go by the choice of one before them."""
 
-    q_TIE: Tensor
-    weights_TI: Tensor  # float32
-    keys_TE: Tensor  # of the new tokens
-    most: int  # tokens that a query attends to
-    chosen: list[Tensor] = field(default_factory=list[Tensor])  # [N,K] of each part, once the layer has attended
+    def __init__(self, kind: Kind, keys_TE: Tensor):
+        self.kind = kind
+        self.keys_TE = keys_TE  # of the new tokens
+        self.chosen: list[Tensor] = []  # [N,J,K] of each part, once the layer has attended
+
+    def choose(self, keys_PBE: Tensor, tokens: Tensor | slice, batch: ChoiceBatch) -> Tensor:
+        """[N,J,K]: positions, of some of the packed tokens."""
+        raise NotImplementedError
+
+
+class TokenChoice(Choice):
+    def __init__(self, q_TIE: Tensor, weights_TI: Tensor, keys_TE: Tensor, most: int):
+        """weights: float32"""
+        super().__init__(Kind(most), keys_TE)
+        self._q_TIE, self._weights_TI = q_TIE, weights_TI
+
+    def choose(self, keys_PBE: Tensor, tokens: Tensor | slice, batch: ChoiceBatch) -> Tensor:
+        asked = Asked(self._q_TIE[tokens], self._weights_TI[tokens])
+        return choose(asked, keys_PBE, batch, self.kind.most).unsqueeze(1)
+
+
+class BlockChoice(Choice):
+    def __init__(self, q_TJE: Tensor, keys_TE: Tensor, rule: BlockRule):
+        super().__init__(Kind(rule.most * rule.size, q_TJE.shape[1], rule.size), keys_TE)
+        self._q_TJE, self._rule = q_TJE, rule
+
+    def choose(self, keys_PBE: Tensor, tokens: Tensor | slice, batch: ChoiceBatch) -> Tensor:
+        return choose_blocks(self._q_TJE[tokens], keys_PBE, batch, self._rule)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,14 +86,17 @@ class _Part:
 
     tokens: Tensor | slice  # which packed tokens they are: N
     batch: ChoiceBatch
-    gathered: GroupMeta  # of attention over what they chose
+    gathered: GroupMeta  # of attention over what they chose: N*J rows
 
-    def take(self, entries: Tensor, chosen_NK: Tensor) -> Tensor:
-        """[N,K,..]: what the pages [pages,tokens,..] have of the chosen tokens."""
-        rows, tokens = len(self.batch.table_RP), self.batch.block_tokens
-        blocks = (chosen_NK // tokens).view(rows, -1)
-        pages_NK = self.batch.table_RP.gather(1, blocks).view(chosen_NK.shape)
-        return entries[pages_NK, chosen_NK % tokens]
+    def take(self, entries: Tensor, chosen_NJK: Tensor) -> Tensor:
+        """[N*J,K,heads / J,C]: what the pages [pages,tokens,heads,C] have of the chosen tokens."""
+        rows, tokens, choices = len(self.batch.table_RP), self.batch.block_tokens, chosen_NJK.shape[1]
+        blocks = (chosen_NJK // tokens).view(rows, -1)
+        pages_NJK = self.batch.table_RP.gather(1, blocks).view(chosen_NJK.shape)
+        if choices == 1:
+            return entries[pages_NJK, chosen_NJK % tokens].flatten(0, 1)
+        heads_J1 = torch.arange(choices, device=entries.device)[:, None]
+        return entries[pages_NJK, chosen_NJK % tokens, heads_J1].flatten(0, 1).unsqueeze(2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +112,7 @@ class ChoosingAttention(PagedAttention):
 
     _index_keys: dict[int, Tensor]
     _batches: Sequence[GroupBatch] = ()
-    _splits: dict[tuple[int, int], _Split]
+    _splits: dict[tuple[int, Kind], _Split]
 
     def use(self, pages: Pages, plan: MemoryPlan) -> None:
         super().use(pages, plan)
@@ -87,52 +128,56 @@ class ChoosingAttention(PagedAttention):
 
     @torch.compiler.disable
     def attend_chosen(
-        self, q_THD: Tensor, keys_TKD: Tensor, layer: int, params: LayerParams, choice: Choice, *, asks: bool
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        layer: int,
+        params: LayerParams,
+        choice: Choice,
+        *,
+        asks: bool = True,
     ) -> Tensor:
-        """As `attend_packed`, of keys without values, to what `choice` says. asks: it is this layer's own."""
+        """As `attend_packed`, to what `choice` says. asks: it is this layer's own."""
         if self._backend is None:
-            return self.attend_packed(q_THD, keys_TKD, keys_TKD[..., :0], layer, params)
+            return self.attend_packed(q_THD, k_TKD, v_TKD, layer, params)
         place, view = self._mask_of[layer], self._views[layer]
         meta = self._metas[place]
-        self._backend.write(view, keys_TKD, keys_TKD[..., :0], meta)
+        self._backend.write(view, k_TKD, v_TKD, meta)
         if asks:
             self._index_keys[layer][meta.token_page, meta.token_offset] = choice.keys_TE
-        out_THD = torch.empty((*q_THD.shape[:2], params.latent_values or 0), dtype=q_THD.dtype, device=q_THD.device)
-        split = self._split(place, choice.most)
+        out_THV = q_THD.new_empty(*q_THD.shape[:2], params.latent_values or v_TKD.shape[2])
+        split = self._split(place, choice.kind)
         # Rows that see no more than they may choose.
         if split.whole is not None:
-            self._attend_to(view, q_THD, params, *split.whole, out_THD)
+            tokens, whole = split.whole
+            out_THV[tokens] = self._attend_to(view, q_THD[tokens], params, whole, out_THV.shape[2])
         # The others choose, unless a layer before has chosen, and attend to what is gathered.
         if asks:
-            keys = self._index_keys[layer]
-            choice.chosen[:] = [_chosen(choice, keys, part) for part in split.parts]
-        for part, chosen_NK in zip(split.parts, choice.chosen, strict=True):
-            self._attend_to(part.take(view, chosen_NK), q_THD, params, part.tokens, part.gathered, out_THD)
-        return out_THD
+            choice.chosen = [choice.choose(self._index_keys[layer], each.tokens, each.batch) for each in split.parts]
+        for part, chosen_NJK in zip(split.parts, choice.chosen, strict=True):
+            q_NJHD = q_THD[part.tokens].unflatten(1, (choice.kind.choices, -1))
+            entries = part.take(view, chosen_NJK)
+            found = self._attend_to(entries, q_NJHD.flatten(0, 1), params, part.gathered, out_THV.shape[2])
+            out_THV[part.tokens] = found.view(len(q_NJHD), -1, out_THV.shape[2])
+        return out_THV
 
     def _attend_to(
-        self,
-        entries: Tensor,
-        q_THD: Tensor,
-        params: LayerParams,
-        tokens: Tensor | slice,
-        meta: GroupMeta,
-        out_THD: Tensor,
-    ) -> None:
-        """Some of the packed tokens, over pages [pages,tokens,1,D]."""
-        q_NHD = q_THD[tokens].contiguous()
-        found = torch.empty((*q_NHD.shape[:2], out_THD.shape[2]), dtype=q_THD.dtype, device=q_THD.device)
-        self.backend.attend(q_NHD, entries, params, meta, found)
-        out_THD[tokens] = found
+        self, entries: Tensor, q_NHD: Tensor, params: LayerParams, meta: GroupMeta, value_dim: int
+    ) -> Tensor:
+        """Over pages [pages,tokens,heads,C]. [N,H,V]"""
+        found = q_NHD.new_empty(*q_NHD.shape[:2], value_dim)
+        self.backend.attend(q_NHD.contiguous(), entries, params, meta, found)
+        return found
 
-    def _split(self, place: int, most: int) -> _Split:
-        """Made once per step for all layers of a group that choose as many."""
-        split = self._splits.get((place, most))
+    def _split(self, place: int, kind: Kind) -> _Split:
+        """Made once per step for all layers of a group that choose alike."""
+        split = self._splits.get((place, kind))
         if split is None:
             batch = _of_rows(self._batches[place])
-            whole = np.flatnonzero(batch.kv_lens <= most)
-            parts = tuple(self._part(batch, *each, most) for each in _queries_of_parts(batch, most))
-            split = self._splits[place, most] = _Split(self._whole(place, batch, whole), parts)
+            whole = np.flatnonzero(batch.kv_lens <= kind.most)
+            parts = tuple(self._part(batch, *each, kind) for each in _queries_of_parts(batch, kind))
+            split = self._splits[place, kind] = _Split(self._whole(place, batch, whole), parts)
         return split
 
     def _whole(self, place: int, batch: GroupBatch, rows: np.ndarray) -> tuple[Tensor | slice, GroupMeta] | None:
@@ -147,11 +192,13 @@ class ChoosingAttention(PagedAttention):
         tokens = upload(firsts + np.arange(len(firsts)), self._device)
         return tokens, self.backend.prepare(some, self._device)
 
-    def _part(self, batch: GroupBatch, rows: np.ndarray, tokens: np.ndarray, positions: np.ndarray, most: int) -> _Part:
+    def _part(
+        self, batch: GroupBatch, rows: np.ndarray, tokens: np.ndarray, positions: np.ndarray, kind: Kind
+    ) -> _Part:
         longest = int(positions.max()) + 1
         table = batch.block_table[rows, : -(-longest // batch.block_tokens)].astype(np.int64)
-        seen = np.minimum(positions + 1, most).astype(np.int32)
-        gathered = GroupBatch(np.arange(len(tokens), dtype=np.int32)[:, None], np.ones_like(seen), seen, most)
+        chosen = np.repeat(kind.counts(positions), kind.choices)
+        gathered = GroupBatch(np.arange(len(chosen), dtype=np.int32)[:, None], np.ones_like(chosen), chosen, kind.most)
         run = slice(int(tokens[0]), int(tokens[-1]) + 1)
         return _Part(
             tokens=run if run.stop - run.start == len(tokens) else upload(tokens, self._device),
@@ -165,10 +212,6 @@ class ChoosingAttention(PagedAttention):
         )
 
 
-def _chosen(choice: Choice, keys_PBE: Tensor, part: _Part) -> Tensor:
-    return choose(Asked(choice.q_TIE[part.tokens], choice.weights_TI[part.tokens]), keys_PBE, part.batch, choice.most)
-
-
 def _of_rows(batch: GroupBatch) -> GroupBatch:
     """With a block table of its own, where the host's whole table is given."""
     if batch.held is None:
@@ -176,11 +219,12 @@ def _of_rows(batch: GroupBatch) -> GroupBatch:
     return replace(batch, block_table=batch.block_table[batch.held.slots], held=None)
 
 
-def _queries_of_parts(batch: GroupBatch, most: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Of rows that see more than `most`: rows, packed tokens and their positions. As many as are gathered at once."""
-    together = max(1, GATHERED_TOKENS // most)
+def _queries_of_parts(batch: GroupBatch, kind: Kind) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Of rows that see more than they may choose: rows, packed tokens and their positions, as many as are gathered at
+    once."""
+    together = max(1, GATHERED_TOKENS // (kind.most * kind.choices))
     firsts = batch.first_token()
-    chooses = batch.kv_lens > most
+    chooses = batch.kv_lens > kind.most
     # One query each of several rows.
     single = np.flatnonzero(chooses & (batch.query_lens == 1))
     for start in range(0, len(single), together):

@@ -1,10 +1,11 @@
-"""Latent attention to chosen tokens: DeepSeek-V3.2, GLM-5, A.X-K2, Dots 3 Note.
+"""Attention to chosen tokens: over latents in DeepSeek-V3.2, GLM-5, A.X-K2 and Dots 3 Note; MiniMax-M3 chooses blocks.
 
 An indexer of few small heads, whole on every rank, scores all earlier tokens for each query; attention goes to those
 with the highest scores (arXiv 2512.02556). GLM-5 lets several layers go by one choice: it travels from layer to layer
 in the place where transformers has the indices.
 
-Suffixes: T tokens    H heads of this rank    I index heads    E size of an index key    V size of a head's value
+Suffixes: T tokens    H heads of this rank    K heads of keys    I index heads    E size of an index key
+          V size of a head's value
 """
 
 import sys
@@ -13,8 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import UnsupportedModel
+from ...kernels.paged_attention import LayerParams
+from ...kernels.token_choice import BlockRule
+from ..tensor_parallel import TensorParallel
 from .attention import PagedAttention
-from .chosen import Choice, ChoosingAttention
+from .chosen import BlockChoice, Choice, ChoosingAttention, TokenChoice
 from .latent import LatentAttention
 
 Turns = tuple[Tensor, Tensor]
@@ -45,7 +50,7 @@ class Indexer:
         q_1TIE = torch.cat((q_rot.to(q_1TIE.dtype), q_1TIE[..., turned:]), dim=-1)
         k_1T1E = torch.cat((k_rot.to(k_1T1E.dtype), k_1T1E[..., turned:]), dim=-1)
         weights_1TI = module.weights_proj(hidden_states.to(module.weights_proj.weight.dtype)).float() * self._scale
-        return Choice(q_1TIE[0], weights_1TI[0], k_1T1E[0, :, 0], module.index_topk)
+        return TokenChoice(q_1TIE[0], weights_1TI[0], k_1T1E[0, :, 0], module.index_topk)
 
 
 class IndexedLatentAttention(LatentAttention):
@@ -79,8 +84,9 @@ class IndexedLatentAttention(LatentAttention):
         layer: int = self._module.layer_idx
         if choice is None:
             return self._choosing.attend_packed(q_THD, keys_T1D, keys_T1D[..., :0], layer, self._params)
-        asks = self._indexer is not None
-        return self._choosing.attend_chosen(q_THD, keys_T1D, layer, self._params, choice, asks=asks)
+        return self._choosing.attend_chosen(
+            q_THD, keys_T1D, keys_T1D[..., :0], layer, self._params, choice, asks=self._indexer is not None
+        )
 
     def _asking(self, low_queries: Tensor) -> Tensor:
         """What the indexer's queries are made of."""
@@ -124,3 +130,44 @@ class FusedGateLatentAttention(IndexedLatentAttention):
         both = module.q_gate_proj(low_queries).unflatten(-1, (-1, sum(widths)))
         q_1THD, gate_1THV = both.split(widths, dim=-1)
         return q_1THD, gate_1THV[0].float().sigmoid()
+
+
+class BlockChoosingAttention:
+    """MiniMax-M3: each head of keys has a head of the index, which chooses blocks of tokens for it."""
+
+    def __init__(self, module: Any, paged: PagedAttention, parallel: TensorParallel):
+        assert isinstance(paged, ChoosingAttention), "layers that choose were found in the config"
+        self._module = module
+        self._paged = paged
+        self._turn: Any = sys.modules[type(module).__module__].apply_rotary_pos_emb
+        index = module.indexer
+        self._rule = BlockRule(index.block_size, index.topk_blocks, index.local_blocks)
+        if not 1 <= self._rule.near <= self._rule.most:
+            raise UnsupportedModel(
+                f"layer {module.layer_idx} chooses {self._rule.most} blocks, {self._rule.near} of them for being near "
+                "a token: of these there must be one at least, and no more than are chosen",
+                field="model",
+            )
+        self._parallel = parallel
+
+    def __call__(self, hidden_states: Tensor, position_embeddings: Turns, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        module = self._module
+        heads = (-1, module.head_dim)
+        q_1THD = module.q_norm(module.q_proj(hidden_states).unflatten(-1, heads))
+        k_1TKD = module.k_norm(module.k_proj(hidden_states).unflatten(-1, heads))
+        v_1TKD = module.v_proj(hidden_states).unflatten(-1, heads)
+        q_1THD, k_1TKD = self._turn(q_1THD, k_1TKD, *position_embeddings, unsqueeze_dim=2)
+        choice = self._choice(hidden_states, position_embeddings, k_1TKD.shape[2])
+        params = LayerParams(module.scaling)
+        out_THD = self._paged.attend_chosen(q_1THD[0], k_1TKD[0], v_1TKD[0], module.layer_idx, params, choice)
+        return module.o_proj(out_THD.flatten(1).unsqueeze(0)), None
+
+    def _choice(self, hidden_states: Tensor, turns: Turns, kv_heads: int) -> BlockChoice:
+        """Of this rank's heads of keys. The index is whole on every rank."""
+        index = self._module.indexer
+        q_1TIE = index.q_norm(index.q_proj(hidden_states).unflatten(-1, (-1, index.head_dim)))
+        k_1T1E = index.k_norm(index.k_proj(hidden_states).unsqueeze(2))
+        turns = turns[0][..., : index.head_dim], turns[1][..., : index.head_dim]
+        q_1TIE, k_1T1E = self._turn(q_1TIE, k_1T1E, *turns, unsqueeze_dim=2)
+        first = self._parallel.rank * index.num_heads // self._parallel.size
+        return BlockChoice(q_1TIE[0, :, first : first + kv_heads], k_1T1E[0, :, 0], self._rule)

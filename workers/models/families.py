@@ -66,6 +66,9 @@ TENSOR_PARALLEL_PLANS["lfm2_moe"] = TENSOR_PARALLEL_PLANS["lfm2"] | _cut("feed_f
 for latent in ("bailing_hybrid", "kimi_linear"):
     TENSOR_PARALLEL_PLANS[latent] = TENSOR_PARALLEL_PLANS["deepseek_v3"]
 
+TENSOR_PARALLEL_PLANS |= dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), TENSOR_PARALLEL_PLANS["deepseek_v3"])
+"""Indexers are whole on every rank: each has to choose the same tokens."""
+
 VOCABULARIES = {"embed_tokens_per_layer"}
 """Embeddings beside the input's own with a row for each token, each rank holding some."""
 

@@ -5,11 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from intarsia.kernels.token_choice import Asked, ChoiceBatch, cpu, plain_torch, reference
+from intarsia.kernels.token_choice import Asked, BlockRule, ChoiceBatch, cpu, plain_torch, reference
 
 WAYS = {"torch": plain_torch.choose, "cpu": cpu.choose}
 
 BLOCK_TOKENS, PAGES = 5, 40
+RULES = BlockRule(4, 3, 1), BlockRule(4, 3, 3), BlockRule(7, 2, 1), BlockRule(3, 30, 2)
+POSITIONS = [[[0], [3], [31], [44]], [list(range(19, 32))], [[7, 8, 9], [20, 21, 22]]]
 
 
 @pytest.fixture(params=WAYS)
@@ -47,9 +49,7 @@ def scene(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("most", [1, 6, 30, 64])
-@pytest.mark.parametrize(
-    "positions", [[[0], [3], [31], [44]], [list(range(19, 32))], [[7, 8, 9], [20, 21, 22]]], ids=["decode", "prompt", "both"]
-)  # fmt: skip
+@pytest.mark.parametrize("positions", POSITIONS, ids=["decode", "prompt", "prompts"])
 def test_choice_is_that_of_the_slow_way(
     choose: Callable[..., torch.Tensor], positions: list[list[int]], most: int, dtype: torch.dtype
 ):
@@ -95,3 +95,29 @@ def test_a_query_chooses_the_same_in_any_company():
         alone = Asked(asked.q_NIE[n : n + 1], asked.weights_NI[n : n + 1])
         one = ChoiceBatch(batch.table_RP, batch.positions_N[n : n + 1], 21 + n, BLOCK_TOKENS)
         assert cpu.choose(alone, keys, one, 9).tolist() == together[n : n + 1].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("positions", POSITIONS, ids=["decode", "prompt", "prompts"])
+def test_blocks_are_chosen_as_in_the_slow_way(positions: list[list[int]], rule: BlockRule, dtype: torch.dtype):
+    asked, keys, batch = scene(rule.most, positions, dtype=dtype)
+    slow = reference.choose_blocks(asked.q_NIE, keys, batch, rule)
+    assert plain_torch.choose_blocks(asked.q_NIE, keys, batch, rule).tolist() == slow.tolist()
+
+
+def test_a_query_attends_to_the_blocks_near_it_and_its_own_ends_with_it():
+    rule = BlockRule(4, 3, 2)
+    asked, keys, batch = scene(5, [[41]], heads=2)
+    chosen = plain_torch.choose_blocks(asked.q_NIE, keys, batch, rule)
+    for head in range(2):
+        assert chosen[0, head, 4:10].tolist() == [36, 37, 38, 39, 40, 41]
+        assert chosen[0, head, 10:].tolist() == [0, 0]
+
+
+def test_tiles_of_keys_do_not_change_the_blocks(monkeypatch: pytest.MonkeyPatch):
+    asked, keys, batch = scene(6, [[60], [61]])
+    rule = BlockRule(4, 3, 1)
+    whole = plain_torch.choose_blocks(asked.q_NIE, keys, batch, rule)
+    monkeypatch.setattr(plain_torch, "MOST_PRODUCTS", 1)
+    assert plain_torch.choose_blocks(asked.q_NIE, keys, batch, rule).tolist() == whole.tolist()
