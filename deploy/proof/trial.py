@@ -80,7 +80,7 @@ class Trial:
                 facts = await workers.load(settings.model)
                 _check_reach(facts.layers)
                 if case.is_tight:
-                    longest = max(LENGTHS) + NEW_TOKENS
+                    longest = max(LENGTHS) + LATER_TOKENS
                     memory = least_memory(facts.layers, case.block_tokens, longest, POSITIONS)
                     settings = settings_of(self._folder, case, self._ranks, str(memory))
                 engine = await build_engine(settings, workers)
@@ -119,7 +119,7 @@ class Trial:
         way, and what they had is computed again."""
         short, *_, long, longest = prompts(self._seed)
         asked = [short, *(drawn(self._seed + n, len(short)) for n in range(3)), long, longest]
-        answers = await answers_of(engine, asked, _greedy(NEW_TOKENS, with_prompt=True), last_is_urgent=True)
+        answers = await answers_of(engine, asked, _greedy(LATER_TOKENS, with_prompt=True), last_is_urgent=True)
         return self._differs(asked, answers, case)
 
     def _differs(self, asked: Sequence[Sequence[int]], answers: Sequence[Answer], case: Case) -> Difference | None:
