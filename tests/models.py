@@ -470,7 +470,7 @@ def glm_moe_dsa() -> PretrainedConfig:
     return GlmMoeDsaConfig(**LATENT, **INDEX, num_hidden_layers=4, first_k_dense_replace=1, indexer_types=kinds)
 
 
-LATENT: dict[str, Any] = {
+LATENT_BESIDE_STATES: dict[str, Any] = {
     **{name: value for name, value in {**COMMON, "num_key_value_heads": 4}.items() if name != "head_dim"},
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
@@ -488,7 +488,7 @@ LATENT: dict[str, Any] = {
 
 def kimi_linear() -> PretrainedConfig:
     """Delta nets in which each number of a key decays by itself, a latent without positions, experts."""
-    fields = {name: value for name, value in LATENT.items() if name != "max_position_embeddings"}
+    fields = {name: value for name, value in LATENT_BESIDE_STATES.items() if name != "max_position_embeddings"}
     return KimiLinearConfig(
         **fields, model_max_length=512, linear_num_heads=4, linear_head_dim=8, linear_conv_kernel_dim=4
     )
@@ -496,7 +496,7 @@ def kimi_linear() -> PretrainedConfig:
 
 def ling3() -> PretrainedConfig:
     """The same with a bound to decays, positions, and a gate for each head of what attention gives."""
-    return BailingHybridConfig(**LATENT, head_dim=8, num_expert_group=2, topk_group=1)
+    return BailingHybridConfig(**LATENT_BESIDE_STATES, head_dim=8, num_expert_group=2, topk_group=1)
 
 
 def recurrent_gemma() -> PretrainedConfig:
