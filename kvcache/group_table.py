@@ -84,6 +84,12 @@ class Row:
         self.sources = DROPPED
         self.quiet_until = 0
 
+    def expect(self, length: int) -> None:
+        """Another request may want to go on at a length that is still to come."""
+        if self.extent < length and length not in self.marks:
+            self.marks = tuple(sorted((*self.marks, length)))
+            self.quiet_until = min(self.quiet_until, length)
+
 
 class GroupRow:
     """The blocks of one request in one group. Invariant: those from `first` on are held, those before are null."""

@@ -21,6 +21,9 @@ from .pool import BlockPool
 from .prefix import Chain, Encoder, TokenChain
 from .tables import Tables
 
+REMEMBERED_NAMES = 1 << 16
+"""Latest names of blocks of prompts, where states alone are kept: no block tells there that a prompt was known."""
+
 REMEMBERED_PROMPTS = 256
 """Latest prompts remembered, to tell a prompt that another salt kept from its prefix."""
 
@@ -53,6 +56,7 @@ class Lookup:
         self._caching = caching
         self._known: Known = pool.known
         self._size = block_tokens
+        self._passed: OrderedDict[bytes, None] | None = OrderedDict() if tables.are_states_alone else None
         self._prompts: OrderedDict[bytes, tuple[bytes, Sequence[int]]] = OrderedDict()  # by their first block's tokens
 
     def is_current(self, hit: Hit, chain: Chain) -> bool:
@@ -69,7 +73,13 @@ class Lookup:
         return hit
 
     def opened(self, chain: Chain) -> None:
-        """A request with this prompt begins: remember its salt."""
+        """A request with this prompt begins: remember its salt, and where another could part from it."""
+        if self._passed is not None:
+            for name in chain.names:
+                self._passed[name] = None
+                self._passed.move_to_end(name)
+            while len(self._passed) > REMEMBERED_NAMES:
+                self._passed.popitem(last=False)
         if isinstance(chain, TokenChain) and len(chain.tokens) >= self._size:
             self._prompts[self._first_block(chain)] = chain.salt, chain.tokens
             if len(self._prompts) > REMEMBERED_PROMPTS:
@@ -77,6 +87,8 @@ class Lookup:
 
     def forget(self) -> None:
         self._prompts.clear()
+        if self._passed is not None:
+            self._passed.clear()
 
     # -- the search --------------------------------------------------------------------------------------------------
 
@@ -139,6 +151,8 @@ class Lookup:
         return known
 
     def _was_known(self, name: bytes) -> bool:
+        if self._passed is not None and name in self._passed:
+            return True
         return any(name in group.index or group.was_known(name) for group in self._pool.groups)
 
     # -- prompts of other salts --------------------------------------------------------------------------------------

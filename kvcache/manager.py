@@ -276,9 +276,7 @@ class CacheManager:
 
     def expect(self, request: RequestId, length: int) -> None:
         """Another request waits to go on where `request` has computed `length` tokens: keep what it needs for that."""
-        row = self._rows[request]
-        if row.extent < length and length not in row.marks:
-            row.marks = tuple(sorted((*row.marks, length)))
+        self._rows[request].expect(length)
 
     def touch(self, hit: Hit) -> None:
         """A request waits to take this prefix up: of what is cached, evict it last."""

@@ -77,7 +77,12 @@ class StateTable(GroupTable[StateRow]):
     def next_event(self, row: Row) -> int:
         if not self._rows[row.request].blocks:
             return row.extent + 1
-        return row.extent - row.extent % self._every + self._every if self._caching else NEVER
+        if not self._caching:
+            return NEVER
+        regular = row.extent - row.extent % self._every + self._every
+        if not row.marks or row.extent >= row.marks[-1]:
+            return regular
+        return min(regular, next(mark for mark in row.marks if mark > row.extent))
 
     def copies_at_fork(self, row: Row) -> int:
         return len(self._rows[row.request].blocks)

@@ -6,8 +6,8 @@ from typing import Protocol
 
 from transformers import AutoConfig
 
-from intarsia.deploy.proof.trial import least_memory as of_layers
-from intarsia.workers.checkpoint.layer_specs import read_layers
+from intarsia.deploy.proof.engines import least_memory as of_layers
+from intarsia.workers.checkpoint.layer_specs import positions_of, read_layers
 
 
 class Asked(Protocol):
@@ -28,4 +28,4 @@ def least_memory(model: Asked, block_size: int, tokens: int, ranks: int = 1, ite
     config = AutoConfig.from_pretrained(model.path).get_text_config()
     layers = read_layers(config, ranks, item_bytes)
     encoder_tokens = 3 * -(-20 // block_size) * block_size if any(model.images) else 0  # 4 tiles of 5, of 3 images
-    return of_layers(layers, block_size, tokens, config.max_position_embeddings, encoder_tokens)
+    return of_layers(layers, block_size, tokens, positions_of(config), encoder_tokens)

@@ -15,22 +15,27 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    BailingHybridConfig,
     BambaConfig,
     Cohere2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     Exaone4Config,
     FalconH1Config,
     Gemma2Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     GraniteMoeHybridConfig,
     JambaConfig,
+    KimiLinearConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     Llama4TextConfig,
     LlamaConfig,
+    MambaConfig,
     MiniMaxConfig,
     Ministral3Config,
     MinistralConfig,
@@ -43,8 +48,10 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3NextConfig,
+    RecurrentGemmaConfig,
     SmolLM3Config,
     Zamba2Config,
+    ZayaConfig,
 )
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig, MllamaVisionConfig
 from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
@@ -427,23 +434,98 @@ def gemma4() -> PretrainedConfig:
     )
 
 
+LATENT: dict[str, Any] = {
+    **{name: value for name, value in {**COMMON, "num_key_value_heads": 4}.items() if name != "head_dim"},
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+}
+
+
 def deepseek_v3() -> PretrainedConfig:
     """A latent per token, experts in groups beside a shared one."""
-    return DeepseekV3Config(
-        **{name: value for name, value in {**COMMON, "num_key_value_heads": 4}.items() if name != "head_dim"},
-        num_hidden_layers=3,
-        first_k_dense_replace=1,
-        q_lora_rank=24,
-        kv_lora_rank=32,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=12,
+    return DeepseekV3Config(**LATENT, num_hidden_layers=3, first_k_dense_replace=1)
+
+
+INDEX: dict[str, Any] = {"index_topk": WINDOW, "index_n_heads": 16, "index_head_dim": 24}
+"""With few index heads tokens often score alike: nothing, where all heads are below zero."""
+
+
+def deepseek_v32() -> PretrainedConfig:
+    """Each query attends to the tokens that an indexer chooses."""
+    return DeepseekV32Config(**LATENT, **INDEX, num_hidden_layers=3, first_k_dense_replace=1)
+
+
+def glm_moe_dsa() -> PretrainedConfig:
+    """The same, and the third layer goes by the choice of the second."""
+    kinds = ["full", "full", "shared", "full"]
+    return GlmMoeDsaConfig(**LATENT, **INDEX, num_hidden_layers=4, first_k_dense_replace=1, indexer_types=kinds)
+
+
+LATENT_BESIDE_STATES: dict[str, Any] = {
+    **{name: value for name, value in {**COMMON, "num_key_value_heads": 4}.items() if name != "head_dim"},
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+    "num_shared_experts": 1,
+}
+
+
+def kimi_linear() -> PretrainedConfig:
+    """Delta nets in which each number of a key decays by itself, a latent without positions, experts."""
+    fields = {name: value for name, value in LATENT_BESIDE_STATES.items() if name != "max_position_embeddings"}
+    return KimiLinearConfig(
+        **fields, model_max_length=512, linear_num_heads=4, linear_head_dim=8, linear_conv_kernel_dim=4
+    )
+
+
+def ling3() -> PretrainedConfig:
+    """The same with a bound to decays, positions, and a gate for each head of what attention gives."""
+    return BailingHybridConfig(**LATENT_BESIDE_STATES, head_dim=8, num_expert_group=2, topk_group=1)
+
+
+def recurrent_gemma() -> PretrainedConfig:
+    """Two sums that decay by gates, then a window; rope on half of each head, softcapped logits."""
+    fields = {name: value for name, value in COMMON.items() if name not in ("head_dim", "max_position_embeddings")}
+    return RecurrentGemmaConfig(
+        **fields, num_hidden_layers=6, attention_window_size=WINDOW, lru_width=80, w_init_variance_scale=0.25
+    )
+
+
+def mamba() -> PretrainedConfig:
+    """States alone."""
+    return MambaConfig(
+        vocab_size=VOCAB, hidden_size=64, state_size=8, num_hidden_layers=3, initializer_range=0.25,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+
+
+def zaya() -> PretrainedConfig:
+    """Queries and keys mixed by convolutions, values of the token before, one expert or none, scaled residuals."""
+    return ZayaConfig(
+        **{name: value for name, value in COMMON.items() if name != "intermediate_size"},
+        num_hidden_layers=4,
+        layer_types=["hybrid", "hybrid_sliding", "hybrid", "hybrid_sliding"],
+        sliding_window=WINDOW,
         moe_intermediate_size=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        n_shared_experts=1,
+        num_experts=4,
+        router_hidden_size=16,
+        tie_word_embeddings=False,
     )
 
 
@@ -525,42 +607,59 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma4_e": gemma4_e,
     "gemma4": gemma4,
     "deepseek_v3": deepseek_v3,
+    "deepseek_v32": deepseek_v32,
+    "glm_moe_dsa": glm_moe_dsa,
     "mistral": mistral,
     "ministral3": ministral3,
     "mllama": mllama,
     "lfm2_moe": lfm2_moe,
     "qwen3_5_moe": qwen3_5_moe,
+    "kimi_linear": kimi_linear,
+    "ling3": ling3,
+    "recurrent_gemma": recurrent_gemma,
+    "mamba": mamba,
+    "zaya": zaya,
 }
 
 WINDOWED = {
     "gemma3", "gemma2", "ministral", "gpt_oss", "cohere2", "olmo3", "exaone4", "llama4", "gemma3n", "gemma4_e",
-    "gemma4", "mistral",
+    "gemma4", "mistral", "recurrent_gemma", "zaya",
 }  # fmt: skip
 """Families some of whose layers look back only so far."""
 
 WITH_IMAGES = {"mllama"}
 """Families that are asked about images."""
 
+WITH_CHOICE = {"deepseek_v32", "glm_moe_dsa"}
+"""Families whose layers attend to tokens that an indexer chooses."""
+
 WITH_SHARING = {"gemma3n", "gemma4_e"}
 """Families whose last layers read the keys and values of others."""
 
 WITH_STATE = {
     "bamba", "granite4", "nemotron_h", "falcon_h1", "zamba2", "jamba", "minimax", "lfm2", "qwen3_next", "qwen3_5",
-    "lfm2_moe", "qwen3_5_moe",
+    "lfm2_moe", "qwen3_5_moe", "kimi_linear", "ling3", "recurrent_gemma", "mamba", "zaya",
 }  # fmt: skip
 """Families some of whose layers see the past through a state."""
+
+STATES_ALONE = {"mamba"}
+"""Families whose requests do not grow: once they run, nothing they need can be lacking."""
 
 BLIND: dict[str, dict[str, Any]] = {name: {"sliding_window": 1 << 20} for name in WINDOWED}
 """What in a config makes a family see everything."""
 
 BLIND["llama4"] = {"attention_chunk_size": 512}
+BLIND["recurrent_gemma"] = {"attention_window_size": 1 << 20}
+BLIND |= {name: {"index_topk": 512} for name in WITH_CHOICE}
 
 SEEDS = {
     "gemma3": 11, "gemma2": 32, "ministral": 23, "gpt_oss": 29, "llama": 24, "qwen3": 1, "smollm3": 1, "cohere2": 13,
     "olmo3": 2, "exaone4": 11, "llama4": 1, "bamba": 7, "granite4": 35, "nemotron_h": 11, "falcon_h1": 26,
     "zamba2": 3, "jamba": 1, "minimax": 13, "lfm2": 7, "qwen3_next": 2, "qwen3_5": 8,
-    "gemma3n": 2, "gemma4_e": 1, "gemma4": 5, "deepseek_v3": 1, "mistral": 2, "ministral3": 5, "mllama": 4,
-    "lfm2_moe": 7, "qwen3_5_moe": 1,
+    "gemma3n": 2, "gemma4_e": 1, "gemma4": 5, "deepseek_v3": 1, "deepseek_v32": 8, "glm_moe_dsa": 1,
+    "mistral": 2, "ministral3": 5, "mllama": 4,
+    "lfm2_moe": 7, "qwen3_5_moe": 1, "kimi_linear": 2, "ling3": 1, "recurrent_gemma": 19, "mamba": 3,
+    "zaya": 14,
 }  # fmt: skip
 """Seeds whose greedy tokens for `PROMPTS` lead the second best by 0.01 or more at every step, so that the last bits of
 a sum decide nothing."""
@@ -587,6 +686,10 @@ def is_greedy(model: Any, prompt: Sequence[int], output: Sequence[int], tie: flo
     return bool((chosen >= logits.amax(dim=1) - tie).all())
 
 
+SHIFTS = {"sinks": 0.5, "gate": 0.5, "temp": 3.0}
+"""What is added to parameters that would be too weak around 0, by the ends of their names."""
+
+
 def make_checkpoint(family: str, folder: Path, seed: int | None = None) -> Path:
     """Save a tiny random checkpoint, all its parameters random (sinks, biases and norms too)."""
     torch.manual_seed(SEEDS[family] if seed is None else seed)
@@ -599,7 +702,8 @@ def make_checkpoint(family: str, folder: Path, seed: int | None = None) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:  # transformers leaves them at 0 or 1, which would hide mistakes
-                parameter.add_(torch.randn_like(parameter) * 0.1 + (0.5 if name.endswith(("sinks", "gate")) else 0.0))
+                shift = next((shift for end, shift in SHIFTS.items() if name.endswith(end)), 0.0)
+                parameter.add_(torch.randn_like(parameter) * 0.1 + shift)
         if getattr(model.config, "tie_word_embeddings", False):  # else the likeliest next token is the last again
             model.get_input_embeddings().weight.mul_(0.03)
             _last_norm(model).weight.add_(30.0)
@@ -616,8 +720,8 @@ def log_probabilities(model: Any, prompt: Sequence[int], output: Sequence[int]) 
 
 def _last_norm(model: Any) -> Any:
     """The norm before the head, by the names that families have for it."""
-    names = ("norm", "final_layernorm", "embedding_norm", "norm_f")
-    return next(getattr(model.model, name) for name in names if hasattr(model.model, name))
+    names, inner = ("norm", "final_layernorm", "embedding_norm", "norm_f", "final_norm"), model.base_model
+    return next(getattr(inner, name) for name in names if hasattr(inner, name))
 
 
 class ImageOracle:

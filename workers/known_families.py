@@ -19,6 +19,8 @@ KNOWN_FAMILIES: dict[str, str] = {
     "exaone4": "Exaone 4",
     "llama4_text": "Llama 4",
     "deepseek_v3": "DeepSeek-V3",
+    "deepseek_v32": "DeepSeek-V3.2",
+    "glm_moe_dsa": "GLM-5",
     "bamba": "Bamba",
     "granitemoehybrid": "Granite 4",
     "nemotron_h": "Nemotron-H",
@@ -32,6 +34,11 @@ KNOWN_FAMILIES: dict[str, str] = {
     "qwen3_5_text": "Qwen3.5",
     "qwen3_5_moe_text": "Qwen3.5 (experts)",
     "mllama": "Llama 3.2 Vision",
+    "kimi_linear": "Kimi-Linear",
+    "bailing_hybrid": "Ling 3",
+    "recurrent_gemma": "RecurrentGemma",
+    "mamba": "Mamba",
+    "zaya": "Zaya",
 }
 """model_type -> name, of the families that the tests put through the whole gate. Of multimodal models the text part,
 except where the name says vision."""

@@ -21,7 +21,7 @@ class Pages:
     A layer that keeps tokens has one view [blocks, block_tokens, kv_heads, key_dim + value_dim]; a layer that keeps a
     state has one view [blocks + 1, ...] per tensor of it: every block of a state belongs to a request, so there is a
     spare one behind them, outside the plan, for rows that only fill up a step. A layer that shares another's pages has
-    the other's view.
+    the other's view. What a layer keeps of a token beside keys and values lies behind those of the whole block.
     """
 
     def __init__(self, plan: MemoryPlan, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device):
@@ -32,6 +32,7 @@ class Pages:
         ]
         specs = {(layer.index, layer.reach.keeps): layer for layer in layers}
         self.tokens: dict[int, Tensor] = {}  # layer -> view
+        self.beside_tokens: dict[int, Tensor] = {}  # layer -> view [blocks, block_tokens, numbers], of some
         self.states: dict[int, tuple[Tensor, ...]] = {}
         self._places: dict[tuple[int, Keeps], tuple[int, int]] = {}  # layer -> its group, and its place there
         self._swapped: dict[int, tuple[int, list[Arrival]]] = {}  # ticket -> its row of what each buffer gave
@@ -46,6 +47,10 @@ class Pages:
                     self.states[index] = self._state_views(buffers[place.buffer], layer, group, place, blocks)
                 else:
                     self.tokens[index] = self._token_view(buffers[place.buffer], layer, group, place, blocks)
+                    if layer.extra_token_bytes:
+                        self.beside_tokens[index] = self._view_beside(
+                            buffers[place.buffer], layer, group, place, blocks
+                        )
             used = sorted({place.buffer for place in group.places})
             self._whole.append([buffers[n].as_strided((blocks, group.page_bytes), (group.page_bytes, 1)) for n in used])
         self._share(layers)
@@ -101,6 +106,11 @@ class Pages:
         width = layer.key_dim + layer.value_dim
         shape = (group.block_tokens, layer.kv_heads, width)
         return _view(buffer, self._dtype, place.offset_bytes, group.page_bytes, (blocks, *shape))
+
+    def _view_beside(self, buffer: Tensor, layer: LayerSpec, group: Group, place: Place, blocks: int) -> Tensor:
+        shape = (blocks, group.block_tokens, layer.extra_token_bytes // self._dtype.itemsize)
+        before = (layer.token_bytes - layer.extra_token_bytes) * group.block_tokens
+        return _view(buffer, self._dtype, place.offset_bytes + before, group.page_bytes, shape)
 
     def _state_views(
         self, buffer: Tensor, layer: LayerSpec, group: Group, place: Place, blocks: int

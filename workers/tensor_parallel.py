@@ -14,6 +14,7 @@ their forward pass. With one rank nothing is cut and nothing is hooked.
 
 import re
 from collections.abc import Mapping, Sequence, Set
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ class Section(NamedTuple):
 
     size: int
     is_cut: bool = True
+    kv_heads: int = 0  # in it, if it is of such: with more ranks than heads, a head lives on several ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,8 @@ STYLES: dict[str, Style] = {
     "packed": Style({"weight": Cut(0, halves=2), "bias": Cut(0, halves=2)}),
     "vocab": Style({"weight": Cut(0)}, "embed_own_rows"),
     "colwise_gather_output": Style({"weight": Cut(0), "bias": Cut(0)}, "gather_outputs"),
-    "sinks": Style({"sinks": Cut(0)}),
+    "sinks": Style({"sinks": Cut(0), "gate_bias": Cut(0)}),
+    "key_scales": Style({"temp": Cut(0)}),
     "norm_over_ranks": Style({"weight": Cut(0)}, "normalize_over_ranks"),
     "expert_columns": Style(
         {"gate_up_proj": Cut(2), "gate_up_proj_bias": Cut(1), "down_proj": Cut(1), "down_proj_bias": FIRST_RANK},
@@ -87,7 +90,7 @@ EXPERT_CUTS: dict[str, Cut] = {
 }
 """Style of a parameter [experts, .., ..] in transformers' plans -> its cut."""
 
-KV_HEADS = {"k_proj", "v_proj", "k_norm"}
+KV_HEADS = {"k_proj", "v_proj", "k_norm", "qk_norm"}
 """Modules with one part per key-value head. With more ranks than heads, a head lives on several ranks."""
 
 WHOLE = {"replicated_with_grad_allreduce", "replicate"}
@@ -173,10 +176,11 @@ class TensorParallel:
 
     def _ranges(self, what: str, sections: Sequence[Section], parts: int | None = None) -> tuple[tuple[int, int], ...]:
         """parts: into how many each section is cut; when fewer than ranks, several ranks have the same one."""
-        parts = parts or self.size
-        index = self.rank * parts // self.size
+        usual = parts or self.size
         ranges, start = [], 0
-        for size, is_cut in sections:
+        for size, is_cut, kv_heads in sections:
+            parts = min(kv_heads, self.size) if kv_heads else usual
+            index = self.rank * parts // self.size
             if is_cut and size % parts:
                 raise InvalidSetting(
                     f"tensor_parallel_size {self.size} does not divide {what}, which has {size} rows or columns",
@@ -222,10 +226,15 @@ class TensorParallel:
         module.forward = forward
 
     def embed_own_rows(self, module: nn.Module, whole_shape: tuple[int, ...]) -> None:
+        embedding: Any = module
+        embedding.padding_idx = None  # which concerns gradients alone, and may be a row of another rank
         part = self._vocab_part(whole_shape[0])
         start = self.rank * part
+        module.padding_idx = None  # a row that is not trained, as if all were there
 
         is_foreign = torch.empty(0)
+        if hasattr(module, "padding_idx"):
+            module.padding_idx = None  # it counts rows of all ranks, and only matters in training
 
         def before(_module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             nonlocal is_foreign
@@ -259,8 +268,29 @@ def count_own_heads(module: nn.Module) -> None:
         for count, projection in (("num_heads", "q_proj"), ("num_key_value_heads", "k_proj")):
             if hasattr(here, count) and hasattr(here, projection) and hasattr(here, "head_dim"):
                 linear = getattr(here, projection)
-                outputs = linear.outputs if isinstance(linear, PackedLinear) else linear.weight.shape[0]
-                setattr(here, count, outputs // here.head_dim)
+                setattr(here, count, _outputs(linear) // here.head_dim)
+        if is_fused(here):
+            _count_fused(here)
+        if hasattr(here, "query_key_value") and hasattr(here, "num_heads") and hasattr(here, "head_dim"):
+            here.num_heads = _outputs(here.query_key_value) // here.head_dim // 3
+
+
+def is_fused(module: Any) -> bool:
+    """Does one linear of an attention module give out queries, keys and values side by side, in the way of Phi-3?"""
+    has_all = all(hasattr(module, name) for name in ("qkv_proj", "o_proj", "head_dim", "num_key_value_heads", "config"))
+    return has_all and isinstance(module.qkv_proj, nn.Linear | PackedLinear)
+
+
+def _count_fused(attention: Any) -> None:
+    """It asks the config for the count of its query heads, so it gets one of its own."""
+    groups = attention.num_key_value_groups
+    attention.num_key_value_heads = _outputs(attention.qkv_proj) // attention.head_dim // (groups + 2)
+    attention.config = copy(attention.config)
+    attention.config.num_attention_heads = attention.num_key_value_heads * groups
+
+
+def _outputs(linear: Any) -> int:
+    return linear.outputs if isinstance(linear, PackedLinear) else linear.weight.shape[0]
 
 
 def _kv_heads(config: Any, path: str) -> int:

@@ -16,6 +16,7 @@ from ..proto.worker import ModelSettings
 from .cpu.fused import fuse
 from .cpu.order import check_sums
 from .graphs import GRAPH_BYTES, Recorder, StepGraphs, mixed_tokens, recorded_rows, recorder
+from .layers.chosen import ChoosingAttention
 from .memory import DeviceMemory
 from .runner import ModelRunner, Rows
 from .slots import GREEDY, Slot
@@ -90,8 +91,9 @@ def _fuse(runner: ModelRunner, settings: ModelSettings) -> None:
 
 
 def _recorder_of(runner: ModelRunner, settings: ModelSettings) -> Recorder | None:
-    """None where steps are not recorded."""
-    return None if settings.enforce_eager else recorder(runner.model.device)
+    """None where steps are not recorded, as where each step gathers other tokens in other shapes."""
+    gathers = isinstance(runner.model.attention, ChoosingAttention)
+    return None if settings.enforce_eager or gathers else recorder(runner.model.device)
 
 
 def _dearest_views(runner: ModelRunner) -> tuple[View, ...]:

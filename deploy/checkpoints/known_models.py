@@ -143,8 +143,12 @@ def _reach(kind: str, facts: dict[str, Any]) -> Reach:
 
 
 def _state(index: int, facts: dict[str, Any], share: RankShare) -> LayerSpec:
-    """States are split by heads, or by channels where there are none."""
+    """States are split by heads, or by channels where there are none; some are whole on every rank."""
     conv, recurrent = facts["conv"], facts["recurrent"]
+    if facts.get("whole"):
+        share = RankShare(1, share.item_bytes, share.model)
+    if "heads" in facts:
+        share.part(facts["heads"], "state heads")
     tensors = []
     if conv is not None:
         channels = conv[0]

@@ -1,5 +1,6 @@
 """The small copy of a model: a checkpoint with random weights, and transformers' own model of it."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,26 +9,33 @@ from torch import Tensor, nn
 
 from ...errors import UnsupportedModel
 from ...workers.checkpoint.json_file import clipped
-from .scaled import scaled
+from ...workers.layers.patches import patch_rotary_dim
+from ...workers.models.families import WITH_ENCODER
+from ...workers.models.text_part import around, has_own_class, name_of_text, text_part_class
+from .oracle import Oracle
+from .scaled import DROPPED, scaled
 
 SPREAD_OF_VECTORS = 0.1
 """What is added to norms, biases and the like: at 0 or 1, where models begin, mistakes would not be seen."""
 
 SPREAD_OF_GATES = 0.5
 GATES = "sinks", "gate"
+DRAWN_BUFFERS = re.compile("bias|scalar")
+"""Names of buffers that come out of a checkpoint: others are computed of the config."""
 
 
-def make_copy(config: Any, folder: Path, seed: int) -> dict[str, tuple[Any, Any]]:
-    """Write the checkpoint to `folder`. config: of the model's text part. Returns what was scaled: (from, to) by name.
+def make_copy(whole: Any, folder: Path, seed: int, ranks: int = 1) -> dict[str, tuple[Any, Any]]:
+    """Write the checkpoint to `folder`. Returns what was scaled: (from, to) by name.
+
+    whole: the model's config
+    ranks: on which the copy is to run, as the model does
 
     Raises `UnsupportedModel` where no small copy can be made."""
-    from transformers import AutoModelForCausalLM
-
-    made = scaled(config)
+    config = whole.get_text_config(decoder=True)
+    made = scaled(config, ranks)
     torch.manual_seed(seed)
     try:
-        small = type(config).from_dict(dict(made.fields))
-        model = AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager")
+        model = _built(whole, type(config).from_dict(dict(made.fields)))
         with torch.no_grad():
             _draw(model)
         model.save_pretrained(folder)
@@ -39,18 +47,45 @@ def make_copy(config: Any, folder: Path, seed: int) -> dict[str, tuple[Any, Any]
     return made.changed
 
 
+def _built(whole: Any, small: Any) -> Any:
+    """The copy's model, in float32. small: the copy's config, of the text part"""
+    from transformers import AutoModelForCausalLM
+
+    if whole.model_type in WITH_ENCODER:
+        raise ValueError("it is run with its encoder, which a proof leaves out")
+    if has_own_class(small):
+        return AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager")
+    # Around the text part the whole stays as large as it is: nothing of it is given memory.
+    name = name_of_text(whole)
+    wrapped = around(small) if name is None else type(whole).from_dict({**_fields(whole), name: small.to_dict()})
+    wrapped = small if wrapped is None else wrapped
+    kind = text_part_class(wrapped)
+    if kind is None:
+        raise ValueError("transformers has no class for it that makes text of text")
+    with torch.device("meta"):
+        model: Any = kind._from_config(wrapped, dtype=torch.float32, attn_implementation="eager")
+    model.to_empty(device="cpu")
+    model.initialize_weights()
+    model.tie_weights()
+    return model
+
+
+def _fields(whole: Any) -> dict[str, Any]:
+    return {name: value for name, value in whole.to_dict().items() if name not in DROPPED}
+
+
 def _draw(model: Any) -> None:
     """Weights such that every one of them matters to what comes out."""
     embeddings = {id(model.get_input_embeddings().weight)}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() == 1:
+            if parameter.dim() <= 1:
                 parameter.add_(torch.randn_like(parameter) * _spread(name))
-            elif parameter.dim() > 1:
+            else:
                 is_embedding = isinstance(module, nn.Embedding) or id(parameter) in embeddings
                 parameter.normal_(0, _inputs_of(module, parameter, is_embedding) ** -0.5)
         for name, buffer in module.named_buffers(recurse=False):
-            if "bias" in name and buffer.is_floating_point():
+            if DRAWN_BUFFERS.search(name) and buffer.is_floating_point():
                 buffer.add_(torch.randn_like(buffer) * SPREAD_OF_VECTORS)
 
 
@@ -65,10 +100,15 @@ def _inputs_of(module: nn.Module, weight: Tensor, is_embedding: bool) -> int:
     return min(weight.shape[1:]) if is_stacked else int(weight[0].numel())
 
 
-def load_oracle(folder: Path) -> Any:
+def load_oracle(folder: Path) -> Oracle:
     """transformers' own model, eager, in float32."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    part = None if has_own_class(config.get_text_config(decoder=True)) else text_part_class(config)
+    kind: Any = AutoModelForCausalLM if part is None else part
+    model = kind.from_pretrained(
         folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32, local_files_only=True
-    ).eval()
+    )
+    patch_rotary_dim(model, model.config)  # which transformers does not read
+    return Oracle(model.eval())

@@ -1,6 +1,7 @@
 """The first layer whose output differs, for people who look for the reason."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,8 +10,9 @@ from torch import Tensor, nn
 
 from ...controller.startup import build_engine
 from ...proto.request import SamplingParams
+from .engines import POOL, answers_of, settings_of
 from .local_workers import LocalWorkers
-from .trial import CASES, POOL, answers_of, settings_of
+from .trial import CASES
 
 NEAR = 1e-3
 """Of a layer's outputs, as a share of their root mean square."""
@@ -26,18 +28,18 @@ class LayerDifference(NamedTuple):
     position: int
 
 
-async def first_layer(folder: Path, oracle: Any, prompt: list[int]) -> LayerDifference | None:
-    """None: all layers agree when one prompt is computed as a whole, and what differs comes later."""
+async def first_layer(folder: Path, oracle: Any, text: Sequence[int]) -> LayerDifference | None:
+    """None: all layers agree when the text is computed as a whole, on one rank."""
     case = CASES[1]
     settings = settings_of(folder, case, 1, POOL, enforce_eager=True)
     workers = LocalWorkers()
     try:
         engine = await build_engine(settings, workers)
         ours = _watch(workers.module)
-        await answers_of(engine, [prompt], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+        await answers_of(engine, [text], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
         theirs = _watch(oracle)
         with torch.inference_mode():
-            await asyncio.to_thread(lambda: oracle(torch.tensor([prompt]), use_cache=False))
+            await asyncio.to_thread(lambda: oracle(torch.tensor([list(text)]), use_cache=False))
     finally:
         workers.close()
     for path, (kind, output) in theirs.items():

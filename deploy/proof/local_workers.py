@@ -43,7 +43,7 @@ class LocalWorkers:
         return model.module
 
     async def load(self, settings: ModelSettings) -> ModelFacts:
-        return (await self._all(lambda worker: worker.load(settings)))[0]
+        return (await self._all(lambda worker: worker.load(settings, may_keep=True)))[0]
 
     async def allocate(self, plan: MemoryPlan, limits: RunnerLimits) -> None:
         await self._all(lambda worker: worker.allocate(plan, limits))

@@ -9,29 +9,44 @@ keeps its value, unless that is a multiple of the model's width.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import lcm
 from typing import Any
 
 from ...errors import UnsupportedModel
 
 VOCABULARY = 128
+"""Tokens; as many more as the model's leaves when ranks divide it: they share it unevenly here as they do there."""
+
+MOST_RANKS = 8
 POSITIONS = 512
 WINDOW = 12
 """Visible tokens; a model whose window is odd gets one more."""
 
 TRAINED_POSITIONS = 64
-"""Beyond which models that stretch positions do so. Those with two sets of frequencies keep to one: an engine takes one
-for all of its texts (`workers/layers/positions.py`), and transformers one for each."""
+"""Beyond which models that stretch positions do so."""
+
+FEWEST_POSITIONS = 4
+"""The same for models with two sets of frequencies that reach beyond what they were trained with. All prompts are
+longer, so that the set for long texts counts: an engine takes it for all texts then (`workers/layers/positions.py`),
+transformers for those that are longer."""
 
 HEAD_SIZE = 16
 MOST_KV_HEADS, MOST_QUERIES_EACH = 2, 4
 ALONE_HEADS = 4
 """Where each query head has a key-value head of its own."""
 
+MOST_INDEX_HEADS = 16
+"""Of few, all are often below zero, and then tokens score alike: which of them is chosen, nobody says."""
+
 MOST_EXPERTS, MOST_CHOSEN = 8, 2
 RANK = 8
 MOST_LAYERS = 16
+"""Where that many show all kinds of layers."""
+MOST_LATE = 8
+"""Kinds of layers that come after those, each with its neighbours."""
+
 STATE_CHUNK = 8
 
 
@@ -44,8 +59,13 @@ class Scale:
     head: int
     to_head: int
     layers: int
-    to_layers: int
-    has_two_sets: bool  # of frequencies
+    kept: tuple[int, ...]  # the layers that the copy has, by their places in the model
+    trained: int  # positions beyond which the copy's are stretched
+    ranks: int  # among which the copy's heads divide, where the model's do
+
+    @property
+    def to_layers(self) -> int:
+        return len(self.kept)
 
     def widths(self, value: int) -> int:
         """In proportion to the model's width: multiples of 8 that are neither tiny nor large."""
@@ -70,16 +90,14 @@ class Scaled:
 Rule = Callable[[int, Scale], int]
 
 RULES: tuple[tuple[str, Rule], ...] = (
-    (r"(.*_)?vocab_size(_per_layer_input)?", lambda value, s: VOCABULARY),
+    (r"(.*_)?vocab_size(_per_layer_input)?", lambda value, s: VOCABULARY + value % MOST_RANKS),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length|seq_length", lambda value, s: POSITIONS),
-    (
-        r"original_max_position_embeddings",
-        lambda value, s: POSITIONS if s.has_two_sets else TRAINED_POSITIONS,
-    ),
+    (r"original_max_position_embeddings", lambda value, s: s.trained),
     (
         r"sliding_window(_size)?|attention_window_size|window_size|local_attention|keep_window_size|attention_chunk_size",
         lambda value, s: WINDOW + value % 2 if value > 0 else value,
     ),
+    (r"rel_extent", lambda value, s: WINDOW),
     (r"floor_scale|log_scaling_n_floor|log_scaling_floor", lambda value, s: min(value, WINDOW)),
     (r".*head_dim|.*_d_head|.*_headdim|kv_channels|d_head|dim_head|rotary_dim|d_kv", lambda value, s: s.heads(value)),
     (r"q_lora_rank", lambda value, s: min(value, 24)),
@@ -107,7 +125,10 @@ RULES: tuple[tuple[str, Rule], ...] = (
 )
 """A pattern of names, and what becomes of a number that has one. The first that fits counts."""
 
-DROPPED = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "id2label", "label2id"}
+DROPPED = {
+    "_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "id2label", "label2id",
+    "quantization_config", "compression_config", "auto_map",
+}  # fmt: skip
 HEADS = ("num_attention_heads", "num_key_value_heads"), ("swa_num_attention_heads", "swa_num_key_value_heads")
 """Counts of query heads and of their key-value heads."""
 
@@ -121,10 +142,10 @@ MIXER_HEADS = {
 """Heads of state mixers, the size of each, and what their widths together are a multiple of the model's by."""
 
 
-def scaled(config: Any) -> Scaled:
-    """config: of transformers, of a model's text part"""
+def scaled(config: Any, ranks: int = 1) -> Scaled:
+    """config: of transformers, of a model's text part. ranks: among which the copy's heads divide, if the model's do"""
     given = Given(config)
-    scale = _scale(given)
+    scale = _scale(given, ranks)
     fields = {name: _shrunk(given.usual(name), value, scale) for name, value in given.fields.items()}
     _set_heads(given, fields, scale)
     _set_state_heads(given, fields, scale)
@@ -148,12 +169,35 @@ class Given:
         self.fields: dict[str, Any] = {name: value for name, value in config.to_dict().items() if name not in DROPPED}
         self._own: Mapping[str, str] = getattr(config, "attribute_map", None) or {}
         self._usual = {own: usual for usual, own in self._own.items() if own not in USUAL}
+        self._layers = self.size("num_hidden_layers")
+        kinds: Any = getattr(config, "layer_types", None)  # some are computed
+        count = self._layers or 0
+        self.kinds: list[Any] = (
+            list(kinds) if isinstance(kinds, list | tuple) and len(kinds) == count else [None] * count
+        )
 
     def usual(self, own: str) -> str:
         return self._usual.get(own, own)
 
     def own(self, usual: str) -> str:
         return self._own.get(usual, usual) if usual not in self.fields else usual
+
+    @property
+    def kind_starts(self) -> set[int]:
+        """Layers that are the first of their kinds of attention, or of what `per_layer_config` says of them."""
+        both = [(kind, str(own)) for kind, own in zip(self.kinds, self.own_of_layers, strict=True)]
+        return {both.index(each) for each in both}
+
+    @property
+    def own_of_layers(self) -> list[Any]:
+        """What `per_layer_config` says of each."""
+        own = self.fields.get("per_layer_config") or {}
+        return [own.get(n) or own.get(str(n)) or own.get(f"{n:02}") for n in range(len(self.kinds))]
+
+    def has_places(self, name: str) -> bool:
+        """Whether that field lists layers by their places."""
+        value = self.fields.get(name)
+        return bool(PLACES.fullmatch(name)) and isinstance(value, list) and bool(value) and len(value) != self._layers
 
     def size(self, name: str) -> int | None:
         """None: it has no such number."""
@@ -169,28 +213,50 @@ class Given:
 # -- sizes that others follow ------------------------------------------------------------------------------------------
 
 
-def _scale(given: Given) -> Scale:
+def _scale(given: Given, ranks: int) -> Scale:
     width, heads, layers = given.size("hidden_size"), given.size("num_attention_heads"), given.size("num_hidden_layers")
     if width is None or layers is None:
         raise UnsupportedModel(
             "its config has no width, or no number of layers, by a name that is known", field="model"
         )
-    to_layers, has_two_sets = _layers(given, layers), "longrope" in str(given.fields.get("rope_parameters"))
+    kept, trained = _kept_layers(given, layers), _trained(given)
     if heads is None:  # states alone
-        return Scale(width, 4 * HEAD_SIZE, HEAD_SIZE, HEAD_SIZE, layers, to_layers, has_two_sets)
+        return Scale(width, 4 * HEAD_SIZE, HEAD_SIZE, HEAD_SIZE, layers, kept, trained, ranks)
     head = given.size("head_dim") or max(1, width // heads)
     to_head = _head_size(given, head)
-    to_heads, _ = _heads(heads, given.size("num_key_value_heads") or heads)
+    to_heads, _ = _heads(heads, given.size("num_key_value_heads") or heads, ranks)
     to_width = to_heads * to_head if heads * head == width else 4 * HEAD_SIZE
-    return Scale(width, to_width, head, to_head, layers, to_layers, has_two_sets)
+    return Scale(width, to_width, head, to_head, layers, kept, trained, ranks)
 
 
-def _heads(queries: int, keys: int) -> tuple[int, int]:
+def _trained(given: Given) -> int:
+    """Positions beyond which the copy's are stretched."""
+    ropes = given.fields.get("rope_parameters") or {}
+    if "longrope" not in str(ropes):
+        return TRAINED_POSITIONS
+    parts = (given.fields, ropes, *(each for each in ropes.values() if isinstance(each, dict)))
+    name = "original_max_position_embeddings"
+    trained = next((part[name] for part in parts if isinstance(part.get(name), int)), 0)
+    longest = given.size("max_position_embeddings") or 0
+    return FEWEST_POSITIONS if longest > trained else POSITIONS
+
+
+def _heads(queries: int, keys: int, ranks: int) -> tuple[int, int]:
     """Of query heads and key-value heads, in their ratio where that is not large."""
     if queries == keys:
-        return min(queries, ALONE_HEADS), min(keys, ALONE_HEADS)
-    to_keys = min(keys, MOST_KV_HEADS)
-    return to_keys * min(max(queries // keys, 1), MOST_QUERIES_EACH), to_keys
+        count = _few(queries, ALONE_HEADS, ranks)
+        return count, count
+    to_keys, each = min(keys, MOST_KV_HEADS), min(max(queries // keys, 1), MOST_QUERIES_EACH)
+    if queries % ranks:
+        return to_keys * each, to_keys
+    while to_keys * each % ranks and to_keys * each < queries:
+        to_keys, each = (2 * to_keys, each) if 2 * to_keys <= keys else (to_keys, 2 * each)
+    return (to_keys * each, to_keys) if to_keys * each % ranks == 0 else (queries, keys)
+
+
+def _few(count: int, most: int, ranks: int) -> int:
+    """Heads of a copy, of so many."""
+    return min(count, most if count % ranks else lcm(most, ranks))
 
 
 def _head_size(given: Given, head: int) -> int:
@@ -204,18 +270,38 @@ def _head_size(given: Given, head: int) -> int:
     return head if head <= 64 else 32
 
 
-def _layers(given: Given, layers: int) -> int:
+def _kept_layers(given: Given, layers: int) -> tuple[int, ...]:
     """As many from the first on as show all kinds of layers, and one more; the last is of the kind of the model's."""
-    lists = [value for value in given.fields.values() if isinstance(value, list) and len(value) == layers]
-    own = given.fields.get("per_layer_config") or {}
-    lists.append([own.get(n) or own.get(str(n)) or own.get(f"{n:02}") for n in range(layers)])
-    signs = [tuple(str(each[n]) for each in lists) for n in range(layers)]
-    needed = max((signs.index(sign) for sign in set(signs)), default=0) + 2
+    signs = _signs(given, layers)
+    firsts = {sign: signs.index(sign) for sign in signs}
     periods = [value for name, value in given.fields.items() if PERIOD.fullmatch(name) and isinstance(value, int)]
     most = min(layers, MOST_LAYERS)
-    least = max(2, min(most, max([needed, *(period + 1 for period in periods)])))
-    return next((count for count in range(least, most + 1) if signs[count - 1] == signs[-1]), least)
+    least = max(2, min(most, max([max(firsts.values()) + 2, *(period + 1 for period in periods)])))
+    late = sorted(first for first in given.kind_starts if first >= most)[:MOST_LATE]
+    if not late:
+        count = next((count for count in range(least, most + 1) if signs[count - 1] == signs[-1]), least)
+        return tuple(range(count))
+    # Kinds that come later are shown by their first layer and those beside it, if layers know by lists alone what they
+    # are. If they count themselves, there must be as many of them.
+    if periods or any(given.has_places(name) for name in given.fields):
+        return tuple(range(min(layers, max(late) + 2)))
+    early = max(first for first in firsts.values() if first < most)
+    beside = {place for first in late for place in (first - 1, first, first + 1) if place < layers}
+    return tuple(sorted({*range(early + 1), *beside, layers - 1}))
 
+
+def _signs(given: Given, layers: int) -> list[tuple[str, ...]]:
+    """What is said of each layer in lists."""
+    lists: list[Sequence[Any]] = [v for v in given.fields.values() if isinstance(v, list) and len(v) == layers]
+    lists.append(given.kinds)
+    lists.append(given.own_of_layers)
+    lists += [[n in value for n in range(layers)] for name, value in given.fields.items() if given.has_places(name)]
+    return [tuple(str(each[n]) for each in lists) for n in range(layers)]
+
+
+EPSILON = re.compile(r"(.*_)?eps(ilon)?")
+MORE_EPSILON = 1000
+"""As many times as large: beside the large numbers of a copy, a norm's epsilon would not be seen."""
 
 PERIOD = re.compile(
     r".*_layer_period|.*every_n_layers|first_k_dense_replace|num_dense_layers|layer_group_size|"
@@ -224,6 +310,9 @@ PERIOD = re.compile(
 )
 """Names of fields after so many layers of which something new comes."""
 
+PLACES = re.compile(r".*layer_(indices|ids|idxs|idx_list)|mlp_only_layers|moe_layers|.*_layer_indexes")
+"""Names of fields that list layers."""
+
 
 # -- one field ---------------------------------------------------------------------------------------------------------
 
@@ -231,10 +320,12 @@ PERIOD = re.compile(
 def _shrunk(name: str, value: Any, scale: Scale) -> Any:
     if isinstance(value, dict):
         if name == "per_layer_config":
-            value = {key: each for key, each in value.items() if int(key) < scale.to_layers}
+            value = {_place(key, scale): each for key, each in value.items() if int(key) in scale.kept}
         return {key: _shrunk(str(key), each, scale) for key, each in value.items()}
     if isinstance(value, list):
         return _shrunk_list(name, value, scale)
+    if isinstance(value, float) and EPSILON.fullmatch(name):
+        return value * MORE_EPSILON
     if isinstance(value, bool) or not isinstance(value, int):
         return value
     if name == "hidden_size":
@@ -248,9 +339,15 @@ def _shrunk(name: str, value: Any, scale: Scale) -> Any:
     return value // scale.width * scale.to_width if is_width else value
 
 
+def _place(key: int | str, scale: Scale) -> int | str:
+    """Of a layer, in the copy, written as it was."""
+    place = scale.kept.index(int(key))
+    return f"{place:0{len(key)}}" if isinstance(key, str) else place
+
+
 def _shrunk_list(name: str, values: list[Any], scale: Scale) -> list[Any]:
     if len(values) == scale.layers:
-        values = values[: scale.to_layers]
+        values = [values[n] for n in scale.kept]
     if name in ("short_factor", "long_factor"):  # one for each frequency
         step = max(1, scale.head // scale.to_head)
         return values[::step][: scale.to_head // 2]
@@ -274,7 +371,7 @@ def _set_heads(given: Given, fields: dict[str, Any], scale: Scale) -> None:
     """Of attention; of layers with windows, where these have other ones; of indexers."""
     for names in HEADS:
         queries = given.size(names[0])
-        counts = _heads(queries, given.size(names[1]) or queries) if queries else (0, 0)
+        counts = _heads(queries, given.size(names[1]) or queries, scale.ranks) if queries else (0, 0)
         for name, count in zip(names, counts, strict=True):
             old = fields.get(given.own(name))
             if isinstance(old, int) and not isinstance(old, bool):
@@ -284,8 +381,10 @@ def _set_heads(given: Given, fields: dict[str, Any], scale: Scale) -> None:
     queries = given.size("num_attention_heads")
     if queries is None:
         return
-    to_queries, to_keys = _heads(queries, given.size("num_key_value_heads") or queries)
-    most = {"index_n_heads": to_queries, "num_query_groups": to_keys, "num_kv_heads": to_keys, "o_groups": 2}
+    _, to_keys = _heads(queries, given.size("num_key_value_heads") or queries, scale.ranks)
+    is_of_keys = given.size("index_n_heads") == given.size("num_key_value_heads") != queries
+    index_heads = to_keys if is_of_keys else MOST_INDEX_HEADS
+    most = {"index_n_heads": index_heads, "num_query_groups": to_keys, "num_kv_heads": to_keys, "o_groups": 2}
     for name, count in most.items():
         if given.size(name) is not None:
             fields[name] = min(fields[name], count)
@@ -299,7 +398,7 @@ def _set_state_heads(given: Given, fields: dict[str, Any], scale: Scale) -> None
         if count is None:
             continue
         of_keys = (given.size(keys) if keys else None) or count
-        to_keys = min(of_keys, MOST_KV_HEADS)
+        to_keys = _few(of_keys, MOST_KV_HEADS, scale.ranks)
         fields[values] = to_keys * max(1, min(count // of_keys, MOST_QUERIES_EACH))
         if keys:
             fields[keys] = to_keys

@@ -13,7 +13,7 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,45 @@ from ...workers.known_families import is_known
 from .prove import SEEDS, prove
 from .verdict import Verdict
 
+STEP_KINDS = ["sliding_attention" if n % 4 else "full_attention" for n in range(45)]
 LACKING: dict[str, dict[str, Any]] = {
     "bamba": {"num_hidden_layers": 6, "attn_layer_indices": [2, 5]},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2},
     "lfm2_moe": {"num_hidden_layers": 8, "layer_types": ["conv", "conv", "full_attention", "conv"] * 2},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57},
     "nemotron": {"num_key_value_heads": 8},
-}
+    **{
+        name: {"text_config": {"head_dim": 128, "rope_parameters": {"rope_type": "default", **ropes}}}
+        for names, ropes in (
+            (("glm4v", "glm4v_moe", "glm_ocr"), {"mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}),
+            (("hunyuan_vl",), {"mrope_section": [16, 16, 16, 16]}),
+            (("paddleocr_vl", "qwen2_5_vl", "qwen2_vl", "qwen2_5_omni_thinker"), {"mrope_section": [16, 24, 24]}),
+            (("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker"), {"mrope_section": [24, 20, 20]}),
+        )
+        for name in names
+    },
+    "step3p7": {"text_config": {"sliding_window": 512, "layer_types": STEP_KINDS, "num_sliding_attention_heads": 96}},
+}  # fmt: skip
 """What a config class leaves open though no model can be without it."""
 
 
 def families() -> list[str]:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    """Those with a class for text alone, and multimodal ones whose text part has none."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto import modeling_auto as auto
 
-    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    alone, wholes = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    others = [name for name in wholes if name not in alone and not _has_text_alone(CONFIG_MAPPING[name], alone)]
+    return [*alone, *others]
+
+
+def _has_text_alone(kind: Any, alone: Mapping[str, Any]) -> bool:
+    """Of a model's config class. True where its text part may be of any kind, too."""
+    text = kind.sub_configs.get("text_config")
+    if not kind.sub_configs:
+        return False
+    return not getattr(text, "model_type", "") or text.model_type in alone
 
 
 def sweep(names: Sequence[str], ranks: Sequence[int], seeds: int) -> Iterator[tuple[str, Verdict]]:

@@ -1,47 +1,36 @@
 """An engine answers with the small copy, and every token is held against what transformers computes."""
 
-import asyncio
-from bisect import bisect_left
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ...controller.engine import Engine
-from ...controller.startup import EngineSettings, build_engine
-from ...errors import IntarsiaError, InvalidSetting
-from ...kvcache.plan import MemoryPlan, PlanSettings
+from ...controller.startup import build_engine
+from ...errors import UnsupportedModel
+from ...kvcache.reach import NEVER
 from ...kvcache.spec import LayerSpec
-from ...kvcache.strategies import plan_memory
-from ...proto.messages import Delivery
-from ...proto.request import USUAL_OPTIONS, GenerateRequest, SamplingParams
-from ..settings.options import engine_settings
+from ...proto.request import SamplingParams
+from .engines import POOL, Answer, Case, answers_of, least_memory, settings_of
 from .local_workers import LocalWorkers
+from .oracle import NEAR, Oracle
 from .scaled import POSITIONS, VOCABULARY
 
-LENGTHS = 5, 29, 41, 58
-"""Tokens of the prompts: shorter than a window, and several windows long."""
+LENGTHS = 5, 26, 48, 58
+"""In tokens, of the prompts: shorter than a window, and several of them. A chunk ends with one, a block with others."""
 
-NEW_TOKENS = 24
-NEAR = 2e-3
-"""Log-probabilities that differ by less are the same. Sums in another order differ by 1e-5 and less."""
+NEW_TOKENS, LATER_TOKENS, LAST_TOKENS = 24, 14, 8
+"""Of each answer to what is asked first, then, and last. The first ones alone pass every window."""
+
+PARTINGS = 24, 32, 40
+"""Lengths at which prompts part: the ends of a window of 12, of a block of 16, and of a block of 5."""
 
 TIE = 1e-3
-"""Logits of the oracle that lie closer together than this may trade places."""
+"""Log-probabilities of the oracle that lie closer together than this may trade places."""
 
-POOL = "4MiB"
-
-
-class Case(NamedTuple):
-    """How the engine is set up."""
-
-    name: str
-    block_tokens: int
-    chunk_tokens: int  # of a prompt, computed at once
-    is_tight: bool = False  # a pool in which the longest request fits, but not all of them
-
+DOUBT = 3
+"""Times what it wavers by in some tries, which it may differ by."""
 
 CASES = (
     Case("blocks of 5, chunks of 13", 5, 13),
@@ -55,6 +44,7 @@ class Difference(NamedTuple):
 
     case: str
     ranks: int
+    text: Sequence[int]  # prompt and answer
     prompt_tokens: int
     position: int
     off: float  # of a log-probability; infinite where another token was chosen
@@ -67,160 +57,149 @@ class Difference(NamedTuple):
         return f"{place}: with a prompt of {self.prompt_tokens} tokens, at position {self.position} {by}"
 
 
-class Answer:
-    """Collects what an engine brings to one request."""
+class Trial:
+    """Of one copy, on so many ranks. What it counts is there when it has run."""
 
-    def __init__(self):
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.prompt_logprobs: list[float] = []
-        self.cached_tokens = 0
-        self.error: IntarsiaError | None = None
-        self.done = asyncio.Event()
+    def __init__(self, folder: Path, oracle: Oracle, ranks: int, seed: int):
+        self.answers = 0
+        self.doubtful = 0  # answers that differ, but by no more than the oracle wavers
+        self._folder = folder
+        self._oracle = oracle
+        self._ranks = ranks
+        self._seed = seed
 
-    def take(self, delivery: Delivery) -> None:
-        self.tokens += delivery.tokens
-        is_last = False
-        for _, delta in delivery.deltas:
-            self.tokens += delta.token_ids
-            self.logprobs += [row.logprob for row in delta.logprobs or ()]
-            self.prompt_logprobs += [row.logprob for row in delta.prompt_logprobs or ()]
-            self.cached_tokens = delta.num_cached_tokens
-            is_last = is_last or delta.finish_reason is not None
-        for _, self.error in delivery.errors:
-            pass
-        if self.error or is_last:
-            self.done.set()
+    async def first_difference(self) -> Difference | None:
+        """None: whatever the engine does with the copy, it answers as the oracle does.
 
+        Raises what an engine raises, and `UnsupportedModel` if what is to be shown does not come to pass."""
+        workers = LocalWorkers(self._ranks)
+        try:
+            await workers.meet()
+            for case in CASES:
+                settings = settings_of(self._folder, case, self._ranks, POOL)
+                facts = await workers.load(settings.model)
+                _check_reach(facts.layers)
+                if case.is_tight:
+                    longest = max(LENGTHS) + LATER_TOKENS
+                    memory = least_memory(facts.layers, case.block_tokens, longest, POSITIONS)
+                    settings = settings_of(self._folder, case, self._ranks, str(memory))
+                engine = await build_engine(settings, workers)
+                found = await (self._crowded if case.is_tight else self._conversed)(engine, case)
+                if found is not None:
+                    return found
+                if case.is_tight and any(each.reach.keeps_tokens for each in facts.layers):
+                    _check_shown(engine.stats.preemptions, "no request had to give way to another")
+        finally:
+            workers.close()
+        return None
 
-def prompts(seed: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
-
-
-async def first_difference(folder: Path, oracle: Any, ranks: int, seed: int) -> Difference | None:
-    """None: whatever the engine does with the copy, it answers as the oracle does. Raises what an engine raises."""
-    for case in CASES:
-        asked = [*prompts(seed), *(prompts(seed + 1) if case.is_tight else ())]
-        async with _engine(folder, case, ranks) as engine:
-            found = await _differs(engine, oracle, asked, case, ranks)
+    async def _conversed(self, engine: Engine, case: Case) -> Difference | None:
+        """Prompts, computed; then again, out of the cache, with the next turn of one, and others that part from one."""
+        asked = prompts(self._seed)
+        first = await answers_of(engine, asked, _greedy(NEW_TOKENS, with_prompt=True))
+        found = self._differs(asked, first, case)
         if found is not None:
             return found
-    return None
-
-
-async def _differs(engine: Engine, oracle: Any, asked: list[list[int]], case: Case, ranks: int) -> Difference | None:
-    greedy = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True, "logprobs": 0}
-    # All of it, prompts too: none of it out of the cache.
-    first = await answers_of(engine, asked, SamplingParams(**greedy, prompt_logprobs=0))
-    for prompt, answer in zip(asked, first, strict=True):
-        found = _against(oracle, prompt, answer)
+        more = drawn(self._seed + 1, 7)
+        turn = [*asked[1], *first[1].tokens, *more]
+        parted = [[*asked[-1][:length], *drawn(self._seed + length, 9)] for length in PARTINGS]
+        then = [*asked, turn, *parted]
+        second = await answers_of(engine, then, _greedy(LATER_TOKENS))
+        found = self._differs(then, second, case)
         if found is not None:
-            return Difference(case.name, ranks, len(prompt), *found, "computed")
-    # Again, out of the cache.
-    again = await answers_of(engine, asked, SamplingParams(**greedy))
-    for prompt, answer in zip(asked, again, strict=True):
-        found = _against(oracle, prompt, answer)
-        if found is not None:
-            what = f"{answer.cached_tokens} tokens found in the cache"
-            return Difference(case.name, ranks, len(prompt), *found, what)
-    return None
+            return found
+        _check_shown(second[len(asked) - 1].cached_tokens, "a prompt that was asked again was not found in the cache")
+        # States of the places where prompts part are there from the second such prompt on.
+        parted = [[*asked[-1][:length], *drawn(self._seed - length, 6)] for length in PARTINGS]
+        last = [[*turn, *second[len(asked)].tokens, *more], *parted]
+        return self._differs(last, await answers_of(engine, last, _greedy(LAST_TOKENS)), case)
 
+    async def _crowded(self, engine: Engine, case: Case) -> Difference | None:
+        """More than fits, all of whose prompts but the last two are computed in one step. The last makes others give
+        way, and what they had is computed again."""
+        short, *_, long, longest = prompts(self._seed)
+        asked = [short, *(drawn(self._seed + n, len(short)) for n in range(3)), long, longest]
+        answers = await answers_of(engine, asked, _greedy(LATER_TOKENS, with_prompt=True), last_is_urgent=True)
+        return self._differs(asked, answers, case)
 
-@torch.inference_mode()
-def _against(oracle: Any, prompt: list[int], answer: Answer) -> tuple[int, float] | None:
-    """The first position that differs, and by how much."""
-    if answer.error is not None:
-        raise answer.error
-    tokens = torch.tensor([*prompt, *answer.tokens])
-    logits = oracle(tokens.unsqueeze(0), use_cache=False).logits[0, :-1].double()
-    logprobs = logits.log_softmax(-1)
-    meant = logprobs.gather(1, tokens[1:].unsqueeze(1)).squeeze(1)
-    ours = torch.tensor([*answer.prompt_logprobs, *answer.logprobs], dtype=torch.float64)
-    start = len(meant) - len(ours)
-    off = (ours - meant[start:]).abs()
-    off = torch.where(off.isnan(), torch.inf, off)
-    # Whatever it said, it was to be the likeliest.
-    said = len(prompt) - 1 - start
-    behind = logits[len(prompt) - 1 :].amax(-1) - logits[len(prompt) - 1 :].gather(1, tokens[len(prompt) :, None])[:, 0]
-    off[said:] = torch.where(behind > TIE, torch.inf, off[said:])
-    wrong = (off > NEAR).nonzero()
-    if not len(wrong):
+    def _differs(self, asked: Sequence[Sequence[int]], answers: Sequence[Answer], case: Case) -> Difference | None:
+        self.answers += len(answers)
+        for prompt, answer in zip(asked, answers, strict=True):
+            found = against(self._oracle, prompt, answer)
+            if found is None:
+                continue
+            found = against(self._oracle, prompt, answer, wavers=True)
+            if found is None:
+                self.doubtful += 1
+                continue
+            text = [*prompt, *answer.tokens]
+            what = f"{answer.cached_tokens} tokens found in the cache" if answer.cached_tokens else "computed"
+            return Difference(case.name, self._ranks, text, len(prompt), *found, what)
         return None
-    place = int(wrong[0])
-    return start + place + 1, float(off[place])
 
 
-# -- the engine --------------------------------------------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def _engine(folder: Path, case: Case, ranks: int) -> AsyncIterator[Engine]:
-    workers = LocalWorkers(ranks)
-    try:
-        await workers.meet()
-        settings = settings_of(folder, case, ranks, POOL)
-        if case.is_tight:
-            facts = await workers.load(settings.model)
-            longest = max(LENGTHS) + NEW_TOKENS
-            settings = settings_of(
-                folder, case, ranks, str(least_memory(facts.layers, case.block_tokens, longest, POSITIONS))
-            )
-        yield await build_engine(settings, workers)
-    finally:
-        workers.close()
-
-
-def settings_of(folder: Path, case: Case, ranks: int, memory: str, **others: Any) -> EngineSettings:
-    """memory: for keys and values, of each rank"""
-    return engine_settings(
-        str(folder),
-        dtype="float32",
-        tensor_parallel_size=ranks,
-        block_size=case.block_tokens,
-        max_prefill_chunk_tokens=case.chunk_tokens,
-        max_num_seqs=8,
-        kv_cache_memory=memory,
-        **others,
+def _greedy(new_tokens: int, *, with_prompt: bool = False) -> SamplingParams:
+    """with_prompt: the prompt's tokens are judged, too, and none of it comes out of the cache"""
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=new_tokens,
+        ignore_eos=True,
+        logprobs=0,
+        prompt_logprobs=0 if with_prompt else None,
     )
 
 
-def least_memory(
-    layers: tuple[LayerSpec, ...], block_tokens: int, tokens: int, positions: int, encoder_tokens: int = 0
-) -> int:
-    """Bytes on a rank in which a request of so many tokens just fits, to a kibibyte, and a large page to spare.
+def drawn(seed: int, length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCABULARY, (length,), generator=generator).tolist()
 
-    positions: tokens of the longest text
-    """
 
-    def plan(kibibytes: int) -> MemoryPlan | None:
-        try:
-            return plan_memory(
-                layers, PlanSettings(kibibytes << 10, block_tokens, encoder_tokens=encoder_tokens), positions
+def prompts(seed: int) -> list[list[int]]:
+    return [drawn(1000 * seed + length, length) for length in LENGTHS]
+
+
+def against(oracle: Oracle, prompt: Sequence[int], answer: Answer, *, wavers: bool = False) -> tuple[int, float] | None:
+    """The first position that differs, and by how much. A token that was said must be the likeliest, or all but so.
+
+    wavers: what the oracle wavers by does not count"""
+    if answer.error is not None:
+        raise answer.error
+    text = [*prompt, *answer.tokens]
+    tokens = torch.tensor(text)
+    logprobs = oracle.logprobs(text)
+    slack = DOUBT * oracle.wavering(text) if wavers else torch.zeros(len(text) - 1, dtype=torch.float64)
+    meant = logprobs.gather(1, tokens[1:].unsqueeze(1)).squeeze(1)
+    ours = torch.tensor([*answer.prompt_logprobs, *answer.logprobs], dtype=torch.float64)
+    start, said = len(meant) - len(ours), len(prompt) - 1
+    off = torch.zeros_like(meant)
+    off[start:] = (ours - meant[start:]).abs()
+    off = torch.where(off.isnan(), torch.inf, off)
+    behind = logprobs.amax(-1) - meant
+    behind[:said] = 0.0
+    off = torch.where(behind > TIE + slack, torch.inf, off)
+    wrong = (off > NEAR + slack).nonzero()
+    if not len(wrong):
+        return None
+    place = int(wrong[0])
+    return place + 1, float(off[place])
+
+
+# -- is shown what is to be shown? -------------------------------------------------------------------------------------
+
+
+def _check_reach(layers: Sequence[LayerSpec]) -> None:
+    """Texts must be longer than whatever a layer looks back."""
+    longest = max(LENGTHS) + NEW_TOKENS
+    for layer in layers:
+        passed = layer.reach.passed_at(0)
+        if longest < passed < NEVER:
+            raise UnsupportedModel(
+                f"layer {layer.index} of the small copy ({layer.reach.name}) looks back {passed} tokens, which no text "
+                f"of the proof passes: the longest has {longest}",
+                field="model",
             )
-        except InvalidSetting:
-            return None
-
-    fits = bisect_left(range(8192), True, key=lambda n: (made := plan(n + 1)) is not None and made.fits(tokens)) + 1
-    made = plan(fits)
-    assert made is not None
-    return (fits << 10) + made.arenas[0].page_bytes
 
 
-async def answers_of(engine: Engine, asked: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Answer]:
-    """All at once, to their ends."""
-    answers = [Answer() for _ in asked]
-    loop = asyncio.create_task(engine.run())
-    try:
-        for n, (prompt, answer) in enumerate(zip(asked, answers, strict=True)):
-            options, size = USUAL_OPTIONS, len(prompt)
-            request = GenerateRequest(
-                prompt, sampling, (), options, stream_interval_s=0.0, prompt_tokens=size, is_known=False
-            )
-            engine.submit(request, n, answer.take)
-        await asyncio.gather(*(answer.done.wait() for answer in answers))
-        await asyncio.sleep(0)
-    finally:
-        loop.cancel()
-        await asyncio.gather(loop, return_exceptions=True)
-    return answers
+def _check_shown(count: int, otherwise: str) -> None:
+    if not count:
+        raise UnsupportedModel(f"the proof shows too little: {otherwise}", field="model")

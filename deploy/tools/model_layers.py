@@ -8,6 +8,7 @@ from ...kvcache.spec import LayerSpec
 from ...workers.checkpoint.config_schema import text_config
 from ...workers.checkpoint.files import CONFIG, Checkpoint, read_config
 from ...workers.checkpoint.json_file import clipped
+from ...workers.checkpoint.layer_specs import complete_layer_types, read_layers, told_copies
 from ..checkpoints.gguf import SUFFIX
 from ..checkpoints.hub import HUB_NAME, folder_in_cache
 from ..checkpoints.hub_gguf import GgufName, gguf_in_cache, gguf_name, says_gguf
@@ -31,6 +32,7 @@ class ModelLayers:
     encoder_tokens: int  # of one image
     weights: Weights | str | None = None  # text: why they cannot be told; None: there are none, or nobody knows
     about_weights: str = ""  # what they are taken for
+    about_copies: str = ""  # what it costs that some heads are on several ranks
 
 
 def model_layers(
@@ -80,14 +82,15 @@ def _known(model: str, tensor_parallel_size: int, dtype: str, weights_format: st
     known = known_model(model) if release is None else release.model
     packed = None if release is None else release.packed
     packed = packed if weights_format is None else usual_parts(weights_format)
-    layers = known.layers(tensor_parallel_size, ITEM_BYTES[dtype])
+    layers, alone = (known.layers(size, ITEM_BYTES[dtype]) for size in (tensor_parallel_size, 1))
+    copies = told_copies(layers, alone, tensor_parallel_size) or ""
     about = f"a release of {known.id}, its weights by what is usual" if release is not None else ""
     about = about if weights_format is None else _usual(weights_format)
     name = known.id if release is None else release.id
     weights = known_weights(known, packed)
     if weights is None and packed is not None:
         weights, about = f"what the weights of {known.id} take so is not known", ""
-    return ModelLayers(name, layers, known.max_position, known.encoder_tokens, weights, about)
+    return ModelLayers(name, layers, known.max_position, known.encoder_tokens, weights, about, copies)
 
 
 def _usual(weights_format: str) -> str:
@@ -108,12 +111,10 @@ def _from_config(path: Path, tensor_parallel_size: int, dtype: str) -> ModelLaye
     fields = read_config(file)
     from transformers import AutoConfig  # slow to import, and not needed for known models
 
-    from ...workers.checkpoint.layer_specs import complete_layer_types, read_layers
-
     try:
         config = AutoConfig.for_model(**fields).get_text_config()
         complete_layer_types(config, fields)
-        layers = read_layers(config, tensor_parallel_size, ITEM_BYTES[dtype])
+        layers, alone = (read_layers(config, size, ITEM_BYTES[dtype]) for size in (tensor_parallel_size, 1))
     except IntarsiaError:
         raise
     except Exception as error:  # noqa: BLE001  it raises whatever it meets
@@ -121,7 +122,8 @@ def _from_config(path: Path, tensor_parallel_size: int, dtype: str) -> ModelLaye
             f"{file} is not a config that transformers knows: {clipped(str(error), 400)}", field="model"
         ) from None
     longest = getattr(config, "max_position_embeddings", None)
-    return ModelLayers(directory.resolve().name, layers, longest, 0, _weights(directory))
+    copies = told_copies(layers, alone, tensor_parallel_size) or ""
+    return ModelLayers(directory.resolve().name, layers, longest, 0, _weights(directory), about_copies=copies)
 
 
 def _weights_as(path: Path, recipe: Recipe | Mix) -> Weights | str:

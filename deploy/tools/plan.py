@@ -73,7 +73,7 @@ class PlanReport:
             "greatest_context": self.greatest_context,
             "binds": self.binds,
             "arenas": [{"large_pages": arena.num_pages, "bytes": arena.page_bytes} for arena in plan.arenas],
-            "notes": list(plan.notes),
+            "notes": [*plan.notes, *filter(None, [self.model.about_copies])],
             "weights": _weights_json(self.model.weights),
         }
 
@@ -188,7 +188,7 @@ def _lines(report: PlanReport) -> list[RenderableType]:
         Text.assemble((report.model.model, "bold"), f": {human_bytes(memory)} for the cache{ranks}"),
         *_weights_lines(report.model),
         Text(_choice(plan)),
-        *(Text(f"note: {note}", style="yellow") for note in plan.notes),
+        *(Text(f"note: {note}", style="yellow") for note in (*plan.notes, *filter(None, [report.model.about_copies]))),
         Text(),
         _group_table(report),
         Text(),

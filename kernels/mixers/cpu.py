@@ -19,8 +19,8 @@ class _DeltaInputs(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("qkv", "a", "b", "A", "bias", "q", "k", "v", "g", "beta")),
         *((name, c_int64) for name in ("qkv_token", "a_token", "b_token", "tokens")),
-        *((name, c_int32) for name in ("key_heads", "keys", "heads", "values")),
-        ("query_scale", c_float),
+        *((name, c_int32) for name in ("key_heads", "keys", "heads", "values", "decays")),
+        *((name, c_float) for name in ("least", "query_scale")),
         ("kind", c_int32),
     ]
 
@@ -32,6 +32,14 @@ class _Mamba2Inputs(ctypes.Structure):
         *((name, c_int32) for name in ("heads", "values", "groups", "keys")),
         *((name, c_float) for name in ("shortest", "longest")),
         ("kind", c_int32),
+    ]
+
+
+class _LruInputs(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "input", "forget", "rate", "positions", "out", "g")),
+        *((name, c_int64) for name in ("x_token", "input_token", "forget_token", "tokens")),
+        *((name, c_int32) for name in ("channels", "kind")),
     ]
 
 
@@ -47,7 +55,7 @@ class _GatedNorm(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("y", "gate", "skip", "weight", "D", "out")),
         *((name, c_int64) for name in ("gate_token", "skip_token", "tokens")),
-        *((name, c_int32) for name in ("channels", "width", "order", "rounds")),
+        *((name, c_int32) for name in ("channels", "width", "order", "rounds", "gate_function")),
         ("eps", c_float),
         ("kind", c_int32),
     ]
@@ -63,20 +71,22 @@ def _library() -> Any:
 
 
 def delta_inputs(
-    qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, A_H: Tensor, bias_H: Tensor, sizes: DeltaSizes
+    qkv_TC: Tensor, a_TD: Tensor, b_TH: Tensor, A_D: Tensor, bias_D: Tensor, sizes: DeltaSizes
 ) -> tuple[Tensor, ...]:
-    key_heads, keys, heads, values = sizes
-    tokens = len(qkv_TC)
-    key, head = (tokens, key_heads, keys), (tokens, heads)
-    made = _floats(key, key, (tokens, heads, values), head, head)
-    qkv_TC, a_TH, b_TH = (dense(x) for x in (qkv_TC, a_TH, b_TH))
+    key_heads, keys, heads, values, least = sizes
+    tokens, decays = a_TD.shape
+    key = tokens, key_heads, keys
+    made = _floats(key, key, (tokens, heads, values), (tokens, decays), (tokens, heads))
+    qkv_TC, a_TD, b_TH = (dense(x) for x in (qkv_TC, a_TD, b_TH))
     _library().intarsia_delta_inputs(
         ctypes.byref(
             _DeltaInputs(
-                *_pointers(qkv_TC, a_TH, b_TH, A_H, bias_H, *made),
-                *(x.stride(0) for x in (qkv_TC, a_TH, b_TH)),
+                *_pointers(qkv_TC, a_TD, b_TH, A_D, bias_D, *made),
+                *(x.stride(0) for x in (qkv_TC, a_TD, b_TH)),
                 tokens,
-                *sizes,
+                *sizes[:4],
+                decays,
+                least,
                 keys**-0.5,
                 cpp.KINDS[qkv_TC.dtype],
             )
@@ -106,6 +116,25 @@ def mamba2_inputs(xBC_TC: Tensor, dt_TH: Tensor, A_H: Tensor, bias_H: Tensor, si
         )
     )
     return made
+
+
+def lru_inputs(
+    x_TC: Tensor, input_TC: Tensor, forget_TC: Tensor, rate_C: Tensor, positions_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    x_TC, input_TC, forget_TC = dense(x_TC), dense(input_TC), dense(forget_TC)
+    out_TC, g_TC = _floats(x_TC.shape, x_TC.shape)
+    positions_T = positions_T.to(torch.int64).contiguous()
+    _library().intarsia_lru_inputs(
+        ctypes.byref(
+            _LruInputs(
+                *_pointers(x_TC, input_TC, forget_TC, rate_C, positions_T, out_TC, g_TC),
+                *(x.stride(0) for x in (x_TC, input_TC, forget_TC)),
+                *x_TC.shape,
+                cpp.KINDS[x_TC.dtype],
+            )
+        )
+    )
+    return out_TC, g_TC
 
 
 def mapped(x_TC: Tensor, function: Function) -> Tensor:
@@ -160,6 +189,7 @@ def gated_norm(y_TC: Tensor, gate_TC: Tensor, norm: GatedNorm, skip: tuple[Tenso
                 norm.width,
                 norm.order,
                 norm.rounds,
+                norm.gate,
                 norm.eps,
                 cpp.KINDS[gate_TC.dtype],
             )

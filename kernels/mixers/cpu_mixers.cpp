@@ -11,12 +11,12 @@
 extern "C" {
 
 struct DeltaInputs {
-    const void *qkv, *a, *b;      // [T, KH * K, then as much, then H * V], [T, H], [T, H]
-    const float *A, *bias;        // [H], [H]
+    const void *qkv, *a, *b;      // [T, KH * K, then as much, then H * V], [T, D], [T, H]
+    const float *A, *bias;        // [D], [D]
     float *q, *k, *v, *g, *beta;  // dense
     int64_t qkv_token, a_token, b_token, tokens;
-    int32_t key_heads, keys, heads, values;
-    float query_scale;
+    int32_t key_heads, keys, heads, values, decays;
+    float least, query_scale;  // least: of a logarithm of decay, or 0
     int32_t kind;
 };
 
@@ -28,6 +28,15 @@ struct Mamba2Inputs {
     int32_t heads, values, groups, keys;
     float shortest, longest;  // time steps
     int32_t kind;
+};
+
+struct LruInputs {
+    const void *x, *input, *forget;  // [T, C] each
+    const float* rate;               // [C]
+    const int64_t* positions;        // [T]
+    float *out, *g;                  // [T, C] dense
+    int64_t x_token, input_token, forget_token, tokens;
+    int32_t channels, kind;
 };
 
 struct Map {  // out = f(x), or f(x) * factor
@@ -43,7 +52,7 @@ struct GatedNorm {
     const float *weight, *D;  // [C] or null, [C] or null
     void* out;                // [T, C] dense
     int64_t gate_token, skip_token, tokens;
-    int32_t channels, width, order, rounds;  // width: of what is normed together
+    int32_t channels, width, order, rounds, gate_function;  // width: of what is normed together
     float eps;
     int32_t kind;
 };
@@ -53,7 +62,9 @@ struct GatedNorm {
 namespace {
 
 constexpr int64_t WORTH_SHARING = 1 << 14;  // numbers of which it pays to wake the other threads
-enum Order { NO_NORM = 0, NORM_FIRST = 1, GATE_FIRST = 2 };  // numbered as in protocol.py
+// Both numbered as in protocol.py.
+enum Order { NO_NORM = 0, NORM_FIRST = 1, GATE_FIRST = 2 };
+enum Function { SOFTPLUS = 0, SILU = 1, SIGMOID = 2 };
 
 float sum_of(Lanes v) {
     float lanes[WIDTH], total = 0;
@@ -93,11 +104,15 @@ void delta_inputs(const DeltaInputs& d) {
         to_floats(qkv + 2 * keys, d.v + t * values, values);
         for (int h = 0; h < d.heads; h += WIDTH) {
             const int count = d.heads - h;
-            const Lanes a = load_some(static_cast<const T*>(d.a) + t * d.a_token + h, count);
             const Lanes b = load_some(static_cast<const T*>(d.b) + t * d.b_token + h, count);
-            const Lanes steps = softplus(a + load_some(d.bias + h, count));
-            store_some(load_some(d.A + h, count) * steps, d.g + t * d.heads + h, count);
             store_some(sigmoid(b), d.beta + t * d.heads + h, count);
+        }
+        for (int i = 0; i < d.decays; i += WIDTH) {
+            const int count = d.decays - i;
+            const Lanes a = load_some(static_cast<const T*>(d.a) + t * d.a_token + i, count);
+            const Lanes shifted = a + load_some(d.bias + i, count), A = load_some(d.A + i, count);
+            const Lanes g = d.least != 0 ? all_lanes(d.least) * sigmoid(-A * shifted) : A * softplus(shifted);
+            store_some(g, d.g + t * d.decays + i, count);
         }
     }
 }
@@ -131,6 +146,31 @@ void mamba2_inputs(const Mamba2Inputs& m) {
     }
 }
 
+inline Lanes square_root(Lanes v) {
+    float lanes[WIDTH];
+    store_lanes(v, lanes);
+    for (float& lane : lanes) lane = std::sqrt(lane);
+    return load_lanes(lanes);
+}
+
+template <class T>
+void lru_inputs(const LruInputs& m) {
+#pragma omp parallel for schedule(static) if (m.tokens * m.channels > WORTH_SHARING)
+    for (int64_t t = 0; t < m.tokens; t++)
+        for (int i = 0; i < m.channels; i += WIDTH) {
+            const int count = m.channels - i;
+            const Lanes x = load_some(static_cast<const T*>(m.x) + t * m.x_token + i, count);
+            const Lanes input = sigmoid(load_some(static_cast<const T*>(m.input) + t * m.input_token + i, count));
+            const Lanes forget = sigmoid(load_some(static_cast<const T*>(m.forget) + t * m.forget_token + i, count));
+            const Lanes g = load_some(m.rate + i, count) * rounded<T>(forget);
+            const Lanes share = m.positions[t] ? square_root(1.0f - exponential(g + g)) : all_lanes(1.0f);
+            store_some(rounded<T>(x * rounded<T>(input)) * share, m.out + t * m.channels + i, count);
+            store_some(g, m.g + t * m.channels + i, count);
+        }
+}
+
+inline Lanes gate_of(const GatedNorm& n, Lanes x) { return n.gate_function == SIGMOID ? sigmoid(x) : silu(x); }
+
 // Channels [first, first + width) of a token, which are normed together. room: [width, padded]
 template <class T>
 void norm_group(const GatedNorm& n, int64_t t, int first, float* room) {
@@ -143,7 +183,7 @@ void norm_group(const GatedNorm& n, int64_t t, int first, float* room) {
         Lanes x = load_some(y + i, count);
         if (skip) x = fused(load_some(n.D + first + i, count), load_some(skip + i, count), x);
         if (n.rounds) x = rounded<T>(x);
-        if (n.order != NORM_FIRST) x *= silu(load_some(gate + i, count));
+        if (n.order != NORM_FIRST) x *= gate_of(n, load_some(gate + i, count));
         squares = fused(x, x, squares);
         store_lanes(x, room + i);
     }
@@ -158,7 +198,7 @@ void norm_group(const GatedNorm& n, int64_t t, int first, float* room) {
             x *= load_some(n.weight + first + i, count);
             if (n.rounds) x = rounded<T>(x);
         }
-        if (n.order == NORM_FIRST) x *= silu(load_some(gate + i, count));
+        if (n.order == NORM_FIRST) x *= gate_of(n, load_some(gate + i, count));
         store_some(x, out + i, count);
     }
 }
@@ -175,10 +215,9 @@ void gated_norm(const GatedNorm& n) {
     }
 }
 
-// Functions are numbered as in protocol.py. What transformers computes in the model's dtype is rounded to it.
+// What transformers computes in the model's dtype is rounded to it.
 template <class T>
 void map(const Map& m) {
-    enum Function { SOFTPLUS = 0, SILU = 1, SIGMOID = 2 };
 #pragma omp parallel for schedule(static) if (m.tokens * m.channels > WORTH_SHARING)
     for (int64_t t = 0; t < m.tokens; t++)
         for (int i = 0; i < m.channels; i += WIDTH) {
@@ -209,6 +248,10 @@ void intarsia_delta_inputs(const DeltaInputs* d) {
 
 void intarsia_mamba2_inputs(const Mamba2Inputs* m) {
     with_kind(m->kind, [&](auto* number) { mamba2_inputs<std::remove_pointer_t<decltype(number)>>(*m); });
+}
+
+void intarsia_lru_inputs(const LruInputs* m) {
+    with_kind(m->kind, [&](auto* number) { lru_inputs<std::remove_pointer_t<decltype(number)>>(*m); });
 }
 
 void intarsia_gated_norm(const GatedNorm* n) {

@@ -16,6 +16,7 @@ class DeltaSizes(NamedTuple):
     keys: int
     heads: int
     values: int
+    least: float = 0.0  # of a logarithm of decay, below 0; 0: there is none
 
 
 class Mamba2Sizes(NamedTuple):
@@ -45,10 +46,11 @@ class Function(enum.IntEnum):
 
 
 class GatedNorm(NamedTuple):
-    """y * silu(gate) in which y, or the product, is divided by the root of its mean square, and times `weight`."""
+    """y * gate(..) in which y, or the product, is divided by the root of its mean square, and times `weight`."""
 
     order: Order
     weight: Tensor | None  # [C] float32; none without a norm
     eps: float
     width: int  # of channels whose mean is taken together
     rounds: bool = False  # to the gate's dtype before each step, as transformers' norm of gated delta nets does
+    gate: Function = Function.SILU

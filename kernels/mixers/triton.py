@@ -28,21 +28,23 @@ def _kernels() -> Any:
 
 
 def delta_inputs(
-    qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor, A_H: Tensor, bias_H: Tensor, sizes: DeltaSizes
+    qkv_TC: Tensor, a_TD: Tensor, b_TH: Tensor, A_D: Tensor, bias_D: Tensor, sizes: DeltaSizes
 ) -> tuple[Tensor, ...]:
-    key_heads, keys, heads, values = sizes
-    qkv_TC, a_TH, b_TH = dense(qkv_TC), dense(a_TH), dense(b_TH)
-    tokens = len(qkv_TC)
+    key_heads, keys, heads, values, least = sizes
+    qkv_TC, a_TD, b_TH = dense(qkv_TC), dense(a_TD), dense(b_TH)
+    tokens, decays = a_TD.shape
     q_TGK, k_TGK = (_new(qkv_TC, tokens, key_heads, keys) for _ in range(2))
-    v_THV, (g_TH, beta_TH) = _new(qkv_TC, tokens, heads, values), (_new(qkv_TC, tokens, heads) for _ in range(2))
+    v_THV, g_TD = _new(qkv_TC, tokens, heads, values), _new(qkv_TC, tokens, decays)
+    beta_TH = _new(qkv_TC, tokens, heads)
     if tokens:
         _kernels().delta_inputs[tokens, 2 * key_heads + heads](
-            qkv_TC, a_TH, b_TH, A_H, bias_H, q_TGK, k_TGK, v_THV, g_TH, beta_TH,
-            qkv_TC.stride(0), a_TH.stride(0), b_TH.stride(0), keys**-0.5,
+            qkv_TC, a_TD, b_TH, A_D, bias_D, q_TGK, k_TGK, v_THV, g_TD, beta_TH,
+            qkv_TC.stride(0), a_TD.stride(0), b_TH.stride(0), keys**-0.5, least,
             KEY_HEADS=key_heads, KEYS=keys, KEYS_PADDED=power_of_two(keys),
-            HEADS=heads, VALUES=values, VALUES_PADDED=power_of_two(values), num_warps=1,
+            HEADS=heads, VALUES=values, VALUES_PADDED=power_of_two(values),
+            DECAYS=decays // heads, DECAYS_PADDED=power_of_two(decays // heads), HAS_LEAST=least != 0.0, num_warps=1,
         )  # fmt: skip
-    return q_TGK, k_TGK, v_THV, g_TH, beta_TH
+    return q_TGK, k_TGK, v_THV, g_TD, beta_TH
 
 
 def mamba2_inputs(xBC_TC: Tensor, dt_TH: Tensor, A_H: Tensor, bias_H: Tensor, sizes: Mamba2Sizes) -> tuple[Tensor, ...]:
@@ -58,6 +60,20 @@ def mamba2_inputs(xBC_TC: Tensor, dt_TH: Tensor, A_H: Tensor, bias_H: Tensor, si
     # Kernels of a GPU read half the bytes where these are of bfloat16, and nothing is rounded.
     k_TGK, q_TGK = xBC_TC[:, inner:].unflatten(-1, (2, sizes.groups, -1)).unbind(1)
     return q_TGK, k_TGK, v_THV, g_TH
+
+
+def lru_inputs(
+    x_TC: Tensor, input_TC: Tensor, forget_TC: Tensor, rate_C: Tensor, positions_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    x_TC, input_TC, forget_TC = dense(x_TC), dense(input_TC), dense(forget_TC)
+    tokens, channels = x_TC.shape
+    out_TC, g_TC = _new(x_TC, tokens, channels), _new(x_TC, tokens, channels)
+    if tokens:
+        _kernels().lru_inputs[tokens, -(-channels // BLOCK)](
+            x_TC, input_TC, forget_TC, rate_C, positions_T.contiguous(), out_TC, g_TC,
+            *(x.stride(0) for x in (x_TC, input_TC, forget_TC)), CHANNELS=channels, BLOCK=BLOCK,
+        )  # fmt: skip
+    return out_TC, g_TC
 
 
 def mapped(x_TC: Tensor, function: Function) -> Tensor:
@@ -92,7 +108,7 @@ def gated_norm(y_TC: Tensor, gate_TC: Tensor, norm: GatedNorm, skip: tuple[Tenso
     _kernels().gated_norm[len(y_TC), -(-channels // width)](
         y_TC, gate_TC, weight, D_C, x_TC, out, y_TC.stride(0), gate_TC.stride(0), x_TC.stride(0), norm.eps,
         CHANNELS=channels, WIDTH=width, BLOCK=block, ORDER=int(norm.order), HAS_SKIP=skip is not None,
-        ROUNDS=norm.rounds, num_warps=row_warps(block),
+        ROUNDS=norm.rounds, GATE=int(norm.gate), num_warps=row_warps(block),
     )  # fmt: skip
     return out
 

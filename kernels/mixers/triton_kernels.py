@@ -32,13 +32,15 @@ def _softplus(x):
 @triton.jit
 def delta_inputs(
     qkv_ptr, a_ptr, b_ptr, A_ptr, bias_ptr, q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr,
-    qkv_token, a_token, b_token, key_scale,
+    qkv_token, a_token, b_token, key_scale, least,
     KEY_HEADS: tl.constexpr, KEYS: tl.constexpr, KEYS_PADDED: tl.constexpr,
     HEADS: tl.constexpr, VALUES: tl.constexpr, VALUES_PADDED: tl.constexpr,
+    DECAYS: tl.constexpr, DECAYS_PADDED: tl.constexpr, HAS_LEAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (T, 2 G + H): a head of queries, of keys, or of values with its gates.
 
-    qkv [T,C]  a, b [T,H]  A, bias [H]  q, k [T,G,K]  v [T,H,V]  g, beta [T,H]; all that is written is float32
+    qkv [T,C]  a [T,H DECAYS]  b [T,H]  A, bias [H DECAYS]  q, k [T,G,K]  v [T,H,V]  g [T,H DECAYS]  beta [T,H]; all
+    that is written is float32
     """
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = qkv_ptr + token * qkv_token
@@ -55,8 +57,16 @@ def delta_inputs(
         e = tl.arange(0, VALUES_PADDED)
         v = tl.load(row + 2 * KEY_HEADS * KEYS + head * VALUES + e, mask=e < VALUES, other=0.0).to(tl.float32)
         tl.store(v_ptr + (token * HEADS + head) * VALUES + e, v, mask=e < VALUES)
-        a = tl.load(a_ptr + token * a_token + head).to(tl.float32) + tl.load(bias_ptr + head)
-        tl.store(g_ptr + token * HEADS + head, tl.load(A_ptr + head) * _softplus(a))
+        d = tl.arange(0, DECAYS_PADDED)
+        at, live = head * DECAYS + d, d < DECAYS
+        a = tl.load(a_ptr + token * a_token + at, mask=live, other=0.0).to(tl.float32)
+        a += tl.load(bias_ptr + at, mask=live, other=0.0)
+        A = tl.load(A_ptr + at, mask=live, other=0.0)
+        if HAS_LEAST:
+            g = least * _sigmoid(-A * a)
+        else:
+            g = A * _softplus(a)
+        tl.store(g_ptr + token * HEADS * DECAYS + at, g, mask=live)
         b = tl.load(b_ptr + token * b_token + head).to(tl.float32)
         tl.store(beta_ptr + token * HEADS + head, _sigmoid(b))
 
@@ -82,6 +92,27 @@ def mamba2_inputs(
     first = live & (c % VALUES == 0)
     A = tl.load(A_ptr + head, mask=first, other=0.0)
     tl.store(g_ptr + token * (INNER // VALUES) + head, dt * A, mask=first)
+
+
+@triton.jit
+def lru_inputs(
+    x_ptr, input_ptr, forget_ptr, rate_ptr, positions_ptr, out_ptr, g_ptr, x_token, input_token, forget_token,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (T, C / BLOCK).  x, input, forget [T,C]  rate [C]  positions [T]  out, g [T,C]: float32"""
+    token = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = c < CHANNELS
+    x = tl.load(x_ptr + token * x_token + c, mask=live, other=0.0)
+    kind = x.dtype
+    let_in = _sigmoid(tl.load(input_ptr + token * input_token + c, mask=live, other=0.0).to(tl.float32))
+    forget = _sigmoid(tl.load(forget_ptr + token * forget_token + c, mask=live, other=0.0).to(tl.float32))
+    g = tl.load(rate_ptr + c, mask=live, other=0.0) * forget.to(kind).to(tl.float32)
+    x = (x.to(tl.float32) * let_in.to(kind).to(tl.float32)).to(kind).to(tl.float32)
+    is_first = tl.load(positions_ptr + token) == 0
+    out = x * tl.where(is_first, 1.0, tl.sqrt(1.0 - tl.exp(2.0 * g)))
+    tl.store(out_ptr + token * CHANNELS + c, out, mask=live)
+    tl.store(g_ptr + token * CHANNELS + c, g, mask=live)
 
 
 @triton.jit
@@ -112,7 +143,7 @@ def mapped(
 def gated_norm(
     y_ptr, gate_ptr, weight_ptr, D_ptr, x_ptr, out_ptr, y_token, gate_token, x_token, eps,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    ORDER: tl.constexpr, HAS_SKIP: tl.constexpr, ROUNDS: tl.constexpr,
+    ORDER: tl.constexpr, HAS_SKIP: tl.constexpr, ROUNDS: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     """Grid (T, C / WIDTH): channels whose mean is taken together, or any where there is no norm.
 
@@ -130,7 +161,10 @@ def gated_norm(
     if ROUNDS:
         y = y.to(kind).to(tl.float32)
     gate = tl.load(gate_ptr + token * gate_token + at, mask=live, other=0.0).to(tl.float32)
-    gate *= _sigmoid(gate)
+    if GATE == SILU:
+        gate *= _sigmoid(gate)
+    else:
+        gate = _sigmoid(gate)
     if ORDER != NORM_FIRST:
         y *= gate
     if ORDER != NO_NORM:

@@ -15,8 +15,10 @@ from .plain_torch import ChunkedStates
 from .protocol import Piece, Recurrence, SaveAt, StateBackend, StateBatch
 from .reference import (
     CONVOLUTION,
+    DECAYING_SUM,
     GATED_CONVOLUTION,
     GATED_DELTA,
+    KEYED_DELTA,
     LINEAR_ATTENTION,
     SELECTIVE_SCAN,
     SILU_CONVOLUTION,
@@ -26,8 +28,10 @@ from .triton import TritonStates
 
 __all__ = [
     "CONVOLUTION",
+    "DECAYING_SUM",
     "GATED_CONVOLUTION",
     "GATED_DELTA",
+    "KEYED_DELTA",
     "LINEAR_ATTENTION",
     "SELECTIVE_SCAN",
     "SILU_CONVOLUTION",

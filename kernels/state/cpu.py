@@ -16,8 +16,10 @@ from ..transfer import Transfer
 from .protocol import NOWHERE, Piece, Recurrence, StateBatch, Wave, waves
 from .reference import (
     CONVOLUTION,
+    DECAYING_SUM,
     GATED_CONVOLUTION,
     GATED_DELTA,
+    KEYED_DELTA,
     LINEAR_ATTENTION,
     SELECTIVE_SCAN,
     SILU_CONVOLUTION,
@@ -52,7 +54,7 @@ class _Heads(ctypes.Structure):
         *((name, c_void_p) for name in ("q", "k", "v", "g", "beta", "out", "pages")),
         *((name, c_int64) for name in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")),
         *((name, c_int64) for name in ("g_token", "g_head", "beta_token", "beta_head", "page_stride")),
-        *((name, c_int32) for name in ("heads", "key_heads", "keys", "values", "kind")),
+        *((name, c_int32) for name in ("heads", "key_heads", "keys", "values", "keyed", "kind")),
     ]
 
 
@@ -62,6 +64,15 @@ class _Scan(ctypes.Structure):
         *((name, c_void_p) for name in ("A", "x", "dt", "B", "C", "out", "pages")),
         *((name, c_int64) for name in ("x_token", "dt_token", "B_token", "C_token", "page_stride")),
         *((name, c_int32) for name in ("channels", "states", "kind")),
+    ]
+
+
+class _Sum(ctypes.Structure):
+    _fields_ = [
+        ("pieces", _Pieces),
+        *((name, c_void_p) for name in ("x", "g", "out", "pages")),
+        *((name, c_int64) for name in ("x_token", "g_token", "page_stride")),
+        *((name, c_int32) for name in ("channels", "kind")),
     ]
 
 
@@ -110,7 +121,9 @@ class NativeStates:
             GATED_CONVOLUTION.name: self._convolve,
             LINEAR_ATTENTION.name: self._heads,
             GATED_DELTA.name: self._heads,
+            KEYED_DELTA.name: self._heads,
             SELECTIVE_SCAN.name: self._channels,
+            DECAYING_SUM.name: self._sums,
         }
 
     def prepare(self, batch: StateBatch, device: torch.device) -> list[_Part]:
@@ -151,6 +164,7 @@ class NativeStates:
                         q.shape[1],
                         keys,
                         values,
+                        recurrence is KEYED_DELTA,
                         cpp.KINDS[pages.dtype],
                     )
                 )
@@ -174,6 +188,26 @@ class NativeStates:
                         *(tensor.stride(0) for tensor in (x, dt, B, C, pages)),
                         channels,
                         states,
+                        cpp.KINDS[pages.dtype],
+                    )
+                )
+            )
+        return out
+
+    def _sums(
+        self, _: Recurrence, pages: Tensor, __: Sequence[Tensor], inputs: Sequence[Tensor], meta: list[_Part]
+    ) -> Tensor:
+        x, g = (_dense_in(values) for values in inputs)
+        out = torch.empty(x.shape)
+        slots, channels = pages.shape
+        for wave in meta:
+            self._library.intarsia_sum(
+                ctypes.byref(
+                    _Sum(
+                        wave.native(slots),
+                        *(tensor.data_ptr() for tensor in (x, g, out, pages)),
+                        *(tensor.stride(0) for tensor in (x, g, pages)),
+                        channels,
                         cpp.KINDS[pages.dtype],
                     )
                 )

@@ -28,11 +28,11 @@ struct Pieces {
 
 struct Heads {
     Pieces pieces;
-    const float *q, *k, *v, *g, *beta;  // [T, KH, K], [T, KH, K], [T, H, V], [T, H], [T, H] or null: no delta
+    const float *q, *k, *v, *g, *beta;  // [T, KH, K], as much, [T, H, V], [T, H (, K if keyed)], [T, H] or null: no delta
     float* out;                         // [T, H, V] dense
     void* pages;                        // [pages, H, K, V] dense within a page
     int64_t q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token, beta_head, page_stride;
-    int32_t heads, key_heads, keys, values, kind;  // H / KH neighbours share a key head
+    int32_t heads, key_heads, keys, values, keyed, kind;  // H / KH neighbours share a key head
 };
 
 struct Scan {
@@ -42,6 +42,15 @@ struct Scan {
     void* pages;                      // [pages, C, S] dense within a page
     int64_t x_token, dt_token, B_token, C_token, page_stride;
     int32_t channels, states, kind;
+};
+
+struct Sum {
+    Pieces pieces;
+    const float *x, *g;  // [T, C], [T, C]
+    float* out;          // [T, C] dense
+    void* pages;         // [pages, C] dense within a page
+    int64_t x_token, g_token, page_stride;
+    int32_t channels, kind;
 };
 
 struct Convolution {
@@ -82,6 +91,9 @@ struct Place {
 
 // -- heads -------------------------------------------------------------------------------------------------------------
 
+// What a token does to the state. KEYED_DELTA: and each number of a key decays by itself.
+enum Rule { LINEAR, DELTA, KEYED_DELTA };
+
 // One head of a wave, and what its tokens bring.
 struct Head {
     const Heads& a;
@@ -101,11 +113,45 @@ struct Head {
         }
         for (int i = 0; i < PART * WIDTH; i += 16) prefetch(v(t) + from + i);
     }
-    // What is left of the state at each of up to WIDTH tokens.
-    void decays(int64_t first, int64_t count, float* to) const {
-        float g[WIDTH] = {};
-        for (int64_t n = 0; n < count; n++) g[n] = a.g[(first + n) * a.g_token + head * a.g_head];
-        store_lanes(exponential(load_lanes(g)), to);
+    const float* g(int64_t t) const { return a.g + t * a.g_token + head * a.g_head; }
+};
+
+// What is left of a state at a token: of all of it, or of each key's part; and what the token's key recalls by.
+struct Left {
+    float all;
+    const float *each, *recalls;  // [keys]; each: or null
+};
+
+// That of tokens [start, end), for which it is asked in their order. An answer holds until the one after the next.
+template <Rule R>
+class Decays {
+    const Head& h;
+    const int64_t start, end;
+    float of_all[WIDTH];
+    std::vector<float> of_keys;
+
+public:
+    Decays(const Head& h, int64_t start, int64_t end)
+        : h(h), start(start), end(end), of_keys(R == KEYED_DELTA ? 4 * h.a.keys : 0) {}
+
+    Left at(int64_t t) {
+        if constexpr (R == KEYED_DELTA) {
+            float *each = of_keys.data() + (t - start) % 2 * 2 * h.a.keys, *recalls = each + h.a.keys;
+            for (int i = 0; i < h.a.keys; i += WIDTH) {
+                const int count = h.a.keys - i;
+                const Lanes left = exponential(load_some(h.g(t) + i, count));
+                store_some(left, each + i, count);
+                store_some(left * load_some(h.k(t) + i, count), recalls + i, count);
+            }
+            return {1.0f, each, recalls};
+        }
+        const int64_t turn = (t - start) % WIDTH;
+        if (turn == 0) {
+            float g[WIDTH] = {};
+            for (int64_t n = 0; n < std::min<int64_t>(WIDTH, end - t); n++) g[n] = *h.g(t + n);
+            store_lanes(exponential(load_lanes(g)), of_all);
+        }
+        return {of_all[turn], nullptr, h.k(t)};
     }
 };
 
@@ -122,17 +168,18 @@ inline void recall(const T* state, int64_t row, int keys, const float* k, Lanes*
 
 // One token: state = decay * state + k added;  result = q state.  AHEAD: and what the next token's key recalls of it.
 // T: what the state is kept as between tokens.
-template <int B, bool AHEAD, class T, class Kept>
-inline void pass(Kept* state, int64_t row, int keys, float decay, const float* q, const float* k, const float* next,
-                 const Lanes* added, Lanes* result, Lanes* known) {
-    const Lanes left = all_lanes(decay);
+template <int B, bool AHEAD, bool KEYED, class T, class Kept>
+inline void pass(Kept* state, int64_t row, int keys, const Left& left, const float* q, const float* k,
+                 const float* next, const Lanes* added, Lanes* result, Lanes* known) {
+    const Lanes of_all = all_lanes(left.all);
     Lanes own[B], sums[B] = {}, recalled[B] = {};
     for (int b = 0; b < B; b++) own[b] = added[b];
     for (int i = 0; i < keys; i++) {
         const Lanes key = all_lanes(k[i]), query = all_lanes(q[i]), ahead = all_lanes(AHEAD ? next[i] : 0.0f);
+        const Lanes decay = KEYED ? all_lanes(left.each[i]) : of_all;
         for (int b = 0; b < B; b++) {
             Kept* at = state + i * row + b * WIDTH;
-            Lanes s = fused(key, own[b], left * load_lanes(at));
+            Lanes s = fused(key, own[b], decay * load_lanes(at));
             sums[b] = fused(query, s, sums[b]);
             if constexpr (!std::is_same_v<T, Kept>) s = rounded<T>(s);
             store_lanes(s, at);
@@ -144,47 +191,50 @@ inline void pass(Kept* state, int64_t row, int keys, float decay, const float* q
 }
 
 // What a token adds to each value: v, or what of it is not known already.
-template <bool DELTA>
+template <Rule R>
 inline Lanes correction(Lanes v, Lanes known, float decay, float beta) {
-    return DELTA ? all_lanes(beta) * fused(all_lanes(-decay), known, v) : v;
+    return R != LINEAR ? all_lanes(beta) * fused(all_lanes(-decay), known, v) : v;
 }
 
 // A single token over values [from, from + B * WIDTH) of a state in its page.
-template <int B, bool DELTA, class T>
-inline void single(const Head& h, int64_t t, float decay, T* state, int from) {
-    const float beta = DELTA ? h.beta(t) : 0.0f;
+template <int B, Rule R, class T>
+inline void single(const Head& h, int64_t t, const Left& left, T* state, int from) {
+    const float beta = R != LINEAR ? h.beta(t) : 0.0f;
     Lanes known[B] = {}, added[B], result[B];
-    if (DELTA) recall<B>(state + from, h.a.values, h.a.keys, h.k(t), known);
+    if (R != LINEAR) recall<B>(state + from, h.a.values, h.a.keys, left.recalls, known);
     for (int b = 0; b < B; b++)
-        added[b] = correction<DELTA>(load_lanes(h.v(t) + from + b * WIDTH), known[b], decay, beta);
-    pass<B, false, T>(state + from, h.a.values, h.a.keys, decay, h.q(t), h.k(t), nullptr, added, result, nullptr);
+        added[b] = correction<R>(load_lanes(h.v(t) + from + b * WIDTH), known[b], left.all, beta);
+    pass<B, false, R == KEYED_DELTA, T>(state + from, h.a.values, h.a.keys, left, h.q(t), h.k(t), nullptr, added,
+                                        result, nullptr);
     for (int b = 0; b < B; b++) store_lanes(result[b], h.out(t) + from + b * WIDTH);
 }
 
 // Tokens [start, end) over `count` values, at most B vectors, of a state that was copied to `held` [keys, B * WIDTH].
-template <int B, bool DELTA, class T>
+template <int B, Rule R, class T>
 void many(const Head& h, int64_t start, int64_t end, float* held, int from, int count) {
     constexpr int ROW = B * WIDTH;
+    constexpr bool KEYED = R == KEYED_DELTA;
     Lanes known[B] = {}, added[B], result[B];
-    float decays[WIDTH];
-    if (DELTA) recall<B>(held, ROW, h.a.keys, h.k(start), known);
+    Decays<R> decays(h, start, end);
+    Left left = decays.at(start);
+    if (R != LINEAR) recall<B>(held, ROW, h.a.keys, left.recalls, known);
     for (int64_t t = start; t < end; t++) {
-        const int64_t turn = (t - start) % WIDTH;
-        if (turn == 0) h.decays(t, std::min<int64_t>(WIDTH, end - t), decays);
         if (t + 2 < end) h.prefetch_token(t + 2, from);
-        const float decay = decays[turn], beta = DELTA ? h.beta(t) : 0.0f;
+        const Left next = t + 1 < end ? decays.at(t + 1) : left;
+        const float beta = R != LINEAR ? h.beta(t) : 0.0f;
         for (int b = 0; b < B; b++)
-            added[b] = correction<DELTA>(load_some(h.v(t) + from + b * WIDTH, count - b * WIDTH), known[b], decay, beta);
-        if (DELTA && t + 1 < end)
-            pass<B, true, T>(held, ROW, h.a.keys, decay, h.q(t), h.k(t), h.k(t + 1), added, result, known);
+            added[b] = correction<R>(load_some(h.v(t) + from + b * WIDTH, count - b * WIDTH), known[b], left.all, beta);
+        if (R != LINEAR && t + 1 < end)
+            pass<B, true, KEYED, T>(held, ROW, h.a.keys, left, h.q(t), h.k(t), next.recalls, added, result, known);
         else
-            pass<B, false, T>(held, ROW, h.a.keys, decay, h.q(t), h.k(t), nullptr, added, result, nullptr);
+            pass<B, false, KEYED, T>(held, ROW, h.a.keys, left, h.q(t), h.k(t), nullptr, added, result, nullptr);
+        left = next;
         for (int b = 0; b < B; b++) store_some(result[b], h.out(t) + from + b * WIDTH, count - b * WIDTH);
     }
 }
 
 // Values [from, from + count), at most B vectors, of all tokens of a piece.
-template <int B, bool DELTA, class T>
+template <int B, Rule R, class T>
 void part_of_head(const Head& h, int64_t piece, const Place<T>& place, int from, int count, std::vector<Lanes>& room) {
     const int keys = h.a.keys;
     const int64_t start = h.a.pieces.start[piece], row = h.a.values;
@@ -194,7 +244,7 @@ void part_of_head(const Head& h, int64_t piece, const Place<T>& place, int from,
         for (int b = 0; b < B; b++)
             room[i * B + b] =
                 place.is_new ? Lanes{} : load_some(place.state + i * row + from + b * WIDTH, count - b * WIDTH);
-    many<B, DELTA, T>(h, start, start + h.a.pieces.length[piece], held, from, count);
+    many<B, R, T>(h, start, start + h.a.pieces.length[piece], held, from, count);
     for (T* to : {place.state, place.saved})
         for (int i = 0; to && i < keys; i++)
             for (int b = 0; b < B; b++)
@@ -202,26 +252,24 @@ void part_of_head(const Head& h, int64_t piece, const Place<T>& place, int from,
 }
 
 // All values of a head for a single token: a state is read once and written once, in the order in which it lies.
-template <bool DELTA, class T>
+template <Rule R, class T>
 void single_head(const Head& h, int64_t piece, const Place<T>& place, std::vector<Lanes>& room) {
     const int64_t t = h.a.pieces.start[piece], size = int64_t(h.a.keys) * h.a.values;
-    float decays[WIDTH];
-    h.decays(t, 1, decays);
+    Decays<R> decays(h, t, t + 1);
+    const Left left = decays.at(t);
     if (place.is_new) std::memset(static_cast<void*>(place.state), 0, sizeof(T) * size);
     int from = 0;
     if (REGISTERS == 32)
         for (; from + 8 * WIDTH <= h.a.values; from += 8 * WIDTH)
-            single<8, DELTA, T>(h, t, decays[0], place.state, from);
-    for (; from + 4 * WIDTH <= h.a.values; from += 4 * WIDTH)
-        single<4, DELTA, T>(h, t, decays[0], place.state, from);
-    for (; from + 2 * WIDTH <= h.a.values; from += 2 * WIDTH)
-        single<2, DELTA, T>(h, t, decays[0], place.state, from);
-    for (; from + WIDTH <= h.a.values; from += WIDTH) single<1, DELTA, T>(h, t, decays[0], place.state, from);
-    if (from < h.a.values) part_of_head<1, DELTA, T>(h, piece, place, from, h.a.values - from, room);
+            single<8, R, T>(h, t, left, place.state, from);
+    for (; from + 4 * WIDTH <= h.a.values; from += 4 * WIDTH) single<4, R, T>(h, t, left, place.state, from);
+    for (; from + 2 * WIDTH <= h.a.values; from += 2 * WIDTH) single<2, R, T>(h, t, left, place.state, from);
+    for (; from + WIDTH <= h.a.values; from += WIDTH) single<1, R, T>(h, t, left, place.state, from);
+    if (from < h.a.values) part_of_head<1, R, T>(h, piece, place, from, h.a.values - from, room);
     if (place.saved) std::memcpy(static_cast<void*>(place.saved), place.state, sizeof(T) * size);
 }
 
-template <bool DELTA, class T>
+template <Rule R, class T>
 void heads(const Heads& a) {
     struct Work {
         int64_t piece, head;
@@ -246,11 +294,11 @@ void heads(const Heads& a) {
             const Place<T> place(a.pieces, piece, a.pages, a.page_stride, head * size);
             const int count = std::min(PART * WIDTH, a.values - from);
             if (from == WHOLE)
-                single_head<DELTA, T>(h, piece, place, room);
+                single_head<R, T>(h, piece, place, room);
             else if (count > WIDTH)
-                part_of_head<PART, DELTA, T>(h, piece, place, from, count, room);
+                part_of_head<PART, R, T>(h, piece, place, from, count, room);
             else
-                part_of_head<1, DELTA, T>(h, piece, place, from, count, room);
+                part_of_head<1, R, T>(h, piece, place, from, count, room);
         }
     }
 }
@@ -330,6 +378,34 @@ void scan(const Scan& a) {
                 if (place.saved) turn(held, WIDTH, a.states, count, place.saved, a.states);
             }
         }
+    }
+}
+
+// Up to WIDTH channels of all tokens of a piece: h = exp(g) h + x.
+template <class T>
+void sum_channels(const Sum& a, int64_t piece, int64_t first, int count) {
+    const Place<T> place(a.pieces, piece, a.pages, a.page_stride, first);
+    const int64_t start = a.pieces.start[piece], end = start + a.pieces.length[piece];
+    Lanes sum = place.is_new ? Lanes{} : load_some(place.state, count);
+    for (int64_t t = start; t < end; t++) {
+        const Lanes decay = exponential(load_some(a.g + t * a.g_token + first, count));
+        sum = fused(decay, sum, load_some(a.x + t * a.x_token + first, count));
+        store_some(sum, a.out + t * a.channels + first, count);
+        sum = rounded<T>(sum);
+    }
+    store_some(sum, place.state, count);
+    if (place.saved) store_some(sum, place.saved, count);
+}
+
+template <class T>
+void sum(const Sum& a) {
+    constexpr int BLOCK = 4 * WIDTH;
+    const int64_t blocks = (a.channels + BLOCK - 1) / BLOCK;
+#pragma omp parallel for schedule(dynamic) if (tokens_of(a.pieces) * a.channels > WORTH_THREADS)
+    for (int64_t work = 0; work < a.pieces.count * blocks; work++) {
+        const int64_t block = work % blocks * BLOCK, last = std::min<int64_t>(block + BLOCK, a.channels);
+        for (int64_t first = block; first < last; first += WIDTH)
+            sum_channels<T>(a, work / blocks, first, int(std::min<int64_t>(WIDTH, last - first)));
     }
 }
 
@@ -505,12 +581,16 @@ extern "C" {
 void intarsia_heads(const Heads* a) {
     with_kind(a->kind, [&](auto* number) {
         using T = std::remove_pointer_t<decltype(number)>;
-        a->beta ? heads<true, T>(*a) : heads<false, T>(*a);
+        a->keyed ? heads<KEYED_DELTA, T>(*a) : a->beta ? heads<DELTA, T>(*a) : heads<LINEAR, T>(*a);
     });
 }
 
 void intarsia_scan(const Scan* a) {
     with_kind(a->kind, [&](auto* number) { scan<std::remove_pointer_t<decltype(number)>>(*a); });
+}
+
+void intarsia_sum(const Sum* a) {
+    with_kind(a->kind, [&](auto* number) { sum<std::remove_pointer_t<decltype(number)>>(*a); });
 }
 
 void intarsia_convolve(const Convolution* a) {

@@ -20,8 +20,10 @@ from ..transfer import Transfer
 from .protocol import Piece, Recurrence, StateBatch, waves
 from .reference import (
     CONVOLUTION,
+    DECAYING_SUM,
     GATED_CONVOLUTION,
     GATED_DELTA,
+    KEYED_DELTA,
     LINEAR_ATTENTION,
     SELECTIVE_SCAN,
     SILU_CONVOLUTION,
@@ -29,6 +31,8 @@ from .reference import (
 )
 
 CHUNK_TOKENS = 64
+KEYED_CHUNK_TOKENS = 16
+"""Where each number of a key decays by itself: of every two tokens of a chunk there are as many decays."""
 
 SPARE_PAGE = -1
 """The last one."""
@@ -194,25 +198,57 @@ def gated_delta(state_HKV: Tensor, constants: Sequence[Tensor], inputs: Sequence
     return torch.cat(outputs, dim=1).transpose(0, 1), state_HKV
 
 
+def keyed_delta(state_HKV: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The same. A product of q and k has a decay in each of its terms."""
+    outputs = []
+    for q, k, v, g, beta in _chunks(inputs, KEYED_CHUNK_TOKENS):
+        total = g.cumsum(-2)
+        span_HLMK = total.unsqueeze(-2) - total.unsqueeze(-3)
+        later = torch.ones(span_HLMK.shape[1:3], dtype=torch.bool, device=g.device).triu(1)
+        k_HLMK = k.unsqueeze(-3) * span_HLMK.masked_fill_(later.unsqueeze(-1), float("-inf")).exp_()
+        since_start = total.exp()
+        depends = beta.unsqueeze(-1) * torch.tril((k_HLMK @ k.unsqueeze(-1)).squeeze(-1), -1)
+        wanted = beta.unsqueeze(-1) * (v - (k * since_start) @ state_HKV)
+        u = torch.linalg.solve_triangular(depends, wanted, upper=False, unitriangular=True)
+        outputs.append((k_HLMK @ q.unsqueeze(-1)).squeeze(-1) @ u + (q * since_start) @ state_HKV)
+        to_end = (total[:, -1:] - total).exp()
+        state_HKV = state_HKV * since_start[:, -1].unsqueeze(-1) + (k * to_end).mT @ u
+    return torch.cat(outputs, dim=1).transpose(0, 1), state_HKV
+
+
 def selective_scan(state_CS: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Each channel and state decays in its own way, so there is no product to be had: neighbours are merged, then
-    neighbours of neighbours, until every token knows all that came before it in its chunk."""
+    """Each channel and state decays in its own way, so there is no product to be had."""
     (A,) = constants
     x, dt, B, C = inputs
     outputs = []
     for start in range(0, len(x), CHUNK_TOKENS):
         part = slice(start, start + CHUNK_TOKENS)
         decay_LCS = (dt[part].unsqueeze(-1) * A).exp()
-        state_LCS = (dt[part] * x[part]).unsqueeze(-1) * B[part].unsqueeze(-2)
-        reach = 1
-        while reach < len(decay_LCS):
-            state_LCS = torch.cat((state_LCS[:reach], state_LCS[reach:] + decay_LCS[reach:] * state_LCS[:-reach]))
-            decay_LCS = torch.cat((decay_LCS[:reach], decay_LCS[reach:] * decay_LCS[:-reach]))
-            reach *= 2
-        state_LCS = state_LCS + decay_LCS * state_CS
+        added_LCS = (dt[part] * x[part]).unsqueeze(-1) * B[part].unsqueeze(-2)
+        state_LCS = _merged(decay_LCS, added_LCS, state_CS)
         outputs.append((state_LCS @ C[part].unsqueeze(-1)).squeeze(-1))
         state_CS = state_LCS[-1]
     return torch.cat(outputs), state_CS
+
+
+def decaying_sum(sum_C: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    outputs = []
+    for x_LC, g_LC in zip(*(values.split(CHUNK_TOKENS) for values in inputs), strict=True):
+        outputs.append(_merged(g_LC.exp(), x_LC, sum_C))
+        sum_C = outputs[-1][-1]
+    return torch.cat(outputs), sum_C
+
+
+def _merged(decay: Tensor, added: Tensor, state: Tensor) -> Tensor:
+    """The states after each token of a chunk, which multiplies the state by its decay and adds to it, [L,..] each.
+
+    Neighbours are merged, then neighbours of neighbours, until every token knows all that came before it."""
+    reach = 1
+    while reach < len(decay):
+        added = torch.cat((added[:reach], added[reach:] + decay[reach:] * added[:-reach]))
+        decay = torch.cat((decay[:reach], decay[reach:] * decay[:-reach]))
+        reach *= 2
+    return added + decay * state
 
 
 RUNS: dict[str, Run] = {
@@ -221,17 +257,19 @@ RUNS: dict[str, Run] = {
     GATED_CONVOLUTION.name: gated_convolve,
     LINEAR_ATTENTION.name: linear_attention,
     GATED_DELTA.name: gated_delta,
+    KEYED_DELTA.name: keyed_delta,
     SELECTIVE_SCAN.name: selective_scan,
+    DECAYING_SUM.name: decaying_sum,
 }
 
 
-def _chunks(inputs: Sequence[Tensor]):
+def _chunks(inputs: Sequence[Tensor], chunk_tokens: int = CHUNK_TOKENS):
     """Inputs [T,H,..] in chunks [H,L,..], the first two for each head."""
     q, k, v, *others = inputs
     inputs = (of_each_head(q.to(v.dtype), v), of_each_head(k.to(v.dtype), v), v, *others)
     tokens = len(v)
-    for start in range(0, tokens, CHUNK_TOKENS):
-        yield [values[start : start + CHUNK_TOKENS].transpose(0, 1) for values in inputs]
+    for start in range(0, tokens, chunk_tokens):
+        yield [values[start : start + chunk_tokens].transpose(0, 1) for values in inputs]
 
 
 def _decay_between(total_HL: Tensor) -> Tensor:

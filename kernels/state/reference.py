@@ -83,6 +83,21 @@ def gated_delta_step(
     return (q.unsqueeze(-1) * state).sum(-2), state
 
 
+def keyed_delta_step(
+    state_NHKV: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The same where each number of a key decays by itself. Kimi delta attention, arXiv 2510.26692.
+
+    inputs: q [N,G,K]  k [N,G,K]  v [N,H,V]  g [N,H,K], at most 0  beta [N,H]    returns [N,H,V]
+    """
+    q, k, v, g, beta = inputs
+    q, k = of_each_head(q, v), of_each_head(k, v)
+    state = g.exp().unsqueeze(-1) * state_NHKV
+    error = v - (k.unsqueeze(-1) * state).sum(-2)
+    state = state + k.unsqueeze(-1) * (beta.unsqueeze(-1) * error).unsqueeze(-2)
+    return (q.unsqueeze(-1) * state).sum(-2), state
+
+
 def selective_scan_step(
     state_NCS: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
@@ -96,12 +111,24 @@ def selective_scan_step(
     return (state * C.unsqueeze(-2)).sum(-1), state
 
 
+def decaying_sum_step(sum_NC: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """h = exp(g) h + x;  y = h.  RG-LRU (arXiv 2402.19427) is this.
+
+    inputs: x [N,C]  g [N,C], at most 0    returns [N,C]
+    """
+    x, g = inputs
+    total = g.exp() * sum_NC + x
+    return total, total
+
+
 CONVOLUTION = Recurrence("convolution", convolve_step)
 SILU_CONVOLUTION = Recurrence("silu_convolution", silu_convolve_step)
 GATED_CONVOLUTION = Recurrence("gated_convolution", gated_convolve_step)
 LINEAR_ATTENTION = Recurrence("linear_attention", linear_attention_step)
 GATED_DELTA = Recurrence("gated_delta", gated_delta_step)
+KEYED_DELTA = Recurrence("keyed_delta", keyed_delta_step)
 SELECTIVE_SCAN = Recurrence("selective_scan", selective_scan_step)
+DECAYING_SUM = Recurrence("decaying_sum", decaying_sum_step)
 
 
 class ReferenceStates:

@@ -13,8 +13,10 @@ from ..transfer import Transfer
 from .protocol import Recurrence, StateBatch
 from .reference import (
     CONVOLUTION,
+    DECAYING_SUM,
     GATED_CONVOLUTION,
     GATED_DELTA,
+    KEYED_DELTA,
     LINEAR_ATTENTION,
     SELECTIVE_SCAN,
     SILU_CONVOLUTION,
@@ -62,7 +64,9 @@ class TritonStates:
             SILU_CONVOLUTION.name: self._convolve,
             LINEAR_ATTENTION.name: self._heads,
             GATED_DELTA.name: self._heads,
+            KEYED_DELTA.name: self._keyed_heads,
             SELECTIVE_SCAN.name: self._channels,
+            DECAYING_SUM.name: self._sums,
         }
 
     def prepare(self, batch: StateBatch, device: torch.device) -> Work[Tensor]:
@@ -130,6 +134,18 @@ class TritonStates:
         else:
             self._kernels.heads_step[grid](*arguments, **common, DELTA=bool(beta))
 
+    def _keyed_heads(
+        self, _: Recurrence, pages: Tensor, __: Sequence[Tensor], inputs: Sequence[Tensor], rows: Tensor,
+        meta: Work[Tensor], out: Tensor,
+    ) -> None:  # fmt: skip
+        slots, heads, keys, values = pages.shape
+        block = step_block(keys, values)
+        strides = [stride for x in (*inputs, out) for stride in x.stride()[:2]]
+        self._kernels.keyed_heads[len(rows), heads, -(-values // block)](
+            *inputs, out, pages, rows, meta.pieces, *strides, pages.stride(0), pages.stride(1), slots,
+            KEYS=keys, KEYS_PADDED=power_of_two(keys), VALUES=values, VALUES_BLOCK=block, GROUP=heads // inputs[0].shape[1],
+        )  # fmt: skip
+
     def _channels(
         self, _: Recurrence, pages: Tensor, constants: Sequence[Tensor], inputs: Sequence[Tensor], rows: Tensor,
         meta: Work[Tensor], out: Tensor,
@@ -141,6 +157,17 @@ class TritonStates:
             A.contiguous(), *inputs, out, pages, rows, meta.pieces,
             *(x.stride(0) for x in (*inputs, out)), pages.stride(0), slots, count,
             STATES=states, STATES_PADDED=power_of_two(states), BLOCK=block,
+        )  # fmt: skip
+
+    def _sums(
+        self, _: Recurrence, pages: Tensor, __: Sequence[Tensor], inputs: Sequence[Tensor], rows: Tensor,
+        meta: Work[Tensor], out: Tensor,
+    ) -> None:  # fmt: skip
+        slots, count = pages.shape
+        block = 64
+        self._kernels.decaying_sums[len(rows), -(-count // block)](
+            *inputs, out, pages, rows, meta.pieces,
+            *(x.stride(0) for x in (*inputs, out)), pages.stride(0), slots, count, BLOCK=block, num_warps=2,
         )  # fmt: skip
 
     def _convolve(
@@ -163,7 +190,7 @@ class TritonStates:
         )
 
 
-_OUT_LIKE = {LINEAR_ATTENTION.name: 2, GATED_DELTA.name: 2}
+_OUT_LIKE = {LINEAR_ATTENTION.name: 2, GATED_DELTA.name: 2, KEYED_DELTA.name: 2}
 """The input that has the output's shape, where it is not the first."""
 
 PRECISIONS = {LINEAR_ATTENTION.name: "tf32x3", GATED_DELTA.name: "tf32"}

@@ -226,6 +226,44 @@ def heads_step(
 
 
 @triton.jit
+def keyed_heads(
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, out_ptr, pages_ptr, rows_ptr, pieces_ptr,
+    q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, beta_token, beta_head, out_token, out_head,
+    page_stride, head_stride, pages,
+    KEYS: tl.constexpr, KEYS_PADDED: tl.constexpr, VALUES: tl.constexpr, VALUES_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """A gated delta net in which each number of a key decays by itself, token by token. Grid (N, H, V / VALUES_BLOCK).
+
+    As for `heads`, but g [T,H,K]. In chunks a decay could be written as a product of one number per token only where
+    none is strong, and models know strong ones.
+    """
+    row, head = tl.program_id(0), tl.program_id(1)
+    start, length, page, is_new = _row(rows_ptr, row, pages)
+    if length == 0:
+        return
+    kk = tl.arange(0, KEYS_PADDED)
+    vv = tl.program_id(2) * VALUES_BLOCK + tl.arange(0, VALUES_BLOCK)
+    inside, own = _numbers(head * head_stride, kk, vv, KEYS, VALUES)
+    state = _take(pages_ptr + page * page_stride + inside, is_new, own)
+    for piece in range(tl.load(rows_ptr + row * ROW + 4), tl.load(rows_ptr + row * ROW + 5)):
+        start = tl.load(pieces_ptr + piece * PIECE).to(tl.int64)
+        for t in range(tl.load(pieces_ptr + piece * PIECE + 1)):
+            token = start + t
+            q = tl.load(q_ptr + token * q_token + head // GROUP * q_head + kk, mask=kk < KEYS, other=0.0)
+            k = tl.load(k_ptr + token * k_token + head // GROUP * k_head + kk, mask=kk < KEYS, other=0.0)
+            g = tl.load(g_ptr + token * g_token + head * g_head + kk, mask=kk < KEYS, other=0.0)
+            v = tl.load(v_ptr + token * v_token + head * v_head + vv, mask=vv < VALUES, other=0.0)
+            state *= tl.exp(g)[:, None]
+            known = tl.sum(k[:, None] * state, 0)
+            state += k[:, None] * ((v - known) * tl.load(beta_ptr + token * beta_token + head * beta_head))[None, :]
+            out_at = out_ptr + token * out_token + head * out_head + vv
+            tl.store(out_at, tl.sum(q[:, None] * state, 0).to(out_ptr.dtype.element_ty), mask=vv < VALUES)
+        _save(state, pages_ptr + inside, pieces_ptr, piece, page_stride, own)
+    tl.store(pages_ptr + page * page_stride + inside, state.to(pages_ptr.dtype.element_ty), mask=own)
+
+
+@triton.jit
 def channels(
     A_ptr, x_ptr, dt_ptr, B_ptr, C_ptr, out_ptr, pages_ptr, rows_ptr, pieces_ptr,
     x_token, dt_token, B_token, C_token, out_token, page_stride, pages, count,
@@ -256,6 +294,30 @@ def channels(
             tl.store(out_ptr + token * out_token + c, out.to(out_ptr.dtype.element_ty), mask=c < count)
         _save(state, pages_ptr + inside, pieces_ptr, piece, page_stride, own)
     tl.store(pages_ptr + page * page_stride + inside, state.to(pages_ptr.dtype.element_ty), mask=own)
+
+
+@triton.jit
+def decaying_sums(
+    x_ptr, g_ptr, out_ptr, pages_ptr, rows_ptr, pieces_ptr, x_token, g_token, out_token, page_stride, pages, count,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A sum of each channel that decays, token by token. Grid (N, C / BLOCK).  x, g, out [T,C]  pages [pages,C]."""
+    row = tl.program_id(0)
+    start, length, page, is_new = _row(rows_ptr, row, pages)
+    if length == 0:
+        return
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    own = c < count
+    state = _take(pages_ptr + page * page_stride + c, is_new, own)
+    for piece in range(tl.load(rows_ptr + row * ROW + 4), tl.load(rows_ptr + row * ROW + 5)):
+        start = tl.load(pieces_ptr + piece * PIECE).to(tl.int64)
+        for t in range(tl.load(pieces_ptr + piece * PIECE + 1)):
+            token = start + t
+            x = tl.load(x_ptr + token * x_token + c, mask=own, other=0.0)
+            state = tl.exp(tl.load(g_ptr + token * g_token + c, mask=own, other=0.0)) * state + x
+            tl.store(out_ptr + token * out_token + c, state.to(out_ptr.dtype.element_ty), mask=own)
+        _save(state, pages_ptr + c, pieces_ptr, piece, page_stride, own)
+    tl.store(pages_ptr + page * page_stride + c, state.to(pages_ptr.dtype.element_ty), mask=own)
 
 
 @triton.jit

@@ -102,6 +102,34 @@ def test_a_step_below_the_watermark_touches_nothing():
     assert [len(blocks) for blocks in m.extend(A, 21, written=20).blocks] == [1, 1]
 
 
+def test_states_alone_are_saved_where_they_are_wanted_however_short_steps_are():
+    m = manager(State(), blocks=9)
+    m.open(A, m.lookup(range(33)))
+    for length in (7, 14, 21, 28, 33):
+        m.extend(A, length)
+        m.commit(A)
+    m.open(B, m.lookup(range(100, 140)))
+    m.extend(B, 4)
+    m.expect(B, 20)
+    for length in (12, 19, 26):
+        m.extend(B, length)
+        m.commit(B)
+    assert m.lookup(range(33)).tokens == 32
+    assert m.lookup([*range(100, 120), 7]).tokens == 20
+    recount(m)
+
+
+def test_states_alone_are_saved_where_prompts_part():
+    m = manager(State(), blocks=9)
+    serve(m, [*range(20), *range(50, 70)])
+    serve(m, [*range(20), *range(80, 100)])
+    assert m.lookup([*range(20), 7, 8, 9]).tokens == 20
+    m.reset_prefix_cache()
+    serve(m, [*range(20), *range(110, 130)])
+    assert m.lookup([*range(20), 7, 8, 9]).tokens == 0
+    recount(m)
+
+
 def test_exhausted_pool_leaves_the_tables_unchanged():
     m = manager(Full(), Sliding(5), blocks=7)
     start(m, A, list(range(8)))

@@ -5,7 +5,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, _patch_lang
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
+
+from intarsia.tests import quick_interpreter
 
 from .device import current_device
 from .faults import MixedDevices, MixedDtypes, OutsideMemory
@@ -93,11 +96,12 @@ def _call_within(kernel: Any, *args: Any, **kwargs: Any) -> Any:
     """A function that a kernel calls. Triton would take over its language anew for each call, a fifth of the time."""
     if kernel.fn not in _taken_over:
         _taken_over.add(kernel.fn)
-        _patch_lang(kernel.fn)
+        interpreter._patch_lang(kernel.fn)
     return kernel.rewrite()(*args, **kwargs)
 
 
 def install() -> None:
+    quick_interpreter.install()
     for name, function in (("run", _launch), ("__call__", _call_within)):
         setattr(InterpretedFunction, name, function)
     for name, function in (("create_masked_load", _checked_load), ("create_masked_store", _checked_store)):

@@ -5,7 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from intarsia.kernels.toolchain import triton as gpu
+
 GPU = torch.device("cuda")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_interpreter() -> None:
+    """Triton's interpreter takes less time for the same."""
+    if gpu.missing() is None:
+        from intarsia.tests import quick_interpreter
+
+        quick_interpreter.install()
 
 
 @pytest.fixture

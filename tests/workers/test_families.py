@@ -19,6 +19,7 @@ from intarsia.tests.least_memory import least_memory
 from intarsia.tests.local import Completion, asking, complete, make_engine
 from intarsia.tests.models import (
     FAMILIES,
+    STATES_ALONE,
     WINDOW,
     WINDOWED,
     WITH_IMAGES,
@@ -65,7 +66,7 @@ async def check_preempted(model: TinyModel, workers: Any, block_size: int, ranks
     )
     # The longest starts last, so that it meets a pool the others already use.
     completions = await complete(engine, model.prompts, GREEDY, model.images)
-    assert engine.stats.preemptions > 0
+    assert (engine.stats.preemptions > 0) != (model.path.name in STATES_ALONE)
     assert [c.token_ids for c in completions] == model.expected
     assert engine.recount().all_free
 

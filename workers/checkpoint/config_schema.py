@@ -196,7 +196,9 @@ def _check_layers(text: Mapping[str, Any], what: str) -> None:
     """What is said of each layer, and of heads, must agree."""
     layers = num_layers(text)
     types = text.get("layer_types")
-    if layers is not None and types is not None and len(types) != layers:
+    guessing = text.get("num_nextn_predict_layers")  # further tokens; some lists name these layers too
+    lengths = (layers, layers + guessing) if layers is not None and is_whole(guessing) else (layers,)
+    if layers is not None and types is not None and len(types) not in lengths:
         raise corrupt(f"{what}: layer_types must name each of the {layers} layers, not {len(types)}")
     heads, kv_heads = text.get("num_attention_heads"), text.get("num_key_value_heads")
     if is_whole(heads) and is_whole(kv_heads) and (kv_heads < 1 or heads % kv_heads):

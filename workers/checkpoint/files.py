@@ -17,6 +17,7 @@ from .packed.formats import Packed, PackedTensors, find_packed
 from .packed.notes import find_notes
 from .safetensors_header import StoredTensor, read_headers
 from .side_files import check_side_files
+from .spellings import in_usual_words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,10 +93,12 @@ class Checkpoint:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """A config.json within its bounds (`config_schema.py`). Raises `CorruptCheckpoint` or `ModelNotFound`."""
+    """A config.json within its bounds (`config_schema.py`), in transformers' words (`spellings.py`).
+
+    Raises `CorruptCheckpoint` or `ModelNotFound`."""
     config = read_object(file)
     check_config(config, str(file))
-    return config
+    return in_usual_words(config)
 
 
 def _check_folder(path: Path) -> None:

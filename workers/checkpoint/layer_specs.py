@@ -5,7 +5,7 @@ query itself included, as transformers does for the families below. A family is 
 things in words of its own: the sizes of its states, mostly.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +22,14 @@ REACH_OF: dict[str, Callable[[Any], Reach]] = {
     "chunked_attention": lambda config: Chunked(config.attention_chunk_size),
     "cross_attention": lambda config: Cross(),
     "hybrid": lambda config: Full(),
+    "hybrid_sliding": lambda config: Sliding(config.sliding_window),
     "attention": lambda config: Full(),
+    "indexed_attention": lambda config: Full(),  # of all tokens each query attends to some: any may be chosen
+    "minimax_m3_sparse": lambda config: Full(),
 }
 """Kinds of `config.layer_types` that attend, and how far back."""
 
-HAS_STATE = {"linear_attention", "mamba", "conv", "hybrid"}
+HAS_STATE = {"linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"}
 
 KEEPS_NOTHING = {"mlp", "moe"}
 
@@ -51,6 +54,14 @@ def read_layers(config: Any, tensor_parallel_size: int, item_bytes: int) -> tupl
         if kind in HAS_STATE:
             specs.append(LayerSpec(index, State(), state=_state(config, tensor_parallel_size, item_bytes)))
     return tuple(specs)
+
+
+ENDLESS_TOKENS = 1 << 20
+
+
+def positions_of(config: Any) -> int:
+    """Tokens of the longest text. A model of states and windows names no bound, and has none: an engine needs one."""
+    return getattr(config, "max_position_embeddings", None) or ENDLESS_TOKENS
 
 
 def complete_layer_types(config: Any, fields: Mapping[str, Any]) -> str | None:
@@ -91,6 +102,22 @@ def local_kv_heads(config: Any, tensor_parallel_size: int) -> int:
     return max(1, kv_heads // tensor_parallel_size)
 
 
+def told_copies(own: Sequence[LayerSpec], alone: Sequence[LayerSpec], ranks: int) -> str | None:
+    """What it costs that heads and latents which do not divide among the ranks are on several of them. None: nothing.
+
+    own: one rank's layers. alone: those of one rank that has no others"""
+    kept, least = (
+        sum(layer.token_bytes for layer in layers if layer.shares is None and layer.reach.keeps_tokens)
+        for layers in (own, alone)
+    )
+    if not least or ranks * kept == least:
+        return None
+    return (
+        f"keys and values of a token take {ranks * kept / least:.3g} times the memory on {ranks} ranks together that "
+        "they take on one: what does not divide among so many (key-value heads, latents) is copied"
+    )
+
+
 def kv_heads_of(config: Any) -> int:
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
@@ -126,6 +153,14 @@ LAYERS_OF: dict[str, Callable[[Any, str], Any]] = {"mimo_v2_flash": _mimo_v2}
 """model_type -> what a layer of a kind has of its own that the config does not say."""
 
 
+def index_key_size(config: Any, index: int) -> int:
+    """Numbers that a layer keeps of each token to choose by; 0 if it attends to all, or to what another has chosen."""
+    if (getattr(config, "layer_types", None) or {index: ""})[index] not in ("indexed_attention", "minimax_m3_sparse"):
+        return 0
+    indexers = getattr(config, "indexer_types", None)
+    return config.index_head_dim if indexers is None or indexers[index] == "full" else 0
+
+
 def _sources(config: Any, kinds: list[str]) -> dict[int, int]:
     """Layers that own no keys and values, and the one they read: the last before them of their kind that does."""
     shared = getattr(config, "num_kv_shared_layers", 0) or 0
@@ -138,17 +173,18 @@ def _attention(
     config: Any, index: int, reach: Reach, ranks: int, item_bytes: int, sources: Mapping[int, int]
 ) -> LayerSpec:
     shares = sources.get(index)
+    beside = index_key_size(config, index) * item_bytes
     if getattr(config, "kv_lora_rank", None):  # one latent for all heads, on every rank
         RankShare(ranks, item_bytes).part(config.num_attention_heads, "query heads")
         width = config.kv_lora_rank + config.qk_rope_head_dim
-        return LayerSpec(index, reach, 1, width, 0, item_bytes, shares=shares)
+        return LayerSpec(index, reach, 1, width, 0, item_bytes, beside, shares=shares)
     head = (
         getattr(config, "attention_head_dim", None)
         or getattr(config, "head_dim", None)
         or config.hidden_size // config.num_attention_heads
     )
     value = getattr(config, "v_head_dim", None) or head
-    return LayerSpec(index, reach, local_kv_heads(config, ranks), head, value, item_bytes, shares=shares)
+    return LayerSpec(index, reach, local_kv_heads(config, ranks), head, value, item_bytes, beside, shares=shares)
 
 
 # -- states ------------------------------------------------------------------------------------------------------------
@@ -214,6 +250,21 @@ def _zamba2(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     return share.mamba2(c.n_mamba_heads, c.mamba_headdim, c.mamba_ngroups, c.mamba_d_state, c.mamba_d_conv)
 
 
+def _plain_mamba2(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+    return share.mamba2(c.num_heads, c.head_dim, c.n_groups, c.state_size, c.conv_kernel)
+
+
+def _plain_mamba(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+    channels = share.part(c.intermediate_size, "channels of states")
+    return share.conv(channels, c.conv_kernel), StateTensor((channels, c.state_size), FLOAT32_BYTES)
+
+
+def _gated_linear_recurrence(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+    share.part(c.num_attention_heads, "heads of gates")
+    channels = share.part(c.lru_width, "channels of states")
+    return share.conv(channels, c.conv1d_width), StateTensor((channels,), FLOAT32_BYTES)
+
+
 def _mamba1(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     channels = share.part(c.mamba_expand * c.hidden_size, "channels of states")
     return share.conv(channels, c.mamba_d_conv), StateTensor((channels, c.mamba_d_state), FLOAT32_BYTES)
@@ -231,7 +282,7 @@ def _gated_delta_net(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     )  # fmt: skip
 
 
-def _kimi_delta(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+def _keyed_delta(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     heads, head = c.linear_num_heads, c.linear_head_dim
     return share.delta(heads, head, heads, head, c.linear_conv_kernel_dim)
 
@@ -240,22 +291,41 @@ def _short_conv(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     return (share.conv(share.part(c.hidden_size, "channels of convolutions"), c.conv_L_cache),)
 
 
+def _convolved_heads(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+    """All heads on every rank: what the convolution of each channel reads, and what the one within heads does, with
+    the halves of values that are one token late."""
+    if c.cca_time1 != 2:
+        raise UnsupportedModel(
+            f"{c.model_type} convolves within heads over {c.cca_time1} tokens (cca_time1); 2 are known", field="model"
+        )
+    keys = c.num_key_value_heads * c.head_dim
+    channels = c.num_attention_heads * c.head_dim + keys
+    return share.conv(channels, c.cca_time0), StateTensor((channels + keys // 2, 1), FLOAT32_BYTES)
+
+
 STATE_OF: dict[str, Callable[[Any, RankShare], tuple[StateTensor, ...]]] = {
+    "bailing_hybrid": _keyed_delta,
     "bamba": _usual_mamba2,
     "falcon_h1": _usual_mamba2,
+    "falcon_mamba": _plain_mamba,
     "granitemoehybrid": _usual_mamba2,
     "jamba": _mamba1,
-    "kimi_linear": _kimi_delta,
+    "kimi_linear": _keyed_delta,
+    "lara_mini": _gated_delta_net,
     "lfm2": _short_conv,
     "lfm2_moe": _short_conv,
     "lfm3": _short_conv,
+    "mamba": _plain_mamba,
+    "mamba2": _plain_mamba2,
     "minimax": _lightning,
     "nemotron_h": _nemotron_h,
     "olmo_hybrid": _gated_delta_net,
     "qwen3_5_moe_text": _gated_delta_net,
     "qwen3_5_text": _gated_delta_net,
     "qwen3_next": _gated_delta_net,
+    "recurrent_gemma": _gated_linear_recurrence,
     "zamba2": _zamba2,
+    "zaya": _convolved_heads,
 }
 """model_type -> the tensors of one layer's state."""
 

@@ -11,12 +11,30 @@ from torch import nn
 from ..tensor_parallel import STYLES, Cut, Style, TensorParallel
 from .attention import PagedAttention
 from .convolution import ShortConv
+from .convolved import ConvolvedHeads
 from .cross import CrossAttention
-from .delta import GatedDeltaNet, PackedGatedDeltaNet, SeparateGatedDeltaNet
+from .delta import GatedDeltaNet, KeyedDeltaNet, PackedGatedDeltaNet, SeparateGatedDeltaNet, SmoothGatedDeltaNet
+from .indexed import (
+    BlockChoosingAttention,
+    FusedGateLatentAttention,
+    HeadGatedLatentAttention,
+    IndexedLatentAttention,
+    SharingLatentAttention,
+)
 from .latent import LatentAttention
 from .lightning import Lightning
+from .lru import GatedLinearRecurrence
 from .mamba import Mamba1, Mamba2
-from .patches import patch_layer_index, patch_query_scale, patch_sparsity
+from .patches import (
+    patch_head_norms,
+    patch_identity_experts,
+    patch_layer_index,
+    patch_logits,
+    patch_place,
+    patch_query_scale,
+    patch_sparsity,
+)
+from .refusals import check_causal
 from .states import Mixer, PagedStates
 
 
@@ -30,20 +48,28 @@ class Paged(NamedTuple):
 
 
 MIXERS: dict[str, type[Mixer]] = {
+    "BailingHybridDeltaAttention": KeyedDeltaNet,
     "BambaMixer": Mamba2,
     "FalconH1Mixer": Mamba2,
+    "FalconMambaMixer": Mamba1,
     "GraniteMoeHybridMambaLayer": Mamba2,
     "JambaMambaMixer": Mamba1,
+    "KimiLinearDeltaAttention": KeyedDeltaNet,
+    "LaraMiniGatedDeltaNet": SmoothGatedDeltaNet,
     "Lfm2MoeShortConv": ShortConv,
     "Lfm2ShortConv": ShortConv,
     "Lfm3ShortConv": ShortConv,
+    "Mamba2Mixer": Mamba2,
+    "MambaMixer": Mamba1,
     "MiniMaxLightningAttention": Lightning,
     "NemotronHMamba2Mixer": Mamba2,
     "OlmoHybridGatedDeltaNet": SeparateGatedDeltaNet,
     "Qwen3NextGatedDeltaNet": PackedGatedDeltaNet,
     "Qwen3_5GatedDeltaNet": GatedDeltaNet,
     "Qwen3_5MoeGatedDeltaNet": GatedDeltaNet,
+    "RecurrentGemmaRecurrentBlock": GatedLinearRecurrence,
     "Zamba2MambaMixer": Mamba2,
+    "ZayaCCAProjection": ConvolvedHeads,
 }
 """Class of a state mixer -> ours."""
 
@@ -52,15 +78,33 @@ def _mixer(kind: type[Mixer]) -> "Adapter":
     return lambda module, paged: kind(module, paged.states, paged.parallel)
 
 
-LATENT = (
-    "AXK1Attention", "DeepseekV2Attention", "DeepseekV3Attention", "Glm4MoeLiteAttention", "LongcatFlashMLA",
-    "MiniCPM3Attention", "YoutuAttention",
-)  # fmt: skip
-"""Classes of attention over one latent for all heads, in the words of DeepSeek's."""
+LATENT: dict[str, type[LatentAttention]] = {
+    "AXK1Attention": LatentAttention,
+    "AXK2Attention": FusedGateLatentAttention,
+    "BailingHybridAttention": LatentAttention,
+    "DeepseekV2Attention": LatentAttention,
+    "DeepseekV3Attention": LatentAttention,
+    "DeepseekV32Attention": IndexedLatentAttention,
+    "Dots3NoteTextAttention": HeadGatedLatentAttention,
+    "Glm4MoeLiteAttention": LatentAttention,
+    "GlmMoeDsaAttention": SharingLatentAttention,
+    "KimiLinearAttention": LatentAttention,
+    "LongcatFlashMLA": LatentAttention,
+    "MiniCPM3Attention": LatentAttention,
+    "Mistral4Attention": LatentAttention,
+    "YoutuAttention": LatentAttention,
+}
+"""Class of attention over one latent for all heads, in the words of DeepSeek's -> ours."""
 
 
-def _latent(module: Any, paged: Paged) -> Callable[..., Any]:
-    return LatentAttention(module, paged.attention)
+def _latent(kind: type[LatentAttention]) -> "Adapter":
+    return lambda module, paged: kind(module, paged.attention)
+
+
+def _blocks(module: Any, paged: Paged) -> Callable[..., Any]:
+    if module.indexer is None:  # a layer that attends to all, by the name of our function
+        return module.forward
+    return BlockChoosingAttention(module, paged.attention, paged.parallel)
 
 
 def _cross(module: Any, paged: Paged) -> Callable[..., Any]:
@@ -72,7 +116,8 @@ Adapter = Callable[[Any, Paged], Callable[..., Any]]
 
 ADAPTERS: dict[str, Adapter] = {
     **{name: _mixer(kind) for name, kind in MIXERS.items()},
-    **{name: _latent for name in LATENT},
+    **{name: _latent(kind) for name, kind in LATENT.items()},
+    "MiniMaxM3VLAttention": _blocks,
     "MllamaCrossAttentionDecoderLayer": _cross,
 }
 """Class of a module -> what makes the forward pass that takes the place of its own."""
@@ -80,11 +125,17 @@ ADAPTERS: dict[str, Adapter] = {
 
 def bind(model: nn.Module, paged: Paged) -> None:
     """Let the layers of `model` read and write our pages."""
-    for module in model.modules():
+    patch_logits(model)
+    for path, module in model.named_modules():
+        if type(module).__name__ in MIXERS:
+            patch_place(module, path)
         if hasattr(module, "layer_idx"):
+            check_causal(path, module)
             patch_layer_index(module)
             paged.attention.bind(module, patch_query_scale(module))
         patch_sparsity(module, paged.parallel)
+        patch_identity_experts(module, paged.parallel)
+        patch_head_norms(module, paged.parallel)
         adapter = ADAPTERS.get(type(module).__name__)
         if adapter is not None:
             module.forward = adapter(module, paged)
@@ -97,15 +148,18 @@ def cut_mixers(model: nn.Module, ranks: int) -> dict[str, Style]:
         mixer = MIXERS.get(type(module).__name__)
         if mixer is None:
             continue
-        own: dict[str, Cut] = {}
-        for name, sections in mixer.sections(module, ranks).items():
-            cut = Cut(0, tuple(sections))
-            if isinstance(getattr(module, name), nn.Parameter):
-                own[name] = cut
+        own: dict[str, dict[str, Cut]] = {path: {}}  # parameters, by the module that has them
+        for full_name, sections in mixer.sections(module, ranks).items():
+            inner, _, name = full_name.rpartition(".")
+            part = getattr(module.get_submodule(inner), name)
+            if isinstance(part, nn.Parameter):
+                dim = part.shape.index(sum(section.size for section in sections))
+                own.setdefault(f"{path}.{inner}" if inner else path, {})[name] = Cut(dim, tuple(sections))
             else:
-                styles[f"{path}.{name}"] = Style({"weight": cut, "bias": cut})
-        styles[path] = Style(own)
-        for name in ("out_proj", "o_proj", "x_proj"):
+                cut = Cut(0, tuple(sections))
+                styles[f"{path}.{full_name}"] = Style({"weight": cut, "bias": cut})
+        styles |= {owner: Style(cuts) for owner, cuts in own.items()}
+        for name in ("out_proj", "o_proj", "x_proj", "linear_out"):
             if hasattr(module, name):
                 styles[f"{path}.{name}"] = STYLES["rowwise"]
         for name in mixer.norms_over_ranks:

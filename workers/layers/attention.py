@@ -20,6 +20,7 @@ from ...kvcache.reach import Reach
 from ...kvcache.spec import LayerSpec
 from ..pages import Pages
 from .attention_operator import register
+from .refusals import check_written
 
 IMPLEMENTATION = "intarsia"
 """The name under which transformers models find our attention function."""
@@ -119,8 +120,7 @@ class PagedAttention:
     def attend(self, layer: int, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, params: LayerParams) -> Tensor:
         """Write this step's keys and values of one layer, then attend. Shapes as transformers has them, B == 1.
 
-        Returns [1, T, H, D].
-        """
+        Returns [1, T, H, D]."""
         q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (q_BHTD, k_BKTD, v_BKTD))
         return self.attend_packed(q_THD, k_TKD, v_TKD, layer, params).unsqueeze(0)
 
@@ -133,6 +133,7 @@ class PagedAttention:
         value_dim = params.latent_values or v_TKD.shape[-1]
         if self._backend is None:
             self.params[layer] = params
+            check_written(self._layers, layer, k_TKD, v_TKD)
             self._note(layer, q_THD.shape[1], params)
             values_TKD = k_TKD[..., :value_dim] if params.latent_values else v_TKD
             return values_TKD.repeat_interleave(q_THD.shape[1] // values_TKD.shape[1], dim=1)

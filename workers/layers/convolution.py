@@ -12,6 +12,8 @@ from .states import Mixer
 class ShortConv(Mixer):
     """LFM2: two gates around a short convolution."""
 
+    conv_name = "conv"
+
     @staticmethod
     def sections(module: Any, ranks: int) -> dict[str, Sequence[Section]]:
         channels = Section(module.in_proj.weight.shape[0] // 3)

@@ -1,6 +1,6 @@
-"""Gated delta nets: Qwen3-Next, Qwen3.5 and Olmo Hybrid.
+"""Gated delta nets: Qwen3-Next, Qwen3.5, Olmo Hybrid and Lara; Kimi delta attention: Kimi-Linear and Ling 3.
 
-Suffixes: T packed tokens    C channels    H heads of this rank    K, V sizes of a key and a value
+Suffixes: T packed tokens    D hidden size    C channels    H heads of this rank    K, V sizes of a key and a value
 """
 
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.mixers import DeltaSizes, GatedNorm, Order
-from ...kernels.state import GATED_DELTA
+from ...kernels.mixers import DeltaSizes, Function, GatedNorm, Order
+from ...kernels.state import GATED_DELTA, KEYED_DELTA
 from ..tensor_parallel import Section, TensorParallel
 from .states import RECURRENT, Mixer, PagedStates
 
@@ -19,6 +19,7 @@ class GatedDeltaNet(Mixer):
     """Qwen3.5, and the base of the others: arXiv 2412.06464."""
 
     norm_name, output_name = "norm", "out_proj"
+    norm_rounds = True
 
     def __init__(self, module: Any, states: PagedStates, parallel: TensorParallel):
         super().__init__(module, states, parallel)
@@ -30,7 +31,7 @@ class GatedDeltaNet(Mixer):
         self._bias = module.dt_bias.float()
         norm = getattr(module, self.norm_name)
         weight = norm.weight.float().repeat(self._value_heads)
-        self._norm = GatedNorm(Order.NORM_FIRST, weight, norm.variance_epsilon, module.head_v_dim, rounds=True)
+        self._norm = GatedNorm(Order.NORM_FIRST, weight, norm.variance_epsilon, module.head_v_dim, self.norm_rounds)
 
     @staticmethod
     def sections(module: Any, ranks: int) -> dict[str, Sequence[Section]]:
@@ -56,6 +57,12 @@ class GatedDeltaNet(Mixer):
         projections = self._module.in_proj_qkv, self._module.in_proj_z, self._module.in_proj_b, self._module.in_proj_a
         qkv_TC, z_TC, b_TH, a_TH = (project(hidden_TD) for project in projections)
         return qkv_TC, z_TC, b_TH, a_TH
+
+
+class SmoothGatedDeltaNet(GatedDeltaNet):
+    """Lara: its norm rounds once, at its end."""
+
+    norm_rounds = False
 
 
 class PackedGatedDeltaNet(GatedDeltaNet):
@@ -102,3 +109,53 @@ class SeparateGatedDeltaNet(GatedDeltaNet):
     def _inputs(self, qkv_TC: Tensor, a_TH: Tensor, b_TH: Tensor) -> tuple[Tensor, ...]:
         *others, beta_TH = super()._inputs(qkv_TC, a_TH, b_TH)
         return *others, 2.0 * beta_TH if self._module.allow_neg_eigval else beta_TH
+
+
+class KeyedDeltaNet(Mixer):
+    """Kimi-Linear, Ling 3: each number of a key decays by itself. arXiv 2510.26692.
+
+    Ling 3 bounds decays from below, and projects to them and to the output's gate at once; Kimi-Linear by way of a few
+    numbers, which all ranks compute.
+    """
+
+    def __init__(self, module: Any, states: PagedStates, parallel: TensorParallel):
+        super().__init__(module, states, parallel)
+        gate, keys = module.forget_gate, module.head_dim
+        heads = gate.A_log.numel()
+        self._sizes = DeltaSizes(heads, keys, heads, keys, gate.lower_bound if self._is_bounded(gate) else 0.0)
+        self._A = -gate.A_log.float().flatten().exp().repeat_interleave(keys)
+        self._bias = gate.dt_bias.float()
+        norm = module.o_norm
+        weight = norm.weight.float().repeat(heads)
+        self._norm = GatedNorm(Order.NORM_FIRST, weight, norm.variance_epsilon, keys, gate=Function.SIGMOID)
+
+    @staticmethod
+    def _is_bounded(gate: Any) -> bool:
+        return getattr(gate, "safe_gate", False)
+
+    @staticmethod
+    def sections(module: Any, ranks: int) -> dict[str, Sequence[Section]]:
+        channels, heads = (Section(module.qkv_dim),), (Section(module.num_heads),)
+        by_way = ("forget_gate.f_b_proj", "g_b_proj") if hasattr(module, "g_b_proj") else ("forget_gate.f_proj", "g_proj")
+        return {
+            "q_proj": channels, "k_proj": channels, "v_proj": channels, "b_proj": heads, "conv1d": channels * 3,
+            "forget_gate.A_log": heads, "forget_gate.dt_bias": channels, **dict.fromkeys(by_way, channels),
+        }  # fmt: skip
+
+    def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        module, hidden_TD = self._module, hidden_states[0]
+        qkv_TC = torch.cat([project(hidden_TD) for project in (module.q_proj, module.k_proj, module.v_proj)], dim=-1)
+        qkv_TC, decay_TC, gate_TC = self._convolve(qkv_TC), *self._gates(hidden_TD)
+        q_THK, k_THK, v_THV, g_TC, beta_TH = self._around.delta_inputs(
+            qkv_TC, decay_TC, module.b_proj(hidden_TD), self._A, self._bias, self._sizes
+        )
+        inputs = q_THK, k_THK, v_THV, g_TC.view(q_THK.shape), beta_TH
+        out_THV = self._states.scan(self._layer, RECURRENT, KEYED_DELTA, (), inputs)
+        return module.o_proj(self._around.gated_norm(out_THV.flatten(1), gate_TC, self._norm)).unsqueeze(0)
+
+    def _gates(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the state's decays and of what comes out, [T,C] each."""
+        module, forget = self._module, self._module.forget_gate
+        if not hasattr(module, "g_b_proj"):
+            return forget.f_proj(hidden_TD), module.g_proj(hidden_TD)
+        return forget.f_b_proj(forget.f_a_proj(hidden_TD)), module.g_b_proj(module.g_a_proj(hidden_TD))

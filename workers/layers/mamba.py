@@ -18,7 +18,7 @@ from .states import RECURRENT, Mixer, PagedStates
 
 
 class Mamba2(Mixer):
-    """Bamba, Granite 4, Nemotron-H, Falcon-H1, Zamba2: arXiv 2405.21060.
+    """Bamba, Granite 4, Nemotron-H, Falcon-H1, Zamba2, Mamba-2 itself: arXiv 2405.21060.
 
     Nemotron-H and Zamba2 keep dt above a minimum. transformers forgets that in decode; here it always holds.
     Falcon-H1 scales what goes in, and gates without a norm unless told otherwise.
@@ -109,10 +109,11 @@ class Mamba2(Mixer):
 
 
 class Mamba1(Mixer):
-    """Jamba: arXiv 2312.00752, with a norm on each of dt, B and C."""
+    """Mamba, Falcon-Mamba, Jamba: arXiv 2312.00752; the latter two have a norm on each of dt, B and C."""
 
     def __init__(self, module: Any, states: PagedStates, parallel: TensorParallel):
         super().__init__(module, states, parallel)
+        self._has_norms = hasattr(module, "dt_layernorm")
         self._A = -module.A_log.float().exp()
         self._D = module.D.float()
         self._gate = GatedNorm(Order.NO_NORM, None, 0.0, len(self._A))
@@ -131,9 +132,10 @@ class Mamba1(Mixer):
         x_TC = self._convolve(x_TC)
         sizes = [module.time_step_rank, module.ssm_state_size, module.ssm_state_size]
         time_step, B_TS, C_TS = module.x_proj(x_TC).split(sizes, dim=-1)
-        dt_TC = self._around.mapped(module.dt_proj(module.dt_layernorm(time_step)), Function.SOFTPLUS)
-        B_TS, C_TS = module.b_layernorm(B_TS).float(), module.c_layernorm(C_TS).float()
-        inputs = x_TC.float(), dt_TC, B_TS, C_TS
+        if self._has_norms:
+            time_step, B_TS, C_TS = module.dt_layernorm(time_step), module.b_layernorm(B_TS), module.c_layernorm(C_TS)
+        dt_TC = self._around.mapped(module.dt_proj(time_step), Function.SOFTPLUS)
+        inputs = x_TC.float(), dt_TC, B_TS.float(), C_TS.float()
         out_TC = self._states.scan(self._layer, RECURRENT, SELECTIVE_SCAN, (self._A,), inputs)
         out_TC = self._around.gated_norm(out_TC, gate_TC, self._gate, (self._D, x_TC))
         return module.out_proj(out_TC).unsqueeze(0)

@@ -1,6 +1,7 @@
 """Modules of transformers that are changed in place, where they are wrong or were written for unpacked batches."""
 
 from collections.abc import Callable
+from inspect import signature
 from statistics import NormalDist
 from typing import Any
 
@@ -11,6 +12,9 @@ from ..tensor_parallel import TensorParallel
 
 LAYER_FROM_CALL = {"Zamba2Attention"}
 """Classes of modules that are told with each call which layer they are: one block of weights is used by several."""
+
+NORM_FOR_EACH_HEAD = {"StableLmLayerNormPerHead"}
+"""Classes of modules with a list of norms."""
 
 SPARSE = {"Gemma3nTextMLP"}
 """Classes of MLPs that drop most of their activations."""
@@ -24,6 +28,12 @@ def patch_layer_index(module: Any) -> None:
             called.layer_idx = kwargs["layer_idx"]
 
         module.register_forward_pre_hook(note, with_kwargs=True)
+
+
+def patch_place(module: Any, path: str) -> None:
+    """Let a state mixer know which layer it is of, where its class does not tell it: by its path in the model."""
+    if not hasattr(module, "layer_idx"):
+        module.layer_idx = next(int(part) for part in path.split(".") if part.isdecimal())
 
 
 def patch_query_scale(module: Any) -> Callable[[Tensor], Tensor] | None:
@@ -63,6 +73,40 @@ def patch_sparsity(module: Any, parallel: TensorParallel) -> None:
         return torch.relu(gate - (mean + (variance / columns).sqrt() * quantile).to(gate.dtype))
 
     module._gaussian_topk = cut_off
+
+
+def patch_logits(model: Any) -> None:
+    """Let a model compute logits for the tokens that need them where its forward pass knows no `logits_to_keep`. Then
+    it computes those of all tokens."""
+    whole = model.forward
+    if "logits_to_keep" in signature(whole).parameters:
+        return
+
+    def forward(*args: Any, logits_to_keep: int | Tensor = 0, **kwargs: Any) -> Any:
+        output = whole(*args, **kwargs)
+        if isinstance(logits_to_keep, Tensor):
+            output.logits = output.logits[:, logits_to_keep]
+        return output
+
+    model.forward = forward
+
+
+def patch_identity_experts(module: Any, parallel: TensorParallel) -> None:
+    """Let experts that give out what they are given (LongCat-Flash) do so on one rank: the ranks' outputs are added
+    up."""
+    if hasattr(module, "identity_expert") and parallel.rank > 0:
+        module.identity_expert = None  # a module's attribute takes no plain function
+        object.__setattr__(module, "identity_expert", torch.zeros_like)
+
+
+def patch_head_norms(module: Any, parallel: TensorParallel) -> None:
+    """Let a rank have the norms of its own heads, where each head has one (StableLM 2 12B)."""
+    if type(module).__name__ not in NORM_FOR_EACH_HEAD or parallel.size == 1:
+        return
+    parts = min(len(module.norms), parallel.size)  # with more ranks than heads, a head lives on several
+    each = len(module.norms) // parts
+    first = parallel.rank * parts // parallel.size * each
+    module.norms = module.norms[first : first + each]
 
 
 def patch_rotary_dim(model: Any, config: Any) -> None:

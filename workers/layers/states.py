@@ -133,6 +133,9 @@ class Mixer:
     share stays whole.
     """
 
+    conv_name = "conv1d"
+    """The submodule that convolves."""
+
     norms_over_ranks: tuple[str, ...] = ()
     """Names of norms over all channels, of which each rank has some."""
 
@@ -171,7 +174,7 @@ class Mixer:
         return after_TC * self._convolve_by(CONVOLUTION, before_TC * x_TC)
 
     def _convolve_by(self, recurrence: Recurrence, *inputs: Tensor) -> Tensor:
-        conv = getattr(self._module, "conv1d", None) or self._module.conv
+        conv = getattr(self._module, self.conv_name)
         weight = conv.weight.squeeze(1)
         bias = conv.bias if conv.bias is not None else weight.new_zeros(len(weight))
         return self._states.scan(self._layer, CONV, recurrence, (weight, bias), inputs)

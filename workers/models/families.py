@@ -50,6 +50,9 @@ TENSOR_PARALLEL_PLANS: dict[str, dict[str, str]] = {
     # cuts the heads, and the ranks add up what the norm needs: one number per token.
     "olmo3": _cut("self_attn", {**ATTENTION, "q_norm": "norm_over_ranks", "k_norm": "norm_over_ranks"})
     | _cut("mlp", GATED_MLP),
+    # Each rank computes all heads of queries and keys, and takes its own: see `ConvolvedHeads`.
+    "zaya": _cut("self_attn", {"o_proj": "rowwise", "qk_norm": "key_scales"}) | _cut("mlp", EXPERTS),
+    "recurrent_gemma": _cut("temporal_block", ATTENTION) | _cut("mlp_block", GATED_MLP),
     "zamba2": _cut("shared_transformer.self_attn", ATTENTION)
     | _cut("shared_transformer.self_attn", {f"linear_{x}_adapter_list.*.1": "colwise" for x in "qkv"})
     | _cut("shared_transformer.feed_forward", {"gate_up_proj": "packed", "down_proj": "rowwise"})
@@ -59,6 +62,12 @@ TENSOR_PARALLEL_PLANS: dict[str, dict[str, str]] = {
 in `tensor_parallel.py`; state mixers say themselves how they are cut (`layers/states.py`)."""
 
 TENSOR_PARALLEL_PLANS["lfm2_moe"] = TENSOR_PARALLEL_PLANS["lfm2"] | _cut("feed_forward", EXPERTS)
+
+for latent in ("bailing_hybrid", "kimi_linear"):
+    TENSOR_PARALLEL_PLANS[latent] = TENSOR_PARALLEL_PLANS["deepseek_v3"]
+
+TENSOR_PARALLEL_PLANS |= dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), TENSOR_PARALLEL_PLANS["deepseek_v3"])
+"""Indexers are whole on every rank: each has to choose the same tokens."""
 
 VOCABULARIES = {"embed_tokens_per_layer"}
 """Embeddings beside the input's own with a row for each token, each rank holding some."""

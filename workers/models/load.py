@@ -4,11 +4,11 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     GenerationConfig,
@@ -18,13 +18,15 @@ from ...errors import CorruptCheckpoint, IntarsiaError, ModelNotFound, Unsupport
 from ...proto.worker import ModelFacts, ModelSettings
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.json_file import clipped
-from ..checkpoint.layer_specs import complete_layer_types, read_layers
+from ..checkpoint.layer_specs import complete_layer_types, positions_of, read_layers, told_copies
+from ..checkpoint.spellings import config_of
 from ..cpu.experts import pack_experts
 from ..cpu.linear import pack_linears
 from ..cpu.order import sum_order
 from ..known_families import is_known
 from ..layers.adapters import Paged, bind
 from ..layers.attention import IMPLEMENTATION, PagedAttention
+from ..layers.chosen import ChoosingAttention
 from ..layers.cross import CrossAttention
 from ..layers.patches import patch_rotary_dim
 from ..layers.states import PagedStates
@@ -34,6 +36,7 @@ from ..tensor_parallel import TensorParallel
 from .families import WITH_ENCODER
 from .kept import keeper_of, kept_bytes
 from .loaded_model import LoadedModel
+from .text_part import around, has_own_class, text_part_class
 from .weights import fill_weights
 
 logger = logging.getLogger(__name__)
@@ -95,20 +98,23 @@ def _load(
     config = whole.get_text_config()
     dtype = _dtype(settings, config)
     order = sum_order(dtype, device, settings.same_bits, parallel.size)
-    notes = [complete_layer_types(config, checkpoint.config), order.note, *checkpoint.notes]
+    completed = complete_layer_types(config, checkpoint.config)
+    layers, alone = (read_layers(config, size, dtype.itemsize) for size in (parallel.size, 1))
+    notes = [completed, told_copies(layers, alone, parallel.size), order.note, *checkpoint.notes]
     for note in filter(None, notes):
         logger.warning(note)
     # A module without memory, then its weights.
-    layers = read_layers(config, parallel.size, dtype.itemsize)
     module = _build(whole, config, dtype, settings)
     vocab_size = module.get_input_embeddings().num_embeddings
     keeper = keeper_of(settings, dtype, device)
     fill_weights(module, checkpoint, parallel, config, dtype, device, watch, keeper)
     patch_rotary_dim(module, config)
     # Layers that remember go through our pages from now on.
-    attention = PagedAttention(layers, dtype, device)
+    attends_to_chosen = any(layer.extra_token_bytes for layer in layers)
+    attention = (ChoosingAttention if attends_to_chosen else PagedAttention)(layers, dtype, device)
     states = PagedStates(device)
-    cross = CrossAttention(module, settings.model_dir, layers, dtype) if whole is not config else None
+    has_encoder = whole.model_type in WITH_ENCODER
+    cross = CrossAttention(module, settings.model_dir, layers, dtype) if has_encoder else None
     bind(module, Paged(attention, states, cross, parallel))
     generation = _generation_config(settings)
     facts = ModelFacts(
@@ -118,7 +124,7 @@ def _load(
         layers=layers,
         weight_bytes=sum(p.numel() * p.element_size() for p in module.parameters()) + kept_bytes(module),
         vocab_size=vocab_size,
-        max_positions=config.max_position_embeddings,
+        max_positions=positions_of(config),
         eos_token_ids=_eos_token_ids(generation, config),
         sampling_defaults=tuple((name, value) for name in SAMPLING if (value := getattr(generation, name)) is not None),
         image_token_id=whole.image_token_index if cross is not None else None,
@@ -133,14 +139,18 @@ def _load(
 
 
 def _build(whole: Any, config: Any, dtype: torch.dtype, settings: ModelSettings) -> Any:
-    """The module, without memory for its weights. whole: the config of a model with its encoder, or `config` itself."""
+    """The module, without memory for its weights. whole: the config of a model with its encoder, or of one whose text
+    part has no class of its own, or `config` itself."""
     config._attn_implementation = IMPLEMENTATION
+    part = None if has_own_class(config) else text_part_class(whole)
     make = AutoModelForCausalLM
-    if whole is not config:
+    if whole.model_type in WITH_ENCODER:
         whole.vision_config._attn_implementation = "sdpa"
-        make = AutoModelForImageTextToText
+        make, part = AutoModelForImageTextToText, None
     try:
         with torch.device("meta"):
+            if part is not None:
+                return part._from_config(whole, dtype=dtype)
             return make.from_config(whole, dtype=dtype, trust_remote_code=settings.trust_remote_code)
     except (KeyError, ValueError, TypeError, NotImplementedError, ImportError) as error:
         raise UnsupportedModel(
@@ -151,24 +161,28 @@ def _build(whole: Any, config: Any, dtype: torch.dtype, settings: ModelSettings)
 
 
 def _read_config(settings: ModelSettings) -> Any:
-    """Of the text model; of the whole model where its encoder is part of what runs."""
+    """Of the text model; of the whole model where its encoder is part of what runs, or where the text part has no class
+    of its own."""
     try:
-        config = AutoConfig.from_pretrained(
-            settings.model_dir, trust_remote_code=settings.trust_remote_code, local_files_only=True
-        )
+        config = config_of(Path(settings.model_dir), trust_remote_code=settings.trust_remote_code)
         text = config.get_text_config()
     except (ValueError, KeyError, TypeError, OSError, AttributeError) as error:
         raise UnsupportedModel(
             f"transformers cannot read {settings.model_dir}/config.json: {clipped(str(error), 400)}", field="model"
         ) from error
+    has_code = settings.trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {})
     if config.model_type in WITH_ENCODER:
         return config
-    has_code = settings.trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {})
-    if type(text) not in AutoModelForCausalLM._model_mapping and not has_code:
+    if has_own_class(text) or has_code:
+        return text
+    if text_part_class(config) is not None:
+        return config
+    whole = around(text) if text is config else None
+    if whole is None:
         raise UnsupportedModel(
             f"model_type {text.model_type!r} is not a causal language model that transformers knows", field="model"
         )
-    return text
+    return whole
 
 
 def _dtype(settings: ModelSettings, config: Any) -> torch.dtype:
@@ -192,7 +206,7 @@ def _generation_config(settings: ModelSettings) -> GenerationConfig:
 def _eos_token_ids(generation: GenerationConfig, config: Any) -> tuple[int, ...]:
     """generation_config.json knows best (chat models end turns with a token of their own); else config.json. Some
     say -1 for none."""
-    eos = config.eos_token_id if generation.eos_token_id is None else generation.eos_token_id
+    eos = getattr(config, "eos_token_id", None) if generation.eos_token_id is None else generation.eos_token_id
     if eos is None:
         return ()
     return tuple(token for token in (eos if isinstance(eos, list | tuple) else (eos,)) if token >= 0)

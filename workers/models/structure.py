@@ -8,21 +8,30 @@ from typing import Any
 
 from torch import nn
 
+from ..tensor_parallel import Cut, Section, Style, is_fused
+
 ATTENTION_OUTPUTS = "o_proj", "out_proj", "dense", "c_proj"
 MLPS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("up_proj",), "down_proj"),
     (("w1", "w3"), "w2"),
     (("fc1",), "fc2"),
+    (("dense_h_to_4h",), "dense_4h_to_h"),
     (("c_fc",), "c_proj"),
 )
 """Linears of an MLP whose outputs are cut, and the one whose inputs are then."""
+
+HEADS_OF_THREE = {"query_key_value", "dense"}
+"""Attention of which one linear gives out a query, a key and a value of each head, one head after the other."""
 
 GATES = {"g_proj", "gate_proj"}
 """Of what attention gives out: a number for each head, or for each of its columns."""
 
 LATENT = {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
 """Attention over one latent that is whole on every rank."""
+
+FOR_EACH_HEAD = "sinks", "gate_bias"
+"""Parameters with a number for each head."""
 
 NORMS_OVER_HEADS = {"q_norm": "q_proj", "k_norm": "k_proj"}
 
@@ -38,15 +47,33 @@ def plan_by_structure(model: nn.Module) -> dict[str, str]:
     return plan if has_attention else {}
 
 
+def cut_fused(model: nn.Module) -> dict[str, Style]:
+    """Module path -> style, of linears that give out queries, keys and values side by side."""
+    styles: dict[str, Style] = {}
+    for path, module in model.named_modules():
+        here: Any = module
+        if is_fused(here):
+            heads, each = here.num_key_value_heads, here.head_dim
+            keys = Section(heads * each, kv_heads=heads)
+            cut = Cut(0, (Section(keys.size * here.num_key_value_groups), keys, keys))
+            styles[f"{path}.qkv_proj"] = Style({"weight": cut, "bias": cut})
+    return styles
+
+
 def _linears(module: nn.Module) -> set[str]:
     return {name for name, child in module.named_children() if isinstance(child, nn.Linear)}
 
 
 def _attention(path: str, module: Any) -> dict[str, str]:
     linears = _linears(module)
+    if is_fused(module):
+        return {f"{path}.o_proj": "rowwise"}  # the others: see `cut_fused`
     if linears >= LATENT:
-        inward = [name for name in ("q_proj", "q_b_proj", "kv_b_proj") if name in linears]
+        inward = [name for name in ("q_proj", "q_b_proj", "q_gate_proj", "kv_b_proj") if name in linears]
+        inward += sorted(GATES & linears)
         return {f"{path}.{name}": "colwise" for name in inward} | {f"{path}.o_proj": "rowwise"}
+    if linears >= HEADS_OF_THREE and not getattr(module, "multi_query", False):
+        return {f"{path}.query_key_value": "colwise", f"{path}.dense": "rowwise"}
     output = next((name for name in ATTENTION_OUTPUTS if name in linears), None)
     if output is None or not {"q_proj", "k_proj", "v_proj"} <= linears:
         return {}
@@ -56,8 +83,12 @@ def _attention(path: str, module: Any) -> dict[str, str]:
         weight = getattr(getattr(module, norm, None), "weight", None)
         if weight is not None and weight.shape == (getattr(module, projection).out_features,):
             plan[f"{path}.{norm}"] = "norm_over_ranks"
-    if isinstance(getattr(module, "sinks", None), nn.Parameter):
+        elif weight is not None and weight.dim() == 2:  # each head its own: [heads,head size]
+            plan[f"{path}.{norm}"] = "colwise"
+    if any(isinstance(getattr(module, name, None), nn.Parameter) for name in FOR_EACH_HEAD):
         plan[path] = "sinks"
+    if hasattr(module, "attn_sub_norm"):
+        plan[f"{path}.attn_sub_norm"] = "norm_over_ranks"
     return plan
 
 
@@ -65,7 +96,8 @@ def _mlp(path: str, module: nn.Module) -> dict[str, str]:
     linears = _linears(module)
     for inward, outward in MLPS:
         if {*inward, outward} <= linears:
-            return {f"{path}.{name}": "colwise" for name in inward} | {f"{path}.{outward}": "rowwise"}
+            plan = {f"{path}.{name}": "colwise" for name in inward} | {f"{path}.{outward}": "rowwise"}
+            return plan | ({f"{path}.ffn_sub_norm": "norm_over_ranks"} if hasattr(module, "ffn_sub_norm") else {})
     if {"gate_up_proj", "down_proj"} <= linears:
         return {f"{path}.gate_up_proj": "packed", f"{path}.down_proj": "rowwise"}
     return {}

@@ -6,8 +6,9 @@ together is, so that reading a slice of a parameter still reads only that slice 
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -15,8 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Chunk,
     Concatenate,
     MergeModulelist,
+    Split,
+    Transpose,
     WeightConverter,
     WeightRenaming,
     rename_source_key,
@@ -151,6 +155,37 @@ class Joined:
             at += length
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements [first, last) of a tensor along a dimension: one of several that are stored as one."""
+
+    whole: Source
+    part_dim: int
+    first: int
+    last: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = list(self.whole.shape)
+        shape[self.part_dim] = self.last - self.first
+        return tuple(shape)
+
+    @property
+    def origin(self) -> str:
+        return self.whole.origin
+
+    def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
+        if dim != self.part_dim:
+            return self.whole.read(dim, start, stop).narrow(self.part_dim, self.first, self.last - self.first)
+        return self.whole.read(dim, *self._within(start, stop))
+
+    def codes(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Codes | None:
+        return self.whole.codes(dim, *self._within(start, stop)) if dim == self.part_dim else None
+
+    def _within(self, start: int, stop: int | None) -> tuple[int, int]:
+        return self.first + start, self.last if stop is None else min(self.first + stop, self.last)
+
+
 def all_of(parts: Sequence[Codes | None], join: Callable[[Sequence[Codes]], Codes | None]) -> Codes | None:
     """None: some of them are, or they cannot be joined."""
     there = [part for part in parts if part is not None]
@@ -281,8 +316,30 @@ def find_sources(module: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.d
         converter = next(c for c in converters if set(by_pattern) <= set(c.source_patterns))
         ordered = [sorted(by_pattern.get(pattern, ()), key=_numbers) for pattern in converter.source_patterns]
         parts = [[stored_sources[each] for each in names] for names in ordered if names]
-        sources[name] = _put_together(name, parts, converter.operations)
+        match converter.operations:
+            case [Split() | Chunk(num_shards_attribute=None) as split]:
+                names = [name.replace(converter.target_patterns[0], each) for each in converter.target_patterns]
+                sources |= _taken_apart(parts[0][0], {each: wanted[each].shape[split.dim] for each in names}, split.dim)
+            case [Transpose(dim0=1, dim1=2) as turn] if len(wanted[name].shape) == 3:
+                is_as_held = turn.check_dims and parts[0][0].shape == tuple(wanted[name].shape)
+                sources[name] = parts[0][0] if is_as_held else Turned(parts[0][0])
+            case operations:
+                sources[name] = _put_together(name, parts, operations)
     return sources
+
+
+def _taken_apart(whole: Source, lengths: Mapping[str, int], dim: int) -> dict[str, Source]:
+    """lengths: of each parameter along `dim`, in their order"""
+    if whole.shape[dim] != sum(lengths.values()):
+        raise CorruptCheckpoint(
+            f"{whole.origin} has shape {list(whole.shape)}; config.json makes {', '.join(lengths)} of it, which have "
+            f"{sum(lengths.values())} along dimension {dim}",
+            field="model",
+        )
+    ends = list(accumulate(lengths.values()))
+    return {
+        name: Part(whole, dim, last - length, last) for (name, length), last in zip(lengths.items(), ends, strict=True)
+    }
 
 
 def _stored_sources(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Source]:
@@ -377,8 +434,13 @@ def _check_shapes(name: str, groups: Sequence[Sequence[Source]], joined_dim: int
 
 
 def _in_text_model(name: str, wanted: dict[str, Any]) -> str | None:
-    """A text model may be read from the checkpoint of a multimodal model around it."""
-    for prefix, instead in (("", ""), ("language_model.", ""), ("model.language_model.", "model.")):
+    """A text model may be read from the checkpoint of a multimodal model around it, and the other way round."""
+    for prefix, instead in (
+        ("", ""),
+        ("language_model.", ""),
+        ("model.language_model.", "model."),
+        ("model.", "model.language_model."),
+    ):
         if name.startswith(prefix) and instead + name.removeprefix(prefix) in wanted:
             return instead + name.removeprefix(prefix)
     return None

@@ -15,7 +15,7 @@ from ..tensor_parallel import Slice, Style, TensorParallel, count_own_heads
 from .families import TENSOR_PARALLEL_PLANS, VOCABULARIES
 from .from_gguf import gguf_sources
 from .kept import Keeper
-from .structure import plan_by_structure
+from .structure import cut_fused, plan_by_structure
 from .weight_map import Source, find_sources
 
 
@@ -24,10 +24,12 @@ def styles_of(module: nn.Module, config: Any, parallel: TensorParallel) -> dict[
     if parallel.size == 1:
         return {}
     ours = TENSOR_PARALLEL_PLANS.get(config.model_type)
+    mixers = cut_mixers(module, parallel.size)
     if ours is None and not is_known((config.model_type,)):
         ours = plan_by_structure(module) or None
-    styles = parallel.plan(module, config, ours, VOCABULARIES)
-    return styles | cut_mixers(module, parallel.size)
+    if ours is None and mixers and getattr(config, "base_model_tp_plan", None) is None:
+        ours = {}  # states alone, which say themselves how they are cut
+    return parallel.plan(module, config, ours, VOCABULARIES) | mixers | cut_fused(module)
 
 
 def fill_weights(

@@ -72,6 +72,19 @@ def test_ranks_split_heads_and_states_and_keep_latents_whole():
         known_model("gemma-3-27b").layers(3)
 
 
+@pytest.mark.parametrize(
+    ("name", "layers", "token_bytes"),
+    [
+        ("Qwen2.5-7B", 28, 57_344), ("Mixtral-8x7B", 32, 131_072), ("Llama-3.3-70B", 80, 327_680),
+        ("Phi-4", 40, 204_800), ("DeepSeek-R1", 61, 70_272), ("GLM-4.6", 92, 376_832), ("Kimi-K2", 61, 70_272),
+        ("allenai/OLMo-2-1124-7B", 32, 524_288),
+    ],
+)  # fmt: skip
+def test_models_that_people_ask_for_are_known(name: str, layers: int, token_bytes: int):
+    found = known_model(name).layers()
+    assert (len(found), sum(layer.token_bytes for layer in found)) == (layers, token_bytes)
+
+
 @pytest.mark.parametrize("model", known_models(), ids=lambda model: model.id.split("/")[-1])
 def test_plan_of_every_known_model_holds_98_percent_of_what_no_plan_can_beat(model):
     layers = model.layers()
@@ -85,11 +98,11 @@ def test_plan_of_every_known_model_holds_98_percent_of_what_no_plan_can_beat(mod
 @pytest.mark.parametrize(
     ("name", "makers"),
     [
-        ("Llama-3.3-70B", {"meta-llama"}),
-        ("meta-llama/Llama-3.3-70B-Instruct", {"meta-llama"}),
+        ("Llama-3.9-70B", {"meta-llama"}),
+        ("meta-llama/Llama-3.9-70B-Instruct", {"meta-llama"}),
         ("gema-3-27b", {"google"}),
-        ("Mixtral-8x7B", {"mistralai"}),
-        ("Phi-4", set()),
+        ("Mixtral-9x7B", {"mistralai"}),
+        ("Orion-14B", set()),
         ("somebody/gemma-3-99b", set()),
     ],
 )

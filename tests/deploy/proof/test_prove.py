@@ -38,15 +38,26 @@ def test_right_families_are_found_right_with_any_weights(family: str, seed: int,
     assert prove(folder_of(family, tmp_path), (1, 2), [seed]).is_right
 
 
-def test_a_family_whose_attention_sees_what_comes_later_is_found_wrong(tmp_path: Path):
+def test_a_family_whose_attention_sees_what_comes_later_is_refused_in_plain_words(tmp_path: Path):
     verdict = prove(folder_of("bert", tmp_path), (1,), [0])
     assert not verdict.is_right
-    assert "the first layer that differs is" in str(verdict.reason)
+    assert "no causal attention: it sees later tokens" in str(verdict.reason)
+
+
+def test_a_family_that_masks_by_its_keys_is_found_wrong_and_the_layer_is_told(tmp_path: Path):
+    verdict = prove(folder_of("doge", tmp_path), (1,), [0])
+    assert not verdict.is_right
+    assert "the first layer that differs is model.layers.0" in str(verdict.reason)
+
+
+def test_a_model_that_runs_with_its_encoder_is_not_proven(tmp_path: Path):
+    verdict = prove(folder_of("mllama", tmp_path), (1,), [0])
+    assert not verdict.is_right and "which a proof leaves out" in str(verdict.reason)
 
 
 def test_a_family_of_unknown_layers_is_refused_in_its_own_words(tmp_path: Path):
-    verdict = prove(folder_of("deepseek_v32", tmp_path), (1,))
-    assert not verdict.is_right and "indexed_attention" in str(verdict.reason)
+    verdict = prove(folder_of("inkling_text", tmp_path), (1,))
+    assert not verdict.is_right and "inkling_text are not known; known are" in str(verdict.reason)
 
 
 def check(model: Path) -> None:
@@ -90,7 +101,7 @@ def test_a_wrong_family_is_refused_with_the_reason_and_not_tried_again(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
     model = folder_of("electra", tmp_path / "m")
-    with pytest.raises(UnsupportedModel, match=r"electra is not served, .* answered wrong: .*seed"):
+    with pytest.raises(UnsupportedModel, match=r"electra is not served, .* answered wrong: .*no causal attention"):
         check(model)
     monkeypatch.setattr(gate, "run_child", None)
     with pytest.raises(UnsupportedModel, match="electra is not served"):

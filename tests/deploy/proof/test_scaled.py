@@ -61,9 +61,19 @@ def test_positions_are_stretched_within_the_copy():
 def test_what_was_changed_is_told():
     made = scaled(config_of("llama"))
     assert made.changed["hidden_size"][1] == made.fields["hidden_size"]
-    assert "rms_norm_eps" not in made.changed
+    assert "hidden_act" not in made.changed
 
 
 def test_a_config_whose_sizes_have_other_names_is_refused():
     with pytest.raises(UnsupportedModel, match="no number of layers"):
         scaled(config_of("blt"))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(24, 8), (32, 32), (64, 8), (8, 1), (40, 8), (14, 2)])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_heads_divide_among_the_ranks_where_those_of_the_model_do(queries: int, keys: int, ranks: int):
+    config = config_of("qwen2", hidden_size=queries * 16, num_attention_heads=queries, num_key_value_heads=keys)
+    fields = scaled(config, ranks).fields
+    copied, their_keys = fields["num_attention_heads"], fields["num_key_value_heads"]
+    assert copied <= queries and copied % their_keys == 0
+    assert queries % ranks or (copied % ranks == 0 and (their_keys % ranks == 0 or ranks % their_keys == 0))

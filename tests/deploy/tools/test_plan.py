@@ -51,6 +51,14 @@ def test_llama_4_scout_on_8_ranks_holds_what_was_published_and_4_times_that():
     assert hybrid[1].requests >= 1.86
 
 
+@pytest.mark.parametrize(
+    ("model", "ranks", "times"), [("gemma-3-1b", 2, 2), ("llama-3.1-8b", 8, None), ("deepseek-v3", 4, 4)]
+)
+def test_memory_of_heads_that_are_on_several_ranks_is_told(model: str, ranks: int, times: int | None):
+    notes = report(model, ranks=ranks).to_json()["notes"]
+    assert [f"{times} times the memory on {ranks} ranks" in note for note in notes] == [True] * (times is not None)
+
+
 def test_json_has_the_fields_programs_rely_on():
     result = run("gemma-3-27b", "--json", "--context", "2048,8192")
     assert result.exit_code == 0

@@ -22,14 +22,16 @@ def draw(*shape: int, scale: float = 1.0) -> Tensor:
     return torch.randn(shape) * scale
 
 
-def delta(dtype: torch.dtype, sizes: DeltaSizes) -> Way:
-    key_heads, keys, heads, values = sizes
+def delta(dtype: torch.dtype, sizes: DeltaSizes, of_each: int = 1) -> Way:
+    """of_each: decays of a head"""
+    key_heads, keys, heads, values, _ = sizes
+    decays = heads * of_each
     qkv = draw(70, 2 * key_heads * keys + heads * values).to(dtype)
-    gates = draw(70, 2 * heads + 3, scale=8).to(dtype)  # of a stride of their own
-    A, bias = -draw(heads).exp(), draw(heads)
+    gates = draw(70, heads + decays + 3, scale=8).to(dtype)  # of a stride of their own
+    A, bias = -draw(decays).exp(), draw(decays)
 
     def run(kind, rows):
-        a, b = gates[rows, :heads], gates[rows, heads : 2 * heads]
+        a, b = gates[rows, :decays], gates[rows, decays : decays + heads]
         return kind.delta_inputs(qkv[rows], a, b, A, bias, sizes)
 
     return run
@@ -44,6 +46,17 @@ def mamba2(dtype: torch.dtype, sizes: Mamba2Sizes) -> Way:
     def run(kind, rows):
         xBC, dt = projected[rows].split([inner + 2 * shared, heads], dim=-1)
         return kind.mamba2_inputs(xBC, dt, A, bias, sizes)
+
+    return run
+
+
+def lru(dtype: torch.dtype, channels: int) -> Way:
+    gates = draw(70, 3 * channels + 2, scale=2).to(dtype)
+    rate, positions = -draw(channels).exp(), torch.arange(70) % 9
+
+    def run(kind, rows):
+        x, let_in, forget = gates[rows, : 3 * channels].chunk(3, dim=-1)
+        return kind.lru_inputs(x, let_in, forget, rate, positions[rows])
 
     return run
 
@@ -79,12 +92,19 @@ LIMITS = 0.0, float("inf")
 CASES: dict[str, Callable[[torch.dtype], Way]] = {
     "delta": lambda dtype: delta(dtype, DeltaSizes(4, 128, 8, 128)),
     "delta of odd sizes": lambda dtype: delta(dtype, DeltaSizes(3, 13, 6, 7)),
+    "keyed delta": lambda dtype: delta(dtype, DeltaSizes(4, 128, 4, 128), 128),
+    "keyed delta with a bound": lambda dtype: delta(dtype, DeltaSizes(3, 13, 3, 7, -5.0), 13),
     "mamba-2": lambda dtype: mamba2(dtype, Mamba2Sizes(24, 64, 1, 128, LIMITS)),
     "mamba-2 of odd sizes": lambda dtype: mamba2(dtype, Mamba2Sizes(6, 5, 2, 11, (0.1, 0.9))),
+    "RG-LRU": lambda dtype: lru(dtype, 256),
+    "RG-LRU of odd sizes": lambda dtype: lru(dtype, 101),
     "norm of gated delta": lambda dtype: norm(dtype, norm_of(dtype, 16, 128, Order.NORM_FIRST, True), 2048, False),
     "norm of mamba-2": lambda dtype: norm(dtype, norm_of(dtype, 1, 1536, Order.GATE_FIRST), 1536, True),
     "norm of odd groups": lambda dtype: norm(dtype, norm_of(dtype, 3, 21, Order.GATE_FIRST), 63, True),
     "norm before the gate": lambda dtype: norm(dtype, norm_of(dtype, 2, 37, Order.NORM_FIRST), 74, True),
+    "norm under a sigmoid": lambda dtype: norm(
+        dtype, norm_of(dtype, 2, 37, Order.NORM_FIRST)._replace(gate=Function.SIGMOID), 74, False
+    ),
     "no norm": lambda dtype: norm(dtype, GatedNorm(Order.NO_NORM, None, 0.0, 75), 75, True),
     "functions": lambda dtype: functions(dtype, 101),
 }

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from intarsia.kernels.state import (
     CONVOLUTION,
+    DECAYING_SUM,
     GATED_DELTA,
+    KEYED_DELTA,
     LINEAR_ATTENTION,
     SELECTIVE_SCAN,
     NativeStates,
@@ -33,8 +35,12 @@ CASES: dict[str, tuple[Recurrence, tuple[int, ...]]] = {
     "gated delta": (GATED_DELTA, (2, 128, 128)),
     "gated delta of odd sizes": (GATED_DELTA, (3, 19, 217)),
     "gated delta of 17 values": (GATED_DELTA, (2, 8, 17)),
+    "keyed delta": (KEYED_DELTA, (2, 128, 128)),
+    "keyed delta of odd sizes": (KEYED_DELTA, (3, 19, 217)),
     "selective scan": (SELECTIVE_SCAN, (96, 16)),
     "selective scan of odd sizes": (SELECTIVE_SCAN, (53, 5)),
+    "decaying sum": (DECAYING_SUM, (96,)),
+    "decaying sum of 37 channels": (DECAYING_SUM, (37,)),
 }
 
 Cut = Callable[[np.random.Generator], Iterator[int]]
@@ -76,6 +82,8 @@ def drawn(recurrence: Recurrence, shape: tuple[int, ...], seed: int) -> tuple[li
             channels, window = shape
             weight = torch.randn(channels, window + 1, generator=fixed)
             return [weight, torch.randn(channels, generator=fixed)], [draw(channels)]
+        case _ if recurrence is DECAYING_SUM:
+            return [], [draw(*shape), -draw(*shape).abs()]
         case _ if recurrence is SELECTIVE_SCAN:
             channels, states = shape
             A = -torch.rand(shape, generator=fixed)
@@ -83,8 +91,9 @@ def drawn(recurrence: Recurrence, shape: tuple[int, ...], seed: int) -> tuple[li
         case _:
             heads, keys, values = shape
             q, k = (torch.nn.functional.normalize(draw(heads, keys), dim=-1) for _ in range(2))
-            inputs = [q, k, draw(heads, values), -draw(heads).abs()]
-            return [], [*inputs, draw(heads).sigmoid()] if recurrence is GATED_DELTA else inputs
+            decays = (heads, keys) if recurrence is KEYED_DELTA else (heads,)
+            inputs = [q, k, draw(heads, values), -draw(*decays).abs()]
+            return [], inputs if recurrence is LINEAR_ATTENTION else [*inputs, draw(heads).sigmoid()]
 
 
 class Row:

@@ -10,7 +10,9 @@ from torch import Tensor
 from intarsia.errors import InvalidSetting
 from intarsia.kernels.state import (
     CONVOLUTION,
+    DECAYING_SUM,
     GATED_DELTA,
+    KEYED_DELTA,
     LINEAR_ATTENTION,
     SELECTIVE_SCAN,
     STATE_BACKENDS,
@@ -28,12 +30,14 @@ from intarsia.kernels.transfer import Transfer
 CPU = torch.device("cpu")
 H, K, V, C, S, W = 3, 4, 6, 10, 5, 3
 
-RECURRENCES = {r.name: r for r in (CONVOLUTION, LINEAR_ATTENTION, GATED_DELTA, SELECTIVE_SCAN)}
+RECURRENCES = {r.name: r for r in (CONVOLUTION, LINEAR_ATTENTION, GATED_DELTA, KEYED_DELTA, SELECTIVE_SCAN, DECAYING_SUM)}
 STATE_SHAPES = {
     "convolution": (C, W),
     "linear_attention": (H, K, V),
     "gated_delta": (H, K, V),
+    "keyed_delta": (H, K, V),
     "selective_scan": (C, S),
+    "decaying_sum": (C,),
 }
 
 
@@ -53,6 +57,10 @@ def make_inputs(name: str, tokens: int, seed: int) -> tuple[list[Tensor], list[T
             return [], [q, k, draw(tokens, H, V), decay]
         case "gated_delta":
             return [], [q, k, draw(tokens, H, V), decay, draw(tokens, H).sigmoid()]
+        case "keyed_delta":
+            return [], [q, k, draw(tokens, H, V), -draw(tokens, H, K).abs(), draw(tokens, H).sigmoid()]
+        case "decaying_sum":
+            return [], [draw(tokens, C), -draw(tokens, C).abs()]
         case _:
             return [-draw(C, S).abs()], [draw(tokens, C), draw(tokens, C).abs(), draw(tokens, S), draw(tokens, S)]
 

@@ -38,6 +38,11 @@ REAL: dict[str, tuple[str, dict[str, Any]]] = {
                                F if n in (2, 5, 8, 10, 12, 14) else "conv" for n in range(16)]}),
     "llama-3.2-11b-vision": ("mllama_text_model", {}),
     "deepseek-v3": ("deepseek_v3", {}),
+    "kimi-linear": ("kimi_linear", {"layer_types": [*[L, L, L, F] * 6, L, L, F]}),
+    "ling-3.0-flash": ("bailing_hybrid", {}),
+    "recurrentgemma-2b": ("recurrent_gemma", {"num_key_value_heads": 1}),
+    "mamba-2.8b": ("mamba", {"hidden_size": 2560, "num_hidden_layers": 64}),
+    "zaya1-8b": ("zaya", {}),
 }  # fmt: skip
 """Known model -> model_type and what its config.json says otherwise than the class."""
 
@@ -101,7 +106,7 @@ def test_unknown_kinds_and_states_are_refused_with_what_is_known():
     with pytest.raises(UnsupportedModel, match="layers of kind 'telepathy'; known are full_attention"):
         read_layers(strange, 1, 2)
     strange.layer_types = [L] * strange.num_hidden_layers
-    with pytest.raises(UnsupportedModel, match="the states of llama are not known; known are those of bamba"):
+    with pytest.raises(UnsupportedModel, match="the states of llama are not known; known are those of bailing_hybrid"):
         read_layers(strange, 1, 2)
 
 

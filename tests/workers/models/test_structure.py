@@ -6,7 +6,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from intarsia.deploy.proof.scaled import scaled
-from intarsia.workers.models.structure import plan_by_structure
+from intarsia.workers.models.structure import cut_fused, plan_by_structure
+from intarsia.workers.tensor_parallel import TensorParallel
 
 
 def plan_of(family: str) -> dict[str, str]:
@@ -38,4 +39,41 @@ def test_mlps_without_a_gate_are_cut_too():
 
 
 def test_a_model_whose_attention_is_of_another_form_has_no_such_plan():
-    assert plan_of("gpt_neox") == {}
+    assert plan_of("gpt2") == {}
+
+
+def test_a_linear_with_a_query_a_key_and_a_value_of_each_head_in_turn_is_cut_by_its_heads():
+    plan = plan_of("persimmon")
+    layer = "model.layers.0"
+    assert plan[f"{layer}.self_attn.query_key_value"] == plan[f"{layer}.mlp.dense_h_to_4h"] == "colwise"
+    assert plan[f"{layer}.self_attn.dense"] == plan[f"{layer}.mlp.dense_4h_to_h"] == "rowwise"
+
+
+def test_norms_of_what_heads_and_mlps_give_out_are_cut_with_it():
+    plan = plan_of("bitnet")
+    layer = "model.layers.1"
+    assert plan[f"{layer}.self_attn.attn_sub_norm"] == "norm_over_ranks" == plan[f"{layer}.mlp.ffn_sub_norm"]
+
+
+def test_norms_with_numbers_for_each_head_are_cut_with_the_heads():
+    config = CONFIG_MAPPING["cohere"](use_qk_norm=True, num_key_value_heads=8)
+    small: Any = type(config).from_dict(scaled(config).fields)
+    with torch.device("meta"):
+        plan = plan_by_structure(AutoModelForCausalLM.from_config(small))
+    assert plan["model.layers.0.self_attn.q_norm"] == "colwise" == plan["model.layers.0.self_attn.k_norm"]
+
+
+def test_queries_keys_and_values_of_one_linear_are_cut_each_by_itself():
+    config = CONFIG_MAPPING["phi3"](hidden_size=64, num_attention_heads=8, num_key_value_heads=2)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    plan, style = plan_by_structure(model), cut_fused(model)["model.layers.0.self_attn.qkv_proj"]
+    assert plan["model.layers.0.self_attn.o_proj"] == "rowwise" and plan["model.layers.0.mlp.gate_up_proj"] == "packed"
+    # Of 8 query heads each of 4 ranks has two, and of 2 key-value heads two ranks have the same one.
+    parts = [TensorParallel(rank, 4).slice_of("qkv_proj", "weight", (96, 64), style, config) for rank in range(4)]
+    assert [part.ranges for part in parts if part is not None] == [
+        ((0, 16), (64, 72), (80, 88)),
+        ((16, 32), (64, 72), (80, 88)),
+        ((32, 48), (72, 80), (88, 96)),
+        ((48, 64), (72, 80), (88, 96)),
+    ]

@@ -16,7 +16,7 @@ from intarsia.proto.worker import ModelSettings
 from intarsia.tests.local import complete, make_engine
 from intarsia.workers.checkpoint.files import Checkpoint
 from intarsia.workers.models.load import load_model
-from intarsia.workers.models.weight_map import Joined, Mxfp4, Source, Stacked
+from intarsia.workers.models.weight_map import Joined, Mxfp4, Part, Source, Stacked
 from intarsia.workers.tensor_parallel import TensorParallel
 
 
@@ -55,6 +55,12 @@ def check_every_slice(source: Source, whole: Tensor) -> None:
 def test_stacked_tensors_are_read_as_one():
     parts = [torch.randn(6, 4) for _ in range(3)]
     check_every_slice(Stacked(tuple(map(Whole, parts))), torch.stack(parts))
+
+
+@pytest.mark.parametrize(("dim", "first", "last"), [(0, 2, 9), (1, 0, 3), (1, 1, 4)])
+def test_a_part_of_a_tensor_is_read_as_a_tensor_of_its_own(dim: int, first: int, last: int):
+    whole = torch.randn(11, 4)
+    check_every_slice(Part(Whole(whole), dim, first, last), whole.narrow(dim, first, last - first))
 
 
 def test_joined_tensors_are_read_as_one():

@@ -1,0 +1,123 @@
+"""Which tokens are chosen, by each way of computing it, held against the slow one."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from intarsia.kernels.token_choice import Asked, BlockRule, ChoiceBatch, cpu, plain_torch, reference
+
+WAYS = {"torch": plain_torch.choose, "cpu": cpu.choose}
+
+BLOCK_TOKENS, PAGES = 5, 40
+RULES = BlockRule(4, 3, 1), BlockRule(4, 3, 3), BlockRule(7, 2, 1), BlockRule(3, 30, 2)
+POSITIONS = [[[0], [3], [31], [44]], [list(range(19, 32))], [[7, 8, 9], [20, 21, 22]]]
+
+
+@pytest.fixture(params=WAYS)
+def choose(request: pytest.FixtureRequest) -> Callable[..., torch.Tensor]:
+    if request.param == "cpu" and not cpu.is_available():
+        pytest.skip("there is no C++ compiler")
+    return WAYS[request.param]
+
+
+def scene(
+    seed: int, positions: list[list[int]], heads: int = 8, size: int = 24, dtype: torch.dtype = torch.float32
+) -> tuple[Asked, torch.Tensor, ChoiceBatch]:
+    """positions: of the queries of each row. Bytes of no live token are NaN."""
+    print(f"seed {seed}")
+    generator = torch.Generator().manual_seed(seed)
+    rows, queries = len(positions), sum(map(len, positions))
+    width = max(max(row) for row in positions) // BLOCK_TOKENS + 1
+    pages = torch.full((PAGES, BLOCK_TOKENS + 2, size + 8), float("nan"), dtype=dtype)
+    keys = pages[:, :BLOCK_TOKENS, :size]  # strided, as behind latents
+    order = torch.randperm(PAGES - 1, generator=generator) + 1
+    table = torch.zeros(rows, width, dtype=torch.int64)
+    for n, row in enumerate(positions):
+        for block in range(max(row) // BLOCK_TOKENS + 1):
+            page, order = order[0], order[1:]
+            table[n, block] = page
+            live = min(BLOCK_TOKENS, max(row) + 1 - block * BLOCK_TOKENS)
+            keys[page, :live] = torch.randn(live, size, generator=generator).to(dtype)
+    asked = Asked(
+        torch.randn(queries, heads, size, generator=generator).to(dtype),
+        torch.randn(queries, heads, generator=generator),
+    )
+    flat = torch.tensor([position for row in positions for position in row])
+    return asked, keys, ChoiceBatch(table, flat, int(flat.max()) + 1, BLOCK_TOKENS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("most", [1, 6, 30, 64])
+@pytest.mark.parametrize("positions", POSITIONS, ids=["decode", "prompt", "prompts"])
+def test_choice_is_that_of_the_slow_way(
+    choose: Callable[..., torch.Tensor], positions: list[list[int]], most: int, dtype: torch.dtype
+):
+    asked, keys, batch = scene(most, positions, dtype=dtype)
+    assert choose(asked, keys, batch, most).tolist() == reference.choose(asked, keys, batch, most).tolist()
+
+
+@pytest.mark.parametrize("heads", [1, 3, 5, 16])
+def test_any_number_of_index_heads_is_summed(choose: Callable[..., torch.Tensor], heads: int):
+    asked, keys, batch = scene(heads, [[40], [41]], heads=heads)
+    weights = asked.weights_NI.abs() + 0.1  # of one head with a negative weight many tokens score alike: nothing
+    asked = asked._replace(weights_NI=weights)
+    best = reference.choose(asked, keys, batch, 3)
+    assert choose(asked, keys, batch, 3).tolist() == best.tolist()
+
+
+def test_a_query_chooses_all_it_sees_in_order_and_zeros_fill_its_row(choose: Callable[..., torch.Tensor]):
+    asked, keys, batch = scene(1, [[2], [9]])
+    assert choose(asked, keys, batch, 5)[0].tolist() == [0, 1, 2, 0, 0]
+
+
+def test_tiles_of_keys_do_not_change_the_choice(monkeypatch: pytest.MonkeyPatch):
+    asked, keys, batch = scene(2, [[60], [61]])
+    whole = plain_torch.choose(asked, keys, batch, 7)
+    monkeypatch.setattr(plain_torch, "MOST_PRODUCTS", 1)
+    assert plain_torch.choose(asked, keys, batch, 7).tolist() == whole.tolist()
+
+
+def test_of_tokens_that_score_alike_the_older_ones_are_chosen():
+    if not cpu.is_available():
+        pytest.skip("there is no C++ compiler")
+    asked, keys, batch = scene(3, [[50]])
+    nothing = Asked(asked.q_NIE, torch.zeros_like(asked.weights_NI))
+    assert cpu.choose(nothing, keys, batch, 4)[0].tolist() == [0, 1, 2, 3]
+
+
+def test_a_query_chooses_the_same_in_any_company():
+    if not cpu.is_available():
+        pytest.skip("there is no C++ compiler")
+    asked, keys, batch = scene(4, [list(range(20, 60))], heads=16)
+    together = cpu.choose(asked, keys, batch, 9)
+    for n in range(40):
+        alone = Asked(asked.q_NIE[n : n + 1], asked.weights_NI[n : n + 1])
+        one = ChoiceBatch(batch.table_RP, batch.positions_N[n : n + 1], 21 + n, BLOCK_TOKENS)
+        assert cpu.choose(alone, keys, one, 9).tolist() == together[n : n + 1].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("positions", POSITIONS, ids=["decode", "prompt", "prompts"])
+def test_blocks_are_chosen_as_in_the_slow_way(positions: list[list[int]], rule: BlockRule, dtype: torch.dtype):
+    asked, keys, batch = scene(rule.most, positions, dtype=dtype)
+    slow = reference.choose_blocks(asked.q_NIE, keys, batch, rule)
+    assert plain_torch.choose_blocks(asked.q_NIE, keys, batch, rule).tolist() == slow.tolist()
+
+
+def test_a_query_attends_to_the_blocks_near_it_and_its_own_ends_with_it():
+    rule = BlockRule(4, 3, 2)
+    asked, keys, batch = scene(5, [[41]], heads=2)
+    chosen = plain_torch.choose_blocks(asked.q_NIE, keys, batch, rule)
+    for head in range(2):
+        assert chosen[0, head, 4:10].tolist() == [36, 37, 38, 39, 40, 41]
+        assert chosen[0, head, 10:].tolist() == [0, 0]
+
+
+def test_tiles_of_keys_do_not_change_the_blocks(monkeypatch: pytest.MonkeyPatch):
+    asked, keys, batch = scene(6, [[60], [61]])
+    rule = BlockRule(4, 3, 1)
+    whole = plain_torch.choose_blocks(asked.q_NIE, keys, batch, rule)
+    monkeypatch.setattr(plain_torch, "MOST_PRODUCTS", 1)
+    assert plain_torch.choose_blocks(asked.q_NIE, keys, batch, rule).tolist() == whole.tolist()

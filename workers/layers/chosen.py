@@ -1,0 +1,238 @@
+"""Attention to tokens that an index chooses, for each query its own (DeepSeek-V3.2, GLM-5, A.X-K2, MiniMax-M3).
+
+A layer's index keys lie in the pages of its latents: both are needed for the same tokens, all there are, so a group of
+their own would hold the same blocks under another number. They are written with the latents. Then each query chooses
+among the index keys of its row, and what it chose is gathered side by side, a page for each query, over which the
+backend attends as over any other:
+
+    chosen by query 7     0 2 3 7         gathered    [ 0 2 3 7 ]     a row of one query, with 4 keys
+    chosen by query 8     2 3 7 8                     [ 2 3 7 8 ]
+
+A row in which no query sees more tokens than it may choose needs no choice: all of it is attended to where it lies.
+
+Where each head of keys has a choice of its own (MiniMax-M3), a query has as many pages as there are such heads.
+
+Suffixes beyond those of attention: N queries of a part    J choices of a query    K chosen tokens    I index heads
+                                    E size of an index key    C numbers of an entry
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...kernels.paged_attention import GroupBatch, GroupMeta, LayerParams, upload
+from ...kernels.token_choice import Asked, BlockRule, ChoiceBatch, choose, choose_blocks
+from ...kvcache.plan import MemoryPlan
+from ..pages import Pages
+from .attention import PagedAttention
+
+GATHERED_TOKENS = 1 << 16
+"""Of all queries of a part: 72 MiB of DeepSeek's latents in 16 bits."""
+
+
+class Kind(NamedTuple):
+    """What layers have in common for which the queries of a step are laid out in the same way."""
+
+    most: int  # tokens that a query attends to
+    choices: int = 1  # of a query: one for all heads, or one for each head of keys
+    size: int = 1  # tokens that are chosen together
+
+    def counts(self, positions: np.ndarray) -> np.ndarray:
+        """How many tokens queries attend to; the last block of each ends with the query."""
+        blocks = np.minimum(positions // self.size, self.most // self.size - 1)
+        return (blocks * self.size + positions % self.size + 1).astype(np.int32)
+
+
+class Choice:
+    """What the queries of a layer ask of its index. Layers that have none go by the choice of one before them."""
+
+    def __init__(self, kind: Kind, keys_TE: Tensor):
+        self.kind = kind
+        self.keys_TE = keys_TE  # of the new tokens
+        self.chosen: list[Tensor] = []  # [N,J,K] of each part, once the layer has attended
+
+    def choose(self, keys_PBE: Tensor, tokens: Tensor | slice, batch: ChoiceBatch) -> Tensor:
+        """[N,J,K]: positions, of some of the packed tokens."""
+        raise NotImplementedError
+
+
+class TokenChoice(Choice):
+    def __init__(self, q_TIE: Tensor, weights_TI: Tensor, keys_TE: Tensor, most: int):
+        """weights: float32"""
+        super().__init__(Kind(most), keys_TE)
+        self._q_TIE, self._weights_TI = q_TIE, weights_TI
+
+    def choose(self, keys_PBE: Tensor, tokens: Tensor | slice, batch: ChoiceBatch) -> Tensor:
+        asked = Asked(self._q_TIE[tokens], self._weights_TI[tokens])
+        return choose(asked, keys_PBE, batch, self.kind.most).unsqueeze(1)
+
+
+class BlockChoice(Choice):
+    def __init__(self, q_TJE: Tensor, keys_TE: Tensor, rule: BlockRule):
+        super().__init__(Kind(rule.most * rule.size, q_TJE.shape[1], rule.size), keys_TE)
+        self._q_TJE, self._rule = q_TJE, rule
+
+    def choose(self, keys_PBE: Tensor, tokens: Tensor | slice, batch: ChoiceBatch) -> Tensor:
+        return choose_blocks(self._q_TJE[tokens], keys_PBE, batch, self._rule)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """Queries that choose together: of one row, or one each of several rows."""
+
+    tokens: Tensor | slice  # which packed tokens they are: N
+    batch: ChoiceBatch
+    gathered: GroupMeta  # of attention over what they chose: N*J rows
+
+    def take(self, entries: Tensor, chosen_NJK: Tensor) -> Tensor:
+        """[N*J,K,heads / J,C]: what the pages [pages,tokens,heads,C] have of the chosen tokens."""
+        rows, tokens, choices = len(self.batch.table_RP), self.batch.block_tokens, chosen_NJK.shape[1]
+        blocks = (chosen_NJK // tokens).view(rows, -1)
+        pages_NJK = self.batch.table_RP.gather(1, blocks).view(chosen_NJK.shape)
+        if choices == 1:
+            return entries[pages_NJK, chosen_NJK % tokens].flatten(0, 1)
+        heads_J1 = torch.arange(choices, device=entries.device)[:, None]
+        return entries[pages_NJK, chosen_NJK % tokens, heads_J1].flatten(0, 1).unsqueeze(2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Split:
+    """The rows of a step: those that see all, and those that choose."""
+
+    whole: tuple[Tensor | slice, GroupMeta] | None
+    parts: tuple[_Part, ...]
+
+
+class ChoosingAttention(PagedAttention):
+    """Attention of a model some of whose layers attend to chosen tokens."""
+
+    _index_keys: dict[int, Tensor]
+    _batches: Sequence[GroupBatch] = ()
+    _splits: dict[tuple[int, Kind], _Split]
+
+    def use(self, pages: Pages, plan: MemoryPlan) -> None:
+        super().use(pages, plan)
+        self._index_keys = pages.beside_tokens
+
+    def forget_pages(self) -> None:
+        super().forget_pages()
+        self._index_keys = {}
+
+    def begin_step(self, batches: Sequence[GroupBatch], positions_T: Tensor) -> None:
+        super().begin_step(batches, positions_T)
+        self._batches, self._splits = batches, {}
+
+    @torch.compiler.disable
+    def attend_chosen(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        layer: int,
+        params: LayerParams,
+        choice: Choice,
+        *,
+        asks: bool = True,
+    ) -> Tensor:
+        """As `attend_packed`, to what `choice` says. asks: it is this layer's own."""
+        if self._backend is None:
+            return self.attend_packed(q_THD, k_TKD, v_TKD, layer, params)
+        place, view = self._mask_of[layer], self._views[layer]
+        meta = self._metas[place]
+        self._backend.write(view, k_TKD, v_TKD, meta)
+        if asks:
+            self._index_keys[layer][meta.token_page, meta.token_offset] = choice.keys_TE
+        out_THV = q_THD.new_empty(*q_THD.shape[:2], params.latent_values or v_TKD.shape[2])
+        split = self._split(place, choice.kind)
+        # Rows that see no more than they may choose.
+        if split.whole is not None:
+            tokens, whole = split.whole
+            out_THV[tokens] = self._attend_to(view, q_THD[tokens], params, whole, out_THV.shape[2])
+        # The others choose, unless a layer before has chosen, and attend to what is gathered.
+        if asks:
+            choice.chosen = [choice.choose(self._index_keys[layer], each.tokens, each.batch) for each in split.parts]
+        for part, chosen_NJK in zip(split.parts, choice.chosen, strict=True):
+            q_NJHD = q_THD[part.tokens].unflatten(1, (choice.kind.choices, -1))
+            entries = part.take(view, chosen_NJK)
+            found = self._attend_to(entries, q_NJHD.flatten(0, 1), params, part.gathered, out_THV.shape[2])
+            out_THV[part.tokens] = found.view(len(q_NJHD), -1, out_THV.shape[2])
+        return out_THV
+
+    def _attend_to(
+        self, entries: Tensor, q_NHD: Tensor, params: LayerParams, meta: GroupMeta, value_dim: int
+    ) -> Tensor:
+        """Over pages [pages,tokens,heads,C]. [N,H,V]"""
+        found = q_NHD.new_empty(*q_NHD.shape[:2], value_dim)
+        self.backend.attend(q_NHD.contiguous(), entries, params, meta, found)
+        return found
+
+    def _split(self, place: int, kind: Kind) -> _Split:
+        """Made once per step for all layers of a group that choose alike."""
+        split = self._splits.get((place, kind))
+        if split is None:
+            batch = _of_rows(self._batches[place])
+            whole = np.flatnonzero(batch.kv_lens <= kind.most)
+            parts = tuple(self._part(batch, *each, kind) for each in _queries_of_parts(batch, kind))
+            split = self._splits[place, kind] = _Split(self._whole(place, batch, whole), parts)
+        return split
+
+    def _whole(self, place: int, batch: GroupBatch, rows: np.ndarray) -> tuple[Tensor | slice, GroupMeta] | None:
+        if len(rows) == 0:
+            return None
+        if len(rows) == len(batch.kv_lens):
+            return slice(None), self._metas[place]
+        some = replace(
+            batch, block_table=batch.block_table[rows], query_lens=batch.query_lens[rows], kv_lens=batch.kv_lens[rows]
+        )
+        firsts = np.repeat(batch.first_token()[rows] - some.first_token(), some.query_lens)
+        tokens = upload(firsts + np.arange(len(firsts)), self._device)
+        return tokens, self.backend.prepare(some, self._device)
+
+    def _part(
+        self, batch: GroupBatch, rows: np.ndarray, tokens: np.ndarray, positions: np.ndarray, kind: Kind
+    ) -> _Part:
+        longest = int(positions.max()) + 1
+        table = batch.block_table[rows, : -(-longest // batch.block_tokens)].astype(np.int64)
+        chosen = np.repeat(kind.counts(positions), kind.choices)
+        gathered = GroupBatch(np.arange(len(chosen), dtype=np.int32)[:, None], np.ones_like(chosen), chosen, kind.most)
+        run = slice(int(tokens[0]), int(tokens[-1]) + 1)
+        return _Part(
+            tokens=run if run.stop - run.start == len(tokens) else upload(tokens, self._device),
+            batch=ChoiceBatch(
+                upload(np.ascontiguousarray(table), self._device),
+                upload(positions, self._device),
+                longest,
+                batch.block_tokens,
+            ),
+            gathered=self.backend.prepare(gathered, self._device),
+        )
+
+
+def _of_rows(batch: GroupBatch) -> GroupBatch:
+    """With a block table of its own, where the host's whole table is given."""
+    if batch.held is None:
+        return batch
+    return replace(batch, block_table=batch.block_table[batch.held.slots], held=None)
+
+
+def _queries_of_parts(batch: GroupBatch, kind: Kind) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Of rows that see more than they may choose: rows, packed tokens and their positions, as many as are gathered at
+    once."""
+    together = max(1, GATHERED_TOKENS // (kind.most * kind.choices))
+    firsts = batch.first_token()
+    chooses = batch.kv_lens > kind.most
+    # One query each of several rows.
+    single = np.flatnonzero(chooses & (batch.query_lens == 1))
+    for start in range(0, len(single), together):
+        rows = single[start : start + together]
+        yield rows, firsts[rows], batch.kv_lens[rows].astype(np.int64) - 1
+    # Several queries of one row.
+    for row in np.flatnonzero(chooses & (batch.query_lens > 1)):
+        count, end = int(batch.query_lens[row]), int(batch.kv_lens[row])
+        for start in range(0, count, together):
+            tokens = np.arange(start, min(start + together, count))
+            yield np.array([row]), firsts[row] + tokens, end - count + tokens
