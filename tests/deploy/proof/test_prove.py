@@ -45,8 +45,8 @@ def test_a_family_whose_attention_sees_what_comes_later_is_found_wrong(tmp_path:
 
 
 def test_a_family_of_unknown_layers_is_refused_in_its_own_words(tmp_path: Path):
-    verdict = prove(folder_of("deepseek_v32", tmp_path), (1,))
-    assert not verdict.is_right and "indexed_attention" in str(verdict.reason)
+    verdict = prove(folder_of("deepseek_v4", tmp_path), (1,))
+    assert not verdict.is_right and "compressed_attention" in str(verdict.reason)
 
 
 def check(model: Path) -> None:
