@@ -224,7 +224,7 @@ class TensorParallel:
     def embed_own_rows(self, module: nn.Module, whole_shape: tuple[int, ...]) -> None:
         part = self._vocab_part(whole_shape[0])
         start = self.rank * part
-        module.padding_idx = None  # a row that is not trained, as if all were there
+        module.padding_idx = None  # it counts rows of the whole vocabulary, and matters to training alone
 
         is_foreign = torch.empty(0)
 

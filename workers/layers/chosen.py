@@ -126,7 +126,6 @@ class ChoosingAttention(PagedAttention):
         super().begin_step(batches, positions_T)
         self._batches, self._splits = batches, {}
 
-    @torch.compiler.disable
     def attend_chosen(
         self,
         q_THD: Tensor,

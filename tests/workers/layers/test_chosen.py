@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from intarsia.errors import UnsupportedModel
 from intarsia.kernels.token_choice import BlockRule, ChoiceBatch, choose_blocks
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.local import complete, make_engine
@@ -40,6 +41,11 @@ def test_queries_of_a_step_may_be_gathered_in_any_number_of_parts(
         return [answer.token_ids for answer in await complete(engine, tiny(family).prompts, greedy)]
 
     assert asyncio.run(run()) == tiny(family).expected
+
+
+def test_torch_compile_is_refused(tiny: Callable):
+    with pytest.raises(UnsupportedModel, match="Start without torch_compile"):
+        asyncio.run(make_engine(tiny("deepseek_v32").path, torch_compile=True))
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
