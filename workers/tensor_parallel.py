@@ -230,7 +230,7 @@ class TensorParallel:
         embedding.padding_idx = None  # which concerns gradients alone, and may be a row of another rank
         part = self._vocab_part(whole_shape[0])
         start = self.rank * part
-        module.padding_idx = None  # a row that is not trained, as if all were there
+        module.padding_idx = None  # it counts rows of the whole vocabulary, and matters to training alone
 
         is_foreign = torch.empty(0)
         if hasattr(module, "padding_idx"):

@@ -40,7 +40,8 @@ def warm_up(runner: ModelRunner, settings: ModelSettings) -> None:
     else:
         _fuse(runner, settings)
     if model.order.is_one and model.device.type == "cuda":
-        check_sums(model.attention.backend, lambda: runner.forward(_rows()))
+        chooses = isinstance(model.attention, ChoosingAttention)
+        check_sums(model.attention.backend, lambda: runner.forward(_rows()), chooses=chooses)
     # On a CPU: how many threads compute a step, and its matrix products for each number of tokens.
     runner.threads.learn(lambda tokens: runner.forward(_rows(tokens=tokens)), longest, runner.parallel.share_from_first)
     compile_products(model.module, limits.max_num_batched_tokens, runner.use_threads_for)
@@ -184,6 +185,12 @@ def _compile(runner: ModelRunner) -> None:
     """Now, not when requests come: no, one and several tokens are different things to a compiler, and so are logits."""
     from torch._dynamo.exc import TorchDynamoException
 
+    if isinstance(runner.model.attention, ChoosingAttention):
+        raise UnsupportedModel(
+            "layers of this model attend to tokens that they choose, which is not compiled. "
+            "Start without torch_compile.",
+            field="torch_compile",
+        )
     runner.model.compile()
     one = _rows()._replace(query_lens=np.ones(1, dtype=np.int32))
     unfinished = _rows()._replace(finishes=np.zeros(1, dtype=bool))

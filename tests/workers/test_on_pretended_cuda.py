@@ -11,7 +11,7 @@ import pytest
 from intarsia.kernels.toolchain import triton as gpu
 from intarsia.tests.least_memory import least_memory
 from intarsia.tests.local import complete, make_engine
-from intarsia.tests.models import FAMILIES
+from intarsia.tests.models import FAMILIES, WITH_CHOICE
 from intarsia.tests.pretended_cuda.child import pretend
 from intarsia.tests.pretended_cuda.guard import compiler
 from intarsia.tests.pretended_cuda.scenes import VARIED
@@ -31,10 +31,11 @@ QUICK = {"gemma3", "bamba", "gpt_oss", "qwen3_next"}
 
 
 def families(quick: Set[str]) -> list[Any]:
-    """All, as parameters. Tests of a family that share a run share a process of pytest's."""
+    """All whose steps are recorded, as parameters. Tests of a family that share a run share a process of pytest's."""
     return [
         pytest.param(name, marks=[pytest.mark.xdist_group(f"pretended-{name}"), *([] if name in quick else [SLOW])])
         for name in FAMILIES
+        if name not in WITH_CHOICE
     ]
 
 
@@ -180,6 +181,18 @@ def test_tokens_are_those_of_the_oracle_when_blocks_have_waited_in_host_memory(
     assert answer["swaps"] > 0
     assert answer["tokens"] == expected(model, tokens=tokens)
     assert answer["is_all_free"]
+
+
+@pytest.mark.parametrize("family", [pytest.param(name, marks=SLOW) for name in sorted(WITH_CHOICE)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_layers_that_gather_what_they_choose_wait_no_more_than_others_though_their_steps_are_not_recorded(
+    family: str, ranks: int, tiny: Callable, pretended: Pretended
+):
+    answer = pretended(family, f"--ranks={ranks}", "--once")
+    assert answer["refusal"] == "no steps of this model are recorded"
+    assert answer["tokens"] == expected(tiny(family))
+    costs = answer["costs"]["unrecorded"]
+    assert costs["most"]["sync"] == SYNCS, costs["places"]["sync"]
 
 
 def test_tokens_drawn_in_every_way_are_those_drawn_on_a_cpu(tiny: Callable, pretended: Pretended):

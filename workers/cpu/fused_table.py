@@ -25,8 +25,9 @@ GEMMA_NORM = NormKind(offset=1.0)
 NORMS: dict[str, NormKind] = {
     **dict.fromkeys(
         (
-            "BambaRMSNorm", "DeepseekV3RMSNorm", "Exaone4RMSNorm", "FalconH1RMSNorm", "GraniteMoeHybridRMSNorm",
-            "JambaRMSNorm", "Lfm2MoeRMSNorm", "Lfm2RMSNorm", "Llama4TextRMSNorm", "LlamaRMSNorm", "MiniMaxRMSNorm",
+            "BambaRMSNorm", "DeepseekV32RMSNorm", "DeepseekV3RMSNorm", "Exaone4RMSNorm", "FalconH1RMSNorm",
+            "GlmMoeDsaRMSNorm", "GraniteMoeHybridRMSNorm", "JambaRMSNorm", "Lfm2MoeRMSNorm", "Lfm2RMSNorm",
+            "Llama4TextRMSNorm", "LlamaRMSNorm", "MiniMaxRMSNorm",
             "Ministral3RMSNorm", "MinistralRMSNorm", "MistralRMSNorm", "MllamaTextRMSNorm", "Qwen3RMSNorm",
             "SmolLM3RMSNorm", "Zamba2RMSNorm",
         ),
@@ -63,8 +64,9 @@ class GatedMLP(NamedTuple):
 GATED_MLPS: dict[str, GatedMLP] = {
     **dict.fromkeys(
         (
-            "BambaMLP", "Cohere2MLP", "DeepseekV3MLP", "Exaone4MLP", "Gemma2MLP", "Gemma3MLP", "Gemma4TextMLP",
-            "JambaMLP", "LlamaMLP", "Ministral3MLP", "MinistralMLP", "MistralMLP", "MllamaTextMLP", "Olmo3MLP",
+            "BambaMLP", "Cohere2MLP", "DeepseekV32MLP", "DeepseekV3MLP", "Exaone4MLP", "Gemma2MLP", "Gemma3MLP",
+            "Gemma4TextMLP", "GlmMoeDsaMLP", "JambaMLP", "LlamaMLP", "Ministral3MLP", "MinistralMLP", "MistralMLP",
+            "MllamaTextMLP", "Olmo3MLP",
             "Qwen3MLP", "Qwen3NextMLP", "Qwen3_5MLP", "Qwen3_5MoeMLP", "SmolLM3MLP",
         ),
         GatedMLP(),
@@ -129,8 +131,9 @@ class DecoderLayerKind(NamedTuple):
 DECODER_LAYERS: dict[str, DecoderLayerKind] = {
     **dict.fromkeys(
         (
-            "DeepseekV3DecoderLayer", "GptOssDecoderLayer", "LlamaDecoderLayer", "Ministral3DecoderLayer",
-            "MinistralDecoderLayer", "MistralDecoderLayer", "MllamaSelfAttentionDecoderLayer", "Qwen3DecoderLayer",
+            "DeepseekV32DecoderLayer", "DeepseekV3DecoderLayer", "GptOssDecoderLayer", "LlamaDecoderLayer",
+            "Ministral3DecoderLayer", "MinistralDecoderLayer", "MistralDecoderLayer",
+            "MllamaSelfAttentionDecoderLayer", "Qwen3DecoderLayer",
             "SmolLM3DecoderLayer",
         ),
         DecoderLayerKind(),

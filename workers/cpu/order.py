@@ -109,14 +109,16 @@ class _OtherSums(TorchDispatchMode):
         return out
 
 
-def check_sums(attention: Backend, forward: Callable[[], object]) -> None:
-    """Run a step of a model that is to keep the order on a GPU.
+def check_sums(attention: Backend, forward: Callable[[], object], *, chooses: bool = False) -> None:
+    """Run a step of a model that is to keep the order on a GPU. chooses: some layers attend to tokens that they choose
 
     Raises `InvalidSetting` if its attention does not, or if some of it is summed by torch, whose order depends on how
     many rows there are
     """
     if not attention.capabilities.one_order:
         raise _refused(f"attention backend '{attention.name}' cuts its sums by what rows a step has")
+    if chooses:  # among more tokens than the step at hand has
+        raise _refused("layers of this model choose tokens by torch's products, whose sums depend on a step's rows")
     with _OtherSums() as seen:
         forward()
     if seen.names:

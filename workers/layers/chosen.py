@@ -126,7 +126,6 @@ class ChoosingAttention(PagedAttention):
         super().begin_step(batches, positions_T)
         self._batches, self._splits = batches, {}
 
-    @torch.compiler.disable
     def attend_chosen(
         self,
         q_THD: Tensor,
@@ -198,7 +197,8 @@ class ChoosingAttention(PagedAttention):
         longest = int(positions.max()) + 1
         table = batch.block_table[rows, : -(-longest // batch.block_tokens)].astype(np.int64)
         chosen = np.repeat(kind.counts(positions), kind.choices)
-        gathered = GroupBatch(np.arange(len(chosen), dtype=np.int32)[:, None], np.ones_like(chosen), chosen, kind.most)
+        own_pages = np.arange(len(chosen), dtype=np.int32).reshape(-1, 1)
+        gathered = GroupBatch(own_pages, np.ones_like(chosen), chosen, kind.most)
         run = slice(int(tokens[0]), int(tokens[-1]) + 1)
         return _Part(
             tokens=run if run.stop - run.start == len(tokens) else upload(tokens, self._device),

@@ -43,6 +43,7 @@ REAL: dict[str, tuple[str, dict[str, Any]]] = {
     "recurrentgemma-2b": ("recurrent_gemma", {"num_key_value_heads": 1}),
     "mamba-2.8b": ("mamba", {"hidden_size": 2560, "num_hidden_layers": 64}),
     "zaya1-8b": ("zaya", {}),
+    "deepseek-v3.2": ("deepseek_v32", {}),
 }  # fmt: skip
 """Known model -> model_type and what its config.json says otherwise than the class."""
 
@@ -71,6 +72,20 @@ def test_head_sizes_may_differ_between_layers():
     layers = read_layers(config("gemma4_text"), 1, 2)
     assert {layer.key_dim for layer in layers if layer.reach.kind == "full"} == {512}
     assert {layer.key_dim for layer in layers if layer.reach.kind == "sliding"} == {256}
+
+
+def test_layers_that_choose_keep_an_index_key_beside_the_latent_and_those_that_go_by_another_choice_do_not():
+    kinds = ["full", "full", "shared"] * 26
+    layers = read_layers(config("glm_moe_dsa", indexer_types=kinds), 2, 2)
+    assert [layer.extra_token_bytes for layer in layers] == [256, 256, 0] * 26
+    assert {layer.token_bytes - layer.extra_token_bytes for layer in layers} == {2 * (512 + 64)}
+    assert {layer.reach.kind for layer in layers} == {"full"}
+
+
+def test_layers_that_choose_blocks_keep_an_index_key_beside_keys_and_values():
+    kinds = [F, "minimax_m3_sparse"] * 30
+    layers = read_layers(config("minimax_m3_vl_text", layer_types=kinds), 2, 2)
+    assert [(layer.kv_heads, layer.extra_token_bytes) for layer in layers] == [(2, 0), (2, 256)] * 30
 
 
 def test_blocks_without_a_cache_keep_nothing():

@@ -102,6 +102,12 @@ def test_attention_that_cuts_its_sums_by_the_step_refuses_the_same_bits_on_a_gpu
         check_sums(backend, lambda: None)
 
 
+def test_layers_that_choose_tokens_refuse_the_same_bits_on_a_gpu():
+    able: Any = SimpleNamespace(name="triton", capabilities=TritonBackend.capabilities)
+    with pytest.raises(InvalidSetting, match="choose tokens by torch's products"):
+        check_sums(able, lambda: None, chooses=True)
+
+
 def test_several_ranks_on_gpus_are_refused_the_same_bits():
     with pytest.raises(InvalidSetting, match="2 ranks add up what each has"):
         sum_order(torch.bfloat16, torch.device("cuda"), same_bits=True, ranks=2)
