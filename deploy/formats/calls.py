@@ -73,7 +73,7 @@ class CallsReader:
             found = yield from self._cursor.match((*opens, *ends))
             if found is None and not self.count:
                 yield from self._noise()
-                found = yield from self._cursor.match((*opens, *ends))
+                found = yield from self._cursor.match(opens)
             if found is None:
                 if not self.count:
                     raise NotACall

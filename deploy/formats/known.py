@@ -607,7 +607,10 @@ SOLAR = Format(
         ),
     ),
     (Thoughts("<|think|>", "<|end|>"),),
-    wrappers=(Wrapper("<|begin|>assistant<|content|>", "<|end|>", is_always=True),),
+    wrappers=(
+        Wrapper("<|begin|>assistant", "<|end|>", is_always=True),
+        Wrapper("<|content|>", "<|end|>", is_always=True),
+    ),
     stops=("<|end|>", "<|calls|>", "<|flush|>"),
     signs=("<|tool_call:begin|>",),
     thought_aliases=("solar_open",),

@@ -18,17 +18,12 @@ class StopGate:
         self._text += text
         if not self._stops:
             return self._take(len(self._text))
-        end = self._before_stops(len(self._text) - self._beginning())
-        return self._take(end)
+        size = len(self._text)
+        return self._take(min(self._before_stops(size), self._before_stops(size - self._beginning())))
 
     def rest(self) -> tuple[str, list[int]]:
         """The text that was kept back and is no stop token. The answer has ended."""
-        end = self._before_stops(len(self._text))
-        if end == len(self._text):
-            # Half a token is text, also behind whole ones.
-            return self._take(end)
-        self._text = self._text[:end]
-        return self._take(end)
+        return self._take(self._before_stops(len(self._text)))
 
     def _before_stops(self, end: int) -> int:
         """The place behind which there are only stop tokens, and white space between them."""
