@@ -9,6 +9,9 @@ between them. `parser.py` reads an answer by it, and `grammar.py` makes an answe
 from dataclasses import dataclass, field
 from typing import Literal
 
+NAMED_ID = "functions.{name}:{count}"
+"""The id of a call where it is the tool's name and the count of calls in the conversation before it."""
+
 NAME_KEYS = ("name", "tool_name", "function_name")
 ARGUMENT_KEYS = ("arguments", "parameters", "args")
 
@@ -137,7 +140,9 @@ class Format:
     calls: tuple[Calls, ...] = ()  # the first is the one that the template writes; the others are understood
     thoughts: tuple[Thoughts, ...] = ()
     wrappers: tuple[Wrapper, ...] = ()
-    stops: tuple[str, ...] = ()  # at the end of an answer
+    stops: tuple[str, ...] = ()  # at the end of an answer, or of calls that an answer ends with
+    has_named_ids: bool = False  # whether its ids are as `NAMED_ID`
+    id_chars: int = 0  # how many letters and digits the template wants in the id of a call; 0: any id will do
     kind: Literal["marked", "channels"] = "marked"  # which parser: the common one, or that of `harmony.py`
     signs: tuple[str, ...] = ()  # texts that a template of it has, all of them
     aliases: tuple[str, ...] = ()  # other names, those of other servers

@@ -95,9 +95,7 @@ def _header(reading: Reading, body: NamedJson) -> Steps[tuple[str, str]]:
     ends = tuple(mark for mark in (*body.ends, body.id_mark) if mark)
     others = () if body.ends and body.id_mark == "" else ("{", *reading.calls.opens, reading.calls.close)
     try:
-        header, mark = yield from reading.cursor.up_to(
-            (*ends, *(each for each in others if each)), LONGEST_NAME_CHARS
-        )
+        header, mark = yield from reading.cursor.up_to((*ends, *(each for each in others if each)), LONGEST_NAME_CHARS)
     except CutOff:
         name = reading.cursor.text[reading.cursor.at :].strip()
         if not others or name not in reading.schemas:

@@ -38,6 +38,7 @@ BARE_PYTHONIC = Calls(Pythonic(), is_known_only=True)
 GPT_OSS = Format(
     "harmony",
     kind="channels",
+    stops=("<|call|>", "<|return|>"),
     signs=("<|channel|>", "<|message|>", "<|start|>"),
     aliases=("openai", "gpt-oss", "gpt_oss"),
     thought_aliases=("openai_gptoss", "gptoss", "openai", "gpt-oss"),
@@ -112,6 +113,7 @@ MISTRAL = Format(
     ),
     (Thoughts("[THINK]", "[/THINK]", is_anywhere=True), THINK),
     stops=("</s>",),
+    id_chars=9,
     signs=("[TOOL_CALLS]",),
     aliases=("mistral-v3", "mistral-v11", "mistral_v11", "ministral", "magistral"),
     thought_aliases=("mistral", "magistral"),
@@ -256,6 +258,7 @@ KIMI_K2 = Format(
     ),
     (THINK, Thoughts("◁think▷", "◁/think▷")),
     stops=("<|im_end|>",),
+    has_named_ids=True,
     signs=("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
     aliases=("kimi-k2", "kimi_k25"),
     thought_aliases=("kimi_k2",),
@@ -291,9 +294,7 @@ KIMI_K3 = Format(
     thought_aliases=("kimi_k3",),
 )
 
-_GLM_BODY = Tagged(
-    key_open="<arg_key>", key_end="</arg_key>", value_open="<arg_value>", value_close="</arg_value>"
-)
+_GLM_BODY = Tagged(key_open="<arg_key>", key_end="</arg_key>", value_open="<arg_value>", value_close="</arg_value>")
 
 GLM = Format(
     "glm47",
@@ -611,7 +612,7 @@ SOLAR = Format(
         Wrapper("<|begin|>assistant", "<|end|>", is_always=True),
         Wrapper("<|content|>", "<|end|>", is_always=True),
     ),
-    stops=("<|end|>", "<|calls|>", "<|flush|>"),
+    stops=("<|calls|>", "<|flush|>"),
     signs=("<|tool_call:begin|>",),
     thought_aliases=("solar_open",),
 )

@@ -44,8 +44,14 @@ class Parser:
         self._strips = False  # whether white space before the next words is no part of them
         self._is_wrapped = False  # whether what is said stands between the markers of a wrapper
         self._section_close = ""  # of calls that broke off: a marker all the same
+        self._is_thinking = False
         self._steps = self._run()
         self._go_on()
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the answer has come to a thought that has not ended yet."""
+        return self._is_thinking
 
     def push(self, text: str, marks: Iterable[int] = ()) -> list[Event]:
         """More text. marks: places in it where special tokens begin. Returns what is certain by now."""
@@ -96,7 +102,7 @@ class Parser:
     def _thoughts(self, form: Thoughts) -> Steps[None]:
         """Up to the marker that ends them, or to a call, if no such marker follows it."""
         cursor = self._cursor
-        self._space = ""
+        self._space, self._is_thinking = "", True
         yield from cursor.skip_space()
         yield from cursor.match((form.open,))
         if form.label:
@@ -116,7 +122,7 @@ class Parser:
                 break
             elif (yield from self._ends_thoughts(form, marker)):
                 break
-        self._space, self._strips = "", True
+        self._space, self._strips, self._is_thinking = "", True, False
 
     def _ends_thoughts(self, form: Thoughts, marker: str) -> Steps[bool]:
         """Does a call begin at a marker within thoughts? It does where the thoughts are never closed behind it. Until

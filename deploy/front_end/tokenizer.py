@@ -25,6 +25,9 @@ MAX_TEMPLATE_CHARS = 2**20
 LONG_DECODING_TOKENS = 1024
 """For more tokens, the tokenizer is called in a way that takes longer for few and lets other threads run meanwhile."""
 
+ENDING_TOKENS = 32
+"""Of a prompt, in which its beginning of a thought is."""
+
 VARIABLES_THAT_ARE_PARAMETERS = {"documents", "reasoning_effort"}
 """Variables of templates that are not passed as such: `apply_chat_template` has parameters of these names, and hands
 them on."""
@@ -136,6 +139,27 @@ class Tokenizer:
     def has_chat(self) -> bool:
         """Whether conversations can become a prompt."""
         return bool(self._fast.chat_template) or self._has_chat_of_its_own
+
+    @property
+    def template(self) -> str | None:
+        """The text of the chat template, that for tools where there are several. None: there is none."""
+        if not self._fast.chat_template or self._has_chat_of_its_own:
+            return None
+        several = self._fast.chat_template
+        if isinstance(several, str):
+            return several
+        return several.get("tool_use") or several.get("default")
+
+    def special_tokens_of(self, texts: Sequence[str]) -> dict[int, str]:
+        """Those of the texts that are one token each, added to the vocabulary, by token."""
+        added = getattr(self._fast, "added_tokens_decoder", None) or {}
+        wanted = frozenset(texts)
+        return {token: text for token, each in added.items() if (text := str(getattr(each, "content", each))) in wanted}
+
+    def ending(self, token_ids: Sequence[int]) -> str:
+        """The text of the last tokens, special ones too."""
+        last = list(token_ids[-ENDING_TOKENS:])
+        return self._fast.decode(last, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens the model wants in front unless said otherwise. Raises `InvalidRequest`

@@ -2,11 +2,14 @@
 
 import contextlib
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import NamedTuple
 
 from ...errors import InvalidRequest
 from ...proto.reply import Delta
+from ...proto.request import SamplingParams
 from ..front_end.front_end import Asked, FrontEnd
+from .answer_reader import AnswerReader, CallIds, Said
 from .answers import Counter, pieces
 from .protocol import ChatRequest
 from .requests import (
@@ -22,7 +25,7 @@ from .requests import (
     truncated,
     turns_aside,
 )
-from .tools import CallPiece, CallReader, naming_tools, tool_use
+from .tools import CallPiece, naming_tools, tool_use
 
 
 class AnswerPart(NamedTuple):
@@ -32,6 +35,7 @@ class AnswerPart(NamedTuple):
     text: str  # without what is a call
     calls: list[CallPiece]
     has_called: bool = False  # with these pieces or earlier ones
+    thoughts: str = ""  # before what is said and called
 
     @property
     def finish_reason(self) -> str | None:
@@ -93,7 +97,15 @@ class Conversation:
         form = self._use.form if self._use else None
         bad = await bad_token_ids(front_end, body.bad_words)
         sampling = sampling_of(body, front_end.info, max_tokens, logprobs, form, bad, shape_of(front_end))
-        self._asked = Asked(prompt, sampling, images, options, self._request_id)
+        sampling = self._with_ends(sampling)
+        self._asked = Asked(prompt, sampling, images, options, self._request_id, front_end.answer_format.markers)
+
+    def _with_ends(self, sampling: SamplingParams) -> SamplingParams:
+        """An answer ends where its format says so: with a call, too, which not every model's end tokens tell."""
+        ends = self.front_end.answer_format.ends.keys() - {*self.front_end.info.eos_token_ids}
+        if sampling.ignore_eos or not ends:
+            return sampling
+        return replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *sorted(ends)))
 
     @property
     def asked(self) -> Asked:
@@ -107,19 +119,35 @@ class Conversation:
 
     async def parts(self, counter: Counter, *, is_streaming: bool) -> AsyncGenerator[AnswerPart, None]:
         """The pieces of all answers in one stream. Counts them."""
-        readers = [CallReader(self._use) for _ in range(self.asked.sampling.n)] if self._use else None
+        readers = self._readers()
         is_single = self._body.parallel_tool_calls is False
         with in_own_words(self._body), naming_tools(self._use) if self._use else contextlib.nullcontext():
             async for piece in pieces(self.front_end, [self.asked], is_streaming=is_streaming):
                 counter.add(piece)
-                if readers is None:
-                    yield AnswerPart(piece.delta, piece.text, [])
-                    continue
                 reader = readers[piece.delta.answer]
-                text, calls = reader.push(piece.text)
+                was_thinking, said = reader.is_thinking, reader.push(piece.text)
                 if piece.delta.finish_reason is not None:
-                    rest, last = reader.finish()
-                    text, calls = text + rest, calls + last
-                if is_single:
-                    calls = [call for call in calls if call.place == 0]
-                yield AnswerPart(piece.delta, text, calls, reader.has_called)
+                    rest = reader.finish()
+                    said = Said(said.thoughts + rest.thoughts, said.text + rest.text, said.calls + rest.calls)
+                counter.add_thoughts(await self._thought_tokens(piece.delta, said, was_thinking and reader.is_thinking))
+                calls = [call for call in said.calls if call.place == 0] if is_single else said.calls
+                yield AnswerPart(piece.delta, said.text, calls, reader.has_called, said.thoughts)
+
+    def _readers(self) -> list[AnswerReader]:
+        """One for each answer."""
+        asked, served, tokenizer = self.asked, self.front_end.answer_format, self.front_end.tokenizer
+        sampling = asked.sampling
+        is_formed = any(form is not None for form in (sampling.json_schema, sampling.regex, sampling.choice))
+        prompt_end = tokenizer.ending(asked.prompt) if tokenizer is not None and served.form is not None else ""
+        ids = CallIds(served, self._body.messages)
+        return [AnswerReader(served, self._use, prompt_end, is_formed=is_formed, ids=ids) for _ in range(sampling.n)]
+
+    async def _thought_tokens(self, delta: Delta, said: Said, is_all: bool) -> int:
+        """How many of a piece's tokens are thoughts. Where it holds other tokens as well, the text tells, as the
+        tokenizer cuts it."""
+        if is_all:
+            return len(delta.token_ids)
+        if not said.thoughts:
+            return 0
+        tokens = await self.front_end.encode(said.thoughts, add_special_tokens=False, only_counted=True)
+        return min(len(tokens), len(delta.token_ids))

@@ -31,7 +31,9 @@ def main(folder: str) -> int:
         own["cases"] += 1
         if worst is not None:
             modes = ", ".join(mode for mode, said in found.items() if said == worst)
-            differences.append(f"{case.id} ({case.form.name if case.form else 'unknown format'}; {modes})\n        {worst}")
+            differences.append(
+                f"{case.id} ({case.form.name if case.form else 'unknown format'}; {modes})\n        {worst}"
+            )
     for line in differences:
         print(line)
     _print_counts(counts, families)
@@ -71,9 +73,7 @@ def read(case: Case) -> Iterator[tuple[str, str]]:
 
 def _outcome(case: Case, pieces: Sequence[Token], single_tokens: Sequence[str]) -> Outcome:
     assert case.form is not None
-    parser = parser_of(
-        case.form, case.tools, prompt_end=case.given.get("prompt_end", ""), single_tokens=single_tokens
-    )
+    parser = parser_of(case.form, case.tools, prompt_end=case.given.get("prompt_end", ""), single_tokens=single_tokens)
     events: list[Event] = []
     for piece in pieces:
         events += parser.push(piece.text, (0,) if piece.is_special else ())

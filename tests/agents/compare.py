@@ -136,7 +136,7 @@ def _closed(text: str) -> dict[str, Any] | None:
     """Cut arguments with what closes them. None: they are the beginning of no object."""
     if not text.strip():
         return {}
-    for end in ("", '"}', "}", '": null}', ' null}', "]}", '"]}', "}}", '"}}'):
+    for end in ("", '"}', "}", '": null}', " null}", "]}", '"]}', "}}", '"}}'):
         try:
             found = json.loads(text.rstrip().rstrip(",") + end)
         except ValueError:

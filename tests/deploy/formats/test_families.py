@@ -108,7 +108,8 @@ WRITTEN = [  # format, end of the prompt, output, reasoning, content, calls
         "<|END_ACTION|><|END_OF_TURN_TOKEN|>",
         "Oak.", "", [SAW, LOOK],
     ),
-    ("cohere", "", "<|START_THINKING|>Oak.<|END_THINKING|><|START_RESPONSE|>Done.<|END_RESPONSE|>", "Oak.", "Done.", []),
+    ("cohere", "", "<|START_THINKING|>Oak.<|END_THINKING|><|START_RESPONSE|>Done.<|END_RESPONSE|>",
+     "Oak.", "Done.", []),
     (
         "command_r", "",
         'Action: ```json\n[\n    {\n        "tool_name": "saw",\n        "parameters": {"wood": "oak", "cm": 3}\n    }\n]'
