@@ -17,9 +17,6 @@ from .typed import Schema
 class Reads(Protocol):
     """What reads an answer."""
 
-    @property
-    def is_thinking(self) -> bool: ...
-
     def push(self, text: str, marks: Iterable[int] = ()) -> list[Event]: ...
 
     def finish(self) -> list[Event]: ...

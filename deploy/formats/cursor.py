@@ -151,13 +151,14 @@ class Cursor:
         return len(self.text)
 
     def _counts(self, marker: str, place: int) -> bool:
-        return not self._begins_with_token(marker) or place in self._marks
+        return not self.begins_with_token(marker) or place in self._marks
 
     def _may_count(self, marker: str, place: int) -> bool:
         """A single token comes as a whole: its beginning alone is text."""
-        return not self._begins_with_token(marker) or place in self._marks
+        return not self.begins_with_token(marker) or place in self._marks
 
-    def _begins_with_token(self, marker: str) -> bool:
+    def begins_with_token(self, marker: str) -> bool:
+        """Whether a marker is a single token, or begins with one."""
         found = self._begins.get(marker)
         if found is None:
             found = self._begins[marker] = any(map(marker.startswith, self._single_tokens))

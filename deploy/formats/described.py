@@ -22,8 +22,18 @@ class Thoughts:
 
     open: str
     close: str
+    also_open: tuple[str, ...] = ()  # other spellings
+    also_close: tuple[str, ...] = ()
     label: str = ""  # that may stand behind `open`, and belongs to it
     is_anywhere: bool = False  # whether they may come behind words as well
+
+    @property
+    def opens(self) -> tuple[str, ...]:
+        return (self.open, *self.also_open)
+
+    @property
+    def closes(self) -> tuple[str, ...]:
+        return (self.close, *self.also_close)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +163,7 @@ class Format:
         """All texts that are no words of an answer, longest first. Some are single tokens."""
         found: list[str] = [*self.stops]
         for thoughts in self.thoughts:
-            found += [thoughts.open, thoughts.close]
+            found += [*thoughts.opens, *thoughts.closes]
         for wrapper in self.wrappers:
             found += [wrapper.open, wrapper.close]
         for calls in self.calls:

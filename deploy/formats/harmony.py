@@ -58,14 +58,8 @@ class Harmony:
         self._prompt_end = prompt_end
         self._told: list[Event] = []
         self._has_told: set[type] = set()  # kinds of text that were told: two messages are two lines
-        self._is_thinking = False
         self._steps = self._run()
         self._go_on()
-
-    @property
-    def is_thinking(self) -> bool:
-        """Whether the answer has come to a message of thoughts that has not ended yet."""
-        return self._is_thinking
 
     def push(self, text: str, marks: Iterable[int] = ()) -> list[Event]:
         self._cursor.feed(text, marks)
@@ -183,7 +177,6 @@ class Harmony:
     def _text(self, kind: type[Thought] | type[Words]) -> Steps[None]:
         """The text of a message."""
         cursor = self._cursor
-        self._is_thinking = kind is Thought
         separator = "\n" if kind in self._has_told else ""
         while True:
             place, mark = cursor.find((*ENDS, NEXT))
@@ -194,7 +187,6 @@ class Harmony:
             cursor.at = place
             if mark is not None:
                 cursor.at += len(mark) if mark in ENDS else 0
-                self._is_thinking = False
                 return
             yield from cursor.more()
 

@@ -31,7 +31,7 @@ XML_CALLS = Calls(
     close="</function>",
     section_close="</tool_call>",
 )
-LLAMA_JSON = JsonCall(arguments_key="parameters", needs_arguments=True)
+LLAMA_JSON = JsonCall(arguments_key="parameters", is_list=True, needs_arguments=True)
 BARE_JSON = Calls(LLAMA_JSON, is_known_only=True)
 BARE_PYTHONIC = Calls(Pythonic(), is_known_only=True)
 
@@ -211,13 +211,20 @@ FUNCTION_GEMMA = Format(
     signs=("<start_function_call>",),
 )
 
+GRANITE_SENTENCES = Thoughts(
+    "Here is my thought process:",
+    "Here is my response:",
+    also_open=("Here's my thought process:",),
+    also_close=("Here's my response:",),
+)
+
 GRANITE3 = Format(
     "granite",
     (
         Calls(JSON_LIST, open="<|tool_call|>", also_open=("<tool_call>",), close="</tool_call>"),
         Calls(JsonCall(), open="<function_call>"),
     ),
-    (THINK, Thoughts("Here is my thought process:", "Here is my response:")),
+    (THINK, GRANITE_SENTENCES),
     wrappers=(Wrapper("<response>", "</response>"),),
     stops=("<|end_of_text|>",),
     signs=("<|start_of_role|>", "<|tool_call|>"),
@@ -244,18 +251,21 @@ NEMOTRON = Format(
     thought_aliases=("nemotron",),
 )
 
+
+def _kimi(section: str) -> Calls:
+    return Calls(
+        NamedJson(ends=("<|tool_call_argument_begin|>",), id_pattern=r"(?:functions\.)?(.+):\d+"),
+        section_open=f"<|{section}_begin|>",
+        open="<|tool_call_begin|>",
+        close="<|tool_call_end|>",
+        section_close=f"<|{section}_end|>",
+        has_own_ids=True,
+    )
+
+
 KIMI_K2 = Format(
     "kimi_k2",
-    (
-        Calls(
-            NamedJson(ends=("<|tool_call_argument_begin|>",), id_pattern=r"(?:functions\.)?(.+):\d+"),
-            section_open="<|tool_calls_section_begin|>",
-            open="<|tool_call_begin|>",
-            close="<|tool_call_end|>",
-            section_close="<|tool_calls_section_end|>",
-            has_own_ids=True,
-        ),
-    ),
+    (_kimi("tool_calls_section"), _kimi("tool_call_section")),
     (THINK, Thoughts("◁think▷", "◁/think▷")),
     stops=("<|im_end|>",),
     has_named_ids=True,

@@ -44,14 +44,8 @@ class Parser:
         self._strips = False  # whether white space before the next words is no part of them
         self._is_wrapped = False  # whether what is said stands between the markers of a wrapper
         self._section_close = ""  # of calls that broke off: a marker all the same
-        self._is_thinking = False
         self._steps = self._run()
         self._go_on()
-
-    @property
-    def is_thinking(self) -> bool:
-        """Whether the answer has come to a thought that has not ended yet."""
-        return self._is_thinking
 
     def push(self, text: str, marks: Iterable[int] = ()) -> list[Event]:
         """More text. marks: places in it where special tokens begin. Returns what is certain by now."""
@@ -81,7 +75,9 @@ class Parser:
         """Thoughts that the prompt has begun, or that the answer begins with."""
         thoughts = self._form.thoughts
         for each in thoughts:
-            if self._prompt_end.endswith((each.open.rstrip(), (each.open + each.label).rstrip())):
+            if self._prompt_end.endswith(
+                tuple((open + end).rstrip() for open in each.opens for end in ("", each.label))
+            ):
                 yield from self._thoughts(each)
                 return
         if not thoughts:
@@ -89,8 +85,8 @@ class Parser:
         cursor = self._cursor
         cursor.keep()
         yield from cursor.skip_space()
-        opens = {each.open: each for each in thoughts}
-        found = yield from cursor.match((*opens, *(each.close for each in thoughts)))
+        opens = {mark: each for each in thoughts for mark in each.opens}
+        found = yield from cursor.match((*opens, *(mark for each in thoughts for mark in each.closes)))
         if found is None:
             cursor.go_back()
         cursor.forget()
@@ -102,27 +98,27 @@ class Parser:
     def _thoughts(self, form: Thoughts) -> Steps[None]:
         """Up to the marker that ends them, or to a call, if no such marker follows it."""
         cursor = self._cursor
-        self._space, self._is_thinking = "", True
+        self._space = ""
         yield from cursor.skip_space()
-        yield from cursor.match((form.open,))
+        yield from cursor.match(form.opens)
         if form.label:
             yield from cursor.match((form.label,))
         yield from cursor.skip_space()
-        openers = self._openers(is_marked=True)
+        openers = self._openers_in_thoughts()
         while True:
-            place, marker = cursor.find((form.close, *openers))
+            place, marker = cursor.find((*form.closes, *openers))
             self._tell(Thought, cursor.text[cursor.at : place])
             cursor.at = place
             if marker is None:
                 if cursor.has_ended:
                     break
                 yield
-            elif marker == form.close:
+            elif marker in form.closes:
                 cursor.at += len(marker)
                 break
             elif (yield from self._ends_thoughts(form, marker)):
                 break
-        self._space, self._strips, self._is_thinking = "", True, False
+        self._space, self._strips = "", True
 
     def _ends_thoughts(self, form: Thoughts, marker: str) -> Steps[bool]:
         """Does a call begin at a marker within thoughts? It does where the thoughts are never closed behind it. Until
@@ -139,7 +135,7 @@ class Parser:
             cursor.at += len(marker)
             return False
         while True:
-            place, close = cursor.find((form.close,))
+            place, close = cursor.find(form.closes)
             cursor.at = place
             if close is not None or cursor.has_ended:
                 break
@@ -158,7 +154,7 @@ class Parser:
     def _content(self) -> Steps[None]:
         cursor, form = self._cursor, self._form
         wrappers = {mark: each for each in form.wrappers for mark in (each.open, each.close)}
-        thoughts = {each.open: each for each in form.thoughts if each.is_anywhere}
+        thoughts = {mark: each for each in form.thoughts if each.is_anywhere for mark in each.opens}
         openers = self._openers()
         while True:
             closes = (self._section_close,) if self._section_close else ()
@@ -192,10 +188,17 @@ class Parser:
         self._strips = self._strips or self._is_wrapped
         return self._is_wrapped
 
-    def _openers(self, *, is_marked: bool = False) -> tuple[str, ...]:
+    def _openers(self) -> tuple[str, ...]:
         """Texts at which calls may begin."""
-        calls = [each for each in self._calls if each.is_marked or not is_marked]
-        return tuple(dict.fromkeys(mark for each in calls for mark in each.opens))
+        return tuple(dict.fromkeys(mark for each in self._calls for mark in each.opens))
+
+    def _openers_in_thoughts(self) -> tuple[str, ...]:
+        """Those among thoughts: markers, and special tokens alone where calls have some."""
+        found: dict[str, None] = {}
+        for calls in self._calls:
+            tokens = [mark for mark in calls.opens if self._cursor.begins_with_token(mark)]
+            found |= dict.fromkeys((tokens or calls.opens) if calls.is_marked else ())
+        return tuple(found)
 
     def _block(self, marker: str) -> Steps[bool]:
         """Calls that begin at a marker. False: there are none, and the cursor is where it was."""

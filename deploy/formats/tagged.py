@@ -134,7 +134,7 @@ class TaggedReader:
                 cursor.at = place
                 yield from cursor.more()
                 continue
-            is_own = mark.endswith(body.value_close)
+            is_own = mark in (body.value_close, f"\n{body.value_close}")
             if (yield from self._ends_value(place - cursor.at, mark, is_own)):
                 place, _ = cursor.find(ends)
                 write(cursor.text[cursor.at : place])
@@ -145,12 +145,11 @@ class TaggedReader:
             cursor.at = place + len(mark)
 
     def _value_ends(self) -> tuple[str, ...]:
-        """Marks at which a value may end: its own, and those behind it where they begin a line."""
-        body, calls = self._body, self._reading.calls
+        """Marks at which a value may end: its own, and those that end the call or begin the next argument."""
+        body, close = self._body, self._body.end or self._reading.calls.close
         if not body.is_lined:
-            return (body.value_close,)
-        others = (body.key_open, calls.close)
-        return (body.value_close, f"\n{body.value_close}", *(f"\n{mark}" for mark in others if mark))
+            return (body.value_close, close)
+        return (body.value_close, close, *(f"\n{mark}" for mark in (body.value_close, close, body.key_open)))
 
     def _ends_value(self, before: int, mark: str, is_own: bool) -> Steps[bool]:
         """Does the value end at a mark that stands so many characters before it? What follows it decides."""
@@ -166,8 +165,10 @@ class TaggedReader:
         elif mark == f"\n{self._body.key_open}":
             ends = True
         else:
-            yield from cursor.skip_space()
-            ends = (not calls.section_close) or (yield from cursor.match((calls.section_close,))) is not None
+            char = yield from cursor.skip_space()
+            others = (calls.close, calls.section_close, calls.open, calls.section_open)
+            others = tuple(each for each in others if each and not mark.endswith(each))
+            ends = char == "" or (yield from cursor.match(others)) is not None
         cursor.go_back()
         cursor.forget()
         return ends

@@ -8,14 +8,23 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .json_values import NUMBER
+
 MOST_REFERENCES = 32
 """Followed from one schema to another, which bounds those that lead back to themselves."""
 
 KINDS = ("null", "boolean", "integer", "number", "object", "array")
 """In the order in which a text is tried as one of them, before it is a string."""
 
-INTEGER = re.compile(r"[-+]?\d{1,400}(\.0+)?")
+INTEGER = re.compile(r"-?(0|[1-9]\d{0,400})(\.0+)?")
+
+LOOSE_INTEGER = re.compile(r"[-+]?\d{1,400}(\.0+)?")
+"""What is one where nothing but an integer may be."""
+
 FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+LARGEST = 1e300
+"""A number beyond it stays text, which has all of its digits."""
+
 BOOLEANS = {"true": "true", "false": "false"}
 NULLS = ("null", "none", "nil")
 
@@ -87,22 +96,24 @@ def typed(text: str, kinds: frozenset[str] | None, is_json: bool | None = None) 
     bare = text.strip()
     for kind in KINDS:
         if kind in kinds or (kind == "integer" and "number" in kinds):
-            found = _as(kind, bare)
+            found = _as(kind, bare, is_loose="string" not in kinds)
             if found is not None:
                 return found
     return json.dumps(text, ensure_ascii=False)
 
 
-def _as(kind: str, bare: str) -> str | None:
+def _as(kind: str, bare: str, *, is_loose: bool) -> str | None:
     match kind:
         case "null":
             return "null" if bare.lower() in NULLS else None
         case "boolean":
             return BOOLEANS.get(bare.lower())
         case "integer":
-            return str(int(bare.partition(".")[0])) if INTEGER.fullmatch(bare) else None
+            pattern = LOOSE_INTEGER if is_loose else INTEGER
+            return str(int(bare.partition(".")[0])) if pattern.fullmatch(bare) else None
         case "number":
-            return json.dumps(float(bare)) if FLOAT.fullmatch(bare) and abs(float(bare)) < 1e300 else None
+            is_number = (FLOAT if is_loose else NUMBER).fullmatch(bare) is not None
+            return json.dumps(float(bare)) if is_number and abs(float(bare)) < LARGEST else None
         case _:
             return _collection(kind, bare)
 

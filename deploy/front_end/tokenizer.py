@@ -1,7 +1,10 @@
 """Text to tokens and back, and back again piece by piece while tokens stream in."""
 
+import contextlib
 import inspect
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -261,7 +264,7 @@ class Tokenizer:
             template, messages, list(tools) or None, given, add_generation_prompt, continue_final_message
         )
         try:
-            text = self._templates.render(question, limits, most)
+            text = self._rendered(question, limits, most)
         except RequestTooLarge:
             if bound is None or bound.max_bytes is None:
                 raise
@@ -271,6 +274,21 @@ class Tokenizer:
         if bound is None:
             return self.encode(text, add_special_tokens)
         return self.encode_bounded(text, bound, add_special_tokens)
+
+    def _rendered(self, question: Question, limits: Limits, max_bytes: int) -> str:
+        """The text of a conversation. A few templates take the arguments of calls as text alone: one that refuses them
+        as objects gets them so."""
+        try:
+            return self._templates.render(question, limits, max_bytes)
+        except RequestTooLarge:
+            raise
+        except InvalidRequest as refused:
+            spelt = replace(question, messages=[_with_spelt_arguments(each) for each in question.messages])
+            if spelt.messages == question.messages:
+                raise
+            with contextlib.suppress(InvalidRequest):
+                return self._templates.render(spelt, limits, max_bytes)
+            raise refused
 
     def _template(self, tools: Sequence[Mapping[str, Any]]) -> str:
         if not self._fast.chat_template:
@@ -397,6 +415,21 @@ def text_notes(tokenizer: Tokenizer | None) -> Iterator[str]:
         yield "no tokenizer: prompts and answers are token ids (return_token_ids); --tokenizer FOLDER gives it one"
     elif not tokenizer.has_chat:
         yield "no chat template: completions only, no chat; --chat-template FILE gives it one"
+
+
+def _with_spelt_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same, with the arguments of its calls as JSON in a text."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _spelt(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _spelt(arguments: Any) -> Any:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def encode_prompt(

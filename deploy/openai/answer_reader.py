@@ -41,6 +41,7 @@ class AnswerReader:
         self._parser = served.parser(tools, prompt_end, finds_calls=use is not None and has_calls) if is_known else None
         guesses = use is not None and not (is_known and has_calls)
         self._guesses = CallReader(use, ids.new) if use is not None and guesses else None
+        self._thoughts: list[str] = []
         self._count = 0  # of calls that the parser found
         self._id = ""
 
@@ -49,9 +50,9 @@ class AnswerReader:
         return self._count > 0 or (self._guesses is not None and self._guesses.has_called)
 
     @property
-    def is_thinking(self) -> bool:
-        """Whether what comes next is a thought, as far as it is known."""
-        return self._parser is not None and self._parser.is_thinking
+    def thoughts(self) -> str:
+        """All of them so far."""
+        return "".join(self._thoughts)
 
     def push(self, text: str) -> Said:
         """More text, with marks before special tokens."""
@@ -83,6 +84,8 @@ class AnswerReader:
                     calls = _with_arguments(calls, CallPiece(self._count - 1, self._id, None, text))
                 case CallEnded():
                     pass
+        if thoughts:
+            self._thoughts.append(thoughts)
         said = self._guessed(thoughts, words)
         return said._replace(calls=calls + said.calls)
 

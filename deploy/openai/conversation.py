@@ -125,11 +125,11 @@ class Conversation:
             async for piece in pieces(self.front_end, [self.asked], is_streaming=is_streaming):
                 counter.add(piece)
                 reader = readers[piece.delta.answer]
-                was_thinking, said = reader.is_thinking, reader.push(piece.text)
+                said = reader.push(piece.text)
                 if piece.delta.finish_reason is not None:
                     rest = reader.finish()
                     said = Said(said.thoughts + rest.thoughts, said.text + rest.text, said.calls + rest.calls)
-                counter.add_thoughts(await self._thought_tokens(piece.delta, said, was_thinking and reader.is_thinking))
+                    counter.add_thoughts(await self._thought_tokens(reader))
                 calls = [call for call in said.calls if call.place == 0] if is_single else said.calls
                 yield AnswerPart(piece.delta, said.text, calls, reader.has_called, said.thoughts)
 
@@ -137,17 +137,13 @@ class Conversation:
         """One for each answer."""
         asked, served, tokenizer = self.asked, self.front_end.answer_format, self.front_end.tokenizer
         sampling = asked.sampling
-        is_formed = any(form is not None for form in (sampling.json_schema, sampling.regex, sampling.choice))
+        is_formed = sampling.json_schema is not None or sampling.regex is not None or bool(sampling.choice)
         prompt_end = tokenizer.ending(asked.prompt) if tokenizer is not None and served.form is not None else ""
         ids = CallIds(served, self._body.messages)
         return [AnswerReader(served, self._use, prompt_end, is_formed=is_formed, ids=ids) for _ in range(sampling.n)]
 
-    async def _thought_tokens(self, delta: Delta, said: Said, is_all: bool) -> int:
-        """How many of a piece's tokens are thoughts. Where it holds other tokens as well, the text tells, as the
-        tokenizer cuts it."""
-        if is_all:
-            return len(delta.token_ids)
-        if not said.thoughts:
+    async def _thought_tokens(self, reader: AnswerReader) -> int:
+        """How many tokens an answer's thoughts are, as the tokenizer cuts them."""
+        if not reader.thoughts:
             return 0
-        tokens = await self.front_end.encode(said.thoughts, add_special_tokens=False, only_counted=True)
-        return min(len(tokens), len(delta.token_ids))
+        return len(await self.front_end.encode(reader.thoughts, add_special_tokens=False, only_counted=True))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 _HOW_PACKED = "how weights are packed is read from the checkpoint; leave it out"
 _NO_LORA = "adapters (LoRA) are not served; merge them into the checkpoint"
 _NO_DRAFTS = "there is no speculative decoding; leave it out"
-_TOOLS = "tools are understood by the form that the checkpoint's template has; leave it out"
+_TOOLS = "calls are found by the format that the template shows, or --tool-call-parser names; leave it out"
 _GRAPHS = "the sizes of recorded steps are chosen by the server; --enforce-eager records none"
 _CHUNKS = "prompts are always computed in pieces; --max-prefill-chunk-tokens says how large they may be"
 _RANKS = "only tensor parallelism splits a model: --tensor-parallel-size N"

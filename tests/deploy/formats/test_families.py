@@ -112,20 +112,28 @@ WRITTEN = [  # format, end of the prompt, output, reasoning, content, calls
      "Oak.", "Done.", []),
     (
         "command_r", "",
-        'Action: ```json\n[\n    {\n        "tool_name": "saw",\n        "parameters": {"wood": "oak", "cm": 3}\n    }\n]'
-        "```<|END_OF_TURN_TOKEN|>",
+        'Action: ```json\n[\n    {\n        "tool_name": "saw",\n        "parameters": {"wood": "oak", "cm": 3}\n    }'
+        "\n]```<|END_OF_TURN_TOKEN|>",
         "", "", [SAW],
     ),
     ("phi4_mini_json", "", f"<|tool_call|>[{SAW_JSON}]<|/tool_call|><|end|>", "", "", [SAW]),
     ("phi4_mini_json", "", f"functools[{SAW_JSON}, {LOOK_JSON}]", "", "", [SAW, LOOK]),
     ("smollm3", "<think>\n", f"Oak.\n</think>\n<tool_call>{SAW_JSON}</tool_call>", "Oak.", "", [SAW]),
-    ("jamba", "", f"I saw.\n<tool_calls>[\n  {SAW_JSON},\n  {LOOK_JSON}\n]</tool_calls><|eom|>", "", "I saw.", [SAW, LOOK]),
-    ("minimax", "<think>", f"Oak.</think><tool_calls>\n{SAW_JSON}\n{LOOK_JSON}\n</tool_calls>", "Oak.", "", [SAW, LOOK]),
+    (
+        "jamba", "",
+        f"I saw.\n<tool_calls>[\n  {SAW_JSON},\n  {LOOK_JSON}\n]</tool_calls><|eom|>",
+        "", "I saw.", [SAW, LOOK],
+    ),
+    (
+        "minimax", "<think>",
+        f"Oak.</think><tool_calls>\n{SAW_JSON}\n{LOOK_JSON}\n</tool_calls>",
+        "Oak.", "", [SAW, LOOK],
+    ),
     (
         "kimi_k3", '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>',
-        'Oak.<|close|>think<|sep|><|open|>response<|sep|>I saw.<|close|>response<|sep|><|open|>tools<|sep|><|open|>call '
-        'tool="saw" index="1"<|sep|><|open|>argument key="wood" type="string"<|sep|>oak<|close|>argument<|sep|><|open|>'
-        'argument key="cm" type="number"<|sep|>3<|close|>argument<|sep|><|close|>call<|sep|><|open|>call tool="look" '
+        'Oak.<|close|>think<|sep|><|open|>response<|sep|>I saw.<|close|>response<|sep|><|open|>tools<|sep|><|open|>'
+        'call tool="saw" index="1"<|sep|><|open|>argument key="wood" type="string"<|sep|>oak<|close|>argument<|sep|>'
+        '<|open|>argument key="cm" type="number"<|sep|>3<|close|>argument<|sep|><|close|>call<|sep|><|open|>call tool="look" '
         'index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|><|end_of_msg|>',
         "Oak.", "I saw.", [SAW, LOOK],
     ),
@@ -202,8 +210,8 @@ def test_text_around_markers_is_not_lost(form):
     print(f"seed {seed}")
     chance = random.Random(seed)
     bits = [*markers_of(form), *(marker[: len(marker) // 2] for marker in markers_of(form)), "\n", " ", SAW_JSON, "saw",
-            '{"name": "saw", "arguments": {"wood": "o', "[saw(wood='oak')]", "{", "}", "[", "]", '"', "word", "<b>", "é",
-            "saw(", "call:saw{", "to=saw", "assistant"]  # fmt: skip
+            '{"name": "saw", "arguments": {"wood": "o', "[saw(wood='oak')]", "{", "}", "[", "]", '"', "word", "<b>",
+            "é", "saw(", "call:saw{", "to=saw", "assistant"]  # fmt: skip
     for _ in range(60):
         output = "".join(chance.choice(bits) for _ in range(chance.randrange(1, 12)))
         whole = read(form, [output])
