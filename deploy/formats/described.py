@@ -65,7 +65,8 @@ class NamedJson:
     """The name, and the JSON of the arguments behind it: `NAME[ARGS]{..}`."""
 
     ends: tuple[str, ...] = ()  # markers between name and arguments; without any, the arguments' brace is the end
-    before: str = ""  # what stands before the name, up to and with this marker, says nothing
+    lead: str = ""  # what stands before the name: this,
+    before: str = ""  # and then this marker; what is there in its place is passed over
     id_mark: str = ""  # a marker behind the name; the call's id is between it and the next
     id_pattern: str = ""  # where what stands for the name is an id: it has the name in its first group
     fence: str = ""  # behind the arguments
@@ -83,10 +84,12 @@ class Tagged:
     value_open: str = ""  # what stands before it, behind the key, are attributes
     value_close: str = ""
     type_mark: str = ""  # an attribute that tells whether the value is a string: `string="true"`
+    gap: str = ""  # what the template puts between the tags
     is_lined: bool = False  # whether one line break at each end of a value belongs to the tags
     whole_open: str = ""  # a tag around all arguments as JSON
     whole_close: str = ""
-    before: str = ""  # as in NamedJson
+    lead: str = ""  # as in NamedJson
+    before: str = ""
     end: str = ""  # behind the last argument, before the marker that closes the call
     has_entities: bool = False  # whether names are written with `&quot;` and `&amp;`
 
@@ -120,6 +123,7 @@ class Calls:
     section_close: str = ""
     also_open: tuple[str, ...] = ()  # other spellings of `open`
     is_known_only: bool = False  # whether only the names of given tools make it a call
+    inner: str = ""  # what the template puts between these markers and the call
     between: str = ",;"  # characters that may separate calls
     is_first_only: bool = False  # whether a call without a marker may stand at the beginning only
     has_own_ids: bool = False  # whether the template wants the model's own ids back

@@ -21,11 +21,11 @@ from .described import (
 THINK = Thoughts("<think>", "</think>")
 IM_END = ("<|im_end|>", "<|endoftext|>")
 
-HERMES_CALLS = Calls(JsonCall(), open="<tool_call>", close="</tool_call>")
+HERMES_CALLS = Calls(JsonCall(), open="<tool_call>", close="</tool_call>", inner="\n")
 JSON_LIST = JsonCall(is_list=True)
 
 XML_CALLS = Calls(
-    Tagged(name_end=">", key_open="<parameter=", key_end=">", value_close="</parameter>", is_lined=True),
+    Tagged(name_end=">", key_open="<parameter=", key_end=">", value_close="</parameter>", gap="\n", is_lined=True),
     section_open="<tool_call>",
     open="<function=",
     close="</function>",
@@ -123,7 +123,7 @@ DEEPSEEK_V3 = Format(
     "deepseek_v3",
     (
         Calls(
-            NamedJson(before="<｜tool▁sep｜>", ends=("\n```json",), fence="```"),
+            NamedJson(lead="function", before="<｜tool▁sep｜>", ends=("\n```json",), fence="```"),
             section_open="<｜tool▁calls▁begin｜>",
             open="<｜tool▁call▁begin｜>",
             close="<｜tool▁call▁end｜>",
@@ -166,6 +166,7 @@ def _dsml(section: str) -> Calls:
             key_end='"',
             value_open=">",
             value_close="</｜DSML｜parameter>",
+            gap="\n",
             type_mark="string",
         ),
         section_open=f"<｜DSML｜{section}>",
@@ -327,6 +328,7 @@ MINIMAX_M2 = Format(
                 key_end='"',
                 value_open=">",
                 value_close="</parameter>",
+                gap="\n",
             ),
             section_open="<minimax:tool_call>",
             open='<invoke name="',
@@ -353,7 +355,9 @@ SEED_OSS = Format(
     "seed_oss",
     (
         Calls(
-            Tagged(name_end=">", key_open="<parameter=", key_end=">", value_close="</parameter>", is_lined=True),
+            Tagged(
+                name_end=">", key_open="<parameter=", key_end=">", value_close="</parameter>", gap="\n", is_lined=True
+            ),
             section_open="<seed:tool_call>",
             open="<function=",
             close="</function>",
@@ -372,6 +376,7 @@ STEP3 = Format(
     (
         Calls(
             Tagged(
+                lead="function<｜tool_sep｜>",
                 before='<steptml:invoke name="',
                 name_end='"',
                 attributes_end=">",
@@ -474,6 +479,7 @@ INTERNLM = Format(
             open="<|action_start|><|plugin|>",
             also_open=("<|action_start|> <|plugin|>",),
             close="<|action_end|>",
+            inner="\n",
         ),
     ),
     (THINK,),
@@ -577,7 +583,7 @@ APERTUS = Format(
 LONGCAT = Format(
     "longcat",
     (
-        Calls(JsonCall(), open="<longcat_tool_call>", close="</longcat_tool_call>"),
+        Calls(JsonCall(), open="<longcat_tool_call>", close="</longcat_tool_call>", inner="\n"),
         Calls(
             Tagged(
                 key_open="<longcat_arg_key>",
@@ -611,7 +617,7 @@ SOLAR = Format(
     "solar_open",
     (
         Calls(
-            NamedJson(before="<|tool_call:name|>", ends=("<|tool_call:args|>",)),
+            NamedJson(lead="call", before="<|tool_call:name|>", ends=("<|tool_call:args|>",)),
             section_open="<|tool_calls|>",
             open="<|tool_call:begin|>",
             close="<|tool_call:end|>",

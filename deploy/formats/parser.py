@@ -36,7 +36,7 @@ class Parser:
         self._cursor = Cursor(single_tokens)
         self._stops = StopGate(form.stops, single_tokens)
         self._calls = form.calls if finds_calls else ()
-        self._prompt_end = prompt_end.rstrip()
+        self._prompt_end = prompt_end
         self._told: list[Event] = []  # since the last push
         self._out = self._told  # where events go: elsewhere while a call is only tried
         self._space = ""  # behind what was said or thought; no part of it if a marker follows
@@ -74,12 +74,10 @@ class Parser:
     def _opening(self) -> Steps[None]:
         """Thoughts that the prompt has begun, or that the answer begins with."""
         thoughts = self._form.thoughts
-        for each in thoughts:
-            if self._prompt_end.endswith(
-                tuple((open + end).rstrip() for open in each.opens for end in ("", each.label))
-            ):
-                yield from self._thoughts(each)
-                return
+        begun = begun_thoughts(self._form, self._prompt_end)
+        if begun is not None:
+            yield from self._thoughts(begun)
+            return
         if not thoughts:
             return
         cursor = self._cursor
@@ -261,6 +259,15 @@ class Parser:
         if self._space and not self._strips:
             self._out.append(Words(self._space))
             self._space = ""
+
+
+def begun_thoughts(form: Format, prompt_end: str) -> Thoughts | None:
+    """The thoughts that the end of a prompt has begun, if any."""
+    end = prompt_end.rstrip()
+    for each in form.thoughts:
+        if end.endswith(tuple((open + label).rstrip() for open in each.opens for label in ("", each.label))):
+            return each
+    return None
 
 
 def joined(events: Sequence[Event]) -> list[Event]:

@@ -112,7 +112,9 @@ def _as(kind: str, bare: str, *, is_loose: bool) -> str | None:
             pattern = LOOSE_INTEGER if is_loose else INTEGER
             return str(int(bare.partition(".")[0])) if pattern.fullmatch(bare) else None
         case "number":
-            is_number = (FLOAT if is_loose else NUMBER).fullmatch(bare) is not None
+            if NUMBER.fullmatch(bare):
+                return bare
+            is_number = is_loose and FLOAT.fullmatch(bare) is not None
             return json.dumps(float(bare)) if is_number and abs(float(bare)) < LARGEST else None
         case _:
             return _collection(kind, bare)

@@ -1,11 +1,13 @@
 """How the model that is served writes thoughts and calls, and by what that is known."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..formats.chosen import Reads, chosen, markers_of, parser_of
 from ..formats.described import Format
+from ..formats.grammar import Wanted, grammar_of
+from ..formats.parser import begun_thoughts
 from .tokenizer import Tokenizer
 
 
@@ -17,6 +19,7 @@ class AnswerFormat:
     markers: Mapping[int, str]  # those of its markers that are special tokens, by token
     ends: Mapping[int, str]  # special tokens that end an answer, or its calls
     is_asked: bool  # whether it was named; else the template shows it
+    can_think: bool = False  # whether the template has thoughts
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None, calls: str | None, thoughts: str | None) -> "AnswerFormat":
@@ -29,7 +32,27 @@ class AnswerFormat:
         # Where answers are messages, the end of one is a marker among others.
         wanted = [text for text in markers_of(form) if form.kind == "channels" or text not in form.stops]
         markers, ends = tokenizer.special_tokens_of(wanted), tokenizer.special_tokens_of(form.stops)
-        return cls(form, markers, ends, is_asked)
+        can_think = any(each.close in (template or "") for each in form.thoughts) or form.kind == "channels"
+        return cls(form, markers, ends, is_asked, can_think)
+
+    def grammar(self, tools: Sequence[Wanted], prompt_end: str, *, is_parallel: bool, must_call: bool) -> str | None:
+        """Of an answer that calls one of the tools, or several, after its thoughts. None: there is none, since the
+        format is unknown, or cannot hold such tools."""
+        if self.form is None:
+            return None
+        begun = begun_thoughts(self.form, prompt_end)
+        has_ended = any(prompt_end.rstrip().endswith(mark) for each in self.form.thoughts for mark in each.closes)
+        thoughts = begun or next(iter(self.form.thoughts), None)
+        tokens = {text: token for token, text in self.markers.items()}
+        return grammar_of(
+            self.form,
+            tools,
+            tokens,
+            thoughts=thoughts if begun is not None or (self.can_think and not has_ended) else None,
+            has_begun_thinking=begun is not None,
+            is_parallel=is_parallel,
+            must_call=must_call,
+        )
 
     def parser(self, tools: Mapping[str, Mapping[str, Any] | None], prompt_end: str, *, finds_calls: bool) -> Reads:
         """For one answer. tools: their parameters, by name."""

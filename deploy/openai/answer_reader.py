@@ -27,7 +27,7 @@ class Said(NamedTuple):
 class AnswerReader:
     """Reads one answer. `push` its text as it comes, then `finish`.
 
-    A required call has a form of its own, and no thoughts. In a format that is not known, calls are guessed.
+    Where the format is not known, calls are guessed; or a required call has a form of its own, and no thoughts.
     """
 
     def __init__(self, served: AnswerFormat, use: ToolUse | None, prompt_end: str, *, is_formed: bool, ids: "CallIds"):
@@ -35,7 +35,7 @@ class AnswerReader:
         request gives it, and no other."""
         self._ids = ids
         form = served.form
-        is_known = form is not None and not is_formed and (use is None or use.form is None)
+        is_known = form is not None and not is_formed
         has_calls = form is not None and bool(form.calls or form.kind == "channels")
         tools = {tool.function.name: tool.function.parameters for tool in use.tools} if use is not None else {}
         self._parser = served.parser(tools, prompt_end, finds_calls=use is not None and has_calls) if is_known else None

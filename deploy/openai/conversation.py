@@ -1,7 +1,7 @@
 """What chat and responses share: a conversation by the model's template, and what is said and called in its answers."""
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from .requests import (
     truncated,
     turns_aside,
 )
-from .tools import CallPiece, naming_tools, tool_use
+from .tools import CallPiece, naming_tools, tool_use, wanted_tools
 
 
 class AnswerPart(NamedTuple):
@@ -95,10 +95,37 @@ class Conversation:
         max_tokens = asked or max(1, longest - len(prompt))
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         form = self._use.form if self._use else None
+        prompt_end = self._ending(prompt)
+        if form is not None and (grammar := self._grammar(prompt_end, must_call=True)) is not None:
+            form = {"lark": grammar}
         bad = await bad_token_ids(front_end, body.bad_words)
         sampling = sampling_of(body, front_end.info, max_tokens, logprobs, form, bad, shape_of(front_end))
+        # Calls of strict tools are held to their schemas, whether there are some or not.
+        if sampling.form is None and self._is_strict:
+            grammar = self._grammar(prompt_end, must_call=False)
+            sampling = replace(sampling, lark=grammar)
         sampling = self._with_ends(sampling)
         self._asked = Asked(prompt, sampling, images, options, self._request_id, front_end.answer_format.markers)
+
+    def _ending(self, prompt: Sequence[int]) -> str:
+        """The end of the prompt's text, where it matters."""
+        tokenizer = self.front_end.tokenizer
+        if tokenizer is None or self.front_end.answer_format.form is None:
+            return ""
+        return tokenizer.ending(prompt)
+
+    @property
+    def _is_strict(self) -> bool:
+        return self._use is not None and any(tool.function.strict for tool in self._use.tools)
+
+    def _grammar(self, prompt_end: str, *, must_call: bool) -> str | None:
+        """Of calls as the model writes them, after its thoughts. None: the format has none for these tools."""
+        use = self._use
+        assert use is not None, "there are tools"
+        is_parallel = self._body.parallel_tool_calls is not False and use.called is None
+        return self.front_end.answer_format.grammar(
+            wanted_tools(use), prompt_end, is_parallel=is_parallel, must_call=must_call
+        )
 
     def _with_ends(self, sampling: SamplingParams) -> SamplingParams:
         """An answer ends where its format says so: with a call, too, which not every model's end tokens tell."""
@@ -135,10 +162,10 @@ class Conversation:
 
     def _readers(self) -> list[AnswerReader]:
         """One for each answer."""
-        asked, served, tokenizer = self.asked, self.front_end.answer_format, self.front_end.tokenizer
+        asked, served = self.asked, self.front_end.answer_format
         sampling = asked.sampling
-        is_formed = sampling.json_schema is not None or sampling.regex is not None or bool(sampling.choice)
-        prompt_end = tokenizer.ending(asked.prompt) if tokenizer is not None and served.form is not None else ""
+        is_formed = sampling.form is not None and sampling.lark is None
+        prompt_end = self._ending(asked.prompt)
         ids = CallIds(served, self._body.messages)
         return [AnswerReader(served, self._use, prompt_end, is_formed=is_formed, ids=ids) for _ in range(sampling.n)]
 

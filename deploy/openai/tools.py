@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ...errors import InvalidRequest
+from ..formats.grammar import Wanted
 from ..front_end.detokenize import could_begin
 from .protocol import CalledFunction, ChatRequest, NamedTool, Tool, ToolCall
 from .schemas import Shape, check_references, closed, moved
@@ -61,6 +62,7 @@ class ToolUse(NamedTuple):
     """What a request says about tools."""
 
     tools: Sequence[Tool]  # offered to the model
+    shaped: Shape  # how their schemas are shaped
     form: dict[str, Any] | None  # of an answer that must be a call
     called: str | None  # the tool that must be called, if the request names one
 
@@ -92,10 +94,20 @@ def tool_use(body: ChatRequest, shaped: Shape = closed) -> ToolUse | None:
         if at is None:
             known = ", ".join(tool.function.name for tool in tools)
             raise InvalidRequest(f"tool_choice names {name!r}; the tools are {known}", field="tool_choice")
-        return ToolUse(tools, {"json_schema": json.dumps(_parameters(at, tools[at], shaped))}, name)
+        return ToolUse(tools, shaped, {"json_schema": json.dumps(_parameters(at, tools[at], shaped))}, name)
     if choice == "required":
-        return ToolUse(tools, {"json_schema": json.dumps(_calls_schema(tools, body.parallel_tool_calls, shaped))}, None)
-    return ToolUse(tools, None, None)
+        form = {"json_schema": json.dumps(_calls_schema(tools, body.parallel_tool_calls, shaped))}
+        return ToolUse(tools, shaped, form, None)
+    return ToolUse(tools, shaped, None, None)
+
+
+def wanted_tools(use: ToolUse) -> list[Wanted]:
+    """The tools that may be called, with the parameters that their calls are held to."""
+    return [
+        Wanted(tool.function.name, _parameters(at, tool, use.shaped))
+        for at, tool in enumerate(use.tools)
+        if use.called in (None, tool.function.name)
+    ]
 
 
 @contextlib.contextmanager
@@ -104,6 +116,9 @@ def naming_tools(use: ToolUse) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
+        if error.field == "lark":
+            error.field = "tools"
+            error.message = error.message.replace("lark", "the grammar of the tools' calls", 1)
         if error.field == "json_schema" and use.form is not None:
             _name_tool(error, use)
         raise

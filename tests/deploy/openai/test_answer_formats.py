@@ -144,8 +144,30 @@ def test_an_answer_cut_within_a_call_is_that_far_of_a_call(make: Make):
 def test_a_form_that_the_request_gives_has_no_thoughts(make: Make):
     front_end, _ = make(HERMES, '{"cm": 3}')
     assert ask(front_end, response_format={"type": "json_object"}, tools=None)["content"] == '{"cm": 3}'
-    named = {"type": "function", "function": {"name": "saw"}}
-    assert calls_of(ask(front_end, tool_choice=named)) == [("saw", {"cm": 3})]
+
+
+def test_a_required_call_is_held_to_the_format_after_its_thoughts(make: Make):
+    front_end, engine = make(HERMES, f"Three.</think>{CALL}")
+    for choice in ("required", {"type": "function", "function": {"name": "saw"}}):
+        message = ask(front_end, tool_choice=choice)
+        assert (message["reasoning_content"], calls_of(message)) == ("Three.", [("saw", {"cm": 3})])
+        grammar = engine.asked[-1][1].lark or ""
+        assert '"type": "integer"' in grammar
+        assert grammar.startswith("start: TEXT <[")
+    # A tool that is strict is held to its schema where it is called, and need not be.
+    ask(front_end, tools=[{"type": "function", "function": SAW | {"strict": True}}])
+    assert (engine.asked[-1][1].lark or "").splitlines()[0].endswith("calls?")
+    ask(front_end)
+    assert engine.asked[-1][1].form is None
+
+
+def test_a_required_call_is_json_where_the_format_is_unknown_or_cannot_hold_it(make: Make):
+    for template, parser in ((PLAIN, None), (PLAIN, "qwen3_coder")):
+        front_end, engine = make(template, '[{"name":"saw","arguments":{"wood":"oak"}}]', tool_call_parser=parser)
+        saw = {"type": "object", "properties": {"wood": {"type": "string", "pattern": "^oak$"}}}
+        tool = {"type": "function", "function": {"name": "saw", "parameters": saw}}
+        assert calls_of(ask(front_end, tools=[tool], tool_choice="required")) == [("saw", {"wood": "oak"})]
+        assert engine.asked[-1][1].json_schema is not None
 
 
 def test_ids_of_calls_are_those_that_the_template_takes_back(make: Make):
