@@ -62,7 +62,7 @@ class SamplingParams:
     json_schema     the answer is JSON of this schema, as text or as a dict; {} is any JSON
     regex           the answer matches this regular expression as a whole
     choice          the answer is one of these texts
-    lark            the answer follows this grammar, as llguidance writes them; made here, and not sent by clients
+    lark            the answer follows this grammar, in the Lark that llguidance reads
 
     Raises `InvalidRequest`, naming the field, when a value has the wrong type or range.
     """

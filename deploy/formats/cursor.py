@@ -143,11 +143,14 @@ class Cursor:
 
     def _sure(self, markers: Sequence[str]) -> int:
         """The place behind which the text could be the beginning of a marker."""
-        longest = _longest(markers)
-        for place in range(max(self.at, len(self.text) - longest + 1), len(self.text)):
+        begins, longest = _beginnings(tuple(markers))
+        start = max(self.at, len(self.text) - longest + 1)
+        while (found := begins.search(self.text, start)) is not None:
+            place = found.start()
             rest = self.text[place:]
             if any(each.startswith(rest) and self._may_count(each, place) for each in markers):
                 return place
+            start = place + 1
         return len(self.text)
 
     def _counts(self, marker: str, place: int) -> bool:
@@ -168,6 +171,13 @@ class Cursor:
 @lru_cache(maxsize=1024)
 def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))))
+
+
+@lru_cache(maxsize=1024)
+def _beginnings(markers: tuple[str, ...]) -> tuple[re.Pattern[str], int]:
+    """A pattern for the first characters of markers, and the length of the longest one."""
+    firsts = sorted({marker[0] for marker in markers})
+    return re.compile("[" + "".join(map(re.escape, firsts)) + "]"), _longest(markers)
 
 
 def _longest(markers: Sequence[str]) -> int:

@@ -19,8 +19,8 @@ NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 BARE = re.compile(r"[-+.\w]*")
 """What numbers and words are made of."""
 
-PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
-"""Characters of a string that stand for themselves."""
+PLAIN = re.compile(r'(?:[^"\\\x00-\x1f]+|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*')
+"""What a string may hold as it is."""
 
 WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 

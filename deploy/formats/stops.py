@@ -8,6 +8,7 @@ class StopGate:
 
     def __init__(self, stops: Sequence[str], single_tokens: frozenset[str] = frozenset()):
         self._stops = tuple(stops)
+        self._firsts = frozenset(stop[0] for stop in stops)  # most texts have none of these characters
         self._single_tokens = single_tokens
         self._text = ""
         self._marks: list[int] = []
@@ -16,9 +17,9 @@ class StopGate:
         """The text that is surely before the end, with its marks."""
         self._marks += [len(self._text) + mark for mark in marks]
         self._text += text
-        if not self._stops:
-            return self._take(len(self._text))
         size = len(self._text)
+        if not self._firsts.intersection(self._text):
+            return self._take(size)
         return self._take(min(self._before_stops(size), self._before_stops(size - self._beginning())))
 
     def rest(self) -> tuple[str, list[int]]:
