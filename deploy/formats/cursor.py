@@ -124,10 +124,10 @@ class Cursor:
                 longer = [each for each in markers if len(each) > len(marker) and each.startswith(marker)]
                 rest = self.text[place:]
                 if not self.has_ended and any(len(each) > len(rest) and each.startswith(rest) for each in longer):
-                    return min(place, self._sure(markers)), None
+                    return min(place, self.sure(markers)), None
                 return place, marker
             start = place + 1
-        return (len(self.text) if self.has_ended else self._sure(markers)), None
+        return (len(self.text) if self.has_ended else self.sure(markers)), None
 
     def up_to(self, markers: Sequence[str], most_chars: int) -> Steps[tuple[str, str]]:
         """Pass over text and the marker behind it, and return both. Raises `NotACall` where the text is longer than
@@ -141,7 +141,7 @@ class Cursor:
                 return text, marker
             yield from self.more()
 
-    def _sure(self, markers: Sequence[str]) -> int:
+    def sure(self, markers: Sequence[str]) -> int:
         """The place behind which the text could be the beginning of a marker."""
         begins, longest = _beginnings(tuple(markers))
         start = max(self.at, len(self.text) - longest + 1)

@@ -19,6 +19,12 @@ from .typed import Schema
 
 ANY_TEXT = "/(?s:.*)/"
 
+SPACING = "x-guidance"
+"""Where a schema tells llguidance of white space."""
+
+AS_TEMPLATES_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""The white space in JSON: where any may follow, small models go on with it for ever."""
+
 PLAIN_KEY = re.compile(r"[\w.-]+")
 """Names of parameters that need no escapes in any format."""
 
@@ -141,7 +147,7 @@ class _Writer:
         return " ".join(written)
 
     def _json(self, schema: Mapping[str, Any]) -> str:
-        return f"%json {json.dumps(schema)}"
+        return f"%json {json.dumps({SPACING: AS_TEMPLATES_WRITE, **schema})}"
 
     def _thoughts(self, thoughts: Thoughts, has_begun: bool) -> str:
         ended = self._text_up_to("thinking", thoughts.close)

@@ -130,6 +130,8 @@ class TaggedReader:
         while True:
             place, mark = cursor.find(ends)
             if mark is None:
+                if cursor.has_ended:
+                    place = self._before_half_tag(ends)
                 write(cursor.text[cursor.at : place])
                 cursor.at = place
                 yield from cursor.more()
@@ -143,6 +145,12 @@ class TaggedReader:
             place, _ = cursor.find(ends)
             write(cursor.text[cursor.at : place + len(mark)])
             cursor.at = place + len(mark)
+
+    def _before_half_tag(self, ends: tuple[str, ...]) -> int:
+        """Where a value that was cut ends: half of a tag behind it is no part of it, while one character is no tag."""
+        cursor = self._cursor
+        place = cursor.sure(ends)
+        return place if len(cursor.text) - place > 1 else len(cursor.text)
 
     def _value_ends(self) -> tuple[str, ...]:
         """Marks at which a value may end: its own, and those that end the call or begin the next argument."""

@@ -3,12 +3,14 @@
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from ...errors import InvalidRequest
 from ...proto.reply import Delta
 from ...proto.request import SamplingParams
 from ..front_end.front_end import Asked, FrontEnd
+from ..front_end.json_pieces import CHARS_OF_A_VALUE
 from .answer_reader import AnswerReader, CallIds, Said
 from .answers import Counter, pieces
 from .protocol import ChatRequest
@@ -152,7 +154,8 @@ class Conversation:
             async for piece in pieces(self.front_end, [self.asked], is_streaming=is_streaming):
                 counter.add(piece)
                 reader = readers[piece.delta.answer]
-                said = reader.push(piece.text)
+                size = len(piece.text) // CHARS_OF_A_VALUE
+                said = await self.front_end.aside(size, partial(reader.push, piece.text))
                 if piece.delta.finish_reason is not None:
                     rest = reader.finish()
                     said = Said(said.thoughts + rest.thoughts, said.text + rest.text, said.calls + rest.calls)
