@@ -133,7 +133,8 @@ WRITTEN = [  # format, end of the prompt, output, reasoning, content, calls
         "kimi_k3", '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>',
         'Oak.<|close|>think<|sep|><|open|>response<|sep|>I saw.<|close|>response<|sep|><|open|>tools<|sep|><|open|>'
         'call tool="saw" index="1"<|sep|><|open|>argument key="wood" type="string"<|sep|>oak<|close|>argument<|sep|>'
-        '<|open|>argument key="cm" type="number"<|sep|>3<|close|>argument<|sep|><|close|>call<|sep|><|open|>call tool="look" '
+        '<|open|>argument key="cm" type="number"<|sep|>3<|close|>argument<|sep|><|close|>call<|sep|>'
+        '<|open|>call tool="look" '
         'index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|><|end_of_msg|>',
         "Oak.", "I saw.", [SAW, LOOK],
     ),

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from shutil import copytree
 
 import jsonschema
 import pytest
@@ -14,6 +13,7 @@ from intarsia.deploy.openai.chat import ChatCall
 from intarsia.deploy.openai.protocol import ChatRequest
 from intarsia.deploy.settings.options import engine_settings
 from intarsia.deploy.start.launch import RunningEngine, start_engine
+from intarsia.tests import models
 from intarsia.tests.conftest import Loop
 
 SEEDS = 10
@@ -45,25 +45,23 @@ Served = tuple[RunningEngine, Path]
 
 
 @pytest.fixture(scope="module")
-def engine(ray_cluster: None, talker: Path, tmp_path_factory: pytest.TempPathFactory, loop: Loop) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("caller") / "model"
-    copytree(talker, folder)
-    about = json.loads((folder / "tokenizer_config.json").read_text())
-    about["chat_template"] = "{{ messages[0].content }}"
-    (folder / "tokenizer_config.json").write_text(json.dumps(about))
-    running = loop.run(start_engine(engine_settings(str(folder), kv_cache_memory="8MiB", served_model_name="caller")))
+def engine(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory, loop: Loop) -> Iterator[Served]:
+    folder = models.make_talker(tmp_path_factory.mktemp("caller"))
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    running = loop.run(start_engine(engine_settings(str(folder), kv_cache_memory="1MiB", served_model_name="caller")))
     yield running, folder
     loop.run(running.shutdown())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_required_and_named_calls_are_called_as_asked(engine: Served, loop: Loop, family: str):
     running, folder = engine
+    tokenizer = Tokenizer.load(folder)
     tools = [{"type": "function", "function": {"name": name, "parameters": SCHEMAS[name]}} for name in SCHEMAS]
     named = {"type": "function", "function": {"name": "saw"}}
 
     async def ask(choice: object, seed: int) -> tuple[str, list[tuple[str, str]]]:
-        tokenizer = Tokenizer.load(folder)
         front_end = FrontEnd(running.client, tokenizer, FrontEndSettings(tool_call_parser=family))
         body = {
             "messages": [{"role": "user", "content": "hi"}],
