@@ -45,7 +45,16 @@ STREAM_INTERVAL_S = 0.1
 """Time between the pieces of a streamed answer: each is a message between Serve's processes, which take as long for one
 as a small model for a token. A reader sees text flow ten times a second."""
 
-BEHIND_A_PROXY = {"api_key_file", "admin_key_file", "console_prompts", "image_hosts", "open_objects", "request_log"}
+BEHIND_A_PROXY = {
+    "api_key_file",
+    "admin_key_file",
+    "console_prompts",
+    "image_hosts",
+    "open_objects",
+    "request_log",
+    "tool_call_parser",
+    "reasoning_parser",
+}
 """Settings of a server that hold behind Serve's proxy, too, beside the interval and the limits. Files are those of the
 replicas' nodes."""
 

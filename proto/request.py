@@ -65,6 +65,7 @@ class SamplingParams:
     json_schema     the answer is JSON of this schema, as text or as a dict; {} is any JSON
     regex           the answer matches this regular expression as a whole
     choice          the answer is one of these texts
+    lark            the answer follows this grammar, in the Lark that llguidance reads
 
     Raises `InvalidRequest`, naming the field, when a value has the wrong type or range.
     """
@@ -90,6 +91,7 @@ class SamplingParams:
     json_schema: str | Mapping[str, Any] | None = None
     regex: str | None = None
     choice: tuple[str, ...] = ()
+    lark: str | None = None
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self):
@@ -142,7 +144,7 @@ class SamplingParams:
         self._check_form()
 
     def _check_form(self) -> None:
-        given = [name for name in ("json_schema", "regex", "choice") if getattr(self, name) not in (None, ())]
+        given = [name for name in ("json_schema", "regex", "choice", "lark") if getattr(self, name) not in (None, ())]
         if len(given) > 1:
             raise InvalidRequest(f"an answer has one form; {' and '.join(given)} are given", field=given[1])
         if isinstance(self.json_schema, Mapping):
@@ -150,7 +152,7 @@ class SamplingParams:
                 object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
             except (TypeError, ValueError) as error:
                 raise InvalidRequest(f"json_schema is no JSON: {error}", field="json_schema") from None
-        for name in ("json_schema", "regex"):
+        for name in ("json_schema", "regex", "lark"):
             text = getattr(self, name)
             if text is not None and (not isinstance(text, str) or not 0 < len(text) <= MAX_FORM_CHARS):
                 raise InvalidRequest(
@@ -184,6 +186,8 @@ class SamplingParams:
             return "choice", json.dumps(self.choice)
         if self.regex is not None:
             return "regex", self.regex
+        if self.lark is not None:
+            return "lark", self.lark
         return ("json_schema", str(self.json_schema)) if self.json_schema is not None else None
 
     @property

@@ -1,12 +1,13 @@
 """What text the tokens of a request bring, and where it ends: at a stop string, which no worker knows."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from ...errors import InvalidRequest
 from ...proto.request import SamplingParams
 from .engine_client import Delta
+from .marked_stream import MarkedStream
 from .tokenizer import Tokenizer
 
 AT_ONCE_VALUES = 512
@@ -22,10 +23,15 @@ class Deltas(Protocol):
 
 
 async def with_text(
-    generation: Deltas, tokenizer: Tokenizer | None, sampling: SamplingParams
+    generation: Deltas,
+    tokenizer: Tokenizer | None,
+    sampling: SamplingParams,
+    markers: Mapping[int, str] | None = None,
 ) -> AsyncGenerator[tuple[Delta, str], None]:
     """Each delta with the text that is certain by now; the last one of each answer has a finish reason. Text is empty
     without a tokenizer. An answer that comes to a stop string is ended; the caller closes `generation`.
+
+    markers: special tokens that are wanted in the text, by id, as `MarkedStream` has them.
 
     Raises `InvalidRequest` for stop strings without a tokenizer.
     """
@@ -40,7 +46,7 @@ async def with_text(
                     await asyncio.sleep(0)
         return
     # Each answer has its own text and its own stop.
-    answers = [_Answer(tokenizer, sampling) for _ in range(sampling.n)]
+    answers = [_Answer(tokenizer, sampling, markers) for _ in range(sampling.n)]
     ended: set[int] = set()
     async for delta in generation:
         for part in _parts(delta):
@@ -90,8 +96,8 @@ async def whole_answers(
 class _Answer:
     """The text of one answer as it grows."""
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams):
-        self._stream = tokenizer.stream()
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, markers: Mapping[int, str] | None):
+        self._stream = MarkedStream(tokenizer, markers) if markers else tokenizer.stream()
         self._gate = StopGate(sampling.stops, sampling.include_stop_str_in_output)
         self._min_tokens = sampling.min_tokens
         self._tokens = 0

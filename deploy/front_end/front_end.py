@@ -23,8 +23,10 @@ from ...kvcache.events import Events
 from ...proto.request import USUAL_OPTIONS, Image, RequestOptions, SamplingParams
 from ...proto.status import CacheState, EngineInfo, EngineLoad
 from ...proto.tracing import INCOMING, Span, Tracer
+from ..formats.chosen import chosen
 from ..settings.limits import Limits
 from .access import TENANT, VIEWER
+from .answer_format import AnswerFormat
 from .beside import Beside
 from .borders import Borders
 from .counted import Counted
@@ -67,6 +69,7 @@ class Asked(NamedTuple):
     images: Sequence[Image] = ()
     options: RequestOptions = USUAL_OPTIONS
     request_id: str = ""
+    markers: Mapping[int, str] | None = None  # special tokens that are wanted in the text, by id
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,8 @@ class FrontEndSettings:
     image_hosts: tuple[str, ...] = ()  # from which images are fetched; none: nothing is
     open_objects: bool = False  # of JSON schemas: they may have properties that no schema names
     seeds_by_id: bool = False  # a request without a seed draws by its id, so that asked again it draws the same
+    tool_call_parser: str | None = None  # the format of calls, by name; None: as the chat template shows
+    reasoning_parser: str | None = None  # that of thoughts
 
     def __post_init__(self):
         if not 0 <= self.stream_interval_s <= LONGEST_STREAM_INTERVAL_S:
@@ -87,6 +92,7 @@ class FrontEndSettings:
                 field="stream_interval_s",
             )
         check_hosts(self.image_hosts)
+        chosen(None, self.tool_call_parser, self.reasoning_parser)
         if self.max_streams < 1:
             raise InvalidSetting(f"max_streams must be at least 1, got {self.max_streams}", field="max_streams")
 
@@ -110,6 +116,7 @@ class FrontEnd:
         self.settings = settings or FrontEndSettings()
         self._watchers = Counted("watchers of the cache", self.limits.max_watchers, self.limits.max_key_watchers)
         self.tokenizer = tokenizer
+        self.answer_format = AnswerFormat.of(tokenizer, self.settings.tool_call_parser, self.settings.reasoning_parser)
         waiting = self.settings.max_streams, self.limits.max_key_bodies_bytes
         self.beside = Beside(max_waiting=waiting[0], max_waiting_bytes=waiting[1])
         self._beside_short = Beside(max_waiting=waiting[0], max_waiting_bytes=waiting[1])
@@ -460,7 +467,7 @@ class Answers:
         self._record = record
 
     def __aiter__(self) -> AsyncGenerator[tuple[Delta, str], None]:
-        pieces = with_text(self._generation, self._tokenizer, self.asked.sampling)
+        pieces = with_text(self._generation, self._tokenizer, self.asked.sampling, self.asked.markers)
         if self._record is not None:
             pieces = self._record.watch(pieces)
         return pieces if self._is_streaming else whole_answers(pieces)

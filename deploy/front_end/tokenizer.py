@@ -1,7 +1,10 @@
 """Text to tokens and back, and back again piece by piece while tokens stream in."""
 
+import contextlib
 import inspect
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,9 @@ MAX_TEMPLATE_CHARS = 2**20
 
 LONG_DECODING_TOKENS = 1024
 """For more tokens, the tokenizer is called in a way that takes longer for few and lets other threads run meanwhile."""
+
+ENDING_TOKENS = 32
+"""Of a prompt, in which its beginning of a thought is."""
 
 VARIABLES_THAT_ARE_PARAMETERS = {"documents", "reasoning_effort"}
 """Variables of templates that are not passed as such: `apply_chat_template` has parameters of these names, and hands
@@ -137,6 +143,27 @@ class Tokenizer:
         """Whether conversations can become a prompt."""
         return bool(self._fast.chat_template) or self._has_chat_of_its_own
 
+    @property
+    def template(self) -> str | None:
+        """The text of the chat template, that for tools where there are several. None: there is none."""
+        if not self._fast.chat_template or self._has_chat_of_its_own:
+            return None
+        several = self._fast.chat_template
+        if isinstance(several, str):
+            return several
+        return several.get("tool_use") or several.get("default")
+
+    def special_tokens_of(self, texts: Sequence[str]) -> dict[int, str]:
+        """Those of the texts that are one token each, added to the vocabulary, by token."""
+        added = getattr(self._fast, "added_tokens_decoder", None) or {}
+        wanted = frozenset(texts)
+        return {token: text for token, each in added.items() if (text := str(getattr(each, "content", each))) in wanted}
+
+    def ending(self, token_ids: Sequence[int]) -> str:
+        """The text of the last tokens, special ones too."""
+        last = list(token_ids[-ENDING_TOKENS:])
+        return self._fast.decode(last, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens the model wants in front unless said otherwise. Raises `InvalidRequest`
         for a text that the tokenizers library breaks on: patterns give up over 10,000,000 blanks in a row."""
@@ -237,7 +264,7 @@ class Tokenizer:
             template, messages, list(tools) or None, given, add_generation_prompt, continue_final_message
         )
         try:
-            text = self._templates.render(question, limits, most)
+            text = self._rendered(question, limits, most)
         except RequestTooLarge:
             if bound is None or bound.max_bytes is None:
                 raise
@@ -247,6 +274,21 @@ class Tokenizer:
         if bound is None:
             return self.encode(text, add_special_tokens)
         return self.encode_bounded(text, bound, add_special_tokens)
+
+    def _rendered(self, question: Question, limits: Limits, max_bytes: int) -> str:
+        """The text of a conversation. A few templates take the arguments of calls as text alone: one that refuses them
+        as objects gets them so."""
+        try:
+            return self._templates.render(question, limits, max_bytes)
+        except RequestTooLarge:
+            raise
+        except InvalidRequest as refused:
+            spelt = replace(question, messages=[_with_spelt_arguments(each) for each in question.messages])
+            if spelt.messages == question.messages:
+                raise
+            with contextlib.suppress(InvalidRequest):
+                return self._templates.render(spelt, limits, max_bytes)
+            raise refused
 
     def _template(self, tools: Sequence[Mapping[str, Any]]) -> str:
         if not self._fast.chat_template:
@@ -373,6 +415,21 @@ def text_notes(tokenizer: Tokenizer | None) -> Iterator[str]:
         yield "no tokenizer: prompts and answers are token ids (return_token_ids); --tokenizer FOLDER gives it one"
     elif not tokenizer.has_chat:
         yield "no chat template: completions only, no chat; --chat-template FILE gives it one"
+
+
+def _with_spelt_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same, with the arguments of its calls as JSON in a text."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _spelt(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _spelt(arguments: Any) -> Any:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def encode_prompt(

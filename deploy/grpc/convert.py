@@ -69,7 +69,7 @@ LONGEST_DEADLINE_S = 10 * 365 * 24 * 3600.0
 _OPTIONAL = (
     "temperature", "top_k", "top_p", "seed", "max_tokens", "ignore_eos", "logprobs", "min_p", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "min_tokens", "include_stop_str_in_output", "n", "prompt_logprobs",
-    "json_schema", "regex",
+    "json_schema", "regex", "lark",
 )  # fmt: skip
 
 

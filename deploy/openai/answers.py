@@ -18,12 +18,15 @@ from ..front_end.front_end import FEW_VALUES, Asked, FrontEnd, side_by_side
 from ..front_end.json_pieces import json_pieces, size_of
 from ..front_end.misses import told
 from ..front_end.request_log import CLIENT_CLOSED as CLIENT_CLOSED
-from .protocol import NotCached, PromptDetails, StreamOptions, Usage
+from .protocol import CompletionDetails, NotCached, PromptDetails, StreamOptions, Usage
 
 Result = TypeVar("Result")
 
 
-EXTENSIONS = {"token_ids", "prompt_token_ids", "prompt_logprobs", "tool_calls", "index"}
+THOUGHTS = ("reasoning_content", "reasoning")
+"""Where clients look for what the model thought: DeepSeek and most servers, and OpenRouter and newer ones."""
+
+EXTENSIONS = {"token_ids", "prompt_token_ids", "prompt_logprobs", "tool_calls", "index", *THOUGHTS}
 """Fields of answers that are left out where they are null; the others stand there as null, as OpenAI has them."""
 
 
@@ -43,6 +46,11 @@ class Counter:
         self._cached = [0] * len(asked)
         self._misses: list[tuple[Miss, ...]] = [()] * len(asked)
         self._completion_tokens = 0
+        self._thought_tokens = 0
+
+    def add_thoughts(self, tokens: int) -> None:
+        """Of the tokens that were added, so many are thoughts."""
+        self._thought_tokens += tokens
 
     def add(self, piece: Piece) -> None:
         self._completion_tokens += len(piece.delta.token_ids)
@@ -60,6 +68,7 @@ class Counter:
                 cached_tokens=sum(self._cached),
                 not_cached=[NotCached(**miss) for miss in told(chain.from_iterable(self._misses))],
             ),
+            completion_tokens_details=CompletionDetails(reasoning_tokens=min(self._thought_tokens, completion_tokens)),
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from ...errors import InvalidRequest
 from ...proto.reply import num_values
 from ..front_end.front_end import FrontEnd
-from .answers import Counter, StreamUsage, now_s
+from .answers import THOUGHTS, Counter, StreamUsage, now_s
 from .conversation import AnswerPart, Conversation
 from .logprobs import Spelling, of_chat, of_prompt
 from .protocol import AnswerMessage, ChatChoice, ChatCompletion, ChatLogprobs, ChatRequest, TextPart
@@ -69,7 +69,12 @@ class ChatCall:
         text = self._echo + part.text
         return ChatChoice(
             index=part.delta.answer,
-            message=AnswerMessage(content=text if text or has_content else None, tool_calls=calls or None),
+            message=AnswerMessage(
+                content=text if text or has_content else None,
+                reasoning_content=part.thoughts or None,
+                reasoning=part.thoughts or None,
+                tool_calls=calls or None,
+            ),
             logprobs=self._logprobs(part),
             finish_reason=part.finish_reason,  # type: ignore[arg-type]
             token_ids=list(part.delta.token_ids) if self._body.return_token_ids else None,
@@ -108,7 +113,9 @@ class ChatCall:
         logprobs = self._logprobs(part) if part.delta.token_ids else None
         ids = part.delta.token_ids if self._body.return_token_ids else ()
         # A token may be a part of a character, which has no text yet, and its log-probability is sent all the same.
-        if part.text or (logprobs and not part.calls and not self._conversation.must_call):
+        if part.thoughts:
+            delta |= dict.fromkeys(THOUGHTS, part.thoughts)
+        if part.text or (logprobs and not delta and not part.calls and not self._conversation.must_call):
             delta["content"] = part.text
         if part.calls:
             delta["tool_calls"] = list(map(_call_piece, part.calls))

@@ -3,11 +3,15 @@
 import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from ...errors import InvalidRequest
 from ...proto.reply import Delta
+from ...proto.request import SamplingParams
 from ..front_end.front_end import Asked, FrontEnd
+from ..front_end.json_pieces import CHARS_OF_A_VALUE
+from .answer_reader import AnswerReader, CallIds, Said
 from .answers import Counter, pieces
 from .protocol import ChatRequest
 from .requests import (
@@ -23,7 +27,7 @@ from .requests import (
     truncated,
     turns_aside,
 )
-from .tools import CallPiece, CallReader, naming_tools, tool_use
+from .tools import CallPiece, naming_tools, tool_use, wanted_tools
 
 
 class AnswerPart(NamedTuple):
@@ -90,9 +94,44 @@ class Conversation:
         max_tokens = asked or max(1, longest - len(prompt))
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         form = self._use.form if self._use else None
+        prompt_end = self._ending(prompt)
+        if form is not None and (grammar := self._grammar(prompt_end, must_call=True)) is not None:
+            form = {"lark": grammar}
         bad = await bad_token_ids(front_end, body.bad_words)
         sampling = sampling_of(body, front_end.info, max_tokens, logprobs, form, bad, shape_of(front_end))
-        self._asked = Asked(prompt, sampling, images, options, self._request_id)
+        # Calls of strict tools are held to their schemas, whether there are some or not.
+        if sampling.form is None and self._is_strict:
+            grammar = self._grammar(prompt_end, must_call=False)
+            sampling = replace(sampling, lark=grammar)
+        sampling = self._with_ends(sampling)
+        self._asked = Asked(prompt, sampling, images, options, self._request_id, front_end.answer_format.markers)
+
+    def _ending(self, prompt: Sequence[int]) -> str:
+        """The end of the prompt's text, where it matters."""
+        tokenizer = self.front_end.tokenizer
+        if tokenizer is None or self.front_end.answer_format.form is None:
+            return ""
+        return tokenizer.ending(prompt)
+
+    @property
+    def _is_strict(self) -> bool:
+        return self._use is not None and any(tool.function.strict for tool in self._use.tools)
+
+    def _grammar(self, prompt_end: str, *, must_call: bool) -> str | None:
+        """Of calls as the model writes them, after its thoughts. None: the format has none for these tools."""
+        use = self._use
+        assert use is not None, "there are tools"
+        is_parallel = self._body.parallel_tool_calls is not False and use.called is None
+        return self.front_end.answer_format.grammar(
+            wanted_tools(use), prompt_end, is_parallel=is_parallel, must_call=must_call
+        )
+
+    def _with_ends(self, sampling: SamplingParams) -> SamplingParams:
+        """An answer ends where its format says so: with a call, too, which not every model's end tokens tell."""
+        ends = self.front_end.answer_format.ends.keys() - {*self.front_end.info.eos_token_ids}
+        if sampling.ignore_eos or not ends:
+            return sampling
+        return replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *sorted(ends)))
 
     async def count(self) -> int:
         """Tokens of the prompt, which may be more than the model takes. Raises `InvalidRequest`."""
@@ -138,19 +177,32 @@ class Conversation:
 
     async def parts(self, counter: Counter, *, is_streaming: bool) -> AsyncGenerator[AnswerPart, None]:
         """The pieces of all answers in one stream. Counts them."""
-        readers = [CallReader(self._use) for _ in range(self.asked.sampling.n)] if self._use else None
+        readers = self._readers()
         is_single = self._body.parallel_tool_calls is False
         with in_own_words(self._body), naming_tools(self._use) if self._use else contextlib.nullcontext():
             async for piece in pieces(self.front_end, [self.asked], is_streaming=is_streaming):
                 counter.add(piece)
-                if readers is None:
-                    yield AnswerPart(piece.delta, piece.text, [])
-                    continue
                 reader = readers[piece.delta.answer]
-                text, calls = reader.push(piece.text)
+                size = len(piece.text) // CHARS_OF_A_VALUE
+                said = await self.front_end.aside(size, partial(reader.push, piece.text))
                 if piece.delta.finish_reason is not None:
-                    rest, last = reader.finish()
-                    text, calls = text + rest, calls + last
-                if is_single:
-                    calls = [call for call in calls if call.place == 0]
-                yield AnswerPart(piece.delta, text, calls, reader.has_called)
+                    rest = reader.finish()
+                    said = Said(said.thoughts + rest.thoughts, said.text + rest.text, said.calls + rest.calls)
+                    counter.add_thoughts(await self._thought_tokens(reader))
+                calls = [call for call in said.calls if call.place == 0] if is_single else said.calls
+                yield AnswerPart(piece.delta, said.text, calls, reader.has_called, said.thoughts)
+
+    def _readers(self) -> list[AnswerReader]:
+        """One for each answer."""
+        asked, served = self.asked, self.front_end.answer_format
+        sampling = asked.sampling
+        is_formed = sampling.form is not None and sampling.lark is None
+        prompt_end = self._ending(asked.prompt)
+        ids = CallIds(served, self._body.messages)
+        return [AnswerReader(served, self._use, prompt_end, is_formed=is_formed, ids=ids) for _ in range(sampling.n)]
+
+    async def _thought_tokens(self, reader: AnswerReader) -> int:
+        """How many tokens an answer's thoughts are, as the tokenizer cuts them."""
+        if not reader.thoughts:
+            return 0
+        return len(await self.front_end.encode(reader.thoughts, add_special_tokens=False, only_counted=True))

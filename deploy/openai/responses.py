@@ -208,7 +208,7 @@ def _usage(counter: Counter) -> ResponseUsage:
         input_tokens=usage.prompt_tokens,
         input_tokens_details=usage.prompt_tokens_details,
         output_tokens=usage.completion_tokens,
-        output_tokens_details=ResponseOutputDetails(),
+        output_tokens_details=ResponseOutputDetails(reasoning_tokens=usage.completion_tokens_details.reasoning_tokens),
         total_tokens=usage.total_tokens,
     )
 

@@ -13,10 +13,11 @@ import contextlib
 import json
 import re
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ...errors import InvalidRequest
+from ..formats.grammar import Wanted
 from ..front_end.detokenize import could_begin
 from .protocol import CalledFunction, ChatRequest, NamedTool, Tool, ToolCall
 from .schemas import Shape, check_references, closed, moved
@@ -44,6 +45,10 @@ MOST_FALSE_BEGINNINGS = 16
 """The most braces in a text that begin no object: from each the text may be read to its end."""
 
 
+NewId = Callable[[str], str]
+"""Makes the id of a call out of the name of its tool."""
+
+
 class CallPiece(NamedTuple):
     """What came of a call: its name with the first piece, and its arguments as they are made."""
 
@@ -57,6 +62,7 @@ class ToolUse(NamedTuple):
     """What a request says about tools."""
 
     tools: Sequence[Tool]  # offered to the model
+    shaped: Shape  # how their schemas are shaped
     form: dict[str, Any] | None  # of an answer that must be a call
     called: str | None  # the tool that must be called, if the request names one
 
@@ -88,10 +94,20 @@ def tool_use(body: ChatRequest, shaped: Shape = closed) -> ToolUse | None:
         if at is None:
             known = ", ".join(tool.function.name for tool in tools)
             raise InvalidRequest(f"tool_choice names {name!r}; the tools are {known}", field="tool_choice")
-        return ToolUse(tools, {"json_schema": json.dumps(_parameters(at, tools[at], shaped))}, name)
+        return ToolUse(tools, shaped, {"json_schema": json.dumps(_parameters(at, tools[at], shaped))}, name)
     if choice == "required":
-        return ToolUse(tools, {"json_schema": json.dumps(_calls_schema(tools, body.parallel_tool_calls, shaped))}, None)
-    return ToolUse(tools, None, None)
+        form = {"json_schema": json.dumps(_calls_schema(tools, body.parallel_tool_calls, shaped))}
+        return ToolUse(tools, shaped, form, None)
+    return ToolUse(tools, shaped, None, None)
+
+
+def wanted_tools(use: ToolUse) -> list[Wanted]:
+    """The tools that may be called, with the parameters that their calls are held to."""
+    return [
+        Wanted(tool.function.name, _parameters(at, tool, use.shaped))
+        for at, tool in enumerate(use.tools)
+        if use.called in (None, tool.function.name)
+    ]
 
 
 @contextlib.contextmanager
@@ -100,6 +116,9 @@ def naming_tools(use: ToolUse) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
+        if error.field == "lark":
+            error.field = "tools"
+            error.message = error.message.replace("lark", "the grammar of the tools' calls", 1)
         if error.field == "json_schema" and use.form is not None:
             _name_tool(error, use)
         raise
@@ -159,13 +178,19 @@ def _calls_schema(tools: Sequence[Tool], is_parallel: bool | None, shaped: Shape
 class CallReader:
     """Parts the text of one answer, as it grows, into words and calls."""
 
-    def __init__(self, use: ToolUse):
+    def __init__(self, use: ToolUse, new_id: NewId | None = None):
+        """new_id: makes the id of a call out of the name of its tool."""
+        new_id = new_id or _new_id
         self._use = use
         self._has_text = False
         self._waiting = ""  # may begin a marker
         self._held: list[str] = []  # of a call, or what looks like one; nothing once a call has begun
         self._holds = use.form is not None
-        self._calls = _NamedCall(use.called) if use.called is not None else _Calls({t.function.name for t in use.tools})
+        self._calls = (
+            _NamedCall(use.called, new_id)
+            if use.called is not None
+            else _Calls({tool.function.name for tool in use.tools}, new_id)
+        )
 
     @property
     def has_called(self) -> bool:
@@ -226,10 +251,10 @@ class _NamedCall:
     """One call, whose arguments are all that comes. It begins with the first arguments that say something: an answer
     that is cut before that has no call."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, new_id: NewId):
         self.count = 0
         self._name = name
-        self._id = _new_id()
+        self._id = new_id(name)
         self._waiting = ""  # before the call begins, its opening; later, space that may be the end of the answer
 
     def push(self, text: str) -> list[CallPiece]:
@@ -255,9 +280,10 @@ class _Calls:
     """Finds the calls in a text as it grows: JSON objects that have the name of a tool. What is between them is passed
     over."""
 
-    def __init__(self, known: Collection[str]):
+    def __init__(self, known: Collection[str], new_id: NewId):
         self.count = 0
         self._known = known
+        self._new_id = new_id
         self._text = ""  # that has not been looked at
         self._object: _Object | None = None  # that may be a call
         self._seen: list[str] = []  # of it
@@ -324,7 +350,7 @@ class _Calls:
 
     def _first(self, name: str, arguments: str) -> CallPiece:
         self.count += 1
-        self._id = _new_id()
+        self._id = self._new_id(name)
         return CallPiece(self.count - 1, self._id, name, arguments)
 
 
@@ -381,5 +407,5 @@ def _calls(value: Any, known: Collection[str]) -> list[tuple[str, str]]:
     return calls
 
 
-def _new_id() -> str:
+def _new_id(name: str) -> str:
     return f"call_{uuid.uuid4().hex[:24]}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 _HOW_PACKED = "how weights are packed is read from the checkpoint; leave it out"
 _NO_LORA = "adapters (LoRA) are not served; merge them into the checkpoint"
 _NO_DRAFTS = "there is no speculative decoding; leave it out"
-_TOOLS = "tools are understood by the form that the checkpoint's template has; leave it out"
+_TOOLS = "calls are found by the format that the template shows, or --tool-call-parser names; leave it out"
 _GRAPHS = "the sizes of recorded steps are chosen by the server; --enforce-eager records none"
 _CHUNKS = "prompts are always computed in pieces; --max-prefill-chunk-tokens says how large they may be"
 _RANKS = "only tensor parallelism splits a model: --tensor-parallel-size N"
@@ -47,10 +47,8 @@ VLLM: Mapping[str, str] = {
     "--speculative-model": _NO_DRAFTS,
     "--num-speculative-tokens": _NO_DRAFTS,
     "--enable-auto-tool-choice": _TOOLS,
-    "--tool-call-parser": _TOOLS,
     "--tool-parser-plugin": _TOOLS,
-    "--reasoning-parser": "reasoning is not told apart from the answer; leave it out",
-    "--enable-reasoning": "reasoning is not told apart from the answer; leave it out",
+    "--enable-reasoning": "reasoning is told apart where the format is known; --reasoning-parser names one",
     "--guided-decoding-backend": "answers of a given form are made by llguidance; leave it out",
     "--structured-outputs-config": "answers of a given form are made by llguidance; leave it out",
     "--enable-log-requests": "--request-log line, or json, writes a line of each request",

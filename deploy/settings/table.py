@@ -153,6 +153,12 @@ class ServerArguments(TypedDict, total=False):
         read=several)]
     open_objects: Annotated[bool, Setting(
         False, "front_end.open_objects", "Objects may have properties that their JSON schema does not name.")]
+    tool_call_parser: Annotated[str | None, Setting(
+        None, "front_end.tool_call_parser", "How the model writes calls, by a format's name; none: it does not.",
+        "as its chat template shows")]
+    reasoning_parser: Annotated[str | None, Setting(
+        None, "front_end.reasoning_parser", "How it writes thoughts, by a format's name; none: it does not.",
+        "as its chat template shows")]
     api_key: Annotated[Sequence[str] | None, Setting(
         None, "access.api_key", "A key that clients must send; may be given several times.", read=several)]
     api_key_file: Annotated[str | None, Setting(None, "access.api_key_file", "A file of such keys, one on each line.")]

@@ -15,6 +15,7 @@ from ..checkpoints.weights import weights_bar
 from ..console import ConsoleSettings
 from ..demo import demo_notes
 from ..front_end.access import Access, AccessSettings
+from ..front_end.answer_format import format_notes
 from ..front_end.front_end import FrontEnd, FrontEndSettings
 from ..front_end.request_log import FORMS, RequestLog
 from ..front_end.tokenizer import Tokenizer, text_notes
@@ -213,7 +214,12 @@ async def serve(settings: EngineSettings, server: ServerSettings) -> None:
             loop.add_signal_handler(number, stops.release)
         freeze_startup_objects()
         info = served.engine.client.info
-        notes = *info.notes, *demo_notes(settings.model.model_dir), *text_notes(served.front_end.tokenizer)
+        notes = (
+            *info.notes,
+            *demo_notes(settings.model.model_dir),
+            *text_notes(served.front_end.tokenizer),
+            *format_notes(served.front_end.answer_format, served.front_end.tokenizer),
+        )
         print_banner(info._replace(notes=notes), *served.at)
         say("ready; stop with Ctrl-C")
         gone = asyncio.ensure_future(served.engine.client.connection.wait_failed())

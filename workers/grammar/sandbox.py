@@ -9,6 +9,7 @@ is then looked for, part by part, under a timer, too.
 
 import contextlib
 import json
+import re
 import resource
 import signal
 import subprocess
@@ -37,6 +38,9 @@ LONGEST_PLACE_CHARS = 120
 
 PLACE_OF = "place of "
 """Before the kind of a grammar: this asks for the place of a complaint in it."""
+
+TOKEN, ANY_LITERAL = re.compile(r"<\[\d+\]>"), '"token"'
+"""A token of the model in a grammar, which the child does not know; and what stands for it while it is tried."""
 
 NAMED = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
 """Keywords of JSON Schema whose values are schemas by name."""
@@ -100,7 +104,9 @@ def source_of(kind: str, text: str) -> str:
             return LLMatcher.grammar_from_regex(text)
         case "choice":
             return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(text))))
-    raise ValueError(f"{kind} is no form of answers; there are json_schema, regex and choice")
+        case "lark":
+            return LLMatcher.grammar_from_lark(text)
+    raise ValueError(f"{kind} is no form of answers; there are json_schema, regex, choice and lark")
 
 
 def complaint_about(matcher: Any, kind: str) -> str | None:
@@ -141,6 +147,8 @@ def serve() -> None:
 def _complaint(tokenizer, kind: str, text: str) -> str | None:
     from llguidance import LLMatcher
 
+    if kind == "lark":
+        text = TOKEN.sub(ANY_LITERAL, text)
     try:
         matcher = LLMatcher(tokenizer, source_of(kind, text), log_level=0)
     except ValueError as error:

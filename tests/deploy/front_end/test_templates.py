@@ -285,3 +285,14 @@ def test_a_tokenizer_with_a_function_of_its_own_is_asked_itself(byte_tokenizer: 
     assert own.chat(list(HI)) == [1]
     with pytest.raises(InvalidRequest, match="may not set mood"):
         own.chat(list(HI), variables={"mood": "good"})
+
+
+def test_a_template_that_takes_arguments_as_text_alone_gets_them_so(byte_tokenizer: Tokenizer):
+    calls = [{"type": "function", "function": {"name": "saw", "arguments": {"cm": 3, "wood": "Eibe ü"}}}]
+    messages = [{"role": "assistant", "content": "", "tool_calls": calls}]
+    made = Tokenizer(copy.deepcopy(byte_tokenizer._fast))
+    made._fast.chat_template = "{{ 'call ' + messages[0].tool_calls[0].function.arguments }}"
+    assert made.decode(made.chat(messages)) == 'call {"cm": 3, "wood": "Eibe ü"}'
+    made._fast.chat_template = "{{ raise_exception('no ' ~ messages[0].tool_calls[0].function.arguments.cm) }}"
+    with pytest.raises(InvalidRequest, match="no 3"):
+        made.chat(messages)
