@@ -143,7 +143,8 @@ class TritonStates:
         strides = [stride for x in (*inputs, out) for stride in x.stride()[:2]]
         self._kernels.keyed_heads[len(rows), heads, -(-values // block)](
             *inputs, out, pages, rows, meta.pieces, *strides, pages.stride(0), pages.stride(1), slots,
-            KEYS=keys, KEYS_PADDED=power_of_two(keys), VALUES=values, VALUES_BLOCK=block, GROUP=heads // inputs[0].shape[1],
+            KEYS=keys, KEYS_PADDED=power_of_two(keys), VALUES=values, VALUES_BLOCK=block,
+            GROUP=heads // inputs[0].shape[1],
         )  # fmt: skip
 
     def _channels(

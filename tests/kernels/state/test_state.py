@@ -30,7 +30,9 @@ from intarsia.kernels.transfer import Transfer
 CPU = torch.device("cpu")
 H, K, V, C, S, W = 3, 4, 6, 10, 5, 3
 
-RECURRENCES = {r.name: r for r in (CONVOLUTION, LINEAR_ATTENTION, GATED_DELTA, KEYED_DELTA, SELECTIVE_SCAN, DECAYING_SUM)}
+RECURRENCES = {
+    r.name: r for r in (CONVOLUTION, LINEAR_ATTENTION, GATED_DELTA, KEYED_DELTA, SELECTIVE_SCAN, DECAYING_SUM)
+}
 STATE_SHAPES = {
     "convolution": (C, W),
     "linear_attention": (H, K, V),
