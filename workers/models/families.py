@@ -63,8 +63,10 @@ in `tensor_parallel.py`; state mixers say themselves how they are cut (`layers/s
 
 TENSOR_PARALLEL_PLANS["lfm2_moe"] = TENSOR_PARALLEL_PLANS["lfm2"] | _cut("feed_forward", EXPERTS)
 
-for latent in ("bailing_hybrid", "kimi_linear"):
-    TENSOR_PARALLEL_PLANS[latent] = TENSOR_PARALLEL_PLANS["deepseek_v3"]
+TENSOR_PARALLEL_PLANS["kimi_linear"] = TENSOR_PARALLEL_PLANS["deepseek_v3"]
+TENSOR_PARALLEL_PLANS["bailing_hybrid"] = TENSOR_PARALLEL_PLANS["deepseek_v3"] | _cut(
+    "self_attn", {"g_proj": "colwise"}
+)
 
 VOCABULARIES = {"embed_tokens_per_layer"}
 """Embeddings beside the input's own with a row for each token, each rank holding some."""
