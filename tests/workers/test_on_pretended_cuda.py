@@ -90,11 +90,7 @@ BUDGETS: dict[str, Budget] = {
     "lfm2_moe": Budget(1, 2, 63, 35),
     "qwen3_5_moe": Budget(1, 2, 95, 57),
     "mllama": Budget(1, 3, 41, 25),
-    "kimi_linear": Budget(0, 0, 0, 0),
-    "ling3": Budget(0, 0, 0, 0),
-    "recurrent_gemma": Budget(0, 0, 0, 0),
-    "mamba": Budget(0, 0, 0, 0),
-    "zaya": Budget(0, 0, 0, 0),
+    "mamba": Budget(1, 1, 19, 19),
 }
 
 
