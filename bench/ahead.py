@@ -238,6 +238,11 @@ def _states() -> Iterator[Variant]:
         }  # fmt: skip
         own = types(kernels.heads, "fp32")
         yield Variant(f"{name} fp32 (prompt)", kernels.heads, own, prompt, launch.warps, launch.stages)
+    keyed = {
+        "KEYS": 128, "KEYS_PADDED": 128, "VALUES": 128, "VALUES_BLOCK": step_block(128, 128), "GROUP": 1
+    }  # fmt: skip
+    yield Variant("keyed delta", kernels.keyed_heads, types(kernels.keyed_heads, "fp32"), keyed, 4, 3)
+    yield Variant("rg-lru", kernels.decaying_sums, types(kernels.decaying_sums, "fp32"), {"BLOCK": 64}, 2, 3)
     kernel, launch = kernels.shared_heads, BFLOAT16_LAUNCH
     constants = {
         "KEYS": 128, "KEYS_PADDED": 128, "VALUES": 64, "VALUES_BLOCK": prompt_block(launch, 128, 64), "GROUP": 128,
@@ -281,15 +286,22 @@ def _mixers() -> Iterator[Variant]:
         found = _types(kernel, numbers | {*others}, "bf16", floats)
         return found | {name: "fp32" for name in ("least", "most", "key_scale", "eps") if name in found}
 
-    delta = {"KEY_HEADS": 16, "KEYS": 128, "KEYS_PADDED": 128, "HEADS": 32, "VALUES": 128, "VALUES_PADDED": 128}
-    yield Variant("mixer delta inputs", kernels.delta_inputs, types(kernels.delta_inputs), delta, 1, 3)
+    for name, key_heads, decays in (("qwen3-next", 16, 1), ("ling-3", 32, 128)):
+        delta = {
+            "KEY_HEADS": key_heads, "KEYS": 128, "KEYS_PADDED": 128, "HEADS": 32, "VALUES": 128, "VALUES_PADDED": 128,
+            "DECAYS": decays, "DECAYS_PADDED": decays, "HAS_LEAST": decays > 1,
+        }  # fmt: skip
+        yield Variant(f"mixer delta inputs {name}", kernels.delta_inputs, types(kernels.delta_inputs), delta, 1, 3)
+    lru = types(kernels.lru_inputs, "input_ptr", "forget_ptr") | {"positions_ptr": "*i64"}
+    yield Variant("mixer rg-lru inputs", kernels.lru_inputs, lru, {"CHANNELS": 2560, "BLOCK": mixers.BLOCK}, 4, 3)
     inputs = {"INNER": 8192, "VALUES": 64, "BLOCK": mixers.BLOCK}
     yield Variant("mixer mamba-2 inputs", kernels.mamba2_inputs, types(kernels.mamba2_inputs), inputs, 4, 3)
     function = {"WIDTH": 8192, "FUNCTION": 0, "HAS_FACTOR": False, "BLOCK": mixers.BLOCK}
     yield Variant("mixer time steps", kernels.mapped, types(kernels.mapped), function, 4, 3)
     for name, order, width, skips, rounds in (("bamba", 2, 8192, True, False), ("qwen3-next", 1, 128, False, True)):
         norm = {
-            "CHANNELS": 8192, "WIDTH": width, "BLOCK": width, "ORDER": order, "HAS_SKIP": skips, "ROUNDS": rounds
+            "CHANNELS": 8192, "WIDTH": width, "BLOCK": width, "ORDER": order, "HAS_SKIP": skips, "ROUNDS": rounds,
+            "GATE": 1,
         }  # fmt: skip
         warps = tokenwise.row_warps(width)
         yield Variant(f"mixer norm {name}", kernels.gated_norm, types(kernels.gated_norm, "out_ptr"), norm, warps, 3)

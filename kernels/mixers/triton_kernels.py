@@ -57,8 +57,8 @@ def delta_inputs(
         e = tl.arange(0, VALUES_PADDED)
         v = tl.load(row + 2 * KEY_HEADS * KEYS + head * VALUES + e, mask=e < VALUES, other=0.0).to(tl.float32)
         tl.store(v_ptr + (token * HEADS + head) * VALUES + e, v, mask=e < VALUES)
-        d = tl.arange(0, DECAYS_PADDED)
-        at, live = head * DECAYS + d, d < DECAYS
+        n = tl.arange(0, DECAYS_PADDED)
+        at, live = head * DECAYS + n, n < DECAYS
         a = tl.load(a_ptr + token * a_token + at, mask=live, other=0.0).to(tl.float32)
         a += tl.load(bias_ptr + at, mask=live, other=0.0)
         A = tl.load(A_ptr + at, mask=live, other=0.0)

@@ -236,7 +236,7 @@ def test_an_engine_that_ignores_the_window_fails_the_gate(
     from intarsia.kvcache.reach import Full
     from intarsia.workers.checkpoint import layer_specs as layers
 
-    for kind in ("sliding_attention", "chunked_attention"):
+    for kind in ("sliding_attention", "chunked_attention", "hybrid_sliding"):
         monkeypatch.setitem(layers.REACH_OF, kind, lambda config: Full())
     model: TinyModel = tiny(family)
 

@@ -91,6 +91,7 @@ BUDGETS: dict[str, Budget] = {
     "lfm2_moe": Budget(1, 2, 63, 35),
     "qwen3_5_moe": Budget(1, 2, 95, 57),
     "mllama": Budget(1, 3, 41, 25),
+    "mamba": Budget(1, 1, 19, 19),
 }
 
 

@@ -25,11 +25,11 @@ GEMMA_NORM = NormKind(offset=1.0)
 NORMS: dict[str, NormKind] = {
     **dict.fromkeys(
         (
-            "BambaRMSNorm", "DeepseekV32RMSNorm", "DeepseekV3RMSNorm", "Exaone4RMSNorm", "FalconH1RMSNorm",
-            "GlmMoeDsaRMSNorm", "GraniteMoeHybridRMSNorm", "JambaRMSNorm", "Lfm2MoeRMSNorm", "Lfm2RMSNorm",
-            "Llama4TextRMSNorm", "LlamaRMSNorm", "MiniMaxRMSNorm",
+            "BailingHybridRMSNorm", "BambaRMSNorm", "DeepseekV32RMSNorm", "DeepseekV3RMSNorm", "Exaone4RMSNorm",
+            "FalconH1RMSNorm", "GlmMoeDsaRMSNorm", "GraniteMoeHybridRMSNorm", "JambaRMSNorm", "KimiLinearRMSNorm",
+            "Lfm2MoeRMSNorm", "Lfm2RMSNorm", "Llama4TextRMSNorm", "LlamaRMSNorm", "MambaRMSNorm", "MiniMaxRMSNorm",
             "Ministral3RMSNorm", "MinistralRMSNorm", "MistralRMSNorm", "MllamaTextRMSNorm", "Qwen3RMSNorm",
-            "SmolLM3RMSNorm", "Zamba2RMSNorm",
+            "SmolLM3RMSNorm", "Zamba2RMSNorm", "ZayaRMSNorm",
         ),
         LLAMA_NORM,
     ),
@@ -37,7 +37,11 @@ NORMS: dict[str, NormKind] = {
         ("Gemma3nRMSNorm", "Gemma4RMSNorm", "GptOssRMSNorm", "NemotronHRMSNorm", "Olmo3RMSNorm"), FLOAT_NORM
     ),
     **dict.fromkeys(
-        ("Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm", "Qwen3_5MoeRMSNorm", "Qwen3_5RMSNorm"), GEMMA_NORM
+        (
+            "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3NextRMSNorm", "Qwen3_5MoeRMSNorm", "Qwen3_5RMSNorm",
+            "RecurrentGemmaRMSNorm",
+        ),
+        GEMMA_NORM,
     ),
 }  # fmt: skip
 """Class of a norm -> what it computes."""
@@ -64,10 +68,10 @@ class GatedMLP(NamedTuple):
 GATED_MLPS: dict[str, GatedMLP] = {
     **dict.fromkeys(
         (
-            "BambaMLP", "Cohere2MLP", "DeepseekV32MLP", "DeepseekV3MLP", "Exaone4MLP", "Gemma2MLP", "Gemma3MLP",
-            "Gemma4TextMLP", "GlmMoeDsaMLP", "JambaMLP", "LlamaMLP", "Ministral3MLP", "MinistralMLP", "MistralMLP",
-            "MllamaTextMLP", "Olmo3MLP",
-            "Qwen3MLP", "Qwen3NextMLP", "Qwen3_5MLP", "Qwen3_5MoeMLP", "SmolLM3MLP",
+            "BailingHybridMLP", "BambaMLP", "Cohere2MLP", "DeepseekV32MLP", "DeepseekV3MLP", "Exaone4MLP",
+            "Gemma2MLP", "Gemma3MLP", "Gemma4TextMLP", "GlmMoeDsaMLP", "JambaMLP", "KimiLinearMLP", "LlamaMLP",
+            "Ministral3MLP", "MinistralMLP", "MistralMLP", "MllamaTextMLP", "Olmo3MLP", "Qwen3MLP", "Qwen3NextMLP",
+            "Qwen3_5MLP", "Qwen3_5MoeMLP", "RecurrentGemmaMlp", "SmolLM3MLP",
         ),
         GatedMLP(),
     ),
@@ -131,10 +135,9 @@ class DecoderLayerKind(NamedTuple):
 DECODER_LAYERS: dict[str, DecoderLayerKind] = {
     **dict.fromkeys(
         (
-            "DeepseekV32DecoderLayer", "DeepseekV3DecoderLayer", "GptOssDecoderLayer", "LlamaDecoderLayer",
-            "Ministral3DecoderLayer", "MinistralDecoderLayer", "MistralDecoderLayer",
-            "MllamaSelfAttentionDecoderLayer", "Qwen3DecoderLayer",
-            "SmolLM3DecoderLayer",
+            "BailingHybridDecoderLayer", "DeepseekV32DecoderLayer", "DeepseekV3DecoderLayer", "GptOssDecoderLayer",
+            "KimiLinearDecoderLayer", "LlamaDecoderLayer", "Ministral3DecoderLayer", "MinistralDecoderLayer",
+            "MistralDecoderLayer", "MllamaSelfAttentionDecoderLayer", "Qwen3DecoderLayer", "SmolLM3DecoderLayer",
         ),
         DecoderLayerKind(),
     ),

@@ -136,12 +136,11 @@ class KeyedDeltaNet(Mixer):
     @staticmethod
     def sections(module: Any, ranks: int) -> dict[str, Sequence[Section]]:
         channels, heads = (Section(module.qkv_dim),), (Section(module.num_heads),)
-        by_way = (
-            ("forget_gate.f_b_proj", "g_b_proj") if hasattr(module, "g_b_proj") else ("forget_gate.f_proj", "g_proj")
-        )
+        is_by_way = hasattr(module, "g_b_proj")
+        gates = ("forget_gate.f_b_proj", "g_b_proj") if is_by_way else ("forget_gate.f_proj", "g_proj")
         return {
             "q_proj": channels, "k_proj": channels, "v_proj": channels, "b_proj": heads, "conv1d": channels * 3,
-            "forget_gate.A_log": heads, "forget_gate.dt_bias": channels, **dict.fromkeys(by_way, channels),
+            "forget_gate.A_log": heads, "forget_gate.dt_bias": channels, **dict.fromkeys(gates, channels),
         }  # fmt: skip
 
     def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:

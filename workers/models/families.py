@@ -63,8 +63,10 @@ in `tensor_parallel.py`; state mixers say themselves how they are cut (`layers/s
 
 TENSOR_PARALLEL_PLANS["lfm2_moe"] = TENSOR_PARALLEL_PLANS["lfm2"] | _cut("feed_forward", EXPERTS)
 
-for latent in ("bailing_hybrid", "kimi_linear"):
-    TENSOR_PARALLEL_PLANS[latent] = TENSOR_PARALLEL_PLANS["deepseek_v3"]
+TENSOR_PARALLEL_PLANS["kimi_linear"] = TENSOR_PARALLEL_PLANS["deepseek_v3"]
+TENSOR_PARALLEL_PLANS["bailing_hybrid"] = TENSOR_PARALLEL_PLANS["deepseek_v3"] | _cut(
+    "self_attn", {"g_proj": "colwise"}
+)
 
 TENSOR_PARALLEL_PLANS |= dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), TENSOR_PARALLEL_PLANS["deepseek_v3"])
 """Indexers are whole on every rank: each has to choose the same tokens."""
