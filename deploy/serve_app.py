@@ -23,6 +23,7 @@ from ..environment import freeze_startup_objects, give_back_large_blocks
 from ..errors import EngineUnavailable, IntarsiaError, InvalidSetting
 from ..proto import inference_pb2 as pb
 from ..proto.tracing import tracer_of
+from .anthropic.app import add_messages
 from .front_end.access import Access, Level
 from .front_end.front_end import FrontEnd
 from .front_end.request_log import LOGGED, RequestLog, logged
@@ -117,6 +118,7 @@ class Replica:
             self._server.console,
             self._server.limits,
             request_log=self._request_log,
+            interfaces=(add_messages,),
             tells_ids=False,  # Serve's proxy gives each request an id, and tells it
         )
 

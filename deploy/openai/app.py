@@ -10,7 +10,6 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import PlainTextResponse, Response
 
 from ... import __version__
-from ..anthropic.app import add_messages
 from ..console import ConsoleSettings, add_console
 from ..front_end.access import Access
 from ..front_end.front_end import FrontEnd
@@ -43,6 +42,8 @@ from .reading import reading_route
 from .requests import as_template_has, check_begin, check_model, turns_aside
 from .responses_app import STREAMED, add_responses
 
+Interface = Callable[[FastAPI, Callable[[], FrontEnd]], None]
+
 logger = logging.getLogger(__name__)
 
 
@@ -56,12 +57,14 @@ def make_app(
     request_log: RequestLog | None = None,
     tells_ids: bool = True,
     kept: KeptResponses | None = None,
+    interfaces: Sequence[Interface] = (),
 ) -> FastAPI:
     """The application. front_end: called with each request, so that the engine may come later than the routes.
     limits: of what is read before that; what a request holds is judged by the front end's own. root_path: where a proxy
     shows it; requests may come with this in front of their path, or without. allowed_origins: of pages in browsers
     whose scripts may ask. request_log: has a line of each request that asks for something. tells_ids: answers have the
-    header `X-Request-Id`, which some proxies add themselves. kept: what is kept of responses; None: nothing."""
+    header `X-Request-Id`, which some proxies add themselves. kept: what is kept of responses; None: nothing.
+    interfaces: add the routes of others than OpenAI's."""
     app = FastAPI(title="Intarsia", version="1", docs_url=None, redoc_url=None)
     limits = limits or Limits()
     app.router.route_class = reading_route(front_end, limits)
@@ -85,7 +88,8 @@ def make_app(
     _describe(app, front_end)
     _add_generation(app, front_end)
     add_responses(app, front_end, kept)
-    add_messages(app, front_end)
+    for add in interfaces:
+        add(app, front_end)
     _add_models(app, front_end)
     _add_tokens(app, front_end)
     _add_health(app, front_end, kept)

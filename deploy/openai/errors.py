@@ -29,9 +29,8 @@ from ...errors import (
     UnknownPrevious,
     UnknownResponse,
 )
-from ..anthropic.errors import fault_of, speaks_anthropic, status_of
-from ..anthropic.protocol import CountRequest, MessagesRequest
 from ..front_end.request_log import CLIENT_CLOSED, note_error
+from ..http.anthropic_errors import fault_of, speaks_anthropic, status_of
 from ..http.called import REQUEST_ID
 from .protocol import (
     ChatRequest,
@@ -62,12 +61,10 @@ BODIES: dict[str, tuple[type[pydantic.BaseModel], ...]] = {
     "/v1/completions": (CompletionRequest,),
     "/v1/chat/completions": (ChatRequest,),
     "/v1/responses": (ResponsesRequest,),
-    "/v1/messages": (MessagesRequest,),
-    "/v1/messages/count_tokens": (CountRequest,),
     "/tokenize": (TokenizeText, TokenizeChat),
     "/detokenize": (DetokenizeRequest,),
 }
-"""What is posted where."""
+"""What is posted where. An interface beside OpenAI's adds its own."""
 
 LONGEST_MISSPELT_CHARS = 64
 """The longest name for which a similar one is looked for: the search takes long for a long one, and no name of ours is

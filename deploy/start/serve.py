@@ -116,7 +116,8 @@ async def serving(settings: EngineSettings, server: ServerSettings) -> AsyncIter
     access.check_host(server.host)  # what can be refused at once is refused before workers start
     async with _store(server) as store:
         engine, tokenizer = await _engine_and_tokenizer(settings)
-        from ..grpc.server import GrpcServer  # the tokenizer's thread has imported them
+        from ..anthropic.app import add_messages  # the tokenizer's thread has imported them
+        from ..grpc.server import GrpcServer
         from ..openai.app import make_app
         from ..openai.kept import KeptResponses
 
@@ -126,7 +127,7 @@ async def serving(settings: EngineSettings, server: ServerSettings) -> AsyncIter
             log = RequestLog(server.request_log) if server.request_log else None
             kept = KeptResponses(store, server.limits, log) if store is not None else None
             about = server.console, server.limits, server.root_path, server.allowed_origins, log
-            app = make_app(lambda: front_end, access, *about, kept=kept)
+            app = make_app(lambda: front_end, access, *about, kept=kept, interfaces=(add_messages,))
             http, grpc = HttpServer(app, access, server.limits), GrpcServer(front_end, access, log)
             try:
                 url, target = (

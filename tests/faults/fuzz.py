@@ -24,6 +24,7 @@ from typing import Any
 import grpc
 import httpx
 
+from intarsia.deploy.anthropic.app import add_messages
 from intarsia.deploy.client import AsyncClient
 from intarsia.deploy.http.server import HttpServer
 from intarsia.deploy.openai.app import make_app
@@ -397,7 +398,7 @@ async def run(requests: int, forms: int, seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
     tally = Tally()
     async with service(name=NAME, served_model_name="demo") as served, AsyncClient(served.address) as client:
-        http = HttpServer(make_app(lambda: served.front_end))
+        http = HttpServer(make_app(lambda: served.front_end, interfaces=(add_messages,)))
         url = await http.start(port=0)
         for name in (None, "uvicorn"):  # which has handlers of its own
             logging.getLogger(name).addHandler(tally)

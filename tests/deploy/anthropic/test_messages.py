@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from intarsia.deploy.anthropic.app import add_messages
 from intarsia.deploy.front_end.access import Access, AccessSettings
 from intarsia.deploy.front_end.front_end import FrontEnd
 from intarsia.deploy.front_end.tokenizer import Tokenizer
@@ -220,7 +221,11 @@ def start(loop: Loop, talker: Path) -> Iterator[Start]:
 
         async def listen() -> str:
             front_end = FrontEnd(engine, tokenizer, limits=limits)
-            servers.append(HttpServer(make_app(lambda: front_end, access, limits=limits), access, limits))
+            servers.append(
+                HttpServer(
+                    make_app(lambda: front_end, access, limits=limits, interfaces=(add_messages,)), access, limits
+                )
+            )
             return await servers[-1].start(port=0)
 
         return loop.run(listen())

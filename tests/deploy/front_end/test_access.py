@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from starlette.routing import Route
 
+from intarsia.deploy.anthropic.app import add_messages
 from intarsia.deploy.client import Client, Tls
 from intarsia.deploy.front_end.access import ROUTES, RPCS, Access, AccessSettings, Level
 from intarsia.deploy.front_end.front_end import Asked, FrontEnd, FrontEndSettings
@@ -142,7 +143,7 @@ def test_keys_come_from_a_file_too(start: Start, tmp_path: Path):
 
 def test_every_route_and_every_rpc_has_its_level_declared(start: Start):
     kept: Any = object()
-    app = make_app(lambda: start(AccessSettings()).front_end, kept=kept)
+    app = make_app(lambda: start(AccessSettings()).front_end, kept=kept, interfaces=(add_messages,))
     routes = {route.path for route in app.routes if isinstance(route, Route)}
     assert routes == set(ROUTES)
     pool = descriptor_pool.Default()

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from intarsia.deploy.anthropic.app import add_messages
 from intarsia.deploy.front_end.front_end import FrontEnd
 from intarsia.deploy.front_end.tokenizer import Tokenizer
 from intarsia.deploy.http.server import HttpServer
@@ -34,7 +35,7 @@ def api(ray_cluster: None, talker: Path, loop: Loop) -> Iterator[Api]:
 
     async def listen() -> tuple[FrontEnd, HttpServer, str]:
         front_end = FrontEnd(engine.client, tokenizer)
-        server = HttpServer(make_app(lambda: front_end))
+        server = HttpServer(make_app(lambda: front_end, interfaces=(add_messages,)))
         return front_end, server, await server.start(port=0)
 
     front_end, server, url = loop.run(listen())

@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from intarsia.deploy.anthropic.app import add_messages
 from intarsia.deploy.http.server import HttpServer
 from intarsia.deploy.openai.app import make_app
 from intarsia.deploy.openai.kept import KeptResponses
@@ -26,7 +27,7 @@ def kept_at(api: Api, loop: Loop) -> Iterator[str]:
     limits = Limits()
     store = ResponseStore(StoreSettings(), 0, limits)
     kept = KeptResponses(store, limits)
-    server = HttpServer(make_app(lambda: api.front_end, kept=kept))
+    server = HttpServer(make_app(lambda: api.front_end, kept=kept, interfaces=(add_messages,)))
 
     async def listen() -> str:
         await store.open()

@@ -6,7 +6,7 @@ from starlette._utils import get_route_path
 from starlette.types import Scope
 
 from ...errors import Detail, IntarsiaError, Overloaded, OverQuota, PoolExhausted
-from ..http.called import REQUEST_ID
+from .called import REQUEST_ID
 
 PLACE = "/v1/messages"
 """What is below it speaks so."""
