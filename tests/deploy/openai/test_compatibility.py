@@ -643,6 +643,7 @@ def test_a_prompt_may_be_cut_however_long_it_is(api: Api, path: str, fields: dic
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, RESPONSES])
 def test_usage_says_of_each_token_that_was_not_found_why(api: Api, path: str):
+    details: dict[str, Any] = {}
     said = "why is the oak older than the ash? " * 3
     prompt = {COMPLETIONS: {"prompt": said}, RESPONSES: {"input": said}}
     for _ in range(2):

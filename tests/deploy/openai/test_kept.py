@@ -114,8 +114,8 @@ def test_a_response_goes_on_with_another_as_if_all_had_been_sent(api: Api, clien
     second: Any = client.responses.create(
         model="talker",
         previous_response_id=first.id,
-        input=[call, result],
-        **GREEDY,  # type: ignore[list-item]
+        input=[call, result],  # pyright: ignore[reportArgumentType]
+        **GREEDY,
     )
     assert second.previous_response_id == first.id
     third = client.responses.create(model="talker", previous_response_id=second.id, input="And now?", **GREEDY)
@@ -150,7 +150,8 @@ def test_items_of_kept_responses_are_named_by_their_ids(api: Api, place: Place, 
     ):
         wrong = {"type": "item_reference", "id": "msg_0"} if other is client else named[0]
         with pytest.raises(openai.BadRequestError, match=words):
-            other.responses.create(model="talker", input=[wrong, *more[-1:]])
+            items: Any = [wrong, *more[-1:]]
+            other.responses.create(model="talker", input=items)
 
 
 def test_a_conversation_whose_beginning_was_deleted_does_not_go_on(client: openai.OpenAI):

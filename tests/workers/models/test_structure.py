@@ -56,7 +56,8 @@ def test_norms_of_what_heads_and_mlps_give_out_are_cut_with_it():
 
 
 def test_norms_with_numbers_for_each_head_are_cut_with_the_heads():
-    config = CONFIG_MAPPING["cohere"](use_qk_norm=True, num_key_value_heads=8)
+    kind: Any = CONFIG_MAPPING["cohere"]
+    config = kind(use_qk_norm=True, num_key_value_heads=8)
     small: Any = type(config).from_dict(scaled(config).fields)
     with torch.device("meta"):
         plan = plan_by_structure(AutoModelForCausalLM.from_config(small))
@@ -64,7 +65,8 @@ def test_norms_with_numbers_for_each_head_are_cut_with_the_heads():
 
 
 def test_queries_keys_and_values_of_one_linear_are_cut_each_by_itself():
-    config = CONFIG_MAPPING["phi3"](hidden_size=64, num_attention_heads=8, num_key_value_heads=2)
+    kind: Any = CONFIG_MAPPING["phi3"]
+    config = kind(hidden_size=64, num_attention_heads=8, num_key_value_heads=2)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     plan, style = plan_by_structure(model), cut_fused(model)["model.layers.0.self_attn.qkv_proj"]

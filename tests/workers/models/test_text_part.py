@@ -19,7 +19,8 @@ TEXT = {
 
 
 def whole(family: str = "qwen2_5_vl", **fields: Any) -> PretrainedConfig:
-    return CONFIG_MAPPING[family](text_config={**TEXT, "rope_parameters": SECTIONS, **fields})
+    kind: Any = CONFIG_MAPPING[family]
+    return kind(text_config={**TEXT, "rope_parameters": SECTIONS, **fields})
 
 
 def test_the_whole_is_built_without_what_makes_no_text_of_text():
@@ -41,7 +42,8 @@ def test_a_family_with_a_class_for_text_alone_keeps_it():
 
 
 def test_the_whole_is_found_that_a_text_part_belongs_to():
-    text = CONFIG_MAPPING["step3p5"](sliding_window=8)
+    kind: Any = CONFIG_MAPPING["step3p5"]
+    text = kind(sliding_window=8)
     found = around(text)
     assert found.model_type == "step3p7" and found.text_config is text
     assert around(CONFIG_MAPPING["bert"]()) is None
