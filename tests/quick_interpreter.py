@@ -21,6 +21,7 @@ KNOWN_VERSION = "3.9."
 """Of Triton. Another one is left as it is."""
 
 _numbers_type = interpreter._get_np_dtype
+_make_broadcast = TritonSemantic.broadcast_impl_value
 _check_overflow = TritonSemantic.binary_op_sanitize_overflow_impl
 _patch_language = interpreter._patch_lang
 _make_block_type = core.block_type.__init__
@@ -64,6 +65,8 @@ _tuples_are_equal = core.tuple.__eq__
 def _are_equal(self: Any, other: Any) -> Any:
     if type(other) is core.tuple:
         return core.constexpr(self.values == other.values)
+    if type(other) is list and all(type(each) is int for each in other):
+        return core.constexpr(self.values == other)
     return _tuples_are_equal(self, other)
 
 
@@ -77,6 +80,8 @@ def _numbers_type_of(of: Any) -> Any:
 
 
 def _unwrap(value: Any) -> Any:
+    if type(value) is int:
+        return value
     if isinstance(value, core.constexpr):
         return value.value
     if isinstance(value, list):
@@ -86,6 +91,14 @@ def _unwrap(value: Any) -> Any:
     if isinstance(value, core.tuple):
         return core.tuple([_unwrap(each) for each in value], value.type)
     return value
+
+
+def _broadcast(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
+    """Tensors of one shape are left as they are, which they mostly are."""
+    is_block = left.type.is_block()
+    if is_block == right.type.is_block() and (not is_block or left.type.shape.values == right.type.shape.values):
+        return left, right
+    return _make_broadcast(self, left, right)
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -148,6 +161,7 @@ def install() -> None:
     tl.block_type.__init__ = _init_block_type
     core.tensor.__init__ = _init_tensor
     core._unwrap_if_constexpr = _unwrap
+    TritonSemantic.broadcast_impl_value = _broadcast
     TritonSemantic.binary_op_sanitize_overflow_impl = _sanitize
     interpreter._get_np_dtype = _numbers_type_of
     interpreter._patch_builtin = _take_over

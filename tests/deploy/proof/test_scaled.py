@@ -5,7 +5,15 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING
 
-from intarsia.deploy.proof.scaled import HEAD_SIZE, TRAINED_POSITIONS, WINDOW, scaled
+from intarsia.deploy.proof.scaled import (
+    FEWEST_POSITIONS,
+    HEAD_SIZE,
+    POSITIONS,
+    TRAINED_POSITIONS,
+    VOCABULARY,
+    WINDOW,
+    scaled,
+)
 from intarsia.errors import UnsupportedModel
 
 
@@ -58,10 +66,35 @@ def test_positions_are_stretched_within_the_copy():
     assert copy.rope_parameters["factor"] == 4.0
 
 
+@pytest.mark.parametrize(("longest", "trained"), [(131_072, FEWEST_POSITIONS), (4096, POSITIONS)])
+def test_of_two_sets_of_frequencies_the_one_counts_that_an_engine_takes(longest: int, trained: int):
+    ropes = {
+        "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48,
+    }  # fmt: skip
+    copy = copy_of("phi3", rope_parameters=ropes, max_position_embeddings=longest)
+    assert copy.rope_parameters["original_max_position_embeddings"] == trained
+
+
+def test_kinds_of_layers_that_come_late_are_there():
+    fields = {"num_hidden_layers": 32, "use_sliding_window": True, "max_window_layers": 28, "sliding_window": 4096}
+    copy = copy_of("qwen2", **fields)
+    assert copy.layer_types == ["full_attention"] * 2 + ["sliding_attention"] * 3
+    assert copy.sliding_window == WINDOW
+
+
+def test_what_ranks_leave_of_a_vocabulary_stays():
+    assert copy_of("llama", vocab_size=151_937).vocab_size == VOCABULARY + 1
+    assert copy_of("llama", vocab_size=128_256).vocab_size == VOCABULARY
+
+
+def test_epsilons_are_large_enough_to_be_seen():
+    assert copy_of("llama", rms_norm_eps=1e-6).rms_norm_eps == pytest.approx(1e-3)
+
+
 def test_what_was_changed_is_told():
     made = scaled(config_of("llama"))
     assert made.changed["hidden_size"][1] == made.fields["hidden_size"]
-    assert "hidden_act" not in made.changed
+    assert "attention_bias" not in made.changed
 
 
 def test_a_config_whose_sizes_have_other_names_is_refused():
