@@ -78,7 +78,7 @@ def _try(config: Any, folder: Path, ranks: Sequence[int], seed: int) -> Found:
         trial = Trial(folder, oracle, size, seed)
         found = asyncio.run(trial.first_difference())
         if found is not None:
-            layer = asyncio.run(first_layer(folder, oracle.model, found.text[: found.position]))
+            layer = asyncio.run(first_layer(folder, oracle.model, found.text))
             where = "" if layer is None else f"; the first layer that differs is {layer.layer} ({layer.kind})"
             return Found(changed, f"{found.told}{where} (seed {seed})", is_sure=True)
         answers += trial.answers
