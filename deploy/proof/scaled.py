@@ -38,7 +38,7 @@ ALONE_HEADS = 4
 """Where each query head has a key-value head of its own."""
 
 MOST_INDEX_HEADS = 16
-"""Of few, all are often below zero, and then tokens score alike: which of them is chosen, nobody says."""
+"""Of few, all are often below zero, and then tokens score alike: it is open which of them is chosen."""
 
 MOST_EXPERTS, MOST_CHOSEN = 8, 2
 RANK = 8
