@@ -192,8 +192,9 @@ class Meter:
         self._late_queue.add(request.queue_s, now_s)
         self.prompt_tokens.observe(request.prompt_tokens)
         self.computed_prompt_tokens.observe(request.prompt_tokens - request.cached_tokens)
-        for cause, tokens in lost_tokens(request.misses).items():
-            self._lost[cause] += tokens
+        if len(request.misses) > 1:  # the first of them was never known
+            for cause, tokens in lost_tokens(request.misses).items():
+                self._lost[cause] += tokens
 
     def finished(self, request: Request, reason: str, now_s: float) -> None:
         """It has come to its end, at its last token."""

@@ -119,7 +119,7 @@ class Lookup:
         return Hit(
             tokens=length,
             chain=chain,
-            misses=merged(misses),
+            misses=merged(misses) if len(misses) > 1 else tuple(misses),
             branch=branch if branch > length else 0,
             encoder=encoder,
             encoder_tokens=max(table.encoder_tokens(encoder) for table in self._tables),
