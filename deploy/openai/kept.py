@@ -1,7 +1,7 @@
 """Responses that are kept, and those that are made in the background.
 
     POST ─► `call` ─► what came before ─► ResponsesCall ─┬─ answered while the client waits, then kept
-                                                         └─ `begin`: made in a task of its own, told to all that follow it
+                                                         └─ `begin`: made in a task of its own, told to its followers
 
 A tenant finds its own ones alone, whether they are kept or still being made.
 """
