@@ -22,9 +22,8 @@ LENGTHS = [5, 33, 47, 80, 130]
 """Of prompts: beyond a tile of keys, and beyond some chunks."""
 
 
-ALL_FIT = {("mamba", "float32"), ("mamba", "bfloat16"), ("ling3", "float32")}
-"""Where none has to give way in the least memory: Mamba's requests need no more while they grow; a page that Ling 3's
-states fill holds what all of its tokens need. `test_families.py` has Ling 3's requests give way."""
+ALL_FIT = {"mamba"}
+"""Its requests need no more memory while they grow, so none has to give way."""
 
 
 @pytest.fixture(params=["float32", "bfloat16"])
@@ -60,6 +59,6 @@ def test_logits_have_the_same_bits_whatever_happens_beside(family: str, dtype: s
         for swap in ("0", "64MiB"):
             engine = await make_engine(model.path, **kind, swap_space=swap, **small)
             assert bits(await complete(engine, asked, ASKED)) == wanted, f"preempted, swap space {swap}"
-            assert engine.stats.preemptions > 0 or (family, dtype) in ALL_FIT
+            assert engine.stats.preemptions > 0 or family in ALL_FIT
 
     asyncio.run(run())

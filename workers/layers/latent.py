@@ -53,7 +53,8 @@ class LatentAttention:
             beta, trained = ropes.get("llama_4_scaling_beta"), ropes.get("original_max_position_embeddings")
             q_1HTD = q_1HTD * self._scale_at(position_ids, beta, trained).to(q_1HTD.dtype)
         out_THR = self._paged.attend(self._module.layer_idx, q_1HTD, keys_11TD, keys_11TD[..., :0], self._params)
-        gate = self._module.g_proj(hidden_states[0]).float().sigmoid().unsqueeze(-1) if self._is_gated else None
+        # In float64, since torch's float32 has other last bits at a tensor's end than before.
+        gate = self._module.g_proj(hidden_states[0]).double().sigmoid().unsqueeze(-1) if self._is_gated else None
         return self._output(out_THR[0], None if gate is None else gate.to(out_THR.dtype)), None
 
     @property
