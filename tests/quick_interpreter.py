@@ -89,7 +89,7 @@ def _unwrap(value: Any) -> Any:
     if isinstance(value, tuple):
         return core._tuple_create(value, [_unwrap(each) for each in value])
     if isinstance(value, core.tuple):
-        return core.tuple([_unwrap(each) for each in value], value.type)
+        return core.tuple([_unwrap(each) for each in value], value.type)  # pyright: ignore[reportArgumentType]
     return value
 
 
@@ -161,8 +161,8 @@ def install() -> None:
     tl.block_type.__init__ = _init_block_type
     core.tensor.__init__ = _init_tensor
     core._unwrap_if_constexpr = _unwrap
-    TritonSemantic.broadcast_impl_value = _broadcast
-    TritonSemantic.binary_op_sanitize_overflow_impl = _sanitize
+    TritonSemantic.broadcast_impl_value = _broadcast  # pyright: ignore[reportAttributeAccessIssue]
+    TritonSemantic.binary_op_sanitize_overflow_impl = _sanitize  # pyright: ignore[reportAttributeAccessIssue]
     interpreter._get_np_dtype = _numbers_type_of
     interpreter._patch_builtin = _take_over
     interpreter._patch_lang = _take_language

@@ -1,5 +1,7 @@
 """Triton's interpreter, made quick: it computes and refuses what it did before."""
 
+# pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false
+
 from dataclasses import replace
 
 import pytest
