@@ -111,10 +111,11 @@ def test_a_response_goes_on_with_another_as_if_all_had_been_sent(api: Api, clien
     first = client.responses.create(model="talker", input="Which wood?", instructions="Be brief.", **GREEDY)
     call = {"type": "function_call", "call_id": "call_1", "name": "order", "arguments": '{"wood": "oak"}'}
     result = {"type": "function_call_output", "call_id": "call_1", "output": "2"}
+    items: Any = [call, result]
     second: Any = client.responses.create(
         model="talker",
         previous_response_id=first.id,
-        input=[call, result],  # pyright: ignore[reportArgumentType]
+        input=items,
         **GREEDY,
     )
     assert second.previous_response_id == first.id
