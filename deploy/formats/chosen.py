@@ -1,25 +1,17 @@
 """Which format a checkpoint has: by its chat template and its special tokens, or by a name."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from ...errors import InvalidSetting
+from .answer_parser import AnswerParser
 from .described import Format
-from .events import Event
 from .harmony import MARKERS, Harmony
 from .known import FORMATS, THINK_ONLY
 from .parser import Parser
 from .typed import Schema
-
-
-class Reads(Protocol):
-    """What reads an answer."""
-
-    def push(self, text: str, marks: Iterable[int] = ()) -> list[Event]: ...
-
-    def finish(self) -> list[Event]: ...
 
 
 def by_template(template: str) -> Format | None:
@@ -75,7 +67,7 @@ def parser_of(
     prompt_end: str = "",
     finds_calls: bool = True,
     single_tokens: Collection[str] = (),
-) -> Reads:
+) -> AnswerParser:
     """tools: the parameters of each tool, by name. single_tokens: those of the tokenizer that are one token each."""
     made = Harmony if form.kind == "channels" else Parser
     schemas = {name: Schema(parameters) for name, parameters in tools.items()}

@@ -19,6 +19,9 @@ Steps = Generator[None, None, Result]
 
 SPACE = re.compile(r"\s*")
 
+BARE = re.compile(r"[-+.\w]*")
+"""What numbers and words are made of."""
+
 
 class Cursor:
     """The text that may still be needed, and a place in it. Single-threaded.
@@ -88,6 +91,18 @@ class Cursor:
             if not self.is_at_end or self.has_ended:
                 return self.text[self.at : self.at + 1]
             yield
+
+    def bare(self, most_chars: int) -> Steps[str]:
+        """A number or a word, up to what is none: before that nothing of it is certain. Stays in front of it. Raises
+        `NotACall` where it is longer than `most_chars`, and `CutOff` where nothing comes behind it."""
+        while True:
+            found = BARE.match(self.text, self.at)
+            end = found.end() if found else self.at
+            if end - self.at > most_chars:
+                raise NotACall
+            if end < len(self.text):
+                return self.text[self.at : end]
+            yield from self.more()
 
     def has(self, marker: str, at: int) -> bool:
         """Is there this marker at a place? One that is a single token is none where it is spelt by others."""

@@ -8,15 +8,15 @@ Its markers are special tokens. A parser that is told where these are takes noth
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from . import json_values
-from .cursor import Cursor, Steps
+from .answer_parser import AnswerParser
+from .cursor import Steps
 from .described import Format
 from .draft import Draft
-from .events import CutOff, Event, NotACall, Thought, Words
-from .parser import joined
+from .events import CutOff, NotACall, Thought, Words
 from .typed import Schema
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
@@ -40,8 +40,8 @@ class Head(NamedTuple):
     recipient: str | None
 
 
-class Harmony:
-    """Reads one answer of messages. The same verbs as `Parser`."""
+class Harmony(AnswerParser):
+    """Of answers that are messages."""
 
     def __init__(
         self,
@@ -52,28 +52,8 @@ class Harmony:
         finds_calls: bool = True,
         single_tokens: frozenset[str] = frozenset(),
     ):
-        self._schemas = schemas
-        self._cursor = Cursor(single_tokens)
-        self._finds_calls = finds_calls
-        self._prompt_end = prompt_end
-        self._told: list[Event] = []
+        super().__init__(schemas, prompt_end=prompt_end, finds_calls=finds_calls, single_tokens=single_tokens)
         self._has_told: set[type] = set()  # kinds of text that were told: two messages are two lines
-        self._steps = self._run()
-        self._go_on()
-
-    def push(self, text: str, marks: Iterable[int] = ()) -> list[Event]:
-        self._cursor.feed(text, marks)
-        return self._go_on()
-
-    def finish(self) -> list[Event]:
-        self._cursor.has_ended = True
-        return self._go_on()
-
-    def _go_on(self) -> list[Event]:
-        next(self._steps, None)
-        events = joined(self._told)
-        self._told.clear()
-        return events
 
     def _run(self) -> Steps[None]:
         try:

@@ -16,9 +16,6 @@ MOST_LEVELS = 96
 
 NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 
-BARE = re.compile(r"[-+.\w]*")
-"""What numbers and words are made of."""
-
 PLAIN = re.compile(r'(?:[^"\\\x00-\x1f]+|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*')
 """What a string may hold as it is."""
 
@@ -140,23 +137,11 @@ def _space(cursor: Cursor) -> Steps[tuple[str, str]]:
 
 
 def _bare(cursor: Cursor) -> Steps[str]:
-    """A number or a word, which ends with what is none: before that nothing of it is certain."""
-    while True:
-        found = BARE.match(cursor.text, cursor.at)
-        end = found.end() if found else cursor.at
-        if end - cursor.at > MOST_NUMBER_CHARS:
-            raise NotACall
-        if end < len(cursor.text):
-            break
-        yield from cursor.more()
-    bare = cursor.text[cursor.at : end]
-    if bare in WORDS:
-        cursor.at = end
-        return WORDS[bare]
-    if not NUMBER.fullmatch(bare):
+    bare = yield from cursor.bare(MOST_NUMBER_CHARS)
+    if bare not in WORDS and not NUMBER.fullmatch(bare):
         raise NotACall
-    cursor.at = end
-    return bare
+    cursor.at += len(bare)
+    return WORDS.get(bare, bare)
 
 
 def _escape(cursor: Cursor) -> Steps[str]:

@@ -5,6 +5,8 @@ The facts are those of the models' chat templates. A new family is a new descrip
 `tests/deploy/formats/`.
 """
 
+from dataclasses import replace
+
 from .described import (
     Braced,
     Calls,
@@ -24,8 +26,12 @@ IM_END = ("<|im_end|>", "<|endoftext|>")
 HERMES_CALLS = Calls(JsonCall(), open="<tool_call>", close="</tool_call>", inner="\n")
 JSON_LIST = JsonCall(is_list=True)
 
+XML_PARAMETERS = Tagged(
+    name_end=">", key_open="<parameter=", key_end=">", value_close="</parameter>", gap="\n", is_lined=True
+)
+
 XML_CALLS = Calls(
-    Tagged(name_end=">", key_open="<parameter=", key_end=">", value_close="</parameter>", gap="\n", is_lined=True),
+    XML_PARAMETERS,
     section_open="<tool_call>",
     open="<function=",
     close="</function>",
@@ -119,17 +125,32 @@ MISTRAL = Format(
     thought_aliases=("mistral", "magistral"),
 )
 
+
+def _deepseek(call: NamedJson) -> Calls:
+    return Calls(
+        call,
+        section_open="<｜tool▁calls▁begin｜>",
+        open="<｜tool▁call▁begin｜>",
+        close="<｜tool▁call▁end｜>",
+        section_close="<｜tool▁calls▁end｜>",
+    )
+
+
+def _named_parameters(mark: str = "") -> Tagged:
+    """Names of calls and of parameters in quotes. mark: in front of the tags' own names"""
+    return Tagged(
+        name_end='"',
+        attributes_end=">",
+        key_open=f'<{mark}parameter name="',
+        key_end='"',
+        value_open=">",
+        value_close=f"</{mark}parameter>",
+    )
+
+
 DEEPSEEK_V3 = Format(
     "deepseek_v3",
-    (
-        Calls(
-            NamedJson(lead="function", before="<｜tool▁sep｜>", ends=("\n```json",), fence="```"),
-            section_open="<｜tool▁calls▁begin｜>",
-            open="<｜tool▁call▁begin｜>",
-            close="<｜tool▁call▁end｜>",
-            section_close="<｜tool▁calls▁end｜>",
-        ),
-    ),
+    (_deepseek(NamedJson(lead="function", before="<｜tool▁sep｜>", ends=("\n```json",), fence="```")),),
     (THINK,),
     stops=("<｜end▁of▁sentence｜>",),
     signs=("<｜tool▁call▁begin｜>", "```json"),
@@ -140,13 +161,7 @@ DEEPSEEK_V3 = Format(
 DEEPSEEK_V31 = Format(
     "deepseek_v31",
     (
-        Calls(
-            NamedJson(ends=("<｜tool▁sep｜>",)),
-            section_open="<｜tool▁calls▁begin｜>",
-            open="<｜tool▁call▁begin｜>",
-            close="<｜tool▁call▁end｜>",
-            section_close="<｜tool▁calls▁end｜>",
-        ),
+        _deepseek(NamedJson(ends=("<｜tool▁sep｜>",))),
         *DEEPSEEK_V3.calls,
     ),
     (THINK,),
@@ -159,16 +174,7 @@ DEEPSEEK_V31 = Format(
 
 def _dsml(section: str) -> Calls:
     return Calls(
-        Tagged(
-            name_end='"',
-            attributes_end=">",
-            key_open='<｜DSML｜parameter name="',
-            key_end='"',
-            value_open=">",
-            value_close="</｜DSML｜parameter>",
-            gap="\n",
-            type_mark="string",
-        ),
+        replace(_named_parameters("｜DSML｜"), gap="\n", type_mark="string"),
         section_open=f"<｜DSML｜{section}>",
         open='<｜DSML｜invoke name="',
         close="</｜DSML｜invoke>",
@@ -321,15 +327,7 @@ MINIMAX_M2 = Format(
     "minimax_m2",
     (
         Calls(
-            Tagged(
-                name_end='"',
-                attributes_end=">",
-                key_open='<parameter name="',
-                key_end='"',
-                value_open=">",
-                value_close="</parameter>",
-                gap="\n",
-            ),
+            replace(_named_parameters(), gap="\n"),
             section_open="<minimax:tool_call>",
             open='<invoke name="',
             close="</invoke>",
@@ -355,9 +353,7 @@ SEED_OSS = Format(
     "seed_oss",
     (
         Calls(
-            Tagged(
-                name_end=">", key_open="<parameter=", key_end=">", value_close="</parameter>", gap="\n", is_lined=True
-            ),
+            XML_PARAMETERS,
             section_open="<seed:tool_call>",
             open="<function=",
             close="</function>",
@@ -375,15 +371,10 @@ STEP3 = Format(
     "step3",
     (
         Calls(
-            Tagged(
+            replace(
+                _named_parameters("steptml:"),
                 lead="function<｜tool_sep｜>",
                 before='<steptml:invoke name="',
-                name_end='"',
-                attributes_end=">",
-                key_open='<steptml:parameter name="',
-                key_end='"',
-                value_open=">",
-                value_close="</steptml:parameter>",
                 end="</steptml:invoke>",
             ),
             section_open="<｜tool_calls_begin｜>",

@@ -9,8 +9,6 @@ from .json_values import MOST_LEVELS, MOST_NUMBER_CHARS, WORDS, Write
 
 NUMBER = re.compile(r"[-+]?(0|[1-9]\d*|(?:0|[1-9]\d*)?\.\d+|(?:0|[1-9]\d*)\.\d*)([eE][+-]?\d+)?")
 
-BARE = re.compile(r"[-+.\w]*")
-
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "a": "\a", "v": "\v"} | {
     char: char for char in "\\'\""
 }
@@ -151,18 +149,10 @@ def _comma(cursor: Cursor, close: str) -> Steps[None]:
 
 
 def _bare(cursor: Cursor) -> Steps[str]:
-    while True:
-        found = BARE.match(cursor.text, cursor.at)
-        end = found.end() if found else cursor.at
-        if end - cursor.at > MOST_NUMBER_CHARS:
-            raise NotACall
-        if end < len(cursor.text):
-            break
-        yield from cursor.more()
-    bare = cursor.text[cursor.at : end]
+    bare = yield from cursor.bare(MOST_NUMBER_CHARS)
     if bare not in WORDS and not NUMBER.fullmatch(bare):
         raise NotACall
-    cursor.at = end
+    cursor.at += len(bare)
     if bare in WORDS:
         return WORDS[bare]
     return _number(bare)

@@ -6,19 +6,19 @@
 What it says does not depend on how the text was cut. Nothing is lost: what is no marker and no call is words.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
 
+from .answer_parser import AnswerParser
 from .calls import CallsReader
-from .cursor import Cursor, Steps
+from .cursor import Steps
 from .described import Calls, Format, Thoughts, Wrapper
 from .events import CutOff, Event, NotACall, Thought, Words
 from .stops import StopGate
 from .typed import Schema
 
 
-class Parser:
-    """Reads one answer. `push` its text as it comes, then `finish`."""
+class Parser(AnswerParser):
+    """Of the formats that a description says."""
 
     def __init__(
         self,
@@ -29,40 +29,23 @@ class Parser:
         finds_calls: bool = True,
         single_tokens: frozenset[str] = frozenset(),
     ):
-        """schemas: of the tools that are offered. prompt_end: the end of the prompt, which may have begun a thought.
-        single_tokens: markers that are one token of the model each; `push` is then told where these are."""
+        super().__init__(schemas, prompt_end=prompt_end, finds_calls=finds_calls, single_tokens=single_tokens)
         self._form = form
-        self._schemas = schemas
-        self._cursor = Cursor(single_tokens)
         self._stops = StopGate(form.stops, single_tokens)
         self._calls = form.calls if finds_calls else ()
-        self._prompt_end = prompt_end
-        self._told: list[Event] = []  # since the last push
         self._out = self._told  # where events go: elsewhere while a call is only tried
         self._space = ""  # behind what was said or thought; no part of it if a marker follows
         self._has_said = False
         self._strips = False  # whether white space before the next words is no part of them
         self._is_wrapped = False  # whether what is said stands between the markers of a wrapper
         self._section_close = ""  # of calls that broke off: a marker all the same
-        self._steps = self._run()
-        self._go_on()
 
     def push(self, text: str, marks: Iterable[int] = ()) -> list[Event]:
-        """More text. marks: places in it where special tokens begin. Returns what is certain by now."""
-        self._cursor.feed(*self._stops.push(text, marks))
-        return self._go_on()
+        return super().push(*self._stops.push(text, marks))
 
     def finish(self) -> list[Event]:
-        """The answer has ended. Returns the rest."""
         self._cursor.feed(*self._stops.rest())
-        self._cursor.has_ended = True
-        return self._go_on()
-
-    def _go_on(self) -> list[Event]:
-        next(self._steps, None)
-        events = joined(self._told)
-        self._told.clear()
-        return events
+        return super().finish()
 
     def _run(self) -> Steps[None]:
         yield from self._opening()
@@ -268,15 +251,3 @@ def begun_thoughts(form: Format, prompt_end: str) -> Thoughts | None:
         if end.endswith(tuple((open + label).rstrip() for open in each.opens for label in ("", each.label))):
             return each
     return None
-
-
-def joined(events: Sequence[Event]) -> list[Event]:
-    """The same events, with pieces of one kind behind each other as one."""
-    found: list[Any] = []
-    for event in events:
-        last = found[-1] if found else None
-        if last is not None and type(last) is type(event) and hasattr(event, "text"):
-            found[-1] = type(event)(last.text + event.text)  # type: ignore[union-attr]
-        else:
-            found.append(event)
-    return found

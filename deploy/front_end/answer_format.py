@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..formats.chosen import Reads, chosen, markers_of, parser_of
+from ..formats.answer_parser import AnswerParser
+from ..formats.chosen import chosen, markers_of, parser_of
 from ..formats.described import Format
 from ..formats.grammar import Wanted, grammar_of
 from ..formats.parser import begun_thoughts
@@ -54,7 +55,9 @@ class AnswerFormat:
             must_call=must_call,
         )
 
-    def parser(self, tools: Mapping[str, Mapping[str, Any] | None], prompt_end: str, *, finds_calls: bool) -> Reads:
+    def parser(
+        self, tools: Mapping[str, Mapping[str, Any] | None], prompt_end: str, *, finds_calls: bool
+    ) -> AnswerParser:
         """For one answer. tools: their parameters, by name."""
         assert self.form is not None, "ask whether there is a format"
         return parser_of(
