@@ -4,7 +4,6 @@ Prompts are made of common words, each of which is one token for most tokenizers
 tokens; what the server counted is what is reported. With `vocabulary` prompts are exact rows of token ids instead.
 """
 
-import gzip
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InvalidSetting
+from ..replay.traces import open_text
 
 COMMON = """
 the of and to in is you that it he was for on are as with his they at be this have from or one had by word but
@@ -228,17 +228,8 @@ def _near(rng: random.Random, length: int, settings: ShapeSettings) -> int:
     return max(1, round(rng.uniform(1 - ratio, 1 + ratio) * length))
 
 
-def _open(path: Path) -> Any:
-    try:
-        with path.open("rb") as file:
-            is_packed = file.read(2) == b"\x1f\x8b"
-        return gzip.open(path, "rt") if is_packed else path.open()
-    except OSError as error:
-        raise InvalidSetting(f"{path} cannot be read: {error.strerror}", field="path") from None
-
-
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    with _open(path) as lines:
+    with open_text(path, "path") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 entry = json.loads(line)
@@ -250,7 +241,7 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _json_list(path: Path) -> list[dict[str, Any]]:
-    with _open(path) as file:
+    with open_text(path, "path") as file:
         try:
             entries = json.load(file)
         except ValueError as error:

@@ -71,14 +71,14 @@ def detect(path: Path) -> str:
     )
 
 
-def open_text(path: Path) -> io.TextIOBase:
-    """A text file, packed or not. Raises `InvalidSetting` when it cannot be read."""
+def open_text(path: Path, field: str = "trace") -> io.TextIOBase:
+    """A text file, packed or not. Raises `InvalidSetting`, of this field, when it cannot be read."""
     try:
         with path.open("rb") as file:
             packed = file.read(2) == b"\x1f\x8b"
         return gzip.open(path, "rt") if packed else path.open()  # type: ignore[return-value]
     except OSError as error:
-        raise InvalidSetting(f"{path} cannot be read: {error.strerror}", field="trace") from None
+        raise InvalidSetting(f"{path} cannot be read: {error.strerror}", field=field) from None
 
 
 def _mooncake(lines: io.TextIOBase, block_tokens: int, longest: int | None) -> Iterator[TraceRequest]:
