@@ -11,7 +11,6 @@ from ..http.anthropic_errors import OVERLOADED
 from ..http.called import REQUEST_ID
 from ..openai.answering import SERVER_SENT_EVENTS, RequestId, answered, request_id_of
 from ..openai.answers import json_response
-from ..openai.errors import BODIES
 from .messages import MessagesCall, count_tokens
 from .protocol import CountRequest, FaultBody, InputTokens, MessageBody, MessagesRequest
 
@@ -36,7 +35,6 @@ Version = Annotated[Literal["2023-06-01", "2026-10-21"], Header(alias="anthropic
 
 def add_messages(app: FastAPI, front_end: Callable[[], FrontEnd]) -> None:
     """An answer, and how many tokens a request would have."""
-    BODIES.update({"/v1/messages": (MessagesRequest,), "/v1/messages/count_tokens": (CountRequest,)})
 
     @app.post(
         "/v1/messages",

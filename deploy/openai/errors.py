@@ -3,7 +3,7 @@
 import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import pydantic
 from fastapi import FastAPI, Request
@@ -32,14 +32,6 @@ from ...errors import (
 from ..front_end.request_log import CLIENT_CLOSED, note_error
 from ..http.anthropic_errors import fault_of, speaks_anthropic, status_of
 from ..http.called import REQUEST_ID
-from .protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    ResponsesRequest,
-    TokenizeChat,
-    TokenizeText,
-)
 from .reading import shown
 
 STATUSES: tuple[tuple[type[IntarsiaError], int, str, str | None], ...] = (
@@ -56,15 +48,6 @@ STATUSES: tuple[tuple[type[IntarsiaError], int, str, str | None], ...] = (
     (EngineUnavailable, 503, "service_unavailable_error", "engine_unavailable"),
 )
 """(class, status, type, code), the first that fits; anything else is our own fault."""
-
-BODIES: dict[str, tuple[type[pydantic.BaseModel], ...]] = {
-    "/v1/completions": (CompletionRequest,),
-    "/v1/chat/completions": (ChatRequest,),
-    "/v1/responses": (ResponsesRequest,),
-    "/tokenize": (TokenizeText, TokenizeChat),
-    "/detokenize": (DetokenizeRequest,),
-}
-"""What is posted where. An interface beside OpenAI's adds its own."""
 
 LONGEST_MISSPELT_CHARS = 64
 """The longest name for which a similar one is looked for: the search takes long for a long one, and no name of ours is
@@ -143,7 +126,7 @@ def answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        message, param, code = _first_fault(error, get_route_path(request.scope))
+        message, param, code = _first_fault(error, request.scope)
         return refused(request.scope, 400, message, param, code)
 
     @app.exception_handler(HTTPException)
@@ -171,7 +154,7 @@ def _methods(request: Request) -> str:
     return ", ".join(sorted({method for methods in found for method in methods}))
 
 
-def _first_fault(error: RequestValidationError, path: str) -> tuple[str, str | None, str | None]:
+def _first_fault(error: RequestValidationError, scope: Scope) -> tuple[str, str | None, str | None]:
     """What is wrong with a body, in words, where, and in OpenAI's one word. Of a value that fits none of several kinds,
     the nearest miss: one of the right type before others."""
     fault: Any = max(error.errors(), key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")))
@@ -179,7 +162,8 @@ def _first_fault(error: RequestValidationError, path: str) -> tuple[str, str | N
     name, place = parts[-1] if parts else "", _cut(".".join(map(_cut, parts)))
     match fault["type"]:
         case "extra_forbidden":
-            return f"Unknown parameter: '{place}' of {path}.{_meant(name, path)}", place, "unknown_parameter"
+            told = f"Unknown parameter: '{place}' of {get_route_path(scope)}.{_meant(name, scope)}"
+            return told, place, "unknown_parameter"
         case "missing" if not place:
             return "the request has no body; send a JSON object", None, None
         case "missing":
@@ -227,12 +211,22 @@ def _place(parts: Sequence[str | int], value: Any) -> Iterator[str]:
             yield str(part)  # what is missing
 
 
-def _meant(name: str, path: str) -> str:
+def _meant(name: str, scope: Scope) -> str:
     if len(name) > LONGEST_MISSPELT_CHARS:
         return ""
-    known = [field.alias or each for model in BODIES.get(path, ()) for each, field in model.model_fields.items()]
+    body = getattr(scope.get("route"), "body_field", None)
+    models = _models(body.field_info.annotation) if body is not None else ()
+    known = [field.alias or each for model in models for each, field in model.model_fields.items()]
     near = difflib.get_close_matches(name, set(known) - {name}, n=1)  # one place may know it, and another not
     return f" Did you mean {near[0]}?" if near else ""
+
+
+def _models(kind: Any) -> Iterator[type[pydantic.BaseModel]]:
+    """Those that an annotation names, a union's too."""
+    if isinstance(kind, type) and issubclass(kind, pydantic.BaseModel):
+        yield kind
+    for part in get_args(kind):
+        yield from _models(part)
 
 
 def _cut(text: str, most_chars: int = LONGEST_PLACE_CHARS) -> str:
