@@ -76,6 +76,7 @@ class Conversation:
         self._request_id = request_id
         self._use = tool_use(body, shape_of(front_end))
         self._asked: Asked | None = None
+        self._prompt_end = ""  # its text, where it matters
 
     async def prepare(self) -> None:
         """The template is applied, images are looked at. Raises `InvalidRequest`, or `Overloaded` where that would be
@@ -94,7 +95,7 @@ class Conversation:
         max_tokens = asked or max(1, longest - len(prompt))
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         form = self._use.form if self._use else None
-        prompt_end = self._ending(prompt)
+        prompt_end = self._prompt_end = self._ending(prompt)
         if form is not None and (grammar := self._grammar(prompt_end, must_call=True)) is not None:
             form = {"lark": grammar}
         bad = await bad_token_ids(front_end, body.bad_words)
@@ -197,9 +198,10 @@ class Conversation:
         asked, served = self.asked, self.front_end.answer_format
         sampling = asked.sampling
         is_formed = sampling.form is not None and sampling.lark is None
-        prompt_end = self._ending(asked.prompt)
         ids = CallIds(served, self._body.messages)
-        return [AnswerReader(served, self._use, prompt_end, is_formed=is_formed, ids=ids) for _ in range(sampling.n)]
+        return [
+            AnswerReader(served, self._use, self._prompt_end, is_formed=is_formed, ids=ids) for _ in range(sampling.n)
+        ]
 
     async def _thought_tokens(self, reader: AnswerReader) -> int:
         """How many tokens an answer's thoughts are, as the tokenizer cuts them."""
