@@ -104,6 +104,15 @@ class GroupRow:
         self.awaits_copy = False  # no step is planned yet that makes it
 
 
+def marks_of(found: int, branch: int, prompt_tokens: int, borders: Sequence[int], block_tokens: int) -> tuple[int, ...]:
+    """Lengths at which another request may want to go on, in order, of a prompt that has just begun: where it goes on
+    itself, where it leaves what is known, at its last block border, and at those before the borders that it tells."""
+    size = block_tokens
+    prompt_end = (prompt_tokens - 1) // size * size
+    marks = {found, branch, prompt_end, *(border // size * size for border in borders)}
+    return tuple(sorted(mark for mark in marks if mark and found <= mark <= max(found, prompt_end)))
+
+
 RowT = TypeVar("RowT", bound=GroupRow)
 
 

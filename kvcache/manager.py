@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from .eviction import USUAL_POLICY, Policy
-from .group_table import COPIED, DROPPED, HELD, NOTHING, Copy, Growth, Row
+from .group_table import COPIED, DROPPED, HELD, NOTHING, Copy, Growth, Row, marks_of
 from .hints import USUAL_RETENTION, Hints, Retain
 from .ids import BlockId, RequestId
 from .lookup import Hit, Lookup
@@ -139,10 +139,7 @@ class CacheManager:
             table.open(row, hit.tokens)
         if hit.tokens and any(table.has_source(request) for table in self._tables.each):
             row.sources = HELD
-        size = self.plan.block_tokens
-        prompt_end = (hit.chain.known - 1) // size * size
-        marks = {hit.tokens, hit.branch, prompt_end, *(border // size * size for border in borders)}
-        row.marks = tuple(sorted(mark for mark in marks if mark and hit.tokens <= mark <= max(hit.tokens, prompt_end)))
+        row.marks = marks_of(hit.tokens, hit.branch, hit.chain.known, borders, self.plan.block_tokens)
         if self.is_caching:
             self._lookup.opened(hit.chain)
         if self.retention is not None:

@@ -7,7 +7,7 @@ what was really found, plus the difference between the thought pools of that siz
 
 from collections.abc import Mapping
 
-from .group_table import Row
+from .group_table import Row, marks_of
 from .hints import USUAL_RETENTION
 from .ids import RequestId
 from .plan import MemoryPlan
@@ -68,12 +68,9 @@ class ThoughtPool:
         names = arrival.chain.names[: arrival.blocks]
         path, within, blocks = self._retention.tree.walk(names)
         found = self._found(path, within, blocks, arrival)
-        prompt_end = (arrival.tokens - 1) // self._size * self._size
         left = Row(RequestId(0), row.chain, None, row.extent)
-        branch = min(blocks * self._size, prompt_end)
-        borders = (border // self._size * self._size for border in arrival.borders)
-        marks = {found, branch, prompt_end, *borders}
-        left.marks = tuple(sorted(mark for mark in marks if mark and found <= mark <= max(found, prompt_end)))
+        branch = min(blocks, (arrival.tokens - 1) // self._size) * self._size
+        left.marks = marks_of(found, branch, arrival.tokens, arrival.borders, self._size)
         self._arrivals.append(arrival._replace(request=RequestId(0)))
         self._retention.released(left, USUAL_RETENTION)
         while self._blocks.used_bytes > self.memory_bytes and self._retention.give_up():
