@@ -173,6 +173,10 @@ class Replica:
         """Answers for the replica that Serve picks."""
         return await self._answer(self._servicer.GetCacheState, request, grpc_context, Level.FIGURES)
 
+    async def Probe(self, request: pb.ProbeRequest, grpc_context: RayServegRPCContext) -> pb.ProbeResponse:
+        """Answers for all replicas."""
+        return await self._answer(self._servicer.Probe, request, grpc_context, Level.FIGURES)
+
     async def WatchCacheEvents(
         self, request: pb.WatchCacheEventsRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[pb.CacheEvents, None]:

@@ -12,7 +12,15 @@ from ...proto import inference_pb2 as pb
 from ...proto import inference_pb2_grpc as pb_grpc
 from ...proto.request import USUAL_OPTIONS, RequestOptions, SamplingParams
 from ...proto.status import CacheState, EngineInfo, EngineLoad
-from ..grpc.convert import cache_state_from_proto, events_from_proto, info_from_proto, load_from_proto
+from ..front_end.probes import Probed
+from ..grpc.convert import (
+    cache_state_from_proto,
+    events_from_proto,
+    info_from_proto,
+    load_from_proto,
+    probed_from_proto,
+    prompt_to_proto,
+)
 from .connection import Tls, call_options, open_channel
 from .failures import typed
 from .messages import Asked, Batch, Chunk, batch_request, check_one, chunk_of, request_of
@@ -111,6 +119,13 @@ class Client:
     def cache_state(self) -> CacheState:
         """Where the blocks of the pool are."""
         return cache_state_from_proto(self._call(self._stub.GetCacheState, pb.GetCacheStateRequest()))
+
+    def probe(self, prompt: str | Sequence[int], cache_salt: str = "") -> list[Probed]:
+        """What a request with this prompt would meet at each engine of the server. cache_salt: whose prompts are looked
+        for; empty: the key's own."""
+        request = pb.ProbeRequest(cache_salt=cache_salt)
+        prompt_to_proto(request, prompt)
+        return probed_from_proto(self._call(self._stub.Probe, request))
 
     def watch_cache(self) -> Generator[list[Event], None, None]:
         """What becomes known in the prefix cache and what is known no longer, as it happens; what is known already

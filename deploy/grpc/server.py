@@ -23,19 +23,17 @@ from ..settings.ports import listening, refusal
 from .bounds import SERVICE, bounds_of, options_of
 from .convert import (
     FINISH_REASONS,
-    cache_state_to_proto,
     check_lists,
     error_to_proto,
-    events_to_proto,
-    info_to_proto,
-    load_to_proto,
     logprobs_to_proto,
     most_batch_requests,
     options_from_proto,
+    probed_to_proto,
     sampling_from_proto,
     usage_to_proto,
 )
 from .door import Door, WrittenCall
+from .figures import FiguresServicer
 from .health import SERVICE_NAME as HEALTH
 from .health import HealthServicer
 from .reflection import add_reflection
@@ -48,11 +46,8 @@ MANY_TOKENS = 10_000
 """To make a list or a text of them takes a millisecond or more; it is done beside the loop."""
 
 
-class InferenceServicer(pb_grpc.InferenceServicer):
+class InferenceServicer(FiguresServicer):
     """Answers `intarsia.v1.Inference` out of one engine. Raises `IntarsiaError`, of which its caller makes a status."""
-
-    def __init__(self, front_end: FrontEnd):
-        self._front_end = front_end
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         # Closing them is what frees the blocks of a client that has gone.
@@ -86,23 +81,9 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     async def Detokenize(self, request: pb.TokenIds, context: Any) -> pb.DetokenizeResponse:
         return pb.DetokenizeResponse(text=await self._front_end.detokenize(request.ids))
 
-    async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.Load:
-        return load_to_proto(await self._front_end.load())
-
-    async def GetCacheState(self, request: pb.GetCacheStateRequest, context: Any) -> pb.CacheState:
-        return cache_state_to_proto(await self._front_end.cache_state())
-
-    async def WatchCacheEvents(
-        self, request: pb.WatchCacheEventsRequest, context: Any
-    ) -> AsyncIterator[pb.CacheEvents]:
-        async with contextlib.aclosing(self._front_end.watch_cache()) as watch:
-            async for events in watch:
-                if events.message is None:  # else another watcher was told the same
-                    events.message = events_to_proto(events)
-                yield events.message
-
-    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.ModelInfo:
-        return info_to_proto(self._front_end.info)
+    async def Probe(self, request: pb.ProbeRequest, context: Any) -> pb.ProbeResponse:
+        prompt = await self._prompt(request)
+        return probed_to_proto(len(prompt), await self._front_end.probes.ask(prompt, request.cache_salt))
 
     async def _answered(
         self, request: pb.GenerateRequest, time_remaining_s: float | None
@@ -128,7 +109,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         images = await self._front_end.read_images(request.images)
         return Asked(prompt, sampling, images, options, request.request_id)
 
-    async def _prompt(self, request: pb.GenerateRequest) -> list[int]:
+    async def _prompt(self, request: pb.GenerateRequest | pb.ProbeRequest) -> list[int]:
         kind = request.WhichOneof("prompt")
         if kind is None:
             raise InvalidRequest("the request has no prompt; give text or token_ids", field="prompt")

@@ -23,6 +23,7 @@ from .completions import CompletionCall
 from .door import Bodies, Keys, Logged, Named, Place
 from .errors import answer_errors
 from .kept import KeptResponses
+from .probe import add_probe
 from .protocol import (
     TOKEN_FORMAT,
     ChatCompletion,
@@ -92,6 +93,7 @@ def make_app(
         add(app, front_end)
     _add_models(app, front_end)
     _add_tokens(app, front_end)
+    add_probe(app, front_end)
     _add_health(app, front_end, kept)
     add_console(app, front_end, console or ConsoleSettings())
     return app
