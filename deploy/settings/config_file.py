@@ -5,6 +5,7 @@
 Flags come first, then variables, then the file that --config names. All three have the same names.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,11 @@ def _read(path: Path, known: set[str]) -> dict[str, Any]:
         return {}
     if not isinstance(found, dict):
         raise InvalidSetting(f"the configuration {path} must map settings to values", field="config")
-    settings = {str(name).replace("-", "_"): value for name, value in found.items()}
+    # What flags take as JSON may be written as YAML.
+    settings = {
+        str(name).replace("-", "_"): json.dumps(value) if isinstance(value, dict) else value
+        for name, value in found.items()
+    }
     for name in settings:
         if name not in known:
             raise InvalidSetting(f"{path} sets {name}, which is no setting.{did_you_mean(name, known)}", field=name)
