@@ -36,10 +36,11 @@ class Client:
         timeout_s: float | None = None,
         api_key: str | None = None,
         tls: Tls | None = None,
+        model: str | None = None,
     ):
-        """timeout_s: for each call; None waits as long as it takes."""
+        """timeout_s: for each call; None waits as long as it takes. model: of a server of several, the one to ask."""
         self.address = address
-        self._options = call_options(timeout_s, api_key)
+        self._options = call_options(timeout_s, api_key, model)
         self._channel = open_channel(grpc, address, tls)
         self._stub: Any = pb_grpc.InferenceStub(self._channel)
 

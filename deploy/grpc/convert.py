@@ -64,6 +64,9 @@ beyond 8 KiB are refused, and then the caller learns nothing. Ours are shorter, 
 
 MAX_DETAIL_CHARS = 80
 
+MODEL = "intarsia-model"
+"""The entry of a call's metadata that names its model, where several are served."""
+
 LONGEST_DEADLINE_S = 10 * 365 * 24 * 3600.0
 """A call without a deadline has one in the far future."""
 

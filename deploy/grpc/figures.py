@@ -7,14 +7,20 @@ from typing import Any
 from ...proto import inference_pb2 as pb
 from ...proto import inference_pb2_grpc as pb_grpc
 from ..front_end.front_end import FrontEnd
+from ..front_end.served_models import ServedModels, models_of
 from .convert import cache_state_to_proto, events_to_proto, info_to_proto, load_to_proto
 
 
 class FiguresServicer(pb_grpc.InferenceServicer):
     """Those methods of `intarsia.v1.Inference` that ask nothing of the model."""
 
-    def __init__(self, front_end: FrontEnd):
-        self._front_end = front_end
+    def __init__(self, front_end: FrontEnd | ServedModels):
+        self._models = models_of(front_end)
+
+    @property
+    def _front_end(self) -> FrontEnd:
+        """That of the model which the call has named."""
+        return self._models()
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.Load:
         return load_to_proto(await self._front_end.load())

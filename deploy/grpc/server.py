@@ -18,6 +18,7 @@ from ...proto.tracing import INCOMING
 from ..front_end.access import TENANT, Access
 from ..front_end.front_end import Asked, FrontEnd, side_by_side
 from ..front_end.request_log import RequestLog
+from ..front_end.served_models import ServedModels, models_of
 from ..settings.limits import check_id
 from ..settings.ports import listening, refusal
 from .bounds import SERVICE, bounds_of, options_of
@@ -72,7 +73,7 @@ class InferenceServicer(FiguresServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         check_id(request.request_id, self._front_end.limits)
-        return pb.AbortResponse(found=self._front_end.abort(request.request_id))
+        return pb.AbortResponse(found=any(each.abort(request.request_id) for each in self._models.each()))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenIds:
         add = request.add_special_tokens if request.HasField("add_special_tokens") else True
@@ -125,15 +126,17 @@ class InferenceServicer(FiguresServicer):
 class GrpcServer:
     """The service with health and reflection."""
 
-    def __init__(self, front_end: FrontEnd, access: Access | None = None, request_log: RequestLog | None = None):
-        limits = front_end.limits
-        self._access = access or Access()
-        self._front_end = front_end
-        door = Door(self._access, limits, front_end.beside, bounds_of(limits, front_end.info), _write, request_log)
+    def __init__(
+        self, served: FrontEnd | ServedModels, access: Access | None = None, request_log: RequestLog | None = None
+    ):
+        self._models, self._access = models_of(served), access or Access()
+        here = self._models.roomiest
+        limits, bounds = here.limits, bounds_of(here.limits, here.info)
+        door = Door(self._access, limits, here.beside, bounds, _write, request_log, self._models.choose)
         self._server = grpc.aio.server(interceptors=[door], options=options_of(limits))
         self._health = HealthServicer(("", SERVICE), limits.max_keyless_connections)
         self._following: asyncio.Task[None] | None = None
-        pb_grpc.add_InferenceServicer_to_server(InferenceServicer(front_end), self._server)
+        pb_grpc.add_InferenceServicer_to_server(InferenceServicer(self._models), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         add_reflection((SERVICE, HEALTH), self._server)
 
@@ -152,17 +155,8 @@ class GrpcServer:
             raise refusal(host, port, "grpc_port", error) from error
         await self._server.start()
         self._health.set(is_serving=True)
-        self._following = asyncio.ensure_future(self._follow_engine())
+        self._following = asyncio.ensure_future(self._health.follow(self._models.each()))
         return f"{target.rpartition(':')[0]}:{port}"
-
-    async def _follow_engine(self) -> None:
-        """Tell health watchers that it is gone, and that it is back."""
-        while True:
-            await self._front_end.engine_gone()
-            self._health.set(is_serving=False)
-            if not await self._front_end.engine_back():
-                return
-            self._health.set(is_serving=True)
 
     async def leave(self) -> None:
         """Say to health watchers that requests are to go elsewhere."""

@@ -502,13 +502,38 @@ class ChatCompletion(BaseModel):
     prompt_logprobs: list[dict[str, Any] | None] | None = None  # or a `Series` of such, while it is written
 
 
+class Capabilities(BaseModel):
+    """What may be asked of a model."""
+
+    completions: bool
+    chat_completions: bool
+    responses: bool
+    messages: bool
+    tools: bool
+    thinking: bool = Field(description="Whether its thoughts are told apart.")
+    vision: bool
+    structured_outputs: bool
+    logprobs: bool
+    prefix_caching: bool
+
+
+class Parsers(BaseModel):
+    """How its answers are read, by a format's name. Null: unknown, or it has none."""
+
+    tool_call: str | None
+    reasoning: str | None
+
+
 class ModelCard(BaseModel):
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "intarsia"
     root: str
+    parent: str | None = Field(None, description="Of an adapter: the model that it adapts.")
     max_model_len: int
+    capabilities: Capabilities
+    parsers: Parsers
 
 
 class ModelList(BaseModel):
