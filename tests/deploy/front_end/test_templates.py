@@ -153,7 +153,8 @@ WRITTEN = {
     "{{ 'é' | tojson(true) }}"
     "{{ [1] | tojson(indent=4) }}{{ nothing | default('x') | tojson | safe }}",
     "loop controls": "{% for a in range(9) %}{% if a % 2 %}{% continue %}{% endif %}{% if a > 5 %}{% break %}"
-    "{% endif %}{{ a }}{{ loop.index0 }}{{ loop.previtem }}{{ loop.nextitem }}{{ loop.cycle('x', 'y') }}{% else %}none{% endfor %}",
+    "{% endif %}{{ a }}{{ loop.index0 }}{{ loop.previtem }}{{ loop.nextitem }}{{ loop.cycle('x', 'y') }}{% else %}none"
+    "{% endfor %}",
     "blanks": "  {%- if true -%}  a  {%- endif %}\n  {# no #}\n{%+ if true %} b{% endif +%}\n\n",
     "no template": "{% for %}",
 }
