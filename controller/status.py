@@ -78,7 +78,8 @@ class Status:
         )
 
     def metrics(self) -> Metrics:
-        return self._telemetry.meter.read(self._manager)._replace(forecasts=self.forecasts())
+        measured = self._telemetry.meter.read(self._manager)
+        return measured._replace(forecasts=self.forecasts(), prepared=self._scheduler.preparation.measured())
 
     def forecasts(self) -> tuple[Forecast, ...]:
         """What other sizes of each kind of memory would find of late. Empty until requests have left."""

@@ -169,20 +169,12 @@ class Retention:
             self._give_up(point)
         return point is not None
 
-    def give_up_for(self, request: RequestId, length: int) -> bool:
-        """`give_up`, if that is worth less than a place of this request at that length."""
+    def give_up_for(self, request: RequestId, length: int, *, with_path: bool = False) -> bool:
+        """`give_up`, if that is worth less than a place of this request at that length. with_path: less than that with
+        all blocks that lead there."""
         self._catch_up()
         point = self._least()
-        if point is None or self._worth(point) >= self._worth_of_place(request, length):
-            return False
-        self._give_up(point)
-        return True
-
-    def give_up_for_end(self, request: RequestId, length: int) -> bool:
-        """`give_up`, if that is worth less than an end of this request at that length, which it is on its way to."""
-        self._catch_up()
-        point, visit = self._least(), self._visits.get(request)
-        if point is None or visit is None or self._worth(point) >= self._worth_of_end(visit, length):
+        if point is None or self._worth(point) >= self._worth_of_place(request, length, with_path):
             return False
         self._give_up(point)
         return True
@@ -252,20 +244,17 @@ class Retention:
             freed += (point.kept - start) * blocks.path_block_bytes
         return chance * (length - before) / max(1, freed)
 
-    def _worth_of_place(self, request: RequestId, length: int) -> float:
+    def _worth_of_place(self, request: RequestId, length: int, with_path: bool) -> float:
         """Where there is no point yet: like `_worth`, for a place that was used just now."""
         visit = self._visits.get(request)
         if visit is None:
             return 0.0
         parting = Sort(Kind.STOP_AT_PARTING, gap_bucket(visit.gap), uses_bucket(2), 0)
         chance = self.reuse.chance(parting if length <= visit.known_tokens else visit.sort(Kind.END), 0)
-        return chance * max(0, length - visit.ready_tokens) / max(1, self._blocks.place_bytes(length))
-
-    def _worth_of_end(self, visit: Visit, length: int) -> float:
-        """Likewise, with all blocks that lead there and are not known yet."""
-        more = max(0, length - visit.known_tokens) // self._size * self._blocks.path_block_bytes
-        freed = self._blocks.place_bytes(length) * self._blocks.has_places + more
-        return self.reuse.chance(visit.sort(Kind.END), 0) * max(0, length - visit.ready_tokens) / max(1, freed)
+        taken = self._blocks.place_bytes(length)
+        if with_path:
+            taken += max(0, length - visit.known_tokens) // self._size * self._blocks.path_block_bytes
+        return chance * max(0, length - visit.ready_tokens) / max(1, taken)
 
     # -- giving up ---------------------------------------------------------------------------------------------------
 

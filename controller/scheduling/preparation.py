@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from ...kvcache.lookup import Hit
 from ...kvcache.manager import CacheManager
 from ...kvcache.reach import moves_on
-from ...proto.status import PreparedEnd, PreparedPrompt
+from ...proto.status import PreparedEnd, PreparedMetrics, PreparedPrompt
 from ..request import Request
 from .chunks import Chunks
 from .outcome import StepUnderWay
@@ -124,6 +124,12 @@ class Preparation:
             else:
                 self._end(wanted, PreparedEnd.NO_ROOM)
 
+    def measured(self) -> PreparedMetrics | None:
+        """None while none was ever wanted."""
+        if not self.wanted and not self.ends:
+            return None
+        return PreparedMetrics({end.value: self.ends[end] for end in PreparedEnd}, self.tokens, self.stops)
+
     def stop(self, draft: StepDraft) -> bool:
         """A request needs the slot or the blocks of what is being prepared: that waits, and what it has computed is
         cached. False if nothing is being prepared."""
@@ -182,7 +188,8 @@ class Preparation:
         """How long it may get, up to `length`, at no loss of what is worth more."""
         request, manager = wanted.request, self._manager
         while (longest := manager.room_to_grow(request.id, length, at_no_loss=True)) < length:
-            if manager.retention is None or not manager.retention.give_up_for_end(request.id, wanted.goal):
+            retention = manager.retention
+            if retention is None or not retention.give_up_for(request.id, wanted.goal, with_path=True):
                 break
         return longest
 
