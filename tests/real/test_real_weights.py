@@ -16,6 +16,7 @@ import openai
 import pytest
 import torch
 
+from intarsia.controller.scheduling.preparation import LEAST_TOKENS
 from intarsia.deploy.checkpoints.real_models import REAL_MODELS, installed_files, real_checkpoint
 from intarsia.deploy.front_end.front_end import FrontEnd, FrontEndSettings
 from intarsia.deploy.front_end.tokenizer import Tokenizer
@@ -320,11 +321,12 @@ def talk_prepared(client: openai.OpenAI, tokenizer: Tokenizer, wait: Callable[[]
         border, same = common(prompt, tokenizer.chat(others)), common(prompt, drawn)
         print(f"{len(prompt)} tokens, {border} before the new words, {same} as they were drawn, {cached} found")
         if drawn and ended:
-            assert cached == border
+            few = cached == same > border - LEAST_TOKENS  # left to the turn itself
+            assert cached == border or few
             lost += border - same
         messages.append({"role": "assistant", "content": answer.choices[0].message.content})
         drawn, ended = [*prompt, *answer.choices[0].token_ids], answer.choices[0].finish_reason == "stop"
-    print(f"{lost} tokens were prepared that had been drawn otherwise, or not at all")
+    assert lost >= LEAST_TOKENS, "all answers were cut as they were drawn"
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
