@@ -110,8 +110,8 @@ class Preparation:
                 return
             self._leave(current, draft)
             self._end(current, PreparedEnd.NO_ROOM if lacking else PreparedEnd.COMPUTED)
-        # 3. The next one begins that lacks something for which there is room.
-        while self.wanted and self._seats.free_slots:
+        # 3. The next one begins that lacks something for which there is room. It is not looked up in vain.
+        while self.wanted and self._seats.free_slots and left >= min(LEAST_TOKENS, least):
             wanted = self.wanted[0]
             hit = lookup(wanted.request, self._manager)
             if wanted.found_tokens < 0:
