@@ -118,7 +118,7 @@ def mixed_tokens(model: LoadedModel, most_tokens: int) -> list[int]:
     """Counts of tokens to which recorded steps with prompts are filled up, the largest first. None where they are not
     recorded. most_tokens: of a step"""
     able = model.attention.backend.capabilities
-    has_frames = able.wide_frames and able.mixed_frames
+    has_frames = (able.wide_frames and able.mixed_frames) or not model.attention.params  # no layer attends
     if not has_frames or (model.pages.state_groups and not model.states.has_mixed_frames) or most_tokens < 2:
         return []
     return sorted({min(tokens, most_tokens) for tokens in MIXED_TOKENS}, reverse=True)

@@ -332,6 +332,8 @@ def _shrunk(name: str, value: Any, scale: Scale) -> Any:
         return scale.to_width
     if name == "num_hidden_layers":
         return scale.to_layers
+    if name == "num_layers":  # beside a count of what attends: LongCat's layers attend twice
+        return max(2, value * scale.to_layers // scale.layers)
     for pattern, rule in RULES:
         if re.fullmatch(pattern, name):
             return rule(value, scale)
