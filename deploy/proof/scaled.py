@@ -105,6 +105,8 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r".*_rank|rank", lambda value, s: min(value, RANK)),
     (r"(mamba_)?d_state|ssm_state_size|state_size|mamba_d_state", lambda value, s: min(value, 16)),
     (r"chunk_size|mamba_chunk_size|.*_chunk_length", lambda value, s: min(value, STATE_CHUNK)),
+    (r"compressed_sparse_attention", lambda value, s: min(value, 4)),  # tokens of an entry
+    (r"heavily_compressed_attention", lambda value, s: min(value, WINDOW)),
     (r"index_topk", lambda value, s: min(value, WINDOW)),
     (r"index_topk_blocks|topk_blocks", lambda value, s: min(value, 3)),
     (r"index_block_size|sparse_block_size", lambda value, s: min(value, 4)),
@@ -384,12 +386,14 @@ def _set_heads(given: Given, fields: dict[str, Any], scale: Scale) -> None:
     _, to_keys = _heads(queries, given.size("num_key_value_heads") or queries, scale.ranks)
     is_of_keys = given.size("index_n_heads") == given.size("num_key_value_heads") != queries
     index_heads = to_keys if is_of_keys else MOST_INDEX_HEADS
-    most = {"index_n_heads": index_heads, "num_query_groups": to_keys, "num_kv_heads": to_keys, "o_groups": 2}
+    most = {"index_n_heads": index_heads, "num_query_groups": to_keys, "num_kv_heads": to_keys}
     for name, count in most.items():
         if given.size(name) is not None:
             fields[name] = min(fields[name], count)
     if "head_dim" in fields and fields["head_dim"] is None:
         fields["head_dim"] = scale.to_head
+    if given.size("o_groups") is not None:  # of heads
+        fields["o_groups"] = _few(fields["o_groups"], 2, scale.ranks)
 
 
 def _set_state_heads(given: Given, fields: dict[str, Any], scale: Scale) -> None:

@@ -8,7 +8,7 @@ things in words of its own: the sizes of its states, mostly.
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import InvalidSetting, UnsupportedModel
 from ...kvcache.reach import Chunked, Cross, Full, Reach, Sliding, State
@@ -26,6 +26,8 @@ REACH_OF: dict[str, Callable[[Any], Reach]] = {
     "attention": lambda config: Full(),
     "indexed_attention": lambda config: Full(),  # of all tokens each query attends to some: any may be chosen
     "minimax_m3_sparse": lambda config: Full(),
+    "compressed_sparse_attention": lambda config: Sliding(config.sliding_window),  # beside entries of several tokens
+    "heavily_compressed_attention": lambda config: Sliding(config.sliding_window),
 }
 """Kinds of `config.layer_types` that attend, and how far back."""
 
@@ -51,6 +53,7 @@ def read_layers(config: Any, tensor_parallel_size: int, item_bytes: int) -> tupl
         if kind in REACH_OF:
             layer = layer_config(config, index)
             specs.append(_attention(layer, index, REACH_OF[kind](layer), tensor_parallel_size, item_bytes, sources))
+            specs += compression_of(config, kind, item_bytes).layers(index, len(kinds)) if kind in COMPRESSED else ()
         if kind in HAS_STATE:
             specs.append(LayerSpec(index, State(), state=_state(config, tensor_parallel_size, item_bytes)))
     return tuple(specs)
@@ -161,6 +164,61 @@ def index_key_size(config: Any, index: int) -> int:
     return config.index_head_dim if indexers is None or indexers[index] == "full" else 0
 
 
+# -- entries of several tokens -----------------------------------------------------------------------------------------
+
+COMPRESSED = {"compressed_sparse_attention", "heavily_compressed_attention"}
+"""Kinds of layers that keep, beside a window, one entry for so many tokens (DeepSeek-V4)."""
+
+
+class Compression(NamedTuple):
+    """What such a layer keeps beside its window: an entry of `tokens` tokens, made of what each of them gives to it,
+    and, where entries overlap, of what each of those before them gives.
+
+    tokens 4, overlapping    0 1 2 3 4 5 6 7 8 9      the entry of 4 .. 7 is made of 0 .. 7
+                                     ^^^^^^^
+    """
+
+    tokens: int
+    overlaps: bool
+    entry: int  # numbers
+    index_key: int  # of an entry, by which queries choose it; 0: they attend to all
+    item_bytes: int
+
+    @property
+    def given(self) -> int:
+        """Numbers that a token gives: values and their weights, of either entry that it is part of."""
+        return 2 * (1 + self.overlaps) * (self.entry + self.index_key)
+
+    @property
+    def reach(self) -> Reach:
+        """Of what tokens give: needed until their entries are made."""
+        return Sliding(2 * self.tokens) if self.overlaps else Chunked(self.tokens)
+
+    def layers(self, index: int, count: int) -> tuple[LayerSpec, LayerSpec]:
+        """Entries, and what tokens give, each as if it were a layer of its own behind the model's `count`."""
+        beside, item = self.index_key * self.item_bytes, self.item_bytes
+        return (
+            LayerSpec(entries_layer(index, count), Full(), 1, self.entry, 0, item, beside, entry_tokens=self.tokens),
+            LayerSpec(givers_layer(index, count), self.reach, 1, self.given, 0, item),
+        )
+
+
+def entries_layer(index: int, count: int) -> int:
+    """Under what number a layer's entries are kept. count: of the model's layers"""
+    return count + index
+
+
+def givers_layer(index: int, count: int) -> int:
+    """Under what number it is kept what tokens give to entries that are not yet made."""
+    return 2 * count + index
+
+
+def compression_of(config: Any, kind: str, item_bytes: int) -> Compression:
+    overlaps = kind == "compressed_sparse_attention"
+    index_key = config.index_head_dim if overlaps else 0
+    return Compression(config.compress_rates[kind], overlaps, config.head_dim, index_key, item_bytes)
+
+
 def _sources(config: Any, kinds: list[str]) -> dict[int, int]:
     """Layers that own no keys and values, and the one they read: the last before them of their kind that does."""
     shared = getattr(config, "num_kv_shared_layers", 0) or 0
@@ -169,11 +227,17 @@ def _sources(config: Any, kinds: list[str]) -> dict[int, int]:
     return {index: last_of[kinds[index]] for index in range(first, len(kinds))}
 
 
+SHARED_KEY_VALUE = {"deepseek_v4"}
+
+
 def _attention(
     config: Any, index: int, reach: Reach, ranks: int, item_bytes: int, sources: Mapping[int, int]
 ) -> LayerSpec:
     shares = sources.get(index)
     beside = index_key_size(config, index) * item_bytes
+    if config.model_type in SHARED_KEY_VALUE:  # one vector for all heads, on every rank, is key and value
+        RankShare(ranks, item_bytes).part(config.o_groups, "groups of heads of the output projection")
+        return LayerSpec(index, reach, 1, config.head_dim, 0, item_bytes)
     if getattr(config, "kv_lora_rank", None):  # one latent for all heads, on every rank
         RankShare(ranks, item_bytes).part(config.num_attention_heads, "query heads")
         width = config.kv_lora_rank + config.qk_rope_head_dim

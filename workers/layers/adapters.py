@@ -10,6 +10,7 @@ from torch import nn
 
 from ..tensor_parallel import STYLES, Cut, Style, TensorParallel
 from .attention import PagedAttention
+from .compressed import CompressedAttention
 from .convolution import ShortConv
 from .convolved import ConvolvedHeads
 from .cross import CrossAttention
@@ -117,6 +118,7 @@ Adapter = Callable[[Any, Paged], Callable[..., Any]]
 ADAPTERS: dict[str, Adapter] = {
     **{name: _mixer(kind) for name, kind in MIXERS.items()},
     **{name: _latent(kind) for name, kind in LATENT.items()},
+    "DeepseekV4Attention": lambda module, paged: CompressedAttention(module, paged.attention),
     "MiniMaxM3VLAttention": _blocks,
     "MllamaCrossAttentionDecoderLayer": _cross,
 }

@@ -48,6 +48,9 @@ class PagedAttention:
     `begin_step` builds one metadata per group, which all layers of the group share.
     """
 
+    gathers = False
+    """Whether what queries attend to is laid out anew in each step, in other shapes."""
+
     def __init__(self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device):
         self._layers = {layer.index: layer for layer in layers if layer.reach.keeps_tokens}
         self.dtype = dtype

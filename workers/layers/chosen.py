@@ -110,6 +110,8 @@ class _Split:
 class ChoosingAttention(PagedAttention):
     """Attention of a model some of whose layers attend to chosen tokens."""
 
+    gathers = True
+
     _index_keys: dict[int, Tensor]
     _batches: Sequence[GroupBatch] = ()
     _splits: dict[tuple[int, Kind], _Split]
@@ -173,7 +175,7 @@ class ChoosingAttention(PagedAttention):
         """Made once per step for all layers of a group that choose alike."""
         split = self._splits.get((place, kind))
         if split is None:
-            batch = _of_rows(self._batches[place])
+            batch = of_rows(self._batches[place])
             whole = np.flatnonzero(batch.kv_lens <= kind.most)
             parts = tuple(self._part(batch, *each, kind) for each in _queries_of_parts(batch, kind))
             split = self._splits[place, kind] = _Split(self._whole(place, batch, whole), parts)
@@ -212,7 +214,7 @@ class ChoosingAttention(PagedAttention):
         )
 
 
-def _of_rows(batch: GroupBatch) -> GroupBatch:
+def of_rows(batch: GroupBatch) -> GroupBatch:
     """With a block table of its own, where the host's whole table is given."""
     if batch.held is None:
         return batch

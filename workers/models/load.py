@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from ...errors import CorruptCheckpoint, IntarsiaError, ModelNotFound, UnsupportedModel
+from ...kvcache.spec import LayerSpec
 from ...proto.worker import ModelFacts, ModelSettings
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.json_file import clipped
@@ -27,6 +28,7 @@ from ..known_families import is_known
 from ..layers.adapters import Paged, bind
 from ..layers.attention import IMPLEMENTATION, PagedAttention
 from ..layers.chosen import ChoosingAttention
+from ..layers.compressed import CompressingAttention
 from ..layers.cross import CrossAttention
 from ..layers.patches import patch_rotary_dim
 from ..layers.states import PagedStates
@@ -110,8 +112,7 @@ def _load(
     fill_weights(module, checkpoint, parallel, config, dtype, device, watch, keeper)
     patch_rotary_dim(module, config)
     # Layers that remember go through our pages from now on.
-    attends_to_chosen = any(layer.extra_token_bytes for layer in layers)
-    attention = (ChoosingAttention if attends_to_chosen else PagedAttention)(layers, dtype, device)
+    attention = _kind_of_attention(layers)(layers, dtype, device)
     states = PagedStates(device)
     has_encoder = whole.model_type in WITH_ENCODER
     cross = CrossAttention(module, settings.model_dir, layers, dtype) if has_encoder else None
@@ -136,6 +137,12 @@ def _load(
         pack_experts(module, device, settings.same_bits)
     is_tested = is_known((whole.model_type, config.model_type))
     return LoadedModel(module.eval(), attention, states, cross, facts, device, is_tested, order)
+
+
+def _kind_of_attention(layers: Sequence[LayerSpec]) -> type[PagedAttention]:
+    if any(layer.entry_tokens > 1 for layer in layers):
+        return CompressingAttention
+    return ChoosingAttention if any(layer.extra_token_bytes for layer in layers) else PagedAttention
 
 
 def _build(whole: Any, config: Any, dtype: torch.dtype, settings: ModelSettings) -> Any:
