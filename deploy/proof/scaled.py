@@ -107,6 +107,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"chunk_size|mamba_chunk_size|.*_chunk_length", lambda value, s: min(value, STATE_CHUNK)),
     (r"compressed_sparse_attention", lambda value, s: min(value, 4)),  # tokens of an entry
     (r"heavily_compressed_attention", lambda value, s: min(value, WINDOW)),
+    (r"index_kpool", lambda value, s: min(value, 4)),
     (r"index_topk", lambda value, s: min(value, WINDOW)),
     (r"index_topk_blocks|topk_blocks", lambda value, s: min(value, 3)),
     (r"index_block_size|sparse_block_size", lambda value, s: min(value, 4)),

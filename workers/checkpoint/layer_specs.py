@@ -53,7 +53,7 @@ def read_layers(config: Any, tensor_parallel_size: int, item_bytes: int) -> tupl
         if kind in REACH_OF:
             layer = layer_config(config, index)
             specs.append(_attention(layer, index, REACH_OF[kind](layer), tensor_parallel_size, item_bytes, sources))
-            specs += compression_of(config, kind, item_bytes).layers(index, len(kinds)) if kind in COMPRESSED else ()
+            specs += _entries(config, index, kind, len(kinds), item_bytes)
         if kind in HAS_STATE:
             specs.append(LayerSpec(index, State(), state=_state(config, tensor_parallel_size, item_bytes)))
     return tuple(specs)
@@ -157,11 +157,16 @@ LAYERS_OF: dict[str, Callable[[Any, str], Any]] = {"mimo_v2_flash": _mimo_v2}
 
 
 def index_key_size(config: Any, index: int) -> int:
-    """Numbers that a layer keeps of each token to choose by; 0 if it attends to all, or to what another has chosen."""
+    """Numbers that a layer keeps of each token to choose by; 0 if it attends to all, or to what another has chosen, or
+    chooses by what several tokens have together."""
+    return config.index_head_dim if _chooses(config, index) and not getattr(config, "index_kpool", None) else 0
+
+
+def _chooses(config: Any, index: int) -> bool:
     if (getattr(config, "layer_types", None) or {index: ""})[index] not in ("indexed_attention", "minimax_m3_sparse"):
-        return 0
+        return False
     indexers = getattr(config, "indexer_types", None)
-    return config.index_head_dim if indexers is None or indexers[index] == "full" else 0
+    return indexers is None or indexers[index] == "full"
 
 
 # -- entries of several tokens -----------------------------------------------------------------------------------------
@@ -171,17 +176,17 @@ COMPRESSED = {"compressed_sparse_attention", "heavily_compressed_attention"}
 
 
 class Compression(NamedTuple):
-    """What such a layer keeps beside its window: an entry of `tokens` tokens, made of what each of them gives to it,
-    and, where entries overlap, of what each of those before them gives.
+    """What a layer keeps beside what it keeps of each token: an entry of `tokens` tokens, made of what each of them
+    gives to it, and, where entries overlap, of what each of those before them gives.
 
     tokens 4, overlapping    0 1 2 3 4 5 6 7 8 9      the entry of 4 .. 7 is made of 0 .. 7
-                                     ^^^^^^^
+                             ^^^^^^^^^^^^^^^
     """
 
     tokens: int
     overlaps: bool
     entry: int  # numbers
-    index_key: int  # of an entry, by which queries choose it; 0: they attend to all
+    index_key: int  # of an entry, beside it, by which queries choose it
     item_bytes: int
 
     @property
@@ -195,28 +200,40 @@ class Compression(NamedTuple):
         return Sliding(2 * self.tokens) if self.overlaps else Chunked(self.tokens)
 
     def layers(self, index: int, count: int) -> tuple[LayerSpec, LayerSpec]:
-        """Entries, and what tokens give, each as if it were a layer of its own behind the model's `count`."""
+        """Entries, and what tokens give, as if each were a layer behind the model's `count`: so many and twice so many
+        behind the layer whose they are."""
         beside, item = self.index_key * self.item_bytes, self.item_bytes
         return (
-            LayerSpec(entries_layer(index, count), Full(), 1, self.entry, 0, item, beside, entry_tokens=self.tokens),
-            LayerSpec(givers_layer(index, count), self.reach, 1, self.given, 0, item),
+            LayerSpec(count + index, Full(), 1, self.entry, 0, item, beside, entry_tokens=self.tokens),
+            LayerSpec(2 * count + index, self.reach, 1, self.given, 0, item),
         )
 
 
-def entries_layer(index: int, count: int) -> int:
-    """Under what number a layer's entries are kept. count: of the model's layers"""
-    return count + index
+def model_layers(layers: Sequence[LayerSpec]) -> int:
+    """How many of them are the model's own: the numbers of entries, and of what tokens give, begin behind."""
+    for n, layer in enumerate(layers):
+        if layer.entry_tokens > 1:
+            return layers[n + 1].index - layer.index
+    return max(layer.index for layer in layers) + 1
 
 
-def givers_layer(index: int, count: int) -> int:
-    """Under what number it is kept what tokens give to entries that are not yet made."""
-    return 2 * count + index
-
-
-def compression_of(config: Any, kind: str, item_bytes: int) -> Compression:
-    overlaps = kind == "compressed_sparse_attention"
-    index_key = config.index_head_dim if overlaps else 0
-    return Compression(config.compress_rates[kind], overlaps, config.head_dim, index_key, item_bytes)
+def _entries(config: Any, index: int, kind: str, count: int, item_bytes: int) -> Sequence[LayerSpec]:
+    """Of layers that keep such. Raises `UnsupportedModel` for entries of one token."""
+    if kind in COMPRESSED:
+        overlaps = kind == "compressed_sparse_attention"
+        tokens, index_key = config.compress_rates[kind], config.index_head_dim if overlaps else 0
+        compression = Compression(tokens, overlaps, config.head_dim, index_key, item_bytes)
+    elif getattr(config, "index_kpool", None) and _chooses(config, index):
+        compression = Compression(config.index_kpool, False, config.index_head_dim, 0, item_bytes)
+    else:
+        return ()
+    if compression.tokens < 2:
+        raise UnsupportedModel(
+            f"layer {index} of {config.model_type} keeps an entry for each {compression.tokens} tokens; an entry of "
+            "two or more is known",
+            field="model",
+        )
+    return compression.layers(index, count)
 
 
 def _sources(config: Any, kinds: list[str]) -> dict[int, int]:
@@ -372,6 +389,7 @@ STATE_OF: dict[str, Callable[[Any, RankShare], tuple[StateTensor, ...]]] = {
     "bamba": _usual_mamba2,
     "falcon_h1": _usual_mamba2,
     "falcon_mamba": _plain_mamba,
+    "glm5_next_text": _keyed_delta,
     "granitemoehybrid": _usual_mamba2,
     "jamba": _mamba1,
     "kimi_linear": _keyed_delta,

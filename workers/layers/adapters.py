@@ -20,6 +20,7 @@ from .indexed import (
     FusedGateLatentAttention,
     HeadGatedLatentAttention,
     IndexedLatentAttention,
+    PoolingLatentAttention,
     SharingLatentAttention,
 )
 from .latent import LatentAttention
@@ -53,6 +54,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "BambaMixer": Mamba2,
     "FalconH1Mixer": Mamba2,
     "FalconMambaMixer": Mamba1,
+    "Glm5NextTextLinearAttention": KeyedDeltaNet,
     "GraniteMoeHybridMambaLayer": Mamba2,
     "JambaMambaMixer": Mamba1,
     "KimiLinearDeltaAttention": KeyedDeltaNet,
@@ -88,6 +90,7 @@ LATENT: dict[str, type[LatentAttention]] = {
     "DeepseekV32Attention": IndexedLatentAttention,
     "Dots3NoteTextAttention": HeadGatedLatentAttention,
     "Glm4MoeLiteAttention": LatentAttention,
+    "Glm5NextTextAttention": PoolingLatentAttention,
     "GlmMoeDsaAttention": SharingLatentAttention,
     "KimiLinearAttention": LatentAttention,
     "LongcatFlashMLA": LatentAttention,

@@ -1,4 +1,4 @@
-"""Attention to chosen tokens: over latents in DeepSeek-V3.2, GLM-5, A.X-K2 and Dots 3 Note; MiniMax-M3 chooses blocks.
+"""Attention to chosen tokens: over latents in DeepSeek-V3.2, GLM-5, GLM-5.3, A.X-K2 and Dots 3 Note; MiniMax-M3 chooses blocks.
 
 An indexer of few small heads, whole on every rank, scores all earlier tokens for each query; attention goes to those
 with the highest scores (arXiv 2512.02556). GLM-5 lets several layers go by one choice: it travels from layer to layer
@@ -9,17 +9,20 @@ Suffixes: T tokens    H heads of this rank    K heads of keys    I index heads  
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ...errors import UnsupportedModel
 from ...kernels.paged_attention import LayerParams
-from ...kernels.token_choice import BlockRule
+from ...kernels.token_choice import Asked, BlockRule
 from ..tensor_parallel import TensorParallel
 from .attention import PagedAttention
-from .chosen import BlockChoice, Choice, ChoosingAttention, TokenChoice
+from .chosen import BlockChoice, Choice, ChoosingAttention, PoolChoice, TokenChoice
+from .entries import weighed
 from .latent import LatentAttention
 
 Turns = tuple[Tensor, Tensor]
@@ -53,6 +56,34 @@ class Indexer:
         return TokenChoice(q_1TIE[0], weights_1TI[0], k_1T1E[0, :, 0], module.index_topk)
 
 
+class PoolIndexer:
+    """The same of pools of tokens, without positions."""
+
+    def __init__(self, module: Any):
+        self._module = module
+        self._scale: float = module.softmax_scale * module.n_heads**-0.5
+        if not module.index_kpool_always_select_tail:
+            raise UnsupportedModel(
+                "the index chooses whole pools of tokens alone (index_kpool_always_select_tail), of which the first "
+                "tokens of a text see none",
+                field="model",
+            )
+
+    def __call__(self, hidden_states: Tensor, low_queries: Tensor, turns: Turns | None) -> Choice:
+        """[1,T,..] both"""
+        module = self._module
+        q_1TIE = module.wq_b(low_queries).unflatten(-1, (module.n_heads, module.head_dim))
+        gates_1TE = F.linear(hidden_states, module.index_kpool_compress_gate)
+        given_1TC = torch.cat((module.k_norm(module.wk(hidden_states)), gates_1TE), dim=-1)
+        weights_1TI = module.weights_proj(hidden_states.to(module.weights_proj.weight.dtype)).float() * self._scale
+        asked = Asked(q_1TIE[0], weights_1TI[0])
+        size = module.index_kpool
+        return PoolChoice(asked, given_1TC[0], self._keys, size, module.index_topk // size)
+
+    def _keys(self, given_NSC: Tensor, has_before_N: Tensor, first_N: Tensor) -> tuple[Tensor, ...]:
+        return (weighed(given_NSC, self._module.index_kpool_compress_ape.float(), has_before_N),)
+
+
 class IndexedLatentAttention(LatentAttention):
     """Layers with an indexer of their own, and those that attend to all or go by another's choice."""
 
@@ -64,21 +95,27 @@ class IndexedLatentAttention(LatentAttention):
         self._has_neighbours = True
         assert isinstance(paged, ChoosingAttention), "layers that choose were found in the config"
         self._choosing = paged
-        self._indexer = None if getattr(module, "indexer", None) is None else Indexer(module.indexer)
+        self._indexer = None if getattr(module, "indexer", None) is None else self._make_indexer(module.indexer)
 
     def __call__(
         self, hidden_states: Tensor, position_embeddings: Turns | Tensor, *_: Any, **given: Any
     ) -> tuple[Any, ...]:
         assert isinstance(position_embeddings, tuple), "these families have cosines and sines"
+        return self._forward(hidden_states, position_embeddings, given.get("prev_topk_indices"))
+
+    def _forward(self, hidden_states: Tensor, turns: Turns | None, choice: Choice | None) -> tuple[Any, ...]:
+        """choice: of a layer before"""
         low_queries = self._low_queries(hidden_states)
         q_1THD, gate_THV = self._gated_queries(hidden_states, low_queries)
-        q_1HTD, keys_11TD = self._latents(hidden_states, q_1THD, position_embeddings)
-        choice: Choice | None = given.get("prev_topk_indices")
+        q_1HTD, keys_11TD = self._latents(hidden_states, q_1THD, turns)
         if self._indexer is not None:
-            choice = self._indexer(hidden_states, self._asking(low_queries), position_embeddings)
+            choice = self._indexer(hidden_states, self._asking(low_queries), turns)
         out_THR = self._attend(q_1HTD[0].transpose(0, 1), keys_11TD[0].transpose(0, 1), choice)
         out = self._output(out_THR, gate_THV)
         return (out, None, choice) if self.passes_choice_on else (out, None)
+
+    def _make_indexer(self, module: Any) -> Callable[[Tensor, Tensor, Any], Choice]:
+        return Indexer(module)
 
     def _attend(self, q_THD: Tensor, keys_T1D: Tensor, choice: Choice | None) -> Tensor:
         layer: int = self._module.layer_idx
@@ -101,6 +138,16 @@ class SharingLatentAttention(IndexedLatentAttention):
     """GLM-5."""
 
     passes_choice_on = True
+
+
+class PoolingLatentAttention(SharingLatentAttention):
+    """GLM-5.3: without positions, and its index chooses pools of tokens."""
+
+    def _make_indexer(self, module: Any) -> Callable[[Tensor, Tensor, Any], Choice]:
+        return PoolIndexer(module)
+
+    def __call__(self, hidden_states: Tensor, *_: Any, **given: Any) -> tuple[Any, ...]:
+        return self._forward(hidden_states, None, given.get("prev_topk_indices"))
 
 
 class HeadGatedLatentAttention(IndexedLatentAttention):

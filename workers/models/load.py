@@ -19,7 +19,7 @@ from ...kvcache.spec import LayerSpec
 from ...proto.worker import ModelFacts, ModelSettings
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.json_file import clipped
-from ..checkpoint.layer_specs import complete_layer_types, positions_of, read_layers, told_copies
+from ..checkpoint.layer_specs import complete_layer_types, model_layers, positions_of, read_layers, told_copies
 from ..checkpoint.spellings import config_of
 from ..cpu.experts import pack_experts
 from ..cpu.linear import pack_linears
@@ -140,9 +140,12 @@ def _load(
 
 
 def _kind_of_attention(layers: Sequence[LayerSpec]) -> type[PagedAttention]:
-    if any(layer.entry_tokens > 1 for layer in layers):
+    """By what is kept beside keys and values: entries beside a window are attended to; of others queries choose."""
+    count, windows = model_layers(layers), {layer.index for layer in layers if layer.reach.window_tokens is not None}
+    if any(layer.entry_tokens > 1 and layer.index - count in windows for layer in layers):
         return CompressingAttention
-    return ChoosingAttention if any(layer.extra_token_bytes for layer in layers) else PagedAttention
+    chooses = any(layer.extra_token_bytes or layer.entry_tokens > 1 for layer in layers)
+    return ChoosingAttention if chooses else PagedAttention
 
 
 def _build(whole: Any, config: Any, dtype: torch.dtype, settings: ModelSettings) -> Any:

@@ -16,7 +16,7 @@ from intarsia.deploy.proof.sweep import LACKING
 from intarsia.kvcache.reach import Chunked, Full, Sliding
 from intarsia.workers import tensor_parallel, worker
 from intarsia.workers.checkpoint import layer_specs
-from intarsia.workers.layers import adapters, attention, compressed, delta, latent, states
+from intarsia.workers.layers import adapters, attention, delta, entries, latent, states
 from intarsia.workers.models import load, weights
 from intarsia.workers.pages import Pages
 from intarsia.workers.runner import ModelRunner
@@ -181,13 +181,13 @@ def entries_made(change: Callable[[Any], dict[str, Any]]) -> Plant:
     """Other values in how the entries of a step are made."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        make = compressed._making
+        make = entries.EntryAttention._made_in_step
 
         def other(*given: Any) -> Any:
             making = make(*given)
             return None if making is None else replace(making, **change(making))
 
-        patch.setattr(compressed, "_making", other)
+        patch.setattr(entries.EntryAttention, "_made_in_step", other)
 
     return plant
 
