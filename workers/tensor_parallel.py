@@ -73,6 +73,7 @@ STYLES: dict[str, Style] = {
     "vocab": Style({"weight": Cut(0)}, "embed_own_rows"),
     "colwise_gather_output": Style({"weight": Cut(0), "bias": Cut(0)}, "gather_outputs"),
     "sinks": Style({"sinks": Cut(0), "gate_bias": Cut(0)}),
+    "head_scales": Style({"scale": Cut(0), "bias": Cut(0)}),
     "key_scales": Style({"temp": Cut(0)}),
     "norm_over_ranks": Style({"weight": Cut(0)}, "normalize_over_ranks"),
     "expert_columns": Style(

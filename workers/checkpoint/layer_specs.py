@@ -140,20 +140,32 @@ def layer_config(config: Any, index: int) -> Any:
     layers = getattr(config, "per_layer_config", None)
     layer = layers[index] if layers is not None else config
     own = LAYERS_OF.get(config.model_type)
-    return layer if own is None else own(layer, config.layer_types[index])
+    return layer if own is None else own(layer, index)
 
 
-def _mimo_v2(layer: Any, kind: str) -> Any:
+def _mimo_v2(layer: Any, index: int) -> Any:
     """Twice the key-value heads where a window is."""
-    if kind != "sliding_attention":
+    if layer.layer_types[index] != "sliding_attention":
         return layer
     own = copy(layer)
     own.num_key_value_heads = 2 * layer.num_key_value_heads
     return own
 
 
-LAYERS_OF: dict[str, Callable[[Any, str], Any]] = {"mimo_v2_flash": _mimo_v2}
-"""model_type -> what a layer of a kind has of its own that the config does not say."""
+def _mistral_large4(layer: Any, index: int) -> Any:
+    """No rotary numbers where positions do not count."""
+    if layer.no_rope_layers[index]:
+        return layer
+    own = copy(layer)
+    own.qk_rope_head_dim = 0
+    return own
+
+
+LAYERS_OF: dict[str, Callable[[Any, int], Any]] = {
+    "mimo_v2_flash": _mimo_v2,
+    "mistral_large4_text": _mistral_large4,
+}
+"""model_type -> the config as a layer sees it, where that is other than the config says."""
 
 
 def index_key_size(config: Any, index: int) -> int:
@@ -237,7 +249,11 @@ def _entries(config: Any, index: int, kind: str, count: int, item_bytes: int) ->
 
 
 def _sources(config: Any, kinds: list[str]) -> dict[int, int]:
-    """Layers that own no keys and values, and the one they read: the last before them of their kind that does."""
+    """Layers that own no keys and values, and the one they read: that which the config names, or the last before them
+    of their kind that does."""
+    named: Sequence[int] | None = getattr(config, "kv_source_layers", None)
+    if named is not None:
+        return {index: source for index, source in enumerate(named) if source != index}
     shared = getattr(config, "num_kv_shared_layers", 0) or 0
     first = len(kinds) - shared
     last_of = {kind: index for index, kind in enumerate(kinds[:first])}
@@ -252,6 +268,12 @@ def _attention(
 ) -> LayerSpec:
     shares = sources.get(index)
     beside = index_key_size(config, index) * item_bytes
+    if shares is not None and beside:
+        raise UnsupportedModel(
+            f"layer {index} of {config.model_type} attends to what layer {shares} keeps, and chooses by an index of its "
+            "own; such layers are known that go by the choice of the layer before",
+            field="model",
+        )
     if config.model_type in SHARED_KEY_VALUE:  # one vector for all heads, on every rank, is key and value
         RankShare(ranks, item_bytes).part(config.o_groups, "groups of heads of the output projection")
         return LayerSpec(index, reach, 1, config.head_dim, 0, item_bytes)

@@ -18,9 +18,11 @@ from .delta import GatedDeltaNet, KeyedDeltaNet, PackedGatedDeltaNet, SeparateGa
 from .indexed import (
     BlockChoosingAttention,
     FusedGateLatentAttention,
+    GatedSinkLatentAttention,
     HeadGatedLatentAttention,
     IndexedLatentAttention,
     PoolingLatentAttention,
+    ScaledLatentAttention,
     SharingLatentAttention,
 )
 from .latent import LatentAttention
@@ -92,10 +94,12 @@ LATENT: dict[str, type[LatentAttention]] = {
     "Glm4MoeLiteAttention": LatentAttention,
     "Glm5NextTextAttention": PoolingLatentAttention,
     "GlmMoeDsaAttention": SharingLatentAttention,
+    "HYV4Attention": GatedSinkLatentAttention,
     "KimiLinearAttention": LatentAttention,
     "LongcatFlashMLA": LatentAttention,
     "MiniCPM3Attention": LatentAttention,
     "Mistral4Attention": LatentAttention,
+    "MistralLarge4TextAttention": ScaledLatentAttention,
     "YoutuAttention": LatentAttention,
 }
 """Class of attention over one latent for all heads, in the words of DeepSeek's -> ours."""

@@ -179,7 +179,8 @@ class ChoosingAttention(EntryAttention):
             return self.attend_packed(q_THD, k_TKD, v_TKD, layer, params)
         place, view = self._mask_of[layer], self._views[layer]
         meta = self._metas[place]
-        self._backend.write(view, k_TKD, v_TKD, meta)
+        if self._layers[layer].shares is None:  # else its source has written them, in this very step
+            self._backend.write(view, k_TKD, v_TKD, meta)
         if asks:
             choice.keep(self, layer, meta)
         out_THV = q_THD.new_empty(*q_THD.shape[:2], params.latent_values or v_TKD.shape[2])

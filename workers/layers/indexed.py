@@ -10,6 +10,7 @@ Suffixes: T tokens    H heads of this rank    K heads of keys    I index heads  
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from .latent import LatentAttention
 Turns = tuple[Tensor, Tensor]
 """Cosines and sines."""
 
-INTERLEAVED = {"Dots3NoteTextIndexer", "GlmMoeDsaIndexer"}
+INTERLEAVED = {"Dots3NoteTextIndexer", "GlmMoeDsaIndexer", "MistralLarge4TextIndexer"}
 """Classes of indexers that turn neighbours around, as latent attention does; the others turn halves."""
 
 
@@ -42,18 +43,35 @@ class Indexer:
         self._turn: Any = getattr(modeling, turn)
         self._scale: float = module.softmax_scale * module.n_heads**-0.5
 
-    def __call__(self, hidden_states: Tensor, low_queries: Tensor, turns: Turns) -> Choice:
+    def __call__(self, hidden_states: Tensor, low_queries: Tensor, turns: Turns | None) -> Choice:
         """[1,T,..] both"""
         module = self._module
-        q_1TIE = module.wq_b(low_queries).unflatten(-1, (module.n_heads, module.head_dim))
+        q_1TIE = self._queries(low_queries)
         k_1T1E = module.k_norm(module.wk(hidden_states)).unsqueeze(2)
-        # Positions turn the first numbers of each; the others stay.
-        turned = module.qk_rope_head_dim
-        q_rot, k_rot = self._turn(q_1TIE[..., :turned], k_1T1E[..., :turned], *turns, unsqueeze_dim=2)
-        q_1TIE = torch.cat((q_rot.to(q_1TIE.dtype), q_1TIE[..., turned:]), dim=-1)
-        k_1T1E = torch.cat((k_rot.to(k_1T1E.dtype), k_1T1E[..., turned:]), dim=-1)
+        if turns is not None:
+            q_1TIE, k_1T1E = self._turned(q_1TIE, k_1T1E, turns)
         weights_1TI = module.weights_proj(hidden_states.to(module.weights_proj.weight.dtype)).float() * self._scale
         return TokenChoice(q_1TIE[0], weights_1TI[0], k_1T1E[0, :, 0], module.index_topk)
+
+    def _queries(self, low_queries: Tensor) -> Tensor:
+        return self._module.wq_b(low_queries).unflatten(-1, (self._module.n_heads, self._module.head_dim))
+
+    def _turned(self, q_1TIE: Tensor, k_1T1E: Tensor, turns: Turns) -> tuple[Tensor, Tensor]:
+        """Positions turn the first numbers of each; the others stay."""
+        turned = self._module.qk_rope_head_dim
+        q_rot, k_rot = self._turn(q_1TIE[..., :turned], k_1T1E[..., :turned], *turns, unsqueeze_dim=2)
+        q_1TIE = torch.cat((q_rot.to(q_1TIE.dtype), q_1TIE[..., turned:]), dim=-1)
+        return q_1TIE, torch.cat((k_rot.to(k_1T1E.dtype), k_1T1E[..., turned:]), dim=-1)
+
+
+class LateTurningIndexer(Indexer):
+    """HunYuan 4: positions turn the last numbers."""
+
+    def _turned(self, q_1TIE: Tensor, k_1T1E: Tensor, turns: Turns) -> tuple[Tensor, Tensor]:
+        stays = self._module.head_dim - self._module.qk_rope_head_dim
+        q_rot, k_rot = self._turn(q_1TIE[..., stays:], k_1T1E[..., stays:], *turns, unsqueeze_dim=2)
+        q_1TIE = torch.cat((q_1TIE[..., :stays], q_rot.to(q_1TIE.dtype)), dim=-1)
+        return q_1TIE, torch.cat((k_1T1E[..., :stays], k_rot.to(k_1T1E.dtype)), dim=-1)
 
 
 class PoolIndexer:
@@ -138,6 +156,69 @@ class SharingLatentAttention(IndexedLatentAttention):
     """GLM-5."""
 
     passes_choice_on = True
+
+
+class GatedSinkLatentAttention(SharingLatentAttention):
+    """HunYuan 4: halves are turned, heads have sinks, and what they give out has a gate for each number."""
+
+    def __init__(self, module: Any, paged: PagedAttention):
+        super().__init__(module, paged)
+        self._has_neighbours = False
+
+    @property
+    def _params(self) -> LayerParams:
+        return replace(super()._params, sinks=self._module.sinks)
+
+    def _make_indexer(self, module: Any) -> Callable[[Tensor, Tensor, Any], Choice]:
+        return LateTurningIndexer(module)
+
+    def _gated_queries(self, hidden_states: Tensor, low_queries: Tensor) -> tuple[Tensor, Tensor | None]:
+        gate_TC = self._module.gate_proj(hidden_states[0]).sigmoid()
+        return self._queries(low_queries), gate_TC.unflatten(-1, (-1, self._module.v_head_dim))
+
+
+class ScaledIndexer(Indexer):
+    """Mistral Large 4: queries of normed hidden states, which grow with their positions."""
+
+    def __init__(self, module: Any, paged: PagedAttention):
+        super().__init__(module)
+        self._paged = paged
+
+    def _queries(self, low_queries: Tensor) -> Tensor:
+        module = self._module
+        q_1TIE = super()._queries(module.q_input_norm(low_queries))
+        return module.softmax_scaling(q_1TIE, self._paged.positions_T.unsqueeze(0), head_dim_first=False)
+
+
+class ScaledLatentAttention(SharingLatentAttention):
+    """Mistral Large 4: queries grow with their positions, some layers have none, and some read another's latents."""
+
+    def _make_indexer(self, module: Any) -> Callable[[Tensor, Tensor, Any], Choice]:
+        return ScaledIndexer(module, self._paged)
+
+    def __call__(self, hidden_states: Tensor, position_embeddings: Any, *_: Any, **given: Any) -> tuple[Any, ...]:
+        turns = position_embeddings if self._module.use_rope else None
+        return self._forward(hidden_states, turns, given.get("prev_topk_indices"))
+
+    def _low_queries(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+    def _queries(self, low_queries: Tensor) -> Tensor:
+        module = self._module
+        q_1THD = module.q_proj(low_queries).unflatten(-1, (-1, module.qk_nope_head_dim + module.qk_rope_head_dim))
+        return module.softmax_scaling(q_1THD, self._paged.positions_T.unsqueeze(0), head_dim_first=False)
+
+    def _latents(self, hidden_states: Tensor, q_1THD: Tensor, turns: Any) -> tuple[Tensor, Tensor]:
+        if not self._module.is_kv_shared_layer:
+            return super()._latents(hidden_states, q_1THD, turns)
+        # Its source has written them.
+        module = self._module
+        q_1THN, q_rot = q_1THD.split([module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
+        if turns is not None:
+            q_rot, _ = self._modeling.apply_rotary_pos_emb_interleave(q_rot, None, *turns, unsqueeze_dim=2)
+        q_latent = self._products()[0](q_1THN[0]).unsqueeze(0)
+        q_1HTD = torch.cat((q_latent, q_rot.to(q_latent.dtype)), dim=-1).transpose(1, 2)
+        return q_1HTD, q_1HTD.new_zeros(1, 1, *q_1HTD.shape[2:])
 
 
 class PoolingLatentAttention(SharingLatentAttention):

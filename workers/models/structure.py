@@ -27,7 +27,7 @@ HEADS_OF_THREE = {"query_key_value", "dense"}
 GATES = {"g_proj", "gate_proj"}
 """Of what attention gives out: a number for each head, or for each of its columns."""
 
-LATENT = {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+LATENT = {"kv_b_proj", "o_proj"}
 """Attention over one latent that is whole on every rank."""
 
 FOR_EACH_HEAD = "sinks", "gate_bias"
@@ -71,7 +71,10 @@ def _attention(path: str, module: Any) -> dict[str, str]:
     if linears >= LATENT:
         inward = [name for name in ("q_proj", "q_b_proj", "q_gate_proj", "kv_b_proj") if name in linears]
         inward += sorted(GATES & linears)
-        return {f"{path}.{name}": "colwise" for name in inward} | {f"{path}.o_proj": "rowwise"}
+        plan = {f"{path}.{name}": "colwise" for name in inward} | {f"{path}.o_proj": "rowwise"}
+        if hasattr(module, "softmax_scaling"):
+            plan[f"{path}.softmax_scaling"] = "head_scales"
+        return plan | _of_each_head(path, module)
     if linears >= HEADS_OF_THREE and not getattr(module, "multi_query", False):
         return {f"{path}.query_key_value": "colwise", f"{path}.dense": "rowwise"}
     output = next((name for name in ATTENTION_OUTPUTS if name in linears), None)
@@ -85,11 +88,15 @@ def _attention(path: str, module: Any) -> dict[str, str]:
             plan[f"{path}.{norm}"] = "norm_over_ranks"
         elif weight is not None and weight.dim() == 2:  # each head its own: [heads,head size]
             plan[f"{path}.{norm}"] = "colwise"
-    if any(isinstance(getattr(module, name, None), nn.Parameter) for name in FOR_EACH_HEAD):
-        plan[path] = "sinks"
+    plan |= _of_each_head(path, module)
     if hasattr(module, "attn_sub_norm"):
         plan[f"{path}.attn_sub_norm"] = "norm_over_ranks"
     return plan
+
+
+def _of_each_head(path: str, module: Any) -> dict[str, str]:
+    has_any = any(isinstance(getattr(module, name, None), nn.Parameter) for name in FOR_EACH_HEAD)
+    return {path: "sinks"} if has_any else {}
 
 
 def _mlp(path: str, module: nn.Module) -> dict[str, str]:
