@@ -95,6 +95,7 @@ LATENT: dict[str, type[LatentAttention]] = {
     "Glm5NextTextAttention": PoolingLatentAttention,
     "GlmMoeDsaAttention": SharingLatentAttention,
     "HYV4Attention": GatedSinkLatentAttention,
+    "HYV4VLAttention": GatedSinkLatentAttention,
     "KimiLinearAttention": LatentAttention,
     "LongcatFlashMLA": LatentAttention,
     "MiniCPM3Attention": LatentAttention,
