@@ -70,6 +70,7 @@ STYLES: dict[str, Style] = {
     "colwise": Style({"weight": Cut(0), "bias": Cut(0)}),
     "rowwise": Style({"weight": Cut(1), "bias": FIRST_RANK}, "sum_outputs"),
     "packed": Style({"weight": Cut(0, halves=2), "bias": Cut(0, halves=2)}),
+    "thirds": Style({"weight": Cut(0, halves=3), "bias": Cut(0, halves=3)}),
     "vocab": Style({"weight": Cut(0)}, "embed_own_rows"),
     "colwise_gather_output": Style({"weight": Cut(0), "bias": Cut(0)}, "gather_outputs"),
     "sinks": Style({"sinks": Cut(0), "gate_bias": Cut(0)}),

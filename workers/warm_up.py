@@ -183,9 +183,10 @@ def _compile(runner: ModelRunner) -> None:
     """Now, not when requests come: no, one and several tokens are different things to a compiler, and so are logits."""
     from torch._dynamo.exc import TorchDynamoException
 
-    if runner.model.attention.gathers:
+    if not runner.model.attention.is_constant:
         raise UnsupportedModel(
-            "layers of this model attend to tokens that they choose, which is not compiled. "
+            "layers of this model attend to tokens that they choose, or by biases that they learnt, which is not "
+            "compiled. "
             "Start without torch_compile.",
             field="torch_compile",
         )

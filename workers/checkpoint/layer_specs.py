@@ -18,7 +18,9 @@ FLOAT32_BYTES = 4  # recurrent states are kept in float32 for a model of any dty
 
 REACH_OF: dict[str, Callable[[Any], Reach]] = {
     "full_attention": lambda config: Full(),
-    "sliding_attention": lambda config: Sliding(config.sliding_window),
+    "sliding_attention": lambda config: Sliding(
+        config.window_size if config.model_type == "gpt_neo" else config.sliding_window
+    ),
     "chunked_attention": lambda config: Chunked(config.attention_chunk_size),
     "cross_attention": lambda config: Cross(),
     "hybrid": lambda config: Full(),
@@ -64,7 +66,8 @@ ENDLESS_TOKENS = 1 << 20
 
 def positions_of(config: Any) -> int:
     """Tokens of the longest text. A model of states and windows names no bound, and has none: an engine needs one."""
-    return getattr(config, "max_position_embeddings", None) or ENDLESS_TOKENS
+    positions = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    return next(filter(None, positions), ENDLESS_TOKENS)
 
 
 def complete_layer_types(config: Any, fields: Mapping[str, Any]) -> str | None:
@@ -122,12 +125,20 @@ def told_copies(own: Sequence[LayerSpec], alone: Sequence[LayerSpec], ranks: int
 
 
 def kv_heads_of(config: Any) -> int:
+    if config.model_type == "falcon":
+        many = config.num_kv_heads if config.new_decoder_architecture else config.num_attention_heads
+        return 1 if config.multi_query and not config.new_decoder_architecture else many
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+GPT_NEO = {"global": "full_attention", "local": "sliding_attention"}
 
 
 def _layer_types(config: Any) -> list[str]:
     """As the config lists them; configs without a list have one kind throughout, or name the layers that differ."""
     layer_types = getattr(config, "layer_types", None)
+    if config.model_type == "gpt_neo":
+        layer_types = [GPT_NEO[kind] for kind in config.attention_layers]
     if layer_types is not None:
         return list(layer_types[: config.num_hidden_layers])
     cross = getattr(config, "cross_attention_layers", None) or ()

@@ -29,6 +29,7 @@ from .latent import LatentAttention
 from .lightning import Lightning
 from .lru import GatedLinearRecurrence
 from .mamba import Mamba1, Mamba2
+from .older import OLDER, OlderAttention, patch_mpt
 from .patches import (
     patch_head_norms,
     patch_identity_experts,
@@ -121,6 +122,10 @@ def _cross(module: Any, paged: Paged) -> Callable[..., Any]:
     return paged.cross.add_layer(module)
 
 
+def _older(kind: type[OlderAttention]) -> "Adapter":
+    return lambda module, paged: kind(module, paged.attention, paged.parallel)
+
+
 Adapter = Callable[[Any, Paged], Callable[..., Any]]
 
 ADAPTERS: dict[str, Adapter] = {
@@ -128,6 +133,7 @@ ADAPTERS: dict[str, Adapter] = {
     **{name: _latent(kind) for name, kind in LATENT.items()},
     "DeepseekV4Attention": lambda module, paged: CompressedAttention(module, paged.attention),
     "MiniMaxM3VLAttention": _blocks,
+    **{name: _older(kind) for name, kind in OLDER.items()},
     "MllamaCrossAttentionDecoderLayer": _cross,
 }
 """Class of a module -> what makes the forward pass that takes the place of its own."""
@@ -136,6 +142,7 @@ ADAPTERS: dict[str, Adapter] = {
 def bind(model: nn.Module, paged: Paged) -> None:
     """Let the layers of `model` read and write our pages."""
     patch_logits(model)
+    patch_mpt(model)
     for path, module in model.named_modules():
         if type(module).__name__ in MIXERS:
             patch_place(module, path)

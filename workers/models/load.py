@@ -30,6 +30,7 @@ from ..layers.attention import IMPLEMENTATION, PagedAttention
 from ..layers.chosen import ChoosingAttention
 from ..layers.compressed import CompressingAttention
 from ..layers.cross import CrossAttention
+from ..layers.older import know_implementation
 from ..layers.patches import patch_rotary_dim
 from ..layers.states import PagedStates
 from ..memory import is_lack_of_memory, is_of_the_device
@@ -152,6 +153,7 @@ def _build(whole: Any, config: Any, dtype: torch.dtype, settings: ModelSettings)
     """The module, without memory for its weights. whole: the config of a model with its encoder, or of one whose text
     part has no class of its own, or `config` itself."""
     config._attn_implementation = IMPLEMENTATION
+    know_implementation(config.model_type)
     part = None if has_own_class(config) else text_part_class(whole)
     make = AutoModelForCausalLM
     if whole.model_type in WITH_ENCODER:

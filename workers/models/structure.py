@@ -75,7 +75,10 @@ def _attention(path: str, module: Any) -> dict[str, str]:
         if hasattr(module, "softmax_scaling"):
             plan[f"{path}.softmax_scaling"] = "head_scales"
         return plan | _of_each_head(path, module)
-    if linears >= HEADS_OF_THREE and not getattr(module, "multi_query", False):
+    if linears >= {"Wqkv", "out_proj"} and not hasattr(module, "num_key_value_heads"):  # as many keys as queries
+        return {f"{path}.Wqkv": "thirds", f"{path}.out_proj": "rowwise"}
+    has_one_key = getattr(module, "multi_query", False) and not getattr(module, "new_decoder_architecture", False)
+    if linears >= HEADS_OF_THREE and not has_one_key:
         return {f"{path}.query_key_value": "colwise", f"{path}.dense": "rowwise"}
     output = next((name for name in ATTENTION_OUTPUTS if name in linears), None)
     if output is None or not {"q_proj", "k_proj", "v_proj"} <= linears:
