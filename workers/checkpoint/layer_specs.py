@@ -172,7 +172,24 @@ def _mistral_large4(layer: Any, index: int) -> Any:
     return own
 
 
+def _diffllama(layer: Any, index: int) -> Any:
+    """Each head of keys has the values of two."""
+    own = copy(layer)
+    own.v_head_dim = 2 * (layer.head_dim or layer.hidden_size // layer.num_attention_heads)
+    return own
+
+
+def _doge(layer: Any, index: int) -> Any:
+    """Keys have one number more."""
+    own = copy(layer)
+    own.v_head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+    own.head_dim = own.v_head_dim + 1
+    return own
+
+
 LAYERS_OF: dict[str, Callable[[Any, int], Any]] = {
+    "diffllama": _diffllama,
+    "doge": _doge,
     "mimo_v2_flash": _mimo_v2,
     "mistral_large4_text": _mistral_large4,
 }

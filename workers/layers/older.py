@@ -1,4 +1,5 @@
-"""Attention of older families, whose modules compute it themselves: BLOOM, Falcon, GPT-Neo, JetMoE, MPT, XGLM.
+"""Attention of families whose modules compute it in ways of their own: BLOOM, DiffLlama, Doge, Falcon, GPT-Neo, JetMoE,
+MPT, XGLM.
 
 Suffixes: T packed tokens    H heads of this rank    K heads of keys    D size of a head
 """
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ...errors import UnsupportedModel
 from ...kernels.paged_attention import LayerParams
@@ -160,10 +162,64 @@ class MptAttention(OlderAttention):
 
     def _slopes(self, parallel: TensorParallel) -> Tensor:
         module, modeling = self._module, sys.modules[type(self._module).__module__]
-        most: int = module.config_of_slopes
-        before: Tensor = modeling.build_mpt_alibi_tensor(module.n_heads, 2, most, module.Wqkv.weight.device)  # type: ignore[attr-defined]
+        before: Tensor = modeling.build_mpt_alibi_tensor(module.n_heads, 2, device=module.Wqkv.weight.device)  # type: ignore[attr-defined]
         own = module.n_heads // parallel.size
         return -before[parallel.rank * own :][:own, 0, 0].float()
+
+
+class DifferentialAttention(SeparateAttention):
+    """DiffLlama (arXiv 2410.05258): heads come in pairs, of whose outputs one is subtracted, times a number that is
+    learnt. A head attends to its keys, with values of two heads side by side."""
+
+    output = "o_proj"
+
+    def _heads(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q_THD, k_TKD, v_TKD = super()._heads(hidden_TD)
+        pairs = [half.repeat(1, 2, 1) for half in v_TKD.chunk(2, dim=1)]
+        return q_THD, k_TKD, torch.cat(pairs, dim=-1)
+
+    def _output(self, out_THD: Tensor) -> Tensor:
+        module = self._module
+        exponents = ((a * b).sum(dtype=torch.float32) for a, b in (
+            (module.lambda_q1, module.lambda_k1), (module.lambda_q2, module.lambda_k2)))  # fmt: skip
+        first, second = (exponent.exp().to(out_THD.dtype) for exponent in exponents)
+        of_pairs, subtracted = out_THD.chunk(2, dim=1)
+        out = of_pairs - (first - second + module.lambda_init) * subtracted
+        return super()._output((1 - module.lambda_init) * module.groupnorm(out))
+
+
+class DogeAttention(SeparateAttention):
+    """Each key has a number that is added to scores, made of the value. It is kept as one number more of the key, by
+    which a query has one more as well."""
+
+    output = "o_proj"
+
+    def __init__(self, module: Any, paged: PagedAttention, parallel: TensorParallel):
+        super().__init__(module, paged, parallel)
+        config = module.config
+        if module.keep_window_size < config.max_position_embeddings:
+            raise UnsupportedModel(
+                f"Doge for {config.max_position_embeddings} tokens (max_position_embeddings) of which a query attends "
+                f"to {module.keep_window_size} (keep_window_size): a choice among values is not known",
+                field="model",
+            )
+        if parallel.size > 1:
+            raise UnsupportedModel(
+                "Doge makes a number of each key out of the values of all heads, which ranks have some of. Run it with "
+                "tensor_parallel_size 1.",
+                field="tensor_parallel_size",
+            )
+
+    def _heads(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q_THD, k_TKD, v_TKD = super()._heads(hidden_TD)
+        return self._module.q_norm(q_THD), self._module.k_norm(k_TKD), v_TKD
+
+    def _attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        module = self._module
+        added_TK = torch.exp(module.A * F.softplus(module.dt_proj(v_TKD.flatten(1))))
+        k_TKD = torch.cat((k_TKD, added_TK.unsqueeze(-1).to(k_TKD.dtype)), dim=-1)
+        unscaled = torch.full_like(q_THD[..., :1], 1 / self._params.scale)
+        return super()._attend(torch.cat((q_THD, unscaled), dim=-1), k_TKD, v_TKD)
 
 
 class JetMoeAttention(OlderAttention):
@@ -184,6 +240,8 @@ class JetMoeAttention(OlderAttention):
 
 OLDER: dict[str, type[OlderAttention]] = {
     "BloomAttention": BloomAttention,
+    "DiffLlamaAttention": DifferentialAttention,
+    "DogeAttention": DogeAttention,
     "FalconAttention": FalconAttention,
     "GPTNeoSelfAttention": GptNeoAttention,
     "JetMoeAttention": JetMoeAttention,
@@ -194,13 +252,18 @@ OLDER: dict[str, type[OlderAttention]] = {
 
 
 def patch_mpt(model: Any) -> None:
-    """Let MPT go on without a mask, and its attention know how steep its slopes are."""
+    """Let MPT go on without a mask."""
     if type(model).__name__ != "MptForCausalLM":
         return
+    steepest = model.config.attn_config.alibi_bias_max
+    if steepest != 8:
+        raise UnsupportedModel(
+            f"MPT with slopes of {steepest} bits (alibi_bias_max): transformers computes it with 8, so there is nothing "
+            "that answers could be held against",
+            field="model",
+        )
     modeling: Any = sys.modules[type(model).__module__]
     make = modeling.create_causal_mask
-    for block in model.transformer.blocks:
-        block.attn.config_of_slopes = model.config.attn_config.alibi_bias_max
     if getattr(make, "may_make_none", False):
         return
 

@@ -80,6 +80,8 @@ def _attention(path: str, module: Any) -> dict[str, str]:
     has_one_key = getattr(module, "multi_query", False) and not getattr(module, "new_decoder_architecture", False)
     if linears >= HEADS_OF_THREE and not has_one_key:
         return {f"{path}.query_key_value": "colwise", f"{path}.dense": "rowwise"}
+    if hasattr(module, "lambda_q1"):  # pairs of heads, of both halves
+        return {f"{path}.{name}": "packed" for name in ("q_proj", "k_proj", "v_proj")} | {f"{path}.o_proj": "rowwise"}
     output = next((name for name in ATTENTION_OUTPUTS if name in linears), None)
     if output is None or not {"q_proj", "k_proj", "v_proj"} <= linears:
         return {}
