@@ -368,7 +368,7 @@ def _by_hand(q_NKGMD: Tensor, kv_NKLC: Tensor, params: LayerParams, tile: Tile) 
 def _bias(tile: Tile, params: LayerParams, shape: torch.Size) -> Tensor:
     """[N,H,M,L], by how far keys are from queries."""
     rows, *_, queries, keys = shape
-    device = (params.slopes if params.slopes is not None else params.biases).device  # type: ignore[union-attr]
+    device = params.slopes.device if params.biases is None else params.biases.mixtures_THR.device  # type: ignore[union-attr]
     # The last query of a tile is the last key, unless it is said where its own is.
     own_N1 = torch.full((1, 1), keys - 1, device=device) if tile.own_N is None else tile.own_N[:, None]
     own_NM1 = (own_N1 - torch.arange(queries - 1, -1, -1, device=device)).unsqueeze(-1)
@@ -376,7 +376,7 @@ def _bias(tile: Tile, params: LayerParams, shape: torch.Size) -> Tensor:
     if params.slopes is not None:
         return -params.slopes.float()[:, None, None] * far_NML[:, None]
     assert params.biases is not None
-    bias_NHME = params.biases[tile.tokens].float().unflatten(0, (rows, queries)).transpose(1, 2)
+    bias_NHME = params.biases.of(tile.tokens).unflatten(0, (rows, queries)).transpose(1, 2)
     extent = bias_NHME.shape[-1]
     nearest = far_NML.clamp(0, extent - 1)[:, None].expand(rows, bias_NHME.shape[1], -1, -1)
     is_far = ((far_NML < 0) | (far_NML >= extent))[:, None]

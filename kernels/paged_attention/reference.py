@@ -70,7 +70,7 @@ class ReferenceBackend:
             return -params.slopes.to(self.compute_dtype)[:, None] * far_L
         if params.biases is None:
             return None
-        bias_HE = params.biases[token].to(self.compute_dtype)
+        bias_HE = params.biases.of(token).to(self.compute_dtype)
         extent = bias_HE.shape[1]
         return torch.where(far_L < extent, bias_HE[:, far_L.clamp(max=extent - 1)], 0.0)
 

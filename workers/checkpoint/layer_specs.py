@@ -57,7 +57,8 @@ def read_layers(config: Any, tensor_parallel_size: int, item_bytes: int) -> tupl
             specs.append(_attention(layer, index, REACH_OF[kind](layer), tensor_parallel_size, item_bytes, sources))
             specs += _entries(config, index, kind, len(kinds), item_bytes)
         if kind in HAS_STATE:
-            specs.append(LayerSpec(index, State(), state=_state(config, tensor_parallel_size, item_bytes)))
+            layer = layer_config(config, index)
+            specs.append(LayerSpec(index, State(), state=_state(layer, tensor_parallel_size, item_bytes)))
     return tuple(specs)
 
 
@@ -163,6 +164,16 @@ def _mimo_v2(layer: Any, index: int) -> Any:
     return own
 
 
+def _inkling(layer: Any, index: int) -> Any:
+    """Heads of their own where a window is."""
+    if layer.layer_types[index] != "hybrid_sliding":
+        return layer
+    own = copy(layer)
+    own.num_attention_heads, own.num_key_value_heads = layer.swa_num_attention_heads, layer.swa_num_key_value_heads
+    own.head_dim = layer.swa_head_dim
+    return own
+
+
 def _mistral_large4(layer: Any, index: int) -> Any:
     """No rotary numbers where positions do not count."""
     if layer.no_rope_layers[index]:
@@ -190,6 +201,7 @@ def _doge(layer: Any, index: int) -> Any:
 LAYERS_OF: dict[str, Callable[[Any, int], Any]] = {
     "diffllama": _diffllama,
     "doge": _doge,
+    "inkling_text": _inkling,
     "mimo_v2_flash": _mimo_v2,
     "mistral_large4_text": _mistral_large4,
 }
@@ -434,6 +446,12 @@ def _convolved_heads(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     return share.conv(channels, c.cca_time0), StateTensor((channels + keys // 2, 1), FLOAT32_BYTES)
 
 
+def _four_convolutions(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+    """Of keys, of values, and of what attention and experts give out, which is whole on every rank."""
+    keys = share.conv(share.kv_heads(c.num_key_value_heads) * c.head_dim, c.conv_kernel_size)
+    return keys, keys, *(share.conv(c.hidden_size, c.conv_kernel_size),) * 2
+
+
 STATE_OF: dict[str, Callable[[Any, RankShare], tuple[StateTensor, ...]]] = {
     "bailing_hybrid": _keyed_delta,
     "bamba": _usual_mamba2,
@@ -441,6 +459,7 @@ STATE_OF: dict[str, Callable[[Any, RankShare], tuple[StateTensor, ...]]] = {
     "falcon_mamba": _plain_mamba,
     "glm5_next_text": _keyed_delta,
     "granitemoehybrid": _usual_mamba2,
+    "inkling_text": _four_convolutions,
     "jamba": _mamba1,
     "kimi_linear": _keyed_delta,
     "lara_mini": _gated_delta_net,

@@ -11,7 +11,7 @@ from torch import nn
 from ..tensor_parallel import STYLES, Cut, Style, TensorParallel
 from .attention import PagedAttention
 from .compressed import CompressedAttention
-from .convolution import ShortConv
+from .convolution import AddedConv, ShortConv
 from .convolved import ConvolvedHeads
 from .cross import CrossAttention
 from .delta import GatedDeltaNet, KeyedDeltaNet, PackedGatedDeltaNet, SeparateGatedDeltaNet, SmoothGatedDeltaNet
@@ -59,6 +59,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "FalconMambaMixer": Mamba1,
     "Glm5NextTextLinearAttention": KeyedDeltaNet,
     "GraniteMoeHybridMambaLayer": Mamba2,
+    "InklingShortConvolution": AddedConv,
     "JambaMambaMixer": Mamba1,
     "KimiLinearDeltaAttention": KeyedDeltaNet,
     "LaraMiniGatedDeltaNet": SmoothGatedDeltaNet,

@@ -1,11 +1,12 @@
-"""Attention of families whose modules compute it in ways of their own: BLOOM, DiffLlama, Doge, Falcon, GPT-Neo, JetMoE,
-MPT, XGLM.
+"""Attention of families whose modules compute it in ways of their own: BLOOM, DiffLlama, Doge, Falcon, GPT-Neo,
+Inkling, JetMoE, MPT, XGLM.
 
 Suffixes: T packed tokens    H heads of this rank    K heads of keys    D size of a head
 """
 
 import importlib
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...errors import UnsupportedModel
-from ...kernels.paged_attention import LayerParams
+from ...kernels.paged_attention import Biases, LayerParams
 from ..tensor_parallel import TensorParallel
 from .attention import IMPLEMENTATION, PagedAttention
 
@@ -222,6 +223,35 @@ class DogeAttention(SeparateAttention):
         return super()._attend(torch.cat((q_THD, unscaled), dim=-1), k_TKD, v_TKD)
 
 
+class InklingAttention(SeparateAttention):
+    """Keys and values are convolved, and each query has biases for its nearest keys, a mixture of learnt profiles."""
+
+    output = "o_proj"
+
+    def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        module, size = self._module, self._module.head_dim
+        q_THD = module.q_norm(module.q_proj(hidden_states[0]).unflatten(-1, (-1, size)))
+        k_TKD = module.k_norm(module.k_sconv(module.k_proj(hidden_states))[0].unflatten(-1, (-1, size)))
+        v_TKD = module.v_sconv(module.v_proj(hidden_states))[0].unflatten(-1, (-1, size))
+        profiles_RE = module.rel_logits_proj.proj
+        mixtures_THR = module.r_proj(hidden_states[0]).unflatten(-1, (-1, len(profiles_RE)))
+        if not module.is_sliding and module.config.log_scaling_n_floor is not None:
+            scale_T11 = self._growth()
+            q_THD, mixtures_THR = ((each.float() * scale_T11).to(each.dtype) for each in (q_THD, mixtures_THR))
+        params = replace(self._params, biases=Biases(mixtures_THR, profiles_RE))
+        return self._output(self._paged.attend_packed(q_THD, k_TKD, v_TKD, self._layer, params)), None
+
+    def _growth(self) -> Tensor:
+        """Scores grow with the positions of queries, from some on: [T,1,1]."""
+        config = self._module.config
+        seen_T = (self._paged.positions_T + 1).float()
+        longer_T = torch.log((seen_T / config.log_scaling_n_floor).clamp(min=1.0))
+        return (1.0 + config.log_scaling_alpha * longer_T)[:, None, None]
+
+    def _scale(self) -> float:
+        return self._module.scaling
+
+
 class JetMoeAttention(OlderAttention):
     """Experts make queries and take outputs; each expert of a token has a query for every key head."""
 
@@ -244,6 +274,7 @@ OLDER: dict[str, type[OlderAttention]] = {
     "DogeAttention": DogeAttention,
     "FalconAttention": FalconAttention,
     "GPTNeoSelfAttention": GptNeoAttention,
+    "InklingAttention": InklingAttention,
     "JetMoeAttention": JetMoeAttention,
     "MptAttention": MptAttention,
     "XGLMAttention": SeparateAttention,

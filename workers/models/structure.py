@@ -27,6 +27,9 @@ HEADS_OF_THREE = {"query_key_value", "dense"}
 GATES = {"g_proj", "gate_proj"}
 """Of what attention gives out: a number for each head, or for each of its columns."""
 
+MIXTURES = {"r_proj"}
+"""By which each head mixes profiles."""
+
 LATENT = {"kv_b_proj", "o_proj"}
 """Attention over one latent that is whole on every rank."""
 
@@ -85,7 +88,7 @@ def _attention(path: str, module: Any) -> dict[str, str]:
     output = next((name for name in ATTENTION_OUTPUTS if name in linears), None)
     if output is None or not {"q_proj", "k_proj", "v_proj"} <= linears:
         return {}
-    inward = ("q_proj", "k_proj", "v_proj", *sorted(GATES & linears))
+    inward = ("q_proj", "k_proj", "v_proj", *sorted((GATES | MIXTURES) & linears))
     plan = {f"{path}.{name}": "colwise" for name in inward} | {f"{path}.{output}": "rowwise"}
     for norm, projection in NORMS_OVER_HEADS.items():
         weight = getattr(getattr(module, norm, None), "weight", None)
@@ -121,5 +124,6 @@ def _experts(path: str, module: Any) -> dict[str, str]:
     down = parameters.get("down_proj")
     if down is None or down.dim() != 3 or getattr(module, "is_transposed", False):
         return {}
-    up = {"gate_up_proj": "packed_colwise"} if "gate_up_proj" in parameters else {"up_proj": "colwise"}
+    separate = {name: "colwise" for name in ("gate_proj", "up_proj") if name in parameters}
+    up = {"gate_up_proj": "packed_colwise"} if "gate_up_proj" in parameters else separate
     return {path: "moe_tp_experts"} | {f"{path}.{name}": how for name, how in {**up, "down_proj": "rowwise"}.items()}
