@@ -20,7 +20,7 @@ from .capabilities import Capabilities, Needs
 from .cpu import NativeBackend, OrderedBackend
 from .flash import FlashBackend, LegacyFlashBackend
 from .plain_torch import TorchBackend
-from .protocol import Backend, GroupBatch, GroupMeta, LayerParams, upload
+from .protocol import Backend, Biases, GroupBatch, GroupMeta, LayerParams, upload
 from .reference import ReferenceBackend
 from .triton import TritonBackend
 
@@ -28,6 +28,7 @@ __all__ = [
     "BACKENDS",
     "ORDERED_BACKENDS",
     "Backend",
+    "Biases",
     "Capabilities",
     "FlashBackend",
     "GroupBatch",

@@ -14,7 +14,7 @@ page). A mask does not hide NaN (0 * NaN is NaN): a backend must not let such by
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +25,18 @@ from .capabilities import Capabilities
 from .held_tables import Held
 
 
+class Biases(NamedTuple):
+    """What queries of a step add to the logits of their nearest keys (Inkling), [T,H,E] as a product of two: to that of
+    the key at a distance of 0, 1, .. E - 1 tokens. To others nothing is added."""
+
+    mixtures_THR: Tensor
+    profiles_RE: Tensor
+
+    def of(self, tokens: Any) -> Tensor:
+        """[..,H,E] float32, of some of the packed tokens."""
+        return self.mixtures_THR[tokens].float() @ self.profiles_RE.float()
+
+
 @dataclass(frozen=True, slots=True)
 class LayerParams:
     """Constant facts of one layer.
@@ -32,6 +44,8 @@ class LayerParams:
     scale    multiplies q·k
     softcap  if given, logits become softcap * tanh(logits / softcap)
     sinks    if given, [H]: one learned logit per query head that joins the softmax's denominator and has no value
+    slopes   if given, [H] float32: a logit falls by so much for each token between the key and the query (ALiBi)
+    biases   if given, what is added to the logits of the nearest keys: see `Biases`
     latent_values  if given, pages hold one latent per token, whose first so many numbers are its value
     """
 
@@ -39,6 +53,8 @@ class LayerParams:
     softcap: float | None = None
     sinks: Tensor | None = None
     latent_values: int | None = None
+    slopes: Tensor | None = None
+    biases: Biases | None = None
 
 
 def values_of(kv: Tensor, key_dim: int, params: LayerParams) -> Tensor:

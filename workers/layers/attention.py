@@ -48,6 +48,9 @@ class PagedAttention:
     `begin_step` builds one metadata per group, which all layers of the group share.
     """
 
+    gathers = False
+    """Whether what queries attend to is laid out anew in each step, in other shapes."""
+
     def __init__(self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device):
         self._layers = {layer.index: layer for layer in layers if layer.reach.keeps_tokens}
         self.dtype = dtype
@@ -144,6 +147,11 @@ class PagedAttention:
         self._backend.attend(q_THD, view, params, meta, out_THD)
         return out_THD
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether nothing of what layers attend by is made anew in each step: a compiler sees constants alone."""
+        return not self.gathers and all(params.biases is None for params in self.params.values())
+
     def attend_layer(self, layer: int) -> Callable[..., Tensor]:
         """`attend_packed` of one layer, with the constants it was learnt to have: q_THD, k_TKD, v_TKD -> out_THD."""
         return partial(self.attend_packed, layer=layer, params=self.params[layer])
@@ -161,6 +169,8 @@ class PagedAttention:
             chunk=spec.reach.chunk_tokens is not None,
             softcap=params.softcap is not None,
             sinks=params.sinks is not None,
+            slopes=params.slopes is not None,
+            biases=params.biases is not None,
             block_tokens=self._block_tokens[layer],
             any_bytes=self._any_bytes,
         )
