@@ -16,11 +16,12 @@ import torch
 
 from ...errors import UnsupportedModel
 from ..names import no_such_backend
+from .biases import Biases
 from .capabilities import Capabilities, Needs
 from .cpu import NativeBackend, OrderedBackend
 from .flash import FlashBackend, LegacyFlashBackend
 from .plain_torch import TorchBackend
-from .protocol import Backend, Biases, GroupBatch, GroupMeta, LayerParams, upload
+from .protocol import Backend, GroupBatch, GroupMeta, LayerParams, upload
 from .reference import ReferenceBackend
 from .triton import TritonBackend
 

@@ -14,27 +14,16 @@ page). A mask does not hide NaN (0 * NaN is NaN): a backend must not let such by
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..transfer import Transfer
+from .biases import Biases
 from .capabilities import Capabilities
 from .held_tables import Held
-
-
-class Biases(NamedTuple):
-    """What queries of a step add to the logits of their nearest keys (Inkling), [T,H,E] as a product of two: to that of
-    the key at a distance of 0, 1, .. E - 1 tokens. To others nothing is added."""
-
-    mixtures_THR: Tensor
-    profiles_RE: Tensor
-
-    def of(self, tokens: Any) -> Tensor:
-        """[..,H,E] float32, of some of the packed tokens."""
-        return self.mixtures_THR[tokens].float() @ self.profiles_RE.float()
 
 
 @dataclass(frozen=True, slots=True)

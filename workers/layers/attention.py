@@ -20,6 +20,7 @@ from ...kvcache.reach import Reach
 from ...kvcache.spec import LayerSpec
 from ..pages import Pages
 from .attention_operator import register
+from .needs import needs_of
 from .refusals import check_written
 
 IMPLEMENTATION = "intarsia"
@@ -137,7 +138,8 @@ class PagedAttention:
         if self._backend is None:
             self.params[layer] = params
             check_written(self._layers, layer, k_TKD, v_TKD)
-            self._note(layer, q_THD.shape[1], params)
+            block_tokens, heads = self._block_tokens[layer], q_THD.shape[1]
+            self._needs[layer] = needs_of(self._layers[layer], heads, params, self.dtype, block_tokens, self._any_bytes)
             values_TKD = k_TKD[..., :value_dim] if params.latent_values else v_TKD
             return values_TKD.repeat_interleave(q_THD.shape[1] // values_TKD.shape[1], dim=1)
         out_THD = torch.empty((*q_THD.shape[:2], value_dim), dtype=q_THD.dtype, device=q_THD.device)
@@ -155,25 +157,6 @@ class PagedAttention:
     def attend_layer(self, layer: int) -> Callable[..., Tensor]:
         """`attend_packed` of one layer, with the constants it was learnt to have: q_THD, k_TKD, v_TKD -> out_THD."""
         return partial(self.attend_packed, layer=layer, params=self.params[layer])
-
-    def _note(self, layer: int, heads: int, params: LayerParams) -> None:
-        spec = self._layers[layer]
-        self._needs[layer] = Needs(
-            dtype=self.dtype,
-            heads=heads,
-            kv_heads=spec.kv_heads,
-            key_dim=spec.key_dim,
-            value_dim=params.latent_values or spec.value_dim,
-            latent=params.latent_values is not None,
-            window=spec.reach.window_tokens is not None,
-            chunk=spec.reach.chunk_tokens is not None,
-            softcap=params.softcap is not None,
-            sinks=params.sinks is not None,
-            slopes=params.slopes is not None,
-            biases=params.biases is not None,
-            block_tokens=self._block_tokens[layer],
-            any_bytes=self._any_bytes,
-        )
 
 
 def _intarsia_attention(

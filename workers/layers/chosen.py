@@ -229,9 +229,7 @@ class ChoosingAttention(EntryAttention):
         tokens = upload(firsts + np.arange(len(firsts)), self._device)
         return tokens, self.backend.prepare(some, self._device)
 
-    def _part(
-        self, batch: GroupBatch, rows: np.ndarray, tokens: np.ndarray, positions: np.ndarray, kind: Kind
-    ) -> Part:
+    def _part(self, batch: GroupBatch, rows: np.ndarray, tokens: np.ndarray, positions: np.ndarray, kind: Kind) -> Part:
         longest = int(positions.max()) + 1
         table = batch.block_table[rows, : -(-longest // batch.block_tokens)].astype(np.int64)
         chosen = np.repeat(kind.counts(positions), kind.choices)
