@@ -310,8 +310,8 @@ def _attention(
     beside = index_key_size(config, index) * item_bytes
     if shares is not None and beside:
         raise UnsupportedModel(
-            f"layer {index} of {config.model_type} attends to what layer {shares} keeps, and chooses by an index of its "
-            "own; such layers are known that go by the choice of the layer before",
+            f"layer {index} of {config.model_type} attends to what layer {shares} keeps, and chooses by an index of "
+            "its own; such layers are known that go by the choice of the layer before",
             field="model",
         )
     if config.model_type in SHARED_KEY_VALUE:  # one vector for all heads, on every rank, is key and value

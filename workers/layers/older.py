@@ -289,8 +289,8 @@ def patch_mpt(model: Any) -> None:
     steepest = model.config.attn_config.alibi_bias_max
     if steepest != 8:
         raise UnsupportedModel(
-            f"MPT with slopes of {steepest} bits (alibi_bias_max): transformers computes it with 8, so there is nothing "
-            "that answers could be held against",
+            f"MPT with slopes of {steepest} bits (alibi_bias_max): transformers computes it with 8, so there is "
+            "nothing that answers could be held against",
             field="model",
         )
     modeling: Any = sys.modules[type(model).__module__]
