@@ -95,6 +95,7 @@ BUDGETS: dict[str, Budget] = {
     "kimi_linear": Budget(1, 2, 107, 51),
     "ling3": Budget(1, 2, 130, 51),
     "recurrent_gemma": Budget(1, 2, 119, 43),
+    "zaya": Budget(1, 2, 286, 59),
 }
 
 
