@@ -35,6 +35,7 @@ from .engine_client import Delta, EngineClient, Generation
 from .image_fetch import ImageFetcher, check_hosts, is_address
 from .images import ImageReader, check_images, read_images
 from .json_pieces import CHARS_OF_A_VALUE, size_of, texts_in
+from .probes import Probes
 from .request_log import RECORD, Record
 from .router import Router
 from .text_bounds import TextBound, bytes_of
@@ -115,6 +116,7 @@ class FrontEnd:
         self.limits = limits or Limits()
         self.settings = settings or FrontEndSettings()
         self._watchers = Counted("watchers of the cache", self.limits.max_watchers, self.limits.max_key_watchers)
+        self.probes = Probes(self.engines, engine.info, self.limits)
         self.tokenizer = tokenizer
         self.answer_format = AnswerFormat.of(tokenizer, self.settings.tool_call_parser, self.settings.reasoning_parser)
         waiting = self.settings.max_streams, self.limits.max_key_bodies_bytes
