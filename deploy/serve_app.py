@@ -52,6 +52,7 @@ BEHIND_A_PROXY = {
     "console_prompts",
     "image_hosts",
     "open_objects",
+    "prepare_next_turns",
     "request_log",
     "tool_call_parser",
     "reasoning_parser",

@@ -36,7 +36,7 @@ class ThoughtBlocks(PointSizes):
     def _add_length(self, point: Point, length: int) -> None:
         self.used_bytes += self._length_bytes(point, length)
 
-    def drop_length(self, point: Point, length: int) -> None:
+    def drop_length(self, point: Point, length: int, least: int = 0) -> None:
         del point.lengths[length]
         self.used_bytes -= self._length_bytes(point, length)
 

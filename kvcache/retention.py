@@ -67,6 +67,7 @@ class Arrival(NamedTuple):
     tokens: int
     found: int  # of them, in the cache
     borders: tuple[int, ...] = ()  # where other prompts are likely to part from it, in tokens
+    is_asked: bool = True  # by a client; else it is prepared for the next one that asks
 
 
 class Visit(NamedTuple):
@@ -177,6 +178,30 @@ class Retention:
         self._give_up(point)
         return True
 
+    def give_up_for_end(self, request: RequestId, length: int) -> bool:
+        """`give_up`, if that is worth less than an end of this request at that length, which it is on its way to."""
+        self._catch_up()
+        point, visit = self._least(), self._visits.get(request)
+        if point is None or visit is None or self._worth(point) >= self._worth_of_end(visit, length):
+            return False
+        self._give_up(point)
+        return True
+
+    def supersede(self, names: Sequence[bytes], first: int) -> None:
+        """No request will go on at the end of this path: give up its last point if that lies behind block `first`, and
+        no other path leads through it."""
+        self._catch_up()
+        path, within, _ = self.tree.walk(names)
+        point = path[-1] if path and within is None else None
+        if point is None or point.start < first or not point.is_kept or not point.is_end or point.users:
+            return
+        for length in list(point.lengths):
+            self._blocks.drop_length(point, length, point.start)
+        self._blocks.demote_path(point, point.start)
+        self._let_go(point)
+        if point.parent is not None:
+            self._give_up_if_useless(point.parent)
+
     def _give_up(self, point: Point) -> None:
         if not point.is_end:
             self._give_up_place(point)
@@ -235,6 +260,12 @@ class Retention:
         parting = Sort(Kind.STOP_AT_PARTING, gap_bucket(visit.gap), uses_bucket(2), 0)
         chance = self.reuse.chance(parting if length <= visit.known_tokens else visit.sort(Kind.END), 0)
         return chance * max(0, length - visit.ready_tokens) / max(1, self._blocks.place_bytes(length))
+
+    def _worth_of_end(self, visit: Visit, length: int) -> float:
+        """Likewise, with all blocks that lead there and are not known yet."""
+        more = max(0, length - visit.known_tokens) // self._size * self._blocks.path_block_bytes
+        freed = self._blocks.place_bytes(length) * self._blocks.has_places + more
+        return self.reuse.chance(visit.sort(Kind.END), 0) * max(0, length - visit.ready_tokens) / max(1, freed)
 
     # -- giving up ---------------------------------------------------------------------------------------------------
 
@@ -339,7 +370,7 @@ class Retention:
         self._arrivals.clear()
 
     def _arrived(self, arrival: Arrival) -> None:
-        self._now += 1
+        self._now += arrival.is_asked
         path, within, blocks = self.tree.walk(arrival.chain.names[: arrival.blocks])
         end = path[-1] if path else None
         visit = Visit(
@@ -351,6 +382,14 @@ class Retention:
             end=within or end,
             arrival=arrival,
         )
+        if not arrival.is_asked:  # it is of the turn that was asked last, and no use of what it passes
+            if end is not None:
+                visit = visit._replace(gap=end.gap, turns=end.turns)
+            self._visits[arrival.request] = visit._replace(arrival=None)
+            if visit.end is not None:
+                visit.end.users += 1
+                self._consider(visit.end)
+            return
         self._visits[arrival.request] = visit
         self._learn_from(path)
         for point in path:

@@ -8,8 +8,8 @@ from ...controller.metrics import Metrics
 from ...controller.snapshot import EngineSnapshot
 from ...errors import IntarsiaError
 from ...proto.codec import read
-from ...proto.messages import AskCacheState, AskLoad, AskMetrics, AskProbe, AskSnapshot
-from ...proto.status import CacheState, EngineLoad, Probe, SnapshotQuery
+from ...proto.messages import AskCacheState, AskLoad, AskMetrics, AskProbe, AskSnapshot, Prepare
+from ...proto.status import CacheState, EngineLoad, PreparedPrompt, Probe, SnapshotQuery
 from .connection import Connection
 
 Known = TypeVar("Known")
@@ -36,6 +36,15 @@ class Questions:
     async def probe(self, tokens: Sequence[int], salt: str = "", viewer: str | None = None) -> Probe:
         """What a request with this prompt and salt would meet. viewer: whose requests the load counts."""
         return await self._ask(AskProbe, list(tokens), salt, viewer, kind=Probe)
+
+    async def prepare(
+        self, tokens: Sequence[int], tenant: str = "", salt: str = "", kept: int = 0, passed: Sequence[int] = ()
+    ) -> PreparedPrompt:
+        """Have a prompt computed up to its last token when there is room. Returns when it is, or will not be.
+
+        kept, passed: an earlier sequence has so many tokens in common with it, and goes on so; nobody will ask for that
+        """
+        return await self._ask(Prepare, list(tokens), tenant, salt, kept, list(passed), kind=PreparedPrompt)
 
     async def metrics(self) -> Metrics:
         """What was measured since the start."""

@@ -157,6 +157,9 @@ class ServerArguments(TypedDict, total=False):
         read=several)]
     open_objects: Annotated[bool, Setting(
         False, "front_end.open_objects", "Objects may have properties that their JSON schema does not name.")]
+    prepare_next_turns: Annotated[bool, Setting(
+        False, "front_end.prepare_next_turns",
+        "After an answer, compute the next turn of the chat up to its own words, while no request waits.")]
     tool_call_parser: Annotated[str | None, Setting(
         None, "front_end.tool_call_parser", "How the model writes calls, by a format's name; none: it does not.",
         "as its chat template shows")]
