@@ -30,6 +30,9 @@ KEPT_STEPS = 600
 KEPT_ENDED = 100
 """Latest requests that have ended."""
 
+LATE_S, SHORTEST_S = 10.0, 0.1
+"""The time over which tokens per second are counted, and the least that they are divided by."""
+
 MOST_TENANTS = 4096
 """Tenants that are counted. A server has as many as its keys name; a program of its own may salt as it likes."""
 
@@ -118,6 +121,12 @@ class Telemetry:
             return {name: getattr(self.stats, name) for name in COUNTS}
         tenant = self._tenants.get(salt, Counter())
         return {name: tenant[name] for name in COUNTS} | {"rebuilds": self.stats.rebuilds}
+
+    def tokens_per_s(self, now_s: float) -> float | None:
+        """Tokens drawn per second of late. None: none were."""
+        late = [step for step in self.journal.steps(0) if step.ended_s > now_s - LATE_S]
+        drawn = sum(step.decoding + step.began for step in late)
+        return drawn / max(now_s - late[0].ended_s, SHORTEST_S) if drawn else None
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

@@ -25,11 +25,12 @@ from .lookup import Hit, Lookup
 from .plan import MemoryPlan
 from .pool import BlockPool
 from .prefix import Chain, Encoder, Namer, TokenChain
-from .retention import Arrival, retain_by_worth
+from .retention import retain_by_worth
 from .room import Room
 from .settings import CacheSettings
 from .swapping import Swapping
 from .tables import Tables, name_every
+from .visits import Arrival
 
 
 class CacheManager:

@@ -14,7 +14,8 @@ from .plan import MemoryPlan
 from .point_blocks import PointSizes
 from .points import Point
 from .prefix import Chain
-from .retention import Arrival, Retention
+from .retention import Retention
+from .visits import Arrival
 
 SCALES = (0.5, 1.0, 2.0, 4.0)
 

@@ -53,11 +53,12 @@ class AskCacheState(NamedTuple):
 
 
 class AskProbe(NamedTuple):
-    """What a request with this prompt would meet."""
+    """What a request with this prompt would meet. viewer: whose requests the load counts."""
 
     handle: int
     tokens: Sequence[int]
     salt: str
+    viewer: str | None
 
 
 class Prepare(NamedTuple):

@@ -44,9 +44,12 @@ class Probe(NamedTuple):
     """What a request with a certain prompt would meet, asked without sending it."""
 
     cached_tokens: int  # of the prompt, in the prefix cache
-    queued_tokens: int  # of prompts that wait
+    queued_tokens: int  # of requests that wait
     running: int  # requests
     is_leaving: bool  # the engine ends when its requests have; send no others
+    waiting: int = 0  # requests
+    pool_use: float = 0.0  # share of the pool that requests hold, from 0 to 1
+    tokens_per_s: float | None = None  # drawn of late; None: the asker may not know, or nothing was
 
 
 class PreparedEnd(StrEnum):

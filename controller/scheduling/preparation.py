@@ -188,8 +188,7 @@ class Preparation:
         """How long it may get, up to `length`, at no loss of what is worth more."""
         request, manager = wanted.request, self._manager
         while (longest := manager.room_to_grow(request.id, length, at_no_loss=True)) < length:
-            retention = manager.retention
-            if retention is None or not retention.give_up_for(request.id, wanted.goal, with_path=True):
+            if manager.retention is None or not manager.retention.give_up_for_end(request.id, wanted.goal):
                 break
         return longest
 

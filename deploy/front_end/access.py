@@ -50,6 +50,7 @@ ROUTES: Mapping[str, Level] = {
     "/v1/responses/{response_id}/cancel": Level.KEY,
     "/v1/messages": Level.KEY,
     "/v1/messages/count_tokens": Level.KEY,
+    "/v1/probe": Level.FIGURES,
     "/tokenize": Level.KEY,
     "/detokenize": Level.KEY,
 }
@@ -64,6 +65,7 @@ RPCS: Mapping[str, Level] = {
     "/intarsia.v1.Inference/GetModelInfo": Level.KEY,
     "/intarsia.v1.Inference/GetLoad": Level.FIGURES,
     "/intarsia.v1.Inference/GetCacheState": Level.FIGURES,
+    "/intarsia.v1.Inference/Probe": Level.FIGURES,
     "/intarsia.v1.Inference/WatchCacheEvents": Level.FIGURES,
     "/grpc.health.v1.Health/Check": Level.OPEN,
     "/grpc.health.v1.Health/Watch": Level.OPEN,

@@ -36,6 +36,7 @@ from .image_fetch import ImageFetcher, check_hosts, is_address
 from .images import ImageReader, check_images, read_images
 from .json_pieces import CHARS_OF_A_VALUE, size_of, texts_in
 from .next_turns import NextTurns
+from .probes import Probes
 from .request_log import RECORD, Record
 from .router import Router
 from .text_bounds import TextBound, bytes_of
@@ -117,6 +118,7 @@ class FrontEnd:
         self.limits = limits or Limits()
         self.settings = settings or FrontEndSettings()
         self._watchers = Counted("watchers of the cache", self.limits.max_watchers, self.limits.max_key_watchers)
+        self.probes = Probes(self.engines, engine.info, self.limits)
         self.tokenizer = tokenizer
         self.answer_format = AnswerFormat.of(tokenizer, self.settings.tool_call_parser, self.settings.reasoning_parser)
         waiting = self.settings.max_streams, self.limits.max_key_bodies_bytes

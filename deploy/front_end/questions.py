@@ -33,9 +33,9 @@ class Questions:
         """Where the pool's blocks are."""
         return await self._ask(AskCacheState, viewer, kind=CacheState)
 
-    async def probe(self, tokens: Sequence[int], salt: str = "") -> Probe:
-        """What a request with this prompt would meet."""
-        return await self._ask(AskProbe, list(tokens), salt, kind=Probe)
+    async def probe(self, tokens: Sequence[int], salt: str = "", viewer: str | None = None) -> Probe:
+        """What a request with this prompt and salt would meet. viewer: whose requests the load counts."""
+        return await self._ask(AskProbe, list(tokens), salt, viewer, kind=Probe)
 
     async def prepare(
         self, tokens: Sequence[int], tenant: str = "", salt: str = "", kept: int = 0, passed: Sequence[int] = ()

@@ -12,12 +12,12 @@ it fills, and the help text. Type checkers and editors therefore know the keywor
 Nothing heavy is imported here, so that `--help` is quick.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import Annotated, TypedDict
+from typing import Annotated, Any, TypedDict
 
 from .limits import rows as limit_rows
-from .places import folder_of_tokenizer, traces_endpoint
+from .places import folder_of_tokenizer, kv_events, traces_endpoint
 from .setting import BATCH, SERVE, Setting, count_of_bytes, in_order, rows_of, several, tokens
 from .sizes import parse_expected_length
 
@@ -129,6 +129,10 @@ class EngineArguments(TypedDict, total=False):
     otlp_traces_endpoint: Annotated[str | None, Setting(
         None, "model.traces_endpoint", "Send OpenTelemetry traces there, OTLP over HTTP.", "none",
         read=traces_endpoint)]
+    kv_events_config: Annotated[str | Mapping[str, Any] | None, Setting(
+        None, "engine.kv_events", "Send cache events over ZeroMQ, as vLLM does and in its JSON.", "none",
+        more="Fields: enable_kv_cache_events, endpoint, replay_endpoint, topic, buffer_steps, hwm, max_queue_size.",
+        read=kv_events)]
     name: Annotated[str | None, Setting(None, "engine.name", "Name of the engine in the Ray cluster.", "drawn")]
     give_up_after_s: Annotated[float, Setting(
         120.0, "engine.give_up_after_s",
