@@ -21,6 +21,7 @@ from .eviction import USUAL_POLICY, Policy
 from .group_table import COPIED, DROPPED, HELD, NOTHING, Copy, Growth, Row, marks_of
 from .hints import USUAL_RETENTION, Hints, Retain
 from .ids import BlockId, RequestId
+from .leased_blocks import LeasedBlocks
 from .lookup import Hit, Lookup
 from .plan import MemoryPlan
 from .pool import BlockPool
@@ -60,6 +61,7 @@ class CacheManager:
         self._name_every = name_every(plan)
         self._lookup = Lookup(self._tables, self.pool, plan.block_tokens, caching=self.is_caching)
         self.hints = Hints(self.pool, plan, settings.pinned_share, clock)
+        self.leased = LeasedBlocks(plan, self.pool, self._tables, self.retention, caching=self.is_caching)
         self._room = Room(self._tables, self.pool)
         self._swapping = Swapping(self._tables, self.pool, plan)
         self._rows: dict[RequestId, Row] = {}
@@ -285,19 +287,27 @@ class CacheManager:
         self.pool.groups[group].forget(block)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix and every pin. Open requests keep their blocks."""
+        """Forget every cached prefix, pin and lease. Open requests keep their blocks."""
+        self.leased.forget_all()
         self.hints.forget_all()
         self.pool.forget_all()
         self._lookup.forget()
         if self.retention is not None:
             self.retention.forget_all()
 
+    def evict_all(self) -> int:
+        """Evict all that is cached or pinned, but for what is leased. Returns how many blocks that are."""
+        self.hints.forget_all()
+        if self.retention is not None:
+            self.retention.forget_all()
+        return self.pool.evict_all()
+
     # -- the recount -------------------------------------------------------------------------------------------------
 
     def held(self) -> list[Counter[int]]:
-        """[group]: how often tables, pins and copies under way name each block."""
+        """[group]: how often tables, pins, leases and copies under way name each block."""
         counts = [table.count_held() for table in self._tables.each]
-        for g, block in self.hints.pinned:
+        for g, block in (*self.hints.pinned, *self.leased.held):
             counts[g][block] += 1
         return counts
 

@@ -15,6 +15,7 @@ from typing import Any
 from ...kvcache.ids import RequestId
 from ...kvcache.manager import CacheManager
 from ...proto.step import Step, StepResult
+from ..leases.leases import Leases
 from ..request import Request
 from .chunks import Chunks
 from .deadlines import Deadlines
@@ -38,8 +39,14 @@ MOST_DEFERRED = 8
 class Scheduler:
     """Plans steps, and enters what they brought. Single-threaded; knows neither Ray nor torch."""
 
-    def __init__(self, settings: SchedulerSettings, manager: CacheManager, clock: Callable[[], float] = time.monotonic):
-        """clock: seconds; for ageing and deadlines."""
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        manager: CacheManager,
+        clock: Callable[[], float] = time.monotonic,
+        leases: Leases | None = None,
+    ):
+        """clock: seconds; for ageing and deadlines. leases: hear which requests come and leave; None: there are none"""
         self._settings = settings
         self._manager = manager
         self._clock = clock
@@ -51,7 +58,8 @@ class Scheduler:
         self._chunks = Chunks(settings, manager)
         self._seats = Seats(settings, manager, self._chunks, self._preemption)
         self._deadlines = Deadlines()
-        self._live = LiveRequests(manager, self._queue, self._seats, self._sharing, self._preemption, self._deadlines)
+        beside = self._queue, self._seats, self._sharing, self._preemption, self._deadlines, leases
+        self._live = LiveRequests(manager, *beside)
         self._quarantine = Quarantine()
         self._held_up: Request | None = None  # it was its turn, and there was no room
         self._made_room_for: Request | None = None  # another one gave way to it in this plan
