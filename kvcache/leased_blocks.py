@@ -14,10 +14,11 @@ aside for them (`Arena.leasable`); no request counts on these. So a lease makes 
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .encoder_table import EncoderTable
 from .eviction import Tier
+from .hints import Hints
 from .ids import NULL_BLOCK, BlockId
 from .plan import MemoryPlan
 from .points import Point, PointTree
@@ -86,15 +87,23 @@ class LeasedBlocks:
     """
 
     def __init__(
-        self, plan: MemoryPlan, pool: BlockPool, tables: Tables, retention: Retention | None, *, caching: bool
+        self,
+        plan: MemoryPlan,
+        pool: BlockPool,
+        tables: Tables,
+        hints: Hints,
+        retention: Retention | None,
+        *,
+        caching: bool,
     ):
-        self._plan = plan
+        self._plan, self._pool, self._hints = plan, pool, hints
         self._caching = caching
         self._groups = pool.groups
         self._tables = tables.each
         self._retention = retention
         self._holdings: dict[int, Holding] = {}  # by identity
         self.resets = 0  # times that all of them were lost
+        self.keeper: Any = None  # who decides what is leased; None: nothing is
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
@@ -122,8 +131,13 @@ class LeasedBlocks:
         return Prefix(found, blocks, self._pages(blocks))
 
     def _reached(self, chain: Chain, length: int) -> int:
-        """The longest up to `length` at which all groups can go on, with something that they read."""
+        """The longest up to `length` at which all groups can go on, with something that they read, whatever comes next:
+        within a block only where it is known as an end."""
+        size = self._plan.block_tokens
         while length > 0:
+            if length % size and chain.end(length) not in self._pool.known.ends:
+                length -= length % size
+                continue
             shorter = min(table.reaches(chain, length) for table in self._tables)
             if shorter == length and any(table.needed(chain, length) for table in self._tables):
                 break
@@ -174,6 +188,13 @@ class LeasedBlocks:
             group.give_back(reversed(blocks), Tier.USUAL if is_known else Tier.LOW)
         if retention is not None and is_current:
             retention.let_go(points)
+
+    def evict_others(self) -> int:
+        """Evict all that is cached or pinned and not leased. Returns how many blocks that are."""
+        self._hints.forget_all()
+        if self._retention is not None:
+            self._retention.forget_all()
+        return self._pool.evict_all()
 
     def forget_all(self) -> None:
         """Everything cached is forgotten, and so are all holdings."""

@@ -35,9 +35,7 @@ from .tables import Tables, name_every
 
 class CacheManager:
     """The open requests, over one `BlockPool`. Single-threaded.
-
-    Invariant: a request is open here and in every table, or in none. What it holds is written in the tables.
-    """
+    Invariant: a request is open here and in every table, or in none. What it holds is written in the tables."""
 
     def __init__(
         self,
@@ -61,7 +59,8 @@ class CacheManager:
         self._name_every = name_every(plan)
         self._lookup = Lookup(self._tables, self.pool, plan.block_tokens, caching=self.is_caching)
         self.hints = Hints(self.pool, plan, settings.pinned_share, clock)
-        self.leased = LeasedBlocks(plan, self.pool, self._tables, self.retention, caching=self.is_caching)
+        beside = self._tables, self.hints, self.retention
+        self.leased = LeasedBlocks(plan, self.pool, *beside, caching=self.is_caching)
         self._room = Room(self._tables, self.pool)
         self._swapping = Swapping(self._tables, self.pool, plan)
         self._rows: dict[RequestId, Row] = {}
@@ -70,9 +69,7 @@ class CacheManager:
 
     def chain(self, tokens: Sequence[int], salt: bytes = b"", encoder: Encoder | None = None) -> TokenChain:
         """The names of a sequence. Kept with a request, they are computed once. `tokens` may grow; it is not copied.
-
-        encoder: what the text is read beside, which is part of its names.
-        """
+        encoder: what the text is read beside, which is part of its names."""
         return self.namer.chain(tokens, salt, encoder)
 
     def names(self, group: int, chain: Chain) -> list[bytes]:
@@ -294,13 +291,6 @@ class CacheManager:
         self._lookup.forget()
         if self.retention is not None:
             self.retention.forget_all()
-
-    def evict_all(self) -> int:
-        """Evict all that is cached or pinned, but for what is leased. Returns how many blocks that are."""
-        self.hints.forget_all()
-        if self.retention is not None:
-            self.retention.forget_all()
-        return self.pool.evict_all()
 
     # -- the recount -------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ class LeaseReceipt(NamedTuple):
     bytes: int = 0  # of them, on each worker
     layers: tuple[LeasedLayers, ...] = ()
     used_pages: int = 0  # by all leases of the tenant, this one among them if it is granted
-    left_pages: int = 0  # that the tenant could still lease
+    left_pages: int = 0  # of the tenant's share; where there is no room beside the leases of others, of that
     limit_pages: int = 0  # of the tenant's leases
     pool_pages: int = 0  # all of the pool
     longest_s: float = 0.0  # that a lease may last

@@ -36,6 +36,12 @@ class Abort(NamedTuple):
     handle: int
 
 
+class Enough(NamedTuple):
+    """The text of one answer is complete. It ends as one that ends by itself, and its last delta tells of its lease."""
+
+    handle: int
+
+
 class Refused(NamedTuple):
     """So many requests the front end refused by itself, since the engine had just said that it is full."""
 
@@ -62,6 +68,19 @@ class AskProbe(NamedTuple):
 
 class AskMetrics(NamedTuple):
     handle: int
+
+
+class AskLeases(NamedTuple):
+    handle: int
+    viewer: str | None
+
+
+class ReleaseLease(NamedTuple):
+    """End a lease. Answered with whether there was one of that id."""
+
+    handle: int
+    lease: str
+    viewer: str | None
 
 
 class AskSnapshot(NamedTuple):
@@ -127,7 +146,7 @@ class EngineLost(NamedTuple):
 
 FROM_FRONT_END = Tagged(
     Submit, Abort, Refused, AskLoad, AskCacheState, AskProbe, AskMetrics, AskSnapshot, WatchCache, UnwatchCache, Pair,
-    Idle, checked=True,
+    Idle, Enough, AskLeases, ReleaseLease, checked=True,
 )  # fmt: skip
 
 FROM_ENGINE = Tagged(Delivery, Answer, CacheEvents, EngineLost, checked=False)

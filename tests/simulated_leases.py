@@ -1,8 +1,8 @@
 """Leases in the simulation: conversations that pause and go on, and what their clients were promised.
 
-What must hold: leases stay within the shares of all and of each tenant, counted anew; each lease that is granted is told
-in numbers, and each refusal too; a turn that comes while its conversation is leased finds all that the receipt names,
-however long it waits for its turn; a lease ends at its time at the latest, or when that turn has ended.
+What must hold: leases stay within the shares of all and of each tenant, counted anew; each wish is answered, with
+numbers; a turn that comes while its conversation is leased finds all that the receipt names, however long it waits for
+its turn; a lease ends at its time at the latest, or when that turn has ended.
 """
 
 import random

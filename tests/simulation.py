@@ -95,9 +95,7 @@ class Scenario:
             swap_bytes=rng.choice([0, 0, 300, 5000]),
         )
         self._leased = LeasedConversations(seed, self._manager, self._clock, _check) if leasable else None
-        self._scheduler = Scheduler(
-            self._settings, self._manager, self._clock, self._leased.leases if self._leased is not None else None
-        )
+        self._scheduler = Scheduler(self._settings, self._manager, self._clock)
         self._worker = SimulatedWorker(plan)
         self._plan_of_memory = plan
         self._losses = rng.choice([0.0, 0.0, 0.02, 0.2])  # of workers, per step

@@ -29,7 +29,6 @@ from ...kvcache.prefix import Encoder, TokenChain
 from ...proto.leases import (
     NO_ROOM,
     NOTHING,
-    OFF,
     OVER_SHARE,
     TOO_LONG,
     TOO_MANY,
@@ -44,8 +43,6 @@ from .settings import LeaseSettings
 
 MOST_LEASES = 10_000
 """At once, of all tenants: several may lie in one large page."""
-
-LEASES_ARE_OFF = LeaseReceipt(refused=OFF)
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +71,10 @@ class Leases:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ):
-        """clock: seconds, by which leases end. wall_clock: in which that is told."""
+        """From now on these are the leases of the manager's blocks, as `leases_of` finds them.
+
+        clock: seconds, by which leases end. wall_clock: in which that is told
+        """
         self._manager = manager
         self._settings = settings or LeaseSettings()
         self._clock, self._wall_clock = clock, wall_clock
@@ -92,11 +92,7 @@ class Leases:
         self._pages_of: dict[str, PageCount] = {}  # by tenant
         self._resets = manager.leased.resets
         self._counts = LeaseCounts()
-
-    @classmethod
-    def of(cls, manager: CacheManager, settings: LeaseSettings) -> "Leases | None":
-        """None where the plan has no room for leases."""
-        return cls(manager, settings) if manager.plan.leasable_blocks else None
+        manager.leased.keeper = self
 
     # -- asking ------------------------------------------------------------------------------------------------------
 
@@ -195,7 +191,8 @@ class Leases:
         refused = self._why_not(prefix, tenant, keep_s)
         receipt = self._receipt(prefix, tenant)
         if refused is not None:
-            request.lease = receipt._replace(refused=refused)
+            left = sum(self._left(tenant)) if refused == NO_ROOM else receipt.left_pages
+            request.lease = receipt._replace(refused=refused, left_pages=left)
             self._tally(refused=1)
             return None
         # Its prompt tells the next turn; a prompt of less than a block has no name.
@@ -326,7 +323,10 @@ class Leases:
         return self._with_share(receipt, tenant)
 
     def _with_share(self, receipt: LeaseReceipt, tenant: str) -> LeaseReceipt:
-        return receipt._replace(used_pages=sum(self._of(tenant).used), left_pages=sum(self._left(tenant)))
+        """Of the tenant's own share: what others lease is not told to it while there is room."""
+        used = self._of(tenant).used
+        left = [limit - count for limit, count in zip(self._limits_each, used, strict=True)]
+        return receipt._replace(used_pages=sum(used), left_pages=sum(left))
 
     # -- the recount -------------------------------------------------------------------------------------------------
 
@@ -348,6 +348,11 @@ class Leases:
                 yield f"leases of {tenant or 'all'} count {counted.used} large pages, there are {there}"
             if any(used > limit for used, limit in zip(there, limits, strict=True)):
                 yield f"leases of {tenant or 'all'} hold {there} large pages of {limits}"
+
+
+def leases_of(manager: CacheManager) -> Leases | None:
+    """The leases of a manager's blocks. None: they are off."""
+    return manager.leased.keeper
 
 
 def _fits(count: PageCount, prefix: Prefix, limits: Sequence[int]) -> bool:

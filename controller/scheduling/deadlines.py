@@ -7,7 +7,6 @@ from ...errors import DeadlineExceeded
 from ...kvcache.ids import RequestId
 from ..request import Request
 
-
 NO_REQUEST = RequestId(0)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ...kvcache.ids import RequestId
 from ...kvcache.manager import CacheManager
-from ..leases.leases import Leases
+from ..leases.leases import leases_of
 from ..request import Request
 from .deadlines import Deadlines
 from .fair_queue import FairQueue
@@ -37,7 +37,6 @@ class LiveRequests:
         sharing: Sharing,
         preemption: Preemption,
         deadlines: Deadlines,
-        leases: Leases | None = None,
     ):
         self._manager = manager
         self._queue = queue
@@ -45,7 +44,6 @@ class LiveRequests:
         self._sharing = sharing
         self._preemption = preemption
         self._deadlines = deadlines
-        self._leases = leases
         self._live: dict[RequestId, Request] = {}
         self.aborted: list[Request] = []  # until the next plan
         self.expired: list[Request] = []  # until the engine asks
@@ -60,8 +58,8 @@ class LiveRequests:
             self._live[each.id] = each
             self._queue.enter(each)
             self._deadlines.add(each)
-            if self._leases is not None:
-                self._leases.arrived(each, named(each, self._manager)[0])
+            if (leases := leases_of(self._manager)) is not None:
+                leases.arrived(each, named(each, self._manager)[0])
         if forks:
             self._sharing.add(request, forks)
         self._queue.add(request)
@@ -82,8 +80,8 @@ class LiveRequests:
 
     def expire(self, now_s: float, draft: StepDraft) -> None:
         """End the requests whose deadlines have passed, and leases whose time is over."""
-        if self._leases is not None:
-            self._leases.expire()
+        if (leases := leases_of(self._manager)) is not None:
+            leases.expire()
         for request_id in self._deadlines.pass_by(now_s):
             if (request := self._live.get(request_id)) is not None:
                 self.end(request, draft)
@@ -139,7 +137,7 @@ class LiveRequests:
         request.is_cautious = True
         self.preempt(request, draft)
         self._preemption.forget(request, draft)
-        self._manager.evict_all()
+        self._manager.leased.evict_others()
 
     def put_back(self, request: Request, draft: StepDraft) -> None:
         """Have a running request wait again, but for no lack of blocks."""
@@ -187,9 +185,9 @@ class LiveRequests:
 
     def _settle_lease(self, request: Request) -> None:
         """Keep what the request asked to be kept, and let go of what was kept for it."""
-        if self._leases is not None:
+        if (leases := leases_of(self._manager)) is not None:
             has_begun = len(request.tokens) > request.prompt_tokens
             has_ended = has_begun and request.finish_reason(request.tokens[-1]) is not None
-            until_s = self._leases.left(request, *named(request, self._manager), has_ended=has_ended)
+            until_s = leases.left(request, *named(request, self._manager), has_ended=has_ended)
             if until_s is not None:
                 self._deadlines.wake(until_s)

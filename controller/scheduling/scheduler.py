@@ -15,7 +15,6 @@ from typing import Any
 from ...kvcache.ids import RequestId
 from ...kvcache.manager import CacheManager
 from ...proto.step import Step, StepResult
-from ..leases.leases import Leases
 from ..request import Request
 from .chunks import Chunks
 from .deadlines import Deadlines
@@ -39,14 +38,8 @@ MOST_DEFERRED = 8
 class Scheduler:
     """Plans steps, and enters what they brought. Single-threaded; knows neither Ray nor torch."""
 
-    def __init__(
-        self,
-        settings: SchedulerSettings,
-        manager: CacheManager,
-        clock: Callable[[], float] = time.monotonic,
-        leases: Leases | None = None,
-    ):
-        """clock: seconds; for ageing and deadlines. leases: hear which requests come and leave; None: there are none"""
+    def __init__(self, settings: SchedulerSettings, manager: CacheManager, clock: Callable[[], float] = time.monotonic):
+        """clock: seconds; for ageing and deadlines."""
         self._settings = settings
         self._manager = manager
         self._clock = clock
@@ -58,8 +51,7 @@ class Scheduler:
         self._chunks = Chunks(settings, manager)
         self._seats = Seats(settings, manager, self._chunks, self._preemption)
         self._deadlines = Deadlines()
-        beside = self._queue, self._seats, self._sharing, self._preemption, self._deadlines, leases
-        self._live = LiveRequests(manager, *beside)
+        self._live = LiveRequests(manager, self._queue, self._seats, self._sharing, self._preemption, self._deadlines)
         self._quarantine = Quarantine()
         self._held_up: Request | None = None  # it was its turn, and there was no room
         self._made_room_for: Request | None = None  # another one gave way to it in this plan
@@ -123,11 +115,8 @@ class Scheduler:
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def plan_step(self) -> Step | None:
-        """The next step, or None when there is nothing to compute.
-
-        Steps before it may still be under way. Workers run steps in order, so it may use what those write, and give
-        away blocks that those still read.
-        """
+        """The next step, or None when there is nothing to compute. Steps before it may still be under way. Workers run
+        steps in order, so it may use what those write, and give away blocks that those still read."""
         now_s, draft = self._clock(), self._draft
         # 1. Requests that have ended make room.
         if self._live.aborted or self._deadlines.next_s <= now_s:
@@ -152,9 +141,7 @@ class Scheduler:
 
     def commit(self, result: StepResult) -> Outcome:
         """The oldest step under way has run: enter its tokens, give back blocks that are passed, end what has ended.
-
-        A request that ends with one of its stop tokens may have one more step under way. What that draws is dropped.
-        """
+        A request that ends with one of its stop tokens may have one more step under way. What that draws is dropped."""
         step = self._under_way.popleft()
         self._times.ran.append((step.decoding, step.prompt_tokens, result.run_us))
         if len(self._times.ran) >= MOST_UNLEARNT:

@@ -57,7 +57,7 @@ class Seats:
             self._unseat(request)
             if not is_alone:
                 return 0
-            evicted = self._manager.evict_all()
+            evicted = self._manager.leased.evict_others()
             assert evicted, f"request {request.id} does not fit a pool that is empty but for leases, and was taken"
             return self.admit(request, left, now_s, draft)
         # 4. It runs.

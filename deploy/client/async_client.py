@@ -9,9 +9,16 @@ from ...errors import IntarsiaError
 from ...kvcache.events import Event
 from ...proto import inference_pb2 as pb
 from ...proto import inference_pb2_grpc as pb_grpc
+from ...proto.leases import Lease
 from ...proto.request import USUAL_OPTIONS, RequestOptions, SamplingParams
 from ...proto.status import CacheState, EngineInfo, EngineLoad
-from ..grpc.convert import cache_state_from_proto, events_from_proto, info_from_proto, load_from_proto
+from ..grpc.convert import (
+    cache_state_from_proto,
+    events_from_proto,
+    info_from_proto,
+    leases_from_proto,
+    load_from_proto,
+)
 from .connection import Tls, call_options, open_channel
 from .failures import typed
 from .messages import Asked, Batch, Chunk, batch_request, check_one, chunk_of, request_of
@@ -48,7 +55,7 @@ class AsyncClient:
 
         sampling: None: 16 tokens, as the checkpoint asks
         images: files in a usual format, one for each image token of the prompt
-        options: priority, tenant and time limit
+        options: priority, tenant, time limit, and for how long the conversation's cache is to be kept
 
         Raises the server's errors as they were: `InvalidRequest`, `EngineUnavailable`, ...
         """
@@ -63,11 +70,16 @@ class AsyncClient:
             call.cancel()
 
     async def complete(
-        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, *, images: Sequence[bytes] = ()
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        images: Sequence[bytes] = (),
+        options: RequestOptions = USUAL_OPTIONS,
     ) -> Chunk:
         """The whole answer at once. Of several answers, use `generate`."""
         check_one(sampling)
-        return Chunk.join([chunk async for chunk in self.generate(prompt, sampling, images=images)])
+        return Chunk.join([chunk async for chunk in self.generate(prompt, sampling, images=images, options=options)])
 
     async def complete_batch(self, asked: Sequence[Asked]) -> list[Chunk | IntarsiaError]:
         """The answers to several requests, computed side by side, in their order; what is wrong with one of them stands
@@ -110,6 +122,14 @@ class AsyncClient:
     async def cache_state(self) -> CacheState:
         """Where the blocks of the pool are."""
         return cache_state_from_proto(await self._call(self._stub.GetCacheState, pb.GetCacheStateRequest()))
+
+    async def leases(self) -> list[Lease]:
+        """The conversations whose cache is held: the caller's own."""
+        return leases_from_proto(await self._call(self._stub.ListLeases, pb.ListLeasesRequest()))
+
+    async def release_lease(self, lease: str) -> None:
+        """End one before its time. Raises `UnknownLease` if the caller holds none of that id."""
+        await self._call(self._stub.ReleaseLease, pb.ReleaseLeaseRequest(lease=lease))
 
     async def watch_cache(self) -> AsyncGenerator[list[Event], None]:
         """What becomes known in the prefix cache and what is known no longer, as it happens; what is known already

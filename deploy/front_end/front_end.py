@@ -35,6 +35,7 @@ from .engine_client import Delta, EngineClient, Generation
 from .image_fetch import ImageFetcher, check_hosts, is_address
 from .images import ImageReader, check_images, read_images
 from .json_pieces import CHARS_OF_A_VALUE, size_of, texts_in
+from .leases import Leases
 from .request_log import RECORD, Record
 from .router import Router
 from .text_bounds import TextBound, bytes_of
@@ -122,6 +123,7 @@ class FrontEnd:
         self._beside_short = Beside(max_waiting=waiting[0], max_waiting_bytes=waiting[1])
         self._engine = engine
         self._router = router
+        self.leases = Leases(self.engines)
         self._images = ImageReader.of(engine.info)
         self.borders = Borders(engine.info)
         self._fetcher = ImageFetcher(self.settings.image_hosts) if self.settings.image_hosts else None
@@ -467,7 +469,9 @@ class Answers:
         self._record = record
 
     def __aiter__(self) -> AsyncGenerator[tuple[Delta, str], None]:
-        pieces = with_text(self._generation, self._tokenizer, self.asked.sampling, self.asked.markers)
+        asked = self.asked
+        is_kept = asked.options.keep_s is not None
+        pieces = with_text(self._generation, self._tokenizer, asked.sampling, asked.markers, is_kept=is_kept)
         if self._record is not None:
             pieces = self._record.watch(pieces)
         return pieces if self._is_streaming else whole_answers(pieces)

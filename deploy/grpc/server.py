@@ -38,6 +38,7 @@ from .convert import (
 from .door import Door, WrittenCall
 from .health import SERVICE_NAME as HEALTH
 from .health import HealthServicer
+from .lease_methods import LeaseMethods
 from .reflection import add_reflection
 
 SHUTDOWN_GRACE_S = 5.0
@@ -48,7 +49,7 @@ MANY_TOKENS = 10_000
 """To make a list or a text of them takes a millisecond or more; it is done beside the loop."""
 
 
-class InferenceServicer(pb_grpc.InferenceServicer):
+class InferenceServicer(LeaseMethods, pb_grpc.InferenceServicer):
     """Answers `intarsia.v1.Inference` out of one engine. Raises `IntarsiaError`, of which its caller makes a status."""
 
     def __init__(self, front_end: FrontEnd):

@@ -23,6 +23,7 @@ from .completions import CompletionCall
 from .door import Bodies, Keys, Logged, Named, Place
 from .errors import answer_errors
 from .kept import KeptResponses
+from .leases_app import add_leases
 from .protocol import (
     TOKEN_FORMAT,
     ChatCompletion,
@@ -88,6 +89,7 @@ def make_app(
     _describe(app, front_end)
     _add_generation(app, front_end)
     add_responses(app, front_end, kept)
+    add_leases(app, front_end)
     for add in interfaces:
         add(app, front_end)
     _add_models(app, front_end)

@@ -12,6 +12,8 @@ from intarsia.controller import losses as losses_module
 from intarsia.controller.admission import structured_output
 from intarsia.controller.admission.overload import OverloadSettings
 from intarsia.controller.engine import Engine
+from intarsia.controller.leases.leases import Leases
+from intarsia.controller.leases.settings import LeaseSettings
 from intarsia.controller.losses import MOST_LOSSES, Losses, NoRoom
 from intarsia.controller.scheduling import prefill_budget as prefill_budget_module
 from intarsia.controller.scheduling.scheduler import Scheduler
@@ -36,6 +38,7 @@ from intarsia.proto.worker import WorkerStatus
 from intarsia.tests.kvcache.plans import plan_of
 from intarsia.tests.local import Completion, asking
 from intarsia.tests.simulated import VOCAB, SimulatedWorker, continuation
+from intarsia.tests.simulated_leases import with_leasable
 
 PROMPT = [1, 2, 3, 4, 5]
 SAMPLING = SamplingParams(max_tokens=8)
@@ -85,14 +88,18 @@ def make_engine(
     eos: tuple[int, ...] = (),
     losses: Sequence[int] = (),
     overload: OverloadSettings | None = None,
+    leasable: int = 0,
 ) -> Engine:
-    plan = plan_of(Full(), Sliding(5), blocks=blocks)
+    """leasable: large pages, of `blocks`, that leases may hold"""
+    plan = with_leasable(plan_of(Full(), Sliding(5), blocks=blocks - leasable), leasable)
     manager = CacheManager(plan)
+    if leasable:
+        Leases(manager, LeaseSettings(share_per_tenant=0.25))
     info = EngineInfo(
         model="simulated", model_dir="", architecture="", dtype="", device="", tensor_parallel_size=1, weight_bytes=0,
         vocab_size=VOCAB, max_model_len=100, max_num_seqs=4, max_num_batched_tokens=16, eos_token_ids=eos,
         strategy="layered", groups=(GroupInfo("full", (0,), 4, 64),), num_blocks=blocks - 1, num_buffers=1,
-        kv_cache_bytes=0, max_len_concurrency=plan.concurrency(100), enable_prefix_caching=True,
+        kv_cache_bytes=0, max_len_concurrency=plan.concurrency(100), enable_prefix_caching=True, lease_blocks=leasable,
     )  # fmt: skip
     scheduler = Scheduler(SchedulerSettings(max_num_seqs=4, max_num_batched_tokens=16), manager)
     return Engine(info, scheduler, manager, SimulatedGroup(plan, fail_at, losses), overload=overload)
