@@ -1,7 +1,7 @@
 """What an engine and its front ends say to each other.
 
-A connection is also the front end's lease: when it closes, its requests are aborted and their blocks are free. A front
-end has two connections, which end together: one for all of the messages below, and one on which nothing is under way. A
+A connection keeps its front end's requests: when it closes, they are aborted and their blocks are free. A front end
+has two connections, which end together: one for all of the messages below, and one on which nothing is under way. A
 machine that is lost without a word is heard of there within three seconds; on the first it looks for a minute like a
 front end that stands still. `Pair`, and `Idle` on the second, tell which two belong together.
 

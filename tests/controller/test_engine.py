@@ -686,3 +686,70 @@ def test_answers_to_one_prompt_have_handles_in_a_row():
 
     running(engine, scenario())
     assert heard == {handle: continuation(PROMPT, 8) for handle in (5, 6, 7)}
+
+
+def test_a_receipt_comes_with_the_last_delta_and_the_next_turn_finds_all():
+    engine = make_engine(leasable=12)
+    told: list[Any] = []
+
+    async def ask() -> None:
+        first, options = Completion(), RequestOptions(keep_s=60.0)
+        engine.submit(asking(PROMPT, SAMPLING, options=options), 0, told.append)
+        engine.submit(asking(PROMPT, SAMPLING, options=RequestOptions()), 1, first.sink)
+        await first.done.wait()
+        while not any(delta.finish_reason for each in told for _, delta in each.deltas):
+            await asyncio.sleep(0.001)
+
+    running(engine, ask())
+    deltas = [delta for each in told for _, delta in each.deltas]
+    receipt = deltas[-1].lease
+    assert [delta.lease for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+    assert receipt is not None and receipt.tokens == len(PROMPT) + 8 - 1
+    [held] = engine.status.leases()
+    assert held.receipt == receipt and engine.status.release_lease(receipt.id) and engine.status.leases() == ()
+
+
+def test_an_answer_whose_text_is_complete_ends_soon_and_is_leased():
+    engine = make_engine(leasable=12)
+    completion, leases = Completion(), []
+
+    def sink(delivery: Any) -> None:
+        completion.sink(delivery)
+        leases.extend(delta.lease for _, delta in delivery.deltas if delta.lease is not None)
+        if len(completion.token_ids) == 3:
+            engine.end_soon(number)
+
+    async def ask() -> None:
+        nonlocal number
+        [number] = engine.submit(asking(PROMPT, SAMPLING, options=RequestOptions(keep_s=60.0)), 0, sink)
+        await completion.done.wait()
+
+    number: Any = 0
+    running(engine, ask())
+    assert 3 < len(completion.token_ids) <= 5 and completion.finish_reason == "length"
+    assert completion.token_ids == continuation(PROMPT, 8)[: len(completion.token_ids)]
+    assert leases[0].id and leases[0].tokens == len(PROMPT) + len(completion.token_ids) - 1
+    engine.end_soon(number)  # it is gone, which harms nobody
+
+
+def test_lost_workers_end_leases_and_requests_that_ask_for_one_go_on():
+    engine = make_engine(leasable=12, losses=(14,))
+    first, second = Completion(), Completion()
+    receipts: list[Any] = []
+
+    def sink(delivery: Any) -> None:
+        second.sink(delivery)
+        receipts.extend(delta.lease for _, delta in delivery.deltas if delta.lease is not None)
+
+    async def ask() -> None:
+        options = RequestOptions(keep_s=60.0)
+        engine.submit(asking(PROMPT, SAMPLING, options=options), 0, first.sink)
+        await first.done.wait()
+        assert len(engine.status.leases()) == 1
+        engine.submit(asking([7] * 30, SAMPLING, options=options), 1, sink)
+        await second.done.wait()
+
+    running(engine, ask())
+    counts = engine.status.metrics().leases
+    assert (counts.granted, counts.lost, counts.held) == (2, 1, 1) and engine.stats.rebuilds == 1
+    assert [lease.receipt for lease in engine.status.leases()] == receipts
