@@ -746,7 +746,7 @@ def test_lost_workers_end_leases_and_requests_that_ask_for_one_go_on():
         engine.submit(asking(PROMPT, SAMPLING, options=options), 0, first.sink)
         await first.done.wait()
         assert len(engine.status.leases()) == 1
-        engine.submit(asking([7] * 30, SAMPLING, options=options), 1, sink)
+        engine.submit(asking([7] * 20, SAMPLING, options=options), 1, sink)
         await second.done.wait()
 
     running(engine, ask())
