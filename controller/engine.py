@@ -25,6 +25,7 @@ from .admission.structured_output import StructuredOutput, too_complex
 from .cache_watchers import CacheWatchers
 from .delivery import Sink, Subscribers
 from .losses import GIVE_UP_AFTER_S, Losses, given_up_with, is_the_cause
+from .preparing import Preparing
 from .request import Request
 from .scheduling.deadlines import exceeded
 from .scheduling.outcome import Outcome
@@ -80,6 +81,7 @@ class Engine:
         self._depth = depth
         self._under_way: deque[_SentStep] = deque()  # oldest first
         self._wake = asyncio.Event()
+        self.preparing = Preparing(self._admission, scheduler.preparation, self._wake.set)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from ..proto.tracing import tracer_of
 from ..proto.worker import ModelFacts, ModelSettings, RunnerLimits, check_length
 from .admission.overload import OverloadSettings
 from .engine import Engine
+from .kv_publisher import KvEventsSettings
 from .leases.leases import Leases
 from .leases.settings import LeaseSettings
 from .losses import GIVE_UP_AFTER_S, Losses
@@ -43,6 +44,7 @@ class EngineSettings:
     generation_config: str = "auto"  # "auto": sample as the checkpoint's says, unless a request does; "none": do not
     served_model_name: str | None = None  # None: the checkpoint folder's
     name: str | None = None  # of the engine within the Ray cluster; None: drawn
+    kv_events: KvEventsSettings | None = None  # cache events for routers that know vLLM's; None: none
     insecure_ray: bool = False  # a Ray that asks for no token will do
     give_up_after_s: float = GIVE_UP_AFTER_S  # when processes are lost again and again without a step in between
 

@@ -70,13 +70,23 @@ class Status:
             groups=self._groups(lambda group: pool.groups[group].num_held, lambda group: len(pool.groups[group].index)),
         )
 
-    def probe(self, tokens: Sequence[int], salt: str = "") -> Probe:
-        """What a request with this prompt would meet."""
+    def probe(self, tokens: Sequence[int], salt: str = "", viewer: str | None = None) -> Probe:
+        """What a request with this prompt would meet. Nothing becomes newer, older or known by it."""
+        cached_tokens = self._manager.lookup(tokens, salt.encode()).tokens if tokens else 0
+        load = self.load(viewer)
+        if viewer is None:
+            queued_tokens, tokens_per_s = self._scheduler.queued_tokens, self._telemetry.tokens_per_s(time.monotonic())
+        else:
+            own = [each for each in self._live.values() if each.options.salt == viewer and each.slot is None]
+            queued_tokens, tokens_per_s = sum(len(request.tokens) for request in own), None
         return Probe(
-            cached_tokens=self._manager.lookup(tokens, salt.encode()).tokens if tokens else 0,
-            queued_tokens=self._scheduler.queued_tokens,
-            running=self._scheduler.num_running,
+            cached_tokens=cached_tokens,
+            queued_tokens=queued_tokens,
+            running=load.running,
             is_leaving=self.is_leaving,
+            waiting=load.waiting,
+            pool_use=load.pool_use,
+            tokens_per_s=tokens_per_s,
         )
 
     def leases(self, viewer: str | None = None) -> tuple[Lease, ...]:

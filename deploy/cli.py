@@ -73,17 +73,19 @@ def demo() -> None:
 def serve(
     context: typer.Context,
     model: Annotated[
-        Path,
+        Path | None,
         typer.Argument(
-            metavar="MODEL_DIR", help="A Hugging Face checkpoint directory, a GGUF file, or its name on the Hub."
+            metavar="MODEL_DIR",
+            show_default=False,
+            help="A Hugging Face checkpoint directory, a GGUF file, or its name on the Hub; none: --config lists some.",
         ),
-    ],
+    ] = None,
     config: Config = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print every setting and where it comes from; start nothing.")
     ] = False,
 ) -> None:
-    """Serve a model over HTTP (OpenAI-compatible) and gRPC until stopped with Ctrl-C.
+    """Serve a model, or those of a file, over HTTP (OpenAI-compatible) and gRPC until stopped with Ctrl-C.
 
     Every setting is a flag, an environment variable (--kv-cache-memory: INTARSIA_KV_CACHE_MEMORY) and a key of the
     file that --config names (kv_cache_memory).

@@ -131,6 +131,9 @@ class LLM:
     revision                  None (main): Branch, tag or commit of a model on the Hub. A model that is in the Hub's
                               cache is taken from there, without asking whether a branch has moved.
     otlp_traces_endpoint      None: Send OpenTelemetry traces there, OTLP over HTTP.
+    kv_events_config          None: Send cache events over ZeroMQ, as vLLM does and in its JSON. Fields:
+                              enable_kv_cache_events, endpoint, replay_endpoint, topic, buffer_steps, hwm,
+                              max_queue_size.
     name                      None (drawn): Name of the engine in the Ray cluster.
     give_up_after_s           120.0: Seconds in which processes are lost again and again, and no step is completed.
     insecure_ray              False: Use a Ray that asks for no token: who reaches it runs code here.

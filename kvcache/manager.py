@@ -26,11 +26,12 @@ from .lookup import Hit, Lookup
 from .plan import MemoryPlan
 from .pool import BlockPool
 from .prefix import Chain, Encoder, Namer, TokenChain
-from .retention import Arrival, retain_by_worth
+from .retention import retain_by_worth
 from .room import Room
 from .settings import CacheSettings
 from .swapping import Swapping
 from .tables import Tables, name_every
+from .visits import Arrival
 
 
 class CacheManager:
@@ -104,9 +105,10 @@ class CacheManager:
         """Below this length, growing token by token, a request needs no block: `extend` would do nothing."""
         return self._rows[request].quiet_until
 
-    def room_to_grow(self, request: RequestId, length: int) -> int:
-        """The longest up to `length` that the pool has blocks for now; what the request has already if none."""
-        return self._room.to_grow(self._rows[request], length)
+    def room_to_grow(self, request: RequestId, length: int, *, at_no_loss: bool = False) -> int:
+        """The longest up to `length` that the pool has blocks for now; what the request has already if none.
+        at_no_loss: without the eviction of a prefix that is likely to be wanted again."""
+        return self._room.to_grow(self._rows[request], length, at_no_loss=at_no_loss)
 
     def chunk_end(self, request: RequestId, length: int) -> int:
         """Where a chunk of prefill up to `length` had better end."""
@@ -130,9 +132,10 @@ class CacheManager:
 
     # -- acting: the life of a request -------------------------------------------------------------------------------
 
-    def open(self, request: RequestId, hit: Hit, borders: Sequence[int] = ()) -> None:
+    def open(self, request: RequestId, hit: Hit, borders: Sequence[int] = (), *, is_asked: bool = True) -> None:
         """Begin a request that holds the blocks of `hit`. borders: lengths at which other prompts are likely to part
-        from it, in tokens; what they would need at the last block border before is worth more."""
+        from it, in tokens; what they would need at the last block border before is worth more. is_asked: by a client;
+        else nothing is learnt from it."""
         row = self._add_row(Row(request, hit.chain, hit.encoder, hit.tokens))
         for table in self._tables.each:
             table.open(row, hit.tokens)
@@ -142,8 +145,8 @@ class CacheManager:
         if self.is_caching:
             self._lookup.opened(hit.chain)
         if self.retention is not None:
-            known, found = hit.chain.known, hit.tokens
-            self._arrivals.append(Arrival(request, hit.chain, len(hit.chain.names), known, found, tuple(borders)))
+            about = hit.chain.known, hit.tokens, tuple(borders), is_asked
+            self._arrivals.append(Arrival(request, hit.chain, len(hit.chain.names), *about))
 
     def extend(self, request: RequestId, length: int, written: int | None = None) -> Growth:
         """Blocks for all tokens up to `length`.

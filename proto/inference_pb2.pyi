@@ -353,6 +353,46 @@ class GroupState(_message.Message):
     known_blocks: int
     def __init__(self, kind: _Optional[str] = ..., block_tokens: _Optional[int] = ..., held_blocks: _Optional[int] = ..., known_blocks: _Optional[int] = ...) -> None: ...
 
+class ProbeRequest(_message.Message):
+    __slots__ = ("text", "token_ids", "cache_salt")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    token_ids: TokenIds
+    cache_salt: str
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+
+class ProbeResponse(_message.Message):
+    __slots__ = ("prompt_tokens", "engines")
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    prompt_tokens: int
+    engines: _containers.RepeatedCompositeFieldContainer[EngineProbe]
+    def __init__(self, prompt_tokens: _Optional[int] = ..., engines: _Optional[_Iterable[_Union[EngineProbe, _Mapping]]] = ...) -> None: ...
+
+class EngineProbe(_message.Message):
+    __slots__ = ("engine", "answered", "cached_tokens", "running", "waiting", "queued_tokens", "pool_use", "tokens_per_s", "leaving")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    ANSWERED_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    POOL_USE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    engine: str
+    answered: bool
+    cached_tokens: int
+    running: int
+    waiting: int
+    queued_tokens: int
+    pool_use: float
+    tokens_per_s: float
+    leaving: bool
+    def __init__(self, engine: _Optional[str] = ..., answered: _Optional[bool] = ..., cached_tokens: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., pool_use: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., leaving: _Optional[bool] = ...) -> None: ...
+
 class WatchCacheEventsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

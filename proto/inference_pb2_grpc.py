@@ -70,6 +70,11 @@ class InferenceStub:
                 request_serializer=intarsia_dot_proto_dot_inference__pb2.GetCacheStateRequest.SerializeToString,
                 response_deserializer=intarsia_dot_proto_dot_inference__pb2.CacheState.FromString,
                 _registered_method=True)
+        self.Probe = channel.unary_unary(
+                '/intarsia.v1.Inference/Probe',
+                request_serializer=intarsia_dot_proto_dot_inference__pb2.ProbeRequest.SerializeToString,
+                response_deserializer=intarsia_dot_proto_dot_inference__pb2.ProbeResponse.FromString,
+                _registered_method=True)
         self.WatchCacheEvents = channel.unary_stream(
                 '/intarsia.v1.Inference/WatchCacheEvents',
                 request_serializer=intarsia_dot_proto_dot_inference__pb2.WatchCacheEventsRequest.SerializeToString,
@@ -133,7 +138,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """How busy the engine is now, and what it has done since its start. Where keys name tenants, this and the two below
+        """How busy the engine is now, and what it has done since its start. Where keys name tenants, this and the three below
         tell of the key's own requests and blocks only; the admin key sees all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -142,6 +147,13 @@ class InferenceServicer:
 
     def GetCacheState(self, request, context):
         """Where the blocks of the pool are now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Probe(self, request, context):
+        """What a request with this prompt would meet at each engine that the server sends requests to. Asking acts on nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -213,6 +225,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetCacheState,
                     request_deserializer=intarsia_dot_proto_dot_inference__pb2.GetCacheStateRequest.FromString,
                     response_serializer=intarsia_dot_proto_dot_inference__pb2.CacheState.SerializeToString,
+            ),
+            'Probe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Probe,
+                    request_deserializer=intarsia_dot_proto_dot_inference__pb2.ProbeRequest.FromString,
+                    response_serializer=intarsia_dot_proto_dot_inference__pb2.ProbeResponse.SerializeToString,
             ),
             'WatchCacheEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchCacheEvents,
@@ -425,6 +442,33 @@ class Inference:
             '/intarsia.v1.Inference/GetCacheState',
             intarsia_dot_proto_dot_inference__pb2.GetCacheStateRequest.SerializeToString,
             intarsia_dot_proto_dot_inference__pb2.CacheState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Probe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/intarsia.v1.Inference/Probe',
+            intarsia_dot_proto_dot_inference__pb2.ProbeRequest.SerializeToString,
+            intarsia_dot_proto_dot_inference__pb2.ProbeResponse.FromString,
             options,
             channel_credentials,
             insecure,

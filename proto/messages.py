@@ -59,11 +59,24 @@ class AskCacheState(NamedTuple):
 
 
 class AskProbe(NamedTuple):
-    """What a request with this prompt would meet."""
+    """What a request with this prompt would meet. viewer: whose requests the load counts."""
 
     handle: int
     tokens: Sequence[int]
     salt: str
+    viewer: str | None
+
+
+class Prepare(NamedTuple):
+    """Compute a prompt that is likely to be asked for, up to its last token, when there is room. Answered when it is
+    done, or will not be."""
+
+    handle: int
+    tokens: Sequence[int]
+    tenant: str
+    salt: str
+    kept: int  # tokens that an earlier sequence has in common with it
+    passed: Sequence[int]  # how that one goes on, which nobody will ask for; empty: that is not known
 
 
 class AskMetrics(NamedTuple):
@@ -145,8 +158,8 @@ class EngineLost(NamedTuple):
 
 
 FROM_FRONT_END = Tagged(
-    Submit, Abort, Refused, AskLoad, AskCacheState, AskProbe, AskMetrics, AskSnapshot, WatchCache, UnwatchCache, Pair,
-    Idle, Enough, AskLeases, ReleaseLease, checked=True,
+    Submit, Abort, Refused, AskLoad, AskCacheState, AskProbe, Prepare, AskMetrics, AskSnapshot, WatchCache,
+    UnwatchCache, Pair, Idle, Enough, AskLeases, ReleaseLease, checked=True,
 )  # fmt: skip
 
 FROM_ENGINE = Tagged(Delivery, Answer, CacheEvents, EngineLost, checked=False)

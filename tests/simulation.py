@@ -8,6 +8,7 @@ wrong block is found by the token that reads it. What must hold is checked on th
 - the tables, counted anew, name every block exactly once where they must, and at the end none is held;
 - no step is larger than it may be; a request that decodes gets a token in every step, unless the pool runs short;
 - a request is preempted only for a more senior one, and every request ends;
+- prompts that are prepared leave requests alone: none is given up for them, and each is told of once;
 - a request that is given up is out of the tables with the next plan; a deadline is neither missed nor early;
 - in half of the scenarios conversations are leased, pause and go on: see `simulated_leases.py`.
 """
@@ -17,6 +18,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from intarsia.controller.request import Request
+from intarsia.controller.scheduling.preparation import Wanted
 from intarsia.controller.scheduling.scheduler import Scheduler
 from intarsia.controller.scheduling.settings import SchedulerSettings
 from intarsia.kvcache.check import recount
@@ -26,6 +28,7 @@ from intarsia.kvcache.plan import Group
 from intarsia.kvcache.reach import Chunked, Full, Sliding, State
 from intarsia.kvcache.settings import CacheSettings
 from intarsia.proto.request import FinishReason, RequestOptions, SamplingParams
+from intarsia.proto.status import PreparedEnd, PreparedPrompt
 from intarsia.proto.step import StepResult
 from intarsia.tests.kvcache.plans import plan_of
 from intarsia.tests.simulated import VOCAB, SimulatedWorker, continuation
@@ -53,6 +56,7 @@ class Outcome:
     leased: int = 0  # conversations, after an answer
     lease_refused: int = 0
     turns_kept: int = 0  # turns that found what was leased for them
+    prepared: int = 0  # prompts that were computed before anybody asked
     virtual_s: float = 0.0
 
     def add(self, other: "Outcome") -> None:
@@ -108,6 +112,8 @@ class Scenario:
         self._prompts: dict[RequestId, tuple[list[int], int]] = {}
         self._generated: dict[RequestId, list[int]] = {}
         self._ended: dict[RequestId, FinishReason | str] = {}
+        self._prepares = random.Random(seed + 1) if seed % 2 else None
+        self._wanted, self._told = 0, list[PreparedPrompt]()
         self._outcome = Outcome()
 
     def _clock(self) -> float:
@@ -129,6 +135,8 @@ class Scenario:
                 self._step()
             if rng.random() < 0.15:
                 self._give_up(rng.choice(list(self._requests)))
+            if self._prepares is not None and self._prepares.random() < 0.5:
+                self._prepare(self._prepares)
             self._now_s += rng.choice([0.0, 0.0, 0.05, 1.0])
             if self._leased is not None and rng.random() < 0.1:
                 self._now_s += 30.0  # people think, and tools take their time
@@ -176,6 +184,26 @@ class Scenario:
             self._leased.submitted(family[0], family[1:])
         self._outcome.requests += len(family)
         self._outcome.forked += len(family) - 1
+
+    def _prepare(self, rng: random.Random) -> None:
+        """The next turn of a request that was here, or that is."""
+        earlier = rng.choice(list(self._requests.values())).tokens
+        kept = rng.randint(0, len(earlier))
+        new = [*earlier[:kept], *(rng.randint(0, 1) for _ in range(rng.randint(1, LONGEST)))][: LONGEST - 1]
+        self._wanted += 1
+        request = Request(
+            id=RequestId(10**6 + self._wanted),
+            tokens=new,
+            prompt_tokens=len(new),
+            sampling=SamplingParams(max_tokens=1),
+            seed=0,
+            stop_token_ids=frozenset(),
+            max_total_tokens=len(new) + 1,
+            options=RequestOptions(tenant=rng.choice(["", "a", "c"])),
+            is_prepared=True,
+        )
+        passed = earlier[kept:] if rng.random() < 0.7 else []
+        self._scheduler.preparation.add(Wanted(request, min(kept, len(new)), passed, self._told.append))
 
     def _give_up(self, request_id: RequestId) -> None:
         known = request_id not in self._ended
@@ -288,8 +316,11 @@ class Scenario:
             self._outcome.leased, self._outcome.lease_refused = self._leased.granted, self._leased.refused
             self._outcome.turns_kept = self._leased.kept
         _check(recount(self._manager).all_free, "blocks are held at the end")
+        _check(len(self._told) == self._wanted, "of some prepared prompt nobody is told, or twice")
+        _check(len(self._scheduler._seats.free_slots) == self._settings.max_num_seqs, "a slot is lent at the end")
+        self._outcome.prepared = sum(each.end == PreparedEnd.COMPUTED for each in self._told)
         _check(
-            self._scheduler._preemption._swap.free_bytes == self._settings.swap_bytes, "host memory is held at the end"
+            self._scheduler.preemption._swap.free_bytes == self._settings.swap_bytes, "host memory is held at the end"
         )
         _check(len(self._worker.swapped) <= len(self._scheduler._draft.forget), "workers keep what is not asked for")
         _check(self._scheduler.num_running == self._scheduler.num_waiting == 0, "a request is left")

@@ -70,9 +70,11 @@ STYLES: dict[str, Style] = {
     "colwise": Style({"weight": Cut(0), "bias": Cut(0)}),
     "rowwise": Style({"weight": Cut(1), "bias": FIRST_RANK}, "sum_outputs"),
     "packed": Style({"weight": Cut(0, halves=2), "bias": Cut(0, halves=2)}),
+    "thirds": Style({"weight": Cut(0, halves=3), "bias": Cut(0, halves=3)}),
     "vocab": Style({"weight": Cut(0)}, "embed_own_rows"),
     "colwise_gather_output": Style({"weight": Cut(0), "bias": Cut(0)}, "gather_outputs"),
     "sinks": Style({"sinks": Cut(0), "gate_bias": Cut(0)}),
+    "head_scales": Style({"scale": Cut(0), "bias": Cut(0)}),
     "key_scales": Style({"temp": Cut(0)}),
     "norm_over_ranks": Style({"weight": Cut(0)}, "normalize_over_ranks"),
     "expert_columns": Style(
@@ -270,6 +272,8 @@ def count_own_heads(module: nn.Module) -> None:
             _count_fused(here)
         if hasattr(here, "query_key_value") and hasattr(here, "num_heads") and hasattr(here, "head_dim"):
             here.num_heads = _outputs(here.query_key_value) // here.head_dim // 3
+        if isinstance(here, nn.Linear) and hasattr(here, "n_groups"):  # of outputs, each with inputs of its own
+            here.n_groups = here.n_groups * len(here.weight) // here.out_features
 
 
 def is_fused(module: Any) -> bool:

@@ -5,11 +5,12 @@ Refused are requests that can never be served (`validation.py`), and new ones th
 """
 
 import secrets
+from collections.abc import Sequence
 from itertools import count
 
 from ...kvcache.ids import RequestId
 from ...kvcache.manager import CacheManager
-from ...proto.request import GenerateRequest
+from ...proto.request import GenerateRequest, RequestOptions, SamplingParams
 from ...proto.status import EngineInfo
 from ..leases.leases import leases_of
 from ..leases.wishes import check_lease
@@ -61,3 +62,18 @@ class Admission:
             )
             for answer in range(sampling.n)
         ]
+
+    def prepared(self, tokens: Sequence[int], sampling: SamplingParams, options: RequestOptions) -> Request:
+        """A request that nobody has made yet. It has no subscriber, and others never wait for it. Raises
+        `InvalidRequest`."""
+        return Request(
+            id=next(self._ids),
+            tokens=list(tokens),
+            prompt_tokens=len(tokens),
+            sampling=sampling,
+            seed=0,
+            stop_token_ids=frozenset(),
+            max_total_tokens=check(tokens, len(tokens), sampling, self._info, self._plan),
+            options=options,
+            is_prepared=True,
+        )

@@ -24,7 +24,7 @@ def check(
 
     Raises `InvalidRequest` or `RequestTooLarge`, naming the field, if the request can never be served.
     """
-    _check_tokens(tokens, info)
+    check_tokens(tokens, info)
     _check_sampling(sampling, info)
     sampling.check_all_logprobs(prompt_tokens, info.vocab_size)
     # An answer that began elsewhere must not be finished yet.
@@ -48,7 +48,8 @@ def check(
     return total_tokens
 
 
-def _check_tokens(tokens: Sequence[int], info: EngineInfo) -> None:
+def check_tokens(tokens: Sequence[int], info: EngineInfo) -> None:
+    """Raises `InvalidRequest` for what is no prompt of the model."""
     # There is at least one token, and room for one more.
     if len(tokens) == 0:
         raise InvalidRequest("the prompt is empty; it needs at least 1 token", field="prompt")

@@ -8,6 +8,7 @@ from ...proto.leases import OFF
 from ..front_end.front_end import FrontEnd
 from ..openai.answers import Counter
 from ..openai.conversation import AnswerPart, Conversation
+from ..openai.protocol import ChatRequest
 from .blocks import Blocks, stop_reason
 from .protocol import Asking, CountRequest, InputTokens, MessageBody, MessagesRequest, MessageUsage
 from .translate import as_chat, has_later_system
@@ -18,12 +19,12 @@ class MessagesCall:
 
     def __init__(self, front_end: FrontEnd, body: MessagesRequest, request_id: str):
         """Raises `InvalidRequest`, or `RequestValidationError`, naming the field."""
-        self._conversation = Conversation(front_end, as_chat(body), request_id)
         self.front_end = front_end
         self._body = body
         self._request_id = request_id
         self._id = f"msg_{request_id}"
         self._shows_thoughts = getattr(body.thinking, "display", None) != "omitted"
+        self._conversation = self._said_as(as_chat(body))
 
     async def prepare(self) -> None:
         """Raises `InvalidRequest`, or `Overloaded` where that would be in vain."""
@@ -32,9 +33,12 @@ class MessagesCall:
         except InvalidRequest as refusal:
             if not _may_be_said_by_the_user(self._body, refusal):
                 raise
-            chat = as_chat(self._body, later_system="user")
-            self._conversation = Conversation(self.front_end, chat, self._request_id)
+            self._conversation = self._said_as(as_chat(self._body, later_system="user"))
             await self._conversation.prepare()
+
+    def _said_as(self, chat: ChatRequest) -> Conversation:
+        # Clients send back the thoughts that they were shown.
+        return Conversation(self.front_end, chat, self._request_id, thoughts_come_back=self._shows_thoughts)
 
     async def answer(self) -> MessageBody:
         counter, blocks = Counter([self._conversation.asked]), self._blocks()

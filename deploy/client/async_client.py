@@ -12,12 +12,15 @@ from ...proto import inference_pb2_grpc as pb_grpc
 from ...proto.leases import Lease
 from ...proto.request import USUAL_OPTIONS, RequestOptions, SamplingParams
 from ...proto.status import CacheState, EngineInfo, EngineLoad
+from ..front_end.probes import Probed
 from ..grpc.convert import (
     cache_state_from_proto,
     events_from_proto,
     info_from_proto,
     leases_from_proto,
     load_from_proto,
+    probed_from_proto,
+    prompt_to_proto,
 )
 from .connection import Tls, call_options, open_channel
 from .failures import typed
@@ -34,10 +37,11 @@ class AsyncClient:
         timeout_s: float | None = None,
         api_key: str | None = None,
         tls: Tls | None = None,
+        model: str | None = None,
     ):
-        """timeout_s: for each call; None waits as long as it takes."""
+        """timeout_s: for each call; None waits as long as it takes. model: of a server of several, the one to ask."""
         self.address = address
-        self._options = call_options(timeout_s, api_key)
+        self._options = call_options(timeout_s, api_key, model)
         self._channel = open_channel(grpc.aio, address, tls)
         self._stub: Any = pb_grpc.InferenceStub(self._channel)
 
@@ -130,6 +134,13 @@ class AsyncClient:
     async def release_lease(self, lease: str) -> None:
         """End one before its time. Raises `UnknownLease` if the caller holds none of that id."""
         await self._call(self._stub.ReleaseLease, pb.ReleaseLeaseRequest(lease=lease))
+
+    async def probe(self, prompt: str | Sequence[int], cache_salt: str = "") -> list[Probed]:
+        """What a request with this prompt would meet at each engine of the server. cache_salt: whose prompts are looked
+        for; empty: the key's own."""
+        request = pb.ProbeRequest(cache_salt=cache_salt)
+        prompt_to_proto(request, prompt)
+        return probed_from_proto(await self._call(self._stub.Probe, request))
 
     async def watch_cache(self) -> AsyncGenerator[list[Event], None]:
         """What becomes known in the prefix cache and what is known no longer, as it happens; what is known already

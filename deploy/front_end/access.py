@@ -52,6 +52,7 @@ ROUTES: Mapping[str, Level] = {
     "/v1/leases/{lease_id}": Level.KEY,
     "/v1/messages": Level.KEY,
     "/v1/messages/count_tokens": Level.KEY,
+    "/v1/probe": Level.FIGURES,
     "/tokenize": Level.KEY,
     "/detokenize": Level.KEY,
 }
@@ -66,6 +67,7 @@ RPCS: Mapping[str, Level] = {
     "/intarsia.v1.Inference/GetModelInfo": Level.KEY,
     "/intarsia.v1.Inference/GetLoad": Level.FIGURES,
     "/intarsia.v1.Inference/GetCacheState": Level.FIGURES,
+    "/intarsia.v1.Inference/Probe": Level.FIGURES,
     "/intarsia.v1.Inference/WatchCacheEvents": Level.FIGURES,
     "/intarsia.v1.Inference/ListLeases": Level.FIGURES,
     "/intarsia.v1.Inference/ReleaseLease": Level.FIGURES,

@@ -30,10 +30,11 @@ from ...proto import inference_pb2 as pb
 from ...proto.leases import Lease, LeasedLayers, LeaseReceipt
 from ...proto.reply import Delta, TokenLogprobs
 from ...proto.request import MAX_BAD, MAX_BIASES, MAX_FORM_CHARS, MAX_STOPS, RequestOptions, SamplingParams
-from ...proto.status import CacheState, EngineInfo, EngineLoad, GroupInfo, GroupState
+from ...proto.status import CacheState, EngineInfo, EngineLoad, GroupInfo, GroupState, Probe
 from ...proto.step import MAX_BAD_TOKENS
 from ..front_end.leases import why_refused
 from ..front_end.misses import told
+from ..front_end.probes import Probed
 from ..settings.limits import Limits, check_id
 from .wire import Most
 
@@ -66,6 +67,9 @@ MAX_MESSAGE_CHARS = 300
 beyond 8 KiB are refused, and then the caller learns nothing. Ours are shorter, unless they quote what was sent."""
 
 MAX_DETAIL_CHARS = 80
+
+MODEL = "intarsia-model"
+"""The entry of a call's metadata that names its model, where several are served."""
 
 LONGEST_DEADLINE_S = 10 * 365 * 24 * 3600.0
 """A call without a deadline has one in the far future."""
@@ -165,7 +169,7 @@ def options_from_proto(request: pb.GenerateRequest, time_remaining_s: float | No
     )
 
 
-def prompt_to_proto(request: pb.GenerateRequest, prompt: str | Sequence[int]) -> None:
+def prompt_to_proto(request: pb.GenerateRequest | pb.ProbeRequest, prompt: str | Sequence[int]) -> None:
     """Put a text or token ids into `request`. Raises `InvalidRequest` for what has no place in a message."""
     try:
         if isinstance(prompt, str):
@@ -216,6 +220,25 @@ def load_to_proto(load: EngineLoad) -> pb.Load:
 
 def load_from_proto(message: pb.Load) -> EngineLoad:
     return EngineLoad(*(getattr(message, name) for name in EngineLoad._fields))
+
+
+def probed_to_proto(prompt_tokens: int, probed: Sequence[Probed]) -> pb.ProbeResponse:
+    engines = []
+    for name, probe in probed:
+        figures: dict[str, Any] = {} if probe is None else probe._asdict() | {"answered": True}
+        leaving = figures.pop("is_leaving", False)
+        engines.append(pb.EngineProbe(engine=name, leaving=leaving, **figures))
+    return pb.ProbeResponse(prompt_tokens=prompt_tokens, engines=engines)
+
+
+def probed_from_proto(message: pb.ProbeResponse) -> list[Probed]:
+    def one(engine: pb.EngineProbe) -> Probed:
+        same = {name: getattr(engine, name) for name in Probe._fields if name not in ("is_leaving", "tokens_per_s")}
+        per_s = engine.tokens_per_s if engine.HasField("tokens_per_s") else None
+        made = Probe(**same, is_leaving=engine.leaving, tokens_per_s=per_s) if engine.answered else None
+        return Probed(engine.engine, made)
+
+    return list(map(one, message.engines))
 
 
 def cache_state_to_proto(state: CacheState) -> pb.CacheState:

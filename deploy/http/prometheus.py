@@ -93,25 +93,46 @@ LEASE_RESULTS = ("granted", "refused", "taken_over", "expired", "released", "los
 """What becomes of leases: `LeaseCounts` has them."""
 
 
-def render(
-    info: EngineInfo,
-    load: EngineLoad,
-    cache: CacheState | None,
-    measured: Metrics | None,
-    accept: str = "",
-    responses: KeptFigures | None = None,
-) -> tuple[bytes, str]:
-    """What an engine says of itself, and its content type: OpenMetrics where the `Accept` header asks for it, else
-    Prometheus's own text. To a tenant: only the counts of its own requests, and nothing of the process, whose memory
-    and time tell of the others. responses: where some are kept."""
+class Measured(NamedTuple):
+    """What one engine says of itself. cache, metrics: None for a tenant."""
+
+    info: EngineInfo
+    load: EngineLoad
+    cache: CacheState | None
+    metrics: Metrics | None
+
+
+def render(engines: Sequence[Measured], accept: str = "", responses: KeptFigures | None = None) -> tuple[bytes, str]:
+    """What engines say of themselves, each under its model's name, and the content type: OpenMetrics where the `Accept`
+    header asks for it, else Prometheus's own text. To a tenant: only the counts of its own requests, and nothing of the
+    process, whose memory and time tell of the others. responses: where some are kept."""
     registry = CollectorRegistry()
-    registry.register(_Families(info, load, cache, measured, responses))
-    if cache is not None:
+    registry.register(
+        _Together([_Families(*engine, responses if n == 0 else None) for n, engine in enumerate(engines)])
+    )
+    if engines[0].cache is not None:
         ProcessCollector(registry=registry)
     if "application/openmetrics-text" in accept:
         # Our names need no escaping; prometheus_client's usual one makes underscores of their colons.
         return openmetrics.generate_latest(registry, openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
     return exposition.generate_latest(registry), exposition.CONTENT_TYPE_LATEST
+
+
+class _Together:
+    """The families of several engines: each name stands once, with what all of them say of it."""
+
+    def __init__(self, each: "Sequence[_Families]"):
+        self._each = each
+
+    def collect(self) -> Iterator[Metric]:
+        found: dict[str, Metric] = {}
+        for families in self._each:
+            for family in families.collect():
+                if family.name in found:
+                    found[family.name].samples += family.samples
+                else:
+                    found[family.name] = family
+        yield from found.values()
 
 
 class _Families:

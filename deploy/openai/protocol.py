@@ -391,6 +391,30 @@ TokenizeRequest = Annotated[
 ]
 
 
+class Probing(Strict):
+    """What a request would meet at each engine. The prompt is read as the model's own requests are."""
+
+    model: str | None = None
+    cache_salt: Annotated[str, Field(max_length=128)] | None = Field(
+        None, description="Whose prompts are looked for: a tenant's name. None: the key's own."
+    )
+
+
+class ProbePrompt(Probing):
+    prompt: str | Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+
+
+class ProbeChat(Probing):
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=128)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+ProbeRequest = Annotated[
+    Annotated[ProbePrompt, Tag("text")] | Annotated[ProbeChat, Tag("chat")], Discriminator(_what_to_tokenize)
+]
+
+
 class DetokenizeRequest(Strict):
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
@@ -498,13 +522,38 @@ class ChatCompletion(BaseModel):
     prompt_logprobs: list[dict[str, Any] | None] | None = None  # or a `Series` of such, while it is written
 
 
+class Capabilities(BaseModel):
+    """What may be asked of a model."""
+
+    completions: bool
+    chat_completions: bool
+    responses: bool
+    messages: bool
+    tools: bool
+    thinking: bool = Field(description="Whether its thoughts are told apart.")
+    vision: bool
+    structured_outputs: bool
+    logprobs: bool
+    prefix_caching: bool
+
+
+class Parsers(BaseModel):
+    """How its answers are read, by a format's name. Null: unknown, or it has none."""
+
+    tool_call: str | None
+    reasoning: str | None
+
+
 class ModelCard(BaseModel):
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "intarsia"
     root: str
+    parent: str | None = Field(None, description="Of an adapter: the model that it adapts.")
     max_model_len: int
+    capabilities: Capabilities
+    parsers: Parsers
 
 
 class ModelList(BaseModel):
@@ -517,6 +566,30 @@ class Tokens(BaseModel):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
+
+
+class EngineFigures(BaseModel):
+    """Load is of all requests; for a tenant's key, of its own."""
+
+    cached_tokens: int = Field(description="Of the prompt, found in its cache.")
+    running: int
+    waiting: int
+    queued_tokens: int = Field(description="Of requests that wait.")
+    pool_use: float = Field(description="Share of the block pool that requests hold, from 0 to 1.")
+    tokens_per_s: float | None = Field(description="Drawn of late; null: none, or not for this key to know.")
+    is_leaving: bool = Field(description="It ends when its requests have; send no others.")
+
+
+class ProbedEngine(BaseModel):
+    engine: str
+    figures: EngineFigures | None = Field(description="Null: the engine did not answer in time.")
+
+
+class Probes(BaseModel):
+    object: Literal["probe"] = "probe"
+    model: str
+    prompt_tokens: int
+    engines: list[ProbedEngine]
 
 
 class PlainText(BaseModel):

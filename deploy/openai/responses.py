@@ -63,7 +63,7 @@ class ResponsesCall:
     def __init__(self, front_end: FrontEnd, body: ResponsesRequest, request_id: str, kept: Kept = NOTHING_KEPT):
         """Raises `InvalidRequest`, naming the field."""
         check_streaming(body)
-        self._conversation = Conversation(front_end, _as_chat(body, kept.history), request_id)
+        self._conversation = Conversation(front_end, _as_chat(body, kept.history), request_id, thoughts_come_back=True)
         self._wants_logprobs = LOGPROBS in (body.include or ())
         self.front_end = front_end
         self.body = body
