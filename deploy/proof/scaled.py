@@ -288,6 +288,8 @@ def _kept_layers(given: Given, layers: int) -> tuple[int, ...]:
     firsts = {sign: signs.index(sign) for sign in signs}
     periods = [value for name, value in given.fields.items() if PERIOD.fullmatch(name) and isinstance(value, int)]
     most = min(layers, MOST_LAYERS)
+    if given.fields.get("model_type") == "zamba":  # which shares weights from its second such layer on
+        periods += [n + 1 for n, kind in enumerate(given.kinds) if kind == "hybrid"][1:2]
     least = max(2, min(most, max([max(firsts.values()) + 2, *(period + 1 for period in periods)])))
     late = sorted(first for first in given.kind_starts if first >= most)[:MOST_LATE]
     if not late:

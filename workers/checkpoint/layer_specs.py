@@ -413,6 +413,12 @@ def _mamba1(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     return share.conv(channels, c.mamba_d_conv), StateTensor((channels, c.mamba_d_state), FLOAT32_BYTES)
 
 
+def _headed_mamba1(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+    heads, channels = share.part(c.n_mamba_heads, "state heads"), c.mamba_expand * c.hidden_size // c.n_mamba_heads
+    own = StateTensor((channels, c.mamba_d_state), FLOAT32_BYTES)
+    return share.conv(heads * channels, c.mamba_d_conv), *(own,) * heads
+
+
 def _lightning(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     return (StateTensor((share.part(c.num_attention_heads, "state heads"), head, head), FLOAT32_BYTES),)
@@ -475,6 +481,7 @@ STATE_OF: dict[str, Callable[[Any, RankShare], tuple[StateTensor, ...]]] = {
     "qwen3_5_text": _gated_delta_net,
     "qwen3_next": _gated_delta_net,
     "recurrent_gemma": _gated_linear_recurrence,
+    "zamba": _headed_mamba1,
     "zamba2": _zamba2,
     "zaya": _convolved_heads,
 }

@@ -28,7 +28,7 @@ from .indexed import (
 from .latent import LatentAttention
 from .lightning import Lightning
 from .lru import GatedLinearRecurrence
-from .mamba import Mamba1, Mamba2
+from .mamba import HeadedMamba1, Mamba1, Mamba2
 from .older import OLDER, OlderAttention, patch_mpt
 from .patches import (
     patch_head_norms,
@@ -76,6 +76,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "Qwen3_5MoeGatedDeltaNet": GatedDeltaNet,
     "RecurrentGemmaRecurrentBlock": GatedLinearRecurrence,
     "Zamba2MambaMixer": Mamba2,
+    "ZambaMambaMixer": HeadedMamba1,
     "ZayaCCAProjection": ConvolvedHeads,
 }
 """Class of a state mixer -> ours."""

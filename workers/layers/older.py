@@ -120,6 +120,25 @@ class FalconAttention(OlderAttention):
         return all_TH3D[:, :, 0], all_TH3D[:, :, 1], all_TH3D[:, :, 2]
 
 
+class GptNeoxJapaneseAttention(OlderAttention):
+    """The same; positions turn the first numbers of a head, and the last layer gives out a bias beside."""
+
+    def __call__(self, hidden_states: Tensor, *_: Any, **given: Any) -> tuple[Tensor, None, Tensor | None]:  # type: ignore[override]
+        return *super().__call__(hidden_states, **given), self._module.dense_bias
+
+    def _heads(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        all_TH3D = self._module.query_key_value(hidden_TD).unflatten(-1, (-1, 3, self._module.head_size))
+        return all_TH3D[:, :, 0], all_TH3D[:, :, 1], all_TH3D[:, :, 2]
+
+    def _turned(self, q_THD: Tensor, k_TKD: Tensor, turns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        size = self._module.rotary_ndims
+        q_rot, k_rot = super()._turned(q_THD[..., :size], k_TKD[..., :size], turns)
+        return torch.cat((q_rot, q_THD[..., size:]), dim=-1), torch.cat((k_rot, k_TKD[..., size:]), dim=-1)
+
+    def _scale(self) -> float:
+        return 1 / self._module.norm_factor
+
+
 class SeparateAttention(OlderAttention):
     """A projection each for queries, keys and values."""
 
@@ -274,6 +293,7 @@ OLDER: dict[str, type[OlderAttention]] = {
     "DogeAttention": DogeAttention,
     "FalconAttention": FalconAttention,
     "GPTNeoSelfAttention": GptNeoAttention,
+    "GPTNeoXJapaneseAttention": GptNeoxJapaneseAttention,
     "InklingAttention": InklingAttention,
     "JetMoeAttention": JetMoeAttention,
     "MptAttention": MptAttention,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..tensor_parallel import TensorParallel
 
-LAYER_FROM_CALL = {"Zamba2Attention"}
+LAYER_FROM_CALL = {"Zamba2Attention", "ZambaAttention"}
 """Classes of modules that are told with each call which layer they are: one block of weights is used by several."""
 
 NORM_FOR_EACH_HEAD = {"StableLmLayerNormPerHead"}
