@@ -155,6 +155,7 @@ def scaled(config: Any, ranks: int = 1) -> Scaled:
     _set_heads(given, fields, scale)
     _set_state_heads(given, fields, scale)
     _keep_scales(fields, scale)
+    _set_cycles(fields)
     made = Scaled(fields)
     made.changed.update(
         {name: (given.fields[name], value) for name, value in fields.items() if given.fields[name] != value}
@@ -434,6 +435,14 @@ def _set_state_heads(given: Given, fields: dict[str, Any], scale: Scale) -> None
     for name in ("mamba_n_groups", "n_groups", "mamba_ngroups"):
         if given.size(name) is not None:
             fields[name] = min(fields[name], 2)
+
+
+def _set_cycles(fields: dict[str, Any]) -> None:
+    """Of stacks of layers that are gone through several times (HRM), each time as other layers: two layers each."""
+    each = fields.get("num_layers_per_stack")
+    if each is not None:
+        fields["num_layers_per_stack"] = min(each, 2)
+        fields["num_hidden_layers"] = fields["num_layers_per_stack"] * fields["H_cycles"] * (fields["L_cycles"] + 1)
 
 
 def _keep_scales(fields: dict[str, Any], scale: Scale) -> None:
