@@ -156,6 +156,7 @@ def scaled(config: Any, ranks: int = 1) -> Scaled:
     _set_state_heads(given, fields, scale)
     _keep_scales(fields, scale)
     _set_cycles(fields)
+    _set_loops(config, fields)
     made = Scaled(fields)
     made.changed.update(
         {name: (given.fields[name], value) for name, value in fields.items() if given.fields[name] != value}
@@ -443,6 +444,21 @@ def _set_cycles(fields: dict[str, Any]) -> None:
     if each is not None:
         fields["num_layers_per_stack"] = min(each, 2)
         fields["num_hidden_layers"] = fields["num_layers_per_stack"] * fields["H_cycles"] * (fields["L_cycles"] + 1)
+
+
+def _set_loops(config: Any, fields: dict[str, Any]) -> None:
+    """Of a run of layers in the model's middle that is gone through several times (Dory). Its configs count the MLP of
+    a layer as another."""
+    if "n_recurrent_loops" not in fields:
+        return
+    own = {name: getattr(config, name) for name in ("n_input_layers", "n_recurrent_layers", "n_output_layers")}
+    few = {name: min(count, 4 if name == "n_recurrent_layers" else 2) for name, count in own.items()}
+    start, middle = own["n_input_layers"], own["n_recurrent_layers"]
+    starts = {"n_input_layers": 0, "n_recurrent_layers": start, "n_output_layers": start + middle}
+    kinds = [kind for name, count in few.items() for kind in config.layer_types[starts[name] :][:count]]
+    fields |= {name: 2 * count for name, count in few.items()}
+    fields["num_hidden_layers"] = 2 * len(kinds)
+    fields["layer_types"] = [each for kind in kinds for each in (kind, "mlp")]
 
 
 def _keep_scales(fields: dict[str, Any], scale: Scale) -> None:

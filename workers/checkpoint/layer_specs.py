@@ -141,16 +141,31 @@ def _layer_types(config: Any) -> list[str]:
     if config.model_type == "gpt_neo":
         layer_types = [GPT_NEO[kind] for kind in config.attention_layers]
     if layer_types is not None:
-        return list(layer_types[: config.num_hidden_layers])
+        return [*layer_types[: config.num_hidden_layers], *_times_around(config)]
     cross = getattr(config, "cross_attention_layers", None) or ()
     kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     return ["cross_attention" if n in cross else kind for n in range(config.num_hidden_layers)]
 
 
+def _times_around(config: Any) -> list[str]:
+    """Layers that are gone through again (Dory): each time is another layer, behind the model's own."""
+    loops = getattr(config, "n_recurrent_loops", None)
+    if loops is None:
+        return []
+    if config.recurrent_kv_cache_mode != "per_loop":
+        raise UnsupportedModel(
+            f"{config.model_type} keeps what its last loop computes for all loops (recurrent_kv_cache_mode "
+            f"{config.recurrent_kv_cache_mode!r}): then an answer depends on how its prompt was cut",
+            field="model",
+        )
+    end = config.n_input_layers + config.n_recurrent_layers
+    return list(config.layer_types[config.n_input_layers : end]) * (loops - 1)
+
+
 def layer_config(config: Any, index: int) -> Any:
     """The config as one layer sees it: some models have layers of unequal head sizes, or counts of heads."""
     layers = getattr(config, "per_layer_config", None)
-    layer = layers[index] if layers is not None else config
+    layer = layers[index] if layers is not None and index < config.num_hidden_layers else config
     own = LAYERS_OF.get(config.model_type)
     return layer if own is None else own(layer, index)
 
@@ -215,7 +230,8 @@ def index_key_size(config: Any, index: int) -> int:
 
 
 def _chooses(config: Any, index: int) -> bool:
-    if (getattr(config, "layer_types", None) or {index: ""})[index] not in ("indexed_attention", "minimax_m3_sparse"):
+    kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
+    if index >= len(kinds) or kinds[index] not in ("indexed_attention", "minimax_m3_sparse"):
         return False
     indexers = getattr(config, "indexer_types", None)
     return indexers is None or indexers[index] == "full"

@@ -13,7 +13,7 @@ from ..tensor_parallel import TensorParallel
 LAYER_FROM_CALL = {"Zamba2Attention", "ZambaAttention"}
 """Classes of modules that are told with each call which layer they are: one block of weights is used by several."""
 
-TIMES_AROUND = {"HrmTextAttention"}
+TIMES_AROUND = {"DoryAttention", "HrmTextAttention"}
 """Classes of modules that are gone through several times, each time as another layer."""
 
 NORM_FOR_EACH_HEAD = {"StableLmLayerNormPerHead"}
@@ -29,7 +29,7 @@ def patch_layer_index(module: Any) -> None:
     if type(module).__name__ in TIMES_AROUND:
 
         def count(called: Any, _args: Any, kwargs: Any) -> None:
-            called.layer_idx = own + kwargs.get("cycle_offset", 0)
+            called.layer_idx = own + kwargs.get("cycle_offset", kwargs.get("cache_offset", 0))
 
         module.register_forward_pre_hook(count, with_kwargs=True)
     if type(module).__name__ in LAYER_FROM_CALL:
