@@ -24,7 +24,10 @@ from .protocol import GroupBatch, GroupMeta, LayerParams
 
 class _Attention(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("query", "pages", "out", "sinks", "slopes", "block_table", "queries", "kv_len")),
+        *(
+            (name, c_void_p)
+            for name in ("query", "pages", "out", "sinks", "slopes", "block_table", "queries", "kv_len")
+        ),
         *((name, c_int64) for name in ("query_token_stride", "query_head_stride")),
         *((name, c_int64) for name in ("page_stride", "page_token_stride", "page_head_stride", "value_offset")),
         *((name, c_int32) for name in ("rows", "heads", "kv_heads", "key_dim", "value_dim")),

@@ -29,7 +29,7 @@ from .latent import LatentAttention
 from .lightning import Lightning
 from .lru import GatedLinearRecurrence
 from .mamba import HeadedMamba1, Mamba1, Mamba2
-from .older import OLDER, OlderAttention, patch_mpt
+from .own_ways import OWN_WAYS, OwnAttention, patch_mpt
 from .patches import (
     patch_head_norms,
     patch_identity_experts,
@@ -124,7 +124,7 @@ def _cross(module: Any, paged: Paged) -> Callable[..., Any]:
     return paged.cross.add_layer(module)
 
 
-def _older(kind: type[OlderAttention]) -> "Adapter":
+def _own_way(kind: type[OwnAttention]) -> "Adapter":
     return lambda module, paged: kind(module, paged.attention, paged.parallel)
 
 
@@ -135,7 +135,7 @@ ADAPTERS: dict[str, Adapter] = {
     **{name: _latent(kind) for name, kind in LATENT.items()},
     "DeepseekV4Attention": lambda module, paged: CompressedAttention(module, paged.attention),
     "MiniMaxM3VLAttention": _blocks,
-    **{name: _older(kind) for name, kind in OLDER.items()},
+    **{name: _own_way(kind) for name, kind in OWN_WAYS.items()},
     "MllamaCrossAttentionDecoderLayer": _cross,
 }
 """Class of a module -> what makes the forward pass that takes the place of its own."""

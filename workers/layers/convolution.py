@@ -26,8 +26,8 @@ class ShortConv(Mixer):
 
 
 class AddedConv(Mixer):
-    """Inkling: a short convolution that is added to what it convolves: of keys, of values, of what attention and experts
-    give out. Each has a tensor of the layer's state."""
+    """Inkling: a short convolution that is added to what it convolves: of keys, of values, of what attention and
+    experts give out. Each has a tensor of the layer's state."""
 
     OF_HEADS = 2
     """The first so many convolve keys and values, of which each rank has its own."""

@@ -142,8 +142,8 @@ class Mamba1(Mixer):
 
 
 class HeadedMamba1(Mixer):
-    """Zamba: channels in a few heads, each with projections and steps of time of its own. What goes in and its gate take
-    turns. A state has a tensor for each head."""
+    """Zamba: channels in a few heads, each with projections and steps of time of its own. What goes in and its gate
+    take turns. A state has a tensor for each head."""
 
     def __init__(self, module: Any, states: PagedStates, parallel: TensorParallel):
         super().__init__(module, states, parallel)

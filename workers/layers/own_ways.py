@@ -34,7 +34,7 @@ def know_implementation(model_type: str) -> None:
         classes.setdefault(IMPLEMENTATION, classes["eager"])
 
 
-class OlderAttention:
+class OwnAttention:
     """From hidden states [1,T,D] to [1,T,D], and the None in the place of weights that such modules give out."""
 
     output = "dense"
@@ -77,7 +77,7 @@ class OlderAttention:
         return None
 
 
-class BloomAttention(OlderAttention):
+class BloomAttention(OwnAttention):
     """A query, a key and a value of each head, one head after the other. Adds what it is given beside."""
 
     def __call__(self, hidden_states: Tensor, residual: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
@@ -95,7 +95,7 @@ class BloomAttention(OlderAttention):
         return slopes[parallel.rank * heads :][:heads].float()
 
 
-class FalconAttention(OlderAttention):
+class FalconAttention(OwnAttention):
     """A few queries for each key and value, or one key and value for all."""
 
     def __init__(self, module: Any, paged: PagedAttention, parallel: TensorParallel):
@@ -120,7 +120,7 @@ class FalconAttention(OlderAttention):
         return all_TH3D[:, :, 0], all_TH3D[:, :, 1], all_TH3D[:, :, 2]
 
 
-class GptNeoxJapaneseAttention(OlderAttention):
+class GptNeoxJapaneseAttention(OwnAttention):
     """The same; positions turn the first numbers of a head, and the last layer gives out a bias beside."""
 
     def __call__(self, hidden_states: Tensor, *_: Any, **given: Any) -> tuple[Tensor, None, Tensor | None]:  # type: ignore[override]
@@ -139,7 +139,7 @@ class GptNeoxJapaneseAttention(OlderAttention):
         return 1 / self._module.norm_factor
 
 
-class SeparateAttention(OlderAttention):
+class SeparateAttention(OwnAttention):
     """A projection each for queries, keys and values."""
 
     output = "out_proj"
@@ -164,7 +164,7 @@ class GptNeoAttention(SeparateAttention):
         return 1.0
 
 
-class MptAttention(OlderAttention):
+class MptAttention(OwnAttention):
     """Queries, keys and values side by side, which may be held within bounds."""
 
     output = "out_proj"
@@ -271,7 +271,7 @@ class InklingAttention(SeparateAttention):
         return self._module.scaling
 
 
-class JetMoeAttention(OlderAttention):
+class JetMoeAttention(OwnAttention):
     """Experts make queries and take outputs; each expert of a token has a query for every key head."""
 
     def __call__(self, hidden_states: Tensor, *_: Any, **given: Any) -> tuple[Tensor, None, None]:
@@ -287,7 +287,7 @@ class JetMoeAttention(OlderAttention):
         return module.experts.reduce(out_1TEC, chosen), None, None
 
 
-OLDER: dict[str, type[OlderAttention]] = {
+OWN_WAYS: dict[str, type[OwnAttention]] = {
     "BloomAttention": BloomAttention,
     "DiffLlamaAttention": DifferentialAttention,
     "DogeAttention": DogeAttention,
@@ -309,8 +309,8 @@ def patch_mpt(model: Any) -> None:
     steepest = model.config.attn_config.alibi_bias_max
     if steepest != 8:
         raise UnsupportedModel(
-            f"MPT with slopes of {steepest} bits (alibi_bias_max): transformers computes it with 8, so there is nothing "
-            "that answers could be held against",
+            f"MPT with slopes of {steepest} bits (alibi_bias_max): transformers computes it with 8, so there is "
+            "nothing that answers could be held against",
             field="model",
         )
     modeling: Any = sys.modules[type(model).__module__]
