@@ -133,9 +133,8 @@ def _compressed(index: int, facts: dict[str, Any], share: RankShare) -> Sequence
     """Beside a raw window: one entry for so many tokens, and what those give whose entry is not yet made. Beside latents:
     an index key for so many tokens."""
     if "pool" in facts:
-        return Compression(facts["pool"], False, facts["pooled_elems_per_entry"], 0, share.item_bytes, False).layers(
-            index
-        )
+        pools = Compression(facts["pool"], False, facts["pooled_elems_per_entry"], 0, share.item_bytes, False)
+        return pools.layers(index)
     if "compress" not in facts:
         return ()
     entry = facts["cached_elems_per_token"]
