@@ -130,8 +130,8 @@ def _attention(index: int, facts: dict[str, Any], kind: str, share: RankShare, s
 
 
 def _compressed(index: int, facts: dict[str, Any], share: RankShare) -> Sequence[LayerSpec]:
-    """Beside a raw window: one entry for so many tokens, and what those give whose entry is not yet made. Beside latents:
-    an index key for so many tokens."""
+    """Beside a raw window: one entry for so many tokens, and what those give whose entry is not yet made. Beside
+    latents: an index key for so many tokens."""
     if "pool" in facts:
         pools = Compression(facts["pool"], False, facts["pooled_elems_per_entry"], 0, share.item_bytes, False)
         return pools.layers(index)

@@ -164,6 +164,24 @@ class GptNeoAttention(SeparateAttention):
         return 1.0
 
 
+class FirstGptAttention(OwnAttention):
+    """The first GPT: queries, keys and values side by side. Its module is told no layer: it is known by its path."""
+
+    output = "c_proj"
+
+    def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> list[Tensor]:  # type: ignore[override]
+        return [super().__call__(hidden_states)[0]]
+
+    def _heads(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        all_TC = self._module.c_attn(hidden_TD)
+        q, k, v = (each.unflatten(-1, (self._module.n_head, -1)) for each in all_TC.chunk(3, dim=-1))
+        return q, k, v
+
+    def _scale(self) -> float:
+        module = self._module
+        return (module.split_size // module.n_head) ** -0.5 if module.scale else 1.0
+
+
 class MptAttention(OwnAttention):
     """Queries, keys and values side by side, which may be held within bounds."""
 
@@ -325,3 +343,8 @@ def patch_mpt(model: Any) -> None:
     # For the whole process, which is right for any other model: a mask is what it was.
     mask_or_nothing.may_make_none = True  # type: ignore[attr-defined]
     modeling.create_causal_mask = mask_or_nothing
+
+
+def is_first_gpt(module: Any) -> bool:
+    """Its class has a name that others may have."""
+    return type(module).__name__ == "Attention" and type(module).__module__.endswith(".openai.modeling_openai")
