@@ -213,14 +213,14 @@ class Telemetry:
                 ended=ended,
                 running=running,
                 waiting=max(0, len(self._live) - running),
-                preempted=self._scheduler.preemptions - stats.preemptions,
+                preempted=self._scheduler.preemption.preemptions - stats.preemptions,
             )
         )
         stats.steps += 1
         stats.generated_tokens += generated
         stats.computed_tokens += computed
-        stats.preemptions = self._scheduler.preemptions
-        stats.swaps = self._scheduler.swaps
+        stats.preemptions = self._scheduler.preemption.preemptions
+        stats.swaps = self._scheduler.preemption.swaps
         stats.wait_us += times.wait_us
         stats.commit_us += times.commit_us
         stats.run_us += result.run_us

@@ -52,6 +52,7 @@ BEHIND_A_PROXY = {
     "console_prompts",
     "image_hosts",
     "open_objects",
+    "prepare_next_turns",
     "request_log",
     "tool_call_parser",
     "reasoning_parser",
@@ -172,6 +173,16 @@ class Replica:
     async def GetCacheState(self, request: pb.GetCacheStateRequest, grpc_context: RayServegRPCContext) -> pb.CacheState:
         """Answers for the replica that Serve picks."""
         return await self._answer(self._servicer.GetCacheState, request, grpc_context, Level.FIGURES)
+
+    async def ListLeases(self, request: pb.ListLeasesRequest, grpc_context: RayServegRPCContext) -> pb.Leases:
+        """Of all replicas."""
+        return await self._answer(self._servicer.ListLeases, request, grpc_context, Level.FIGURES)
+
+    async def ReleaseLease(
+        self, request: pb.ReleaseLeaseRequest, grpc_context: RayServegRPCContext
+    ) -> pb.ReleaseLeaseResponse:
+        """At whichever replica it is."""
+        return await self._answer(self._servicer.ReleaseLease, request, grpc_context, Level.FIGURES)
 
     async def Probe(self, request: pb.ProbeRequest, grpc_context: RayServegRPCContext) -> pb.ProbeResponse:
         """Answers for all replicas."""
