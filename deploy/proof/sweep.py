@@ -22,6 +22,13 @@ from ...workers.known_families import is_known
 from .prove import SEEDS, prove
 from .verdict import Verdict
 
+QWEN4_EXP: dict[str, Any] = {
+    "eos_token_id": 248044, "ple_layer_ids": [2, 14], "output_gate_type": "sigmoid", "indexer_n_heads": 8,
+    "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048, "indexer_compress_ratio": 64,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10],
+    },
+}  # fmt: skip
 STEP_KINDS = ["sliding_attention" if n % 4 else "full_attention" for n in range(45)]
 LACKING: dict[str, dict[str, Any]] = {
     "bamba": {"num_hidden_layers": 6, "attn_layer_indices": [2, 5]},
@@ -30,6 +37,8 @@ LACKING: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"num_hidden_layers": 8, "layer_types": ["conv", "conv", "full_attention", "conv"] * 2},
     "minimax_m3_vl_text": {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57},
     "nemotron": {"num_key_value_heads": 8},
+    "qwen4_exp": {"text_config": QWEN4_EXP},
+    "qwen4_exp_text": QWEN4_EXP,
     **{
         name: {"text_config": {"head_dim": 128, "rope_parameters": {"rope_type": "default", **ropes}}}
         for names, ropes in (

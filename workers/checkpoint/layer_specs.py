@@ -52,7 +52,7 @@ def read_layers(config: Any, tensor_parallel_size: int, item_bytes: int) -> tupl
             layer = layer_config(config, index)
             specs.append(_attention(layer, index, REACH_OF[kind](layer), tensor_parallel_size, item_bytes, sources))
         if kind in HAS_STATE:
-            specs.append(LayerSpec(index, State(), state=_state(config, tensor_parallel_size, item_bytes)))
+            specs.append(LayerSpec(index, State(), state=_state(config, index, tensor_parallel_size, item_bytes)))
     return tuple(specs)
 
 
@@ -157,6 +157,8 @@ def index_key_size(config: Any, index: int) -> int:
     """Numbers that a layer keeps of each token to choose by; 0 if it attends to all, or to what another has chosen."""
     if (getattr(config, "layer_types", None) or {index: ""})[index] not in ("indexed_attention", "minimax_m3_sparse"):
         return 0
+    if config.model_type == "qwen4_exp_text":
+        return config.indexer_head_dim
     indexers = getattr(config, "indexer_types", None)
     return config.index_head_dim if indexers is None or indexers[index] == "full" else 0
 
@@ -197,6 +199,7 @@ class RankShare:
     ranks: int
     item_bytes: int
     model: str = "the model"  # for errors
+    layer: int = 0  # whose state it is, where layers have unequal ones
 
     def part(self, size: int, what: str) -> int:
         """Raises `InvalidSetting` if the ranks do not divide it."""
@@ -282,6 +285,16 @@ def _gated_delta_net(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     )  # fmt: skip
 
 
+def _delta_net_and_ngrams(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+    """Some layers add features of the last tokens: what these are convolved from and the tokens' ids, on every rank."""
+    state = _gated_delta_net(c, share)
+    if share.layer + 1 not in c.ple_layer_ids:
+        return state
+    earlier = c.ngram_size - 1
+    convolved = share.conv(c.hc_count * c.hidden_size, (c.ple_conv_kernel_size - 1) * c.ngram_size + 1)
+    return *state, convolved, StateTensor((earlier, earlier), FLOAT32_BYTES)
+
+
 def _keyed_delta(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     heads, head = c.linear_num_heads, c.linear_head_dim
     return share.delta(heads, head, heads, head, c.linear_conv_kernel_dim)
@@ -323,6 +336,7 @@ STATE_OF: dict[str, Callable[[Any, RankShare], tuple[StateTensor, ...]]] = {
     "qwen3_5_moe_text": _gated_delta_net,
     "qwen3_5_text": _gated_delta_net,
     "qwen3_next": _gated_delta_net,
+    "qwen4_exp_text": _delta_net_and_ngrams,
     "recurrent_gemma": _gated_linear_recurrence,
     "zamba2": _zamba2,
     "zaya": _convolved_heads,
@@ -330,10 +344,10 @@ STATE_OF: dict[str, Callable[[Any, RankShare], tuple[StateTensor, ...]]] = {
 """model_type -> the tensors of one layer's state."""
 
 
-def _state(config: Any, ranks: int, item_bytes: int) -> tuple[StateTensor, ...]:
+def _state(config: Any, index: int, ranks: int, item_bytes: int) -> tuple[StateTensor, ...]:
     if config.model_type not in STATE_OF:
         raise UnsupportedModel(
             f"the states of {config.model_type} are not known; known are those of {', '.join(STATE_OF)}",
             field="model",
         )
-    return STATE_OF[config.model_type](config, RankShare(ranks, item_bytes))
+    return STATE_OF[config.model_type](config, RankShare(ranks, item_bytes, layer=index))

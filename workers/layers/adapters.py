@@ -19,15 +19,18 @@ from .indexed import (
     FusedGateLatentAttention,
     HeadGatedLatentAttention,
     IndexedLatentAttention,
+    PooledChoosingAttention,
     SharingLatentAttention,
 )
 from .latent import LatentAttention
 from .lightning import Lightning
 from .lru import GatedLinearRecurrence
 from .mamba import Mamba1, Mamba2
+from .ngrams import NGramFeatures
 from .patches import (
     patch_head_norms,
     patch_identity_experts,
+    patch_indexers,
     patch_layer_index,
     patch_logits,
     patch_place,
@@ -67,6 +70,8 @@ MIXERS: dict[str, type[Mixer]] = {
     "Qwen3NextGatedDeltaNet": PackedGatedDeltaNet,
     "Qwen3_5GatedDeltaNet": GatedDeltaNet,
     "Qwen3_5MoeGatedDeltaNet": GatedDeltaNet,
+    "Qwen4ExpTextGatedDeltaNet": GatedDeltaNet,
+    "Qwen4ExpTextPLELayer": NGramFeatures,
     "RecurrentGemmaRecurrentBlock": GatedLinearRecurrence,
     "Zamba2MambaMixer": Mamba2,
     "ZayaCCAProjection": ConvolvedHeads,
@@ -119,6 +124,7 @@ ADAPTERS: dict[str, Adapter] = {
     **{name: _latent(kind) for name, kind in LATENT.items()},
     "MiniMaxM3VLAttention": _blocks,
     "MllamaCrossAttentionDecoderLayer": _cross,
+    "Qwen4ExpTextAttention": lambda module, paged: PooledChoosingAttention(module, paged.attention),
 }
 """Class of a module -> what makes the forward pass that takes the place of its own."""
 
@@ -126,6 +132,7 @@ ADAPTERS: dict[str, Adapter] = {
 def bind(model: nn.Module, paged: Paged) -> None:
     """Let the layers of `model` read and write our pages."""
     patch_logits(model)
+    patch_indexers(model)
     for path, module in model.named_modules():
         if type(module).__name__ in MIXERS:
             patch_place(module, path)

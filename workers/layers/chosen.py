@@ -1,4 +1,5 @@
-"""Attention to tokens that an index chooses, for each query its own (DeepSeek-V3.2, GLM-5, A.X-K2, MiniMax-M3).
+"""Attention to tokens that an index chooses, for each query its own (DeepSeek-V3.2, GLM-5, A.X-K2, MiniMax-M3,
+Qwen4-Exp).
 
 A layer's index keys lie in the pages of its latents: both are needed for the same tokens, all there are, so a group of
 their own would hold the same blocks under another number. They are written with the latents. Then each query chooses
@@ -10,7 +11,8 @@ backend attends as over any other:
 
 A row in which no query sees more tokens than it may choose needs no choice: all of it is attended to where it lies.
 
-Where each head of keys has a choice of its own (MiniMax-M3), a query has as many pages as there are such heads.
+Where each head of keys has a choice of its own (MiniMax-M3), a query has as many pages as there are such heads. Where
+blocks are chosen by a key for each (Qwen4-Exp), pages keep what these keys are made of: so a block may be whole or not.
 
 Suffixes beyond those of attention: N queries of a part    J choices of a query    K chosen tokens    I index heads
                                     E size of an index key    C numbers of an entry
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.paged_attention import GroupBatch, GroupMeta, LayerParams, upload
-from ...kernels.token_choice import Asked, BlockRule, ChoiceBatch, choose, choose_blocks
+from ...kernels.token_choice import Asked, BlockRule, ChoiceBatch, PooledRule, choose, choose_blocks, choose_pooled
 from ...kvcache.plan import MemoryPlan
 from ..pages import Pages
 from .attention import PagedAttention
@@ -40,9 +42,13 @@ class Kind(NamedTuple):
     most: int  # tokens that a query attends to
     choices: int = 1  # of a query: one for all heads, or one for each head of keys
     size: int = 1  # tokens that are chosen together
+    whole: bool = False  # of blocks, those that end before the query or with it; tokens behind them are seen, too
 
     def counts(self, positions: np.ndarray) -> np.ndarray:
         """How many tokens queries attend to; the last block of each ends with the query."""
+        if self.whole:
+            blocks = np.minimum((positions + 1) // self.size, self.most // self.size)
+            return (blocks * self.size + (positions + 1) % self.size).astype(np.int32)
         blocks = np.minimum(positions // self.size, self.most // self.size - 1)
         return (blocks * self.size + positions % self.size + 1).astype(np.int32)
 
@@ -78,6 +84,16 @@ class BlockChoice(Choice):
 
     def choose(self, keys_PBE: Tensor, tokens: Tensor | slice, batch: ChoiceBatch) -> Tensor:
         return choose_blocks(self._q_TJE[tokens], keys_PBE, batch, self._rule)
+
+
+class PooledChoice(Choice):
+    def __init__(self, q_TIE: Tensor, keys_TE: Tensor, rule: PooledRule):
+        """keys: what those of blocks are made of"""
+        super().__init__(Kind(rule.most_tokens, size=rule.size, whole=True), keys_TE)
+        self._q_TIE, self._rule = q_TIE, rule
+
+    def choose(self, keys_PBE: Tensor, tokens: Tensor | slice, batch: ChoiceBatch) -> Tensor:
+        return choose_pooled(self._q_TIE[tokens], keys_PBE, batch, self._rule).unsqueeze(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -50,6 +50,11 @@ TENSOR_PARALLEL_PLANS: dict[str, dict[str, str]] = {
     # cuts the heads, and the ranks add up what the norm needs: one number per token.
     "olmo3": _cut("self_attn", {**ATTENTION, "q_norm": "norm_over_ranks", "k_norm": "norm_over_ranks"})
     | _cut("mlp", GATED_MLP),
+    # transformers' plan leaves attention whole. The embedding of n-grams is most of the model.
+    "qwen4_exp_text": _cut("self_attn", ATTENTION)
+    | _cut("mlp", EXPERTS)
+    | _cut("mlp.shared_expert", GATED_MLP)
+    | _cut("ple.ple_embedding", {"ngram_embedding": "vocab"}),
     # Each rank computes all heads of queries and keys, and takes its own: see `ConvolvedHeads`.
     "zaya": _cut("self_attn", {"o_proj": "rowwise", "qk_norm": "key_scales"}) | _cut("mlp", EXPERTS),
     "recurrent_gemma": _cut("temporal_block", ATTENTION) | _cut("mlp_block", GATED_MLP),
