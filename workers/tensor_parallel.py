@@ -71,9 +71,11 @@ STYLES: dict[str, Style] = {
     "rowwise": Style({"weight": Cut(1), "bias": FIRST_RANK}, "sum_outputs"),
     "packed": Style({"weight": Cut(0, halves=2), "bias": Cut(0, halves=2)}),
     "vocab": Style({"weight": Cut(0)}, "embed_own_rows"),
-    "colwise_gather_output": Style({"weight": Cut(0), "bias": Cut(0)}, "gather_outputs"),
+    "colwise_gather_output": Style({"weight": Cut(0), "bias": Cut(0), "logit_scale": Cut(0)}, "gather_outputs"),
     "sinks": Style({"sinks": Cut(0), "gate_bias": Cut(0)}),
     "key_scales": Style({"temp": Cut(0)}),
+    "channel_scales": Style(dict.fromkeys(("sqk", "s_gate", "suv_gate", "suv_up"), Cut(0))),
+    "lengths_over_ranks": Style({}, "take_lengths_over_ranks"),
     "norm_over_ranks": Style({"weight": Cut(0)}, "normalize_over_ranks"),
     "expert_columns": Style(
         {"gate_up_proj": Cut(2), "gate_up_proj_bias": Cut(1), "down_proj": Cut(1), "down_proj_bias": FIRST_RANK},
@@ -222,6 +224,18 @@ class TensorParallel:
             self.collectives.all_reduce(squares)
             mean = squares / (wide.shape[-1] * self.size)
             return (norm.weight * (wide * torch.rsqrt(mean + norm.variance_epsilon))).to(hidden.dtype)
+
+        module.forward = forward
+
+    def take_lengths_over_ranks(self, module: nn.Module, whole_shape: tuple[int, ...]) -> None:
+        """A norm to length 1, without weights, whose input is cut."""
+        norm: Any = module
+
+        def forward(hidden: Tensor) -> Tensor:
+            wide = hidden.float()
+            squares = wide.pow(2).sum(-1, keepdim=True)
+            self.collectives.all_reduce(squares)
+            return (wide * torch.rsqrt(squares + norm.eps)).to(hidden.dtype)
 
         module.forward = forward
 

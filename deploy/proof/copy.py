@@ -20,6 +20,8 @@ SPREAD_OF_VECTORS = 0.1
 
 SPREAD_OF_GATES = 0.5
 GATES = "sinks", "gate"
+SCALED_UP = {"lambda_1", "lambda_2", "logit_scale", "s_gate", "sqk"}
+"""Names of small numbers that a model multiplies by a large constant."""
 DRAWN_BUFFERS = re.compile("bias|scalar")
 """Names of buffers that come out of a checkpoint: others are computed of the config."""
 
@@ -80,7 +82,8 @@ def _draw(model: Any) -> None:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() <= 1:
-                parameter.add_(torch.randn_like(parameter) * _spread(name))
+                size = parameter.abs() if name in SCALED_UP else 1.0
+                parameter.add_(torch.randn_like(parameter) * size * _spread(name))
             else:
                 is_embedding = isinstance(module, nn.Embedding) or id(parameter) in embeddings
                 parameter.normal_(0, _inputs_of(module, parameter, is_embedding) ** -0.5)

@@ -49,6 +49,7 @@ MOST_LATE = 8
 """Kinds of layers that come after those, each with its neighbours."""
 
 STATE_CHUNK = 8
+MOST_PASSES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,7 @@ def scaled(config: Any, ranks: int = 1) -> Scaled:
     _set_heads(given, fields, scale)
     _set_state_heads(given, fields, scale)
     _keep_scales(fields, scale)
+    _set_passes(given, fields, scale)
     if given.size("heads_per_ngram"):  # which share a width evenly
         fields["ple_embed_dim"] = NGRAM_SIZE * (fields["ngram_size"] - 1) * fields["heads_per_ngram"]
     made = Scaled(fields)
@@ -163,6 +165,11 @@ def scaled(config: Any, ranks: int = 1) -> Scaled:
     )
     return made
 
+
+TOLD_TWICE = {
+    "dory": ("layer_types", "num_hidden_layers", "n_input_layers", "n_recurrent_layers", "n_output_layers"),
+}  # fmt: skip
+"""model_type -> fields that its config writes otherwise than it has them: with MLPs as layers of their own."""
 
 USUAL = {"hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "layer_types"}
 """Names by which sizes are asked for here. Some models have them, and other names for the same beside."""
@@ -173,7 +180,8 @@ class Given:
 
     def __init__(self, config: Any):
         self._config = config
-        self.fields: dict[str, Any] = {name: value for name, value in config.to_dict().items() if name not in DROPPED}
+        told = config.to_dict() | {name: getattr(config, name) for name in TOLD_TWICE.get(config.model_type, ())}
+        self.fields: dict[str, Any] = {name: value for name, value in told.items() if name not in DROPPED}
         self._own: Mapping[str, str] = getattr(config, "attribute_map", None) or {}
         self._usual = {own: usual for usual, own in self._own.items() if own not in USUAL}
         self._layers = self.size("num_hidden_layers")
@@ -431,6 +439,18 @@ def _set_state_heads(given: Given, fields: dict[str, Any], scale: Scale) -> None
     for name in ("mamba_n_groups", "n_groups", "mamba_ngroups"):
         if given.size(name) is not None:
             fields[name] = min(fields[name], 2)
+
+
+def _set_passes(given: Given, fields: dict[str, Any], scale: Scale) -> None:
+    """Of layers that run several times for each token: how many they are, and the layers before and behind them."""
+    if given.size("n_recurrent_layers") is not None:
+        fields["n_input_layers"] = fields["n_output_layers"] = max(1, scale.to_layers // 4)
+        fields["n_recurrent_layers"] = scale.to_layers - 2 * fields["n_input_layers"]
+        fields["n_recurrent_loops"] = min(fields["n_recurrent_loops"], MOST_PASSES)
+    if given.size("num_layers_per_stack") is not None:  # each pass counts as layers
+        fields["num_layers_per_stack"] = min(fields["num_layers_per_stack"], 2)
+        passes = fields["H_cycles"] * (fields["L_cycles"] + 1)
+        fields["num_hidden_layers"] = fields["num_layers_per_stack"] * passes
 
 
 def _keep_scales(fields: dict[str, Any], scale: Scale) -> None:

@@ -81,6 +81,16 @@ def complete_layer_types(config: Any, fields: Mapping[str, Any]) -> str | None:
     )
 
 
+def told_prefix(config: Any) -> str | None:
+    """What is said of models that were trained on prompts whose tokens see each other both ways. None: nothing."""
+    if not getattr(config, "prefix_lm", False):
+        return None
+    return (
+        "config.json has prefix_lm: tokens of an instruction may have seen each other both ways in training. Here each "
+        "token sees those before it, as in transformers without token_type_ids"
+    )
+
+
 MINISTRAL_8B = {"num_hidden_layers": 36, "hidden_size": 4096, "vocab_size": 131072, "sliding_window": 32768}
 """By which its config.json is known: it has no name of its own."""
 
@@ -126,16 +136,38 @@ def _layer_types(config: Any) -> list[str]:
     """As the config lists them; configs without a list have one kind throughout, or name the layers that differ."""
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None:
-        return list(layer_types[: config.num_hidden_layers])
+        kinds = list(layer_types[: config.num_hidden_layers])
+        further = FURTHER_PASSES.get(config.model_type)
+        return kinds if further is None else kinds + further(config, kinds)
     cross = getattr(config, "cross_attention_layers", None) or ()
     kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     return ["cross_attention" if n in cross else kind for n in range(config.num_hidden_layers)]
 
 
+def _dory_passes(config: Any, kinds: list[str]) -> list[str]:
+    """Some layers run several times for each token, and attend to what the same pass had of earlier tokens."""
+    passes = config.n_recurrent_loops
+    if passes > 1 and config.recurrent_kv_cache_mode != "per_loop":
+        raise UnsupportedModel(
+            f"{config.model_type} with recurrent_kv_cache_mode {config.recurrent_kv_cache_mode!r} has earlier passes "
+            "read what the last pass has kept, so its answers depend on how a prompt is cut into steps. Set it to "
+            "'per_loop' in config.json, which keeps keys and values of each pass.",
+            field="model",
+        )
+    first = config.n_input_layers
+    return kinds[first : first + config.n_recurrent_layers] * (passes - 1)
+
+
+FURTHER_PASSES: dict[str, Callable[[Any, list[str]], list[str]]] = {"dory": _dory_passes}
+"""model_type -> kinds of the layers that run once more. Each pass is a layer here, behind all others, as transformers
+numbers them."""
+
+
 def layer_config(config: Any, index: int) -> Any:
     """The config as one layer sees it: some models have layers of unequal head sizes, or counts of heads."""
     layers = getattr(config, "per_layer_config", None)
-    layer = layers[index] if layers is not None else config
+    is_further_pass = index >= config.num_hidden_layers  # of layers that are all alike
+    layer = config if layers is None or is_further_pass else layers[index]
     own = LAYERS_OF.get(config.model_type)
     return layer if own is None else own(layer, config.layer_types[index])
 
@@ -155,7 +187,8 @@ LAYERS_OF: dict[str, Callable[[Any, str], Any]] = {"mimo_v2_flash": _mimo_v2}
 
 def index_key_size(config: Any, index: int) -> int:
     """Numbers that a layer keeps of each token to choose by; 0 if it attends to all, or to what another has chosen."""
-    if (getattr(config, "layer_types", None) or {index: ""})[index] not in ("indexed_attention", "minimax_m3_sparse"):
+    kinds = dict(enumerate(getattr(config, "layer_types", None) or ()))
+    if kinds.get(index) not in ("indexed_attention", "minimax_m3_sparse"):
         return 0
     if config.model_type == "qwen4_exp_text":
         return config.indexer_head_dim

@@ -13,6 +13,10 @@ from ..tensor_parallel import TensorParallel
 LAYER_FROM_CALL = {"Zamba2Attention"}
 """Classes of modules that are told with each call which layer they are: one block of weights is used by several."""
 
+PASS_FROM_CALL = {"DoryAttention": "cache_offset", "HrmTextAttention": "cycle_offset"}
+"""Classes of modules that run several times for each token -> what tells them with each call how far behind their own
+number that pass is, among all layers and passes."""
+
 TURN_EARLIER = {"Qwen4ExpTextQSAIndexer"}
 """Classes of indexers that turn keys when they choose."""
 
@@ -31,6 +35,14 @@ def patch_layer_index(module: Any) -> None:
             called.layer_idx = kwargs["layer_idx"]
 
         module.register_forward_pre_hook(note, with_kwargs=True)
+    offset = PASS_FROM_CALL.get(type(module).__name__)
+    if offset is not None:
+        own: int = module.layer_idx
+
+        def note_pass(called: Any, _args: Any, kwargs: Any) -> None:
+            called.layer_idx = own + kwargs.get(offset, 0)
+
+        module.register_forward_pre_hook(note_pass, with_kwargs=True)
 
 
 def patch_indexers(model: Any) -> None:

@@ -26,6 +26,10 @@ TENSOR_PARALLEL_PLANS: dict[str, dict[str, str]] = {
     )
     | _cut("mlp", GATED_MLP | EXPERTS)
     | _cut("mlp.shared_experts", GATED_MLP),
+    # Lengths over all heads, or all columns of an MLP, the ranks add up.
+    "dory": _cut("self_attn", {**ATTENTION, "gate_proj": "colwise", "attn_sub_norm": "lengths_over_ranks"})
+    | _cut("mlp", {**GATED_MLP, "ffn_sub_norm": "lengths_over_ranks"})
+    | dict.fromkeys(("model.layers.*.self_attn", "model.layers.*.mlp"), "channel_scales"),
     "falcon_h1": _cut("self_attn", ATTENTION) | _cut("feed_forward", GATED_MLP),
     # What its first MLPs need of all columns the ranks add up: see `patch_sparsity`.
     "gemma3n_text": _cut("self_attn", ATTENTION) | _cut("mlp", GATED_MLP),

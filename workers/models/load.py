@@ -18,7 +18,7 @@ from ...errors import CorruptCheckpoint, IntarsiaError, ModelNotFound, Unsupport
 from ...proto.worker import ModelFacts, ModelSettings
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.json_file import clipped
-from ..checkpoint.layer_specs import complete_layer_types, positions_of, read_layers, told_copies
+from ..checkpoint.layer_specs import complete_layer_types, positions_of, read_layers, told_copies, told_prefix
 from ..checkpoint.spellings import config_of
 from ..cpu.experts import pack_experts
 from ..cpu.linear import pack_linears
@@ -100,7 +100,8 @@ def _load(
     order = sum_order(dtype, device, settings.same_bits, parallel.size)
     completed = complete_layer_types(config, checkpoint.config)
     layers, alone = (read_layers(config, size, dtype.itemsize) for size in (parallel.size, 1))
-    notes = [completed, told_copies(layers, alone, parallel.size), order.note, *checkpoint.notes]
+    copies = told_copies(layers, alone, parallel.size)
+    notes = [completed, told_prefix(config), copies, order.note, *checkpoint.notes]
     for note in filter(None, notes):
         logger.warning(note)
     # A module without memory, then its weights.
