@@ -384,6 +384,10 @@ def _sections(values: list[int], scale: Scale) -> list[int]:
     """Frequencies of a head in parts, in about the same ratios and with the right sum."""
     total = sum(values) * scale.to_head // scale.head
     parts = [max(1, value * scale.to_head // scale.head) for value in values]
+    # Those that lost most when they were rounded get what is left.
+    losses = sorted(range(len(values)), key=lambda n: parts[n] - values[n] * scale.to_head / scale.head)
+    for n in losses[: max(0, total - sum(parts))]:
+        parts[n] += 1
     parts[0] += total - sum(parts)
     return parts
 

@@ -140,8 +140,13 @@ def _layer_types(config: Any) -> list[str]:
         further = FURTHER_PASSES.get(config.model_type)
         return kinds if further is None else kinds + further(config, kinds)
     cross = getattr(config, "cross_attention_layers", None) or ()
-    kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    has_window = getattr(config, "sliding_window", None) and config.model_type not in WITHOUT_WINDOW
+    kind = "sliding_attention" if has_window else "full_attention"
     return ["cross_attention" if n in cross else kind for n in range(config.num_hidden_layers)]
+
+
+WITHOUT_WINDOW = {"moshi"}
+"""Families whose layers see all, whatever window their config names: it is as long as their longest text."""
 
 
 def _dory_passes(config: Any, kinds: list[str]) -> list[str]:

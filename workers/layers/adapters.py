@@ -37,7 +37,6 @@ from .patches import (
     patch_query_scale,
     patch_sparsity,
 )
-from .refusals import check_causal
 from .states import Mixer, PagedStates
 
 
@@ -137,7 +136,6 @@ def bind(model: nn.Module, paged: Paged) -> None:
         if type(module).__name__ in MIXERS:
             patch_place(module, path)
         if hasattr(module, "layer_idx"):
-            check_causal(path, module)
             patch_layer_index(module)
             paged.attention.bind(module, patch_query_scale(module))
         patch_sparsity(module, paged.parallel)

@@ -26,8 +26,8 @@ class NGramFeatures(Mixer):
     """What such a layer adds to each residual stream: values of the n-grams that end with a token, gated by the stream,
     and a convolution of them with gaps, in which every G-th token before counts.
 
-    All ranks compute all of it; of the table each has some rows. The state keeps what the convolution reads, and the ids
-    of the last G - 1 tokens, less the id that ends texts: before a text's first token there is nothing but that.
+    All ranks compute all of it; of the table each has some rows. The state keeps what the convolution reads, and the
+    ids of the last G - 1 tokens, less the id that ends texts: before a text's first token there is nothing but that.
     """
 
     def __init__(self, module: Any, states: PagedStates, parallel: TensorParallel):

@@ -23,12 +23,13 @@ from ..checkpoint.spellings import config_of
 from ..cpu.experts import pack_experts
 from ..cpu.linear import pack_linears
 from ..cpu.order import sum_order
-from ..known_families import is_known
+from ..known_families import check_not_refused, is_known
 from ..layers.adapters import Paged, bind
 from ..layers.attention import IMPLEMENTATION, PagedAttention
 from ..layers.chosen import ChoosingAttention
 from ..layers.cross import CrossAttention
 from ..layers.patches import patch_rotary_dim
+from ..layers.refusals import check_causal
 from ..layers.states import PagedStates
 from ..memory import is_lack_of_memory, is_of_the_device
 from ..pictures.tiling import tile_tokens
@@ -106,6 +107,7 @@ def _load(
         logger.warning(note)
     # A module without memory, then its weights.
     module = _build(whole, config, dtype, settings)
+    check_causal(module)
     vocab_size = module.get_input_embeddings().num_embeddings
     keeper = keeper_of(settings, dtype, device)
     fill_weights(module, checkpoint, parallel, config, dtype, device, watch, keeper)
@@ -174,6 +176,8 @@ def _read_config(settings: ModelSettings) -> Any:
     has_code = settings.trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {})
     if config.model_type in WITH_ENCODER:
         return config
+    if not has_code:
+        check_not_refused((config.model_type, text.model_type))
     if has_own_class(text) or has_code:
         return text
     if text_part_class(config) is not None:
