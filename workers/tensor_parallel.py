@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from ..errors import InvalidSetting, UnsupportedModel
 from ..kernels.products import PackedLinear
@@ -41,7 +43,7 @@ class Cut:
 
     dim: int
     sections: tuple[Section, ...] = ()  # empty: `halves` of equal size
-    halves: int = 1
+    halves: int = 1  # or thirds
 
     def of(self, shape: tuple[int, ...]) -> tuple[Section, ...]:
         return self.sections or (Section(shape[self.dim] // self.halves),) * self.halves
@@ -74,6 +76,10 @@ STYLES: dict[str, Style] = {
     "colwise_gather_output": Style({"weight": Cut(0), "bias": Cut(0), "logit_scale": Cut(0)}, "gather_outputs"),
     "sinks": Style({"sinks": Cut(0), "gate_bias": Cut(0)}),
     "key_scales": Style({"temp": Cut(0)}),
+    # transformers' Conv1D, which holds weights [inputs,outputs]: GPT-2.
+    "conv_colwise": Style({"weight": Cut(1), "bias": Cut(0)}),
+    "conv_thirds": Style({"weight": Cut(1, halves=3), "bias": Cut(0, halves=3)}),
+    "conv_rowwise": Style({"weight": Cut(0), "bias": FIRST_RANK}, "sum_outputs"),
     "channel_scales": Style(dict.fromkeys(("sqk", "s_gate", "suv_gate", "suv_up"), Cut(0))),
     "lengths_over_ranks": Style({}, "take_lengths_over_ranks"),
     "norm_over_ranks": Style({"weight": Cut(0)}, "normalize_over_ranks"),
@@ -136,10 +142,13 @@ class TensorParallel:
         if self.size == 1:
             return {}
         patterns = _patterns(model, config, ours)
+        outputs = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
         styles = {}
         for path, module in model.named_modules():
-            # Embeddings are cut by rows, also where the plan says otherwise.
+            # Embeddings are cut by rows, also where the plan says otherwise; an output that shares them is, too.
             style = "vocab" if _is_vocabulary(model, path, module, vocabularies) else _match(patterns, path)
+            if path == "lm_head" or module is outputs:
+                style = "colwise_gather_output" if isinstance(module, nn.Linear) else None  # or what is before it
             if style is None or style in WHOLE:
                 continue
             if style not in STYLES:
@@ -280,6 +289,13 @@ def count_own_heads(module: nn.Module) -> None:
             if hasattr(here, count) and hasattr(here, projection) and hasattr(here, "head_dim"):
                 linear = getattr(here, projection)
                 setattr(here, count, _outputs(linear) // here.head_dim)
+        if isinstance(here, Conv1D):
+            here.nf = here.weight.shape[1]
+        if isinstance(getattr(here, "c_attn", None), Conv1D):
+            here.split_size = here.c_attn.weight.shape[1] // 3
+        if is_multi_query(here):
+            here.embed_dim = _outputs(here.c_attn) - 2 * here.kv_dim
+            here.num_heads = here.embed_dim // here.head_dim
         if is_fused(here):
             _count_fused(here)
         if hasattr(here, "query_key_value") and hasattr(here, "num_heads") and hasattr(here, "head_dim"):
@@ -292,6 +308,11 @@ def is_fused(module: Any) -> bool:
     return has_all and isinstance(module.qkv_proj, nn.Linear | PackedLinear)
 
 
+def is_multi_query(module: Any) -> bool:
+    """Does one linear give out all queries and, behind them, the one key and value of GPT-BigCode?"""
+    return getattr(module, "multi_query", False) and isinstance(getattr(module, "c_attn", None), nn.Linear | PackedLinear)
+
+
 def _count_fused(attention: Any) -> None:
     """It asks the config for the count of its query heads, so it gets one of its own."""
     groups = attention.num_key_value_groups
@@ -301,6 +322,7 @@ def _count_fused(attention: Any) -> None:
 
 
 def _outputs(linear: Any) -> int:
+    linear = getattr(linear, "linear", linear)  # Moshi's are wrapped
     return linear.outputs if isinstance(linear, PackedLinear) else linear.weight.shape[0]
 
 
@@ -320,7 +342,6 @@ def _patterns(model: nn.Module, config: Any, ours: Mapping[str, str] | None) -> 
         )
     prefix = f"{getattr(model, 'base_model_prefix', 'model')}."
     plan = ours if ours is not None else {prefix + path: style for path, style in (theirs or {}).items()}
-    plan = {**plan, "lm_head": "colwise_gather_output"}
     return [(re.compile(re.escape(path).replace(r"\*", r"\d+")), style) for path, style in plan.items()]
 
 

@@ -8,6 +8,11 @@ def _cut(path: str, styles: Mapping[str, str]) -> dict[str, str]:
     return {f"model.layers.*.{path}.{name}": style for name, style in styles.items()}
 
 
+def _of_h(path: str, styles: Mapping[str, str]) -> dict[str, str]:
+    """The same in models that call their layers as GPT-2 does."""
+    return {f"transformer.h.*.{path}.{name}": style for name, style in styles.items()}
+
+
 ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 GATED_MLP = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
 
@@ -79,6 +84,19 @@ TENSOR_PARALLEL_PLANS["bailing_hybrid"] = TENSOR_PARALLEL_PLANS["deepseek_v3"] |
 
 TENSOR_PARALLEL_PLANS |= dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), TENSOR_PARALLEL_PLANS["deepseek_v3"])
 """Indexers are whole on every rank: each has to choose the same tokens."""
+
+TENSOR_PARALLEL_PLANS |= {
+    "ctrl": _of_h("multi_head_attention", {"Wq": "colwise", "Wk": "colwise", "Wv": "colwise", "dense": "rowwise"})
+    | _of_h("ffn", {"0": "colwise", "2": "rowwise"}),
+    "gpt2": _of_h("attn", {"c_attn": "conv_thirds", "c_proj": "conv_rowwise"})
+    | _of_h("mlp", {"c_fc": "conv_colwise", "c_proj": "conv_rowwise"}),
+    # Queries, keys and values come out of one linear: see `cut_fused`.
+    "gpt_bigcode": _of_h("attn", {"c_proj": "rowwise"}) | _of_h("mlp", {"c_fc": "colwise", "c_proj": "rowwise"}),
+    "modernbert-decoder": _cut("attn", {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "Wo": "rowwise"})
+    | _cut("mlp", {"Wi": "packed", "Wo": "rowwise"}),
+    "moshi": _cut("self_attn", {f"{name}.linear": style for name, style in ATTENTION.items()})
+    | _cut("mlp", {"fc1": "packed", "fc2": "rowwise"}),
+}
 
 VOCABULARIES = {"embed_tokens_per_layer"}
 """Embeddings beside the input's own with a row for each token, each rank holding some."""

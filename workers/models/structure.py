@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..tensor_parallel import Cut, Section, Style, is_fused
+from ..tensor_parallel import Cut, Section, Style, is_fused, is_multi_query
 
 ATTENTION_OUTPUTS = "o_proj", "out_proj", "dense", "c_proj"
 MLPS: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -57,6 +57,9 @@ def cut_fused(model: nn.Module) -> dict[str, Style]:
             keys = Section(heads * each, kv_heads=heads)
             cut = Cut(0, (Section(keys.size * here.num_key_value_groups), keys, keys))
             styles[f"{path}.qkv_proj"] = Style({"weight": cut, "bias": cut})
+        if is_multi_query(here):
+            cut = Cut(0, (Section(here.embed_dim), Section(2 * here.kv_dim, is_cut=False)))
+            styles[f"{path}.c_attn"] = Style({"weight": cut, "bias": cut})
     return styles
 
 
