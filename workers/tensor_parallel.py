@@ -310,7 +310,8 @@ def is_fused(module: Any) -> bool:
 
 def is_multi_query(module: Any) -> bool:
     """Does one linear give out all queries and, behind them, the one key and value of GPT-BigCode?"""
-    return getattr(module, "multi_query", False) and isinstance(getattr(module, "c_attn", None), nn.Linear | PackedLinear)
+    linear = getattr(module, "c_attn", None)
+    return getattr(module, "multi_query", False) and isinstance(linear, nn.Linear | PackedLinear)
 
 
 def _count_fused(attention: Any) -> None:

@@ -343,8 +343,9 @@ def find_sources(module: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.d
                 names = [name.replace(converter.target_patterns[0], each) for each in converter.target_patterns]
                 sources |= _taken_apart(parts[0][0], {each: wanted[each].shape[split.dim] for each in names}, split.dim)
             case [ErnieFuseAndSplitTextVisionExperts(stack_dim=0, concat_dim=1)]:
-                for each, share in zip(converter.target_patterns, _shares(parts, converter.target_patterns), strict=True):
-                    full_name = name.replace(converter.target_patterns[0], each)
+                targets = converter.target_patterns
+                for each, share in zip(targets, _shares(parts, len(targets)), strict=True):
+                    full_name = name.replace(targets[0], each)
                     sources[full_name] = _put_together(full_name, share, (MergeModulelist(0), Concatenate(1)))
             case [Transpose(dim0=0, dim1=1, check_dims=False)] if len(wanted[name].shape) == 2:
                 sources[name] = TurnedMatrix(parts[0][0])
@@ -356,10 +357,10 @@ def find_sources(module: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.d
     return sources
 
 
-def _shares(parts: list[list[Source]], targets: Sequence[str]) -> Iterator[list[list[Source]]]:
+def _shares(parts: list[list[Source]], kinds: int) -> Iterator[list[list[Source]]]:
     """Of experts that are numbered through: those of each kind, in equal numbers."""
-    for n in range(len(targets)):
-        sizes = [-(-len(group) // len(targets)) for group in parts]
+    sizes = [-(-len(group) // kinds) for group in parts]
+    for n in range(kinds):
         yield [group[n * size : (n + 1) * size] for group, size in zip(parts, sizes, strict=True)]
 
 
