@@ -289,9 +289,9 @@ def count_own_heads(module: nn.Module) -> None:
             if hasattr(here, count) and hasattr(here, projection) and hasattr(here, "head_dim"):
                 linear = getattr(here, projection)
                 setattr(here, count, _outputs(linear) // here.head_dim)
-        if isinstance(here, Conv1D):
+        if _is_conv(here):
             here.nf = here.weight.shape[1]
-        if isinstance(getattr(here, "c_attn", None), Conv1D):
+        if _is_conv(getattr(here, "c_attn", None)):
             here.split_size = here.c_attn.weight.shape[1] // 3
         if is_multi_query(here):
             here.embed_dim = _outputs(here.c_attn) - 2 * here.kv_dim
@@ -308,10 +308,14 @@ def is_fused(module: Any) -> bool:
     return has_all and isinstance(module.qkv_proj, nn.Linear | PackedLinear)
 
 
+def _is_conv(module: Any) -> bool:
+    return isinstance(module, Conv1D)
+
+
 def is_multi_query(module: Any) -> bool:
     """Does one linear give out all queries and, behind them, the one key and value of GPT-BigCode?"""
     linear = getattr(module, "c_attn", None)
-    return getattr(module, "multi_query", False) and isinstance(linear, nn.Linear | PackedLinear)
+    return bool(getattr(module, "multi_query", False)) and isinstance(linear, nn.Linear | PackedLinear)
 
 
 def _count_fused(attention: Any) -> None:

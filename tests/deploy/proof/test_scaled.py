@@ -134,5 +134,6 @@ def test_layers_that_are_counted_from_one_stay_those_that_they_are():
 
 def test_sections_of_rotated_numbers_stay_in_their_ratios():
     ropes = {"rope_type": "default", "rope_theta": 500_000.0, "mrope_section": [22, 22, 20]}
-    config = CONFIG_MAPPING["ernie4_5_vl_moe"](text_config={"head_dim": 128, "rope_parameters": ropes})
+    kind: Any = CONFIG_MAPPING["ernie4_5_vl_moe"]
+    config = kind(text_config={"head_dim": 128, "rope_parameters": ropes})
     assert scaled(config.get_text_config()).fields["rope_parameters"]["mrope_section"] == [3, 3, 2]
