@@ -12,6 +12,7 @@ from ..proto.channel import Address
 from ..proto.worker import Process
 from ..workers.process.actor import own_process
 from .engine import Engine
+from .kv_publisher import KvEvents, kv_events
 from .placement import Placement
 from .server import EngineServer
 from .startup import EngineSettings, build_engine
@@ -27,6 +28,7 @@ class ControllerActor:
         log_as_asked()
         self._workers: WorkerGroup | None = None
         self._engine: Engine | None = None
+        self._kv_events: KvEvents | None = None
         self._loop_task: asyncio.Task | None = None
         self._address: Address | None = None
 
@@ -41,7 +43,10 @@ class ControllerActor:
         where front ends connect: at `host`, or None, where other machines can."""
         self._workers = WorkerGroup(placement)
         await (self._workers.assemble() if is_new else self._workers.take_over())
-        self._engine = await build_engine(settings, self._workers)
+        self._engine = engine = await build_engine(settings, self._workers)
+        self._kv_events = kv_events(settings.kv_events, engine.info, engine.cache_watchers)
+        if self._kv_events is not None:
+            engine.info = engine.info._replace(notes=(*engine.info.notes, self._kv_events.note))
         door = EngineServer(self._engine)
         self._address = await door.start(host or ray.util.get_node_ip_address())
         freeze_startup_objects()
@@ -66,6 +71,8 @@ class ControllerActor:
         try:
             await engine.run()
         finally:
+            if self._kv_events is not None:
+                await asyncio.to_thread(self._kv_events.close)
             await door.close(engine.failure)
 
     async def stats(self) -> dict[str, Any]:

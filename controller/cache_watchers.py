@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from ..kvcache.events import Cleared, Event, EventLog, of_owner
 from ..kvcache.manager import CacheManager
+from ..kvcache.prefix import Namer
 
 Watcher = Callable[[list[Event]], None]
 """Takes what changed in the prefix cache since it was last called."""
@@ -20,6 +21,11 @@ class CacheWatchers:
         self._manager = manager
         self._watchers: list[tuple[Watcher, bytes | None]] = []  # with the mark of the salt it may see; None: all
         self._events: EventLog | None = None
+
+    @property
+    def namer(self) -> Namer:
+        """Who makes the names that watchers are told."""
+        return self._manager.namer
 
     def add(self, watcher: Watcher, viewer: str | None = None) -> list[Event]:
         """Send `watcher` what changes from now on. Returns what is known now.

@@ -25,6 +25,7 @@ from .admission.structured_output import StructuredOutput, too_complex
 from .cache_watchers import CacheWatchers
 from .delivery import Sink, Subscribers
 from .losses import GIVE_UP_AFTER_S, Losses, given_up_with, is_the_cause
+from .preparing import Preparing
 from .request import Request
 from .scheduling.deadlines import exceeded
 from .scheduling.outcome import Outcome
@@ -69,7 +70,7 @@ class Engine:
         self._workers = workers
         self._live: dict[RequestId, Request] = {}  # the requests that have not left
         self._overload = OverloadGuard(overload or OverloadSettings(), scheduler)
-        self._admission = Admission(info, manager.plan, self._overload)
+        self._admission = Admission(info, manager, self._overload)
         self._structured_output = StructuredOutput(workers)
         self._subscribers = Subscribers()
         self.telemetry = Telemetry(scheduler, self._live, tracer)
@@ -80,14 +81,13 @@ class Engine:
         self._depth = depth
         self._under_way: deque[_SentStep] = deque()  # oldest first
         self._wake = asyncio.Event()
+        self.preparing = Preparing(self._admission, scheduler.preparation, self._wake.set)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def submit(self, asked: GenerateRequest, handle: int, sink: Sink) -> list[RequestId]:
         """Queue a request; its tokens go to `sink`. One id per answer, whose handles are `handle` and those after it.
-
-        Raises `InvalidRequest` if it cannot be served as asked, `Overloaded` if it cannot be in time.
-        """
+        Raises `InvalidRequest` if it cannot be served as asked, `Overloaded` if it cannot be in time."""
         if self.failure is not None:
             raise self.failure
         try:
@@ -130,6 +130,11 @@ class Engine:
             self._wake.set()
         else:  # its form is being compiled
             self._forget(request)
+
+    def end_soon(self, request_id: RequestId) -> None:
+        """The text of an answer is complete: it ends as one that ends by itself."""
+        if request_id in self._live:
+            self._live[request_id].end_soon()
 
     def _forget(self, request: Request) -> None:
         del self._live[request.id]

@@ -19,6 +19,7 @@ from ..proto.messages import (
     Abort,
     Answer,
     AskCacheState,
+    AskLeases,
     AskLoad,
     AskMetrics,
     AskProbe,
@@ -26,14 +27,18 @@ from ..proto.messages import (
     CacheEvents,
     Delivery,
     EngineLost,
+    Enough,
     Idle,
     Pair,
+    Prepare,
     Refused,
+    ReleaseLease,
     Submit,
     UnwatchCache,
     WatchCache,
 )
 from ..proto.request import GenerateRequest
+from ..proto.status import PreparedEnd, PreparedPrompt
 from .cache_watchers import Watcher
 from .delivery import Outbox
 from .engine import Engine
@@ -44,6 +49,8 @@ QUESTIONS: Mapping[type, Callable[..., Any]] = {
     AskCacheState: Status.cache_state,
     AskProbe: Status.probe,
     AskMetrics: Status.metrics,
+    AskLeases: Status.leases,
+    ReleaseLease: Status.release_lease,
 }
 """That are answered at once. What is behind the handle of a question is what the engine is asked with."""
 
@@ -95,11 +102,14 @@ class _Connection:
         self._requests: dict[int, RequestId] = {}  # by handle
         self._watchers: dict[int, Watcher] = {}  # by handle
         self._snapshots: set[asyncio.Future[None]] = set()  # that are being taken
+        self._is_closed = False
         self._verbs: Mapping[type, Callable[[Any], None]] = {
             Submit: self._submit,
             Abort: self._abort,
+            Enough: self._enough,
             Refused: lambda message: engine.telemetry.refused(message.requests),
             AskSnapshot: self._snapshot,
+            Prepare: self._prepare,
             WatchCache: self._watch,
             UnwatchCache: lambda message: engine.cache_watchers.remove(self._watchers.pop(message.handle)),
             Pair: lambda message: pairs.meet(message.name, stream),
@@ -112,6 +122,7 @@ class _Connection:
 
     def close(self) -> None:
         """The front end has left: what it asked for ends."""
+        self._is_closed = True
         self._outbox.close()
         for request_id in self._requests.values():
             self._engine.abort(request_id)
@@ -146,9 +157,24 @@ class _Connection:
         if message.handle in self._requests:
             self._engine.abort(self._requests.pop(message.handle))
 
+    def _enough(self, message: Enough) -> None:
+        if message.handle in self._requests:
+            self._engine.end_soon(self._requests[message.handle])
+
     def _answer(self, message: Any) -> None:
         handle, *about = message
         self._send(Answer(handle, QUESTIONS[type(message)](self._engine.status, *about)))
+
+    def _prepare(self, message: Prepare) -> None:
+        told = partial(self._tell_prepared, message.handle)
+        try:
+            self._engine.preparing.take(message, told)
+        except IntarsiaError:
+            told(PreparedPrompt(PreparedEnd.REFUSED, 0, 0))
+
+    def _tell_prepared(self, handle: int, prepared: PreparedPrompt) -> None:
+        if not self._is_closed:
+            self._send(Answer(handle, prepared))
 
     def _snapshot(self, message: AskSnapshot) -> None:
         taking = asyncio.ensure_future(self._send_snapshot(message))
@@ -204,8 +230,20 @@ def _check_handle(message: Any) -> None:
     number = message[0]
     if type(number) is int and number < 0:
         raise ValueError(f"{type(message).__name__} of {number}")
-    if type(message) is AskProbe and message.tokens and not 0 <= min(message.tokens) <= max(message.tokens) < 2**31:
-        raise ValueError("tokens that are none")
+    for tokens in _tokens_of(message):
+        if tokens and not 0 <= min(tokens) <= max(tokens) < 2**31:
+            raise ValueError("tokens that are none")
+    if type(message) is Prepare and message.kept < 0:
+        raise ValueError(f"{message.kept} tokens")
+
+
+def _tokens_of(message: Any) -> Sequence[Sequence[int]]:
+    match message:
+        case AskProbe():
+            return (message.tokens,)
+        case Prepare():
+            return message.tokens, message.passed
+    return ()
 
 
 def _check_request(request: GenerateRequest) -> None:

@@ -12,7 +12,9 @@ from ..errors import IntarsiaError
 from ..kvcache.ids import RequestId
 from ..kvcache.manager import CacheManager
 from ..kvcache.sampled_worth import Forecast, follow
+from ..proto.leases import NO_LEASES, Lease
 from ..proto.status import CacheState, EngineInfo, EngineLoad, GroupState, Probe, SnapshotQuery
+from .leases.leases import leases_of
 from .metrics import Metrics
 from .request import Request
 from .scheduling.scheduler import Scheduler
@@ -68,17 +70,42 @@ class Status:
             groups=self._groups(lambda group: pool.groups[group].num_held, lambda group: len(pool.groups[group].index)),
         )
 
-    def probe(self, tokens: Sequence[int], salt: str = "") -> Probe:
-        """What a request with this prompt would meet."""
+    def probe(self, tokens: Sequence[int], salt: str = "", viewer: str | None = None) -> Probe:
+        """What a request with this prompt would meet. Nothing becomes newer, older or known by it."""
+        cached_tokens = self._manager.lookup(tokens, salt.encode()).tokens if tokens else 0
+        load = self.load(viewer)
+        if viewer is None:
+            queued_tokens, tokens_per_s = self._scheduler.queued_tokens, self._telemetry.tokens_per_s(time.monotonic())
+        else:
+            own = [each for each in self._live.values() if each.options.salt == viewer and each.slot is None]
+            queued_tokens, tokens_per_s = sum(len(request.tokens) for request in own), None
         return Probe(
-            cached_tokens=self._manager.lookup(tokens, salt.encode()).tokens if tokens else 0,
-            queued_tokens=self._scheduler.queued_tokens,
-            running=self._scheduler.num_running,
+            cached_tokens=cached_tokens,
+            queued_tokens=queued_tokens,
+            running=load.running,
             is_leaving=self.is_leaving,
+            waiting=load.waiting,
+            pool_use=load.pool_use,
+            tokens_per_s=tokens_per_s,
         )
 
+    def leases(self, viewer: str | None = None) -> tuple[Lease, ...]:
+        """Conversations whose cache is held."""
+        leases = leases_of(self._manager)
+        return leases.held(viewer) if leases is not None else ()
+
+    def release_lease(self, lease: str, viewer: str | None = None) -> bool:
+        """End one, which is the one thing here that changes something. False: the viewer has none of that id."""
+        leases = leases_of(self._manager)
+        return leases is not None and leases.release(lease, viewer)
+
     def metrics(self) -> Metrics:
-        return self._telemetry.meter.read(self._manager)._replace(forecasts=self.forecasts())
+        measured, leases = self._telemetry.meter.read(self._manager), leases_of(self._manager)
+        return measured._replace(
+            forecasts=self.forecasts(),
+            prepared=self._scheduler.preparation.measured(),
+            leases=leases.counts if leases is not None else NO_LEASES,
+        )
 
     def forecasts(self) -> tuple[Forecast, ...]:
         """What other sizes of each kind of memory would find of late. Empty until requests have left."""

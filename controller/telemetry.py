@@ -30,6 +30,9 @@ KEPT_STEPS = 600
 KEPT_ENDED = 100
 """Latest requests that have ended."""
 
+LATE_S, SHORTEST_S = 10.0, 0.1
+"""The time over which tokens per second are counted, and the least that they are divided by."""
+
 MOST_TENANTS = 4096
 """Tenants that are counted. A server has as many as its keys name; a program of its own may salt as it likes."""
 
@@ -119,6 +122,12 @@ class Telemetry:
         tenant = self._tenants.get(salt, Counter())
         return {name: tenant[name] for name in COUNTS} | {"rebuilds": self.stats.rebuilds}
 
+    def tokens_per_s(self, now_s: float) -> float | None:
+        """Tokens drawn per second of late. None: none were."""
+        late = [step for step in self.journal.steps(0) if step.ended_s > now_s - LATE_S]
+        drawn = sum(step.decoding + step.began for step in late)
+        return drawn / max(now_s - late[0].ended_s, SHORTEST_S) if drawn else None
+
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def submitted(self, answers: int, max_tokens: int) -> None:
@@ -204,14 +213,14 @@ class Telemetry:
                 ended=ended,
                 running=running,
                 waiting=max(0, len(self._live) - running),
-                preempted=self._scheduler.preemptions - stats.preemptions,
+                preempted=self._scheduler.preemption.preemptions - stats.preemptions,
             )
         )
         stats.steps += 1
         stats.generated_tokens += generated
         stats.computed_tokens += computed
-        stats.preemptions = self._scheduler.preemptions
-        stats.swaps = self._scheduler.swaps
+        stats.preemptions = self._scheduler.preemption.preemptions
+        stats.swaps = self._scheduler.preemption.swaps
         stats.wait_us += times.wait_us
         stats.commit_us += times.commit_us
         stats.run_us += result.run_us

@@ -73,17 +73,19 @@ def demo() -> None:
 def serve(
     context: typer.Context,
     model: Annotated[
-        Path,
+        Path | None,
         typer.Argument(
-            metavar="MODEL_DIR", help="A Hugging Face checkpoint directory, a GGUF file, or its name on the Hub."
+            metavar="MODEL_DIR",
+            show_default=False,
+            help="A Hugging Face checkpoint directory, a GGUF file, or its name on the Hub; none: --config lists some.",
         ),
-    ],
+    ] = None,
     config: Config = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print every setting and where it comes from; start nothing.")
     ] = False,
 ) -> None:
-    """Serve a model over HTTP (OpenAI-compatible) and gRPC until stopped with Ctrl-C.
+    """Serve a model, or those of a file, over HTTP (OpenAI-compatible) and gRPC until stopped with Ctrl-C.
 
     Every setting is a flag, an environment variable (--kv-cache-memory: INTARSIA_KV_CACHE_MEMORY) and a key of the
     file that --config names (kv_cache_memory).
@@ -188,6 +190,9 @@ def generate(
     choice: Annotated[list[str] | None, typer.Option(help="Answer with one of these texts.")] = None,
     priority: Annotated[int, typer.Option(help="Smaller comes first.")] = 0,
     timeout_s: Annotated[float | None, typer.Option(help="Seconds after which the answer is worth nothing.")] = None,
+    keep_s: Annotated[
+        float | None, typer.Option(help="Seconds for which the cache of prompt and answer is kept after it.")
+    ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")] = False,
     image: Annotated[
         list[Path] | None, typer.Option(help="A picture for each image token of the prompt, in their order.")
@@ -215,7 +220,7 @@ def generate(
     )
     server, request_options = (
         Server(address, api_key, ssl_ca_certs),
-        RequestOptions(priority=priority, timeout_s=timeout_s),
+        RequestOptions(priority=priority, timeout_s=timeout_s, keep_s=keep_s),
     )
     run(server, prompt, token_ids, image or (), request_options, sampling)
 

@@ -33,8 +33,8 @@ from .grpc.door import noting, status_of
 from .grpc.server import SERVICE, InferenceServicer
 from .openai.app import make_app
 from .settings.options import engine_settings
-from .settings.setting import did_you_mean
 from .settings.table import ENGINE, LIMITS, SERVER
+from .settings.typed import fault_of, typed
 from .start.autoscaling import POOL_USE, wanted_replicas
 from .start.launch import RunningEngine, find_engines, start_engine
 from .start.serve import ServerSettings, server_settings
@@ -52,6 +52,7 @@ BEHIND_A_PROXY = {
     "console_prompts",
     "image_hosts",
     "open_objects",
+    "prepare_next_turns",
     "request_log",
     "tool_call_parser",
     "reasoning_parser",
@@ -173,6 +174,20 @@ class Replica:
         """Answers for the replica that Serve picks."""
         return await self._answer(self._servicer.GetCacheState, request, grpc_context, Level.FIGURES)
 
+    async def ListLeases(self, request: pb.ListLeasesRequest, grpc_context: RayServegRPCContext) -> pb.Leases:
+        """Of all replicas."""
+        return await self._answer(self._servicer.ListLeases, request, grpc_context, Level.FIGURES)
+
+    async def ReleaseLease(
+        self, request: pb.ReleaseLeaseRequest, grpc_context: RayServegRPCContext
+    ) -> pb.ReleaseLeaseResponse:
+        """At whichever replica it is."""
+        return await self._answer(self._servicer.ReleaseLease, request, grpc_context, Level.FIGURES)
+
+    async def Probe(self, request: pb.ProbeRequest, grpc_context: RayServegRPCContext) -> pb.ProbeResponse:
+        """Answers for all replicas."""
+        return await self._answer(self._servicer.Probe, request, grpc_context, Level.FIGURES)
+
     async def WatchCacheEvents(
         self, request: pb.WatchCacheEventsRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[pb.CacheEvents, None]:
@@ -280,22 +295,13 @@ def app(args: Mapping[str, Any]) -> serve.Application:
 
 def _split(args: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], DeploymentOptions]:
     """Settings of the engine and of its server, in their types, and the rest."""
-    rows = OF_ENGINE | OF_SERVER
-    known: dict[str, Any] = {"model": (str, ...)} | {name: (row.kind, row.default) for name, row in rows.items()}
-    for name in args:
-        if name not in known and name not in DeploymentOptions.model_fields:
-            hint = did_you_mean(name, [*known, *DeploymentOptions.model_fields])
-            raise InvalidSetting(f"{name} is no setting.{hint}", field=name)
     if "model" not in args:
         raise InvalidSetting("model is missing: serve run intarsia.deploy.serve_app:app model=PATH", field="model")
-    Settings: Any = pydantic.create_model("Settings", **known)
+    of_options = DeploymentOptions.model_fields
+    given = typed([*OF_ENGINE.values(), *OF_SERVER.values()], args, [*of_options])
     try:
-        settings = Settings(**{name: value for name, value in args.items() if name in known})
-        options = DeploymentOptions(**{name: value for name, value in args.items() if name not in known})
+        options = DeploymentOptions(**{name: value for name, value in args.items() if name in of_options})
     except pydantic.ValidationError as error:
-        fault = error.errors()[0]
-        name = str(fault["loc"][0])
-        raise InvalidSetting(f"{name}: {fault['msg']}, got {fault['input']!r}", field=name) from None
-    given = {name: getattr(settings, name) for name in args if name in known}
+        raise fault_of(error) from None
     server = {name: given.pop(name) for name in OF_SERVER if name in given}
     return given, server, options

@@ -21,22 +21,22 @@ from .eviction import USUAL_POLICY, Policy
 from .group_table import COPIED, DROPPED, HELD, NOTHING, Copy, Growth, Row, marks_of
 from .hints import USUAL_RETENTION, Hints, Retain
 from .ids import BlockId, RequestId
+from .leased_blocks import LeasedBlocks
 from .lookup import Hit, Lookup
 from .plan import MemoryPlan
 from .pool import BlockPool
 from .prefix import Chain, Encoder, Namer, TokenChain
-from .retention import Arrival, retain_by_worth
+from .retention import retain_by_worth
 from .room import Room
 from .settings import CacheSettings
 from .swapping import Swapping
 from .tables import Tables, name_every
+from .visits import Arrival
 
 
 class CacheManager:
     """The open requests, over one `BlockPool`. Single-threaded.
-
-    Invariant: a request is open here and in every table, or in none. What it holds is written in the tables.
-    """
+    Invariant: a request is open here and in every table, or in none. What it holds is written in the tables."""
 
     def __init__(
         self,
@@ -60,6 +60,8 @@ class CacheManager:
         self._name_every = name_every(plan)
         self._lookup = Lookup(self._tables, self.pool, plan.block_tokens, caching=self.is_caching)
         self.hints = Hints(self.pool, plan, settings.pinned_share, clock)
+        beside = self._tables, self.hints, self.retention
+        self.leased = LeasedBlocks(plan, self.pool, *beside, caching=self.is_caching)
         self._room = Room(self._tables, self.pool)
         self._swapping = Swapping(self._tables, self.pool, plan)
         self._rows: dict[RequestId, Row] = {}
@@ -68,9 +70,7 @@ class CacheManager:
 
     def chain(self, tokens: Sequence[int], salt: bytes = b"", encoder: Encoder | None = None) -> TokenChain:
         """The names of a sequence. Kept with a request, they are computed once. `tokens` may grow; it is not copied.
-
-        encoder: what the text is read beside, which is part of its names.
-        """
+        encoder: what the text is read beside, which is part of its names."""
         return self.namer.chain(tokens, salt, encoder)
 
     def names(self, group: int, chain: Chain) -> list[bytes]:
@@ -105,9 +105,10 @@ class CacheManager:
         """Below this length, growing token by token, a request needs no block: `extend` would do nothing."""
         return self._rows[request].quiet_until
 
-    def room_to_grow(self, request: RequestId, length: int) -> int:
-        """The longest up to `length` that the pool has blocks for now; what the request has already if none."""
-        return self._room.to_grow(self._rows[request], length)
+    def room_to_grow(self, request: RequestId, length: int, *, at_no_loss: bool = False) -> int:
+        """The longest up to `length` that the pool has blocks for now; what the request has already if none.
+        at_no_loss: without the eviction of a prefix that is likely to be wanted again."""
+        return self._room.to_grow(self._rows[request], length, at_no_loss=at_no_loss)
 
     def chunk_end(self, request: RequestId, length: int) -> int:
         """Where a chunk of prefill up to `length` had better end."""
@@ -131,9 +132,10 @@ class CacheManager:
 
     # -- acting: the life of a request -------------------------------------------------------------------------------
 
-    def open(self, request: RequestId, hit: Hit, borders: Sequence[int] = ()) -> None:
+    def open(self, request: RequestId, hit: Hit, borders: Sequence[int] = (), *, is_asked: bool = True) -> None:
         """Begin a request that holds the blocks of `hit`. borders: lengths at which other prompts are likely to part
-        from it, in tokens; what they would need at the last block border before is worth more."""
+        from it, in tokens; what they would need at the last block border before is worth more. is_asked: by a client;
+        else nothing is learnt from it."""
         row = self._add_row(Row(request, hit.chain, hit.encoder, hit.tokens))
         for table in self._tables.each:
             table.open(row, hit.tokens)
@@ -143,8 +145,8 @@ class CacheManager:
         if self.is_caching:
             self._lookup.opened(hit.chain)
         if self.retention is not None:
-            known, found = hit.chain.known, hit.tokens
-            self._arrivals.append(Arrival(request, hit.chain, len(hit.chain.names), known, found, tuple(borders)))
+            about = hit.chain.known, hit.tokens, tuple(borders), is_asked
+            self._arrivals.append(Arrival(request, hit.chain, len(hit.chain.names), *about))
 
     def extend(self, request: RequestId, length: int, written: int | None = None) -> Growth:
         """Blocks for all tokens up to `length`.
@@ -285,7 +287,8 @@ class CacheManager:
         self.pool.groups[group].forget(block)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix and every pin. Open requests keep their blocks."""
+        """Forget every cached prefix, pin and lease. Open requests keep their blocks."""
+        self.leased.forget_all()
         self.hints.forget_all()
         self.pool.forget_all()
         self._lookup.forget()
@@ -295,9 +298,9 @@ class CacheManager:
     # -- the recount -------------------------------------------------------------------------------------------------
 
     def held(self) -> list[Counter[int]]:
-        """[group]: how often tables, pins and copies under way name each block."""
+        """[group]: how often tables, pins, leases and copies under way name each block."""
         counts = [table.count_held() for table in self._tables.each]
-        for g, block in self.hints.pinned:
+        for g, block in (*self.hints.pinned, *self.leased.held):
             counts[g][block] += 1
         return counts
 

@@ -14,7 +14,8 @@ from .plan import MemoryPlan
 from .point_blocks import PointSizes
 from .points import Point
 from .prefix import Chain
-from .retention import Arrival, Retention
+from .retention import Retention
+from .visits import Arrival
 
 SCALES = (0.5, 1.0, 2.0, 4.0)
 
@@ -36,7 +37,7 @@ class ThoughtBlocks(PointSizes):
     def _add_length(self, point: Point, length: int) -> None:
         self.used_bytes += self._length_bytes(point, length)
 
-    def drop_length(self, point: Point, length: int) -> None:
+    def drop_length(self, point: Point, length: int, least: int = 0) -> None:
         del point.lengths[length]
         self.used_bytes -= self._length_bytes(point, length)
 

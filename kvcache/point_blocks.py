@@ -100,8 +100,8 @@ class PointSizes(ABC):
         """Count what this length takes, beside what the point has."""
 
     @abstractmethod
-    def drop_length(self, point: Point, length: int) -> None:
-        """What only this length takes is given up."""
+    def drop_length(self, point: Point, length: int, least: int = 0) -> None:
+        """What only this length takes is given up. least: of windows, blocks before this one are not."""
 
     @abstractmethod
     def demote_path(self, point: Point, first: int) -> None:
@@ -142,7 +142,7 @@ class PointBlocks(PointSizes):
         if self._has_drafts and length in point.lengths:
             point.draft_names = chain.draft_names[point.start : point.end]
 
-    def drop_length(self, point: Point, length: int) -> None:
+    def drop_length(self, point: Point, length: int, least: int = 0) -> None:
         end_name = point.lengths.pop(length)
         if end_name is not None:
             for g, _ in (*self._windows, *self._whole):
@@ -154,7 +154,7 @@ class PointBlocks(PointSizes):
             return
         for g, group in self._windows:
             first, stop = self._own_window(point, group, length)
-            self._demote(g, names_between(point, first, stop))
+            self._demote(g, names_between(point, max(first, least), stop))
 
     def demote_path(self, point: Point, first: int) -> None:
         # The last ones first: so the front outlives the tail.

@@ -17,6 +17,8 @@ from itertools import pairwise
 from struct import iter_unpack
 from typing import NamedTuple, Protocol
 
+from .name_tokens import NameTokens
+
 HASH_BLOCK_BYTES = 64  # of SHA-256: a padded key of this size costs one compression, once
 
 MARK_BYTES = 8
@@ -83,12 +85,19 @@ class Chain(Protocol):
 class TokenChain:
     """Names of a token sequence. Keeps the sequence by reference: what its owner appends is seen by `grow`."""
 
-    __slots__ = ("_block_tokens", "_draft_names", "_end_key", "_running", "mark", "names", "salt", "tokens")
+    __slots__ = ("_block_tokens", "_draft_names", "_end_key", "_notes", "_running", "mark", "names", "salt", "tokens")
 
     def __init__(
-        self, tokens: Sequence[int], block_tokens: int, *, key: bytes, salt: bytes = b"", mark: bytes | None = None
+        self,
+        tokens: Sequence[int],
+        block_tokens: int,
+        *,
+        key: bytes,
+        salt: bytes = b"",
+        mark: bytes | None = None,
+        notes: NameTokens | None = None,
     ):
-        """mark: of the owner; None: made of the salt"""
+        """mark: of the owner; None: made of the salt. notes: where names and their tokens are noted"""
         self.mark = owner_mark(key, salt) if mark is None else mark
         self.tokens = tokens
         self.salt = salt
@@ -98,6 +107,7 @@ class TokenChain:
         # The salt enters as its hash, so that no salt and first tokens together pose as another salt.
         self._running = sha256(key.ljust(HASH_BLOCK_BYTES, b"\0") + sha256(salt).digest())
         self._end_key = key
+        self._notes = notes
 
     @property
     def draft_names(self) -> list[bytes]:
@@ -108,7 +118,8 @@ class TokenChain:
 
     def of(self, tokens: Sequence[int]) -> "TokenChain":
         """A chain of the same key and salt over other tokens."""
-        return TokenChain(tokens, self._block_tokens, key=self._end_key, salt=self.salt, mark=self.mark)
+        key, salt, mark = self._end_key, self.salt, self.mark
+        return TokenChain(tokens, self._block_tokens, key=key, salt=salt, mark=mark, notes=self._notes)
 
     @property
     def known(self) -> int:
@@ -129,6 +140,8 @@ class TokenChain:
             for (block,) in iter_unpack(f"{size * 4}s", packed):
                 update(block)
                 append(digest()[:-MARK_BYTES] + mark)
+            if self._notes is not None:
+                self._notes.note(names, first // size, packed)
         return names
 
     def end(self, length: int) -> bytes | None:
@@ -191,12 +204,16 @@ class Namer:
         """key: drawn when None."""
         self._key = key or secrets.token_bytes(32)
         self._block_tokens = block_tokens
+        self.notes: NameTokens | None = None  # of the chains that are made from now on; None: nobody wants to know
         self._marks: dict[bytes, bytes] = {}  # by salt
 
     def chain(self, tokens: Sequence[int], salt: bytes, encoder: Encoder | None) -> TokenChain:
         """encoder: what the text is read beside, which is part of its names."""
         content = sha256(self._key + encoder.content).digest() if encoder is not None else b""
-        return TokenChain(tokens, self._block_tokens, key=self._key, salt=salt + content, mark=self.mark(salt))
+        notes = self.notes if encoder is None else None  # tokens alone do not say what stands beside a picture
+        return TokenChain(
+            tokens, self._block_tokens, key=self._key, salt=salt + content, mark=self.mark(salt), notes=notes
+        )
 
     def mark(self, salt: bytes) -> bytes:
         """How the names of a salt end."""
@@ -226,6 +243,9 @@ class Ends:
 
     def __len__(self) -> int:
         return len(self._of)
+
+    def __contains__(self, end: bytes | None) -> bool:
+        return end in self._of
 
     def after(self, name: bytes) -> dict[int, int] | None:
         return self._tails.get(name)

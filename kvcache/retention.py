@@ -1,21 +1,14 @@
 """What to keep: which point of all is given up when memory is needed.
 
-What a point is worth: the chance that it is used, times the tokens that this would save, for each byte it takes.
-
-    chance   of a use per request that comes in, for points of its sort and age (`reuse_times.py`)
-    tokens   from the next point before it, at which a request could go on instead, to its own length
-    bytes    of an end: the blocks that only it leads to, and what else it takes to go on just there (the blocks of
-             windows, states); of a point within a path only the latter, since the path is needed by those beyond it
-
-The least worth of some points drawn at random is given up. Its blocks are not evicted by that: they are cached still,
-but evicted before all others (`Tier.LOW`). Where all groups keep whole sequences, an end is cut shorter instead.
+The least worth (`point_worth.py`) of some points drawn at random is given up. Its blocks are not evicted by that: they
+are cached still, but evicted before all others (`Tier.LOW`). Where all groups keep whole sequences, an end is cut
+shorter instead.
 
 Requests tell when they come and when they leave, the pool tells when it needs memory. That is all.
 """
 
 import random
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from .group_table import Row
 from .hints import Retain
@@ -23,11 +16,13 @@ from .ids import RequestId
 from .lookup import Hit
 from .plan import MemoryPlan
 from .point_blocks import PointBlocks, PointSizes
+from .point_worth import PointWorth
 from .points import Point, PointTree
 from .pool import BlockPool
-from .prefix import Chain, Encoder
-from .sorts import Kind, Sort, gap_bucket, new_bucket, turns_bucket, uses_bucket
+from .prefix import Encoder
+from .sorts import Kind, Sort, gap_bucket, uses_bucket
 from .tables import Tables
+from .visits import Arrival, Visit
 
 DRAWN, SHORTLIST = 64, 16
 """Candidates drawn for a choice, and of those the least worth that are candidates again at the next one."""
@@ -57,34 +52,6 @@ PRIORITY_FACTOR, MOST_PRIORITY = 8.0, 16
 """What one step of priority multiplies the worth by, and the steps that count."""
 
 
-class Arrival(NamedTuple):
-    """A request has begun. It is looked at when memory is needed or when a request leaves, so it costs its first token
-    nothing."""
-
-    request: RequestId
-    chain: Chain
-    blocks: int  # full ones of its prompt
-    tokens: int
-    found: int  # of them, in the cache
-    borders: tuple[int, ...] = ()  # where other prompts are likely to part from it, in tokens
-
-
-class Visit(NamedTuple):
-    """What was known of a prompt when its request came."""
-
-    gap: int
-    turns: int
-    known_tokens: int
-    ready_tokens: int  # of those, up to the last point at which one could go on
-    new_tokens: int
-    end: Point | None  # at which it went on, or nearest before
-    arrival: Arrival | None
-
-    def sort(self, kind: Kind) -> Sort:
-        """Of the points that it leaves."""
-        return Sort(kind, gap_bucket(self.gap), turns_bucket(self.turns), new_bucket(self.new_tokens))
-
-
 class Retention:
     """Invariant: a point is a candidate if and only if giving it up would free something."""
 
@@ -105,6 +72,7 @@ class Retention:
 
         self.tree = PointTree()
         self.reuse = ReuseTimes()
+        self._worth = PointWorth(self.reuse, self._blocks, self._size)
         self._now = 0  # requests that came
         self._learnt_at = 0
         self._visits: dict[RequestId, Visit] = {}
@@ -158,6 +126,26 @@ class Retention:
         for point in (*path[-1:], *((within,) if within is not None else ())):
             point.awaited = self._now
 
+    def hold(self, paths: Iterable[Sequence[bytes]]) -> Iterator[Point]:
+        """The points at which these paths end: they are no candidates until they are let go.
+
+        paths: the names of their blocks
+        """
+        self._catch_up()
+        for names in paths:
+            path, _, blocks = self.tree.walk(names)
+            if path and path[-1].end == blocks == len(names):
+                path[-1].users += 1
+                self._consider(path[-1])
+                yield path[-1]
+
+    def let_go(self, points: Iterable[Point]) -> None:
+        """They are candidates like any others."""
+        for point in points:
+            point.users -= 1
+            self._consider(point)
+            self._give_up_if_useless(point)
+
     # -- the pool needs memory ---------------------------------------------------------------------------------------
 
     def give_up(self) -> bool:
@@ -170,12 +158,34 @@ class Retention:
 
     def give_up_for(self, request: RequestId, length: int) -> bool:
         """`give_up`, if that is worth less than a place of this request at that length."""
+        return self._give_up_if_less(request, length, self._worth.of_place)
+
+    def give_up_for_end(self, request: RequestId, length: int) -> bool:
+        """`give_up`, if that is worth less than an end of this request at that length, which it is on its way to."""
+        return self._give_up_if_less(request, length, self._worth.of_end)
+
+    def _give_up_if_less(self, request: RequestId, length: int, worth: Callable[[Visit, int], float]) -> bool:
         self._catch_up()
-        point = self._least()
-        if point is None or self._worth(point) >= self._worth_of_place(request, length):
+        point, visit = self._least(), self._visits.get(request)
+        if point is None or visit is None or self._worth.of_point(point, self._now) >= worth(visit, length):
             return False
         self._give_up(point)
         return True
+
+    def supersede(self, names: Sequence[bytes], first: int) -> None:
+        """No request will go on at the end of this path: give up its last point if that lies behind block `first`, and
+        no other path leads through it."""
+        self._catch_up()
+        path, within, _ = self.tree.walk(names)
+        point = path[-1] if path and within is None else None
+        if point is None or point.start < first or not point.is_kept or not point.is_end or point.users:
+            return
+        for length in list(point.lengths):
+            self._blocks.drop_length(point, length, point.start)
+        self._blocks.demote_path(point, point.start)
+        self._let_go(point)
+        if point.parent is not None:
+            self._give_up_if_useless(point.parent)
 
     def _give_up(self, point: Point) -> None:
         if not point.is_end:
@@ -202,39 +212,14 @@ class Retention:
             drawn = [candidates[int(draw() * count)] for _ in range(self._drawn)]
             drawn += [point for point in self._shortlist if point.place >= 0]
         awaited = max(0, self._now - AWAITED_REQUESTS)
-        rated = {point: (point.awaited >= awaited, self._worth(point), -point.end) for point in drawn}
+        rated = {
+            point: (point.awaited >= awaited, self._worth.of_point(point, self._now), -point.end) for point in drawn
+        }
         order = sorted(rated, key=rated.__getitem__)
         few = min(CHOSEN_AT_ONCE, 1 + len(order) // 16)
         self._chosen, self._chosen_at = order[1:few][::-1], self._now
         self._shortlist = order[few : few + SHORTLIST]
         return order[0] if order else None
-
-    def _worth(self, point: Point) -> float:
-        """Tokens saved per request that comes in and byte that giving it up would free."""
-        blocks, is_end = self._blocks, not point.kept_children
-        if is_end:
-            chance = self.reuse.chance(point.sort, self._now - point.last) * point.weight
-        else:
-            chance = self.reuse.chance(point.stop_sort, self._now - point.stopped) * point.weight
-        if point.encoder is not None:
-            return chance * point.encoder[1] / blocks.encoder_bytes(point)
-        if not blocks.has_places:
-            return chance * self._size / max(1, blocks.path_block_bytes)
-        length = max(point.lengths)
-        before, start = _what_stays(point)
-        freed = blocks.place_bytes(length)
-        if is_end:
-            freed += (point.kept - start) * blocks.path_block_bytes
-        return chance * (length - before) / max(1, freed)
-
-    def _worth_of_place(self, request: RequestId, length: int) -> float:
-        """Where there is no point yet: like `_worth`, for a place that was used just now."""
-        visit = self._visits.get(request)
-        if visit is None:
-            return 0.0
-        parting = Sort(Kind.STOP_AT_PARTING, gap_bucket(visit.gap), uses_bucket(2), 0)
-        chance = self.reuse.chance(parting if length <= visit.known_tokens else visit.sort(Kind.END), 0)
-        return chance * max(0, length - visit.ready_tokens) / max(1, self._blocks.place_bytes(length))
 
     # -- giving up ---------------------------------------------------------------------------------------------------
 
@@ -339,7 +324,7 @@ class Retention:
         self._arrivals.clear()
 
     def _arrived(self, arrival: Arrival) -> None:
-        self._now += 1
+        self._now += arrival.is_asked
         path, within, blocks = self.tree.walk(arrival.chain.names[: arrival.blocks])
         end = path[-1] if path else None
         visit = Visit(
@@ -351,6 +336,14 @@ class Retention:
             end=within or end,
             arrival=arrival,
         )
+        if not arrival.is_asked:  # it is of the turn that was asked last, and no use of what it passes
+            if end is not None:
+                visit = visit._replace(gap=end.gap, turns=end.turns)
+            self._visits[arrival.request] = visit._replace(arrival=None)
+            if visit.end is not None:
+                visit.end.users += 1
+                self._consider(visit.end)
+            return
         self._visits[arrival.request] = visit
         self._learn_from(path)
         for point in path:
@@ -403,14 +396,3 @@ def retain_by_worth(plan: MemoryPlan, pool: BlockPool, tables: Tables, arrivals:
     retention = Retention(plan, PointBlocks(plan, pool, tables), arrivals)
     pool.ask_before_evictions(retention.give_up, retention.give_up_for)
     return retention
-
-
-def _what_stays(point: Point) -> tuple[int, int]:
-    """Without this point: the length at which one could go on instead, and the block up to which the path stays."""
-    before, start, leads_here_only = point.parent, point.start, True
-    while before is not None and before.parent is not None and not before.is_ready:
-        leads_here_only = leads_here_only and before.kept_children == 1
-        if leads_here_only:
-            start = before.start
-        before = before.parent
-    return (max(before.lengths) if before is not None and before.is_ready and before.lengths else 0), start

@@ -15,11 +15,10 @@ class Room:
         self._tables = tables
         self._pool = pool
 
-    def to_grow(self, row: Row, length: int) -> int:
+    def to_grow(self, row: Row, length: int, *, at_no_loss: bool) -> int:
         """The longest up to `length` that the pool has blocks for now; what the request has already if none."""
-        return _longest(
-            row.extent, length, lambda end: self._pool.room_for(self._tables.missing(row, end), row.request)
-        )
+        has_room = self._pool.room_at_no_loss if at_no_loss else self._pool.room_for
+        return _longest(row.extent, length, lambda end: has_room(self._tables.missing(row, end), row.request))
 
     def chunk_end(self, row: Row, length: int) -> int:
         """Where a chunk of prefill up to `length` had better end.

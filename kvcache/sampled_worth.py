@@ -14,7 +14,8 @@ from .group_table import Row
 from .memory_worth import SCALES, MemoryWorth, ThoughtBlocks
 from .plan import MemoryPlan
 from .points import Point
-from .retention import Arrival, Retention
+from .retention import Retention
+from .visits import Arrival
 
 MOST_TIME_SHARE, FREE_S = 0.01, 0.25
 """Of the time that passes, what it may take; and seconds that it may take before."""

@@ -30,6 +30,12 @@ class LayerSpec:
 
     A layer that has both attention and a state (Falcon-H1) is two of these with the same index. Multi-head latent
     attention is one "head" of the latent's width with no values of its own (`value_dim` 0).
+
+    Where an entry stands for several tokens (DeepSeek-V4), it lies in the block of the last of them, and there is one
+    after each `entry_tokens` of them:
+
+        entries of 4, blocks of 6    0 1 2 3 4 5 | 6 7 8 9 10 11 | 12 13 14 ..
+                                           ^0          ^1     ^2             each block has room for two
     """
 
     index: int  # of the layer in the model
@@ -40,6 +46,7 @@ class LayerSpec:
     item_bytes: int = 0  # of one number
     extra_token_bytes: int = 0  # beside keys and values: the keys of a sparse indexer
     state: tuple[StateTensor, ...] = ()
+    entry_tokens: int = 1  # tokens that have one entry together
     shares: int | None = None  # reads the pages of that layer, and owns nothing
     is_draft: bool = False  # of a drafter: it keeps one token less than the model knows
 
@@ -47,6 +54,11 @@ class LayerSpec:
         sizes = (self.kv_heads, self.key_dim, self.value_dim, self.item_bytes, self.extra_token_bytes)
         if min(sizes) < 0 or any(t.item_bytes < 1 or min(t.shape, default=0) < 1 for t in self.state):
             raise InvalidSetting(f"layer {self.index} has a negative or empty size: {self}", field="layers")
+        if self.entry_tokens < 1:
+            raise InvalidSetting(
+                f"layer {self.index} has an entry for each {self.entry_tokens} tokens; it must be 1 at least",
+                field="layers",
+            )
         if self.is_draft and self.reach.keeps is not Keeps.TOKENS:
             raise InvalidSetting(
                 f"layer {self.index}: a drafter's layer keeps tokens, no {self.reach.name}", field="layers"
@@ -55,9 +67,18 @@ class LayerSpec:
             raise InvalidSetting(f"layer {self.index} ({self.reach.name}) keeps nothing: {self}", field="layers")
 
     @property
-    def token_bytes(self) -> int:
-        """Of one token's keys and values."""
+    def entry_bytes(self) -> int:
+        """Of one token's keys and values, or of those that several have together."""
         return self.kv_heads * (self.key_dim + self.value_dim) * self.item_bytes + self.extra_token_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """A token's share of its entry."""
+        return -(-self.entry_bytes // self.entry_tokens)
+
+    def entries_in(self, block_tokens: int) -> int:
+        """Entries that a block has room for."""
+        return -(-block_tokens // self.entry_tokens)
 
     @property
     def state_bytes(self) -> int:
@@ -70,7 +91,9 @@ class LayerSpec:
 
     def block_bytes(self, block_tokens: int) -> int:
         """What a block of this layer holds; a block of a state is the whole state."""
-        return self.state_bytes if self.reach.keeps is Keeps.STATE else self.token_bytes * block_tokens
+        if self.reach.keeps is Keeps.STATE:
+            return self.state_bytes
+        return self.entry_bytes * self.entries_in(block_tokens)
 
     def page_bytes(self, block_tokens: int) -> int:
         """`block_bytes`, aligned."""

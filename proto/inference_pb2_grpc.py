@@ -70,10 +70,25 @@ class InferenceStub:
                 request_serializer=intarsia_dot_proto_dot_inference__pb2.GetCacheStateRequest.SerializeToString,
                 response_deserializer=intarsia_dot_proto_dot_inference__pb2.CacheState.FromString,
                 _registered_method=True)
+        self.Probe = channel.unary_unary(
+                '/intarsia.v1.Inference/Probe',
+                request_serializer=intarsia_dot_proto_dot_inference__pb2.ProbeRequest.SerializeToString,
+                response_deserializer=intarsia_dot_proto_dot_inference__pb2.ProbeResponse.FromString,
+                _registered_method=True)
         self.WatchCacheEvents = channel.unary_stream(
                 '/intarsia.v1.Inference/WatchCacheEvents',
                 request_serializer=intarsia_dot_proto_dot_inference__pb2.WatchCacheEventsRequest.SerializeToString,
                 response_deserializer=intarsia_dot_proto_dot_inference__pb2.CacheEvents.FromString,
+                _registered_method=True)
+        self.ListLeases = channel.unary_unary(
+                '/intarsia.v1.Inference/ListLeases',
+                request_serializer=intarsia_dot_proto_dot_inference__pb2.ListLeasesRequest.SerializeToString,
+                response_deserializer=intarsia_dot_proto_dot_inference__pb2.Leases.FromString,
+                _registered_method=True)
+        self.ReleaseLease = channel.unary_unary(
+                '/intarsia.v1.Inference/ReleaseLease',
+                request_serializer=intarsia_dot_proto_dot_inference__pb2.ReleaseLeaseRequest.SerializeToString,
+                response_deserializer=intarsia_dot_proto_dot_inference__pb2.ReleaseLeaseResponse.FromString,
                 _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/intarsia.v1.Inference/GetModelInfo',
@@ -123,7 +138,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """How busy the engine is now, and what it has done since its start. Where keys name tenants, this and the two below
+        """How busy the engine is now, and what it has done since its start. Where keys name tenants, this and the three below
         tell of the key's own requests and blocks only; the admin key sees all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -137,9 +152,30 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Probe(self, request, context):
+        """What a request with this prompt would meet at each engine that the server sends requests to. Asking acts on nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchCacheEvents(self, request, context):
         """What becomes known in the prefix cache and what is known no longer, as it happens. All that is known already comes
         first, after a `cleared`. Whoever reads too slowly is told so with RESOURCE_EXHAUSTED, and begins anew.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListLeases(self, request, context):
+        """The conversations whose cache is held: where keys name tenants, the key's own; the admin key sees all.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseLease(self, request, context):
+        """Ends a lease before its time. NOT_FOUND if the caller holds none of that id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -190,10 +226,25 @@ def add_InferenceServicer_to_server(servicer, server):
                     request_deserializer=intarsia_dot_proto_dot_inference__pb2.GetCacheStateRequest.FromString,
                     response_serializer=intarsia_dot_proto_dot_inference__pb2.CacheState.SerializeToString,
             ),
+            'Probe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Probe,
+                    request_deserializer=intarsia_dot_proto_dot_inference__pb2.ProbeRequest.FromString,
+                    response_serializer=intarsia_dot_proto_dot_inference__pb2.ProbeResponse.SerializeToString,
+            ),
             'WatchCacheEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchCacheEvents,
                     request_deserializer=intarsia_dot_proto_dot_inference__pb2.WatchCacheEventsRequest.FromString,
                     response_serializer=intarsia_dot_proto_dot_inference__pb2.CacheEvents.SerializeToString,
+            ),
+            'ListLeases': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListLeases,
+                    request_deserializer=intarsia_dot_proto_dot_inference__pb2.ListLeasesRequest.FromString,
+                    response_serializer=intarsia_dot_proto_dot_inference__pb2.Leases.SerializeToString,
+            ),
+            'ReleaseLease': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseLease,
+                    request_deserializer=intarsia_dot_proto_dot_inference__pb2.ReleaseLeaseRequest.FromString,
+                    response_serializer=intarsia_dot_proto_dot_inference__pb2.ReleaseLeaseResponse.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
@@ -402,6 +453,33 @@ class Inference:
             _registered_method=True)
 
     @staticmethod
+    def Probe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/intarsia.v1.Inference/Probe',
+            intarsia_dot_proto_dot_inference__pb2.ProbeRequest.SerializeToString,
+            intarsia_dot_proto_dot_inference__pb2.ProbeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def WatchCacheEvents(request,
             target,
             options=(),
@@ -418,6 +496,60 @@ class Inference:
             '/intarsia.v1.Inference/WatchCacheEvents',
             intarsia_dot_proto_dot_inference__pb2.WatchCacheEventsRequest.SerializeToString,
             intarsia_dot_proto_dot_inference__pb2.CacheEvents.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListLeases(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/intarsia.v1.Inference/ListLeases',
+            intarsia_dot_proto_dot_inference__pb2.ListLeasesRequest.SerializeToString,
+            intarsia_dot_proto_dot_inference__pb2.Leases.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseLease(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/intarsia.v1.Inference/ReleaseLease',
+            intarsia_dot_proto_dot_inference__pb2.ReleaseLeaseRequest.SerializeToString,
+            intarsia_dot_proto_dot_inference__pb2.ReleaseLeaseResponse.FromString,
             options,
             channel_credentials,
             insecure,

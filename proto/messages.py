@@ -1,7 +1,7 @@
 """What an engine and its front ends say to each other.
 
-A connection is also the front end's lease: when it closes, its requests are aborted and their blocks are free. A front
-end has two connections, which end together: one for all of the messages below, and one on which nothing is under way. A
+A connection keeps its front end's requests: when it closes, they are aborted and their blocks are free. A front end
+has two connections, which end together: one for all of the messages below, and one on which nothing is under way. A
 machine that is lost without a word is heard of there within three seconds; on the first it looks for a minute like a
 front end that stands still. `Pair`, and `Idle` on the second, tell which two belong together.
 
@@ -36,6 +36,12 @@ class Abort(NamedTuple):
     handle: int
 
 
+class Enough(NamedTuple):
+    """The text of one answer is complete. It ends as one that ends by itself, and its last delta tells of its lease."""
+
+    handle: int
+
+
 class Refused(NamedTuple):
     """So many requests the front end refused by itself, since the engine had just said that it is full."""
 
@@ -53,15 +59,41 @@ class AskCacheState(NamedTuple):
 
 
 class AskProbe(NamedTuple):
-    """What a request with this prompt would meet."""
+    """What a request with this prompt would meet. viewer: whose requests the load counts."""
 
     handle: int
     tokens: Sequence[int]
     salt: str
+    viewer: str | None
+
+
+class Prepare(NamedTuple):
+    """Compute a prompt that is likely to be asked for, up to its last token, when there is room. Answered when it is
+    done, or will not be."""
+
+    handle: int
+    tokens: Sequence[int]
+    tenant: str
+    salt: str
+    kept: int  # tokens that an earlier sequence has in common with it
+    passed: Sequence[int]  # how that one goes on, which nobody will ask for; empty: that is not known
 
 
 class AskMetrics(NamedTuple):
     handle: int
+
+
+class AskLeases(NamedTuple):
+    handle: int
+    viewer: str | None
+
+
+class ReleaseLease(NamedTuple):
+    """End a lease. Answered with whether there was one of that id."""
+
+    handle: int
+    lease: str
+    viewer: str | None
 
 
 class AskSnapshot(NamedTuple):
@@ -126,8 +158,8 @@ class EngineLost(NamedTuple):
 
 
 FROM_FRONT_END = Tagged(
-    Submit, Abort, Refused, AskLoad, AskCacheState, AskProbe, AskMetrics, AskSnapshot, WatchCache, UnwatchCache, Pair,
-    Idle, checked=True,
+    Submit, Abort, Refused, AskLoad, AskCacheState, AskProbe, Prepare, AskMetrics, AskSnapshot, WatchCache,
+    UnwatchCache, Pair, Idle, Enough, AskLeases, ReleaseLease, checked=True,
 )  # fmt: skip
 
 FROM_ENGINE = Tagged(Delivery, Answer, CacheEvents, EngineLost, checked=False)

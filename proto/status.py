@@ -1,5 +1,6 @@
 """What a running engine says about itself: the banner, `GetModelInfo` and the reports are all made of it."""
 
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 from ..proto.request import SamplingParams
@@ -43,9 +44,38 @@ class Probe(NamedTuple):
     """What a request with a certain prompt would meet, asked without sending it."""
 
     cached_tokens: int  # of the prompt, in the prefix cache
-    queued_tokens: int  # of prompts that wait
+    queued_tokens: int  # of requests that wait
     running: int  # requests
     is_leaving: bool  # the engine ends when its requests have; send no others
+    waiting: int = 0  # requests
+    pool_use: float = 0.0  # share of the pool that requests hold, from 0 to 1
+    tokens_per_s: float | None = None  # drawn of late; None: the asker may not know, or nothing was
+
+
+class PreparedEnd(StrEnum):
+    """What became of a prompt that was to be prepared."""
+
+    COMPUTED = "computed"
+    FOUND = "found"  # it was cached already, but for a few tokens
+    NO_ROOM = "no_room"  # without the eviction of what is worth more
+    REFUSED = "refused"  # it could never be asked for
+    FORGOTTEN = "forgotten"  # others came that were wanted, too, or the workers were lost
+
+
+class PreparedPrompt(NamedTuple):
+    """What became of one."""
+
+    end: str  # a `PreparedEnd`
+    found_tokens: int  # that were cached before
+    computed_tokens: int
+
+
+class PreparedMetrics(NamedTuple):
+    """Of prompts that nobody had asked for yet, since the start."""
+
+    ends: dict[str, int]  # by a `PreparedEnd`
+    tokens: int  # that were computed
+    stops: int  # times that one gave way to a request
 
 
 class GroupState(NamedTuple):
@@ -103,6 +133,7 @@ class EngineInfo(NamedTuple):
     notes: tuple[str, ...] = ()  # what was decided otherwise than asked or written, for people
     pool_request_len: int | None = None  # tokens of the longest request that the pool can hold; None: max_model_len
     sampling_defaults: tuple[tuple[str, float], ...] = ()  # for what a request does not say, by parameter
+    lease_blocks: int = 0  # large pages that leases may hold, of `num_blocks`; no request counts on them
 
     def sampling(self, **asked: Any) -> SamplingParams:
         """What is asked, and for the rest what the checkpoint asks for. Raises `InvalidRequest`, naming the field."""

@@ -117,11 +117,15 @@ def recorded_rows(most_rows: int) -> list[int]:
 def mixed_tokens(model: LoadedModel, most_tokens: int) -> list[int]:
     """Counts of tokens to which recorded steps with prompts are filled up, the largest first. None where they are not
     recorded. most_tokens: of a step"""
-    able = model.attention.backend.capabilities
-    has_frames = able.wide_frames and able.mixed_frames
+    has_frames = _is_wide(model) and (model.attention.backend.capabilities.mixed_frames or not model.attention.params)
     if not has_frames or (model.pages.state_groups and not model.states.has_mixed_frames) or most_tokens < 2:
         return []
     return sorted({min(tokens, most_tokens) for tokens in MIXED_TOKENS}, reverse=True)
+
+
+def _is_wide(model: LoadedModel) -> bool:
+    """Whether a frame for the longest requests costs no more than others. Where no layer attends, all are alike."""
+    return model.attention.backend.capabilities.wide_frames or not model.attention.params
 
 
 class PackedStep(NamedTuple):
@@ -178,7 +182,7 @@ class StepGraphs:
         self._record = record
         self._rows = recorded_rows(most_rows)
         self._most_rows = self._rows[0]
-        self._is_wide = model.attention.backend.capabilities.wide_frames
+        self._is_wide = _is_wide(model)
         self._mixed_tokens = mixed_tokens(model, most_tokens)
         self._widths = widths
         most_mixed = max(self._mixed_tokens, default=0)

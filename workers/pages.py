@@ -18,7 +18,8 @@ from ..kvcache.spec import LayerSpec
 class Pages:
     """Block b of a layer starts at byte offset + b * page_bytes of its buffer.
 
-    A layer that keeps tokens has one view [blocks, block_tokens, kv_heads, key_dim + value_dim]; a layer that keeps a
+    A layer that keeps tokens has one view [blocks, block_tokens, kv_heads, key_dim + value_dim], or one with as many
+    entries as a block has room for where several tokens have one together; a layer that keeps a
     state has one view [blocks + 1, ...] per tensor of it: every block of a state belongs to a request, so there is a
     spare one behind them, outside the plan, for rows that only fill up a step. A layer that shares another's pages has
     the other's view. What a layer keeps of a token beside keys and values lies behind those of the whole block.
@@ -104,12 +105,13 @@ class Pages:
 
     def _token_view(self, buffer: Tensor, layer: LayerSpec, group: Group, place: Place, blocks: int) -> Tensor:
         width = layer.key_dim + layer.value_dim
-        shape = (group.block_tokens, layer.kv_heads, width)
+        shape = (layer.entries_in(group.block_tokens), layer.kv_heads, width)
         return _view(buffer, self._dtype, place.offset_bytes, group.page_bytes, (blocks, *shape))
 
     def _view_beside(self, buffer: Tensor, layer: LayerSpec, group: Group, place: Place, blocks: int) -> Tensor:
-        shape = (blocks, group.block_tokens, layer.extra_token_bytes // self._dtype.itemsize)
-        before = (layer.token_bytes - layer.extra_token_bytes) * group.block_tokens
+        entries = layer.entries_in(group.block_tokens)
+        shape = (blocks, entries, layer.extra_token_bytes // self._dtype.itemsize)
+        before = (layer.entry_bytes - layer.extra_token_bytes) * entries
         return _view(buffer, self._dtype, place.offset_bytes + before, group.page_bytes, shape)
 
     def _state_views(

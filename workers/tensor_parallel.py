@@ -72,9 +72,11 @@ STYLES: dict[str, Style] = {
     "colwise": Style({"weight": Cut(0), "bias": Cut(0)}),
     "rowwise": Style({"weight": Cut(1), "bias": FIRST_RANK}, "sum_outputs"),
     "packed": Style({"weight": Cut(0, halves=2), "bias": Cut(0, halves=2)}),
+    "thirds": Style({"weight": Cut(0, halves=3), "bias": Cut(0, halves=3)}),
     "vocab": Style({"weight": Cut(0)}, "embed_own_rows"),
     "colwise_gather_output": Style({"weight": Cut(0), "bias": Cut(0), "logit_scale": Cut(0)}, "gather_outputs"),
     "sinks": Style({"sinks": Cut(0), "gate_bias": Cut(0)}),
+    "head_scales": Style({"scale": Cut(0), "bias": Cut(0)}),
     "key_scales": Style({"temp": Cut(0)}),
     # transformers' Conv1D, which holds weights [inputs,outputs]: GPT-2.
     "conv_colwise": Style({"weight": Cut(1), "bias": Cut(0)}),
@@ -298,8 +300,14 @@ def count_own_heads(module: nn.Module) -> None:
             here.num_heads = here.embed_dim // here.head_dim
         if is_fused(here):
             _count_fused(here)
+        if is_fused_of_groups(here):
+            _count_of_groups(here)
+        if is_stacked(getattr(here, "mlp", None)):
+            here.ffn_hidden_size = here.mlp.ffn_hidden_size = len(here.mlp.w1) // here.mlp.moe_num_experts
         if hasattr(here, "query_key_value") and hasattr(here, "num_heads") and hasattr(here, "head_dim"):
             here.num_heads = _outputs(here.query_key_value) // here.head_dim // 3
+        if isinstance(here, nn.Linear) and hasattr(here, "n_groups"):  # of outputs, each with inputs of its own
+            here.n_groups = here.n_groups * len(here.weight) // here.out_features
 
 
 def is_fused(module: Any) -> bool:
@@ -316,6 +324,23 @@ def is_multi_query(module: Any) -> bool:
     """Does one linear give out all queries and, behind them, the one key and value of GPT-BigCode?"""
     linear = getattr(module, "c_attn", None)
     return bool(getattr(module, "multi_query", False)) and isinstance(linear, nn.Linear | PackedLinear)
+
+
+def is_fused_of_groups(module: Any) -> bool:
+    """Does one linear give out queries, keys and values side by side, in the way of DBRX?"""
+    return hasattr(module, "Wqkv") and hasattr(module, "num_key_value_heads")
+
+
+def is_stacked(module: Any) -> bool:
+    """Are the rows of all its experts one after the other, in the way of DBRX?"""
+    return all(hasattr(module, name) for name in ("w1", "v1", "w2", "ffn_hidden_size", "moe_num_experts"))
+
+
+def _count_of_groups(attention: Any) -> None:
+    rows = _outputs(attention.Wqkv)
+    groups = attention.num_key_value_groups
+    attention.num_key_value_heads = rows // attention.head_dim // (groups + 2)
+    attention.hidden_size = attention.num_key_value_heads * groups * attention.head_dim
 
 
 def _count_fused(attention: Any) -> None:

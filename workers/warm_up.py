@@ -16,7 +16,6 @@ from ..proto.worker import ModelSettings
 from .cpu.fused import fuse
 from .cpu.order import check_sums
 from .graphs import GRAPH_BYTES, Recorder, StepGraphs, mixed_tokens, recorded_rows, recorder
-from .layers.chosen import ChoosingAttention
 from .memory import DeviceMemory
 from .runner import ModelRunner, Rows
 from .slots import GREEDY, Slot
@@ -40,8 +39,7 @@ def warm_up(runner: ModelRunner, settings: ModelSettings) -> None:
     else:
         _fuse(runner, settings)
     if model.order.is_one and model.device.type == "cuda":
-        chooses = isinstance(model.attention, ChoosingAttention)
-        check_sums(model.attention.backend, lambda: runner.forward(_rows()), chooses=chooses)
+        check_sums(model.attention.backend, lambda: runner.forward(_rows()), chooses=model.attention.gathers)
     # On a CPU: how many threads compute a step, and its matrix products for each number of tokens.
     runner.threads.learn(lambda tokens: runner.forward(_rows(tokens=tokens)), longest, runner.parallel.share_from_first)
     compile_products(model.module, limits.max_num_batched_tokens, runner.use_threads_for)
@@ -93,7 +91,7 @@ def _fuse(runner: ModelRunner, settings: ModelSettings) -> None:
 
 def _recorder_of(runner: ModelRunner, settings: ModelSettings) -> Recorder | None:
     """None where steps are not recorded, as where each step gathers other tokens in other shapes."""
-    gathers = isinstance(runner.model.attention, ChoosingAttention)
+    gathers = runner.model.attention.gathers
     return None if settings.enforce_eager or gathers else recorder(runner.model.device)
 
 
@@ -185,9 +183,10 @@ def _compile(runner: ModelRunner) -> None:
     """Now, not when requests come: no, one and several tokens are different things to a compiler, and so are logits."""
     from torch._dynamo.exc import TorchDynamoException
 
-    if isinstance(runner.model.attention, ChoosingAttention):
+    if not runner.model.attention.is_constant:
         raise UnsupportedModel(
-            "layers of this model attend to tokens that they choose, which is not compiled. "
+            "layers of this model attend to tokens that they choose, or by biases that they learnt, which is not "
+            "compiled. "
             "Start without torch_compile.",
             field="torch_compile",
         )

@@ -24,7 +24,7 @@ def check(
 
     Raises `InvalidRequest` or `RequestTooLarge`, naming the field, if the request can never be served.
     """
-    _check_tokens(tokens, info)
+    check_tokens(tokens, info)
     _check_sampling(sampling, info)
     sampling.check_all_logprobs(prompt_tokens, info.vocab_size)
     # An answer that began elsewhere must not be finished yet.
@@ -38,16 +38,18 @@ def check(
     if not plan.fits(total_tokens):
         raise RequestTooLarge(
             f"{prompt_tokens} prompt tokens + {sampling.max_tokens} new ones need "
-            f"{plan.blocks_alone(total_tokens)} blocks; the whole pool has {info.num_blocks}. "
+            f"{plan.blocks_alone(total_tokens)} blocks; the whole pool has {info.num_blocks}"
+            f"{f', of which leases may hold {plan.leasable_blocks}' if plan.leasable_blocks else ''}. "
             "Ask for fewer tokens, or start the engine with a larger kv_cache_memory.",
             field="max_tokens",
             asked=plan.blocks_alone(total_tokens),
-            limit=info.num_blocks,
+            limit=info.num_blocks - plan.leasable_blocks,
         )
     return total_tokens
 
 
-def _check_tokens(tokens: Sequence[int], info: EngineInfo) -> None:
+def check_tokens(tokens: Sequence[int], info: EngineInfo) -> None:
+    """Raises `InvalidRequest` for what is no prompt of the model."""
     # There is at least one token, and room for one more.
     if len(tokens) == 0:
         raise InvalidRequest("the prompt is empty; it needs at least 1 token", field="prompt")

@@ -1,6 +1,6 @@
 """How far a request goes in one step, and the blocks that it needs for that."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ...errors import PoolExhausted
 from ...kvcache.manager import CacheManager
@@ -15,6 +15,11 @@ class Chunks:
     def __init__(self, settings: SchedulerSettings, manager: CacheManager):
         self._manager = manager
         self._most_tokens = settings.max_prefill_chunk_tokens
+        self._gives_way: Callable[[StepDraft], bool] | None = None
+
+    def ask_before_refusals(self, gives_way: Callable[[StepDraft], bool]) -> None:
+        """gives_way: makes room for a request that lacks blocks; False if there is nothing to make it of."""
+        self._gives_way = gives_way
 
     def tokens(self, request: Request, left: int) -> int:
         """How many tokens a request had better compute in a step that has so many left for prompts; 0: none."""
@@ -54,7 +59,9 @@ class Chunks:
         try:
             growth = self._manager.extend(request.id, request.computed_tokens + tokens, written=request.computed_tokens)
         except PoolExhausted:
-            return False
+            if request.is_prepared or self._gives_way is None or not self._gives_way(draft):
+                return False
+            return self.advance(request, tokens, draft, is_new=is_new)
         request.quiet_until = self._manager.quiet_until(request.id)
         draft.advance(request, tokens, growth, is_new=is_new)
         return True

@@ -132,6 +132,8 @@ class FairQueue:
         for request in decode:
             self.served(request.options.tenant, DECODE_WEIGHT)
         for request, advance in work:
+            if request.is_prepared:
+                continue  # it is not to its tenant's cost
             self.served(request.options.tenant, DECODE_WEIGHT if request.is_decoding else advance.tokens)
 
     def served(self, tenant: str, tokens: int) -> None:

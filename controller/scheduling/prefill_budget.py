@@ -24,6 +24,13 @@ SHRINK = 4
 GROW_AFTER_STEPS = 1000
 """Steps without such a fault before twice as much is tried."""
 
+SPARE_SHARE, LONGEST_SPARE_US = 0.1, 50_000
+"""What prompts that nobody waits for may add, of the time of a step in which requests decode; and how long a step of
+such prompts alone may take. A request that comes waits for that."""
+
+UNLEARNT_TOKENS = 256
+"""Of such prompts, before it is known what they take."""
+
 MOST_WAITING = 16
 """Waiting requests that room is kept for beside another tenant's prompts."""
 
@@ -100,6 +107,19 @@ class PrefillBudget:
         share = max(self._least_share, prompts / (prompts + decoding))
         return max(step_us * share / (1 - share) - fixed_us, fixed_us) / token_us
 
+    def spare_tokens(self, step: int, decoding: int) -> int:
+        """Tokens of a prompt that nobody waits for, in a step in which so many requests decode and no prompt is
+        computed. With none that decodes, a block at least."""
+        self._grow(step)
+        left, added_us = max(0, self._max_tokens - decoding), self._times.prompts_us()
+        least = min(left, self._block_tokens)
+        if not decoding:
+            return min(left, UNLEARNT_TOKENS) if added_us is None else _within(LONGEST_SPARE_US, added_us, least, left)
+        step_us = self._times.decode_us(decoding)
+        if step_us is None or added_us is None:
+            return 0
+        return _within(SPARE_SHARE * step_us, added_us, 0, left)
+
     def shrink(self, step: int) -> None:
         """A step did not fit in memory: the next ones hold less, and more again after a while."""
         least = min(self._block_tokens, self._most_tokens)
@@ -111,3 +131,9 @@ class PrefillBudget:
         while self._max_tokens < self._most_tokens and step >= self._grow_at:
             self._max_tokens = min(self._most_tokens, 2 * self._max_tokens)
             self._grow_at += GROW_AFTER_STEPS
+
+
+def _within(time_us: float, added_us: tuple[float, float], least: int, most: int) -> int:
+    """Tokens of prompts that add so much time to a step. added_us: for being there, and for each token."""
+    fixed_us, token_us = added_us
+    return min(most, max(least, int((time_us - fixed_us) / token_us)))

@@ -24,15 +24,13 @@ from .outcome import Outcome, Progress, StepUnderWay
 from .preemption import Preemption
 from .prefill_budget import MOST_WAITING, PrefillBudget, StepBudget
 from .prefixes import lookup
+from .preparation import Preparation
 from .quarantine import Quarantine
 from .seats import Seats
 from .settings import SchedulerSettings
-from .sharing import MOST_KEPT_FOR, Sharing
+from .sharing import MOST_DEFERRED, MOST_KEPT_FOR, Sharing
 from .step_draft import StepDraft
 from .step_times import MOST_UNLEARNT, StepTimes
-
-MOST_DEFERRED = 8
-"""Requests that may be passed over in one step because another one computes their prompt."""
 
 
 class Scheduler:
@@ -47,11 +45,12 @@ class Scheduler:
         self._budget = PrefillBudget(settings, manager.plan.block_tokens, self._times)
         self._queue = FairQueue(settings.ageing_s)
         self._sharing = Sharing(manager)
-        self._preemption = Preemption(settings, manager, self._times)
+        self.preemption = Preemption(settings, manager, self._times)
         self._chunks = Chunks(settings, manager)
-        self._seats = Seats(settings, manager, self._chunks, self._preemption)
+        self._seats = Seats(settings, manager, self._chunks, self.preemption)
+        self.preparation = Preparation(manager, self._seats, self._chunks, self._budget)
         self._deadlines = Deadlines()
-        self._live = LiveRequests(manager, self._queue, self._seats, self._sharing, self._preemption, self._deadlines)
+        self._live = LiveRequests(manager, self._queue, self._seats, self._sharing, self.preemption, self._deadlines)
         self._quarantine = Quarantine()
         self._held_up: Request | None = None  # it was its turn, and there was no room
         self._made_room_for: Request | None = None  # another one gave way to it in this plan
@@ -78,7 +77,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._seats.running or self._queue.waiting or self._live.aborted)
+        return bool(self._seats.running or self._queue.waiting or self._live.aborted or self.preparation.wanted)
 
     @property
     def num_running(self) -> int:
@@ -103,28 +102,18 @@ class Scheduler:
         """Tokens of all requests that wait."""
         return sum(len(request.tokens) for request in self._queue)
 
-    @property
-    def preemptions(self) -> int:
-        return self._preemption.preemptions
-
-    @property
-    def swaps(self) -> int:
-        """Preemptions whose blocks went to host memory."""
-        return self._preemption.swaps
-
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def plan_step(self) -> Step | None:
-        """The next step, or None when there is nothing to compute.
-
-        Steps before it may still be under way. Workers run steps in order, so it may use what those write, and give
-        away blocks that those still read.
-        """
+        """The next step, or None when there is nothing to compute. Steps before it may still be under way. Workers run
+        steps in order, so it may use what those write, and give away blocks that those still read."""
         now_s, draft = self._clock(), self._draft
         # 1. Requests that have ended make room.
         if self._live.aborted or self._deadlines.next_s <= now_s:
             self._live.drop_aborted(draft)
             self._live.expire(now_s, draft)
+        if self.preparation.wanted and (self._queue.waiting or self._sharing.parents):
+            self.preparation.stop(draft)
         # 2. So does a suspect that is cleared while others are to run alone, and a request of low priority.
         if self._quarantine.suspects:
             for cleared in self._quarantine.clear():
@@ -140,13 +129,14 @@ class Scheduler:
             self._plan_others(others, now_s)
         else:
             self._held_up, self.is_full, self._lacks_blocks = None, False, False
+        # 5. What nobody has asked for yet is computed where there is room.
+        if self.preparation.wanted and not (self._queue.waiting or draft.has_prompts):
+            self.preparation.plan(draft, self._steps, self._under_way, len(draft.decode) + len(draft.work))
         return self._seal()
 
     def commit(self, result: StepResult) -> Outcome:
         """The oldest step under way has run: enter its tokens, give back blocks that are passed, end what has ended.
-
-        A request that ends with one of its stop tokens may have one more step under way. What that draws is dropped.
-        """
+        A request that ends with one of its stop tokens may have one more step under way. What that draws is dropped."""
         step = self._under_way.popleft()
         self._times.ran.append((step.decoding, step.prompt_tokens, result.run_us))
         if len(self._times.ran) >= MOST_UNLEARNT:
@@ -189,6 +179,7 @@ class Scheduler:
         self._live.drop_aborted(self._draft)
         ran = self._live.lose_workers(self._draft)
         self._quarantine.note_loss(ran)
+        self.preparation.forget_all(self._draft)
         self._manager.reset_prefix_cache()
         self._draft = StepDraft()  # the new workers know of no slot and no ticket
         self._under_way.clear()
@@ -317,7 +308,7 @@ class Scheduler:
         """A request that was held up may take the place of a running one of lower priority."""
         most_junior = self._seats.running[-1]
         # The one that gives way comes behind in the queue, or it would take its own place again.
-        if self._queue.is_behind(most_junior, waiting) and self._preemption.gives_way(most_junior, waiting, now_s):
+        if self._queue.is_behind(most_junior, waiting) and self.preemption.gives_way(most_junior, waiting, now_s):
             self._live.preempt(most_junior, self._draft)
             self._made_room_for = waiting
 

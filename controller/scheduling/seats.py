@@ -18,8 +18,8 @@ from .step_draft import StepDraft
 class Seats:
     """Free slots, and requests that run in the others.
 
-    Invariant: every slot is free or of one running request. A running request has an open row in the manager, and none
-    that waits has one.
+    Invariant: every slot is free, of one running request, or lent. A running request has an open row in the manager,
+    and none that waits has one.
     """
 
     def __init__(self, settings: SchedulerSettings, manager: CacheManager, chunks: Chunks, preemption: Preemption):
@@ -57,8 +57,8 @@ class Seats:
             self._unseat(request)
             if not is_alone:
                 return 0
-            assert hit.tokens, f"request {request.id} does not fit an empty pool, and was taken"
-            self._manager.reset_prefix_cache()
+            evicted = self._manager.leased.evict_others()
+            assert evicted, f"request {request.id} does not fit a pool that is empty but for leases, and was taken"
             return self.admit(request, left, now_s, draft)
         # 4. It runs.
         if request.seniority is None:
@@ -100,6 +100,20 @@ class Seats:
         draft.retire(request.slot)
         request.slot = None
 
+    def lend(self, request: Request, computed_tokens: int) -> None:
+        """Give a slot to what is prepared: it has its blocks, and is not among the requests that run."""
+        self._seat(request, computed_tokens)
+
+    def unlend(self, request: Request) -> None:
+        """It had no room. The workers never hear of it."""
+        self._unseat(request)
+
+    def take_back(self, request: Request, draft: StepDraft) -> None:
+        """Take its slot. Its blocks are gone already."""
+        assert request.slot is not None, f"request {request.id} was lent no slot"
+        draft.retire(request.slot)
+        self._unseat(request)
+
     def _seat(self, request: Request, computed_tokens: int) -> None:
         """Give a request a slot, behind `computed_tokens` whose blocks it has. `_begin` or `_unseat` follows."""
         assert request.slot is None, f"request {request.id} has slot {request.slot} already"
@@ -107,7 +121,7 @@ class Seats:
         request.computed_tokens = computed_tokens
 
     def _unseat(self, request: Request) -> None:
-        """There was no room for a request that was given a slot. The workers never hear of it."""
+        """Free the slot of a request that has nothing computed any more."""
         assert request.slot is not None, f"request {request.id} has no slot"
         self.free_slots.append(request.slot)
         request.slot, request.computed_tokens = None, 0

@@ -14,6 +14,9 @@ from ..request import Request
 from .prefixes import lookup
 from .step_draft import StepDraft
 
+MOST_DEFERRED = 8
+"""Requests that may be passed over in one step because another one computes their prompt."""
+
 MOST_KEPT_FOR = 4
 """Waiting requests whose cached prefixes are kept for them while prompts are computed."""
 

@@ -6,7 +6,7 @@ The table holds facts only; here they become layer specs, one rank's share of th
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -15,7 +15,7 @@ from typing import Any
 from ...errors import InvalidSetting
 from ...kvcache.reach import Chunked, Cross, Full, Reach, Sliding, State
 from ...kvcache.spec import LayerSpec, StateTensor
-from ...workers.checkpoint.layer_specs import FLOAT32_BYTES, KEEPS_NOTHING, RankShare
+from ...workers.checkpoint.layer_specs import FLOAT32_BYTES, KEEPS_NOTHING, Compression, RankShare
 
 KIN = 0.75
 """How alike the first words of two names must be for one to be meant by the other: "gema", "gemma"."""
@@ -42,6 +42,7 @@ class KnownModel:
             source = sharing["source"].get(kind) if index in sharing["layers"] else None
             if kind in self.entry["attention"]:
                 specs += _attention(index, self.entry["attention"][kind], kind, share, source)
+                specs += _compressed(index, self.entry["attention"][kind], share)
             if kind in self.entry.get("state", {}):
                 specs.append(_state(index, self.entry["state"][kind], share))
         return tuple(specs)
@@ -125,13 +126,21 @@ def _attention(index: int, facts: dict[str, Any], kind: str, share: RankShare, s
     else:
         heads = share.kv_heads(facts["num_kv_heads"])
         key_dim, value_dim = facts["head_dim"], facts["v_head_dim"]
-    specs = [LayerSpec(index, _reach(kind, facts), heads, key_dim, value_dim, item, beside, shares=source)]
-    if "compress" in facts:  # beside the raw window: one entry for so many tokens, and those still waiting for theirs
-        entry = facts["compressed_elems_per_entry"] * item // facts["compress"]
-        waiting = StateTensor((facts["compress"] - 1, 2 * facts["cached_elems_per_token"]), item)
-        specs.append(LayerSpec(index, Full(), extra_token_bytes=entry))
-        specs.append(LayerSpec(index, State(), state=(waiting,)))
-    return specs
+    return [LayerSpec(index, _reach(kind, facts), heads, key_dim, value_dim, item, beside, shares=source)]
+
+
+def _compressed(index: int, facts: dict[str, Any], share: RankShare) -> Sequence[LayerSpec]:
+    """Beside a raw window: one entry for so many tokens, and what those give whose entry is not yet made. Beside
+    latents: an index key for so many tokens."""
+    if "pool" in facts:
+        pools = Compression(facts["pool"], False, facts["pooled_elems_per_entry"], 0, share.item_bytes, False)
+        return pools.layers(index)
+    if "compress" not in facts:
+        return ()
+    entry = facts["cached_elems_per_token"]
+    index_key = facts["compressed_elems_per_entry"] - entry
+    compression = Compression(facts["compress"], index_key > 0, entry, index_key, share.item_bytes)
+    return compression.layers(index)
 
 
 def _reach(kind: str, facts: dict[str, Any]) -> Reach:

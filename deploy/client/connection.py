@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 
 from ...errors import InvalidSetting
-from ..grpc.convert import MAX_MESSAGE_BYTES
+from ..grpc.convert import MAX_MESSAGE_BYTES, MODEL
 
 OPTIONS = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.enable_http_proxy", 0))
 
@@ -32,9 +32,10 @@ def open_channel(api: Any, address: str, tls: Tls | None) -> Any:
     return api.secure_channel(address, tls.credentials(), options=OPTIONS)
 
 
-def call_options(timeout_s: float | None, api_key: str | None) -> dict[str, Any]:
-    metadata = (("authorization", f"Bearer {api_key}"),) if api_key is not None else None
-    return {"timeout": timeout_s, "metadata": metadata}
+def call_options(timeout_s: float | None, api_key: str | None, model: str | None = None) -> dict[str, Any]:
+    said = {"authorization": api_key and f"Bearer {api_key}", MODEL: model}
+    metadata = tuple((name, value) for name, value in said.items() if value is not None)
+    return {"timeout": timeout_s, "metadata": metadata or None}
 
 
 def _read(file: str | None) -> bytes | None:

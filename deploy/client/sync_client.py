@@ -10,9 +10,19 @@ from ...errors import IntarsiaError
 from ...kvcache.events import Event
 from ...proto import inference_pb2 as pb
 from ...proto import inference_pb2_grpc as pb_grpc
+from ...proto.leases import Lease
 from ...proto.request import USUAL_OPTIONS, RequestOptions, SamplingParams
 from ...proto.status import CacheState, EngineInfo, EngineLoad
-from ..grpc.convert import cache_state_from_proto, events_from_proto, info_from_proto, load_from_proto
+from ..front_end.probes import Probed
+from ..grpc.convert import (
+    cache_state_from_proto,
+    events_from_proto,
+    info_from_proto,
+    leases_from_proto,
+    load_from_proto,
+    probed_from_proto,
+    prompt_to_proto,
+)
 from .connection import Tls, call_options, open_channel
 from .failures import typed
 from .messages import Asked, Batch, Chunk, batch_request, check_one, chunk_of, request_of
@@ -28,10 +38,11 @@ class Client:
         timeout_s: float | None = None,
         api_key: str | None = None,
         tls: Tls | None = None,
+        model: str | None = None,
     ):
-        """timeout_s: for each call; None waits as long as it takes."""
+        """timeout_s: for each call; None waits as long as it takes. model: of a server of several, the one to ask."""
         self.address = address
-        self._options = call_options(timeout_s, api_key)
+        self._options = call_options(timeout_s, api_key, model)
         self._channel = open_channel(grpc, address, tls)
         self._stub: Any = pb_grpc.InferenceStub(self._channel)
 
@@ -49,7 +60,7 @@ class Client:
 
         sampling: None: 16 tokens, as the checkpoint asks
         images: files in a usual format, one for each image token of the prompt
-        options: priority, tenant and time limit
+        options: priority, tenant, time limit, and for how long the conversation's cache is to be kept
 
         Raises the server's errors as they were: `InvalidRequest`, `EngineUnavailable`, ...
         """
@@ -64,11 +75,16 @@ class Client:
             call.cancel()
 
     def complete(
-        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, *, images: Sequence[bytes] = ()
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        images: Sequence[bytes] = (),
+        options: RequestOptions = USUAL_OPTIONS,
     ) -> Chunk:
         """The whole answer at once. Of several answers, use `generate`."""
         check_one(sampling)
-        return Chunk.join([chunk for chunk in self.generate(prompt, sampling, images=images)])
+        return Chunk.join([chunk for chunk in self.generate(prompt, sampling, images=images, options=options)])
 
     def complete_batch(self, asked: Sequence[Asked]) -> list[Chunk | IntarsiaError]:
         """The answers to several requests, computed side by side, in their order; what is wrong with one of them stands
@@ -111,6 +127,21 @@ class Client:
     def cache_state(self) -> CacheState:
         """Where the blocks of the pool are."""
         return cache_state_from_proto(self._call(self._stub.GetCacheState, pb.GetCacheStateRequest()))
+
+    def leases(self) -> list[Lease]:
+        """The conversations whose cache is held: the caller's own."""
+        return leases_from_proto(self._call(self._stub.ListLeases, pb.ListLeasesRequest()))
+
+    def release_lease(self, lease: str) -> None:
+        """End one before its time. Raises `UnknownLease` if the caller holds none of that id."""
+        self._call(self._stub.ReleaseLease, pb.ReleaseLeaseRequest(lease=lease))
+
+    def probe(self, prompt: str | Sequence[int], cache_salt: str = "") -> list[Probed]:
+        """What a request with this prompt would meet at each engine of the server. cache_salt: whose prompts are looked
+        for; empty: the key's own."""
+        request = pb.ProbeRequest(cache_salt=cache_salt)
+        prompt_to_proto(request, prompt)
+        return probed_from_proto(self._call(self._stub.Probe, request))
 
     def watch_cache(self) -> Generator[list[Event], None, None]:
         """What becomes known in the prefix cache and what is known no longer, as it happens; what is known already

@@ -14,7 +14,6 @@ import gzip
 import hashlib
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from ...kvcache.pool_map import PoolMap
 from ...proto.status import EngineInfo, SnapshotQuery
 from ..front_end.front_end import FrontEnd
 from ..front_end.misses import for_operator
+from ..front_end.served_models import ServedModels
 
 PAGE = (Path(__file__).parent / "page.html").read_text()
 
@@ -41,8 +41,11 @@ class ConsoleSettings:
     show_prompts: bool = False
 
 
-def add_console(app: FastAPI, front_end: Callable[[], FrontEnd], settings: ConsoleSettings) -> None:
-    """Its two routes. Who may see the second is the business of the application's doorkeeper."""
+def add_console(app: FastAPI, models: ServedModels, settings: ConsoleSettings) -> None:
+    """Its two routes. Of several models each engine is shown under its name.
+
+    Who may see the second is the business of the application's doorkeeper.
+    """
     headers = {"Content-Security-Policy": _policy(PAGE), "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}
 
     @app.get("/", include_in_schema=False)
@@ -57,8 +60,8 @@ def add_console(app: FastAPI, front_end: Callable[[], FrontEnd], settings: Conso
     async def view(
         request: Request, since: int = 0, pool: bool = True, recount: bool = False, engine: str = ""
     ) -> Response:
-        here = front_end()
-        engines = here.engines()
+        of = {name: here for here in models.each() for name in here.engines()}
+        engines = {name: here.engines()[name] for name, here in of.items()}
         name = engine or next(iter(engines))
         if name not in engines:
             raise InvalidRequest(f"there is no engine {name!r}; there are {', '.join(engines)}", field="engine")
@@ -66,7 +69,7 @@ def add_console(app: FastAPI, front_end: Callable[[], FrontEnd], settings: Conso
         takes_gzip = "gzip" in request.headers.get("accept-encoding", "")
         shown = {"engines": sorted(engines), "engine": name}
         return await asyncio.to_thread(
-            lambda: _packed(shown | as_json(engines[name].info, seen, here), takes_gzip)  # prompts become texts
+            lambda: _packed(shown | as_json(engines[name].info, seen, of[name]), takes_gzip)  # prompts become texts
         )
 
 

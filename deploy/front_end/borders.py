@@ -55,7 +55,7 @@ class Borders:
         if not self.are_useful or len(instructions) == len(messages) or not (instructions or any(about)):
             return ()
         other = await self._beginning(instructions, about, render)
-        border = _same(prompt, other)
+        border = same(prompt, other)
         return (border,) if 0 < border < len(prompt) else ()
 
     async def _beginning(
@@ -87,7 +87,7 @@ def _instructions(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str
     return messages[:count]
 
 
-def _same(one: Sequence[int], other: Sequence[int]) -> int:
+def same(one: Sequence[int], other: Sequence[int]) -> int:
     """Tokens at the front that are the same."""
     low, high = 0, min(len(one), len(other))
     while low < high:  # whole stretches are compared at once

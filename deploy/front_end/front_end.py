@@ -35,6 +35,9 @@ from .engine_client import Delta, EngineClient, Generation
 from .image_fetch import ImageFetcher, check_hosts, is_address
 from .images import ImageReader, check_images, read_images
 from .json_pieces import CHARS_OF_A_VALUE, size_of, texts_in
+from .leases import Leases
+from .next_turns import NextTurns
+from .probes import Probes
 from .request_log import RECORD, Record
 from .router import Router
 from .text_bounds import TextBound, bytes_of
@@ -83,6 +86,7 @@ class FrontEndSettings:
     seeds_by_id: bool = False  # a request without a seed draws by its id, so that asked again it draws the same
     tool_call_parser: str | None = None  # the format of calls, by name; None: as the chat template shows
     reasoning_parser: str | None = None  # that of thoughts
+    prepare_next_turns: bool = False  # of conversations, before they are asked for
 
     def __post_init__(self):
         if not 0 <= self.stream_interval_s <= LONGEST_STREAM_INTERVAL_S:
@@ -115,6 +119,7 @@ class FrontEnd:
         self.limits = limits or Limits()
         self.settings = settings or FrontEndSettings()
         self._watchers = Counted("watchers of the cache", self.limits.max_watchers, self.limits.max_key_watchers)
+        self.probes = Probes(self.engines, engine.info, self.limits)
         self.tokenizer = tokenizer
         self.answer_format = AnswerFormat.of(tokenizer, self.settings.tool_call_parser, self.settings.reasoning_parser)
         waiting = self.settings.max_streams, self.limits.max_key_bodies_bytes
@@ -122,8 +127,11 @@ class FrontEnd:
         self._beside_short = Beside(max_waiting=waiting[0], max_waiting_bytes=waiting[1])
         self._engine = engine
         self._router = router
+        self.leases = Leases(self.engines)
         self._images = ImageReader.of(engine.info)
         self.borders = Borders(engine.info)
+        prepares = self.settings.prepare_next_turns and engine.info.enable_prefix_caching
+        self.next_turns = NextTurns(engine, router) if prepares else None
         self._fetcher = ImageFetcher(self.settings.image_hosts) if self.settings.image_hosts else None
         self._running: dict[tuple[str, str], Answers] = {}  # by tenant of a key, and request id
         self._is_leaving = False
@@ -467,7 +475,9 @@ class Answers:
         self._record = record
 
     def __aiter__(self) -> AsyncGenerator[tuple[Delta, str], None]:
-        pieces = with_text(self._generation, self._tokenizer, self.asked.sampling, self.asked.markers)
+        asked = self.asked
+        is_kept = asked.options.keep_s is not None
+        pieces = with_text(self._generation, self._tokenizer, asked.sampling, asked.markers, is_kept=is_kept)
         if self._record is not None:
             pieces = self._record.watch(pieces)
         return pieces if self._is_streaming else whole_answers(pieces)

@@ -8,8 +8,18 @@ from ...controller.metrics import Metrics
 from ...controller.snapshot import EngineSnapshot
 from ...errors import IntarsiaError
 from ...proto.codec import read
-from ...proto.messages import AskCacheState, AskLoad, AskMetrics, AskProbe, AskSnapshot
-from ...proto.status import CacheState, EngineLoad, Probe, SnapshotQuery
+from ...proto.leases import Lease
+from ...proto.messages import (
+    AskCacheState,
+    AskLeases,
+    AskLoad,
+    AskMetrics,
+    AskProbe,
+    AskSnapshot,
+    Prepare,
+    ReleaseLease,
+)
+from ...proto.status import CacheState, EngineLoad, PreparedPrompt, Probe, SnapshotQuery
 from .connection import Connection
 
 Known = TypeVar("Known")
@@ -33,9 +43,18 @@ class Questions:
         """Where the pool's blocks are."""
         return await self._ask(AskCacheState, viewer, kind=CacheState)
 
-    async def probe(self, tokens: Sequence[int], salt: str = "") -> Probe:
-        """What a request with this prompt would meet."""
-        return await self._ask(AskProbe, list(tokens), salt, kind=Probe)
+    async def probe(self, tokens: Sequence[int], salt: str = "", viewer: str | None = None) -> Probe:
+        """What a request with this prompt and salt would meet. viewer: whose requests the load counts."""
+        return await self._ask(AskProbe, list(tokens), salt, viewer, kind=Probe)
+
+    async def prepare(
+        self, tokens: Sequence[int], tenant: str = "", salt: str = "", kept: int = 0, passed: Sequence[int] = ()
+    ) -> PreparedPrompt:
+        """Have a prompt computed up to its last token when there is room. Returns when it is, or will not be.
+
+        kept, passed: an earlier sequence has so many tokens in common with it, and goes on so; nobody will ask for that
+        """
+        return await self._ask(Prepare, list(tokens), tenant, salt, kept, list(passed), kind=PreparedPrompt)
 
     async def metrics(self) -> Metrics:
         """What was measured since the start."""
@@ -44,6 +63,14 @@ class Questions:
     async def snapshot(self, query: SnapshotQuery) -> EngineSnapshot:
         """All there is to see at one moment."""
         return await self._ask(AskSnapshot, query, kind=EngineSnapshot)
+
+    async def leases(self, viewer: str | None = None) -> tuple[Lease, ...]:
+        """Conversations whose cache is held."""
+        return await self._ask(AskLeases, viewer, kind=tuple[Lease, ...])
+
+    async def release_lease(self, lease: str, viewer: str | None = None) -> bool:
+        """End one. False if there is none of that id."""
+        return await self._ask(ReleaseLease, lease, viewer, kind=bool)
 
     async def _ask(self, question: type, *about: Any, kind: type[Known]) -> Known:
         handle = self._connection.ask(question, *about)

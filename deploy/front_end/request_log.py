@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -22,8 +22,11 @@ from typing import Any, TextIO
 
 from ...errors import IntarsiaError
 from ...kvcache.misses import Miss, merged
+from ...proto.leases import LeaseReceipt
 from ...proto.reply import Delta
+from ...proto.status import PreparedPrompt
 from .access import TENANT
+from .leases import brief
 
 FORMS = ("line", "json")
 
@@ -61,10 +64,12 @@ class Record:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     misses: tuple[Miss, ...] = ()
+    lease: LeaseReceipt | None = None
     generated_tokens: int = 0
     queue_s: float | None = None  # until its turn came
     first_token_s: float | None = None
     ends: set[str] = field(default_factory=set)  # of its answers, or an error's name
+    write: Callable[[dict[str, Any]], None] | None = None  # a line
 
     def asked(self, request_id: str, tenant: str, model: str, prompt_tokens: int) -> None:
         """The model is asked, for one of perhaps several prompts."""
@@ -86,12 +91,26 @@ class Record:
                     if delta.misses and not misses:
                         misses = delta.misses
                         self.misses = merged((*self.misses, *misses))
+                    self.lease = delta.lease or self.lease
                     if delta.finish_reason is not None:
                         self.ends.add(delta.finish_reason)
                     yield delta, text
         except IntarsiaError as error:
             self.failed(error)
             raise
+
+    def log_prepared(self, request_id: str, tokens: int, prepared: PreparedPrompt, total_s: float) -> None:
+        """A line of its own for what was prepared after this request."""
+        if self.write is not None:
+            about = {
+                "id": request_id,
+                "tenant": self.tenant or TENANT.get(),
+                "endpoint": "prepare",
+                "model": self.model,
+            }
+            about |= {"tokens_in": tokens, "tokens_found": prepared.found_tokens}
+            about |= {"tokens_computed": prepared.computed_tokens, "total_s": _rounded(total_s), "end": prepared.end}
+            self.write({"time": _now()} | about)
 
     def failed(self, error: IntarsiaError) -> None:
         self.ends.add(type(error).__name__)
@@ -108,6 +127,7 @@ class Record:
             "tokens_found": self.cached_tokens,
             **({"not_found": ",".join(map(_miss, self.misses))} if self.misses else {}),
             "tokens_out": self.generated_tokens,
+            **({"leased": brief(self.lease)} if self.lease is not None else {}),
             "queue_s": _rounded(self.queue_s),
             "first_token_s": _rounded(self.first_token_s),
             "total_s": _rounded(time.monotonic() - self.began_s),
@@ -151,7 +171,7 @@ class RequestLog:
     @contextlib.contextmanager
     def one(self, endpoint: str) -> Iterator[Record]:
         """A request from its beginning to its end. What happens to it within this task finds its record."""
-        record = Record(endpoint)
+        record = Record(endpoint, write=self._put)
         RECORD.set(record)
         try:
             yield record

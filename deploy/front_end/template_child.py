@@ -2,7 +2,13 @@
 
 A template is a program, and what it is given is anybody's: two loops within each other take hours, a string times a
 number takes all memory. So it runs where a timer and a limit of memory end it, and nothing else with it. The rendered
-text is what transformers makes of the same template and messages (`transformers.utils.chat_template_utils`).
+text is what transformers makes of the same template and messages (`transformers.utils.chat_template_utils`). Some
+templates of released models need what transformers refuses; they render here, and it is nothing that the limits of this
+process do not hold for:
+
+    list.append and its like    on lists and dicts that the template made itself; not on what it was given
+    from_json, fromjson         filters that read JSON, the inverse of `tojson`; what is no text they leave as it is
+    {% do ... %}                an expression whose value is not printed
 
 This file is run by itself and imports jinja2 alone, so that a child is there within 0.1 s and takes 20 MB.
 
@@ -14,6 +20,7 @@ import json
 import resource
 import signal
 import sys
+from collections.abc import Iterator
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -22,7 +29,7 @@ import jinja2
 import jinja2.debug  # what it needs to say where a template failed, while there is memory
 import jinja2.ext
 import jinja2.nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import SandboxedEnvironment, modifies_known_mutable
 
 LONGEST_COMPLAINT_CHARS = 300
 
@@ -53,6 +60,26 @@ class Generation(jinja2.ext.Extension):
 
     def _contained(self, caller: Any) -> str:
         return caller()
+
+
+class Environment(SandboxedEnvironment):
+    """One in which a template changes what it made itself. What it was given stays as it is, as in transformers."""
+
+    given: frozenset[int] = frozenset()  # of the render under way: the ids of lists and dicts in it
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        changes_given = id(obj) in self.given and modifies_known_mutable(obj, attr)
+        return not changes_given and super().is_safe_attribute(obj, attr, value)
+
+
+def _containers(value: Any) -> Iterator[int]:
+    """The ids of all lists and dicts in a value as JSON has it."""
+    left = [value]
+    while left:
+        at = left.pop()
+        if isinstance(at, dict | list):
+            yield id(at)
+            left.extend(at.values() if isinstance(at, dict) else at)
 
 
 class Dict:
@@ -96,17 +123,27 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+def _from_json(value: Any) -> Any:
+    """What a text says as JSON; anything else as it is, since callers give the arguments of calls as either."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise jinja2.exceptions.TemplateError(f"from_json is given a text that is no JSON: {error}") from None
+
+
 def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
 @lru_cache(16)
 def compiled(template: str) -> jinja2.Template:
-    """Compile the template as transformers does."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    """Compile the template as transformers does, and what it refuses to."""
+    environment = Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols, jinja2.ext.do]
     )
-    environment.filters["tojson"] = _tojson
+    environment.filters |= {"tojson": _tojson, "from_json": _from_json, "fromjson": _from_json}
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,
@@ -126,8 +163,10 @@ def render(question: dict[str, Any], max_bytes: int) -> str:
         "documents": question["variables"].pop("documents", None),
         "add_generation_prompt": question["add_generation_prompt"],
     }
+    template, given = compiled(question["template"]), {**question["variables"], **given}
+    template.environment.given = frozenset(_containers(given))  # type: ignore[attr-defined]
     pieces, left = [], max_bytes
-    for piece in compiled(question["template"]).generate(**{**question["variables"], **given}):
+    for piece in template.generate(**given):
         pieces.append(piece)
         left -= len(piece)  # at least as many bytes
         if left < 0:

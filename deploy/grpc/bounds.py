@@ -50,6 +50,7 @@ def bounds_of(limits: Limits, info: EngineInfo) -> Mapping[str, Bounds]:
             f"{pb.TokenRow.DESCRIPTOR.full_name}.ids": MOST_OF_ROW,
         },
         "GenerateBatch": {f"{pb.GenerateBatchRequest.DESCRIPTOR.full_name}.requests": most_batch_requests(limits)},
+        "Probe": {lists[1]: most_prompt_tokens(info)},
         "Detokenize": {lists[1]: most_counted_tokens(limits, info)},
     }
     return {f"/{SERVICE}/{method}": Bounds(fields, lists) for method, lists in most.items()}

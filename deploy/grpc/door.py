@@ -23,13 +23,13 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
-from ...errors import DeadlineExceeded, IntarsiaError, InvalidRequest, Overloaded, Unauthenticated
+from ...errors import DeadlineExceeded, IntarsiaError, InvalidRequest, Overloaded
 from ..front_end.access import RPCS, TENANT, Access, Level
 from ..front_end.beside import Beside
 from ..front_end.counted import Counted
 from ..front_end.request_log import LOGGED, RequestLog
 from ..settings.limits import Limits
-from .convert import error_to_status
+from .convert import MODEL, error_to_status
 from .wire import Bounds, check_wire, kind_of
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,9 @@ SWEEPS = 8
 """Looks at all calls in the time that a client may take nothing."""
 
 
+OF_A_MODEL = {path for path in RPCS if path.startswith("/intarsia.")} - {"/intarsia.v1.Inference/Abort"}
+
+
 class Door(grpc.aio.ServerInterceptor):
     """Stands before all methods of a server."""
 
@@ -58,9 +61,11 @@ class Door(grpc.aio.ServerInterceptor):
         bounds: Mapping[str, Bounds],
         write: "Write",
         request_log: RequestLog | None = None,
+        choose: Callable[[str | None], None] = lambda model: None,
     ):
         """bounds: of the messages of each method, by its path; others have their fields counted.
-        write: writes what a method answers to a client"""
+        write: writes what a method answers to a client. choose: has the model of this name answer the call"""
+        self._choose = choose
         self._log = request_log
         self._access = access
         self._limits = limits
@@ -84,10 +89,13 @@ class Door(grpc.aio.ServerInterceptor):
         logged = contextlib.nullcontext[Any]
         if self._log is not None and handler_call_details.method in LOGGED:
             logged = partial(self._log.one, handler_call_details.method)
+        metadata = dict(handler_call_details.invocation_metadata)
         try:
-            self._access.check(level, dict(handler_call_details.invocation_metadata).get("authorization"))
-        except Unauthenticated as error:
-            with contextlib.suppress(Unauthenticated), logged():
+            self._access.check(level, metadata.get("authorization"))
+            if handler_call_details.method in OF_A_MODEL:
+                self._choose(metadata.get(MODEL))
+        except IntarsiaError as error:
+            with contextlib.suppress(IntarsiaError), logged():
                 raise error
             return _refusal(error)
         handler = await continuation(handler_call_details)

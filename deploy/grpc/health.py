@@ -8,6 +8,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ..front_end.counted import Counted
+from ..front_end.front_end import FrontEnd
 
 SERVICE_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
@@ -38,6 +39,22 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         """Say for good that nothing is served."""
         self.set(is_serving=False)
         self._has_left = True
+
+    async def follow(self, front_ends: Sequence[FrontEnd]) -> None:
+        """Say that nothing is served while no engine is there. Ends when none can come back."""
+        gone: set[int] = set()
+
+        async def one(number: int, front_end: FrontEnd) -> None:
+            while True:
+                await front_end.engine_gone()
+                gone.add(number)
+                self.set(is_serving=len(gone) < len(front_ends))
+                if not await front_end.engine_back():
+                    return
+                gone.discard(number)
+                self.set(is_serving=True)
+
+        await asyncio.gather(*(one(number, each) for number, each in enumerate(front_ends)))
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
         status = self._status(request.service)

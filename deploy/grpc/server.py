@@ -18,24 +18,23 @@ from ...proto.tracing import INCOMING
 from ..front_end.access import TENANT, Access
 from ..front_end.front_end import Asked, FrontEnd, side_by_side
 from ..front_end.request_log import RequestLog
+from ..front_end.served_models import ServedModels, models_of
 from ..settings.limits import check_id
 from ..settings.ports import listening, refusal
 from .bounds import SERVICE, bounds_of, options_of
 from .convert import (
     FINISH_REASONS,
-    cache_state_to_proto,
     check_lists,
     error_to_proto,
-    events_to_proto,
-    info_to_proto,
-    load_to_proto,
     logprobs_to_proto,
     most_batch_requests,
     options_from_proto,
+    probed_to_proto,
     sampling_from_proto,
     usage_to_proto,
 )
 from .door import Door, WrittenCall
+from .figures import FiguresServicer
 from .health import SERVICE_NAME as HEALTH
 from .health import HealthServicer
 from .reflection import add_reflection
@@ -48,11 +47,8 @@ MANY_TOKENS = 10_000
 """To make a list or a text of them takes a millisecond or more; it is done beside the loop."""
 
 
-class InferenceServicer(pb_grpc.InferenceServicer):
+class InferenceServicer(FiguresServicer):
     """Answers `intarsia.v1.Inference` out of one engine. Raises `IntarsiaError`, of which its caller makes a status."""
-
-    def __init__(self, front_end: FrontEnd):
-        self._front_end = front_end
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         # Closing them is what frees the blocks of a client that has gone.
@@ -77,7 +73,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         check_id(request.request_id, self._front_end.limits)
-        return pb.AbortResponse(found=self._front_end.abort(request.request_id))
+        return pb.AbortResponse(found=any(each.abort(request.request_id) for each in self._models.each()))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenIds:
         add = request.add_special_tokens if request.HasField("add_special_tokens") else True
@@ -86,23 +82,9 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     async def Detokenize(self, request: pb.TokenIds, context: Any) -> pb.DetokenizeResponse:
         return pb.DetokenizeResponse(text=await self._front_end.detokenize(request.ids))
 
-    async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.Load:
-        return load_to_proto(await self._front_end.load())
-
-    async def GetCacheState(self, request: pb.GetCacheStateRequest, context: Any) -> pb.CacheState:
-        return cache_state_to_proto(await self._front_end.cache_state())
-
-    async def WatchCacheEvents(
-        self, request: pb.WatchCacheEventsRequest, context: Any
-    ) -> AsyncIterator[pb.CacheEvents]:
-        async with contextlib.aclosing(self._front_end.watch_cache()) as watch:
-            async for events in watch:
-                if events.message is None:  # else another watcher was told the same
-                    events.message = events_to_proto(events)
-                yield events.message
-
-    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.ModelInfo:
-        return info_to_proto(self._front_end.info)
+    async def Probe(self, request: pb.ProbeRequest, context: Any) -> pb.ProbeResponse:
+        prompt = await self._prompt(request)
+        return probed_to_proto(len(prompt), await self._front_end.probes.ask(prompt, request.cache_salt))
 
     async def _answered(
         self, request: pb.GenerateRequest, time_remaining_s: float | None
@@ -128,7 +110,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         images = await self._front_end.read_images(request.images)
         return Asked(prompt, sampling, images, options, request.request_id)
 
-    async def _prompt(self, request: pb.GenerateRequest) -> list[int]:
+    async def _prompt(self, request: pb.GenerateRequest | pb.ProbeRequest) -> list[int]:
         kind = request.WhichOneof("prompt")
         if kind is None:
             raise InvalidRequest("the request has no prompt; give text or token_ids", field="prompt")
@@ -144,15 +126,17 @@ class InferenceServicer(pb_grpc.InferenceServicer):
 class GrpcServer:
     """The service with health and reflection."""
 
-    def __init__(self, front_end: FrontEnd, access: Access | None = None, request_log: RequestLog | None = None):
-        limits = front_end.limits
-        self._access = access or Access()
-        self._front_end = front_end
-        door = Door(self._access, limits, front_end.beside, bounds_of(limits, front_end.info), _write, request_log)
+    def __init__(
+        self, served: FrontEnd | ServedModels, access: Access | None = None, request_log: RequestLog | None = None
+    ):
+        self._models, self._access = models_of(served), access or Access()
+        here = self._models.roomiest
+        limits, bounds = here.limits, bounds_of(here.limits, here.info)
+        door = Door(self._access, limits, here.beside, bounds, _write, request_log, self._models.choose)
         self._server = grpc.aio.server(interceptors=[door], options=options_of(limits))
         self._health = HealthServicer(("", SERVICE), limits.max_keyless_connections)
         self._following: asyncio.Task[None] | None = None
-        pb_grpc.add_InferenceServicer_to_server(InferenceServicer(front_end), self._server)
+        pb_grpc.add_InferenceServicer_to_server(InferenceServicer(self._models), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         add_reflection((SERVICE, HEALTH), self._server)
 
@@ -171,17 +155,8 @@ class GrpcServer:
             raise refusal(host, port, "grpc_port", error) from error
         await self._server.start()
         self._health.set(is_serving=True)
-        self._following = asyncio.ensure_future(self._follow_engine())
+        self._following = asyncio.ensure_future(self._health.follow(self._models.each()))
         return f"{target.rpartition(':')[0]}:{port}"
-
-    async def _follow_engine(self) -> None:
-        """Tell health watchers that it is gone, and that it is back."""
-        while True:
-            await self._front_end.engine_gone()
-            self._health.set(is_serving=False)
-            if not await self._front_end.engine_back():
-                return
-            self._health.set(is_serving=True)
 
     async def leave(self) -> None:
         """Say to health watchers that requests are to go elsewhere."""

@@ -11,6 +11,9 @@ from .called import REQUEST_ID
 PLACE = "/v1/messages"
 """What is below it speaks so."""
 
+MODELS = "/v1/models"
+"""OpenAI's clients ask there, too; Anthropic's send a header with each request."""
+
 OVERLOADED = 529
 """Anthropic's status for a server that has too much to do. 429 is for a client that asks too much."""
 
@@ -30,6 +33,8 @@ KINDS = {
 def speaks_anthropic(scope: Scope) -> bool:
     """Is this asked by a client of Anthropic's interface?"""
     path = get_route_path(scope)
+    if path == MODELS or path.startswith(f"{MODELS}/"):
+        return any(name == b"anthropic-version" for name, _ in scope["headers"])
     return path == PLACE or path.startswith(f"{PLACE}/")
 
 

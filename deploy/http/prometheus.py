@@ -13,7 +13,8 @@ from prometheus_client.openmetrics import exposition as openmetrics
 
 from ...controller.metrics import Distribution, Metrics
 from ...kvcache.misses import LOST
-from ...proto.status import CacheState, EngineInfo, EngineLoad
+from ...proto.leases import LeaseCounts
+from ...proto.status import CacheState, EngineInfo, EngineLoad, PreparedMetrics
 
 Read = Callable[[EngineLoad], float]
 
@@ -88,26 +89,50 @@ RESPONSES = {
 REASONS = ("stop", "length", "abort", "deadline", "error")
 """Why answers end. All are told from the start, so that rates begin with the first of each."""
 
+LEASE_RESULTS = ("granted", "refused", "taken_over", "expired", "released", "lost")
+"""What becomes of leases: `LeaseCounts` has them."""
 
-def render(
-    info: EngineInfo,
-    load: EngineLoad,
-    cache: CacheState | None,
-    measured: Metrics | None,
-    accept: str = "",
-    responses: KeptFigures | None = None,
-) -> tuple[bytes, str]:
-    """What an engine says of itself, and its content type: OpenMetrics where the `Accept` header asks for it, else
-    Prometheus's own text. To a tenant: only the counts of its own requests, and nothing of the process, whose memory
-    and time tell of the others. responses: where some are kept."""
+
+class Measured(NamedTuple):
+    """What one engine says of itself. cache, metrics: None for a tenant."""
+
+    info: EngineInfo
+    load: EngineLoad
+    cache: CacheState | None
+    metrics: Metrics | None
+
+
+def render(engines: Sequence[Measured], accept: str = "", responses: KeptFigures | None = None) -> tuple[bytes, str]:
+    """What engines say of themselves, each under its model's name, and the content type: OpenMetrics where the `Accept`
+    header asks for it, else Prometheus's own text. To a tenant: only the counts of its own requests, and nothing of the
+    process, whose memory and time tell of the others. responses: where some are kept."""
     registry = CollectorRegistry()
-    registry.register(_Families(info, load, cache, measured, responses))
-    if cache is not None:
+    registry.register(
+        _Together([_Families(*engine, responses if n == 0 else None) for n, engine in enumerate(engines)])
+    )
+    if engines[0].cache is not None:
         ProcessCollector(registry=registry)
     if "application/openmetrics-text" in accept:
         # Our names need no escaping; prometheus_client's usual one makes underscores of their colons.
         return openmetrics.generate_latest(registry, openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
     return exposition.generate_latest(registry), exposition.CONTENT_TYPE_LATEST
+
+
+class _Together:
+    """The families of several engines: each name stands once, with what all of them say of it."""
+
+    def __init__(self, each: "Sequence[_Families]"):
+        self._each = each
+
+    def collect(self) -> Iterator[Metric]:
+        found: dict[str, Metric] = {}
+        for families in self._each:
+            for family in families.collect():
+                if family.name in found:
+                    found[family.name].samples += family.samples
+                else:
+                    found[family.name] = family
+        yield from found.values()
 
 
 class _Families:
@@ -139,6 +164,10 @@ class _Families:
             yield from self._ends(self._measured)
             yield from self._groups(self._measured)
             yield from self._forecasts(self._measured)
+            if self._measured.prepared is not None:
+                yield from self._prepared(self._measured.prepared)
+            if self._info.lease_blocks:
+                yield from self._leases(self._measured.leases)
         if self._cache is not None:
             yield self._pool(self._cache)
         if self._responses is not None:
@@ -197,6 +226,16 @@ class _Families:
         about = "Blocks whose known prefix made room for others."
         yield self._family(CounterMetricFamily, "intarsia:group_evicted_blocks", about, evicted)
 
+    def _leases(self, counts: LeaseCounts) -> Iterator[Metric]:
+        """Where the operator gives them a share."""
+        results = [({"result": name}, getattr(counts, name)) for name in LEASE_RESULTS]
+        about = "Leases of conversations, by what became of them."
+        yield self._family(CounterMetricFamily, "intarsia:leases", about, results)
+        yield self._family(GaugeMetricFamily, "intarsia:leases_held", "Leases that are held.", [({}, counts.held)])
+        pages = [({"what": "held"}, counts.held_pages), ({"what": "limit"}, counts.limit_pages)]
+        about = "Large pages of leases: held, and those that they may hold."
+        yield self._family(GaugeMetricFamily, "intarsia:lease_pages", about, pages)
+
     def _forecasts(self, measured: Metrics) -> Iterator[Metric]:
         found = [
             ({"kind": forecast.kind, "memory": f"{scale:g}"}, share)
@@ -206,6 +245,15 @@ class _Families:
         if found:
             about = "Share of prompts' tokens, of late, that so many times the memory finds; 1: what is really found."
             yield self._family(GaugeMetricFamily, "intarsia:prefix_hit_rate_forecast", about, found)
+
+    def _prepared(self, prepared: PreparedMetrics) -> Iterator[Metric]:
+        ends = [({"end": end}, count) for end, count in prepared.ends.items()]
+        about = "Next turns of conversations that were to be prepared, by what became of them."
+        yield self._family(CounterMetricFamily, "intarsia:prepared_prompts", about, ends)
+        about = "Tokens of prompts that were computed before anybody had asked for them."
+        yield self._family(CounterMetricFamily, "intarsia:prepared_tokens", about, [({}, prepared.tokens)])
+        about = "Times that what was being prepared gave way to a request."
+        yield self._family(CounterMetricFamily, "intarsia:prepared_stops", about, [({}, prepared.stops)])
 
     def _family(self, make: Any, name: str, about: str, values: Sequence[tuple[Mapping[str, str], float]]) -> Metric:
         family = make(name, about, labels=[*self._labels, *values[0][0]])

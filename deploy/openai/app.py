@@ -14,15 +14,19 @@ from ..console import ConsoleSettings, add_console
 from ..front_end.access import Access
 from ..front_end.front_end import FrontEnd
 from ..front_end.request_log import RequestLog
-from ..http.prometheus import render
+from ..front_end.served_models import ServedModels, models_of
+from ..http.prometheus import Measured, render
 from ..settings.limits import Limits
 from .answering import ERRORS, RequestId, answered, request_id_of
-from .answers import json_response, now_s
+from .answers import json_response
 from .chat import ChatCall
 from .completions import CompletionCall
 from .door import Bodies, Keys, Logged, Named, Place
 from .errors import answer_errors
 from .kept import KeptResponses
+from .leases_app import add_leases
+from .models import add_models
+from .probe import add_probe
 from .protocol import (
     TOKEN_FORMAT,
     ChatCompletion,
@@ -30,8 +34,6 @@ from .protocol import (
     Completion,
     CompletionRequest,
     DetokenizeRequest,
-    ModelCard,
-    ModelList,
     PlainText,
     TokenizeChat,
     TokenizeRequest,
@@ -59,15 +61,16 @@ def make_app(
     kept: KeptResponses | None = None,
     interfaces: Sequence[Interface] = (),
 ) -> FastAPI:
-    """The application. front_end: called with each request, so that the engine may come later than the routes.
+    """The application. front_end: called with each request, so that the engine may come later than the routes; or the
+    models that are served, of which each request names one.
     limits: of what is read before that; what a request holds is judged by the front end's own. root_path: where a proxy
     shows it; requests may come with this in front of their path, or without. allowed_origins: of pages in browsers
     whose scripts may ask. request_log: has a line of each request that asks for something. tells_ids: answers have the
     header `X-Request-Id`, which some proxies add themselves. kept: what is kept of responses; None: nothing.
     interfaces: add the routes of others than OpenAI's."""
     app = FastAPI(title="Intarsia", version="1", docs_url=None, redoc_url=None)
-    limits = limits or Limits()
-    app.router.route_class = reading_route(front_end, limits)
+    limits, models = limits or Limits(), models_of(front_end)
+    app.router.route_class = reading_route(models, limits)
     # What is added later sees a request earlier.
     app.add_middleware(Bodies, limits=limits)
     app.add_middleware(Keys, access=access or Access())
@@ -85,15 +88,17 @@ def make_app(
             expose_headers=["X-Request-Id", "Request-Id", "Retry-After"],
         )
     answer_errors(app)
-    _describe(app, front_end)
-    _add_generation(app, front_end)
-    add_responses(app, front_end, kept)
+    _describe(app, models)
+    _add_generation(app, models)
+    add_responses(app, models, kept)
+    add_leases(app, models)
     for add in interfaces:
-        add(app, front_end)
-    _add_models(app, front_end)
-    _add_tokens(app, front_end)
-    _add_health(app, front_end, kept)
-    add_console(app, front_end, console or ConsoleSettings())
+        add(app, models)
+    add_models(app, models)
+    _add_tokens(app, models)
+    add_probe(app, models)
+    _add_health(app, models, kept)
+    add_console(app, models, console or ConsoleSettings())
     return app
 
 
@@ -111,20 +116,6 @@ def _add_generation(app: FastAPI, front_end: Callable[[], FrontEnd]) -> None:
         return await answered(call, bool(body.stream), request)
 
 
-def _add_models(app: FastAPI, front_end: Callable[[], FrontEnd]) -> None:
-    """The served model, in a list and by its name."""
-    created = now_s()
-
-    @app.get("/v1/models", response_model=ModelList, responses={503: ERRORS[503]}, operation_id="list_models")
-    async def models() -> ModelList:
-        return ModelList(data=[_card(front_end(), created)])
-
-    @app.get("/v1/models/{model:path}", response_model=ModelCard, responses=ERRORS, operation_id="get_model")
-    async def model(model: str) -> ModelCard:
-        check_model(model, front_end().info.model)
-        return _card(front_end(), created)
-
-
 def _add_tokens(app: FastAPI, front_end: Callable[[], FrontEnd]) -> None:
     """Text to tokens, and back."""
 
@@ -139,7 +130,7 @@ def _add_tokens(app: FastAPI, front_end: Callable[[], FrontEnd]) -> None:
         return await json_response(here, PlainText(prompt=await here.detokenize(body.tokens)))
 
 
-def _add_health(app: FastAPI, front_end: Callable[[], FrontEnd], kept: KeptResponses | None) -> None:
+def _add_health(app: FastAPI, models: ServedModels, kept: KeptResponses | None) -> None:
     """What operators ask: the version, whether the engine is ready, and its figures."""
 
     @app.get("/version", operation_id="version")
@@ -148,20 +139,14 @@ def _add_health(app: FastAPI, front_end: Callable[[], FrontEnd], kept: KeptRespo
 
     @app.get("/health", responses={503: ERRORS[503]}, operation_id="health")
     async def health() -> dict[str, str]:
-        await front_end().check_ready()
-        return {"status": "ok"}
+        return {"status": "ok" if await models.check_ready() else "degraded"}
 
     @app.get("/metrics", response_class=PlainTextResponse, responses={503: ERRORS[503]}, operation_id="metrics")
     async def prometheus(request: Request) -> Response:
-        here = front_end()
         figures = None if kept is None else await kept.figures()
-        text, content_type = render(here.info, *await here.measured(), request.headers.get("Accept", ""), figures)
+        measured = [Measured(each.info, *await each.measured()) for each in models.each()]
+        text, content_type = render(measured, request.headers.get("Accept", ""), figures)
         return Response(text, headers={"Content-Type": content_type})
-
-
-def _card(front_end: FrontEnd, created: int) -> ModelCard:
-    info = front_end.info
-    return ModelCard(id=info.model, created=created, root=info.model, max_model_len=info.max_model_len)
 
 
 async def _tokens(front_end: FrontEnd, body: TokenizeText | TokenizeChat) -> Response:
@@ -190,8 +175,8 @@ async def _tokens(front_end: FrontEnd, body: TokenizeText | TokenizeChat) -> Res
     return await json_response(front_end, found)
 
 
-def _describe(app: FastAPI, front_end: Callable[[], FrontEnd]) -> None:
-    """The OpenAPI document of the served model. Without the 422 that FastAPI adds: what is invalid is answered with
+def _describe(app: FastAPI, models: ServedModels) -> None:
+    """The OpenAPI document of the served models. Without the 422 that FastAPI adds: what is invalid is answered with
     400 here."""
 
     def document() -> dict[str, Any]:
@@ -202,7 +187,7 @@ def _describe(app: FastAPI, front_end: Callable[[], FrontEnd]) -> None:
                     operation["responses"].pop("422", None)
             for name in ("HTTPValidationError", "ValidationError"):
                 made.get("components", {}).get("schemas", {}).pop(name, None)
-            _limit_tokens(made, front_end().info.vocab_size)
+            _limit_tokens(made, max(each.info.vocab_size for each in models.each()))
             app.openapi_schema = made
         return app.openapi_schema
 

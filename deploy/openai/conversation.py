@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 from ...errors import InvalidRequest
 from ...proto.reply import Delta
 from ...proto.request import SamplingParams
+from ..front_end.borders import Rendering
 from ..front_end.front_end import Asked, FrontEnd
 from ..front_end.json_pieces import CHARS_OF_A_VALUE
 from .answer_reader import AnswerReader, CallIds, Said
 from .answers import Counter, pieces
+from .next_turn import AnsweredTurn, is_followed
 from .protocol import ChatRequest
 from .requests import (
     as_template_has,
@@ -58,8 +60,9 @@ class Rendered(NamedTuple):
 class Conversation:
     """One request. `prepare`, then `say`."""
 
-    def __init__(self, front_end: FrontEnd, body: ChatRequest, request_id: str):
-        """Raises `InvalidRequest`, naming the field."""
+    def __init__(self, front_end: FrontEnd, body: ChatRequest, request_id: str, *, thoughts_come_back: bool = False):
+        """thoughts_come_back: do clients of this interface send them with the next turn? Raises `InvalidRequest`, which
+        names the field."""
         check_model(body.model, front_end.info.model)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", field="top_logprobs")
@@ -77,6 +80,8 @@ class Conversation:
         self._use = tool_use(body, shape_of(front_end))
         self._asked: Asked | None = None
         self._prompt_end = ""  # its text, where it matters
+        self._thoughts_come_back = thoughts_come_back
+        self._answered: AnsweredTurn | None = None  # where the next turn is to be prepared
 
     async def prepare(self) -> None:
         """The template is applied, images are looked at. Raises `InvalidRequest`, or `Overloaded` where that would be
@@ -106,6 +111,9 @@ class Conversation:
             sampling = replace(sampling, lark=grammar)
         sampling = self._with_ends(sampling)
         self._asked = Asked(prompt, sampling, images, options, self._request_id, front_end.answer_format.markers)
+        if front_end.next_turns is not None and is_followed(body, rendered.urls):
+            self._answered = AnsweredTurn(rendered.turns, self._asked, thoughts_come_back=self._thoughts_come_back)
+            self._render = self._rendering(rendered)
 
     def _ending(self, prompt: Sequence[int]) -> str:
         """The end of the prompt's text, where it matters."""
@@ -159,12 +167,17 @@ class Conversation:
 
     async def _borders(self, rendered: Rendered) -> tuple[int, ...]:
         """Where other conversations are likely to part from this one."""
-        tools, variables = rendered.tools, rendered.variables
+        about = rendered.tools, rendered.variables
+        return await self.front_end.borders.of(rendered.turns, about, rendered.prompt, self._rendering(rendered))
+
+    def _rendering(self, rendered: Rendered) -> Rendering:
+        """Of other conversations with the same tools and variables."""
+        tools, variables, encode = rendered.tools, rendered.variables, self.front_end.encode_chat
 
         async def render(others: Sequence[Mapping[str, Any]]) -> list[int]:
-            return await self.front_end.encode_chat(others, tools, variables)
+            return await encode(others, tools, variables)
 
-        return await self.front_end.borders.of(rendered.turns, (tools, variables), rendered.prompt, render)
+        return render
 
     @property
     def asked(self) -> Asked:
@@ -191,7 +204,13 @@ class Conversation:
                     said = Said(said.thoughts + rest.thoughts, said.text + rest.text, said.calls + rest.calls)
                     counter.add_thoughts(await self._thought_tokens(reader))
                 calls = [call for call in said.calls if call.place == 0] if is_single else said.calls
-                yield AnswerPart(piece.delta, said.text, calls, reader.has_called, said.thoughts)
+                part = AnswerPart(piece.delta, said.text, calls, reader.has_called, said.thoughts)
+                if self._answered is not None:
+                    self._answered.add(piece.delta.token_ids, part.thoughts, part.text, calls, part.finish_reason)
+                yield part
+        if self._answered is not None and (whole := self._answered.whole()) is not None:
+            assert self.front_end.next_turns is not None, "an answer is collected for nobody"
+            self.front_end.next_turns.expect(whole, self._render)
 
     def _readers(self) -> list[AnswerReader]:
         """One for each answer."""

@@ -17,7 +17,17 @@ from pydantic import (
     model_validator,
 )
 
-from ...proto.request import MAX_ANSWERS, MAX_BAD, MAX_LOGPROBS, MAX_PRIORITY, MAX_STOP_CHARS, MAX_STOPS
+from ...proto.request import (
+    MAX_ANSWERS,
+    MAX_BAD,
+    MAX_KEEP_S,
+    MAX_LEASE_CHARS,
+    MAX_LOGPROBS,
+    MAX_PRIORITY,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+)
+from .lease_bodies import OfLease
 
 TOKEN_FORMAT = "token"
 """The format of token ids in the OpenAPI document, which says of the served model how many there are."""
@@ -25,6 +35,10 @@ TOKEN_FORMAT = "token"
 Text = Annotated[str, StringConstraints(min_length=1)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1, json_schema_extra={"format": TOKEN_FORMAT})]
+KeptSeconds = Annotated[float, Field(gt=0, le=MAX_KEEP_S, allow_inf_nan=False)]
+
+LeaseId = Annotated[str, StringConstraints(min_length=1, max_length=MAX_LEASE_CHARS)]
+
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 FormName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 TokenName = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
@@ -209,6 +223,11 @@ class Sampling(Tolerant):
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    keep_s: KeptSeconds | None = Field(
+        None, description="Seconds for which the conversation's cache is kept after the answer, as `usage.lease` tells."
+    )
+    keep_required: bool | None = Field(None, description="The request is refused where that cannot be.")
+    lease: LeaseId | None = Field(None, description="The lease that this turn takes over, if its prompt does not tell.")
     return_token_ids: bool | None = Field(None, description="The ids of prompt and answer too.")
     return_tokens_as_token_ids: bool | None = Field(None, description="Log-probabilities name tokens `token_id:N`.")
     request_id: Name | None = None
@@ -372,6 +391,30 @@ TokenizeRequest = Annotated[
 ]
 
 
+class Probing(Strict):
+    """What a request would meet at each engine. The prompt is read as the model's own requests are."""
+
+    model: str | None = None
+    cache_salt: Annotated[str, Field(max_length=128)] | None = Field(
+        None, description="Whose prompts are looked for: a tenant's name. None: the key's own."
+    )
+
+
+class ProbePrompt(Probing):
+    prompt: str | Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+
+
+class ProbeChat(Probing):
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=128)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+ProbeRequest = Annotated[
+    Annotated[ProbePrompt, Tag("text")] | Annotated[ProbeChat, Tag("chat")], Discriminator(_what_to_tokenize)
+]
+
+
 class DetokenizeRequest(Strict):
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
@@ -405,6 +448,7 @@ class Usage(BaseModel):
     total_tokens: int
     prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails
+    lease: OfLease = None
 
 
 class CompletionLogprobs(BaseModel):
@@ -478,13 +522,38 @@ class ChatCompletion(BaseModel):
     prompt_logprobs: list[dict[str, Any] | None] | None = None  # or a `Series` of such, while it is written
 
 
+class Capabilities(BaseModel):
+    """What may be asked of a model."""
+
+    completions: bool
+    chat_completions: bool
+    responses: bool
+    messages: bool
+    tools: bool
+    thinking: bool = Field(description="Whether its thoughts are told apart.")
+    vision: bool
+    structured_outputs: bool
+    logprobs: bool
+    prefix_caching: bool
+
+
+class Parsers(BaseModel):
+    """How its answers are read, by a format's name. Null: unknown, or it has none."""
+
+    tool_call: str | None
+    reasoning: str | None
+
+
 class ModelCard(BaseModel):
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "intarsia"
     root: str
+    parent: str | None = Field(None, description="Of an adapter: the model that it adapts.")
     max_model_len: int
+    capabilities: Capabilities
+    parsers: Parsers
 
 
 class ModelList(BaseModel):
@@ -497,6 +566,30 @@ class Tokens(BaseModel):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
+
+
+class EngineFigures(BaseModel):
+    """Load is of all requests; for a tenant's key, of its own."""
+
+    cached_tokens: int = Field(description="Of the prompt, found in its cache.")
+    running: int
+    waiting: int
+    queued_tokens: int = Field(description="Of requests that wait.")
+    pool_use: float = Field(description="Share of the block pool that requests hold, from 0 to 1.")
+    tokens_per_s: float | None = Field(description="Drawn of late; null: none, or not for this key to know.")
+    is_leaving: bool = Field(description="It ends when its requests have; send no others.")
+
+
+class ProbedEngine(BaseModel):
+    engine: str
+    figures: EngineFigures | None = Field(description="Null: the engine did not answer in time.")
+
+
+class Probes(BaseModel):
+    object: Literal["probe"] = "probe"
+    model: str
+    prompt_tokens: int
+    engines: list[ProbedEngine]
 
 
 class PlainText(BaseModel):
@@ -711,6 +804,11 @@ class ResponsesRequest(Tolerant):
     ignore_eos: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the model's chat template.")
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    keep_s: KeptSeconds | None = Field(
+        None, description="Seconds for which the conversation's cache is kept after the answer, as `usage.lease` tells."
+    )
+    keep_required: bool | None = Field(None, description="The request is refused where that cannot be.")
+    lease: LeaseId | None = Field(None, description="The lease that this turn takes over, if its prompt does not tell.")
     request_id: Name | None = None
 
     # What is kept of it
@@ -739,6 +837,7 @@ class ResponseUsage(BaseModel):
     output_tokens: int
     output_tokens_details: ResponseOutputDetails
     total_tokens: int
+    lease: OfLease = None
 
 
 class OutputText(BaseModel):

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from ...errors import ContextTooLong, InvalidRequest
 from ...proto.request import MAX_BIASES
 from ..front_end.access import TENANT
-from ..front_end.front_end import FrontEnd
+from ..front_end.served_models import ServedModels
 from ..http.json_scan import Extent, extent
 from ..settings.limits import Limits, check_id
 from .protocol import MEMBERS
@@ -32,8 +32,8 @@ HALF_A_CHARACTER = (rb"\ud8", rb"\ud9", rb"\uda", rb"\udb", rb"\udc", rb"\udd", 
 """How JSON begins to name a surrogate, of which only pairs are characters."""
 
 
-def reading_route(front_end: Callable[[], FrontEnd], limits: Limits) -> type[APIRoute]:
-    """Routes whose bodies are read so."""
+def reading_route(models: ServedModels, limits: Limits) -> type[APIRoute]:
+    """Routes whose bodies are read so. A body names the model that answers it."""
 
     class ReadingRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -52,13 +52,14 @@ def reading_route(front_end: Callable[[], FrontEnd], limits: Limits) -> type[API
                         "Content-Type: application/json"
                     )
                 if body:
-                    here = front_end()
-                    reader = BodyReader(limits, here.info.max_model_len)
+                    reader = BodyReader(limits, models.roomiest.info.max_model_len)
                     if len(body) <= LONG_BODY_BYTES:
-                        request._json = reader.parse(body)
+                        request._json = made = reader.parse(body)
+                        models.choose(made.get("model") if isinstance(made, dict) else None)
                     else:
                         work = partial(reader.model, body, validate)
-                        request._json = await here.beside.run(TENANT.get(), work, len(body))
+                        request._json = made = await models().beside.run(TENANT.get(), work, len(body))
+                        models.choose(getattr(made, "model", None))
                     request._body = b"read"  # and what it was is not needed any more
                     request.scope.get(RELEASE, lambda: None)()
                 return await handle(request)

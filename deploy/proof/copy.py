@@ -1,6 +1,7 @@
 """The small copy of a model: a checkpoint with random weights, and transformers' own model of it."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UnsupportedModel
+from ...workers.checkpoint.files import Checkpoint
 from ...workers.checkpoint.json_file import clipped
 from ...workers.layers.patches import patch_rotary_dim
 from ...workers.models.families import WITH_ENCODER
@@ -20,10 +22,11 @@ SPREAD_OF_VECTORS = 0.1
 
 SPREAD_OF_GATES = 0.5
 GATES = "sinks", "gate"
-SCALED_UP = {"lambda_1", "lambda_2", "logit_scale", "s_gate", "sqk"}
-"""Names of small numbers that a model multiplies by a large constant."""
 DRAWN_BUFFERS = re.compile("bias|scalar")
 """Names of buffers that come out of a checkpoint: others are computed of the config."""
+
+EXPERTS_OF_TOKENS = "tid2eid"
+"""The buffer of a router that says for each token of the vocabulary which experts it goes to."""
 
 
 def make_copy(whole: Any, folder: Path, seed: int, ranks: int = 1) -> dict[str, tuple[Any, Any]]:
@@ -91,18 +94,24 @@ def _draw(model: Any) -> None:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() <= 1:
-                size = parameter.abs() if name in SCALED_UP else 1.0
-                parameter.add_(torch.randn_like(parameter) * size * _spread(name))
+                parameter.add_(torch.randn_like(parameter) * _spread(name) * _size(parameter))
             else:
                 is_embedding = isinstance(module, nn.Embedding) or id(parameter) in embeddings
                 parameter.normal_(0, _inputs_of(module, parameter, is_embedding) ** -0.5)
         for name, buffer in module.named_buffers(recurse=False):
             if DRAWN_BUFFERS.search(name) and buffer.is_floating_point():
                 buffer.add_(torch.randn_like(buffer) * SPREAD_OF_VECTORS)
+            if name == EXPERTS_OF_TOKENS:
+                buffer.copy_(torch.rand(len(buffer), module.num_experts).topk(buffer.shape[1]).indices)
 
 
 def _spread(name: str) -> float:
     return SPREAD_OF_GATES if name.endswith(GATES) else SPREAD_OF_VECTORS
+
+
+def _size(parameter: Tensor) -> float:
+    """Of its numbers, 1 at most: small ones are multiplied by much. Those that begin at 0 say nothing of it."""
+    return min(float(parameter.abs().mean()), 1.0) or 1.0
 
 
 def _inputs_of(module: nn.Module, weight: Tensor, is_embedding: bool) -> int:
@@ -112,6 +121,13 @@ def _inputs_of(module: nn.Module, weight: Tensor, is_embedding: bool) -> int:
     return min(weight.shape[1:]) if is_stacked else int(weight[0].numel())
 
 
+def _fill_missing(model: Any, folder: Path, missing: Iterable[str]) -> None:
+    """What transformers wrote and does not find again, because it takes its name for another's of long ago."""
+    stored = Checkpoint(folder)
+    there = [name for name in missing if name in stored.names()]
+    model.load_state_dict({name: stored.read(name) for name in there}, strict=False)
+
+
 def load_oracle(folder: Path) -> Oracle:
     """transformers' own model, eager, in float32."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -119,8 +135,8 @@ def load_oracle(folder: Path) -> Oracle:
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     part = None if has_own_class(config.get_text_config(decoder=True)) else text_part_class(config)
     kind: Any = AutoModelForCausalLM if part is None else part
-    model = kind.from_pretrained(
-        folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32, local_files_only=True
-    )
+    how = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float32}
+    model, found = kind.from_pretrained(folder, **how, local_files_only=True, output_loading_info=True)
+    _fill_missing(model, folder, found["missing_keys"])
     patch_rotary_dim(model, model.config)  # which transformers does not read
     return Oracle(model.eval())

@@ -49,7 +49,6 @@ MOST_LATE = 8
 """Kinds of layers that come after those, each with its neighbours."""
 
 STATE_CHUNK = 8
-MOST_PASSES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +63,7 @@ class Scale:
     kept: tuple[int, ...]  # the layers that the copy has, by their places in the model
     trained: int  # positions beyond which the copy's are stretched
     ranks: int  # among which the copy's heads divide, where the model's do
+    positions: int = 0  # of the model's longest text; 0: it does not say
 
     @property
     def to_layers(self) -> int:
@@ -96,9 +96,10 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length|seq_length", lambda value, s: POSITIONS),
     (r"original_max_position_embeddings", lambda value, s: s.trained),
     (
-        r"sliding_window(_size)?|attention_window_size|window_size|local_attention|keep_window_size|attention_chunk_size",
+        r"sliding_window(_size)?|attention_window_size|window_size|local_attention|attention_chunk_size",
         lambda value, s: WINDOW + value % 2 if value > 0 else value,
     ),
+    (r"keep_window_size", lambda value, s: POSITIONS if value >= s.positions else WINDOW),
     (r"rel_extent", lambda value, s: WINDOW),
     (r"floor_scale|log_scaling_n_floor|log_scaling_floor", lambda value, s: min(value, WINDOW)),
     (r".*head_dim|.*_d_head|.*_headdim|kv_channels|d_head|dim_head|rotary_dim|d_kv", lambda value, s: s.heads(value)),
@@ -107,6 +108,9 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r".*_(low)?rank|rank", lambda value, s: min(value, RANK)),
     (r"(mamba_)?d_state|ssm_state_size|state_size|mamba_d_state", lambda value, s: min(value, 16)),
     (r"chunk_size|mamba_chunk_size|.*_chunk_length", lambda value, s: min(value, STATE_CHUNK)),
+    (r"compressed_sparse_attention", lambda value, s: min(value, 4)),  # tokens of an entry
+    (r"heavily_compressed_attention", lambda value, s: min(value, WINDOW)),
+    (r"index_kpool", lambda value, s: min(value, 4)),
     (r"index_topk", lambda value, s: min(value, WINDOW)),
     (r"index_topk_blocks|topk_blocks", lambda value, s: min(value, 3)),
     (r"index_block_size|sparse_block_size|indexer_compress_ratio", lambda value, s: min(value, 4)),
@@ -156,7 +160,8 @@ def scaled(config: Any, ranks: int = 1) -> Scaled:
     _set_heads(given, fields, scale)
     _set_state_heads(given, fields, scale)
     _keep_scales(fields, scale)
-    _set_passes(given, fields, scale)
+    _set_cycles(fields)
+    _set_loops(config, fields)
     if given.size("heads_per_ngram"):  # which share a width evenly
         fields["ple_embed_dim"] = NGRAM_SIZE * (fields["ngram_size"] - 1) * fields["heads_per_ngram"]
     made = Scaled(fields)
@@ -165,11 +170,6 @@ def scaled(config: Any, ranks: int = 1) -> Scaled:
     )
     return made
 
-
-TOLD_TWICE = {
-    "dory": ("layer_types", "num_hidden_layers", "n_input_layers", "n_recurrent_layers", "n_output_layers"),
-}  # fmt: skip
-"""model_type -> fields that its config writes otherwise than it has them: with MLPs as layers of their own."""
 
 USUAL = {"hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "layer_types"}
 """Names by which sizes are asked for here. Some models have them, and other names for the same beside."""
@@ -180,8 +180,7 @@ class Given:
 
     def __init__(self, config: Any):
         self._config = config
-        told = config.to_dict() | {name: getattr(config, name) for name in TOLD_TWICE.get(config.model_type, ())}
-        self.fields: dict[str, Any] = {name: value for name, value in told.items() if name not in DROPPED}
+        self.fields: dict[str, Any] = {name: value for name, value in config.to_dict().items() if name not in DROPPED}
         self._own: Mapping[str, str] = getattr(config, "attribute_map", None) or {}
         self._usual = {own: usual for usual, own in self._own.items() if own not in USUAL}
         self._layers = self.size("num_hidden_layers")
@@ -214,6 +213,12 @@ class Given:
         value = self.fields.get(name)
         return bool(PLACES.fullmatch(name)) and isinstance(value, list) and bool(value) and len(value) != self._layers
 
+    @property
+    def key_heads(self) -> int | None:
+        """Key-value heads. None: it does not say."""
+        attention = self.fields.get("attn_config") or {}  # of DBRX
+        return self.size("num_key_value_heads") or self.size("num_kv_heads") or attention.get("kv_n_heads")
+
     def size(self, name: str) -> int | None:
         """None: it has no such number."""
         value = self.fields.get(self.own(name))
@@ -235,13 +240,14 @@ def _scale(given: Given, ranks: int) -> Scale:
             "its config has no width, or no number of layers, by a name that is known", field="model"
         )
     kept, trained = _kept_layers(given, layers), _trained(given)
+    longest = given.size("max_position_embeddings") or 0
     if heads is None:  # states alone
-        return Scale(width, 4 * HEAD_SIZE, HEAD_SIZE, HEAD_SIZE, layers, kept, trained, ranks)
+        return Scale(width, 4 * HEAD_SIZE, HEAD_SIZE, HEAD_SIZE, layers, kept, trained, ranks, longest)
     head = given.size("head_dim") or max(1, width // heads)
     to_head = _head_size(given, head)
-    to_heads, _ = _heads(heads, given.size("num_key_value_heads") or heads, ranks)
+    to_heads, _ = _heads(heads, given.key_heads or heads, ranks)
     to_width = to_heads * to_head if heads * head == width else 4 * HEAD_SIZE
-    return Scale(width, to_width, head, to_head, layers, kept, trained, ranks)
+    return Scale(width, to_width, head, to_head, layers, kept, trained, ranks, longest)
 
 
 def _trained(given: Given) -> int:
@@ -291,6 +297,8 @@ def _kept_layers(given: Given, layers: int) -> tuple[int, ...]:
     firsts = {sign: signs.index(sign) for sign in signs}
     periods = [value for name, value in given.fields.items() if PERIOD.fullmatch(name) and isinstance(value, int)]
     most = min(layers, MOST_LAYERS)
+    if given.fields.get("model_type") == "zamba":  # which shares weights from its second such layer on
+        periods += [n + 1 for n, kind in enumerate(given.kinds) if kind == "hybrid"][1:2]
     least = max(2, min(most, max([max(firsts.values()) + 2, *(period + 1 for period in periods)])))
     late = sorted(first for first in given.kind_starts if first >= most)[:MOST_LATE]
     if not late:
@@ -354,6 +362,8 @@ def _shrunk(name: str, value: Any, scale: Scale) -> Any:
         return scale.to_width
     if name == "num_hidden_layers":
         return scale.to_layers
+    if name == "num_layers":  # beside a count of what attends: LongCat's layers attend twice
+        return max(2, value * scale.to_layers // scale.layers)
     for pattern, rule in RULES:
         if re.fullmatch(pattern, name):
             return rule(value, scale)
@@ -399,7 +409,8 @@ def _set_heads(given: Given, fields: dict[str, Any], scale: Scale) -> None:
     """Of attention; of layers with windows, where these have other ones; of indexers."""
     for names in HEADS:
         queries = given.size(names[0])
-        counts = _heads(queries, given.size(names[1]) or queries, scale.ranks) if queries else (0, 0)
+        keys = given.key_heads if names is HEADS[0] else given.size(names[1])
+        counts = _heads(queries, keys or queries, scale.ranks) if queries else (0, 0)
         for name, count in zip(names, counts, strict=True):
             old = fields.get(given.own(name))
             if isinstance(old, int) and not isinstance(old, bool):
@@ -409,15 +420,19 @@ def _set_heads(given: Given, fields: dict[str, Any], scale: Scale) -> None:
     queries = given.size("num_attention_heads")
     if queries is None:
         return
-    _, to_keys = _heads(queries, given.size("num_key_value_heads") or queries, scale.ranks)
+    _, to_keys = _heads(queries, given.key_heads or queries, scale.ranks)
     is_of_keys = given.size("index_n_heads") == given.size("num_key_value_heads") != queries
     index_heads = to_keys if is_of_keys else MOST_INDEX_HEADS
-    most = {"index_n_heads": index_heads, "num_query_groups": to_keys, "num_kv_heads": to_keys, "o_groups": 2}
+    most = {"index_n_heads": index_heads, "num_query_groups": to_keys, "num_kv_heads": to_keys}
     for name, count in most.items():
         if given.size(name) is not None:
             fields[name] = min(fields[name], count)
+    if "kv_n_heads" in (fields.get("attn_config") or {}):
+        fields["attn_config"]["kv_n_heads"] = to_keys
     if "head_dim" in fields and fields["head_dim"] is None:
         fields["head_dim"] = scale.to_head
+    if given.size("o_groups") is not None:  # of heads
+        fields["o_groups"] = _few(fields["o_groups"], 2, scale.ranks)
 
 
 def _set_state_heads(given: Given, fields: dict[str, Any], scale: Scale) -> None:
@@ -445,16 +460,27 @@ def _set_state_heads(given: Given, fields: dict[str, Any], scale: Scale) -> None
             fields[name] = min(fields[name], 2)
 
 
-def _set_passes(given: Given, fields: dict[str, Any], scale: Scale) -> None:
-    """Of layers that run several times for each token: how many they are, and the layers before and behind them."""
-    if given.size("n_recurrent_layers") is not None:
-        fields["n_input_layers"] = fields["n_output_layers"] = max(1, scale.to_layers // 4)
-        fields["n_recurrent_layers"] = scale.to_layers - 2 * fields["n_input_layers"]
-        fields["n_recurrent_loops"] = min(fields["n_recurrent_loops"], MOST_PASSES)
-    if given.size("num_layers_per_stack") is not None:  # each pass counts as layers
-        fields["num_layers_per_stack"] = min(fields["num_layers_per_stack"], 2)
-        passes = fields["H_cycles"] * (fields["L_cycles"] + 1)
-        fields["num_hidden_layers"] = fields["num_layers_per_stack"] * passes
+def _set_cycles(fields: dict[str, Any]) -> None:
+    """Of stacks of layers that are gone through several times (HRM), each time as other layers: two layers each."""
+    each = fields.get("num_layers_per_stack")
+    if each is not None:
+        fields["num_layers_per_stack"] = min(each, 2)
+        fields["num_hidden_layers"] = fields["num_layers_per_stack"] * fields["H_cycles"] * (fields["L_cycles"] + 1)
+
+
+def _set_loops(config: Any, fields: dict[str, Any]) -> None:
+    """Of a run of layers in the model's middle that is gone through several times (Dory). Its configs count the MLP of
+    a layer as another."""
+    if "n_recurrent_loops" not in fields:
+        return
+    own = {name: getattr(config, name) for name in ("n_input_layers", "n_recurrent_layers", "n_output_layers")}
+    few = {name: min(count, 4 if name == "n_recurrent_layers" else 2) for name, count in own.items()}
+    start, middle = own["n_input_layers"], own["n_recurrent_layers"]
+    starts = {"n_input_layers": 0, "n_recurrent_layers": start, "n_output_layers": start + middle}
+    kinds = [kind for name, count in few.items() for kind in config.layer_types[starts[name] :][:count]]
+    fields |= {name: 2 * count for name, count in few.items()}
+    fields["num_hidden_layers"] = 2 * len(kinds)
+    fields["layer_types"] = [each for kind in kinds for each in (kind, "mlp")]
 
 
 def _keep_scales(fields: dict[str, Any], scale: Scale) -> None:

@@ -42,6 +42,8 @@ LACKING: dict[str, dict[str, Any]] = {
         "hidden_size": 1280, "intermediate_size": 6848, "num_hidden_layers": 12, "num_attention_heads": 10,
         "moe_intermediate_size": 896, "num_experts_per_tok": 6, "mlp_layer_types": ["dense"] + ["sparse"] * 11,
     }},
+    "dbrx": {"attn_config": {"rope_theta": 500_000.0, "kv_n_heads": 8, "clip_qkv": 8.0}, "n_heads": 48},
+    "emu3": {"vocabulary_map": {"<image>": 151_851, "<|extra_200|>": 151_846}},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2},
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},

@@ -5,7 +5,8 @@
 Flags come first, then variables, then the file that --config names. All three have the same names.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from ...errors import InvalidSetting
 from .setting import did_you_mean
 
 PREFIX = "INTARSIA_"
+
+MODELS = "models"
+"""The key of a file under which several models stand, each with the settings of its engine."""
 
 NOT_SETTINGS = frozenset({"config", "print_config", "help"})
 
@@ -44,8 +48,26 @@ def use_file(context: typer.Context, path: Path | None) -> Path | None:
     """The callback of --config. Raises `InvalidSetting` for a file that cannot be read, or sets an unknown name."""
     if path is not None:
         known = {param.name for param in context.command.params if param.name} - NOT_SETTINGS
-        context.default_map = {**(context.default_map or {}), **_read(path, known)}
+        found = _read(path, known | ({MODELS} if context.command.name == "serve" else set()))
+        context.meta[MODELS] = _models(path, found.pop(MODELS, None))
+        context.default_map = {**(context.default_map or {}), **found}
     return path
+
+
+def models_in(context: typer.Context) -> Sequence[Mapping[str, Any]]:
+    """The entries of `models` in the file of --config. Empty: it has none."""
+    return context.meta.get(MODELS, ())
+
+
+def _models(path: Path, found: Any) -> Sequence[Mapping[str, Any]]:
+    """Raises `InvalidSetting` for what is no list of settings."""
+    if found is None:
+        return ()
+    if not isinstance(found, list) or not found or not all(isinstance(entry, dict) for entry in found):
+        raise InvalidSetting(
+            f"{MODELS} in {path} must be a list, each entry with a model and its settings", field=MODELS
+        )
+    return [{str(name).replace("-", "_"): value for name, value in entry.items()} for entry in found]
 
 
 def _read(path: Path, known: set[str]) -> dict[str, Any]:
@@ -61,7 +83,11 @@ def _read(path: Path, known: set[str]) -> dict[str, Any]:
         return {}
     if not isinstance(found, dict):
         raise InvalidSetting(f"the configuration {path} must map settings to values", field="config")
-    settings = {str(name).replace("-", "_"): value for name, value in found.items()}
+    # What flags take as JSON may be written as YAML.
+    settings = {
+        str(name).replace("-", "_"): json.dumps(value) if isinstance(value, dict) else value
+        for name, value in found.items()
+    }
     for name in settings:
         if name not in known:
             raise InvalidSetting(f"{path} sets {name}, which is no setting.{did_you_mean(name, known)}", field=name)
@@ -70,7 +96,11 @@ def _read(path: Path, known: set[str]) -> dict[str, Any]:
 
 def describe(context: typer.Context) -> str:
     """Every setting with where it comes from, as a file for --config."""
-    return "".join(f"{line}\n" for line in _lines(context))
+    import yaml
+
+    models = [dict(each) for each in models_in(context)]
+    listed = yaml.safe_dump({MODELS: models}, sort_keys=False) if models else ""
+    return "".join(f"{line}\n" for line in _lines(context)) + listed
 
 
 def _lines(context: typer.Context) -> Iterator[str]:

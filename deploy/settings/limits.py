@@ -102,6 +102,10 @@ class Limits:
         65536, "block names", "That a watcher has not taken.", "RESOURCE_EXHAUSTED: start anew"
     )
 
+    # -- probes of routers --------------------------------------------------------------------------------------------
+    max_probes: int = _limit(64, "probes", "Under way at once, of all keys.", "503, RESOURCE_EXHAUSTED")
+    max_key_probes: int = _limit(16, "probes", "The same of one key.", "429, RESOURCE_EXHAUSTED")
+
     # -- responses that are kept or made in the background -----------------------------------------------------------
     max_stored_responses: int = _limit(10_000, "responses", "Of one tenant, kept on disk.", "the oldest are forgotten")
     max_stored_bytes: int = _limit(256 * MIB, "bytes", "The same, as they are kept.", "the oldest are forgotten")

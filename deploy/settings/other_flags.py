@@ -86,7 +86,6 @@ VLLM: Mapping[str, str] = {
     "--num-gpu-blocks-override": _MEMORY,
     "--kv-cache-memory-bytes": _MEMORY,
     "--kv-transfer-config": "keys and values stay with their engine; leave it out",
-    "--kv-events-config": "what the cache knows is told by gRPC's WatchCacheEvents; leave it out",
     "--scheduling-policy": "requests always have a priority, and tenants take turns; leave it out",
     "--preemption-mode": "--swap-space says how much host memory preempted requests may have",
     "--disable-sliding-window": "windows are the model's own; --disable-hybrid-kv-cache-manager keeps every token",

@@ -12,12 +12,12 @@ it fills, and the help text. Type checkers and editors therefore know the keywor
 Nothing heavy is imported here, so that `--help` is quick.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import Annotated, TypedDict
+from typing import Annotated, Any, TypedDict
 
 from .limits import rows as limit_rows
-from .places import folder_of_tokenizer, traces_endpoint
+from .places import folder_of_tokenizer, kv_events, traces_endpoint
 from .setting import BATCH, SERVE, Setting, count_of_bytes, in_order, rows_of, several, tokens
 from .sizes import parse_expected_length
 
@@ -84,6 +84,12 @@ class EngineArguments(TypedDict, total=False):
     swap_space: Annotated[str | int, Setting(
         0, "scheduler.swap_bytes", "Host memory per worker for the blocks of preempted requests, e.g. 4GiB.",
         more="They wait there if they are dearer to compute anew than to copy.", read=count_of_bytes)]
+    lease_share: Annotated[float, Setting(
+        0.0, "plan.lease_share", "Share of the cache memory that clients may have kept between turns; 0: none.",
+        more="Requests have the rest: the longest one must fit beside it.")]
+    lease_share_per_tenant: Annotated[float | None, Setting(
+        None, "leases.share_per_tenant", "The same, of each tenant.", "all of lease_share")]
+    max_lease_s: Annotated[float, Setting(3600.0, "leases.longest_s", "Seconds that a lease may last.")]
     max_wait_s: Annotated[float | None, Setting(
         None, "overload.max_wait_s", "Requests whose turn would come later are told to try again.", "they wait",
         more="In Python: `Overloaded`.", serving=60.0, follows="stream_interval_s", commands=(SERVE,))]
@@ -129,6 +135,10 @@ class EngineArguments(TypedDict, total=False):
     otlp_traces_endpoint: Annotated[str | None, Setting(
         None, "model.traces_endpoint", "Send OpenTelemetry traces there, OTLP over HTTP.", "none",
         read=traces_endpoint)]
+    kv_events_config: Annotated[str | Mapping[str, Any] | None, Setting(
+        None, "engine.kv_events", "Send cache events over ZeroMQ, as vLLM does and in its JSON.", "none",
+        more="Fields: enable_kv_cache_events, endpoint, replay_endpoint, topic, buffer_steps, hwm, max_queue_size.",
+        read=kv_events)]
     name: Annotated[str | None, Setting(None, "engine.name", "Name of the engine in the Ray cluster.", "drawn")]
     give_up_after_s: Annotated[float, Setting(
         120.0, "engine.give_up_after_s",
@@ -153,6 +163,9 @@ class ServerArguments(TypedDict, total=False):
         read=several)]
     open_objects: Annotated[bool, Setting(
         False, "front_end.open_objects", "Objects may have properties that their JSON schema does not name.")]
+    prepare_next_turns: Annotated[bool, Setting(
+        False, "front_end.prepare_next_turns",
+        "After an answer, compute the next turn of the chat up to its own words, while no request waits.")]
     tool_call_parser: Annotated[str | None, Setting(
         None, "front_end.tool_call_parser", "How the model writes calls, by a format's name; none: it does not.",
         "as its chat template shows")]

@@ -112,7 +112,7 @@ async def start_engine(settings: EngineSettings, watch: Watch | None = None) -> 
     config = Checkpoint(model.model_dir).config
     ranks, runs_own_code = model.tensor_parallel_size, model.trust_remote_code
     await _beside(partial(check_right, model.model_dir, config, ranks, runs_own_code=runs_own_code))
-    own_ray = await _ensured(settings)
+    own_ray = await ensured_ray(model.tensor_parallel_size, settings.insecure_ray)
     actors = None
     try:
         await _beside(_check_cluster, settings.insecure_ray)
@@ -124,11 +124,12 @@ async def start_engine(settings: EngineSettings, watch: Watch | None = None) -> 
     return RunningEngine(actors, client, own_ray)
 
 
-async def _ensured(settings: EngineSettings) -> OwnRay | None:
-    """A Ray to run in. Given up while it starts, none of it is left; and the process is not left before its threads
-    have noticed, for they would stumble."""
-    ensure = partial(ensure_ray, is_insecure_fine=settings.insecure_ray)
-    starting = asyncio.ensure_future(_beside(ensure, settings.model.tensor_parallel_size))
+async def ensured_ray(workers: int, is_insecure_fine: bool) -> OwnRay | None:
+    """A Ray to run in, with room for so many workers; returned if it is our own, and then the caller's to stop. Given
+    up while it starts, none of it is left; and the process is not left before its threads have noticed, for they would
+    stumble."""
+    ensure = partial(ensure_ray, is_insecure_fine=is_insecure_fine)
+    starting = asyncio.ensure_future(_beside(ensure, workers))
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
@@ -148,6 +149,11 @@ def _check_cluster(is_insecure_fine: bool) -> None:
 def _addresses() -> set[str]:
     """The addresses of the cluster's machines."""
     return {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+
+
+async def stop_ray(own_ray: OwnRay) -> None:
+    """End it with all that runs there."""
+    await _end(None, own_ray)
 
 
 async def _end(actors: "_Actors | None", own_ray: OwnRay | None) -> None:

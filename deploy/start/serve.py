@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +18,7 @@ from ..front_end.access import Access, AccessSettings
 from ..front_end.answer_format import format_notes
 from ..front_end.front_end import FrontEnd, FrontEndSettings
 from ..front_end.request_log import FORMS, RequestLog
+from ..front_end.served_models import ServedModels, models_of
 from ..front_end.tokenizer import Tokenizer, text_notes
 from ..http.server import SHUTDOWN_GRACE_S, HttpServer
 from ..openai.stored import ResponseStore, StoreSettings
@@ -85,20 +86,65 @@ def server_settings(**given: Any) -> ServerSettings:
     )
 
 
-class Served(NamedTuple):
-    """A started engine and what stands in front of it."""
+class ModelToServe(NamedTuple):
+    """One model of a server."""
+
+    engine: EngineSettings
+    front_end: FrontEndSettings
+
+    @property
+    def name(self) -> str:
+        return self.engine.served_model_name or self.engine.model.model_dir
+
+
+class Started(NamedTuple):
+    """Its engine, and what stands in front of it."""
 
     engine: "RunningEngine"
     front_end: FrontEnd
+    settings: EngineSettings
+
+
+class Served(NamedTuple):
+    """Started engines, and the servers in front of them."""
+
+    models: Sequence[Started]
     grpc: "GrpcServer"
     at: "Listening"
 
+    @property
+    def engine(self) -> "RunningEngine":
+        """The first one."""
+        return self.models[0].engine
+
+    @property
+    def front_end(self) -> FrontEnd:
+        """Of the first model."""
+        return self.models[0].front_end
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are being answered."""
+        return sum(each.front_end.num_running for each in self.models)
+
     async def drain(self, within_s: float) -> None:
         """Take no new requests, report that as our health, and wait for the requests that are being answered."""
-        self.front_end.leave()
+        for each in self.models:
+            each.front_end.leave()
         await self.grpc.leave()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.front_end.idle(), within_s)
+            await asyncio.wait_for(asyncio.gather(*(each.front_end.idle() for each in self.models)), within_s)
+
+    async def gone(self) -> IntarsiaError:
+        """Wait until no engine is left that could come back. Why the last one is gone."""
+
+        async def one(each: Started) -> IntarsiaError:
+            error = await each.engine.client.connection.wait_failed()
+            if len(self.models) > 1:
+                say(f"{each.front_end.info.model} is gone, and the others go on: {error}")
+            return error
+
+        return (await asyncio.gather(*map(one, self.models)))[-1]
 
 
 class Listening(NamedTuple):
@@ -109,44 +155,78 @@ class Listening(NamedTuple):
     console: str  # a URL, with the admin key if it was drawn
 
 
+def serving(settings: EngineSettings, server: ServerSettings) -> "contextlib.AbstractAsyncContextManager[Served]":
+    """As `serving_all`, of one model."""
+    return serving_all([ModelToServe(settings, server.front_end)], server)
+
+
 @contextlib.asynccontextmanager
-async def serving(settings: EngineSettings, server: ServerSettings) -> AsyncIterator[Served]:
-    """A started engine with its servers; all of it ends with the context."""
+async def serving_all(models: Sequence[ModelToServe], server: ServerSettings) -> AsyncIterator[Served]:
+    """Started engines with their servers; all of it ends with the context. Of several models one that does not start is
+    told, and the others go on. Raises what the first one failed of when none starts."""
     access = Access(server.access)
     access.check_host(server.host)  # what can be refused at once is refused before workers start
-    async with _store(server) as store:
-        engine, tokenizer = await _engine_and_tokenizer(settings)
+    async with _store(server) as store, contextlib.AsyncExitStack() as ending:
+        started, failed = await _start_all(models, server, ending)
+        front_ends = [each.front_end for each in started]
         from ..anthropic.app import add_messages  # the tokenizer's thread has imported them
         from ..grpc.server import GrpcServer
         from ..openai.app import make_app
         from ..openai.kept import KeptResponses
 
+        named = ServedModels(front_ends, failed) if len(models) > 1 else models_of(front_ends[0])
+        log = RequestLog(server.request_log) if server.request_log else None
+        kept = KeptResponses(store, server.limits, log) if store is not None else None
+        about = server.console, server.limits, server.root_path, server.allowed_origins, log
+        app = make_app(named, access, *about, kept=kept, interfaces=(add_messages,))
+        http, grpc = HttpServer(app, access, server.limits), GrpcServer(named, access, log)
         try:
-            tracer = tracer_of("front-end", settings.model.traces_endpoint)
-            front_end = FrontEnd(engine.client, tokenizer, server.front_end, tracer=tracer, limits=server.limits)
-            log = RequestLog(server.request_log) if server.request_log else None
-            kept = KeptResponses(store, server.limits, log) if store is not None else None
-            about = server.console, server.limits, server.root_path, server.allowed_origins, log
-            app = make_app(lambda: front_end, access, *about, kept=kept, interfaces=(add_messages,))
-            http, grpc = HttpServer(app, access, server.limits), GrpcServer(front_end, access, log)
-            try:
-                url, target = (
-                    await http.start(server.host, server.port),
-                    await grpc.start(server.host, server.grpc_port),
-                )
-                drawn = access.draw_admin_key()
-                with announced(url, drawn):
-                    at = Listening(url, target, f"{url}/console" + (f"#key={drawn}" if drawn else ""))
-                    yield Served(engine, front_end, grpc, at)
-            finally:
-                within_s = SHUTDOWN_GRACE_S if front_end.num_running else LAST_WORDS_S
-                await asyncio.wait([asyncio.ensure_future(each.stop()) for each in (http, grpc)], timeout=within_s)
-                if kept is not None:
-                    await kept.stop()
-                for each in filter(None, (tracer, log)):
-                    await asyncio.to_thread(each.close)
+            url = await http.start(server.host, server.port)
+            target = await grpc.start(server.host, server.grpc_port)
+            drawn = access.draw_admin_key()
+            with announced(url, drawn):
+                at = Listening(url, target, f"{url}/console" + (f"#key={drawn}" if drawn else ""))
+                yield Served(started, grpc, at)
         finally:
-            await engine.shutdown()
+            within_s = SHUTDOWN_GRACE_S if any(each.num_running for each in front_ends) else LAST_WORDS_S
+            await asyncio.wait([asyncio.ensure_future(each.stop()) for each in (http, grpc)], timeout=within_s)
+            if kept is not None:
+                await kept.stop()
+            if log is not None:
+                await asyncio.to_thread(log.close)
+
+
+async def _start_all(
+    models: Sequence[ModelToServe], server: ServerSettings, ending: contextlib.AsyncExitStack
+) -> tuple[list[Started], list[str]]:
+    """The engines that start, one after another, and the names of the models whose do not. ending: ends them."""
+    if len(models) > 1:  # one Ray for all of them, which none of them ends
+        from .launch import ensured_ray, stop_ray
+
+        workers = sum(each.engine.model.tensor_parallel_size for each in models)
+        own_ray = await ensured_ray(workers, any(each.engine.insecure_ray for each in models))
+        if own_ray is not None:
+            ending.push_async_callback(stop_ray, own_ray)
+    started: list[Started] = []
+    errors: dict[str, IntarsiaError] = {}
+    for each in models:
+        try:
+            engine, tokenizer = await _engine_and_tokenizer(each.engine)
+        except IntarsiaError as error:
+            if len(models) == 1:
+                raise
+            say(f"{each.name} does not start: {error}")
+            errors[each.name] = error
+            continue
+        ending.push_async_callback(engine.shutdown)
+        tracer = tracer_of("front-end", each.engine.model.traces_endpoint)
+        if tracer is not None:
+            ending.push_async_callback(asyncio.to_thread, tracer.close)
+        front_end = FrontEnd(engine.client, tokenizer, each.front_end, tracer=tracer, limits=server.limits)
+        started.append(Started(engine, front_end, each.engine))
+    if not started:
+        raise next(iter(errors.values()))
+    return started, list(errors)
 
 
 @contextlib.asynccontextmanager
@@ -201,39 +281,44 @@ async def _given_up(starting: "asyncio.Future[RunningEngine]") -> None:
         await (await starting).shutdown()
 
 
-async def serve(settings: EngineSettings, server: ServerSettings) -> None:
+async def serve(models: Sequence[ModelToServe], server: ServerSettings) -> None:
     """Serve until SIGINT or SIGTERM. Requests that are being answered then have `drain_timeout_s` to end, or until the
     second signal.
 
-    Raises `EngineUnavailable` when the engine ends by itself and does not come back, so that a supervisor of the
+    Raises `EngineUnavailable` when the engines end by themselves and do not come back, so that a supervisor of the
     process can start it again.
     """
     stops = asyncio.Semaphore(0)
     loop = asyncio.get_running_loop()
-    async with serving(settings, server) as served:
+    async with serving_all(models, server) as served:
         for number in SIGNALS:
             loop.add_signal_handler(number, stops.release)
         freeze_startup_objects()
-        info = served.engine.client.info
-        notes = (
-            *info.notes,
-            *demo_notes(settings.model.model_dir),
-            *text_notes(served.front_end.tokenizer),
-            *format_notes(served.front_end.answer_format, served.front_end.tokenizer),
-        )
-        print_banner(info._replace(notes=notes), *served.at)
+        for each in served.models:
+            at = served.at if each is served.models[-1] else ()
+            print_banner(each.front_end.info._replace(notes=_notes(each)), *at)
         say("ready; stop with Ctrl-C")
-        gone = asyncio.ensure_future(served.engine.client.connection.wait_failed())
+        gone = asyncio.ensure_future(served.gone())
         await _first(stops.acquire(), gone)
-        if not gone.done() and (running := served.front_end.num_running):
+        if not gone.done() and (running := served.num_running):
             say(f"stopping when {running} requests have their answers; Ctrl-C stops at once")
             await _first(served.drain(server.drain_timeout_s), stops.acquire(), gone)
         if gone.done():
             raise gone.result()
         gone.cancel()
         say("stopping ...")
-        running = served.front_end.num_running
-        leave_at_the_latest(END_WITHIN_S + (SHUTDOWN_GRACE_S if running else 0.0), 0)
+        leave_at_the_latest(END_WITHIN_S + (SHUTDOWN_GRACE_S if served.num_running else 0.0), 0)
+
+
+def _notes(started: Started) -> tuple[str, ...]:
+    """What was decided about a model otherwise than one may think, for people."""
+    front_end = started.front_end
+    return (
+        *front_end.info.notes,
+        *demo_notes(started.settings.model.model_dir),
+        *text_notes(front_end.tokenizer),
+        *format_notes(front_end.answer_format, front_end.tokenizer),
+    )
 
 
 async def _first(*works: Awaitable[object]) -> None:

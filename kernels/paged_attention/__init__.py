@@ -16,6 +16,7 @@ import torch
 
 from ...errors import UnsupportedModel
 from ..names import no_such_backend
+from .biases import Biases
 from .capabilities import Capabilities, Needs
 from .cpu import NativeBackend, OrderedBackend
 from .flash import FlashBackend, LegacyFlashBackend
@@ -28,6 +29,7 @@ __all__ = [
     "BACKENDS",
     "ORDERED_BACKENDS",
     "Backend",
+    "Biases",
     "Capabilities",
     "FlashBackend",
     "GroupBatch",

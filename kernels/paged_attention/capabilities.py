@@ -19,6 +19,8 @@ class Needs:
     softcap: bool = False
     sinks: bool = False
     latent: bool = False
+    slopes: bool = False
+    biases: bool = False
     block_tokens: int = 16
     any_bytes: bool = False
     """Pages may hold what layers of another kind left behind: any bytes, NaN among them."""
@@ -37,6 +39,8 @@ class Capabilities:
     softcap: bool = True
     sinks: bool = True
     latent: bool = True
+    slopes: bool = False
+    biases: bool = False
     page_multiple: int = 1
     any_bytes: bool = True
     wide_frames: bool = False
@@ -63,6 +67,8 @@ class Capabilities:
             (self.softcap or not needs.softcap, "has no softcap"),
             (self.sinks or not needs.sinks, "has no attention sinks"),
             (self.latent or not needs.latent, "has no multi-head latent attention"),
+            (self.slopes or not needs.slopes, "has no slopes by distance (ALiBi)"),
+            (self.biases or not needs.biases, "has no learnt biases by distance"),
             (
                 needs.block_tokens % self.page_multiple == 0,
                 f"takes pages of a multiple of {self.page_multiple} tokens, not of {needs.block_tokens}",

@@ -24,7 +24,10 @@ from .protocol import GroupBatch, GroupMeta, LayerParams
 
 class _Attention(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("query", "pages", "out", "sinks", "block_table", "queries", "kv_len")),
+        *(
+            (name, c_void_p)
+            for name in ("query", "pages", "out", "sinks", "slopes", "block_table", "queries", "kv_len")
+        ),
         *((name, c_int64) for name in ("query_token_stride", "query_head_stride")),
         *((name, c_int64) for name in ("page_stride", "page_token_stride", "page_head_stride", "value_offset")),
         *((name, c_int32) for name in ("rows", "heads", "kv_heads", "key_dim", "value_dim")),
@@ -65,6 +68,7 @@ class NativeBackend(TorchBackend):
     capabilities: ClassVar[Capabilities] = Capabilities(
         devices=frozenset({"cpu"}),
         dtypes=frozenset(cpp.KINDS),
+        slopes=True,
     )
 
     @classmethod
@@ -132,12 +136,12 @@ class NativeBackend(TorchBackend):
         assert params.scale > 0, "the kernel finds the maximum before it scales"
         _, heads, key_dim = q_THD.shape
         rows, table_width = batch.block_table.shape
-        sinks = None if params.sinks is None else params.sinks.float().contiguous()
+        of_heads = [None if each is None else each.float().contiguous() for each in (params.sinks, params.slopes)]
         self._library.intarsia_attend(
             ctypes.byref(
                 _Attention(
                     *(tensor.data_ptr() for tensor in (q_THD, kv_view, out_THD)),
-                    None if sinks is None else sinks.data_ptr(),
+                    *(None if each is None else each.data_ptr() for each in of_heads),
                     *addresses,
                     *q_THD.stride()[:2],
                     *kv_view.stride()[:3],

@@ -31,6 +31,7 @@ struct Attention {
     const void* pages;           // [pages, tokens, K, content], its last axis dense
     void* out;                   // [T, H, Dv], dense
     const float* sinks;          // [H] or null
+    const float* slopes;         // [H] or null: by which scores fall with each token of distance
     const int32_t* block_table;  // [rows, table_width]
     const int32_t *queries, *kv_len;                // [rows]; as many queries as a negative number says are passed over
     int64_t query_token_stride, query_head_stride;  // all strides in numbers
@@ -203,6 +204,8 @@ struct Tile {
     int64_t value_offset;
     float* scores;                 // [rows][KEYS]
     State state;
+    const Item& item;
+    int start;  // position of its first key
 };
 
 // Where the tokens [from, to) lie; the first of the tile is at `start`.
@@ -325,6 +328,22 @@ inline void weigh(const Attention& a, float* scores, int low, int high, float* t
     }
 }
 
+// Scores of R rows fall with the distance of each key from the row's query (ALiBi), before they are scaled.
+template <class T, int R>
+inline void add_slopes(const Tile<T>& tile, int m) {
+    const int group = tile.shape.group;
+    for (int r = 0; r < R; r++) {
+        const float slope = tile.a.slopes[tile.item.kv_head * group + (m + r) % group] / tile.a.scale;
+        const int first = tile.start - tile.item.position - (m + r) / group;
+        for (int i = 0; i < VECTORS; i++) {
+            float* scores = tile.scores + (m + r) * KEYS + i * WIDTH;
+            Lanes far;
+            for (int t = 0; t < WIDTH; t++) far[t] = float(first + i * WIDTH + t);
+            store_lanes(fused(far, all_lanes(slope), load_lanes(scores)), scores);
+        }
+    }
+}
+
 // Values of the keys [low, high) are added to the sums of R rows: S vectors of words from number `d` on, of which `there`
 // numbers are there.
 template <class T, int R, int S>
@@ -358,6 +377,7 @@ inline void block(const Tile<T>& tile, int m, int low, int high) {
     constexpr int V = most_vectors(R), S = V / PER_WORD<T> ? V / PER_WORD<T> : 1;
     constexpr int FEW = R < 3 ? V : R > 3 && PER_WORD<T> == 1 ? 1 : V / 2;  // enough chains, not too many keys unseen
     if (tile.keys) scores_of<T, R, ALL ? V : FEW>(tile, m, low, high);
+    if (tile.a.slopes) add_slopes<T, R>(tile, m);
     alignas(64) float shrink[(R + WIDTH - 1) / WIDTH * WIDTH];
     weigh<R, ALL>(tile.a, tile.scores + m * KEYS, low, high, tile.state.total + m * WIDTH, tile.state.top + m, shrink);
     constexpr int NUMBERS = WIDTH * PER_WORD<T>;
@@ -417,7 +437,7 @@ void do_tile(const Attention& a, const Shape& shape, const Item& item, int start
     const int rows = item.count * shape.group;
     locate(a, item, start, from, to, room.tokens);
     Tile<T> tile{a, shape, reinterpret_cast<const uint32_t*>(room.query.of(0)), nullptr, room.tokens, a.value_offset,
-                 room.scores.of(int64_t(rows) * KEYS), state};
+                 room.scores.of(int64_t(rows) * KEYS), state, item, start};
     if (item.count == 1 && rows <= DIRECT_ROWS) {
         fill_up(room.tokens, from - start, to - start);
         look_ahead(a, item, start + KEYS, room);

@@ -43,6 +43,7 @@ class Tile:
     tokens: Tensor | slice  # which packed tokens: N*M of them, row by row
     keys: slice  # of the part's live tokens
     mask_NML: Tensor | None
+    own_N: Tensor | None = None  # int64: which of the gathered keys is that of the row's query; None: the last
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +66,8 @@ class TorchBackend:
     capabilities: ClassVar[Capabilities] = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        slopes=True,
+        biases=True,
     )
 
     @classmethod
@@ -88,7 +91,14 @@ class TorchBackend:
             live=slice(None),
             dirty=None,
             is_dirty=torch.zeros(rows * pages * batch.block_tokens, dtype=torch.bool, device=device),
-            tiles=(Tile(slice(0, rows), slice(None), torch.zeros(rows, 1, pages * batch.block_tokens, device=device)),),
+            tiles=(
+                Tile(
+                    slice(0, rows),
+                    slice(None),
+                    torch.zeros(rows, 1, pages * batch.block_tokens, device=device),
+                    torch.zeros(rows, dtype=torch.int64, device=device),
+                ),
+            ),
         )
         return GroupMeta(place, place.clone(), plan=(part,))
 
@@ -98,12 +108,14 @@ class TorchBackend:
     def refill(self, frame: GroupMeta, batch: GroupBatch, transfer: Transfer) -> bool:
         (part,) = frame.plan
         rows = np.arange(part.rows)
-        blocks, dirty, padding = _gathered(batch, rows, *_page_span(batch, rows), len(part.pages) // part.rows)
+        first_page, pages = _page_span(batch, rows)
+        blocks, dirty, padding = _gathered(batch, rows, first_page, pages, len(part.pages) // part.rows)
         dead = dirty | padding[..., None]
         for buffer, values in (
             *zip((frame.token_page, frame.token_offset), batch.token_places(), strict=True),
             (part.pages, blocks),
             (part.is_dirty, dead),
+            (part.tiles[0].own_N, batch.kv_lens - 1 - first_page * batch.block_tokens),
             (part.tiles[0].mask_NML, np.where(dead, np.float32("-inf"), np.float32(0))),
         ):
             transfer.put(buffer, values)
@@ -123,13 +135,13 @@ class TorchBackend:
     def attend_parts(
         self, q_THD: Tensor, kv_view: Tensor, params: LayerParams, parts: Iterable[Part], out_THD: Tensor
     ) -> None:
-        plain = params.softcap is None and params.sinks is None
-        attention = _fused if plain else _by_hand
+        extras = params.softcap, params.sinks, params.slopes, params.biases
+        attention = _fused if all(extra is None for extra in extras) else _by_hand
         for part in parts:
             kv_NKLC = self._gather(kv_view, part)
             for tile in part.tiles:
                 q_NKGMD = _by_kv_head(q_THD[tile.tokens], part.rows, kv_view.shape[2])
-                result = attention(q_NKGMD, kv_NKLC[:, :, tile.keys], params, tile.mask_NML)
+                result = attention(q_NKGMD, kv_NKLC[:, :, tile.keys], params, tile)
                 out_THD[tile.tokens] = _by_token(result)
 
     def _gather(self, kv_view: Tensor, part: Part) -> Tensor:
@@ -188,6 +200,7 @@ def _decode_part(
         tokens=_as_slice(tokens) or upload(tokens, device),
         keys=slice(None),
         mask_NML=upload(np.where(dead, np.float32("-inf"), np.float32(0)), device) if dead.any() else None,
+        own_N=upload(batch.kv_lens[rows].astype(np.int64) - 1 - first_page * batch.block_tokens, device),
     )
     return Part(
         pages=upload(blocks.ravel(), device),
@@ -318,8 +331,9 @@ def _by_token(out_NKGMD: Tensor) -> Tensor:
     return out_NKGMD.permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)
 
 
-def _fused(q_NKGMD: Tensor, kv_NKLC: Tensor, params: LayerParams, mask_NML: Tensor | None) -> Tensor:
+def _fused(q_NKGMD: Tensor, kv_NKLC: Tensor, params: LayerParams, tile: Tile) -> Tensor:
     """Torch's fused attention. It knows four axes, so M or N, whichever is 1, steps aside."""
+    mask_NML = tile.mask_NML
     key_dim, group = q_NKGMD.shape[-1], q_NKGMD.shape[2]
     keys, values = kv_NKLC[..., :key_dim], values_of(kv_NKLC, key_dim, params)
     mask = None if mask_NML is None else mask_NML[:, None].to(q_NKGMD.dtype)
@@ -330,16 +344,18 @@ def _fused(q_NKGMD: Tensor, kv_NKLC: Tensor, params: LayerParams, mask_NML: Tens
     return F.scaled_dot_product_attention(q_NKGMD[0], keys, values, mask, scale=params.scale)[None]
 
 
-def _by_hand(q_NKGMD: Tensor, kv_NKLC: Tensor, params: LayerParams, mask_NML: Tensor | None) -> Tensor:
-    """The same with softcap and sinks, which the fused form does not know. Float32 throughout."""
+def _by_hand(q_NKGMD: Tensor, kv_NKLC: Tensor, params: LayerParams, tile: Tile) -> Tensor:
+    """The same with softcap, sinks and biases, which the fused form does not know. Float32 throughout."""
     _, kv_heads, group, queries, key_dim = q_NKGMD.shape
     kv = kv_NKLC.float()
     logits = q_NKGMD.flatten(2, 3).float() @ kv[..., :key_dim].mT * params.scale
     logits = logits.unflatten(2, (group, queries))
     if params.softcap is not None:
         logits = logits.div_(params.softcap).tanh_().mul_(params.softcap)
-    if mask_NML is not None:
-        logits += mask_NML[:, None, None]
+    if params.slopes is not None or params.biases is not None:
+        logits += _bias(tile, params, logits.shape).unflatten(1, (kv_heads, group))
+    if tile.mask_NML is not None:
+        logits += tile.mask_NML[:, None, None]
     top = logits.amax(-1, keepdim=True)
     weights = logits.sub_(top).exp_()
     total = weights.sum(-1, keepdim=True)
@@ -347,3 +363,21 @@ def _by_hand(q_NKGMD: Tensor, kv_NKLC: Tensor, params: LayerParams, mask_NML: Te
         total += (params.sinks.float().view(kv_heads, group, 1, 1) - top).exp()
     out = weights.flatten(2, 3) @ values_of(kv, key_dim, params)
     return out.unflatten(2, (group, queries)) / total
+
+
+def _bias(tile: Tile, params: LayerParams, shape: torch.Size) -> Tensor:
+    """[N,H,M,L], by how far keys are from queries."""
+    rows, *_, queries, keys = shape
+    device = params.slopes.device if params.biases is None else params.biases.mixtures_THR.device  # type: ignore[union-attr]
+    # The last query of a tile is the last key, unless it is said where its own is.
+    own_N1 = torch.full((1, 1), keys - 1, device=device) if tile.own_N is None else tile.own_N[:, None]
+    own_NM1 = (own_N1 - torch.arange(queries - 1, -1, -1, device=device)).unsqueeze(-1)
+    far_NML = own_NM1 - torch.arange(keys, device=device)
+    if params.slopes is not None:
+        return -params.slopes.float()[:, None, None] * far_NML[:, None]
+    assert params.biases is not None
+    bias_NHME = params.biases.of(tile.tokens).unflatten(0, (rows, queries)).transpose(1, 2)
+    extent = bias_NHME.shape[-1]
+    nearest = far_NML.clamp(0, extent - 1)[:, None].expand(rows, bias_NHME.shape[1], -1, -1)
+    is_far = ((far_NML < 0) | (far_NML >= extent))[:, None]
+    return bias_NHME.gather(-1, nearest).masked_fill_(is_far, 0.0)

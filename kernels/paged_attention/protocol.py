@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..transfer import Transfer
+from .biases import Biases
 from .capabilities import Capabilities
 from .held_tables import Held
 
@@ -32,6 +33,8 @@ class LayerParams:
     scale    multiplies q·k
     softcap  if given, logits become softcap * tanh(logits / softcap)
     sinks    if given, [H]: one learned logit per query head that joins the softmax's denominator and has no value
+    slopes   if given, [H] float32: a logit falls by so much for each token between the key and the query (ALiBi)
+    biases   if given, what is added to the logits of the nearest keys: see `Biases`
     latent_values  if given, pages hold one latent per token, whose first so many numbers are its value
     """
 
@@ -39,6 +42,8 @@ class LayerParams:
     softcap: float | None = None
     sinks: Tensor | None = None
     latent_values: int | None = None
+    slopes: Tensor | None = None
+    biases: Biases | None = None
 
 
 def values_of(kv: Tensor, key_dim: int, params: LayerParams) -> Tensor:

@@ -22,6 +22,8 @@ class ReferenceBackend:
     capabilities: ClassVar[Capabilities] = Capabilities(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
+        slopes=True,
+        biases=True,
     )
 
     @classmethod
@@ -57,10 +59,22 @@ class ReferenceBackend:
             for position in range(kv_len - query_len, kv_len):
                 seen = range(batch.oldest_visible(position), position + 1) if batch.is_causal else range(kv_len)
                 kv_LKC = torch.stack([kv_view[_place(batch, row, key)] for key in seen])
-                out_THD[token] = self._one_query(q_THD[token], kv_LKC, params)
+                far_L = position - torch.tensor(seen, device=q_THD.device)
+                bias_HL = self._bias(far_L, token, params)
+                out_THD[token] = self._one_query(q_THD[token], kv_LKC, bias_HL, params)
                 token += 1
 
-    def _one_query(self, q_HD: Tensor, kv_LKC: Tensor, params: LayerParams) -> Tensor:
+    def _bias(self, far_L: Tensor, token: int, params: LayerParams) -> Tensor | None:
+        """[H,L], by how far the keys are."""
+        if params.slopes is not None:
+            return -params.slopes.to(self.compute_dtype)[:, None] * far_L
+        if params.biases is None:
+            return None
+        bias_HE = params.biases.of(token).to(self.compute_dtype)
+        extent = bias_HE.shape[1]
+        return torch.where(far_L < extent, bias_HE[:, far_L.clamp(max=extent - 1)], 0.0)
+
+    def _one_query(self, q_HD: Tensor, kv_LKC: Tensor, bias_HL: Tensor | None, params: LayerParams) -> Tensor:
         """[H,Dv]: what one query reads from the L keys it sees."""
         heads, key_dim = q_HD.shape
         kv_LHC = kv_LKC.to(self.compute_dtype).repeat_interleave(heads // kv_LKC.shape[1], dim=1)
@@ -68,6 +82,8 @@ class ReferenceBackend:
         logits_HL = torch.einsum("hd,lhd->hl", q_HD.to(self.compute_dtype), keys) * params.scale
         if params.softcap is not None:
             logits_HL = params.softcap * torch.tanh(logits_HL / params.softcap)
+        if bias_HL is not None:
+            logits_HL = logits_HL + bias_HL
         if params.sinks is None:
             weights_HL = torch.softmax(logits_HL, dim=-1)
         else:  # the sink takes its share of the weight and gives nothing back

@@ -142,7 +142,7 @@ def test_a_probe_tells_what_a_request_would_meet_and_touches_nothing():
 
     async def scenario() -> None:
         await submit(engine, PROMPT).done.wait()
-        assert engine.status.probe(PROMPT) == (4, 0, 0, False)  # of the prompt, a whole block
+        assert engine.status.probe(PROMPT)[:6] == (4, 0, 0, False, 0, 0.0)  # of the prompt, a whole block
         assert engine.status.probe(PROMPT, "alice").cached_tokens == engine.status.probe([]).cached_tokens == 0
         engine.status.is_leaving = True
         assert engine.status.probe([]).is_leaving
@@ -163,5 +163,56 @@ def test_what_other_sizes_of_the_memory_would_find_is_forecast_from_requests_tha
         assert sorted(shares) == [0.5, 1.0, 2.0, 4.0] and shares[0.5] <= shares[1.0] == shares[2.0] == shares[4.0] > 0
         seen = await engine.status.snapshot(SnapshotQuery())
         assert seen.forecasts == engine.status.metrics().forecasts == (forecast,)
+
+    running(engine, scenario())
+
+
+def test_a_probe_finds_what_a_request_would_and_changes_nothing():
+    engine = make_engine()
+
+    async def scenario() -> None:
+        for n in range(4):
+            await submit(engine, [n + 1] * 21).done.wait()
+        manager = engine._manager
+        before = manager.pool.map(), manager.pool.known.version, [list(group._gone) for group in manager.pool.groups]
+        prompts = [[n + 1] * 21 for n in range(4)]
+        found = [engine.status.probe(prompt) for prompt in prompts]
+        assert [probe.cached_tokens for probe in found] == [manager.lookup(prompt).tokens for prompt in prompts]
+        assert min(probe.cached_tokens for probe in found) >= 16
+        assert engine.status.probe([9] * 21).cached_tokens == 0 == engine.status.probe(prompts[0], "salt").cached_tokens
+        after = manager.pool.map(), manager.pool.known.version, [list(group._gone) for group in manager.pool.groups]
+        assert after == before
+
+    running(engine, scenario())
+
+
+def test_probes_leave_the_order_of_evictions_as_it_is():
+    kept: list[list[int]] = []
+    for probes in (0, 50):
+        engine = make_engine(blocks=32)
+
+        async def scenario(engine: Engine = engine, probes: int = probes) -> None:
+            await submit(engine, [1] * 21).done.wait()
+            for n in range(2, 8):
+                for _ in range(probes):  # a use would keep it
+                    engine.status.probe([1] * 21)
+                await submit(engine, [n] * 21).done.wait()
+            kept.append([engine.status.probe([n] * 21).cached_tokens for n in range(1, 8)])
+
+        running(engine, scenario())
+    assert kept[0] == kept[1] and 0 in kept[0]
+
+
+def test_a_probe_counts_who_waits():
+    engine = slow(make_engine())
+
+    async def scenario() -> None:
+        completions = [submit(engine, [n + 1] * 6, SamplingParams(max_tokens=30)) for n in range(7)]
+        while engine.stats.steps < 8:
+            await asyncio.sleep(0.001)
+        probe = engine.status.probe([1] * 6)
+        assert (probe.running, probe.waiting, probe.queued_tokens) == (4, 3, 18)  # four seats
+        assert probe.pool_use > 0 and probe.tokens_per_s is not None and probe.tokens_per_s > 0
+        await asyncio.gather(*(c.done.wait() for c in completions))
 
     running(engine, scenario())

@@ -108,12 +108,14 @@ def test_a_wrong_resource_is_found_out(change: dict[str, Any], fault: str):
     assert any(fault in each for each in faults(spec, CLUSTER, "spec"))
 
 
-@pytest.mark.parametrize("name", ["serve.yaml", "rayservice.yaml"])
-def test_serve_configurations_fit_serve_s_schema_and_our_settings(name: str):
+@pytest.mark.parametrize(("name", "models"), [("serve.yaml", 1), ("serve-models.yaml", 2), ("rayservice.yaml", 1)])
+def test_serve_configurations_fit_serve_s_schema_and_our_settings(name: str, models: int):
     found = load(name)
     config = yaml.safe_load(found["spec"]["serveConfigV2"]) if "spec" in found else found
-    [application] = ServeDeploySchema(**config).applications
-    app(application.args)
+    applications = ServeDeploySchema(**config).applications
+    assert len({each.route_prefix for each in applications}) == len(applications) == models
+    for application in applications:
+        app(application.args)
 
 
 def test_a_job_s_command_is_one_of_ours():

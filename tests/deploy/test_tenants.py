@@ -278,3 +278,40 @@ def test_without_tenants_every_key_sees_all(loop: Any):
         running.cancel()
 
     loop.run(read())
+
+
+def probed(place: Place, key: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{place.url}/v1/probe", json=body, headers={"Authorization": f"Bearer {key}"})
+
+
+def test_a_probe_tells_a_tenant_of_its_own_prompts_and_requests_only(place: Place):
+    place.ask("oak", PROMPT)
+    found = {key: probed(place, key, prompt=PROMPT).json()["engines"][0]["figures"] for key in ("oak", "ash", "elm")}
+    assert found["oak"]["cached_tokens"] > 30
+    assert found["ash"] == found["elm"] == found["oak"] | {"cached_tokens": 0}
+    refused = probed(place, "ash", prompt=PROMPT, cache_salt="alice")
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "cache_salt"
+    # A router with the admin key asks on behalf of any tenant.
+    asked = probed(place, "yew", prompt=PROMPT, cache_salt="alice").json()
+    assert asked["engines"][0]["figures"]["cached_tokens"] == found["oak"]["cached_tokens"]
+    assert asked["prompt_tokens"] == 40 and asked["engines"][0]["figures"]["tokens_per_s"] > 0
+    assert probed(place, "none", prompt=PROMPT).status_code == 401
+    with Client(place.grpc, api_key="ash") as bob, Client(place.grpc, api_key="oak") as alice:
+        [(_, others)], [(_, own)] = bob.probe(PROMPT), alice.probe(PROMPT)
+        assert others is not None and own is not None
+        assert own.cached_tokens == found["oak"]["cached_tokens"] and others == own._replace(cached_tokens=0)
+        with pytest.raises(InvalidRequest, match="another tenant"):
+            bob.probe(PROMPT, cache_salt="alice")
+
+
+def test_a_probe_counts_the_running_requests_of_its_viewer(place: Place):
+    with Client(place.grpc, api_key="oak") as alice, Client(place.grpc, api_key="ash") as bob:
+        answer: Any = alice.generate(PROMPT, SamplingParams(max_tokens=50))
+        place.engine._workers.step_s = 0.05  # type: ignore[attr-defined]
+        next(answer)
+        [(_, own)], [(_, others)] = alice.probe(PROMPT), bob.probe(PROMPT)
+        assert own is not None and others is not None
+        assert (own.running, others.running) == (1, 0) and own.pool_use > 0 == others.pool_use
+        assert own.tokens_per_s is None is others.tokens_per_s
+        place.engine._workers.step_s = 0.0  # type: ignore[attr-defined]
+        answer.close()

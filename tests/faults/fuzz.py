@@ -54,6 +54,7 @@ GOOD_BODIES: dict[str, dict[str, Any]] = {
         "stop": ["x"], "logprobs": 2, "logit_bias": {"5": 1.0}, "stream": False, "user": "me", "echo": False,
         "presence_penalty": 0.1, "frequency_penalty": 0.1,
     },
+    "/v1/probe": {"model": "demo", "prompt": [1, 2, 3], "cache_salt": "me"},
     "/v1/chat/completions": {
         "model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0.5,
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
@@ -352,6 +353,7 @@ RPCS: tuple[tuple[str, Callable[[random.Random], bytes]], ...] = (
     ("Abort", lambda rng: pb.AbortRequest(request_id=rng.choice(["", "x" * 9999, "\x00"])).SerializeToString()),
     ("Tokenize", lambda rng: pb.TokenizeRequest(text=rng.choice(["", "\x00", "A" * 99_999])).SerializeToString()),
     ("Detokenize", lambda rng: pb.TokenIds(ids=rng.choices([0, 300, 2**32 - 1], k=9)).SerializeToString()),
+    ("Probe", lambda rng: _probe(rng)),
     ("GetLoad", lambda rng: rng.randbytes(5)),
     ("GetCacheState", lambda rng: rng.randbytes(5)),
     ("GetModelInfo", lambda rng: rng.randbytes(5)),
@@ -362,6 +364,15 @@ RPCS: tuple[tuple[str, Callable[[random.Random], bytes]], ...] = (
 def _batch(rng: random.Random) -> bytes:
     one = [pb.GenerateRequest.FromString(_generate(rng)) for _ in range(rng.choice([0, 1, 3]))]
     return pb.GenerateBatchRequest(requests=one).SerializeToString()
+
+
+def _probe(rng: random.Random) -> bytes:
+    request = pb.ProbeRequest(cache_salt="x" * rng.choice([0, 9, 999]))
+    if rng.random() < 0.5:
+        request.text = rng.choice(["", "\x00", "A" * 99_999])
+    else:
+        request.token_ids.ids.extend(rng.choices([0, 5, 300, 2**32 - 1], k=rng.choice([0, 1, 9])))
+    return request.SerializeToString()
 
 
 class Canary:

@@ -8,7 +8,7 @@ things in words of its own: the sizes of its states, mostly.
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import InvalidSetting, UnsupportedModel
 from ...kvcache.reach import Chunked, Cross, Full, Reach, Sliding, State
@@ -18,7 +18,9 @@ FLOAT32_BYTES = 4  # recurrent states are kept in float32 for a model of any dty
 
 REACH_OF: dict[str, Callable[[Any], Reach]] = {
     "full_attention": lambda config: Full(),
-    "sliding_attention": lambda config: Sliding(config.sliding_window),
+    "sliding_attention": lambda config: Sliding(
+        config.window_size if config.model_type == "gpt_neo" else config.sliding_window
+    ),
     "chunked_attention": lambda config: Chunked(config.attention_chunk_size),
     "cross_attention": lambda config: Cross(),
     "hybrid": lambda config: Full(),
@@ -26,6 +28,8 @@ REACH_OF: dict[str, Callable[[Any], Reach]] = {
     "attention": lambda config: Full(),
     "indexed_attention": lambda config: Full(),  # of all tokens each query attends to some: any may be chosen
     "minimax_m3_sparse": lambda config: Full(),
+    "compressed_sparse_attention": lambda config: Sliding(config.sliding_window),  # beside entries of several tokens
+    "heavily_compressed_attention": lambda config: Sliding(config.sliding_window),
 }
 """Kinds of `config.layer_types` that attend, and how far back."""
 
@@ -51,8 +55,10 @@ def read_layers(config: Any, tensor_parallel_size: int, item_bytes: int) -> tupl
         if kind in REACH_OF:
             layer = layer_config(config, index)
             specs.append(_attention(layer, index, REACH_OF[kind](layer), tensor_parallel_size, item_bytes, sources))
+            specs += _entries(config, index, kind, index in sources, item_bytes)
         if kind in HAS_STATE:
-            specs.append(LayerSpec(index, State(), state=_state(config, index, tensor_parallel_size, item_bytes)))
+            layer = layer_config(config, index)
+            specs.append(LayerSpec(index, State(), state=_state(layer, index, tensor_parallel_size, item_bytes)))
     return tuple(specs)
 
 
@@ -61,7 +67,8 @@ ENDLESS_TOKENS = 1 << 20
 
 def positions_of(config: Any) -> int:
     """Tokens of the longest text. A model of states and windows names no bound, and has none: an engine needs one."""
-    return getattr(config, "max_position_embeddings", None) or ENDLESS_TOKENS
+    positions = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    return next(filter(None, positions), ENDLESS_TOKENS)
 
 
 def complete_layer_types(config: Any, fields: Mapping[str, Any]) -> str | None:
@@ -129,16 +136,22 @@ def told_copies(own: Sequence[LayerSpec], alone: Sequence[LayerSpec], ranks: int
 
 
 def kv_heads_of(config: Any) -> int:
+    if config.model_type == "falcon":
+        many = config.num_kv_heads if config.new_decoder_architecture else config.num_attention_heads
+        return 1 if config.multi_query and not config.new_decoder_architecture else many
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+GPT_NEO = {"global": "full_attention", "local": "sliding_attention"}
 
 
 def _layer_types(config: Any) -> list[str]:
     """As the config lists them; configs without a list have one kind throughout, or name the layers that differ."""
     layer_types = getattr(config, "layer_types", None)
+    if config.model_type == "gpt_neo":
+        layer_types = [GPT_NEO[kind] for kind in config.attention_layers]
     if layer_types is not None:
-        kinds = list(layer_types[: config.num_hidden_layers])
-        further = FURTHER_PASSES.get(config.model_type)
-        return kinds if further is None else kinds + further(config, kinds)
+        return [*layer_types[: config.num_hidden_layers], *_times_around(config)]
     cross = getattr(config, "cross_attention_layers", None) or ()
     has_window = getattr(config, "sliding_window", None) and config.model_type not in WITHOUT_WINDOW
     kind = "sliding_attention" if has_window else "full_attention"
@@ -149,71 +162,191 @@ WITHOUT_WINDOW = {"moshi"}
 """Families whose layers see all, whatever window their config names: it is as long as their longest text."""
 
 
-def _dory_passes(config: Any, kinds: list[str]) -> list[str]:
-    """Some layers run several times for each token, and attend to what the same pass had of earlier tokens."""
-    passes = config.n_recurrent_loops
-    if passes > 1 and config.recurrent_kv_cache_mode != "per_loop":
+def _times_around(config: Any) -> list[str]:
+    """Layers that are gone through again (Dory): each time is another layer, behind the model's own."""
+    loops = getattr(config, "n_recurrent_loops", None)
+    if loops is None:
+        return []
+    if config.recurrent_kv_cache_mode != "per_loop":
         raise UnsupportedModel(
-            f"{config.model_type} with recurrent_kv_cache_mode {config.recurrent_kv_cache_mode!r} has earlier passes "
-            "read what the last pass has kept, so its answers depend on how a prompt is cut into steps. Set it to "
-            "'per_loop' in config.json, which keeps keys and values of each pass.",
+            f"{config.model_type} keeps what its last loop computes for all loops (recurrent_kv_cache_mode "
+            f"{config.recurrent_kv_cache_mode!r}): then an answer depends on how its prompt was cut",
             field="model",
         )
-    first = config.n_input_layers
-    return kinds[first : first + config.n_recurrent_layers] * (passes - 1)
-
-
-FURTHER_PASSES: dict[str, Callable[[Any, list[str]], list[str]]] = {"dory": _dory_passes}
-"""model_type -> kinds of the layers that run once more. Each pass is a layer here, behind all others, as transformers
-numbers them."""
+    end = config.n_input_layers + config.n_recurrent_layers
+    return list(config.layer_types[config.n_input_layers : end]) * (loops - 1)
 
 
 def layer_config(config: Any, index: int) -> Any:
     """The config as one layer sees it: some models have layers of unequal head sizes, or counts of heads."""
     layers = getattr(config, "per_layer_config", None)
-    is_further_pass = index >= config.num_hidden_layers  # of layers that are all alike
-    layer = config if layers is None or is_further_pass else layers[index]
+    layer = layers[index] if layers is not None and index < config.num_hidden_layers else config
     own = LAYERS_OF.get(config.model_type)
-    return layer if own is None else own(layer, config.layer_types[index])
+    return layer if own is None else own(layer, index)
 
 
-def _mimo_v2(layer: Any, kind: str) -> Any:
+def _mimo_v2(layer: Any, index: int) -> Any:
     """Twice the key-value heads where a window is."""
-    if kind != "sliding_attention":
+    if layer.layer_types[index] != "sliding_attention":
         return layer
     own = copy(layer)
     own.num_key_value_heads = 2 * layer.num_key_value_heads
     return own
 
 
-LAYERS_OF: dict[str, Callable[[Any, str], Any]] = {"mimo_v2_flash": _mimo_v2}
-"""model_type -> what a layer of a kind has of its own that the config does not say."""
+def _inkling(layer: Any, index: int) -> Any:
+    """Heads of their own where a window is."""
+    if layer.layer_types[index] != "hybrid_sliding":
+        return layer
+    own = copy(layer)
+    own.num_attention_heads, own.num_key_value_heads = layer.swa_num_attention_heads, layer.swa_num_key_value_heads
+    own.head_dim = layer.swa_head_dim
+    return own
+
+
+def _mistral_large4(layer: Any, index: int) -> Any:
+    """No rotary numbers where positions do not count."""
+    if layer.no_rope_layers[index]:
+        return layer
+    own = copy(layer)
+    own.qk_rope_head_dim = 0
+    return own
+
+
+def _diffllama(layer: Any, index: int) -> Any:
+    """Each head of keys has the values of two."""
+    own = copy(layer)
+    own.v_head_dim = 2 * (layer.head_dim or layer.hidden_size // layer.num_attention_heads)
+    return own
+
+
+def _doge(layer: Any, index: int) -> Any:
+    """Keys have one number more."""
+    own = copy(layer)
+    own.v_head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+    own.head_dim = own.v_head_dim + 1
+    return own
+
+
+LAYERS_OF: dict[str, Callable[[Any, int], Any]] = {
+    "diffllama": _diffllama,
+    "doge": _doge,
+    "inkling_text": _inkling,
+    "mimo_v2_flash": _mimo_v2,
+    "mistral_large4_text": _mistral_large4,
+}
+"""model_type -> the config as a layer sees it, where that is other than the config says."""
 
 
 def index_key_size(config: Any, index: int) -> int:
-    """Numbers that a layer keeps of each token to choose by; 0 if it attends to all, or to what another has chosen."""
-    kinds = dict(enumerate(getattr(config, "layer_types", None) or ()))
-    if kinds.get(index) not in ("indexed_attention", "minimax_m3_sparse"):
-        return 0
-    if config.model_type == "qwen4_exp_text":
+    """Numbers that a layer keeps of each token to choose by; 0 if it attends to all, or to what another has chosen, or
+    chooses by what several tokens have together."""
+    if config.model_type == "qwen4_exp_text" and _chooses(config, index):
         return config.indexer_head_dim
+    return config.index_head_dim if _chooses(config, index) and not getattr(config, "index_kpool", None) else 0
+
+
+def _chooses(config: Any, index: int) -> bool:
+    kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
+    if index >= len(kinds) or kinds[index] not in ("indexed_attention", "minimax_m3_sparse"):
+        return False
     indexers = getattr(config, "indexer_types", None)
-    return config.index_head_dim if indexers is None or indexers[index] == "full" else 0
+    return indexers is None or indexers[index] == "full"
+
+
+# -- entries of several tokens -----------------------------------------------------------------------------------------
+
+COMPRESSED = {"compressed_sparse_attention", "heavily_compressed_attention"}
+"""Kinds of layers that keep, beside a window, one entry for so many tokens (DeepSeek-V4)."""
+
+
+class Compression(NamedTuple):
+    """What a layer keeps beside what it keeps of each token: an entry of `tokens` tokens, made of what each of them
+    gives to it, and, where entries overlap, of what each of those before them gives.
+
+    tokens 4, overlapping    0 1 2 3 4 5 6 7 8 9      the entry of 4 .. 7 is made of 0 .. 7
+                             ^^^^^^^^^^^^^^^
+    """
+
+    tokens: int
+    overlaps: bool
+    entry: int  # numbers
+    index_key: int  # of an entry, beside it, by which queries choose it
+    item_bytes: int
+    is_beside_window: bool = True
+
+    @property
+    def given(self) -> int:
+        """Numbers that a token gives: values and their weights, of either entry that it is part of."""
+        return 2 * (1 + self.overlaps) * (self.entry + self.index_key)
+
+    @property
+    def reach(self) -> Reach:
+        """Of what tokens give: needed until their entries are made. Beside windows it moves on as they do: where both
+        are as long, they are one group."""
+        if self.is_beside_window:
+            return Sliding((1 + self.overlaps) * self.tokens)
+        return Chunked(self.tokens)
+
+    def layers(self, index: int) -> tuple[LayerSpec, LayerSpec]:
+        """Entries, and what tokens give, as if each were a layer."""
+        beside, item = self.index_key * self.item_bytes, self.item_bytes
+        return (
+            LayerSpec(ENTRIES + index, Full(), 1, self.entry, 0, item, beside, entry_tokens=self.tokens),
+            LayerSpec(GIVERS + index, self.reach, 1, self.given, 0, item),
+        )
+
+
+ENTRIES, GIVERS = 1 << 16, 2 << 16
+"""Numbers of "layers" begin here that are the entries of the model's own, and what tokens give to them."""
+
+
+def _entries(config: Any, index: int, kind: str, shares: bool, item_bytes: int) -> Sequence[LayerSpec]:
+    """Of layers that keep such. One that shares another's pages, and has an index, keeps an entry of each token.
+
+    Raises `UnsupportedModel` for other entries of one token."""
+    if shares and index_key_size(config, index):
+        return (LayerSpec(ENTRIES + index, Full(), 1, config.index_head_dim, 0, item_bytes),)
+    if kind in COMPRESSED:
+        overlaps = kind == "compressed_sparse_attention"
+        tokens, index_key = config.compress_rates[kind], config.index_head_dim if overlaps else 0
+        compression = Compression(tokens, overlaps, config.head_dim, index_key, item_bytes)
+    elif getattr(config, "index_kpool", None) and _chooses(config, index):
+        compression = Compression(config.index_kpool, False, config.index_head_dim, 0, item_bytes, False)
+    else:
+        return ()
+    if compression.tokens < 2:
+        raise UnsupportedModel(
+            f"layer {index} of {config.model_type} keeps an entry for each {compression.tokens} tokens; an entry of "
+            "two or more is known",
+            field="model",
+        )
+    return compression.layers(index)
 
 
 def _sources(config: Any, kinds: list[str]) -> dict[int, int]:
-    """Layers that own no keys and values, and the one they read: the last before them of their kind that does."""
+    """Layers that own no keys and values, and the one they read: that which the config names, or the last before them
+    of their kind that does."""
+    named: Sequence[int] | None = getattr(config, "kv_source_layers", None)
+    if named is not None:
+        return {index: source for index, source in enumerate(named) if source != index}
     shared = getattr(config, "num_kv_shared_layers", 0) or 0
     first = len(kinds) - shared
     last_of = {kind: index for index, kind in enumerate(kinds[:first])}
     return {index: last_of[kinds[index]] for index in range(first, len(kinds))}
 
 
+SHARED_KEY_VALUE = {"deepseek_v4"}
+
+
 def _attention(
     config: Any, index: int, reach: Reach, ranks: int, item_bytes: int, sources: Mapping[int, int]
 ) -> LayerSpec:
     shares = sources.get(index)
-    beside = index_key_size(config, index) * item_bytes
+    beside = index_key_size(config, index) * item_bytes if shares is None else 0
+    if config.model_type in SHARED_KEY_VALUE:  # one vector for all heads, on every rank, is key and value
+        RankShare(ranks, item_bytes).part(config.o_groups, "groups of heads of the output projection")
+        return LayerSpec(index, reach, 1, config.head_dim, 0, item_bytes)
     if getattr(config, "kv_lora_rank", None):  # one latent for all heads, on every rank
         RankShare(ranks, item_bytes).part(config.num_attention_heads, "query heads")
         width = config.kv_lora_rank + config.qk_rope_head_dim
@@ -311,6 +444,12 @@ def _mamba1(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     return share.conv(channels, c.mamba_d_conv), StateTensor((channels, c.mamba_d_state), FLOAT32_BYTES)
 
 
+def _headed_mamba1(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+    heads, channels = share.part(c.n_mamba_heads, "state heads"), c.mamba_expand * c.hidden_size // c.n_mamba_heads
+    own = StateTensor((channels, c.mamba_d_state), FLOAT32_BYTES)
+    return share.conv(heads * channels, c.mamba_d_conv), *(own,) * heads
+
+
 def _lightning(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     return (StateTensor((share.part(c.num_attention_heads, "state heads"), head, head), FLOAT32_BYTES),)
@@ -354,12 +493,20 @@ def _convolved_heads(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     return share.conv(channels, c.cca_time0), StateTensor((channels + keys // 2, 1), FLOAT32_BYTES)
 
 
+def _four_convolutions(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+    """Of keys, of values, and of what attention and experts give out, which is whole on every rank."""
+    keys = share.conv(share.kv_heads(c.num_key_value_heads) * c.head_dim, c.conv_kernel_size)
+    return keys, keys, *(share.conv(c.hidden_size, c.conv_kernel_size),) * 2
+
+
 STATE_OF: dict[str, Callable[[Any, RankShare], tuple[StateTensor, ...]]] = {
     "bailing_hybrid": _keyed_delta,
     "bamba": _usual_mamba2,
     "falcon_h1": _usual_mamba2,
     "falcon_mamba": _plain_mamba,
+    "glm5_next_text": _keyed_delta,
     "granitemoehybrid": _usual_mamba2,
+    "inkling_text": _four_convolutions,
     "jamba": _mamba1,
     "kimi_linear": _keyed_delta,
     "lara_mini": _gated_delta_net,
@@ -376,6 +523,7 @@ STATE_OF: dict[str, Callable[[Any, RankShare], tuple[StateTensor, ...]]] = {
     "qwen3_next": _gated_delta_net,
     "qwen4_exp_text": _delta_net_and_ngrams,
     "recurrent_gemma": _gated_linear_recurrence,
+    "zamba": _headed_mamba1,
     "zamba2": _zamba2,
     "zaya": _convolved_heads,
 }

@@ -10,23 +10,28 @@ from torch import nn
 
 from ..tensor_parallel import STYLES, Cut, Style, TensorParallel
 from .attention import PagedAttention
-from .convolution import ShortConv
+from .compressed import CompressedAttention
+from .convolution import AddedConv, ShortConv
 from .convolved import ConvolvedHeads
 from .cross import CrossAttention
 from .delta import GatedDeltaNet, KeyedDeltaNet, PackedGatedDeltaNet, SeparateGatedDeltaNet, SmoothGatedDeltaNet
 from .indexed import (
     BlockChoosingAttention,
     FusedGateLatentAttention,
+    GatedSinkLatentAttention,
     HeadGatedLatentAttention,
     IndexedLatentAttention,
     PooledChoosingAttention,
+    PoolingLatentAttention,
+    ScaledLatentAttention,
     SharingLatentAttention,
 )
 from .latent import LatentAttention
 from .lightning import Lightning
 from .lru import GatedLinearRecurrence
-from .mamba import Mamba1, Mamba2
+from .mamba import HeadedMamba1, Mamba1, Mamba2
 from .ngrams import NGramFeatures
+from .own_ways import OWN_WAYS, FirstGptAttention, OwnAttention, is_first_gpt, patch_mpt
 from .patches import (
     patch_head_norms,
     patch_identity_experts,
@@ -54,7 +59,9 @@ MIXERS: dict[str, type[Mixer]] = {
     "BambaMixer": Mamba2,
     "FalconH1Mixer": Mamba2,
     "FalconMambaMixer": Mamba1,
+    "Glm5NextTextLinearAttention": KeyedDeltaNet,
     "GraniteMoeHybridMambaLayer": Mamba2,
+    "InklingShortConvolution": AddedConv,
     "JambaMambaMixer": Mamba1,
     "KimiLinearDeltaAttention": KeyedDeltaNet,
     "LaraMiniGatedDeltaNet": SmoothGatedDeltaNet,
@@ -73,6 +80,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "Qwen4ExpTextPLELayer": NGramFeatures,
     "RecurrentGemmaRecurrentBlock": GatedLinearRecurrence,
     "Zamba2MambaMixer": Mamba2,
+    "ZambaMambaMixer": HeadedMamba1,
     "ZayaCCAProjection": ConvolvedHeads,
 }
 """Class of a state mixer -> ours."""
@@ -91,11 +99,15 @@ LATENT: dict[str, type[LatentAttention]] = {
     "DeepseekV32Attention": IndexedLatentAttention,
     "Dots3NoteTextAttention": HeadGatedLatentAttention,
     "Glm4MoeLiteAttention": LatentAttention,
+    "Glm5NextTextAttention": PoolingLatentAttention,
     "GlmMoeDsaAttention": SharingLatentAttention,
+    "HYV4Attention": GatedSinkLatentAttention,
+    "HYV4VLAttention": GatedSinkLatentAttention,
     "KimiLinearAttention": LatentAttention,
     "LongcatFlashMLA": LatentAttention,
     "MiniCPM3Attention": LatentAttention,
     "Mistral4Attention": LatentAttention,
+    "MistralLarge4TextAttention": ScaledLatentAttention,
     "YoutuAttention": LatentAttention,
 }
 """Class of attention over one latent for all heads, in the words of DeepSeek's -> ours."""
@@ -116,12 +128,23 @@ def _cross(module: Any, paged: Paged) -> Callable[..., Any]:
     return paged.cross.add_layer(module)
 
 
+def _own_way(kind: type[OwnAttention]) -> "Adapter":
+    return lambda module, paged: kind(module, paged.attention, paged.parallel)
+
+
+def _first_gpt(module: Any, paged: Paged) -> Callable[..., Any]:
+    return FirstGptAttention(module, paged.attention, paged.parallel) if is_first_gpt(module) else module.forward
+
+
 Adapter = Callable[[Any, Paged], Callable[..., Any]]
 
 ADAPTERS: dict[str, Adapter] = {
+    "Attention": _first_gpt,
     **{name: _mixer(kind) for name, kind in MIXERS.items()},
     **{name: _latent(kind) for name, kind in LATENT.items()},
+    "DeepseekV4Attention": lambda module, paged: CompressedAttention(module, paged.attention),
     "MiniMaxM3VLAttention": _blocks,
+    **{name: _own_way(kind) for name, kind in OWN_WAYS.items()},
     "MllamaCrossAttentionDecoderLayer": _cross,
     "Qwen4ExpTextAttention": lambda module, paged: PooledChoosingAttention(module, paged.attention),
 }
@@ -132,8 +155,9 @@ def bind(model: nn.Module, paged: Paged) -> None:
     """Let the layers of `model` read and write our pages."""
     patch_logits(model)
     patch_indexers(model)
+    patch_mpt(model)
     for path, module in model.named_modules():
-        if type(module).__name__ in MIXERS:
+        if type(module).__name__ in MIXERS or is_first_gpt(module):
             patch_place(module, path)
         if hasattr(module, "layer_idx"):
             patch_layer_index(module)

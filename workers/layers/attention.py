@@ -20,6 +20,7 @@ from ...kvcache.reach import Reach
 from ...kvcache.spec import LayerSpec
 from ..pages import Pages
 from .attention_operator import register
+from .needs import needs_of
 from .refusals import check_written
 
 IMPLEMENTATION = "intarsia"
@@ -47,6 +48,9 @@ class PagedAttention:
     Life: `bind` to the model, `use` pages, `learn` from one forward pass what the layers need; then, for each step,
     `begin_step` builds one metadata per group, which all layers of the group share.
     """
+
+    gathers = False
+    """Whether what queries attend to is laid out anew in each step, in other shapes."""
 
     def __init__(self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device):
         self._layers = {layer.index: layer for layer in layers if layer.reach.keeps_tokens}
@@ -134,7 +138,8 @@ class PagedAttention:
         if self._backend is None:
             self.params[layer] = params
             check_written(self._layers, layer, k_TKD, v_TKD)
-            self._note(layer, q_THD.shape[1], params)
+            block_tokens, heads = self._block_tokens[layer], q_THD.shape[1]
+            self._needs[layer] = needs_of(self._layers[layer], heads, params, self.dtype, block_tokens, self._any_bytes)
             values_TKD = k_TKD[..., :value_dim] if params.latent_values else v_TKD
             return values_TKD.repeat_interleave(q_THD.shape[1] // values_TKD.shape[1], dim=1)
         out_THD = torch.empty((*q_THD.shape[:2], value_dim), dtype=q_THD.dtype, device=q_THD.device)
@@ -144,26 +149,14 @@ class PagedAttention:
         self._backend.attend(q_THD, view, params, meta, out_THD)
         return out_THD
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether nothing of what layers attend by is made anew in each step: a compiler sees constants alone."""
+        return not self.gathers and all(params.biases is None for params in self.params.values())
+
     def attend_layer(self, layer: int) -> Callable[..., Tensor]:
         """`attend_packed` of one layer, with the constants it was learnt to have: q_THD, k_TKD, v_TKD -> out_THD."""
         return partial(self.attend_packed, layer=layer, params=self.params[layer])
-
-    def _note(self, layer: int, heads: int, params: LayerParams) -> None:
-        spec = self._layers[layer]
-        self._needs[layer] = Needs(
-            dtype=self.dtype,
-            heads=heads,
-            kv_heads=spec.kv_heads,
-            key_dim=spec.key_dim,
-            value_dim=params.latent_values or spec.value_dim,
-            latent=params.latent_values is not None,
-            window=spec.reach.window_tokens is not None,
-            chunk=spec.reach.chunk_tokens is not None,
-            softcap=params.softcap is not None,
-            sinks=params.sinks is not None,
-            block_tokens=self._block_tokens[layer],
-            any_bytes=self._any_bytes,
-        )
 
 
 def _intarsia_attention(

@@ -26,11 +26,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...errors import UnsupportedModel
 from ...kernels.paged_attention import GroupBatch, GroupMeta, LayerParams, upload
 from ...kernels.token_choice import Asked, BlockRule, ChoiceBatch, PooledRule, choose, choose_blocks, choose_pooled
 from ...kvcache.plan import MemoryPlan
+from ..checkpoint.layer_specs import ENTRIES, GIVERS
 from ..pages import Pages
-from .attention import PagedAttention
+from .entries import EntryAttention, Make
 
 GATHERED_TOKENS = 1 << 16
 """Of all queries of a part: 72 MiB of DeepSeek's latents in 16 bits."""
@@ -42,13 +44,13 @@ class Kind(NamedTuple):
     most: int  # tokens that a query attends to
     choices: int = 1  # of a query: one for all heads, or one for each head of keys
     size: int = 1  # tokens that are chosen together
-    whole: bool = False  # of blocks, those that end before the query or with it; tokens behind them are seen, too
+    is_of_whole: bool = False  # those behind the last that are complete are attended to unasked
 
     def counts(self, positions: np.ndarray) -> np.ndarray:
         """How many tokens queries attend to; the last block of each ends with the query."""
-        if self.whole:
-            blocks = np.minimum((positions + 1) // self.size, self.most // self.size)
-            return (blocks * self.size + (positions + 1) % self.size).astype(np.int32)
+        if self.is_of_whole:
+            pools = np.minimum((positions + 1) // self.size, self.most // self.size)
+            return (pools * self.size + (positions + 1) % self.size).astype(np.int32)
         blocks = np.minimum(positions // self.size, self.most // self.size - 1)
         return (blocks * self.size + positions % self.size + 1).astype(np.int32)
 
@@ -61,7 +63,11 @@ class Choice:
         self.keys_TE = keys_TE  # of the new tokens
         self.chosen: list[Tensor] = []  # [N,J,K] of each part, once the layer has attended
 
-    def choose(self, keys_PBE: Tensor, tokens: Tensor | slice, batch: ChoiceBatch) -> Tensor:
+    def keep(self, paged: "ChoosingAttention", layer: int, meta: GroupMeta) -> None:
+        """Write the keys of the new tokens."""
+        paged.index_keys[layer][meta.token_page, meta.token_offset] = self.keys_TE
+
+    def choose(self, paged: "ChoosingAttention", layer: int, part: "Part") -> Tensor:
         """[N,J,K]: positions, of some of the packed tokens."""
         raise NotImplementedError
 
@@ -72,9 +78,37 @@ class TokenChoice(Choice):
         super().__init__(Kind(most), keys_TE)
         self._q_TIE, self._weights_TI = q_TIE, weights_TI
 
-    def choose(self, keys_PBE: Tensor, tokens: Tensor | slice, batch: ChoiceBatch) -> Tensor:
-        asked = Asked(self._q_TIE[tokens], self._weights_TI[tokens])
-        return choose(asked, keys_PBE, batch, self.kind.most).unsqueeze(1)
+    def choose(self, paged: "ChoosingAttention", layer: int, part: "Part") -> Tensor:
+        asked = Asked(self._q_TIE[part.tokens], self._weights_TI[part.tokens])
+        return choose(asked, paged.index_keys[layer], part.batch, self.kind.most).unsqueeze(1)
+
+
+class PoolChoice(Choice):
+    """GLM-5.3: of pools of tokens, by a key that those of a pool have together. Tokens behind the last whole pool are
+    attended to as well."""
+
+    def __init__(self, asked: Asked, given_TC: Tensor, make: Make, size: int, pools: int):
+        """given: what each token gives to its pool's key. pools: that a query attends to"""
+        super().__init__(Kind((pools + 1) * size - 1, size=size, is_of_whole=True), given_TC)
+        self._asked, self._make, self._pools = asked, make, pools
+
+    def keep(self, paged: "ChoosingAttention", layer: int, meta: GroupMeta) -> None:
+        paged.give(layer, self.keys_TE, self._make)
+
+    def choose(self, paged: "ChoosingAttention", layer: int, part: "Part") -> Tensor:
+        size, device = self.kind.size, self.keys_TE.device
+        seen = (part.positions + 1) // size
+        table_RP = paged.entry_table(layer, part.rows, int(seen.max()))
+        asked = Asked(*(each[part.tokens] for each in self._asked))
+        batch = paged.choice_among(layer, table_RP, seen)
+        pools_NK = paged.choose_entries(layer, asked, paged.entries(layer)[:, :, 0], batch, self._pools)
+        # Their tokens, and those behind the last whole pool; all tokens where no more pools are seen than are chosen.
+        seen_N1, last_N1 = (upload(each, device).unsqueeze(1) for each in (seen, part.positions))
+        of_pools = (pools_NK.unsqueeze(2) * size + torch.arange(size, device=device)).flatten(1)
+        behind = seen_N1 * size + torch.arange(size - 1, device=device)
+        tokens = torch.cat((of_pools, behind), dim=1)
+        tokens = torch.where(seen_N1 <= self._pools, torch.arange(self.kind.most, device=device), tokens)
+        return tokens.masked_fill_(tokens > last_N1, 0).unsqueeze(1)
 
 
 class BlockChoice(Choice):
@@ -82,25 +116,30 @@ class BlockChoice(Choice):
         super().__init__(Kind(rule.most * rule.size, q_TJE.shape[1], rule.size), keys_TE)
         self._q_TJE, self._rule = q_TJE, rule
 
-    def choose(self, keys_PBE: Tensor, tokens: Tensor | slice, batch: ChoiceBatch) -> Tensor:
-        return choose_blocks(self._q_TJE[tokens], keys_PBE, batch, self._rule)
+    def choose(self, paged: "ChoosingAttention", layer: int, part: "Part") -> Tensor:
+        return choose_blocks(self._q_TJE[part.tokens], paged.index_keys[layer], part.batch, self._rule)
 
 
-class PooledChoice(Choice):
+class MeanChoice(Choice):
+    """Qwen4-Exp: of blocks, by a key that is made of the mean of what pages keep of their tokens, when it is needed.
+    Tokens behind the last whole block are attended to as well."""
+
     def __init__(self, q_TIE: Tensor, keys_TE: Tensor, rule: PooledRule):
         """keys: what those of blocks are made of"""
-        super().__init__(Kind(rule.most_tokens, size=rule.size, whole=True), keys_TE)
+        super().__init__(Kind(rule.most_tokens, size=rule.size, is_of_whole=True), keys_TE)
         self._q_TIE, self._rule = q_TIE, rule
 
-    def choose(self, keys_PBE: Tensor, tokens: Tensor | slice, batch: ChoiceBatch) -> Tensor:
-        return choose_pooled(self._q_TIE[tokens], keys_PBE, batch, self._rule).unsqueeze(1)
+    def choose(self, paged: "ChoosingAttention", layer: int, part: "Part") -> Tensor:
+        return choose_pooled(self._q_TIE[part.tokens], paged.index_keys[layer], part.batch, self._rule).unsqueeze(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class Part:
     """Queries that choose together: of one row, or one each of several rows."""
 
     tokens: Tensor | slice  # which packed tokens they are: N
+    rows: np.ndarray  # of the step: one for each query, or one for all
+    positions: np.ndarray  # of the queries
     batch: ChoiceBatch
     gathered: GroupMeta  # of attention over what they chose: N*J rows
 
@@ -120,27 +159,41 @@ class _Split:
     """The rows of a step: those that see all, and those that choose."""
 
     whole: tuple[Tensor | slice, GroupMeta] | None
-    parts: tuple[_Part, ...]
+    parts: tuple[Part, ...]
 
 
-class ChoosingAttention(PagedAttention):
+class ChoosingAttention(EntryAttention):
     """Attention of a model some of whose layers attend to chosen tokens."""
 
-    _index_keys: dict[int, Tensor]
-    _batches: Sequence[GroupBatch] = ()
+    index_keys: dict[int, Tensor]  # by layer, in pages: [pages,tokens of a page,E]
     _splits: dict[tuple[int, Kind], _Split]
 
     def use(self, pages: Pages, plan: MemoryPlan) -> None:
         super().use(pages, plan)
-        self._index_keys = pages.beside_tokens
+        # Layers that share the pages of others have keys of their own in the same blocks.
+        alone = {index: view[:, :, 0] for index, view in pages.tokens.items() if ENTRIES <= index < GIVERS}
+        self.index_keys = pages.beside_tokens | {
+            index - ENTRIES: view for index, view in alone.items() if index - ENTRIES not in self._entries_of
+        }
+        for layer in alone:
+            if layer - ENTRIES in self._layers and self._layers[layer - ENTRIES].shares is not None:
+                self._check_blocks(layer - ENTRIES, plan)
+
+    def _check_blocks(self, layer: int, plan: MemoryPlan) -> None:
+        if self._places[ENTRIES + layer] != self._mask_of[layer]:
+            raise UnsupportedModel(
+                f"layer {layer} shares the pages of another and has an index, which the plan ({plan.strategy}) keeps "
+                "in other blocks. Use the strategy packed.",
+                field="strategy",
+            )
 
     def forget_pages(self) -> None:
         super().forget_pages()
-        self._index_keys = {}
+        self.index_keys = {}
 
     def begin_step(self, batches: Sequence[GroupBatch], positions_T: Tensor) -> None:
         super().begin_step(batches, positions_T)
-        self._batches, self._splits = batches, {}
+        self._splits = {}
 
     def attend_chosen(
         self,
@@ -158,9 +211,10 @@ class ChoosingAttention(PagedAttention):
             return self.attend_packed(q_THD, k_TKD, v_TKD, layer, params)
         place, view = self._mask_of[layer], self._views[layer]
         meta = self._metas[place]
-        self._backend.write(view, k_TKD, v_TKD, meta)
+        if self._layers[layer].shares is None:  # else its source has written them, in this very step
+            self._backend.write(view, k_TKD, v_TKD, meta)
         if asks:
-            self._index_keys[layer][meta.token_page, meta.token_offset] = choice.keys_TE
+            choice.keep(self, layer, meta)
         out_THV = q_THD.new_empty(*q_THD.shape[:2], params.latent_values or v_TKD.shape[2])
         split = self._split(place, choice.kind)
         # Rows that see no more than they may choose.
@@ -169,7 +223,7 @@ class ChoosingAttention(PagedAttention):
             out_THV[tokens] = self._attend_to(view, q_THD[tokens], params, whole, out_THV.shape[2])
         # The others choose, unless a layer before has chosen, and attend to what is gathered.
         if asks:
-            choice.chosen = [choice.choose(self._index_keys[layer], each.tokens, each.batch) for each in split.parts]
+            choice.chosen = [choice.choose(self, layer, part) for part in split.parts]
         for part, chosen_NJK in zip(split.parts, choice.chosen, strict=True):
             q_NJHD = q_THD[part.tokens].unflatten(1, (choice.kind.choices, -1))
             entries = part.take(view, chosen_NJK)
@@ -189,7 +243,7 @@ class ChoosingAttention(PagedAttention):
         """Made once per step for all layers of a group that choose alike."""
         split = self._splits.get((place, kind))
         if split is None:
-            batch = _of_rows(self._batches[place])
+            batch = self._batches[place]
             whole = np.flatnonzero(batch.kv_lens <= kind.most)
             parts = tuple(self._part(batch, *each, kind) for each in _queries_of_parts(batch, kind))
             split = self._splits[place, kind] = _Split(self._whole(place, batch, whole), parts)
@@ -207,17 +261,17 @@ class ChoosingAttention(PagedAttention):
         tokens = upload(firsts + np.arange(len(firsts)), self._device)
         return tokens, self.backend.prepare(some, self._device)
 
-    def _part(
-        self, batch: GroupBatch, rows: np.ndarray, tokens: np.ndarray, positions: np.ndarray, kind: Kind
-    ) -> _Part:
+    def _part(self, batch: GroupBatch, rows: np.ndarray, tokens: np.ndarray, positions: np.ndarray, kind: Kind) -> Part:
         longest = int(positions.max()) + 1
         table = batch.block_table[rows, : -(-longest // batch.block_tokens)].astype(np.int64)
         chosen = np.repeat(kind.counts(positions), kind.choices)
         own_pages = np.arange(len(chosen), dtype=np.int32).reshape(-1, 1)
         gathered = GroupBatch(own_pages, np.ones_like(chosen), chosen, kind.most)
         run = slice(int(tokens[0]), int(tokens[-1]) + 1)
-        return _Part(
+        return Part(
             tokens=run if run.stop - run.start == len(tokens) else upload(tokens, self._device),
+            rows=rows,
+            positions=positions,
             batch=ChoiceBatch(
                 upload(np.ascontiguousarray(table), self._device),
                 upload(positions, self._device),
@@ -226,13 +280,6 @@ class ChoosingAttention(PagedAttention):
             ),
             gathered=self.backend.prepare(gathered, self._device),
         )
-
-
-def _of_rows(batch: GroupBatch) -> GroupBatch:
-    """With a block table of its own, where the host's whole table is given."""
-    if batch.held is None:
-        return batch
-    return replace(batch, block_table=batch.block_table[batch.held.slots], held=None)
 
 
 def _queries_of_parts(batch: GroupBatch, kind: Kind) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:

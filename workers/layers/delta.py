@@ -1,4 +1,5 @@
-"""Gated delta nets: Qwen3-Next, Qwen3.5, Qwen4-Exp, Olmo Hybrid and Lara; Kimi delta attention: Kimi-Linear and Ling 3.
+"""Gated delta nets: Qwen3-Next, Qwen3.5, Qwen4-Exp, Olmo Hybrid and Lara; Kimi delta attention: Kimi-Linear, Ling 3 and
+GLM-5.3.
 
 Suffixes: T packed tokens    D hidden size    C channels    H heads of this rank    K, V sizes of a key and a value
 """
@@ -114,17 +115,17 @@ class SeparateGatedDeltaNet(GatedDeltaNet):
 
 
 class KeyedDeltaNet(Mixer):
-    """Kimi-Linear, Ling 3: each number of a key decays by itself. arXiv 2510.26692.
+    """Kimi-Linear, Ling 3, GLM-5.3: each number of a key decays by itself. arXiv 2510.26692.
 
     Ling 3 bounds decays from below, and projects to them and to the output's gate at once; Kimi-Linear by way of a few
-    numbers, which all ranks compute.
+    numbers, which all ranks compute; GLM-5.3 does both.
     """
 
     def __init__(self, module: Any, states: PagedStates, parallel: TensorParallel):
         super().__init__(module, states, parallel)
         gate, keys = module.forget_gate, module.head_dim
         heads = gate.A_log.numel()
-        self._sizes = DeltaSizes(heads, keys, heads, keys, gate.lower_bound if self._is_bounded(gate) else 0.0)
+        self._sizes = DeltaSizes(heads, keys, heads, keys, self._lower_bound(gate))
         self._A = -gate.A_log.float().flatten().exp().repeat_interleave(keys)
         self._bias = gate.dt_bias.float()
         norm = module.o_norm
@@ -132,8 +133,11 @@ class KeyedDeltaNet(Mixer):
         self._norm = GatedNorm(Order.NORM_FIRST, weight, norm.variance_epsilon, keys, gate=Function.SIGMOID)
 
     @staticmethod
-    def _is_bounded(gate: Any) -> bool:
-        return getattr(gate, "safe_gate", False)
+    def _lower_bound(gate: Any) -> float:
+        """Of decays; 0: none."""
+        if hasattr(gate, "safe_gate_lower_bound"):
+            return gate.safe_gate_lower_bound or 0.0
+        return gate.lower_bound if getattr(gate, "safe_gate", False) else 0.0
 
     @staticmethod
     def sections(module: Any, ranks: int) -> dict[str, Sequence[Section]]:

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from ..tensor_parallel import TensorParallel
 
-LAYER_FROM_CALL = {"Zamba2Attention"}
+LAYER_FROM_CALL = {"Zamba2Attention", "ZambaAttention"}
 """Classes of modules that are told with each call which layer they are: one block of weights is used by several."""
 
-PASS_FROM_CALL = {"DoryAttention": "cache_offset", "HrmTextAttention": "cycle_offset"}
-"""Classes of modules that run several times for each token -> what tells them with each call how far behind their own
-number that pass is, among all layers and passes."""
+TIMES_AROUND = {"DoryAttention", "HrmTextAttention"}
+"""Classes of modules that are gone through several times, each time as another layer."""
 
 TURN_EARLIER = {"Qwen4ExpTextQSAIndexer"}
 """Classes of indexers that turn keys when they choose."""
@@ -29,20 +28,19 @@ SPARSE = {"Gemma3nTextMLP"}
 
 def patch_layer_index(module: Any) -> None:
     """Let the `layer_idx` of such a module be the one it was last called with."""
+    own = getattr(module, "layer_idx", None)
+    if type(module).__name__ in TIMES_AROUND:
+
+        def count(called: Any, _args: Any, kwargs: Any) -> None:
+            called.layer_idx = own + kwargs.get("cycle_offset", kwargs.get("cache_offset", 0))
+
+        module.register_forward_pre_hook(count, with_kwargs=True)
     if type(module).__name__ in LAYER_FROM_CALL:
 
         def note(called: Any, _args: Any, kwargs: Any) -> None:
             called.layer_idx = kwargs["layer_idx"]
 
         module.register_forward_pre_hook(note, with_kwargs=True)
-    offset = PASS_FROM_CALL.get(type(module).__name__)
-    if offset is not None:
-        own: int = module.layer_idx
-
-        def note_pass(called: Any, _args: Any, kwargs: Any) -> None:
-            called.layer_idx = own + kwargs.get(offset, 0)
-
-        module.register_forward_pre_hook(note_pass, with_kwargs=True)
 
 
 def patch_indexers(model: Any) -> None:

@@ -35,6 +35,12 @@ TENSOR_PARALLEL_PLANS: dict[str, dict[str, str]] = {
     "dory": _cut("self_attn", {**ATTENTION, "gate_proj": "colwise", "attn_sub_norm": "lengths_over_ranks"})
     | _cut("mlp", {**GATED_MLP, "ffn_sub_norm": "lengths_over_ranks"})
     | dict.fromkeys(("model.layers.*.self_attn", "model.layers.*.mlp"), "channel_scales"),
+    # Heads come in groups out of `q_b_proj`, and go through the output's two products. The vector that they all attend
+    # to is whole on every rank, with its compressors and its indexer. transformers cuts experts alone.
+    "deepseek_v4": _cut("self_attn", {"q_b_proj": "colwise", "o_a_proj": "colwise", "o_b_proj": "rowwise"})
+    | {"model.layers.*.self_attn": "sinks"}
+    | _cut("mlp", EXPERTS)
+    | _cut("mlp.shared_experts", GATED_MLP),
     "falcon_h1": _cut("self_attn", ATTENTION) | _cut("feed_forward", GATED_MLP),
     # What its first MLPs need of all columns the ranks add up: see `patch_sparsity`.
     "gemma3n_text": _cut("self_attn", ATTENTION) | _cut("mlp", GATED_MLP),

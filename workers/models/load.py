@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,18 @@ from transformers import (
 )
 
 from ...errors import CorruptCheckpoint, IntarsiaError, ModelNotFound, UnsupportedModel
+from ...kvcache.spec import LayerSpec
 from ...proto.worker import ModelFacts, ModelSettings
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.json_file import clipped
-from ..checkpoint.layer_specs import complete_layer_types, positions_of, read_layers, told_copies, told_prefix
+from ..checkpoint.layer_specs import (
+    ENTRIES,
+    complete_layer_types,
+    positions_of,
+    read_layers,
+    told_copies,
+    told_prefix,
+)
 from ..checkpoint.spellings import config_of
 from ..cpu.experts import pack_experts
 from ..cpu.linear import pack_linears
@@ -27,7 +35,9 @@ from ..known_families import check_not_refused, is_known
 from ..layers.adapters import Paged, bind
 from ..layers.attention import IMPLEMENTATION, PagedAttention
 from ..layers.chosen import ChoosingAttention
+from ..layers.compressed import CompressingAttention
 from ..layers.cross import CrossAttention
+from ..layers.own_ways import know_implementation
 from ..layers.patches import patch_rotary_dim
 from ..layers.refusals import check_causal
 from ..layers.states import PagedStates
@@ -113,8 +123,7 @@ def _load(
     fill_weights(module, checkpoint, parallel, config, dtype, device, watch, keeper)
     patch_rotary_dim(module, config)
     # Layers that remember go through our pages from now on.
-    attends_to_chosen = any(layer.extra_token_bytes for layer in layers)
-    attention = (ChoosingAttention if attends_to_chosen else PagedAttention)(layers, dtype, device)
+    attention = _kind_of_attention(layers)(layers, dtype, device)
     states = PagedStates(device)
     has_encoder = whole.model_type in WITH_ENCODER
     cross = CrossAttention(module, settings.model_dir, layers, dtype) if has_encoder else None
@@ -141,10 +150,20 @@ def _load(
     return LoadedModel(module.eval(), attention, states, cross, facts, device, is_tested, order)
 
 
+def _kind_of_attention(layers: Sequence[LayerSpec]) -> type[PagedAttention]:
+    """By what is kept beside keys and values: entries beside a window are attended to; of others queries choose."""
+    windows = {layer.index for layer in layers if layer.reach.window_tokens is not None}
+    if any(layer.entry_tokens > 1 and layer.index - ENTRIES in windows for layer in layers):
+        return CompressingAttention
+    chooses = any(layer.extra_token_bytes or layer.index >= ENTRIES for layer in layers)
+    return ChoosingAttention if chooses else PagedAttention
+
+
 def _build(whole: Any, config: Any, dtype: torch.dtype, settings: ModelSettings) -> Any:
     """The module, without memory for its weights. whole: the config of a model with its encoder, or of one whose text
     part has no class of its own, or `config` itself."""
     config._attn_implementation = IMPLEMENTATION
+    know_implementation(config.model_type)
     part = None if has_own_class(config) else text_part_class(whole)
     make = AutoModelForCausalLM
     if whole.model_type in WITH_ENCODER:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..tensor_parallel import Cut, Section, Style, is_fused, is_multi_query
+from ..tensor_parallel import Cut, Section, Style, is_fused, is_fused_of_groups, is_multi_query, is_stacked
 
 ATTENTION_OUTPUTS = "o_proj", "out_proj", "dense", "c_proj"
 MLPS: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -27,7 +27,10 @@ HEADS_OF_THREE = {"query_key_value", "dense"}
 GATES = {"g_proj", "gate_proj"}
 """Of what attention gives out: a number for each head, or for each of its columns."""
 
-LATENT = {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+MIXTURES = {"r_proj"}
+"""By which each head mixes profiles."""
+
+LATENT = {"kv_b_proj", "o_proj"}
 """Attention over one latent that is whole on every rank."""
 
 FOR_EACH_HEAD = "sinks", "gate_bias"
@@ -57,9 +60,15 @@ def cut_fused(model: nn.Module) -> dict[str, Style]:
             keys = Section(heads * each, kv_heads=heads)
             cut = Cut(0, (Section(keys.size * here.num_key_value_groups), keys, keys))
             styles[f"{path}.qkv_proj"] = Style({"weight": cut, "bias": cut})
-        if is_multi_query(here):
+        elif is_multi_query(here):
             cut = Cut(0, (Section(here.embed_dim), Section(2 * here.kv_dim, is_cut=False)))
             styles[f"{path}.c_attn"] = Style({"weight": cut, "bias": cut})
+        elif is_fused_of_groups(here):
+            keys = Section(here.num_key_value_heads * here.head_dim, kv_heads=here.num_key_value_heads)
+            styles[f"{path}.Wqkv"] = Style({"weight": Cut(0, (Section(here.hidden_size), keys, keys))})
+        elif is_stacked(here):  # each expert is a run of rows
+            runs = Cut(0, (Section(here.ffn_hidden_size),) * here.moe_num_experts)
+            styles[path] = Style(dict.fromkeys(("w1", "v1", "w2"), runs))
     return styles
 
 
@@ -74,13 +83,23 @@ def _attention(path: str, module: Any) -> dict[str, str]:
     if linears >= LATENT:
         inward = [name for name in ("q_proj", "q_b_proj", "q_gate_proj", "kv_b_proj") if name in linears]
         inward += sorted(GATES & linears)
-        return {f"{path}.{name}": "colwise" for name in inward} | {f"{path}.o_proj": "rowwise"}
-    if linears >= HEADS_OF_THREE and not getattr(module, "multi_query", False):
+        plan = {f"{path}.{name}": "colwise" for name in inward} | {f"{path}.o_proj": "rowwise"}
+        if hasattr(module, "softmax_scaling"):
+            plan[f"{path}.softmax_scaling"] = "head_scales"
+        return plan | _of_each_head(path, module)
+    if is_fused_of_groups(module):
+        return {f"{path}.out_proj": "rowwise"}  # the other: see `cut_fused`
+    if linears >= {"Wqkv", "out_proj"} and not hasattr(module, "num_key_value_heads"):  # as many keys as queries
+        return {f"{path}.Wqkv": "thirds", f"{path}.out_proj": "rowwise"}
+    has_one_key = getattr(module, "multi_query", False) and not getattr(module, "new_decoder_architecture", False)
+    if linears >= HEADS_OF_THREE and not has_one_key:
         return {f"{path}.query_key_value": "colwise", f"{path}.dense": "rowwise"}
+    if hasattr(module, "lambda_q1"):  # pairs of heads, of both halves
+        return {f"{path}.{name}": "packed" for name in ("q_proj", "k_proj", "v_proj")} | {f"{path}.o_proj": "rowwise"}
     output = next((name for name in ATTENTION_OUTPUTS if name in linears), None)
     if output is None or not {"q_proj", "k_proj", "v_proj"} <= linears:
         return {}
-    inward = ("q_proj", "k_proj", "v_proj", *sorted(GATES & linears))
+    inward = ("q_proj", "k_proj", "v_proj", *sorted((GATES | MIXTURES) & linears))
     plan = {f"{path}.{name}": "colwise" for name in inward} | {f"{path}.{output}": "rowwise"}
     for norm, projection in NORMS_OVER_HEADS.items():
         weight = getattr(getattr(module, norm, None), "weight", None)
@@ -88,11 +107,15 @@ def _attention(path: str, module: Any) -> dict[str, str]:
             plan[f"{path}.{norm}"] = "norm_over_ranks"
         elif weight is not None and weight.dim() == 2:  # each head its own: [heads,head size]
             plan[f"{path}.{norm}"] = "colwise"
-    if any(isinstance(getattr(module, name, None), nn.Parameter) for name in FOR_EACH_HEAD):
-        plan[path] = "sinks"
+    plan |= _of_each_head(path, module)
     if hasattr(module, "attn_sub_norm"):
         plan[f"{path}.attn_sub_norm"] = "norm_over_ranks"
     return plan
+
+
+def _of_each_head(path: str, module: Any) -> dict[str, str]:
+    has_any = any(isinstance(getattr(module, name, None), nn.Parameter) for name in FOR_EACH_HEAD)
+    return {path: "sinks"} if has_any else {}
 
 
 def _mlp(path: str, module: nn.Module) -> dict[str, str]:
@@ -107,10 +130,13 @@ def _mlp(path: str, module: nn.Module) -> dict[str, str]:
 
 
 def _experts(path: str, module: Any) -> dict[str, str]:
-    """Of parameters [experts,outputs,inputs]."""
+    """Of parameters [experts,outputs,inputs]; or of rows of all experts, one expert after the other."""
+    if is_stacked(getattr(module, "mlp", None)):
+        return {path: "moe_tp_experts"}
     parameters = dict(module.named_parameters(recurse=False))
     down = parameters.get("down_proj")
     if down is None or down.dim() != 3 or getattr(module, "is_transposed", False):
         return {}
-    up = {"gate_up_proj": "packed_colwise"} if "gate_up_proj" in parameters else {"up_proj": "colwise"}
+    separate = {name: "colwise" for name in ("gate_proj", "up_proj") if name in parameters}
+    up = {"gate_up_proj": "packed_colwise"} if "gate_up_proj" in parameters else separate
     return {path: "moe_tp_experts"} | {f"{path}.{name}": how for name, how in {**up, "down_proj": "rowwise"}.items()}

@@ -302,7 +302,10 @@ def find_sources(module: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.d
 
     def renamed(stored: str) -> tuple[str | None, str | None]:
         name, pattern = rename_source_key(stored, renamings, converters, module.base_model_prefix, wanted)
-        return _in_text_model(name, wanted), pattern
+        found = _in_text_model(name, wanted)
+        if found is None and stored in wanted:  # renamed away, as DeepSeek-V4's last norm as transformers writes it
+            return stored, None
+        return found, pattern
 
     def parameter_of(stored: str) -> tuple[str | None, str | None]:
         name, pattern = renamed(stored)

@@ -60,7 +60,7 @@ def test_equal_priorities_do_not_displace_each_other():
     first, second = bench.add(PROMPT, max_tokens=9), bench.add(PROMPT, max_tokens=2)
     bench.run()
     assert bench.order_of_ends == [first.id, second.id]
-    assert bench.scheduler.preemptions == 0
+    assert bench.scheduler.preemption.preemptions == 0
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_blocks_that_are_dear_to_compute_again_come_back_from_host_memory(reache
     prompts = [[n] * 8 for n in (1, 2, 3)]
     requests = [bench.add(prompt, max_tokens=24) for prompt in prompts]
     bench.run()
-    assert bench.scheduler.swaps == bench.scheduler.preemptions > 0
+    assert bench.scheduler.preemption.swaps == bench.scheduler.preemption.preemptions > 0
     assert [bench.generated[each.id] for each in requests] == [continuation(prompt, 24) for prompt in prompts]
     assert bench.worker.computed_tokens == 3 * (8 + 23)  # nothing twice
     assert recount(bench.manager).all_free and not bench.worker.swapped
@@ -110,7 +110,7 @@ def test_blocks_are_given_back_where_host_memory_is_short_or_slower(swap_bytes: 
     for n in (1, 2):
         bench.add([n] * 8, max_tokens=24)
     bench.run()
-    assert bench.scheduler.swaps == 0 < bench.scheduler.preemptions
+    assert bench.scheduler.preemption.swaps == 0 < bench.scheduler.preemption.preemptions
 
 
 def test_tickets_of_a_request_that_is_given_up_are_forgotten_with_the_next_step():

@@ -163,7 +163,7 @@ def test_random_loads_end_with_every_token_right_and_every_block_free():
                 expected = expected[: len(bench.generated[request_id])]
             assert bench.generated[request_id] == expected
         assert recount(bench.manager).all_free
-        preemptions += bench.scheduler.preemptions
+        preemptions += bench.scheduler.preemption.preemptions
     assert preemptions > 0, "the load was too light to preempt anybody"
 
 

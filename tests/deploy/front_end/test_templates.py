@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2.sandbox import SandboxedEnvironment
 
 from intarsia.deploy.front_end.templates import Question, Templates
 from intarsia.deploy.front_end.tokenizer import Tokenizer
@@ -22,6 +23,8 @@ from intarsia.errors import InvalidRequest, RequestTooLarge
 AGENTS = Path(__file__).parents[3].parent / "shared" / "data" / "agents"
 
 QUICK = Limits(template_timeout_s=1.0, max_template_memory=128 << 20)
+
+REFUSED_BY_TRANSFORMERS = ("attribute 'append'", "No filter named 'from_json'")
 
 HI = ({"role": "user", "content": "hi"},)
 
@@ -52,6 +55,24 @@ def by_transformers(asked: Question) -> str:
         **asked.variables,
     )
     return text
+
+
+def by_a_looser_transformers(asked: Question) -> str:
+    """The same, where templates may change lists and read JSON."""
+    from transformers.utils import chat_template_utils as theirs
+
+    class Loose(SandboxedEnvironment):
+        def __init__(self, **options: Any):
+            super().__init__(**options)
+            self.filters["from_json"] = lambda value: json.loads(value) if isinstance(value, str) else value
+
+    theirs._compile_jinja_template.cache_clear()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(theirs, "ImmutableSandboxedEnvironment", Loose)
+        try:
+            return by_transformers(asked)
+        finally:
+            theirs._compile_jinja_template.cache_clear()
 
 
 def said(render: Any) -> tuple[str, str]:
@@ -85,18 +106,20 @@ def conversations() -> Iterator[dict[str, Any]]:
 
 @pytest.mark.skipif(not AGENTS.is_dir(), reason="the templates of real models are not here")
 def test_every_template_of_a_real_model_renders_as_transformers_renders_it(templates: Templates):
-    count = texts = 0
+    count = texts = looser = 0
     for path in sorted((AGENTS / "templates").glob("*.jinja")):
         for given in conversations():
             asked = question(path.read_text(), **given)
             ours = said(lambda asked=asked: templates.render(asked, Limits(), MOST_BYTES))
             theirs = said(lambda asked=asked: by_transformers(asked))
+            if any(why in theirs[1] for why in REFUSED_BY_TRANSFORMERS):
+                theirs, looser = said(lambda asked=asked: by_a_looser_transformers(asked)), looser + 1
             if not asked.continue_final_message or theirs[0] == "text":
                 assert ours == theirs, (path.name, given)
             else:  # refused in words of our own
                 assert ours[0] == "refused", (path.name, given)
             count, texts = count + 1, texts + (ours[0] == "text")
-    assert count >= 800 and texts > count // 2, (count, texts)
+    assert count >= 800 and texts > count // 2 and looser >= 16, (count, texts, looser)
 
 
 WRITTEN = {
@@ -112,7 +135,27 @@ WRITTEN = {
     "insides": "{{ ''.__class__.__mro__ }}",
     "underscores": "{% set n = namespace(__class__=1) %}{{ n }}",
     "unchangeable": "{{ messages.append(1) }}",
+    "given in a part": "{% set mine = messages[:] %}{{ mine[0].pop('role') }}",
+    "given variable": "{{ documents.clear() }}",
     "undefined": "{{ nothing.at.all }}",
+    "filters": "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | list }}"
+    "{{ {'b': 1, 'a': 2} | dictsort }}{{ ['x', 'x'] | unique | join(',') }}{{ {'a': 1} | items | list }}"
+    "{{ ' a ' | trim | capitalize }}{{ '3' | int + 1 }}{{ [1, 2] | sum }}{{ 'ab' | string | replace('a', 'b') }}",
+    "methods": "{{ ' <a>b '.strip().split('>')[-1].rstrip('b').upper() }}{{ 'ab'.startswith('a') }}{{ 'a'.title() }}"
+    "{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}{{ {'a': 1}.get('b', 2) }}{{ '%s' % 3 }}"
+    "{{ '{} {a}'.format(1, a=2) }}",
+    "tests": "{{ 'a' is string }}{{ {} is mapping }}{{ [] is iterable }}{{ 1 is number }}{{ x is defined }}"
+    "{{ none is none }}{{ true is boolean }}{{ [] is sequence }}{{ 1.0 is float }}{{ 'a' in 'ab' }}",
+    "macros": "{% macro m(a, b=2) -%} {{ a }}{{ b }}{{ caller() if caller }} {%- endmacro %}{{ m(1) }}"
+    "{% call m(3) %}within{% endcall %}{% set block %}set {{ m(4) }}{% endset %}{{ block }}"
+    "{% filter upper %}a{% endfilter %}",
+    "json options": "{{ {'ä': [1, 2]} | tojson(ensure_ascii=True, separators=(',', ':')) }}"
+    "{{ 'é' | tojson(true) }}"
+    "{{ [1] | tojson(indent=4) }}{{ nothing | default('x') | tojson | safe }}",
+    "loop controls": "{% for a in range(9) %}{% if a % 2 %}{% continue %}{% endif %}{% if a > 5 %}{% break %}"
+    "{% endif %}{{ a }}{{ loop.index0 }}{{ loop.previtem }}{{ loop.nextitem }}{{ loop.cycle('x', 'y') }}{% else %}none"
+    "{% endfor %}",
+    "blanks": "  {%- if true -%}  a  {%- endif %}\n  {# no #}\n{%+ if true %} b{% endif +%}\n\n",
     "no template": "{% for %}",
 }
 
@@ -128,6 +171,33 @@ def test_what_templates_can_say_is_what_transformers_makes_of_it(templates: Temp
         assert ours == theirs
 
 
+OWN = {
+    "append": ("{% set a = [] %}{% set _ = a.append(1) %}{{ a }}", "[1]"),
+    "queue": ("{% set n = namespace(ids=['x', 'y']) %}{{ n.ids.pop(0) }}{{ n.ids }}", "x['y']"),
+    "extend": ("{% set a = messages[:0] %}{% do a.extend([2, 1]) %}{% do a.sort() %}{{ a }}", "[1, 2]"),
+    "update": ("{% set d = dict(a=1) %}{% do d.update(b=2) %}{% do d.pop('a') %}{{ d }}", "{'b': 2}"),
+    "default of a macro": ("{% macro m(a=[]) %}{% do a.append(1) %}{{ a }}{% endmacro %}{{ m() }}{{ m() }}", "[1][1]"),
+    "from_json": ("{% for k, v in '{\"a\": [1]}' | from_json | items %}{{ k }}{{ v }}{% endfor %}", "a[1]"),
+    "from_json of an object": ("{{ {'a': 1} | fromjson }}", "{'a': 1}"),
+}
+"""What transformers refuses, and what comes of it here."""
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_template_changes_what_it_made_and_finds_it_anew_the_next_time(templates: Templates, name: str):
+    template, text = OWN[name]
+    assert said(lambda: by_transformers(question(template)))[0] == "refused"
+    for _ in range(2):
+        assert templates.render(question(template), Limits(), MOST_BYTES) == text
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[" * 10**5, "9" * 10**5, ""])
+def test_a_text_that_is_no_json_is_refused_by_the_filter(templates: Templates, text: str):
+    asked = question("{{ text | from_json }}", text=text)
+    with pytest.raises(InvalidRequest):
+        templates.render(asked, Limits(), MOST_BYTES)
+
+
 LOOPS = "{% for a in range(20000) %}{% for b in range(20000) %}BODY{% endfor %}{% endfor %}"
 
 HOSTILE = {
@@ -137,6 +207,8 @@ HOSTILE = {
     "macro within itself": "{% macro m(a) %}{{ m(a) }}{% endmacro %}{{ m(1) }}",
     "deep list": "{% set n = namespace(x=[]) %}{% for a in range(99999) %}{% set n.x = [n.x] %}{% endfor %}{{ n.x }}",
     "deep expression": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "list that grows in its own loop": "{% set a = [1] %}{% for x in a %}{% do a.append(x) %}{% endfor %}",
+    "list within itself": "{% set a = [] %}{% do a.append(a) %}{% for b in a recursive %}{{ loop(b) }}{% endfor %}",
     "long range": "{{ range(1000000000) | list }}",
     "power": "{{ 9 ** (9 ** 9) }}",
     "pattern": "{{ 'x'.rjust(3000000000) }}",

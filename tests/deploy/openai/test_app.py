@@ -95,6 +95,17 @@ def test_text_to_tokens_and_back(api: Api):
     assert call(api, "/detokenize", {"tokens": chat["tokens"]})[1] == {"prompt": "user: hi\nassistant: "}
 
 
+def test_a_probe_reads_texts_tokens_and_messages_as_requests_are_read(api: Api):
+    call(api, "/v1/chat/completions", {"messages": ASK, "max_tokens": 2})
+    status, found, _ = call(api, "/v1/probe", {"model": "talker", "messages": ASK})
+    assert status == 200 and found["model"] == "talker", found
+    [engine] = found["engines"]
+    assert engine["engine"] == "talker" and 0 < engine["figures"]["cached_tokens"] < found["prompt_tokens"]
+    tokens = call(api, "/tokenize", {"messages": ASK})[1]["tokens"]
+    assert call(api, "/v1/probe", {"prompt": tokens})[1]["prompt_tokens"] == found["prompt_tokens"] == len(tokens)
+    assert call(api, "/v1/probe", {"prompt": "oak"})[1]["prompt_tokens"] == 3
+
+
 def test_a_request_id_is_kept(api: Api):
     answer = call(api, "/v1/completions", {"prompt": "oak", "max_tokens": 1}, **{"X-Request-Id": "mine"})[1]
     assert answer["id"] == "cmpl-mine"
@@ -127,6 +138,9 @@ def test_a_request_id_is_kept(api: Api):
         ),
         ("/v1/responses", {"input": [{"type": "function_call", "name": "x"}]}, 400, "input.0.call_id", "Missing"),
         ("/v1/responses", {"input": "x", "previous_response_id": "resp_1"}, 400, "previous_response_id", "leave it"),
+        ("/v1/probe", {"prompt": [1, 400]}, 400, "prompt", "not in the vocabulary of 320"),
+        ("/v1/probe", {"prompt": [1] * 600}, 400, "prompt", "maximum context length"),
+        ("/v1/probe", {"prompt": "x", "model": "gpt-9"}, 404, "model", "does not exist here"),
         ("/tokenize", {}, 400, "prompt", "Missing required parameter: 'prompt'."),
         ("/detokenize", {"tokens": [100_000]}, 400, "tokens", "vocabulary of 320"),
         ("/v1/models/gpt-9", None, 404, "model", "The model `gpt-9` does not exist here"),

@@ -16,7 +16,7 @@ from intarsia.deploy.proof.sweep import LACKING
 from intarsia.kvcache.reach import Chunked, Full, Sliding
 from intarsia.workers import tensor_parallel, worker
 from intarsia.workers.checkpoint import layer_specs
-from intarsia.workers.layers import adapters, attention, delta, indexed, latent, ngrams, states
+from intarsia.workers.layers import adapters, attention, delta, entries, indexed, latent, ngrams, states
 from intarsia.workers.models import load, weights
 from intarsia.workers.pages import Pages
 from intarsia.workers.runner import ModelRunner
@@ -173,6 +173,21 @@ def of_states(change: Callable[[Any], dict[str, Any]]) -> Plant:
             return replace(batch, **change(batch))
 
         patch.setattr(runner, "state_batch", other)
+
+    return plant
+
+
+def entries_made(change: Callable[[Any], dict[str, Any]]) -> Plant:
+    """Other values in how the entries of a step are made."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        make = entries.EntryAttention._made_in_step
+
+        def other(*given: Any) -> Any:
+            making = make(*given)
+            return None if making is None else replace(making, **change(making))
+
+        patch.setattr(entries.EntryAttention, "_made_in_step", other)
 
     return plant
 
@@ -342,6 +357,19 @@ DEFECTS: dict[str, tuple[str, int, Plant]] = {
     "logits not scaled": ("cohere2_moe", 1, changed(logit_scale=1.0)),
     "embeddings not scaled": ("granite", 1, changed(embedding_multiplier=1.0)),
     "what a layer adds not scaled": ("granite", 1, changed(residual_multiplier=1.0)),
+    # -- entries of several tokens -------------------------------------------------------------------------------------
+    "entries without the tokens before": ("deepseek_v4", 1, entries_made(
+        lambda making: {"has_before_N": torch.zeros_like(making.has_before_N)})),
+    "entries at the places of their second tokens": ("deepseek_v4", 1, entries_made(
+        lambda making: {"first_N": making.first_N + 1})),
+    "what makes entries is given back too early": ("deepseek_v4", 1, of_class(
+        Sliding, "oldest_needed", lambda self, length: max(0, length - self.window_tokens + (
+            4 if self.window_tokens == 8 else 1)))),
+    "an index that chooses one entry less": ("deepseek_v4", 1, changed(index_topk=11)),
+    "no weights of places": ("deepseek_v4", 1, lost(r".*position_bias")),
+    "no sinks beside entries": ("deepseek_v4", 1, lost(r".*sinks")),
+    "tokens go to the same experts": ("deepseek_v4", 1, lost(r".*tid2eid")),
+    "groups of heads not counted": ("deepseek_v4", 2, of_class(weights, "count_own_heads", lambda module: None)),
     # -- several ranks -------------------------------------------------------------------------------------------------
     "norms of a rank's own heads": ("olmo2", 2, style("norm_over_ranks", Style({"weight": Cut(0)}))),
     "key-value heads on the wrong ranks": ("granite", 4, copied_heads_in_turn),

@@ -35,6 +35,11 @@ def test_each_kind_of_layer_is_there_and_the_last_is_of_the_last_kind():
     assert set(copy_of("jamba").layer_types) == set(jamba.layer_types)
 
 
+def test_layers_that_attend_twice_become_few_too():
+    copy = copy_of("longcat_flash")
+    assert (copy.num_layers, copy.num_hidden_layers) == (2, 4)
+
+
 def test_ratios_of_heads_stay_and_each_head_shrinks():
     copy = copy_of("llama", num_attention_heads=32, num_key_value_heads=8, hidden_size=4096)
     assert (copy.num_attention_heads, copy.num_key_value_heads) == (8, 2)
@@ -117,7 +122,7 @@ def test_layers_that_run_several_times_are_some_of_a_copys():
     made = scaled(CONFIG_MAPPING["dory"]()).fields
     parts = [made[f"n_{part}_layers"] for part in ("input", "recurrent", "output")]
     assert sum(parts) == made["num_hidden_layers"] == len(made["layer_types"]) and min(parts) > 0
-    assert set(made["layer_types"]) == {"sliding_attention", "full_attention"}
+    assert set(made["layer_types"]) == {"sliding_attention", "full_attention", "mlp"}
 
 
 def test_a_copy_has_a_layer_for_each_pass():

@@ -34,7 +34,7 @@ def test_as_many_tokens_are_counted_as_are_chosen_in_pooled_blocks(size: int, mo
     rule, positions = PooledRule(size, most, lambda means, firsts: means), torch.arange(40)
     batch = ChoiceBatch(torch.arange(8)[None], positions, 40, 5)
     found = choose_pooled(torch.randn(40, 3, 8), torch.randn(8, 5, 8), batch, rule)
-    counts = Kind(rule.most_tokens, size=size, whole=True).counts(positions.numpy())
+    counts = Kind(rule.most_tokens, size=size, is_of_whole=True).counts(positions.numpy())
     for tokens, count in zip(found.tolist(), counts.tolist(), strict=True):
         assert tokens[:count] == sorted(set(tokens[:count])) and not any(tokens[count:])
 

@@ -1,0 +1,20 @@
+"""What is added to the logits of near keys: learnt for each query, so it is no constant of a layer.
+
+Suffixes: T packed tokens    H query heads    R profiles    E distances
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Biases(NamedTuple):
+    """What queries of a step add to the logits of their nearest keys (Inkling), [T,H,E] as a product of two: to that of
+    the key at a distance of 0, 1, .. E - 1 tokens. To others nothing is added."""
+
+    mixtures_THR: Tensor
+    profiles_RE: Tensor
+
+    def of(self, tokens: Any) -> Tensor:
+        """[..,H,E] float32, of some of the packed tokens."""
+        return self.mixtures_THR[tokens].float() @ self.profiles_RE.float()

@@ -1,0 +1,250 @@
+"""Attention to a window, and to entries of several tokens each: DeepSeek-V4.
+
+One vector per token serves all heads as key and as value. Beside a window of them, a layer keeps one entry for every
+few tokens, made of what each of these gives: a value and its weight. Until an entry is made, what its tokens gave is
+kept as well; both are "layers" of their own in the plan (`Compression`). A query attends to its window and to entries
+of tokens that it sees: to all of them, or to those that an index chooses. All of it is gathered side by side, a page
+for each query, over which the backend attends as over any other:
+
+    window of 4, entries of 3      tokens 0 .. 8, the query is 8       gathered    [ 5 6 7 8 | 0-2 3-5 6-8 ]
+
+Suffixes beyond those of attention: N queries of a part, or entries    S tokens that an entry is made of
+                                    C numbers that a token gives    E size of an index key    L what is gathered for
+                                    the queries of a part, entry by entry
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...kernels.paged_attention import GroupBatch, GroupMeta, LayerParams, upload
+from ...kernels.token_choice import Asked, ChoiceBatch
+from ..checkpoint.layer_specs import ENTRIES
+from .attention import PagedAttention
+from .chosen import GATHERED_TOKENS
+from .entries import Entries, EntryAttention, Make, ragged, weighed
+
+WIDTH = 16
+"""Gathered pages have a multiple of so many tokens, which every backend takes."""
+
+Turns = tuple[Tensor, Tensor]
+"""Cosines and sines."""
+
+
+class Index(NamedTuple):
+    """What the queries of a layer ask of the index keys of entries, [T,..] each."""
+
+    asked: Asked
+    most: int  # entries that a query attends to
+
+
+class Kind(NamedTuple):
+    """What layers have in common for which the queries of a step are laid out in the same way."""
+
+    window: int  # place of the group among the step's batches
+    entries: Entries
+    most: int | None  # entries that a query attends to; None: all that it sees
+
+    def attended(self, seen: np.ndarray) -> np.ndarray:
+        return seen if self.most is None else np.minimum(seen, self.most)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """Queries of one row, or one each of several rows."""
+
+    tokens: Tensor | slice  # which packed tokens they are: N
+    width: int  # of their pages
+    window_page_L: Tensor
+    window_offset_L: Tensor
+    window_to_L: Tensor  # where in all pages of the part
+    table_RP: Tensor  # of entries
+    entry_row_L: Tensor
+    entry_L: Tensor  # which entry; where entries are chosen, at which place of all choices it is said
+    entry_to_L: Tensor
+    choice: ChoiceBatch | None  # None: all are attended to
+    gathered: GroupMeta
+
+
+class CompressingAttention(EntryAttention):
+    """Attention of a model whose layers attend to entries."""
+
+    _parts: dict[Kind, list[_Part]]
+
+    def begin_step(self, batches: Sequence[GroupBatch], positions_T: Tensor) -> None:
+        super().begin_step(batches, positions_T)
+        self._parts = {}
+
+    def attend_compressed(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        kv_T1D: Tensor,
+        given_TC: Tensor,
+        make: Make,
+        index: Index | None,
+        params: LayerParams,
+    ) -> Tensor:
+        """Write what is new of one layer, make the entries that are complete, then attend. [T,H,D]"""
+        if self._backend is None:
+            return self.attend_packed(q_THD, kv_T1D, kv_T1D[..., :0], layer, params)
+        kind = Kind(self._places[layer], self._lies[layer], None if index is None else index.most)
+        self._backend.write(self._views[layer], kv_T1D, kv_T1D[..., :0], self._metas[kind.window])
+        self.give(layer, given_TC, make)
+        if kind not in self._parts:
+            parts = _queries_of_parts(self._batches[kind.window], kind)
+            self._parts[kind] = [self._part(layer, kind, *queries) for queries in parts]
+        out_THD = torch.empty_like(q_THD)
+        for part in self._parts[kind]:
+            q_NHD, entry_L = q_THD[part.tokens].contiguous(), self._attended(layer, part, index)
+            out_NHD = torch.empty_like(q_NHD)
+            pages = self._gathered(layer, part, entry_L)
+            self._backend.attend(q_NHD, pages, params, part.gathered, out_NHD)
+            out_THD[part.tokens] = out_NHD
+        return out_THD
+
+    def _attended(self, layer: int, part: _Part, index: Index | None) -> Tensor:
+        """Numbers of entries: [L]."""
+        if part.choice is None or index is None:
+            return part.entry_L
+        asked = Asked(*(each[part.tokens] for each in index.asked))
+        keys_PBE = self.pages.beside_tokens[ENTRIES + layer]
+        return self.choose_entries(layer, asked, keys_PBE, part.choice, index.most).view(-1)[part.entry_L]
+
+    def _gathered(self, layer: int, part: _Part, entry_L: Tensor) -> Tensor:
+        """A page for each query: [N,width,1,D]."""
+        window, entries = self._views[layer], self.entries(layer)
+        pages = window.new_zeros(len(part.gathered.token_page) * part.width, 1, window.shape[3])
+        pages[part.window_to_L] = window[part.window_page_L, part.window_offset_L]
+        pages[part.entry_to_L] = entries[self.entry_places(layer, part.table_RP, part.entry_row_L, entry_L)]
+        return pages.unflatten(0, (-1, part.width))
+
+    def _part(self, layer: int, kind: Kind, rows: np.ndarray, tokens: np.ndarray, positions: np.ndarray) -> _Part:
+        """rows: of the step, one for each query or one for all"""
+        device, window = self._device, self._batches[kind.window]
+        row_N = np.arange(len(tokens)) if len(rows) > 1 else np.zeros(len(tokens), dtype=np.int64)
+        seen_N, oldest_N = (positions + 1) // kind.entries.tokens, window.oldest_visible(positions)
+        window_N, entries_N = positions - oldest_N + 1, kind.attended(seen_N)
+        lengths = (window_N + entries_N).astype(np.int32)
+        width = -(-int(lengths.max()) // WIDTH) * WIDTH
+        # Windows come first, and behind each of them its entries.
+        in_window, of_window = ragged(window_N)
+        in_entries, of_entry = ragged(entries_N)
+        block, offset = np.divmod(oldest_N[of_window] + in_window, window.block_tokens)
+        page = window.block_table[rows[row_N[of_window]], block].astype(np.int64)
+        table_RP = self.entry_table(layer, rows, max(1, int(seen_N.max())))
+        choice = None
+        if kind.most is not None and seen_N.max() > kind.most:
+            choice = self.choice_among(layer, table_RP, seen_N)
+            in_choices = of_entry * kind.most + in_entries
+        else:
+            in_choices = in_entries
+        own_pages = np.arange(len(tokens), dtype=np.int32).reshape(-1, 1)
+        run = slice(int(tokens[0]), int(tokens[-1]) + 1)
+        return _Part(
+            tokens=run if run.stop - run.start == len(tokens) else upload(tokens, device),
+            width=width,
+            window_page_L=upload(page, device),
+            window_offset_L=upload(offset, device),
+            window_to_L=upload(of_window * width + in_window, device),
+            table_RP=table_RP,
+            entry_row_L=upload(row_N[of_entry], device),
+            entry_L=upload(in_choices, device),
+            entry_to_L=upload(of_entry * width + window_N[of_entry] + in_entries, device),
+            choice=choice,
+            gathered=self.backend.prepare(GroupBatch(own_pages, np.ones_like(lengths), lengths, width), device),
+        )
+
+
+def _queries_of_parts(batch: GroupBatch, kind: Kind) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Rows, packed tokens and their positions, as many as are gathered at once."""
+    firsts, kv_lens = batch.first_token(), batch.kv_lens.astype(np.int64)
+    widths = (batch.window_tokens or 0) + kind.attended(kv_lens // kind.entries.tokens)
+    # One query each of several rows.
+    single = np.flatnonzero(batch.query_lens == 1)
+    together = max(1, GATHERED_TOKENS // int(widths[single].max(initial=1)))
+    for start in range(0, len(single), together):
+        some = single[start : start + together]
+        yield some, firsts[some], kv_lens[some] - 1
+    # Several queries of one row.
+    for row in np.flatnonzero(batch.query_lens > 1):
+        count, end = int(batch.query_lens[row]), int(kv_lens[row])
+        together = max(1, GATHERED_TOKENS // int(widths[row]))
+        for start in range(0, count, together):
+            tokens = np.arange(start, min(start + together, count))
+            yield np.array([row]), firsts[row] + tokens, end - count + tokens
+
+
+# -- the module --------------------------------------------------------------------------------------------------------
+
+
+class CompressedAttention:
+    """The forward pass of DeepSeek-V4's attention, from hidden states [1,T,D] to [1,T,D]."""
+
+    def __init__(self, module: Any, paged: PagedAttention):
+        assert isinstance(paged, CompressingAttention), "layers that keep entries were found in the config"
+        self._module = module
+        self._paged = paged
+        self._turn: Any = sys.modules[type(module).__module__].apply_rotary_pos_emb
+        self._compressor: Any = module.compressor
+        self._indexer: Any = getattr(module.compressor, "indexer", None)
+
+    def __call__(
+        self, hidden_states: Tensor, position_embeddings: dict[str, Turns], *_: Any, **__: Any
+    ) -> tuple[Tensor, None]:
+        module = self._module
+        cos, sin = position_embeddings[module.rope_layer_type]
+        low_1TR = module.q_a_norm(module.q_a_proj(hidden_states))
+        q_1THD = module.q_b_norm(module.q_b_proj(low_1TR).unflatten(-1, (-1, module.head_dim)))
+        q_THD = self._turn(q_1THD, cos, sin, unsqueeze_dim=2)[0]
+        kv_1T1D = module.kv_norm(module.kv_proj(hidden_states)).unsqueeze(2)
+        kv_T1D = self._turn(kv_1T1D, cos, sin, unsqueeze_dim=2)[0]
+        params = LayerParams(module.scaling, sinks=module.sinks, latent_values=module.head_dim)
+        out_THD = self._attend(hidden_states, low_1TR, q_THD, kv_T1D, (cos, sin), params)
+        # Values were turned as keys are: turned back by the query's position, what is left is their distance.
+        out_1THD = self._turn(out_THD.unsqueeze(0), cos, -sin, unsqueeze_dim=2)
+        grouped = out_1THD.flatten(2).unflatten(-1, (module.o_a_proj.n_groups, -1))
+        return module.o_b_proj(module.o_a_proj(grouped).flatten(2)), None
+
+    def _attend(
+        self, hidden_states: Tensor, low_1TR: Tensor, q_THD: Tensor, kv_T1D: Tensor, turns: Turns, params: LayerParams
+    ) -> Tensor:
+        layer, compressor = self._module.layer_idx, self._compressor
+        if compressor is None:  # a window alone
+            return self._paged.attend_packed(q_THD, kv_T1D, kv_T1D[..., :0], layer, params)
+        gives = [compressor.kv_proj, compressor.gate_proj]
+        if self._indexer is not None:
+            gives += [self._indexer.kv_proj, self._indexer.gate_proj]
+        given_TC = torch.cat([project(hidden_states)[0] for project in gives], dim=-1)
+        index = None if self._indexer is None else self._asked(hidden_states, low_1TR, turns)
+        return self._paged.attend_compressed(layer, q_THD, kv_T1D, given_TC, self._entries, index, params)
+
+    def _entries(self, given_NSC: Tensor, has_before_N: Tensor, first_N: Tensor) -> Sequence[Tensor]:
+        own = 2 * self._compressor.kv_proj.out_features
+        made = [self._entry(self._compressor, given_NSC[..., :own], has_before_N, first_N)]
+        if self._indexer is not None:
+            made.append(self._entry(self._indexer, given_NSC[..., own:], has_before_N, first_N))
+        return made
+
+    def _entry(self, module: Any, given_NSC: Tensor, has_before_N: Tensor, first_N: Tensor) -> Tensor:
+        """[N,D]: what tokens gave together, normed, and turned by the position of the first of them.
+
+        module: a compressor, or an indexer"""
+        entry_ND = module.kv_norm(weighed(given_NSC, module.position_bias, has_before_N))
+        cos, sin = module.rotary_emb(
+            entry_ND.unsqueeze(0), position_ids=first_N.unsqueeze(0), layer_type=module.rope_layer_type
+        )
+        return self._turn(entry_ND[None, None], cos, sin)[0, 0]
+
+    def _asked(self, hidden_states: Tensor, low_1TR: Tensor, turns: Turns) -> Index:
+        indexer, scorer = self._indexer, self._indexer.scorer
+        q_1TIE = indexer.q_b_proj(low_1TR).unflatten(-1, (-1, indexer.head_dim))
+        q_1TIE = self._turn(q_1TIE, *turns, unsqueeze_dim=2)
+        scale = scorer.softmax_scale * scorer.weights_scaling
+        weights_TI = scorer.weights_proj(hidden_states)[0].float() * scale
+        return Index(Asked(q_1TIE[0], weights_TI), indexer.index_topk)
