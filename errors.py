@@ -9,6 +9,7 @@ later?). Anything that is not an `IntarsiaError` is a bug of ours.
     │   ├── RequestTooLarge  ... because it would not fit even with the whole pool to itself
     │   │   └── ContextTooLong  ... because its prompt is longer than the model takes
     │   ├── UnknownModel     ... because it names a model that is not served here
+    │   ├── UnknownLease     ... because it names a lease that is not held, or not any more
     │   └── UnknownResponse  ... because it names a response that is not kept here
     │       └── UnknownPrevious  ... as the one that it goes on from
     ├── InvalidSetting       a setting that cannot work: change how the engine is started
@@ -106,6 +107,18 @@ class UnknownResponse(InvalidRequest):
 
 class UnknownPrevious(UnknownResponse):
     """The conversation that the request goes on with is not kept here, or not any more."""
+
+
+class UnknownLease(InvalidRequest):
+    """The request names a lease that is not held here, or not any more."""
+
+    @classmethod
+    def of(cls, lease: str) -> "UnknownLease":
+        return cls(
+            f"no lease with id '{lease[:100]}' is held: its time is over, it was released or taken over by the next "
+            "turn, or the cache was reset",
+            field="lease",
+        )
 
 
 class InvalidSetting(IntarsiaError):

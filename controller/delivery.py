@@ -151,6 +151,7 @@ def _delta(entry: Progress) -> Delta:
         prompt_logprobs=about_prompt,
         queue_s=request.queue_s,
         misses=request.misses if request.has_just_begun else (),
+        lease=request.lease,
     )
 
 

@@ -70,7 +70,7 @@ class Engine:
         self._workers = workers
         self._live: dict[RequestId, Request] = {}  # the requests that have not left
         self._overload = OverloadGuard(overload or OverloadSettings(), scheduler)
-        self._admission = Admission(info, manager.plan, self._overload)
+        self._admission = Admission(info, manager, self._overload)
         self._structured_output = StructuredOutput(workers)
         self._subscribers = Subscribers()
         self.telemetry = Telemetry(scheduler, self._live, tracer)
@@ -87,9 +87,7 @@ class Engine:
 
     def submit(self, asked: GenerateRequest, handle: int, sink: Sink) -> list[RequestId]:
         """Queue a request; its tokens go to `sink`. One id per answer, whose handles are `handle` and those after it.
-
-        Raises `InvalidRequest` if it cannot be served as asked, `Overloaded` if it cannot be in time.
-        """
+        Raises `InvalidRequest` if it cannot be served as asked, `Overloaded` if it cannot be in time."""
         if self.failure is not None:
             raise self.failure
         try:
@@ -132,6 +130,11 @@ class Engine:
             self._wake.set()
         else:  # its form is being compiled
             self._forget(request)
+
+    def end_soon(self, request_id: RequestId) -> None:
+        """The text of an answer is complete: it ends as one that ends by itself."""
+        if request_id in self._live:
+            self._live[request_id].end_soon()
 
     def _forget(self, request: Request) -> None:
         del self._live[request.id]

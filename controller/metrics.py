@@ -12,6 +12,7 @@ from typing import NamedTuple
 from ..kvcache.manager import CacheManager
 from ..kvcache.misses import lost_tokens
 from ..kvcache.sampled_worth import Forecast
+from ..proto.leases import NO_LEASES, LeaseCounts
 from ..proto.status import PreparedMetrics
 from .latencies import Latencies, Spread
 from .request import Request
@@ -116,6 +117,7 @@ class Metrics(NamedTuple):
     groups: tuple[GroupMetrics, ...]
     forecasts: tuple[Forecast, ...] = ()  # of each kind of memory
     prepared: PreparedMetrics | None = None  # None while none was wanted
+    leases: LeaseCounts = NO_LEASES
 
 
 class Window:

@@ -8,6 +8,7 @@ from ..kvcache.ids import RequestId
 from ..kvcache.lookup import Hit
 from ..kvcache.misses import Miss
 from ..kvcache.prefix import TokenChain
+from ..proto.leases import LeaseReceipt
 from ..proto.request import USUAL_OPTIONS, FinishReason, RequestOptions, SamplingParams
 from ..proto.step import Logprobs, PromptLogprobs
 from .images import Gallery
@@ -69,6 +70,7 @@ class Request:
     forks: list["Request"] = field(default_factory=list)
     parent: "Request | None" = None  # whose prompt it waits for
     swapped: Swapped | None = None  # its blocks, in host memory
+    lease: LeaseReceipt | None = None  # what became of the wish to keep its cache
     prompt_logprobs: list[Logprobs] | None = None  # from the second token on; None: not asked for
 
     @property
@@ -98,6 +100,10 @@ class Request:
     @property
     def lacks_prompt_logprobs(self) -> bool:
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_tokens - 1
+
+    def end_soon(self) -> None:
+        """It ends with the token under way, or else with the next one: its text is complete."""
+        self.max_total_tokens = min(self.max_total_tokens, len(self.tokens) + max(1, self.pending))
 
     def enter_prompt_logprobs(self, entry: PromptLogprobs) -> None:
         """Enter the rows that are new. A request that was preempted computes the beginning of its prompt again."""

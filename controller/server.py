@@ -19,6 +19,7 @@ from ..proto.messages import (
     Abort,
     Answer,
     AskCacheState,
+    AskLeases,
     AskLoad,
     AskMetrics,
     AskProbe,
@@ -26,10 +27,12 @@ from ..proto.messages import (
     CacheEvents,
     Delivery,
     EngineLost,
+    Enough,
     Idle,
     Pair,
     Prepare,
     Refused,
+    ReleaseLease,
     Submit,
     UnwatchCache,
     WatchCache,
@@ -46,6 +49,8 @@ QUESTIONS: Mapping[type, Callable[..., Any]] = {
     AskCacheState: Status.cache_state,
     AskProbe: Status.probe,
     AskMetrics: Status.metrics,
+    AskLeases: Status.leases,
+    ReleaseLease: Status.release_lease,
 }
 """That are answered at once. What is behind the handle of a question is what the engine is asked with."""
 
@@ -101,6 +106,7 @@ class _Connection:
         self._verbs: Mapping[type, Callable[[Any], None]] = {
             Submit: self._submit,
             Abort: self._abort,
+            Enough: self._enough,
             Refused: lambda message: engine.telemetry.refused(message.requests),
             AskSnapshot: self._snapshot,
             Prepare: self._prepare,
@@ -150,6 +156,10 @@ class _Connection:
     def _abort(self, message: Abort) -> None:
         if message.handle in self._requests:
             self._engine.abort(self._requests.pop(message.handle))
+
+    def _enough(self, message: Enough) -> None:
+        if message.handle in self._requests:
+            self._engine.end_soon(self._requests[message.handle])
 
     def _answer(self, message: Any) -> None:
         handle, *about = message

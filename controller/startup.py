@@ -17,6 +17,8 @@ from ..proto.worker import ModelFacts, ModelSettings, RunnerLimits, check_length
 from .admission.overload import OverloadSettings
 from .engine import Engine
 from .kv_publisher import KvEventsSettings
+from .leases.leases import Leases
+from .leases.settings import LeaseSettings
 from .losses import GIVE_UP_AFTER_S, Losses
 from .scheduling.scheduler import Scheduler
 from .scheduling.settings import SchedulerSettings
@@ -34,6 +36,7 @@ class EngineSettings:
     plan: PlanSettings
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
     overload: OverloadSettings = field(default_factory=OverloadSettings)
+    leases: LeaseSettings = field(default_factory=LeaseSettings)
     max_model_len: int | None = None  # prompt and generated tokens of one request; None: what the model was made for
     prefix_caching: bool = True
     gpu_memory_utilization: float | None = None  # of a GPU's memory, for all; None, or no GPU: what `plan` says
@@ -94,6 +97,8 @@ async def build_engine(settings: EngineSettings, workers: Workers) -> Engine:
     info = _describe(settings, facts, plan, max_model_len)
     tracer = tracer_of("controller", settings.model.traces_endpoint)
     losses = Losses(settings.give_up_after_s)
+    if plan.leasable_blocks:
+        Leases(manager, settings.leases)
     return Engine(
         info, Scheduler(limits, manager), manager, workers, tracer=tracer, overload=settings.overload, losses=losses
     )
@@ -189,4 +194,5 @@ def _describe(settings: EngineSettings, facts: ModelFacts, plan: MemoryPlan, max
         notes=facts.notes + sampling_notes + plan.notes,
         pool_request_len=_longest(plan, max_model_len),
         sampling_defaults=sampling_defaults,
+        lease_blocks=plan.leasable_blocks,
     )

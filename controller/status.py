@@ -12,7 +12,9 @@ from ..errors import IntarsiaError
 from ..kvcache.ids import RequestId
 from ..kvcache.manager import CacheManager
 from ..kvcache.sampled_worth import Forecast, follow
+from ..proto.leases import NO_LEASES, Lease
 from ..proto.status import CacheState, EngineInfo, EngineLoad, GroupState, Probe, SnapshotQuery
+from .leases.leases import leases_of
 from .metrics import Metrics
 from .request import Request
 from .scheduling.scheduler import Scheduler
@@ -87,9 +89,23 @@ class Status:
             tokens_per_s=tokens_per_s,
         )
 
+    def leases(self, viewer: str | None = None) -> tuple[Lease, ...]:
+        """Conversations whose cache is held."""
+        leases = leases_of(self._manager)
+        return leases.held(viewer) if leases is not None else ()
+
+    def release_lease(self, lease: str, viewer: str | None = None) -> bool:
+        """End one, which is the one thing here that changes something. False: the viewer has none of that id."""
+        leases = leases_of(self._manager)
+        return leases is not None and leases.release(lease, viewer)
+
     def metrics(self) -> Metrics:
-        measured = self._telemetry.meter.read(self._manager)
-        return measured._replace(forecasts=self.forecasts(), prepared=self._scheduler.preparation.measured())
+        measured, leases = self._telemetry.meter.read(self._manager), leases_of(self._manager)
+        return measured._replace(
+            forecasts=self.forecasts(),
+            prepared=self._scheduler.preparation.measured(),
+            leases=leases.counts if leases is not None else NO_LEASES,
+        )
 
     def forecasts(self) -> tuple[Forecast, ...]:
         """What other sizes of each kind of memory would find of late. Empty until requests have left."""

@@ -190,6 +190,9 @@ def generate(
     choice: Annotated[list[str] | None, typer.Option(help="Answer with one of these texts.")] = None,
     priority: Annotated[int, typer.Option(help="Smaller comes first.")] = 0,
     timeout_s: Annotated[float | None, typer.Option(help="Seconds after which the answer is worth nothing.")] = None,
+    keep_s: Annotated[
+        float | None, typer.Option(help="Seconds for which the cache of prompt and answer is kept after it.")
+    ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")] = False,
     image: Annotated[
         list[Path] | None, typer.Option(help="A picture for each image token of the prompt, in their order.")
@@ -217,7 +220,7 @@ def generate(
     )
     server, request_options = (
         Server(address, api_key, ssl_ca_certs),
-        RequestOptions(priority=priority, timeout_s=timeout_s),
+        RequestOptions(priority=priority, timeout_s=timeout_s, keep_s=keep_s),
     )
     run(server, prompt, token_ids, image or (), request_options, sampling)
 

@@ -12,9 +12,10 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
-from ..errors import EngineUnavailable, InvalidRequest
+from ..errors import EngineUnavailable, InvalidRequest, UnknownLease
 from ..kvcache.check import Recount
 from ..kvcache.misses import Miss
+from ..proto.leases import Lease, LeaseReceipt
 from ..proto.request import USUAL_OPTIONS, Image, RequestOptions, SamplingParams
 from ..proto.status import EngineInfo
 from .checkpoints.weights import weights_bar
@@ -54,6 +55,7 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]  # as many as `n` asks for
     not_cached: tuple[Miss, ...] = ()  # why the rest of the prompt was not found there
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of its second token and on, when asked for
+    lease: LeaseReceipt | None = None  # what became of `keep_s`
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -100,6 +102,10 @@ class LLM:
     longest_prefix_first      False: Of those next in turn, take the one with most in the cache.
     swap_space                0: Host memory per worker for the blocks of preempted requests, e.g. 4GiB. They wait there
                               if they are dearer to compute anew than to copy.
+    lease_share               0.0: Share of the cache memory that clients may have kept between turns; 0: none. Requests
+                              have the rest: the longest one must fit beside it.
+    lease_share_per_tenant    None (all of lease_share): The same, of each tenant.
+    max_lease_s               3600.0: Seconds that a lease may last.
     max_wait_s                None (they wait): Requests whose turn would come later are told to try again. In Python:
                               `Overloaded`.
     max_waiting_tokens        33554432: Most tokens of prompts that wait for their turn.
@@ -169,7 +175,7 @@ class LLM:
 
         sampling_params: one for all prompts, or one for each; None: as the checkpoint asks, `info.sampling()`
         images: of each prompt, files in a usual format, one for each image token of it
-        options: priority, tenant and time limit of all of them
+        options: of all of them: priority, tenant, time limit, for how long the conversations' cache is to be kept
 
         Raises `InvalidRequest` for the first prompt that cannot be served; the others are stopped.
         """
@@ -187,7 +193,10 @@ class LLM:
         return self._await(self._generate_all(engine.client, tokenised, params, pictures, options))
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        options: RequestOptions = USUAL_OPTIONS,
     ) -> RequestOutput:
         """The model's answer to a conversation: [{"role": "user", "content": "..."}, ...], by its own chat template.
 
@@ -195,7 +204,16 @@ class LLM:
         """
         if self._tokenizer is None:
             raise InvalidRequest(f"{self.info.model} has no tokenizer, so it takes token ids only", field="messages")
-        return self.generate([self._tokenizer.chat(messages)], sampling_params)[0]
+        return self.generate([self._tokenizer.chat(messages)], sampling_params, options=options)[0]
+
+    def leases(self) -> list[Lease]:
+        """The conversations whose cache is held."""
+        return list(self._await(self._running().client.questions.leases()))
+
+    def release_lease(self, lease: str) -> None:
+        """End one before its time. Raises `UnknownLease` if none of that id is held."""
+        if not self._await(self._running().client.questions.release_lease(lease)):
+            raise UnknownLease.of(lease)
 
     def recount(self) -> Recount:
         """Count every block of the pool from the block tables. Raises `AssertionError` on any contradiction."""
@@ -255,7 +273,8 @@ class LLM:
         interval_s = 0.0 if params.stops else math.inf
         asked = client.generate(prompt, params, images=images, options=options, stream_interval_s=interval_s)
         async with contextlib.aclosing(asked) as generation:
-            pieces = whole_answers(with_text(generation, self._tokenizer, params))
+            is_kept = options.keep_s is not None
+            pieces = whole_answers(with_text(generation, self._tokenizer, params, is_kept=is_kept))
             answers = sorted([piece async for piece in pieces], key=lambda piece: piece[0].answer)
         first, _ = answers[0]
         return RequestOutput(
@@ -264,6 +283,7 @@ class LLM:
             outputs=tuple(_output(delta, text, params) for delta, text in answers),
             not_cached=for_client(first.misses),
             prompt_logprobs=tuple(first.prompt_logprobs or ()) or None,
+            lease=first.lease,
         )
 
     def _running(self) -> RunningEngine:

@@ -174,6 +174,16 @@ class Replica:
         """Answers for the replica that Serve picks."""
         return await self._answer(self._servicer.GetCacheState, request, grpc_context, Level.FIGURES)
 
+    async def ListLeases(self, request: pb.ListLeasesRequest, grpc_context: RayServegRPCContext) -> pb.Leases:
+        """Of all replicas."""
+        return await self._answer(self._servicer.ListLeases, request, grpc_context, Level.FIGURES)
+
+    async def ReleaseLease(
+        self, request: pb.ReleaseLeaseRequest, grpc_context: RayServegRPCContext
+    ) -> pb.ReleaseLeaseResponse:
+        """At whichever replica it is."""
+        return await self._answer(self._servicer.ReleaseLease, request, grpc_context, Level.FIGURES)
+
     async def Probe(self, request: pb.ProbeRequest, grpc_context: RayServegRPCContext) -> pb.ProbeResponse:
         """Answers for all replicas."""
         return await self._answer(self._servicer.Probe, request, grpc_context, Level.FIGURES)

@@ -172,6 +172,13 @@ class GroupBlocks(ABC):
         assert not self.index, f"group {self.group} has forgotten all and knows {len(self.index)} names"
         self._gone = OrderedDict.fromkeys(self._gone, True)
 
+    def evict_all(self) -> int:
+        """Drop the names of all blocks that none holds, which become free. Returns how many these are."""
+        cached = [block for block in self.index.values() if not self.holders[block]]
+        for block in cached:
+            self.forget(block)
+        return len(cached)
+
     def _name_if_new(self, block: int, name: bytes) -> bool:
         if name in self.index or self._name_of[block] is not None:
             return False

@@ -132,17 +132,20 @@ class Lookup:
         blocks, tail = divmod(length, self._size)
         if tail == 0 or length == limit:
             return length
-        tails = self._known.ends.after(chain.names[blocks - 1]) if 0 < blocks <= len(chain.names) else None
-        return blocks * self._size + max((t for t in tails or () if t <= tail), default=0)
+        full, ends = blocks * self._size, self._known.ends
+        tails = ends.after(chain.names[blocks - 1]) if 0 < blocks <= len(chain.names) else None
+        # Sequences that have these blocks in common may end after them in different tokens.
+        return full + max((t for t in tails or () if t <= tail and chain.end(full + t) in ends), default=0)
 
     def _ever_known(self, chain: Chain, limit: int) -> int:
         """Blocks of a prompt, from the front, that some group holds, or held before they were evicted.
 
-        Without a group that keeps the front of sequences, only the last of these blocks may be known.
+        Without a group that keeps the front of sequences, only the last of these blocks may be known, or only what ends
+        inside the block after it.
         """
         most = min(len(chain.names), -(-limit // self._size))
         if not self._keep_front:
-            while most > 0 and not self._was_known(chain.names[most - 1]):
+            while most > 0 and not self._was_known(name := chain.names[most - 1]) and not self._known.ends.after(name):
                 most -= 1
             return most
         known = min(most, max(table.leading_run(chain) for table in self._tables))

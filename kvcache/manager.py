@@ -21,6 +21,7 @@ from .eviction import USUAL_POLICY, Policy
 from .group_table import COPIED, DROPPED, HELD, NOTHING, Copy, Growth, Row, marks_of
 from .hints import USUAL_RETENTION, Hints, Retain
 from .ids import BlockId, RequestId
+from .leased_blocks import LeasedBlocks
 from .lookup import Hit, Lookup
 from .plan import MemoryPlan
 from .pool import BlockPool
@@ -35,9 +36,7 @@ from .visits import Arrival
 
 class CacheManager:
     """The open requests, over one `BlockPool`. Single-threaded.
-
-    Invariant: a request is open here and in every table, or in none. What it holds is written in the tables.
-    """
+    Invariant: a request is open here and in every table, or in none. What it holds is written in the tables."""
 
     def __init__(
         self,
@@ -61,6 +60,8 @@ class CacheManager:
         self._name_every = name_every(plan)
         self._lookup = Lookup(self._tables, self.pool, plan.block_tokens, caching=self.is_caching)
         self.hints = Hints(self.pool, plan, settings.pinned_share, clock)
+        beside = self._tables, self.hints, self.retention
+        self.leased = LeasedBlocks(plan, self.pool, *beside, caching=self.is_caching)
         self._room = Room(self._tables, self.pool)
         self._swapping = Swapping(self._tables, self.pool, plan)
         self._rows: dict[RequestId, Row] = {}
@@ -69,9 +70,7 @@ class CacheManager:
 
     def chain(self, tokens: Sequence[int], salt: bytes = b"", encoder: Encoder | None = None) -> TokenChain:
         """The names of a sequence. Kept with a request, they are computed once. `tokens` may grow; it is not copied.
-
-        encoder: what the text is read beside, which is part of its names.
-        """
+        encoder: what the text is read beside, which is part of its names."""
         return self.namer.chain(tokens, salt, encoder)
 
     def names(self, group: int, chain: Chain) -> list[bytes]:
@@ -288,7 +287,8 @@ class CacheManager:
         self.pool.groups[group].forget(block)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix and every pin. Open requests keep their blocks."""
+        """Forget every cached prefix, pin and lease. Open requests keep their blocks."""
+        self.leased.forget_all()
         self.hints.forget_all()
         self.pool.forget_all()
         self._lookup.forget()
@@ -298,9 +298,9 @@ class CacheManager:
     # -- the recount -------------------------------------------------------------------------------------------------
 
     def held(self) -> list[Counter[int]]:
-        """[group]: how often tables, pins and copies under way name each block."""
+        """[group]: how often tables, pins, leases and copies under way name each block."""
         counts = [table.count_held() for table in self._tables.each]
-        for g, block in self.hints.pinned:
+        for g, block in (*self.hints.pinned, *self.leased.held):
             counts[g][block] += 1
         return counts
 

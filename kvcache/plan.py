@@ -16,7 +16,7 @@ of that page belongs to the group with the smallest blocks, for good. A state ha
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..errors import InvalidSetting
@@ -27,6 +27,9 @@ MAX_BLOCKS = 2**31 - 1
 """Block ids travel and are stored as int32."""
 
 STRATEGIES = ("auto", "layered", "packed", "partitioned", "uniform")
+
+MOST_LEASED = 0.9
+"""Of the memory, that leases may hold: requests need the rest."""
 
 EXPECTED_TOKENS = 8192
 """Length of a usual request, by which strategies are compared, unless the model's own maximum is shorter."""
@@ -41,8 +44,14 @@ class PlanSettings:
     strategy: str = "auto"
     expected_average_seq_len: int | None = None  # tokens; None: what the strategy takes from the model
     encoder_tokens: int = 0  # of one request, for layers that attend to an encoder's output
+    lease_share: float = 0.0  # of it, that leases may hold; no request counts on that
 
     def __post_init__(self):
+        if not 0 <= self.lease_share <= MOST_LEASED:
+            raise InvalidSetting(
+                f"lease_share must be from 0 to {MOST_LEASED} of the cache memory, got {self.lease_share}",
+                field="lease_share",
+            )
         if self.block_tokens < 1:
             raise InvalidSetting(f"block_size must be at least 1 token, got {self.block_tokens}", field="block_size")
         if self.memory_bytes < 1:
@@ -117,6 +126,7 @@ class Arena(NamedTuple):
 
     num_pages: int  # large ones, the null page included
     page_bytes: int  # of a large page, over all buffers
+    leasable: int = 0  # large pages that leases may hold: no request counts on them
 
     @property
     def usable(self) -> int:
@@ -166,6 +176,11 @@ class MemoryPlan:
         return sum(arena.usable for arena in self.arenas)
 
     @property
+    def leasable_blocks(self) -> int:
+        """Large pages that leases may hold."""
+        return sum(arena.leasable for arena in self.arenas)
+
+    @property
     def block_tokens(self) -> int:
         return self.groups[0].block_tokens
 
@@ -196,9 +211,14 @@ class MemoryPlan:
         return sum(self._alone(length, chunk_tokens))
 
     def fits(self, length: int, chunk_tokens: int = 1) -> bool:
-        """Could a request grow to `length` tokens if it had the memory to itself?"""
+        """Could a request grow to `length` tokens if it had the memory to itself, but for what leases may hold?"""
         alone = self._alone(length, chunk_tokens)
-        return all(pages <= arena.usable for pages, arena in zip(alone, self.arenas, strict=True))
+        return all(pages <= arena.usable - arena.leasable for pages, arena in zip(alone, self.arenas, strict=True))
+
+    def with_leases(self, share: float) -> "MemoryPlan":
+        """The same, of whose memory leases may hold a share."""
+        arenas = tuple(arena._replace(leasable=int(arena.usable * share)) for arena in self.arenas)
+        return replace(self, arenas=arenas)
 
     def bytes_held(self, length: int) -> int:
         """What a request of `length` tokens holds between two steps, padding included."""

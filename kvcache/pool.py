@@ -169,6 +169,10 @@ class BlockPool:
         if self.known.log is not None:
             self.known.log.cleared()
 
+    def evict_all(self) -> int:
+        """Evict all that is cached and that nobody holds. Returns how many blocks that are."""
+        return sum(group.evict_all() for group in self.groups)
+
     def _least_and_beyond(self, wants: Sequence[int], request: RequestId) -> tuple[list[int], list[int]]:
         """Large pages that each group needs at least, and those of each arena that are left then.
 

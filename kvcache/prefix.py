@@ -244,6 +244,9 @@ class Ends:
     def __len__(self) -> int:
         return len(self._of)
 
+    def __contains__(self, end: bytes | None) -> bool:
+        return end in self._of
+
     def after(self, name: bytes) -> dict[int, int] | None:
         return self._tails.get(name)
 

@@ -8,7 +8,7 @@ Requests tell when they come and when they leave, the pool tells when it needs m
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from .group_table import Row
 from .hints import Retain
@@ -125,6 +125,26 @@ class Retention:
         path, within, _ = self.tree.walk(hit.chain.names[: -(-hit.tokens // self._size)])
         for point in (*path[-1:], *((within,) if within is not None else ())):
             point.awaited = self._now
+
+    def hold(self, paths: Iterable[Sequence[bytes]]) -> Iterator[Point]:
+        """The points at which these paths end: they are no candidates until they are let go.
+
+        paths: the names of their blocks
+        """
+        self._catch_up()
+        for names in paths:
+            path, _, blocks = self.tree.walk(names)
+            if path and path[-1].end == blocks == len(names):
+                path[-1].users += 1
+                self._consider(path[-1])
+                yield path[-1]
+
+    def let_go(self, points: Iterable[Point]) -> None:
+        """They are candidates like any others."""
+        for point in points:
+            point.users -= 1
+            self._consider(point)
+            self._give_up_if_useless(point)
 
     # -- the pool needs memory ---------------------------------------------------------------------------------------
 

@@ -84,7 +84,7 @@ def plan_memory(layers: Sequence[LayerSpec], settings: PlanSettings, max_tokens:
         wanted = min(plans, key=lambda name: priced[name])
     if wanted in refusals:
         raise refusals[wanted]
-    return replace(plans[wanted], why=why)
+    return replace(plans[wanted], why=why).with_leases(settings.lease_share)
 
 
 def _typical_lengths(layers: Sequence[LayerSpec], expected: int, max_tokens: int | None) -> list[int]:

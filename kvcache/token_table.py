@@ -73,7 +73,7 @@ class TokenTable(GroupTable[TokenRow]):
             return length
         if blocks < len(names) and names[blocks] in index:
             return length
-        return length if chain.end(length) in index else length - tail
+        return length if chain.end(length) in index else length - 1  # another may end inside the block, before
 
     def cause(self, chain: Chain, length: int) -> str:
         """An end that is lacking is a matter of alignment."""

@@ -86,7 +86,7 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: _Optional[bool] = ..., n: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., choice: _Optional[_Iterable[str]] = ..., bad_token_ids: _Optional[_Iterable[_Union[TokenRow, _Mapping]]] = ..., lark: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "sampling", "images", "priority", "tenant", "timeout_s", "borders")
+    __slots__ = ("request_id", "text", "token_ids", "sampling", "images", "priority", "tenant", "timeout_s", "borders", "keep_s", "keep_required", "lease")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +96,9 @@ class GenerateRequest(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     BORDERS_FIELD_NUMBER: _ClassVar[int]
+    KEEP_S_FIELD_NUMBER: _ClassVar[int]
+    KEEP_REQUIRED_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: TokenIds
@@ -105,7 +108,10 @@ class GenerateRequest(_message.Message):
     tenant: str
     timeout_s: float
     borders: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., images: _Optional[_Iterable[bytes]] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., timeout_s: _Optional[float] = ..., borders: _Optional[_Iterable[int]] = ...) -> None: ...
+    keep_s: float
+    keep_required: bool
+    lease: str
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., images: _Optional[_Iterable[bytes]] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., timeout_s: _Optional[float] = ..., borders: _Optional[_Iterable[int]] = ..., keep_s: _Optional[float] = ..., keep_required: _Optional[bool] = ..., lease: _Optional[str] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("token_id", "logprob", "top", "rank")
@@ -127,16 +133,62 @@ class TokenLogprobs(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TokenLogprobs.Alternative, _Mapping]]] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "completion_tokens", "not_cached")
+    __slots__ = ("prompt_tokens", "cached_tokens", "completion_tokens", "not_cached", "lease")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NOT_CACHED_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
     not_cached: _containers.RepeatedCompositeFieldContainer[NotCached]
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., not_cached: _Optional[_Iterable[_Union[NotCached, _Mapping]]] = ...) -> None: ...
+    lease: Lease
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., not_cached: _Optional[_Iterable[_Union[NotCached, _Mapping]]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ...) -> None: ...
+
+class Lease(_message.Message):
+    __slots__ = ("id", "refused", "message", "tokens", "until_s", "pages", "bytes", "layers", "used_pages", "left_pages", "limit_pages", "pool_pages", "longest_s", "tenant", "is_awaited")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_S_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    USED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_PAGES_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_PAGES_FIELD_NUMBER: _ClassVar[int]
+    POOL_PAGES_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_S_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    IS_AWAITED_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    refused: str
+    message: str
+    tokens: int
+    until_s: float
+    pages: int
+    bytes: int
+    layers: _containers.RepeatedCompositeFieldContainer[LeasedLayers]
+    used_pages: int
+    left_pages: int
+    limit_pages: int
+    pool_pages: int
+    longest_s: float
+    tenant: str
+    is_awaited: bool
+    def __init__(self, id: _Optional[str] = ..., refused: _Optional[str] = ..., message: _Optional[str] = ..., tokens: _Optional[int] = ..., until_s: _Optional[float] = ..., pages: _Optional[int] = ..., bytes: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LeasedLayers, _Mapping]]] = ..., used_pages: _Optional[int] = ..., left_pages: _Optional[int] = ..., limit_pages: _Optional[int] = ..., pool_pages: _Optional[int] = ..., longest_s: _Optional[float] = ..., tenant: _Optional[str] = ..., is_awaited: _Optional[bool] = ...) -> None: ...
+
+class LeasedLayers(_message.Message):
+    __slots__ = ("kind", "blocks", "bytes")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    blocks: int
+    bytes: int
+    def __init__(self, kind: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class NotCached(_message.Message):
     __slots__ = ("cause", "tokens", "layers", "would_help")
@@ -373,6 +425,26 @@ class Blocks(_message.Message):
     hashes: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, group: _Optional[int] = ..., kind: _Optional[str] = ..., block_tokens: _Optional[int] = ..., hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
+class ListLeasesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Leases(_message.Message):
+    __slots__ = ("leases",)
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    leases: _containers.RepeatedCompositeFieldContainer[Lease]
+    def __init__(self, leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ...) -> None: ...
+
+class ReleaseLeaseRequest(_message.Message):
+    __slots__ = ("lease",)
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    lease: str
+    def __init__(self, lease: _Optional[str] = ...) -> None: ...
+
+class ReleaseLeaseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class GetModelInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -390,7 +462,7 @@ class LayerGroup(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., block_tokens: _Optional[int] = ..., page_bytes: _Optional[int] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("model", "architecture", "dtype", "device", "tensor_parallel_size", "weight_bytes", "vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "eos_token_ids", "strategy", "groups", "num_blocks", "num_buffers", "kv_cache_bytes", "enable_prefix_caching", "max_len_concurrency", "image_token_id", "max_images_per_request", "notes", "pool_request_len", "sampling_defaults")
+    __slots__ = ("model", "architecture", "dtype", "device", "tensor_parallel_size", "weight_bytes", "vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "eos_token_ids", "strategy", "groups", "num_blocks", "num_buffers", "kv_cache_bytes", "enable_prefix_caching", "max_len_concurrency", "image_token_id", "max_images_per_request", "notes", "pool_request_len", "sampling_defaults", "lease_blocks")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -414,6 +486,7 @@ class ModelInfo(_message.Message):
     NOTES_FIELD_NUMBER: _ClassVar[int]
     POOL_REQUEST_LEN_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     model: str
     architecture: str
     dtype: str
@@ -437,4 +510,5 @@ class ModelInfo(_message.Message):
     notes: _containers.RepeatedScalarFieldContainer[str]
     pool_request_len: int
     sampling_defaults: SamplingParams
-    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., strategy: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., num_buffers: _Optional[int] = ..., kv_cache_bytes: _Optional[int] = ..., enable_prefix_caching: _Optional[bool] = ..., max_len_concurrency: _Optional[float] = ..., image_token_id: _Optional[int] = ..., max_images_per_request: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., pool_request_len: _Optional[int] = ..., sampling_defaults: _Optional[_Union[SamplingParams, _Mapping]] = ...) -> None: ...
+    lease_blocks: int
+    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., strategy: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., num_buffers: _Optional[int] = ..., kv_cache_bytes: _Optional[int] = ..., enable_prefix_caching: _Optional[bool] = ..., max_len_concurrency: _Optional[float] = ..., image_token_id: _Optional[int] = ..., max_images_per_request: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., pool_request_len: _Optional[int] = ..., sampling_defaults: _Optional[_Union[SamplingParams, _Mapping]] = ..., lease_blocks: _Optional[int] = ...) -> None: ...

@@ -80,6 +80,16 @@ class InferenceStub:
                 request_serializer=intarsia_dot_proto_dot_inference__pb2.WatchCacheEventsRequest.SerializeToString,
                 response_deserializer=intarsia_dot_proto_dot_inference__pb2.CacheEvents.FromString,
                 _registered_method=True)
+        self.ListLeases = channel.unary_unary(
+                '/intarsia.v1.Inference/ListLeases',
+                request_serializer=intarsia_dot_proto_dot_inference__pb2.ListLeasesRequest.SerializeToString,
+                response_deserializer=intarsia_dot_proto_dot_inference__pb2.Leases.FromString,
+                _registered_method=True)
+        self.ReleaseLease = channel.unary_unary(
+                '/intarsia.v1.Inference/ReleaseLease',
+                request_serializer=intarsia_dot_proto_dot_inference__pb2.ReleaseLeaseRequest.SerializeToString,
+                response_deserializer=intarsia_dot_proto_dot_inference__pb2.ReleaseLeaseResponse.FromString,
+                _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/intarsia.v1.Inference/GetModelInfo',
                 request_serializer=intarsia_dot_proto_dot_inference__pb2.GetModelInfoRequest.SerializeToString,
@@ -157,6 +167,20 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListLeases(self, request, context):
+        """The conversations whose cache is held: where keys name tenants, the key's own; the admin key sees all.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseLease(self, request, context):
+        """Ends a lease before its time. NOT_FOUND if the caller holds none of that id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModelInfo(self, request, context):
         """What is being served, and how much of it fits.
         """
@@ -211,6 +235,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.WatchCacheEvents,
                     request_deserializer=intarsia_dot_proto_dot_inference__pb2.WatchCacheEventsRequest.FromString,
                     response_serializer=intarsia_dot_proto_dot_inference__pb2.CacheEvents.SerializeToString,
+            ),
+            'ListLeases': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListLeases,
+                    request_deserializer=intarsia_dot_proto_dot_inference__pb2.ListLeasesRequest.FromString,
+                    response_serializer=intarsia_dot_proto_dot_inference__pb2.Leases.SerializeToString,
+            ),
+            'ReleaseLease': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseLease,
+                    request_deserializer=intarsia_dot_proto_dot_inference__pb2.ReleaseLeaseRequest.FromString,
+                    response_serializer=intarsia_dot_proto_dot_inference__pb2.ReleaseLeaseResponse.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
@@ -462,6 +496,60 @@ class Inference:
             '/intarsia.v1.Inference/WatchCacheEvents',
             intarsia_dot_proto_dot_inference__pb2.WatchCacheEventsRequest.SerializeToString,
             intarsia_dot_proto_dot_inference__pb2.CacheEvents.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListLeases(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/intarsia.v1.Inference/ListLeases',
+            intarsia_dot_proto_dot_inference__pb2.ListLeasesRequest.SerializeToString,
+            intarsia_dot_proto_dot_inference__pb2.Leases.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseLease(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/intarsia.v1.Inference/ReleaseLease',
+            intarsia_dot_proto_dot_inference__pb2.ReleaseLeaseRequest.SerializeToString,
+            intarsia_dot_proto_dot_inference__pb2.ReleaseLeaseResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,7 +1,7 @@
 """What an engine and its front ends say to each other.
 
-A connection is also the front end's lease: when it closes, its requests are aborted and their blocks are free. A front
-end has two connections, which end together: one for all of the messages below, and one on which nothing is under way. A
+A connection keeps its front end's requests: when it closes, they are aborted and their blocks are free. A front end
+has two connections, which end together: one for all of the messages below, and one on which nothing is under way. A
 machine that is lost without a word is heard of there within three seconds; on the first it looks for a minute like a
 front end that stands still. `Pair`, and `Idle` on the second, tell which two belong together.
 
@@ -32,6 +32,12 @@ class Submit(NamedTuple):
 
 class Abort(NamedTuple):
     """One answer has said enough."""
+
+    handle: int
+
+
+class Enough(NamedTuple):
+    """The text of one answer is complete. It ends as one that ends by itself, and its last delta tells of its lease."""
 
     handle: int
 
@@ -75,6 +81,19 @@ class Prepare(NamedTuple):
 
 class AskMetrics(NamedTuple):
     handle: int
+
+
+class AskLeases(NamedTuple):
+    handle: int
+    viewer: str | None
+
+
+class ReleaseLease(NamedTuple):
+    """End a lease. Answered with whether there was one of that id."""
+
+    handle: int
+    lease: str
+    viewer: str | None
 
 
 class AskSnapshot(NamedTuple):
@@ -140,7 +159,7 @@ class EngineLost(NamedTuple):
 
 FROM_FRONT_END = Tagged(
     Submit, Abort, Refused, AskLoad, AskCacheState, AskProbe, Prepare, AskMetrics, AskSnapshot, WatchCache,
-    UnwatchCache, Pair, Idle, checked=True,
+    UnwatchCache, Pair, Idle, Enough, AskLeases, ReleaseLease, checked=True,
 )  # fmt: skip
 
 FROM_ENGINE = Tagged(Delivery, Answer, CacheEvents, EngineLost, checked=False)

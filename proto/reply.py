@@ -6,6 +6,7 @@ from typing import NamedTuple, overload
 
 from ..kvcache.misses import Miss
 from .codec import pack, unpack
+from .leases import LeaseReceipt
 
 PIECE_TOKENS = 64
 """At most, in one piece of what has waited: their texts are looked up in one go, and others wait so long."""
@@ -99,6 +100,7 @@ class Delta(NamedTuple):
     queue_s: float = 0.0  # until its request's turn came; with the first delta
     misses: tuple[Miss, ...] = ()  # why the rest of the prompt was not found; with the first delta
     stop: str | None = None  # the text that ended it, which the front end finds
+    lease: LeaseReceipt | None = None  # with the last delta, where a lease was asked for
 
     @classmethod
     def join(cls, deltas: "Sequence[Delta]") -> "Delta":
@@ -188,6 +190,7 @@ class _Piece:
             finish_reason=delta.finish_reason,
             num_cached_tokens=max(about.num_cached_tokens, delta.num_cached_tokens),
             misses=about.misses or delta.misses,
+            lease=delta.lease,
             prompt_logprobs=about.prompt_logprobs if about.prompt_logprobs is not None else delta.prompt_logprobs,
         )
 

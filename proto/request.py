@@ -33,6 +33,12 @@ MAX_ALL_LOGPROBS = 1_000_000
 MAX_BORDERS = 16
 """Most lengths at which a prompt is said to part from others."""
 
+MAX_KEEP_S = 7 * 86400.0
+"""Most seconds for which a lease may be asked; the operator allows fewer."""
+
+MAX_LEASE_CHARS = 64
+"""Of the id of a lease."""
+
 MAX_BAD = 256
 """Most rows of tokens that are never to come."""
 
@@ -282,6 +288,9 @@ class RequestOptions:
     trace      the `traceparent` of a traced request; empty: it is not traced
     salt       prefixes are reused among requests of the same salt only
     borders    lengths of the prompt, in tokens, at which others are likely to part from it: states are saved there
+    keep_s     seconds for which the conversation's cache is to be kept after the answer; None: no lease is asked for
+    keep_required  the request is worth nothing without that: it is refused when there is no room for a lease
+    lease      the id of one that this request takes over; one that holds the beginning of its prompt needs no id
 
     Raises `InvalidRequest`, naming the field, when a value has the wrong type or range.
     """
@@ -292,6 +301,9 @@ class RequestOptions:
     trace: str = ""
     salt: str = ""
     borders: tuple[int, ...] = ()
+    keep_s: float | None = None
+    keep_required: bool = False
+    lease: str = ""
 
     def __post_init__(self):
         _check_int("priority", self.priority, low=-MAX_PRIORITY, high=MAX_PRIORITY)
@@ -311,6 +323,21 @@ class RequestOptions:
         for border in self.borders:
             _check_int("borders", border, low=1)
         object.__setattr__(self, "borders", tuple(self.borders))
+        self._check_lease()
+
+    def _check_lease(self) -> None:
+        if self.keep_s is not None:
+            _check_number("keep_s", self.keep_s, low=0.0, high=MAX_KEEP_S, low_open=True, high_open=False)
+        if not isinstance(self.keep_required, bool) or (self.keep_required and self.keep_s is None):
+            raise InvalidRequest(
+                f"keep_required must be true or false, and goes with keep_s; got {self.keep_required!r}",
+                field="keep_required",
+            )
+        if not isinstance(self.lease, str) or len(self.lease) > MAX_LEASE_CHARS:
+            raise InvalidRequest(
+                f"lease must be the id of a lease, of up to {MAX_LEASE_CHARS} characters, got {str(self.lease)[:80]!r}",
+                field="lease",
+            )
 
 
 USUAL_OPTIONS = RequestOptions()

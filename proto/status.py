@@ -133,6 +133,7 @@ class EngineInfo(NamedTuple):
     notes: tuple[str, ...] = ()  # what was decided otherwise than asked or written, for people
     pool_request_len: int | None = None  # tokens of the longest request that the pool can hold; None: max_model_len
     sampling_defaults: tuple[tuple[str, float], ...] = ()  # for what a request does not say, by parameter
+    lease_blocks: int = 0  # large pages that leases may hold, of `num_blocks`; no request counts on them
 
     def sampling(self, **asked: Any) -> SamplingParams:
         """What is asked, and for the rest what the checkpoint asks for. Raises `InvalidRequest`, naming the field."""

@@ -9,7 +9,8 @@ wrong block is found by the token that reads it. What must hold is checked on th
 - no step is larger than it may be; a request that decodes gets a token in every step, unless the pool runs short;
 - a request is preempted only for a more senior one, and every request ends;
 - prompts that are prepared leave requests alone: none is given up for them, and each is told of once;
-- a request that is given up is out of the tables with the next plan; a deadline is neither missed nor early.
+- a request that is given up is out of the tables with the next plan; a deadline is neither missed nor early;
+- in half of the scenarios conversations are leased, pause and go on: see `simulated_leases.py`.
 """
 
 import random
@@ -31,6 +32,7 @@ from intarsia.proto.status import PreparedEnd, PreparedPrompt
 from intarsia.proto.step import StepResult
 from intarsia.tests.kvcache.plans import plan_of
 from intarsia.tests.simulated import VOCAB, SimulatedWorker, continuation
+from intarsia.tests.simulated_leases import LeasedConversations, with_leasable
 
 KINDS = (Full(), Sliding(1), Sliding(3), Sliding(6), Sliding(11), Chunked(4), Chunked(7), State())
 
@@ -51,6 +53,9 @@ class Outcome:
     forked: int = 0
     swapped: int = 0
     lost: int = 0  # times that the workers were
+    leased: int = 0  # conversations, after an answer
+    lease_refused: int = 0
+    turns_kept: int = 0  # turns that found what was leased for them
     prepared: int = 0  # prompts that were computed before anybody asked
     virtual_s: float = 0.0
 
@@ -78,6 +83,8 @@ class Scenario:
             block_tokens=size,
             per_large=[rng.choice([1, 1, 2, 3]) for _ in reaches],
         )
+        leasable = random.Random(f"leasable {seed}").choice([0, 0, 0, 2, 5, 20])
+        plan = with_leasable(plan, leasable)
         self._manager = CacheManager(
             plan, CacheSettings(prefix_caching=rng.random() < 0.7), hash_key=rng.randbytes(32), clock=self._clock
         )
@@ -91,6 +98,7 @@ class Scenario:
             longest_prefix_first=rng.random() < 0.3,
             swap_bytes=rng.choice([0, 0, 300, 5000]),
         )
+        self._leased = LeasedConversations(seed, self._manager, self._clock, _check) if leasable else None
         self._scheduler = Scheduler(self._settings, self._manager, self._clock)
         self._worker = SimulatedWorker(plan)
         self._plan_of_memory = plan
@@ -121,7 +129,7 @@ class Scenario:
 
     def _play(self) -> None:
         rng = self._rng
-        for _ in range(rng.randint(1, 12)):
+        for _ in range(rng.randint(1, 12) + (8 if self._leased is not None else 0)):
             self._submit()
             for _ in range(rng.choice([0, 0, 1, 2, 6])):
                 self._step()
@@ -130,6 +138,8 @@ class Scenario:
             if self._prepares is not None and self._prepares.random() < 0.5:
                 self._prepare(self._prepares)
             self._now_s += rng.choice([0.0, 0.0, 0.05, 1.0])
+            if self._leased is not None and rng.random() < 0.1:
+                self._now_s += 30.0  # people think, and tools take their time
         idle = 0
         while self._scheduler.has_work or self._under_way:
             idle = 0 if self._step() else idle + 1
@@ -149,6 +159,9 @@ class Scenario:
             tenant=rng.choice(["", "", "a", "b"]),
             timeout_s=rng.choice([None, None, None, 0.001, 0.05, 0.5]),
         )
+        if self._leased is not None:
+            prompt, options = self._leased.next_turn(LONGEST - 8) or (prompt, options)
+            options = self._leased.options(options)
         family = []
         for _ in range(rng.choice([1, 1, 1, 2, 4])):
             request = Request(
@@ -167,6 +180,8 @@ class Scenario:
             self._generated[request.id] = []
             family.append(request)
         self._scheduler.add(family[0], family[1:])
+        if self._leased is not None:
+            self._leased.submitted(family[0], family[1:])
         self._outcome.requests += len(family)
         self._outcome.forked += len(family) - 1
 
@@ -213,6 +228,8 @@ class Scenario:
             self._generated[request.id].append(token)
             if reason is not None:
                 self._ended[request.id] = reason
+                if self._leased is not None:
+                    self._leased.ended(request)
         self._outcome.steps += 1
         if self._rng.random() < 0.1:
             recount(self._manager)
@@ -228,13 +245,19 @@ class Scenario:
         count = recount(self._manager)
         _check(count.all_free and not count.kept, "something is held or known although the workers are new")
         _check(not self._seated(), "a request has a slot on workers that are lost")
+        if self._leased is not None:
+            self._leased.lost()
         self._outcome.lost += 1
 
     def _plan(self) -> StepResult | None:
         running = {each.id: each for each in self._requests.values() if each.slot is not None}
         decoding = [each for each in running.values() if each.is_live and each.is_decoding and _may_grow(each)]
         preempted = {each.id: each.preemptions for each in running.values()}
+        promises = self._leased.before_plan() if self._leased is not None else []
         step = self._scheduler.plan_step()
+        if self._leased is not None:
+            self._leased.after_plan(promises)
+            self._leased.release_one()
         self._check_expired()
         victims = [each for each in running.values() if each.preemptions > preempted[each.id]]
         self._outcome.preemptions += len(victims)
@@ -287,6 +310,11 @@ class Scenario:
                 stop = min(stop, len(generated))
             _check(generated == expected[:stop], f"request {request_id} got {generated}, not {expected[:stop]}")
             self._outcome.tokens += len(generated)
+        if self._leased is not None:
+            self._now_s += 1e7
+            self._leased.end()
+            self._outcome.leased, self._outcome.lease_refused = self._leased.granted, self._leased.refused
+            self._outcome.turns_kept = self._leased.kept
         _check(recount(self._manager).all_free, "blocks are held at the end")
         _check(len(self._told) == self._wanted, "of some prepared prompt nobody is told, or twice")
         _check(len(self._scheduler._seats.free_slots) == self._settings.max_num_seqs, "a slot is lent at the end")

@@ -145,9 +145,7 @@ class ModelRunner:
 
     def logits(self, tokens_T: Tensor, positions_T: Tensor, keep_T: Tensor | None = None) -> Tensor:
         """Of packed tokens, of those in `keep_T` alone if given. [T or K, vocabulary].
-
-        What each row computes over which pages is known from `begin_step` of attention, states and cross-attention.
-        """
+        What each row computes over which pages is known from `begin_step` of attention, states and cross-attention."""
         output = self.model.run(
             input_ids=tokens_T.unsqueeze(0),
             position_ids=positions_T.unsqueeze(0),

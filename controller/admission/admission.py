@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from itertools import count
 
 from ...kvcache.ids import RequestId
-from ...kvcache.plan import MemoryPlan
+from ...kvcache.manager import CacheManager
 from ...proto.request import GenerateRequest, RequestOptions, SamplingParams
 from ...proto.status import EngineInfo
+from ..leases.leases import leases_of
+from ..leases.wishes import check_lease
 from ..request import Request
 from .overload import OverloadGuard
 from .validation import check, lay_out_images
@@ -20,9 +22,10 @@ from .validation import check, lay_out_images
 class Admission:
     """Makes the requests of the engine from those of front ends."""
 
-    def __init__(self, info: EngineInfo, plan: MemoryPlan, overload: OverloadGuard):
+    def __init__(self, info: EngineInfo, manager: CacheManager, overload: OverloadGuard):
         self._info = info
-        self._plan = plan
+        self._manager = manager
+        self._plan = manager.plan
         self._overload = overload
         self._ids = map(RequestId, count(1))
 
@@ -37,6 +40,7 @@ class Admission:
         if not asked.is_known:
             image_bytes = sum(len(image.data) for image in asked.images)
             self._overload.check(asked.options.tenant, prompt_tokens, image_bytes, sampling.n, asked.options.timeout_s)
+        lease = check_lease(asked, max_total_tokens, leases_of(self._manager))
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         ends = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
@@ -52,6 +56,7 @@ class Admission:
                 max_total_tokens=max_total_tokens,
                 options=asked.options,
                 gallery=gallery,
+                lease=lease,
                 # They are the same for all answers, and are told with the first one.
                 prompt_logprobs=[] if sampling.prompt_logprobs is not None and not answer else None,
             )

@@ -38,11 +38,12 @@ def check(
     if not plan.fits(total_tokens):
         raise RequestTooLarge(
             f"{prompt_tokens} prompt tokens + {sampling.max_tokens} new ones need "
-            f"{plan.blocks_alone(total_tokens)} blocks; the whole pool has {info.num_blocks}. "
+            f"{plan.blocks_alone(total_tokens)} blocks; the whole pool has {info.num_blocks}"
+            f"{f', of which leases may hold {plan.leasable_blocks}' if plan.leasable_blocks else ''}. "
             "Ask for fewer tokens, or start the engine with a larger kv_cache_memory.",
             field="max_tokens",
             asked=plan.blocks_alone(total_tokens),
-            limit=info.num_blocks,
+            limit=info.num_blocks - plan.leasable_blocks,
         )
     return total_tokens
 

@@ -7,6 +7,8 @@ from ...errors import DeadlineExceeded
 from ...kvcache.ids import RequestId
 from ..request import Request
 
+NO_REQUEST = RequestId(0)
+
 
 class Deadlines:
     """The deadlines of requests, in order. Those of requests that have ended pass unnoticed."""
@@ -21,6 +23,11 @@ class Deadlines:
             request.deadline_s = request.arrival_s + request.options.timeout_s
             heapq.heappush(self._heap, (request.deadline_s, request.id))
             self.next_s = self._heap[0][0]
+
+    def wake(self, at_s: float) -> None:
+        """Have somebody look then, though no request's time is over."""
+        heapq.heappush(self._heap, (at_s, NO_REQUEST))
+        self.next_s = self._heap[0][0]
 
     def pass_by(self, now_s: float) -> list[RequestId]:
         """The requests whose deadlines have passed, each told once."""

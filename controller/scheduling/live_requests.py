@@ -12,10 +12,12 @@ from collections.abc import Sequence
 
 from ...kvcache.ids import RequestId
 from ...kvcache.manager import CacheManager
+from ..leases.leases import leases_of
 from ..request import Request
 from .deadlines import Deadlines
 from .fair_queue import FairQueue
 from .preemption import Preemption
+from .prefixes import named
 from .seats import Seats
 from .sharing import Sharing
 from .step_draft import StepDraft
@@ -56,6 +58,8 @@ class LiveRequests:
             self._live[each.id] = each
             self._queue.enter(each)
             self._deadlines.add(each)
+            if (leases := leases_of(self._manager)) is not None:
+                leases.arrived(each, named(each, self._manager)[0])
         if forks:
             self._sharing.add(request, forks)
         self._queue.add(request)
@@ -75,7 +79,9 @@ class LiveRequests:
         self.aborted.clear()
 
     def expire(self, now_s: float, draft: StepDraft) -> None:
-        """End the requests whose deadlines have passed."""
+        """End the requests whose deadlines have passed, and leases whose time is over."""
+        if (leases := leases_of(self._manager)) is not None:
+            leases.expire()
         for request_id in self._deadlines.pass_by(now_s):
             if (request := self._live.get(request_id)) is not None:
                 self.end(request, draft)
@@ -125,12 +131,13 @@ class LiveRequests:
 
     def start_over(self, request: Request, draft: StepDraft) -> None:
         """Compute a request anew that has the pool to itself, and still not one block more: it sits on large pages that
-        it uses in part. On an empty pool, a block at a time, it fits, or it would not have been taken."""
+        it uses in part. On a pool that is empty but for leases, a block at a time, it fits, or it would not have been
+        taken."""
         assert not request.is_cautious, f"request {request.id} does not fit alone, and was taken"
         request.is_cautious = True
         self.preempt(request, draft)
         self._preemption.forget(request, draft)
-        self._manager.reset_prefix_cache()
+        self._manager.leased.evict_others()
 
     def put_back(self, request: Request, draft: StepDraft) -> None:
         """Have a running request wait again, but for no lack of blocks."""
@@ -171,6 +178,16 @@ class LiveRequests:
             self._sharing.leave(request)
         else:
             self._queue.remove(request)
+        self._settle_lease(request)  # before anything takes what it has just given back
         self._release_forks(request)
         self._preemption.forget(request, draft)
         self._queue.leave(request)
+
+    def _settle_lease(self, request: Request) -> None:
+        """Keep what the request asked to be kept, and let go of what was kept for it."""
+        if (leases := leases_of(self._manager)) is not None:
+            has_begun = len(request.tokens) > request.prompt_tokens
+            has_ended = has_begun and request.finish_reason(request.tokens[-1]) is not None
+            until_s = leases.left(request, *named(request, self._manager), has_ended=has_ended)
+            if until_s is not None:
+                self._deadlines.wake(until_s)

@@ -105,11 +105,8 @@ class Scheduler:
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def plan_step(self) -> Step | None:
-        """The next step, or None when there is nothing to compute.
-
-        Steps before it may still be under way. Workers run steps in order, so it may use what those write, and give
-        away blocks that those still read.
-        """
+        """The next step, or None when there is nothing to compute. Steps before it may still be under way. Workers run
+        steps in order, so it may use what those write, and give away blocks that those still read."""
         now_s, draft = self._clock(), self._draft
         # 1. Requests that have ended make room.
         if self._live.aborted or self._deadlines.next_s <= now_s:
@@ -139,9 +136,7 @@ class Scheduler:
 
     def commit(self, result: StepResult) -> Outcome:
         """The oldest step under way has run: enter its tokens, give back blocks that are passed, end what has ended.
-
-        A request that ends with one of its stop tokens may have one more step under way. What that draws is dropped.
-        """
+        A request that ends with one of its stop tokens may have one more step under way. What that draws is dropped."""
         step = self._under_way.popleft()
         self._times.ran.append((step.decoding, step.prompt_tokens, result.run_us))
         if len(self._times.ran) >= MOST_UNLEARNT:

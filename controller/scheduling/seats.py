@@ -57,8 +57,8 @@ class Seats:
             self._unseat(request)
             if not is_alone:
                 return 0
-            assert hit.tokens, f"request {request.id} does not fit an empty pool, and was taken"
-            self._manager.reset_prefix_cache()
+            evicted = self._manager.leased.evict_others()
+            assert evicted, f"request {request.id} does not fit a pool that is empty but for leases, and was taken"
             return self.admit(request, left, now_s, draft)
         # 4. It runs.
         if request.seniority is None:

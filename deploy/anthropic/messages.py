@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from ...errors import InvalidRequest, RequestTooLarge
+from ...proto.leases import OFF
 from ..front_end.front_end import FrontEnd
 from ..openai.answers import Counter
 from ..openai.conversation import AnswerPart, Conversation
@@ -66,7 +67,7 @@ class MessagesCall:
         yield {
             "type": "message_delta",
             "delta": {"stop_reason": reason, "stop_sequence": sequence},
-            "usage": _usage(counter).model_dump(),
+            "usage": self._usage(counter).model_dump(),
         }
         yield {"type": "message_stop"}
 
@@ -76,8 +77,11 @@ class MessagesCall:
     def _message(self, counter: Counter) -> MessageBody:
         """As it begins."""
         return MessageBody(
-            id=self._id, model=self.front_end.info.model, content=[], stop_reason=None, usage=_usage(counter)
+            id=self._id, model=self.front_end.info.model, content=[], stop_reason=None, usage=self._usage(counter)
         )
+
+    def _usage(self, counter: Counter) -> MessageUsage:
+        return _usage(counter, is_asked=self._body.keep_s is not None)
 
 
 async def count_tokens(front_end: FrontEnd, body: CountRequest) -> InputTokens:
@@ -97,12 +101,15 @@ def _may_be_said_by_the_user(body: Asking, refusal: InvalidRequest) -> bool:
     return is_templates and has_later_system(body)
 
 
-def _usage(counter: Counter) -> MessageUsage:
+def _usage(counter: Counter, *, is_asked: bool) -> MessageUsage:
+    """is_asked: for a lease, by more than a hint"""
     usage = counter.usage()
     cached = usage.prompt_tokens_details.cached_tokens
     return MessageUsage(
         input_tokens=usage.prompt_tokens - cached,
         cache_read_input_tokens=cached,
         output_tokens=usage.completion_tokens,
+        # A hint that finds no leases here is like any other that has no effect.
+        lease=usage.lease if usage.lease is None or usage.lease.reason != OFF or is_asked else None,
         not_cached=usage.prompt_tokens_details.not_cached,
     )

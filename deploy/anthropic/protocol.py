@@ -10,9 +10,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field, StringConstraints
 
 from ...proto.request import MAX_PRIORITY, MAX_STOPS, MAX_TENANT_CHARS
-from ..openai.protocol import BIGGEST_INT, Item, Name, NotCached, Stop, Tolerant
+from ..openai.lease_bodies import OfLease
+from ..openai.protocol import BIGGEST_INT, Item, KeptSeconds, LeaseId, Name, NotCached, Stop, Tolerant
 
-HINT = "A hint without effect: what a prompt has in common with earlier ones is kept in any case."
+HINT = (
+    "What a prompt has in common with earlier ones is kept in any case. Where the server has leases, this asks that "
+    "the conversation's cache be kept for `ttl` after the answer (5m unless said), if there is room."
+)
 
 
 class CacheControl(Item):
@@ -249,6 +253,11 @@ class MessagesRequest(Asking):
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    keep_s: KeptSeconds | None = Field(
+        None, description="Seconds for which the conversation's cache is kept after the answer, as `usage.lease` tells."
+    )
+    keep_required: bool | None = Field(None, description="The request is refused where that cannot be.")
+    lease: LeaseId | None = Field(None, description="The lease that this turn takes over, if its prompt does not tell.")
     request_id: Name | None = None
 
 
@@ -282,6 +291,7 @@ class MessageUsage(BaseModel):
     cache_read_input_tokens: int
     output_tokens: int
     not_cached: list[NotCached] = []  # why the rest was not found, which Anthropic does not tell
+    lease: OfLease = None  # what became of `cache_control` or `keep_s`
 
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]

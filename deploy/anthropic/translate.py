@@ -29,9 +29,12 @@ from .protocol import (
 
 AS_IN_CHAT = (
     "model", "temperature", "top_p", "top_k", "stream", "seed", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "ignore_eos", "priority",
+    "repetition_penalty", "ignore_eos", "priority", "keep_required", "lease",
 )  # fmt: skip
 """Fields that mean what they mean in chat."""
+
+HINT_S = {"5m": 300.0, "1h": 3600.0}
+"""What the marks of a prompt's blocks ask for."""
 
 BILLING = "x-anthropic-billing-header:"
 """How Claude Code begins a block of its system prompt that is meant for who bills it. It differs from request to
@@ -48,6 +51,19 @@ def has_later_system(body: Asking) -> bool:
     """Does the system speak again when the conversation has begun? Many templates refuse that."""
     roles = [message.role for message in body.messages]
     return "system" in roles[_leading(roles) :]
+
+
+def kept_by_hints(body: Asking) -> float | None:
+    """For how many seconds the marks of `cache_control` want the cache to be kept; None: there are none. Where its
+    blocks end is of no interest here: all of the conversation is kept."""
+    blocks: list[Any] = [*(body.tools or ()), *(body.system if isinstance(body.system, list) else ())]
+    for message in body.messages:
+        for block in message.content if isinstance(message.content, list) else ():
+            blocks.append(block)
+            if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
+                blocks += block.content
+    marks = [mark for each in (body, *blocks) if (mark := getattr(each, "cache_control", None)) is not None]
+    return max((HINT_S[mark.ttl or "5m"] for mark in marks), default=None)
 
 
 def as_chat(body: Asking, later_system: Literal["system", "user"] = "system") -> ChatRequest:
@@ -84,6 +100,7 @@ def as_chat(body: Asking, later_system: Literal["system", "user"] = "system") ->
                 error_code=NO_THREADS,
             )
         given |= {name: getattr(body, name) for name in AS_IN_CHAT}
+        given["keep_s"] = body.keep_s if body.keep_s is not None else kept_by_hints(body)
         given |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences or None}
         given["user"] = body.metadata.user_id if body.metadata else None
     return chat_of(given)

@@ -9,6 +9,7 @@ from ...errors import IntarsiaError
 from ...kvcache.events import Event
 from ...proto import inference_pb2 as pb
 from ...proto import inference_pb2_grpc as pb_grpc
+from ...proto.leases import Lease
 from ...proto.request import USUAL_OPTIONS, RequestOptions, SamplingParams
 from ...proto.status import CacheState, EngineInfo, EngineLoad
 from ..front_end.probes import Probed
@@ -16,6 +17,7 @@ from ..grpc.convert import (
     cache_state_from_proto,
     events_from_proto,
     info_from_proto,
+    leases_from_proto,
     load_from_proto,
     probed_from_proto,
     prompt_to_proto,
@@ -57,7 +59,7 @@ class AsyncClient:
 
         sampling: None: 16 tokens, as the checkpoint asks
         images: files in a usual format, one for each image token of the prompt
-        options: priority, tenant and time limit
+        options: priority, tenant, time limit, and for how long the conversation's cache is to be kept
 
         Raises the server's errors as they were: `InvalidRequest`, `EngineUnavailable`, ...
         """
@@ -72,11 +74,16 @@ class AsyncClient:
             call.cancel()
 
     async def complete(
-        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, *, images: Sequence[bytes] = ()
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        images: Sequence[bytes] = (),
+        options: RequestOptions = USUAL_OPTIONS,
     ) -> Chunk:
         """The whole answer at once. Of several answers, use `generate`."""
         check_one(sampling)
-        return Chunk.join([chunk async for chunk in self.generate(prompt, sampling, images=images)])
+        return Chunk.join([chunk async for chunk in self.generate(prompt, sampling, images=images, options=options)])
 
     async def complete_batch(self, asked: Sequence[Asked]) -> list[Chunk | IntarsiaError]:
         """The answers to several requests, computed side by side, in their order; what is wrong with one of them stands
@@ -119,6 +126,14 @@ class AsyncClient:
     async def cache_state(self) -> CacheState:
         """Where the blocks of the pool are."""
         return cache_state_from_proto(await self._call(self._stub.GetCacheState, pb.GetCacheStateRequest()))
+
+    async def leases(self) -> list[Lease]:
+        """The conversations whose cache is held: the caller's own."""
+        return leases_from_proto(await self._call(self._stub.ListLeases, pb.ListLeasesRequest()))
+
+    async def release_lease(self, lease: str) -> None:
+        """End one before its time. Raises `UnknownLease` if the caller holds none of that id."""
+        await self._call(self._stub.ReleaseLease, pb.ReleaseLeaseRequest(lease=lease))
 
     async def probe(self, prompt: str | Sequence[int], cache_salt: str = "") -> list[Probed]:
         """What a request with this prompt would meet at each engine of the server. cache_salt: whose prompts are looked

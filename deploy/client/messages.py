@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from ...errors import IntarsiaError, InvalidRequest
 from ...proto import inference_pb2 as pb
+from ...proto.leases import LeaseReceipt
 from ...proto.reply import TokenLogprobs
 from ...proto.request import USUAL_OPTIONS, RequestOptions, SamplingParams
 from ..grpc.convert import (
@@ -13,6 +14,7 @@ from ..grpc.convert import (
     finish_reason_from_proto,
     logprobs_from_proto,
     prompt_to_proto,
+    receipt_from_proto,
     sampling_to_proto,
 )
 
@@ -35,6 +37,7 @@ class Usage:
     cached_tokens: int  # of the prompt, found in the prefix cache
     completion_tokens: int
     not_cached: tuple[NotCached, ...] = ()  # the rest of the prompt, by cause
+    lease: LeaseReceipt | None = None  # what became of `keep_s`
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,9 @@ def request_of(asked: Asked) -> pb.GenerateRequest:
         tenant=asked.options.tenant,
         timeout_s=asked.options.timeout_s,
         borders=asked.options.borders,
+        keep_s=asked.options.keep_s,
+        keep_required=asked.options.keep_required,
+        lease=asked.options.lease,
     )
     prompt_to_proto(request, asked.prompt)
     return request
@@ -119,6 +125,11 @@ def _not_cached(usage: pb.Usage) -> tuple[NotCached, ...]:
     )
 
 
+def _usage(usage: pb.Usage) -> Usage:
+    lease = receipt_from_proto(usage.lease) if usage.HasField("lease") else None
+    return Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, _not_cached(usage), lease)
+
+
 def chunk_of(response: pb.GenerateResponse) -> Chunk:
     usage = response.usage
     return Chunk(
@@ -126,9 +137,7 @@ def chunk_of(response: pb.GenerateResponse) -> Chunk:
         token_ids=tuple(response.token_ids),
         logprobs=logprobs_from_proto(response.logprobs),
         finish_reason=finish_reason_from_proto(response.finish_reason),
-        usage=Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, _not_cached(usage))
-        if response.HasField("usage")
-        else None,
+        usage=_usage(usage) if response.HasField("usage") else None,
         index=response.index,
         prompt_logprobs=logprobs_from_proto(response.prompt_logprobs),
     )

@@ -10,6 +10,7 @@ from ...errors import IntarsiaError
 from ...kvcache.events import Event
 from ...proto import inference_pb2 as pb
 from ...proto import inference_pb2_grpc as pb_grpc
+from ...proto.leases import Lease
 from ...proto.request import USUAL_OPTIONS, RequestOptions, SamplingParams
 from ...proto.status import CacheState, EngineInfo, EngineLoad
 from ..front_end.probes import Probed
@@ -17,6 +18,7 @@ from ..grpc.convert import (
     cache_state_from_proto,
     events_from_proto,
     info_from_proto,
+    leases_from_proto,
     load_from_proto,
     probed_from_proto,
     prompt_to_proto,
@@ -58,7 +60,7 @@ class Client:
 
         sampling: None: 16 tokens, as the checkpoint asks
         images: files in a usual format, one for each image token of the prompt
-        options: priority, tenant and time limit
+        options: priority, tenant, time limit, and for how long the conversation's cache is to be kept
 
         Raises the server's errors as they were: `InvalidRequest`, `EngineUnavailable`, ...
         """
@@ -73,11 +75,16 @@ class Client:
             call.cancel()
 
     def complete(
-        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, *, images: Sequence[bytes] = ()
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        images: Sequence[bytes] = (),
+        options: RequestOptions = USUAL_OPTIONS,
     ) -> Chunk:
         """The whole answer at once. Of several answers, use `generate`."""
         check_one(sampling)
-        return Chunk.join([chunk for chunk in self.generate(prompt, sampling, images=images)])
+        return Chunk.join([chunk for chunk in self.generate(prompt, sampling, images=images, options=options)])
 
     def complete_batch(self, asked: Sequence[Asked]) -> list[Chunk | IntarsiaError]:
         """The answers to several requests, computed side by side, in their order; what is wrong with one of them stands
@@ -120,6 +127,14 @@ class Client:
     def cache_state(self) -> CacheState:
         """Where the blocks of the pool are."""
         return cache_state_from_proto(self._call(self._stub.GetCacheState, pb.GetCacheStateRequest()))
+
+    def leases(self) -> list[Lease]:
+        """The conversations whose cache is held: the caller's own."""
+        return leases_from_proto(self._call(self._stub.ListLeases, pb.ListLeasesRequest()))
+
+    def release_lease(self, lease: str) -> None:
+        """End one before its time. Raises `UnknownLease` if the caller holds none of that id."""
+        self._call(self._stub.ReleaseLease, pb.ReleaseLeaseRequest(lease=lease))
 
     def probe(self, prompt: str | Sequence[int], cache_salt: str = "") -> list[Probed]:
         """What a request with this prompt would meet at each engine of the server. cache_salt: whose prompts are looked

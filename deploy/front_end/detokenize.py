@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, M
 from typing import Protocol
 
 from ...errors import InvalidRequest
+from ...proto.leases import LeaseReceipt
 from ...proto.request import SamplingParams
 from .engine_client import Delta
 from .marked_stream import MarkedStream
@@ -14,6 +15,10 @@ AT_ONCE_VALUES = 512
 """Tokens and log-probabilities that are handed on before others have their turn: it takes about a millisecond."""
 
 
+MOST_AFTER_STOP = 16
+"""Deltas that may come behind a stop string, until the engine has heard of it."""
+
+
 class Deltas(Protocol):
     """The part of a `Generation` that is used here."""
 
@@ -21,17 +26,22 @@ class Deltas(Protocol):
 
     def end(self, index: int) -> None: ...
 
+    def enough(self, index: int) -> None: ...
+
 
 async def with_text(
     generation: Deltas,
     tokenizer: Tokenizer | None,
     sampling: SamplingParams,
     markers: Mapping[int, str] | None = None,
+    *,
+    is_kept: bool = False,
 ) -> AsyncGenerator[tuple[Delta, str], None]:
     """Each delta with the text that is certain by now; the last one of each answer has a finish reason. Text is empty
     without a tokenizer. An answer that comes to a stop string is ended; the caller closes `generation`.
 
-    markers: special tokens that are wanted in the text, by id, as `MarkedStream` has them.
+    markers: special tokens that are wanted in the text, by id, as `MarkedStream` has them. is_kept: a lease was asked
+    for, of which the engine's last delta tells.
 
     Raises `InvalidRequest` for stop strings without a tokenizer.
     """
@@ -54,11 +64,26 @@ async def with_text(
                 break  # what came with the stop string and behind it
             text, stop = answers[part.answer].push(part)
             if stop is not None:
-                generation.end(part.answer)
                 ended.add(part.answer)
-            yield part if stop is None else part._replace(finish_reason="stop", stop=stop), text
+                part = part._replace(finish_reason="stop", stop=stop, lease=await _lease(generation, part, is_kept))
+                generation.end(part.answer)
+            yield part, text
             if part is not delta:
                 await asyncio.sleep(0)
+
+
+async def _lease(generation: Deltas, last: Delta, is_kept: bool) -> LeaseReceipt | None:
+    """What becomes of the lease of an answer whose text has ended with `last`."""
+    if not is_kept or last.finish_reason is not None:
+        return last.lease
+    generation.enough(last.answer)
+    # It ends with a token or two; an engine that is lost just then has no lease to tell of.
+    for _ in range(MOST_AFTER_STOP):
+        async for delta in generation:
+            if delta.finish_reason is not None:
+                return delta.lease
+            break
+    return None
 
 
 def _parts(delta: Delta) -> Iterable[Delta]:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from ...controller.losses import GIVE_UP_AFTER_S
 from ...errors import EngineUnavailable, IntarsiaError, InvalidRequest, Overloaded
 from ...proto.channel import Address, ChannelClosed
-from ...proto.messages import FROM_ENGINE, Abort, Answer, CacheEvents, Delivery, EngineLost, Submit
+from ...proto.messages import FROM_ENGINE, Abort, Answer, CacheEvents, Delivery, EngineLost, Enough, Submit
 from ...proto.reply import NO_MISSES, Backlog, Delta, TokenLogprobs
 from ...proto.request import USUAL_OPTIONS, GenerateRequest, Image, RequestOptions, SamplingParams
 from ...proto.status import EngineInfo
@@ -35,9 +35,7 @@ __all__ = ["Delta", "EngineClient", "Generation", "TokenLogprobs"]
 
 class EngineClient:
     """Many concurrent requests over one connection. Lives on one event loop.
-
-    An engine that can come back is waited for: requests are asked again then, with the tokens they have.
-    """
+    An engine that can come back is waited for: requests are asked again then, with the tokens they have."""
 
     def __init__(
         self, line: Line, info: EngineInfo, again: Again | None = None, give_up_after_s: float = GIVE_UP_AFTER_S
@@ -100,9 +98,7 @@ class EngineClient:
 
     def submit(self, request_id: str, requests: Mapping[int, GenerateRequest], answers: int) -> "Attempt":
         """Send what one generation asks for: requests by their first answer, each for `answers` answers.
-
-        Raises `EngineUnavailable`, `InvalidRequest` for an id that is in use.
-        """
+        Raises `EngineUnavailable`, `InvalidRequest` for an id that is in use."""
         self.connection.check_there()
         any_request = next(iter(requests.values()))
         name = any_request.options.salt, request_id  # ids are a tenant's own
@@ -185,9 +181,7 @@ class EngineClient:
 
 class Attempt:
     """A request at one engine: what has come and was not taken yet, then what ends it.
-
-    Invariant: `handles` are those of the answers that go on.
-    """
+    Invariant: `handles` are those of the answers that go on."""
 
     def __init__(self, engine: EngineClient, name: tuple[str, str], handles: dict[int, int], *, in_pieces: bool):
         """handles: by answer. in_pieces: what waits is taken in pieces, so that no request keeps the loop for long."""
@@ -255,6 +249,10 @@ class Attempt:
         """As `EngineClient.finish`."""
         self._engine.finish(self, answer, is_aborted=is_aborted)
 
+    def say_enough(self, answer: int) -> None:
+        if self._engine.connection.is_there:
+            self._engine.connection.send(Enough(self.handles[answer]))
+
     def leave(self) -> None:
         """The engine refused the request, or is lost. Whatever still comes is dropped."""
         for answer in list(self.handles):
@@ -315,6 +313,11 @@ class Generation(AsyncIterator[Delta]):
     def unread_bytes(self) -> int:
         """About what has come and was not taken."""
         return 0 if self._attempt is None else self._attempt.unread_bytes
+
+    def enough(self, index: int) -> None:
+        """The text of an answer is complete: it ends soon, with a delta that tells of its lease."""
+        if self._attempt is not None and index in self._attempt.handles:
+            self._attempt.say_enough(index)
 
     def end(self, index: int) -> None:
         """One answer has said enough; the others go on."""

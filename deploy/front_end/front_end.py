@@ -35,6 +35,7 @@ from .engine_client import Delta, EngineClient, Generation
 from .image_fetch import ImageFetcher, check_hosts, is_address
 from .images import ImageReader, check_images, read_images
 from .json_pieces import CHARS_OF_A_VALUE, size_of, texts_in
+from .leases import Leases
 from .next_turns import NextTurns
 from .probes import Probes
 from .request_log import RECORD, Record
@@ -126,6 +127,7 @@ class FrontEnd:
         self._beside_short = Beside(max_waiting=waiting[0], max_waiting_bytes=waiting[1])
         self._engine = engine
         self._router = router
+        self.leases = Leases(self.engines)
         self._images = ImageReader.of(engine.info)
         self.borders = Borders(engine.info)
         prepares = self.settings.prepare_next_turns and engine.info.enable_prefix_caching
@@ -473,7 +475,9 @@ class Answers:
         self._record = record
 
     def __aiter__(self) -> AsyncGenerator[tuple[Delta, str], None]:
-        pieces = with_text(self._generation, self._tokenizer, self.asked.sampling, self.asked.markers)
+        asked = self.asked
+        is_kept = asked.options.keep_s is not None
+        pieces = with_text(self._generation, self._tokenizer, asked.sampling, asked.markers, is_kept=is_kept)
         if self._record is not None:
             pieces = self._record.watch(pieces)
         return pieces if self._is_streaming else whole_answers(pieces)

@@ -8,7 +8,17 @@ from ...controller.metrics import Metrics
 from ...controller.snapshot import EngineSnapshot
 from ...errors import IntarsiaError
 from ...proto.codec import read
-from ...proto.messages import AskCacheState, AskLoad, AskMetrics, AskProbe, AskSnapshot, Prepare
+from ...proto.leases import Lease
+from ...proto.messages import (
+    AskCacheState,
+    AskLeases,
+    AskLoad,
+    AskMetrics,
+    AskProbe,
+    AskSnapshot,
+    Prepare,
+    ReleaseLease,
+)
 from ...proto.status import CacheState, EngineLoad, PreparedPrompt, Probe, SnapshotQuery
 from .connection import Connection
 
@@ -53,6 +63,14 @@ class Questions:
     async def snapshot(self, query: SnapshotQuery) -> EngineSnapshot:
         """All there is to see at one moment."""
         return await self._ask(AskSnapshot, query, kind=EngineSnapshot)
+
+    async def leases(self, viewer: str | None = None) -> tuple[Lease, ...]:
+        """Conversations whose cache is held."""
+        return await self._ask(AskLeases, viewer, kind=tuple[Lease, ...])
+
+    async def release_lease(self, lease: str, viewer: str | None = None) -> bool:
+        """End one. False if there is none of that id."""
+        return await self._ask(ReleaseLease, lease, viewer, kind=bool)
 
     async def _ask(self, question: type, *about: Any, kind: type[Known]) -> Known:
         handle = self._connection.ask(question, *about)

@@ -22,9 +22,11 @@ from typing import Any, TextIO
 
 from ...errors import IntarsiaError
 from ...kvcache.misses import Miss, merged
+from ...proto.leases import LeaseReceipt
 from ...proto.reply import Delta
 from ...proto.status import PreparedPrompt
 from .access import TENANT
+from .leases import brief
 
 FORMS = ("line", "json")
 
@@ -62,6 +64,7 @@ class Record:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     misses: tuple[Miss, ...] = ()
+    lease: LeaseReceipt | None = None
     generated_tokens: int = 0
     queue_s: float | None = None  # until its turn came
     first_token_s: float | None = None
@@ -88,6 +91,7 @@ class Record:
                     if delta.misses and not misses:
                         misses = delta.misses
                         self.misses = merged((*self.misses, *misses))
+                    self.lease = delta.lease or self.lease
                     if delta.finish_reason is not None:
                         self.ends.add(delta.finish_reason)
                     yield delta, text
@@ -123,6 +127,7 @@ class Record:
             "tokens_found": self.cached_tokens,
             **({"not_found": ",".join(map(_miss, self.misses))} if self.misses else {}),
             "tokens_out": self.generated_tokens,
+            **({"leased": brief(self.lease)} if self.lease is not None else {}),
             "queue_s": _rounded(self.queue_s),
             "first_token_s": _rounded(self.first_token_s),
             "total_s": _rounded(time.monotonic() - self.began_s),

@@ -22,14 +22,17 @@ from ...errors import (
     RequestAborted,
     RequestTooLarge,
     Unauthenticated,
+    UnknownLease,
     UnknownModel,
 )
 from ...kvcache.events import Cleared, Event, Removed, Stored
 from ...proto import inference_pb2 as pb
+from ...proto.leases import Lease, LeasedLayers, LeaseReceipt
 from ...proto.reply import Delta, TokenLogprobs
 from ...proto.request import MAX_BAD, MAX_BIASES, MAX_FORM_CHARS, MAX_STOPS, RequestOptions, SamplingParams
 from ...proto.status import CacheState, EngineInfo, EngineLoad, GroupInfo, GroupState, Probe
 from ...proto.step import MAX_BAD_TOKENS
+from ..front_end.leases import why_refused
 from ..front_end.misses import told
 from ..front_end.probes import Probed
 from ..settings.limits import Limits, check_id
@@ -46,6 +49,7 @@ _REASON_OF = {number: name for name, number in FINISH_REASONS.items()}
 
 STATUS_CODES: dict[type[IntarsiaError], StatusCode] = {
     UnknownModel: StatusCode.NOT_FOUND,
+    UnknownLease: StatusCode.NOT_FOUND,
     InvalidRequest: StatusCode.INVALID_ARGUMENT,
     InvalidSetting: StatusCode.FAILED_PRECONDITION,
     ModelError: StatusCode.FAILED_PRECONDITION,
@@ -159,6 +163,9 @@ def options_from_proto(request: pb.GenerateRequest, time_remaining_s: float | No
         tenant=request.tenant,
         timeout_s=min(limits, default=None),
         borders=tuple(request.borders),
+        keep_s=request.keep_s if request.HasField("keep_s") else None,
+        keep_required=request.keep_required,
+        lease=request.lease,
     )
 
 
@@ -322,8 +329,34 @@ def _shorten(text: str, limit_chars: int) -> str:
     return text if len(text) <= limit_chars else text[: limit_chars - 4] + " ..."
 
 
+def receipt_to_proto(receipt: LeaseReceipt) -> pb.Lease:
+    fields: dict[str, Any] = receipt._asdict()
+    fields["layers"] = [pb.LeasedLayers(**layers._asdict()) for layers in receipt.layers]
+    return pb.Lease(**fields, message=why_refused(receipt) if receipt.refused else "")
+
+
+def leases_to_proto(leases: Sequence[Lease]) -> pb.Leases:
+    def one(lease: Lease) -> pb.Lease:
+        message = receipt_to_proto(lease.receipt)
+        message.tenant, message.is_awaited = lease.tenant, lease.is_awaited
+        return message
+
+    return pb.Leases(leases=map(one, leases))
+
+
+def receipt_from_proto(message: pb.Lease) -> LeaseReceipt:
+    given: dict[str, Any] = {name: getattr(message, name) for name in LeaseReceipt._fields}
+    given["layers"] = tuple(LeasedLayers(each.kind, each.blocks, each.bytes) for each in message.layers)
+    return LeaseReceipt(**given)
+
+
+def leases_from_proto(message: pb.Leases) -> list[Lease]:
+    return [Lease(receipt_from_proto(each), each.tenant, each.is_awaited) for each in message.leases]
+
+
 def usage_to_proto(last: Delta, prompt_tokens: int, completion_tokens: int) -> pb.Usage:
     return pb.Usage(
+        lease=receipt_to_proto(last.lease) if last.lease is not None else None,
         prompt_tokens=prompt_tokens,
         cached_tokens=last.num_cached_tokens,
         completion_tokens=completion_tokens,

@@ -1,14 +1,15 @@
-"""What gRPC tells of an engine beside answers: its facts, how busy it is, and what its cache knows."""
+"""What gRPC tells of an engine beside answers: its facts, how busy it is, what its cache knows, and who leases it."""
 
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+from ...errors import UnknownLease
 from ...proto import inference_pb2 as pb
 from ...proto import inference_pb2_grpc as pb_grpc
 from ..front_end.front_end import FrontEnd
 from ..front_end.served_models import ServedModels, models_of
-from .convert import cache_state_to_proto, events_to_proto, info_to_proto, load_to_proto
+from .convert import cache_state_to_proto, events_to_proto, info_to_proto, leases_to_proto, load_to_proto
 
 
 class FiguresServicer(pb_grpc.InferenceServicer):
@@ -27,6 +28,15 @@ class FiguresServicer(pb_grpc.InferenceServicer):
 
     async def GetCacheState(self, request: pb.GetCacheStateRequest, context: Any) -> pb.CacheState:
         return cache_state_to_proto(await self._front_end.cache_state())
+
+    async def ListLeases(self, request: pb.ListLeasesRequest, context: Any) -> pb.Leases:
+        return leases_to_proto([lease for each in self._models.each() for lease in await each.leases.held()])
+
+    async def ReleaseLease(self, request: pb.ReleaseLeaseRequest, context: Any) -> pb.ReleaseLeaseResponse:
+        for each in self._models.each():
+            if await each.leases.release(request.lease):
+                return pb.ReleaseLeaseResponse()
+        raise UnknownLease.of(request.lease)
 
     async def WatchCacheEvents(
         self, request: pb.WatchCacheEventsRequest, context: Any

@@ -13,6 +13,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 
 from ...controller.metrics import Distribution, Metrics
 from ...kvcache.misses import LOST
+from ...proto.leases import LeaseCounts
 from ...proto.status import CacheState, EngineInfo, EngineLoad, PreparedMetrics
 
 Read = Callable[[EngineLoad], float]
@@ -88,6 +89,9 @@ RESPONSES = {
 REASONS = ("stop", "length", "abort", "deadline", "error")
 """Why answers end. All are told from the start, so that rates begin with the first of each."""
 
+LEASE_RESULTS = ("granted", "refused", "taken_over", "expired", "released", "lost")
+"""What becomes of leases: `LeaseCounts` has them."""
+
 
 class Measured(NamedTuple):
     """What one engine says of itself. cache, metrics: None for a tenant."""
@@ -162,6 +166,8 @@ class _Families:
             yield from self._forecasts(self._measured)
             if self._measured.prepared is not None:
                 yield from self._prepared(self._measured.prepared)
+            if self._info.lease_blocks:
+                yield from self._leases(self._measured.leases)
         if self._cache is not None:
             yield self._pool(self._cache)
         if self._responses is not None:
@@ -219,6 +225,16 @@ class _Families:
         evicted = [(labels, group.evicted_blocks) for labels, group in groups]
         about = "Blocks whose known prefix made room for others."
         yield self._family(CounterMetricFamily, "intarsia:group_evicted_blocks", about, evicted)
+
+    def _leases(self, counts: LeaseCounts) -> Iterator[Metric]:
+        """Where the operator gives them a share."""
+        results = [({"result": name}, getattr(counts, name)) for name in LEASE_RESULTS]
+        about = "Leases of conversations, by what became of them."
+        yield self._family(CounterMetricFamily, "intarsia:leases", about, results)
+        yield self._family(GaugeMetricFamily, "intarsia:leases_held", "Leases that are held.", [({}, counts.held)])
+        pages = [({"what": "held"}, counts.held_pages), ({"what": "limit"}, counts.limit_pages)]
+        about = "Large pages of leases: held, and those that they may hold."
+        yield self._family(GaugeMetricFamily, "intarsia:lease_pages", about, pages)
 
     def _forecasts(self, measured: Metrics) -> Iterator[Metric]:
         found = [

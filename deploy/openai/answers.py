@@ -13,11 +13,14 @@ from starlette.responses import Response, StreamingResponse
 
 from ...errors import IntarsiaError
 from ...kvcache.misses import Miss
+from ...proto.leases import LeaseReceipt
 from ...proto.reply import Delta
 from ..front_end.front_end import FEW_VALUES, Asked, FrontEnd, side_by_side
 from ..front_end.json_pieces import json_pieces, size_of
+from ..front_end.leases import told as told_lease
 from ..front_end.misses import told
 from ..front_end.request_log import CLIENT_CLOSED as CLIENT_CLOSED
+from .lease_bodies import LeaseBody
 from .protocol import CompletionDetails, NotCached, PromptDetails, StreamOptions, Usage
 
 Result = TypeVar("Result")
@@ -26,7 +29,7 @@ Result = TypeVar("Result")
 THOUGHTS = ("reasoning_content", "reasoning")
 """Where clients look for what the model thought: DeepSeek and most servers, and OpenRouter and newer ones."""
 
-EXTENSIONS = {"token_ids", "prompt_token_ids", "prompt_logprobs", "tool_calls", "index", *THOUGHTS}
+EXTENSIONS = {"lease", "token_ids", "prompt_token_ids", "prompt_logprobs", "tool_calls", "index", *THOUGHTS}
 """Fields of answers that are left out where they are null; the others stand there as null, as OpenAI has them."""
 
 
@@ -45,6 +48,7 @@ class Counter:
         self._prompt_tokens = sum(len(one.prompt) for one in asked)
         self._cached = [0] * len(asked)
         self._misses: list[tuple[Miss, ...]] = [()] * len(asked)
+        self.lease: LeaseReceipt | None = None  # of the conversation, of which there is one then
         self._completion_tokens = 0
         self._thought_tokens = 0
 
@@ -56,6 +60,7 @@ class Counter:
         self._completion_tokens += len(piece.delta.token_ids)
         self._cached[piece.prompt] = max(self._cached[piece.prompt], piece.delta.num_cached_tokens)
         self._misses[piece.prompt] = self._misses[piece.prompt] or piece.delta.misses
+        self.lease = piece.delta.lease or self.lease
 
     def usage(self, unsent: int = 0) -> Usage:
         """unsent: tokens that have been counted, and are left out."""
@@ -69,6 +74,7 @@ class Counter:
                 not_cached=[NotCached(**miss) for miss in told(chain.from_iterable(self._misses))],
             ),
             completion_tokens_details=CompletionDetails(reasoning_tokens=min(self._thought_tokens, completion_tokens)),
+            lease=LeaseBody(**told_lease(self.lease)) if self.lease is not None else None,
         )
 
 
@@ -87,8 +93,8 @@ class StreamUsage:
         return event
 
     def last(self, event: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The last one, which has no choices, if it is wanted."""
-        if self._at_end:
+        """The last one, which has no choices, if it is wanted, or tells of a lease."""
+        if self._at_end or self._counter.lease is not None:
             yield event | {"usage": self._counter.usage().model_dump()}
 
 

@@ -24,6 +24,7 @@ from .completions import CompletionCall
 from .door import Bodies, Keys, Logged, Named, Place
 from .errors import answer_errors
 from .kept import KeptResponses
+from .leases_app import add_leases
 from .models import add_models
 from .probe import add_probe
 from .protocol import (
@@ -90,6 +91,7 @@ def make_app(
     _describe(app, models)
     _add_generation(app, models)
     add_responses(app, models, kept)
+    add_leases(app, models)
     for add in interfaces:
         add(app, models)
     add_models(app, models)

@@ -70,6 +70,10 @@ class CompletionCall:
         # A prompt is a text or token ids; there may be several, up to a limit.
         is_one = isinstance(given, str) or isinstance(given[0], int)
         limit = self.front_end.limits.max_prompts
+        if options.keep_s is not None and not is_one and len(given) > 1:
+            raise InvalidRequest(
+                f"keep_s keeps one conversation, and there are {len(given)} prompts; send one", field="keep_s"
+            )
         if not is_one and len(given) > limit:
             raise InvalidRequest(
                 f"a request may have {limit} prompts, this one has {len(given)}",

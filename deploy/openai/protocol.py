@@ -17,7 +17,17 @@ from pydantic import (
     model_validator,
 )
 
-from ...proto.request import MAX_ANSWERS, MAX_BAD, MAX_LOGPROBS, MAX_PRIORITY, MAX_STOP_CHARS, MAX_STOPS
+from ...proto.request import (
+    MAX_ANSWERS,
+    MAX_BAD,
+    MAX_KEEP_S,
+    MAX_LEASE_CHARS,
+    MAX_LOGPROBS,
+    MAX_PRIORITY,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+)
+from .lease_bodies import OfLease
 
 TOKEN_FORMAT = "token"
 """The format of token ids in the OpenAPI document, which says of the served model how many there are."""
@@ -25,6 +35,10 @@ TOKEN_FORMAT = "token"
 Text = Annotated[str, StringConstraints(min_length=1)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1, json_schema_extra={"format": TOKEN_FORMAT})]
+KeptSeconds = Annotated[float, Field(gt=0, le=MAX_KEEP_S, allow_inf_nan=False)]
+
+LeaseId = Annotated[str, StringConstraints(min_length=1, max_length=MAX_LEASE_CHARS)]
+
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 FormName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 TokenName = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
@@ -209,6 +223,11 @@ class Sampling(Tolerant):
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    keep_s: KeptSeconds | None = Field(
+        None, description="Seconds for which the conversation's cache is kept after the answer, as `usage.lease` tells."
+    )
+    keep_required: bool | None = Field(None, description="The request is refused where that cannot be.")
+    lease: LeaseId | None = Field(None, description="The lease that this turn takes over, if its prompt does not tell.")
     return_token_ids: bool | None = Field(None, description="The ids of prompt and answer too.")
     return_tokens_as_token_ids: bool | None = Field(None, description="Log-probabilities name tokens `token_id:N`.")
     request_id: Name | None = None
@@ -429,6 +448,7 @@ class Usage(BaseModel):
     total_tokens: int
     prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails
+    lease: OfLease = None
 
 
 class CompletionLogprobs(BaseModel):
@@ -784,6 +804,11 @@ class ResponsesRequest(Tolerant):
     ignore_eos: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the model's chat template.")
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    keep_s: KeptSeconds | None = Field(
+        None, description="Seconds for which the conversation's cache is kept after the answer, as `usage.lease` tells."
+    )
+    keep_required: bool | None = Field(None, description="The request is refused where that cannot be.")
+    lease: LeaseId | None = Field(None, description="The lease that this turn takes over, if its prompt does not tell.")
     request_id: Name | None = None
 
     # What is kept of it
@@ -812,6 +837,7 @@ class ResponseUsage(BaseModel):
     output_tokens: int
     output_tokens_details: ResponseOutputDetails
     total_tokens: int
+    lease: OfLease = None
 
 
 class OutputText(BaseModel):

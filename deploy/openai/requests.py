@@ -160,7 +160,13 @@ def fingerprint_of(info: EngineInfo) -> str:
 
 def options_of(body: Sampling) -> RequestOptions:
     """Raises `InvalidRequest`."""
-    return RequestOptions(priority=body.priority or 0, tenant=body.user or "")
+    return RequestOptions(
+        priority=body.priority or 0,
+        tenant=body.user or "",
+        keep_s=body.keep_s,
+        keep_required=bool(body.keep_required),
+        lease=body.lease or "",
+    )
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 AS_IN_CHAT = (
     "stop", "seed", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos",
-    "chat_template_kwargs", "priority",
+    "chat_template_kwargs", "priority", "keep_s", "keep_required", "lease",
 )  # fmt: skip
 """Fields that mean what they mean in chat."""
 
@@ -210,6 +210,7 @@ def _usage(counter: Counter) -> ResponseUsage:
         output_tokens=usage.completion_tokens,
         output_tokens_details=ResponseOutputDetails(reasoning_tokens=usage.completion_tokens_details.reasoning_tokens),
         total_tokens=usage.total_tokens,
+        lease=usage.lease,
     )
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Unpack
 
 from ...controller.admission.overload import OverloadSettings
+from ...controller.leases.settings import LeaseSettings
 from ...controller.scheduling.settings import SchedulerSettings
 from ...controller.startup import EngineSettings
 from ...kvcache.plan import PlanSettings
@@ -61,6 +62,7 @@ def _composed(given: EngineArguments) -> Wanted:
         plan=PlanSettings(**plan),
         scheduler=SchedulerSettings(**components["scheduler"]),
         overload=OverloadSettings(**components["overload"]),
+        leases=LeaseSettings(**components["leases"]),
         **engine,
     )
     return Wanted(settings, HubSettings(**components["hub"]).revision)

@@ -84,6 +84,12 @@ class EngineArguments(TypedDict, total=False):
     swap_space: Annotated[str | int, Setting(
         0, "scheduler.swap_bytes", "Host memory per worker for the blocks of preempted requests, e.g. 4GiB.",
         more="They wait there if they are dearer to compute anew than to copy.", read=count_of_bytes)]
+    lease_share: Annotated[float, Setting(
+        0.0, "plan.lease_share", "Share of the cache memory that clients may have kept between turns; 0: none.",
+        more="Requests have the rest: the longest one must fit beside it.")]
+    lease_share_per_tenant: Annotated[float | None, Setting(
+        None, "leases.share_per_tenant", "The same, of each tenant.", "all of lease_share")]
+    max_lease_s: Annotated[float, Setting(3600.0, "leases.longest_s", "Seconds that a lease may last.")]
     max_wait_s: Annotated[float | None, Setting(
         None, "overload.max_wait_s", "Requests whose turn would come later are told to try again.", "they wait",
         more="In Python: `Overloaded`.", serving=60.0, follows="stream_interval_s", commands=(SERVE,))]

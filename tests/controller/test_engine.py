@@ -12,6 +12,8 @@ from intarsia.controller import losses as losses_module
 from intarsia.controller.admission import structured_output
 from intarsia.controller.admission.overload import OverloadSettings
 from intarsia.controller.engine import Engine
+from intarsia.controller.leases.leases import Leases
+from intarsia.controller.leases.settings import LeaseSettings
 from intarsia.controller.losses import MOST_LOSSES, Losses, NoRoom
 from intarsia.controller.scheduling import prefill_budget as prefill_budget_module
 from intarsia.controller.scheduling.scheduler import Scheduler
@@ -36,6 +38,7 @@ from intarsia.proto.worker import WorkerStatus
 from intarsia.tests.kvcache.plans import plan_of
 from intarsia.tests.local import Completion, asking
 from intarsia.tests.simulated import VOCAB, SimulatedWorker, continuation
+from intarsia.tests.simulated_leases import with_leasable
 
 PROMPT = [1, 2, 3, 4, 5]
 SAMPLING = SamplingParams(max_tokens=8)
@@ -85,14 +88,18 @@ def make_engine(
     eos: tuple[int, ...] = (),
     losses: Sequence[int] = (),
     overload: OverloadSettings | None = None,
+    leasable: int = 0,
 ) -> Engine:
-    plan = plan_of(Full(), Sliding(5), blocks=blocks)
+    """leasable: large pages, of `blocks`, that leases may hold"""
+    plan = with_leasable(plan_of(Full(), Sliding(5), blocks=blocks - leasable), leasable)
     manager = CacheManager(plan)
+    if leasable:
+        Leases(manager, LeaseSettings(share_per_tenant=0.25))
     info = EngineInfo(
         model="simulated", model_dir="", architecture="", dtype="", device="", tensor_parallel_size=1, weight_bytes=0,
         vocab_size=VOCAB, max_model_len=100, max_num_seqs=4, max_num_batched_tokens=16, eos_token_ids=eos,
         strategy="layered", groups=(GroupInfo("full", (0,), 4, 64),), num_blocks=blocks - 1, num_buffers=1,
-        kv_cache_bytes=0, max_len_concurrency=plan.concurrency(100), enable_prefix_caching=True,
+        kv_cache_bytes=0, max_len_concurrency=plan.concurrency(100), enable_prefix_caching=True, lease_blocks=leasable,
     )  # fmt: skip
     scheduler = Scheduler(SchedulerSettings(max_num_seqs=4, max_num_batched_tokens=16), manager)
     return Engine(info, scheduler, manager, SimulatedGroup(plan, fail_at, losses), overload=overload)
@@ -679,3 +686,70 @@ def test_answers_to_one_prompt_have_handles_in_a_row():
 
     running(engine, scenario())
     assert heard == {handle: continuation(PROMPT, 8) for handle in (5, 6, 7)}
+
+
+def test_a_receipt_comes_with_the_last_delta_and_the_next_turn_finds_all():
+    engine = make_engine(leasable=12)
+    told: list[Any] = []
+
+    async def ask() -> None:
+        first, options = Completion(), RequestOptions(keep_s=60.0)
+        engine.submit(asking(PROMPT, SAMPLING, options=options), 0, told.append)
+        engine.submit(asking(PROMPT, SAMPLING, options=RequestOptions()), 1, first.sink)
+        await first.done.wait()
+        while not any(delta.finish_reason for each in told for _, delta in each.deltas):
+            await asyncio.sleep(0.001)
+
+    running(engine, ask())
+    deltas = [delta for each in told for _, delta in each.deltas]
+    receipt = deltas[-1].lease
+    assert [delta.lease for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+    assert receipt is not None and receipt.tokens == len(PROMPT) + 8 - 1
+    [held] = engine.status.leases()
+    assert held.receipt == receipt and engine.status.release_lease(receipt.id) and engine.status.leases() == ()
+
+
+def test_an_answer_whose_text_is_complete_ends_soon_and_is_leased():
+    engine = make_engine(leasable=12)
+    completion, leases = Completion(), []
+
+    def sink(delivery: Any) -> None:
+        completion.sink(delivery)
+        leases.extend(delta.lease for _, delta in delivery.deltas if delta.lease is not None)
+        if len(completion.token_ids) == 3:
+            engine.end_soon(number)
+
+    async def ask() -> None:
+        nonlocal number
+        [number] = engine.submit(asking(PROMPT, SAMPLING, options=RequestOptions(keep_s=60.0)), 0, sink)
+        await completion.done.wait()
+
+    number: Any = 0
+    running(engine, ask())
+    assert 3 < len(completion.token_ids) <= 5 and completion.finish_reason == "length"
+    assert completion.token_ids == continuation(PROMPT, 8)[: len(completion.token_ids)]
+    assert leases[0].id and leases[0].tokens == len(PROMPT) + len(completion.token_ids) - 1
+    engine.end_soon(number)  # it is gone, which harms nobody
+
+
+def test_lost_workers_end_leases_and_requests_that_ask_for_one_go_on():
+    engine = make_engine(leasable=12, losses=(14,))
+    first, second = Completion(), Completion()
+    receipts: list[Any] = []
+
+    def sink(delivery: Any) -> None:
+        second.sink(delivery)
+        receipts.extend(delta.lease for _, delta in delivery.deltas if delta.lease is not None)
+
+    async def ask() -> None:
+        options = RequestOptions(keep_s=60.0)
+        engine.submit(asking(PROMPT, SAMPLING, options=options), 0, first.sink)
+        await first.done.wait()
+        assert len(engine.status.leases()) == 1
+        engine.submit(asking([7] * 20, SAMPLING, options=options), 1, sink)
+        await second.done.wait()
+
+    running(engine, ask())
+    counts = engine.status.metrics().leases
+    assert (counts.granted, counts.lost, counts.held) == (2, 1, 1) and engine.stats.rebuilds == 1
+    assert [lease.receipt for lease in engine.status.leases()] == receipts

@@ -67,6 +67,19 @@ class CacheMachine(RuleBasedStateMachine):
         self.world.release(self._request(pick), Retain(priority, ttl, pin))
 
     @precondition(lambda self: self.world.live)
+    @rule(pick=st.integers(0, 4))
+    def lease(self, pick: int) -> None:
+        self.world.lease(self._request(pick))
+
+    @rule()
+    def end_lease(self) -> None:
+        self.world.end_lease()
+
+    @rule()
+    def evict_others(self) -> None:
+        self.world.evict_others()
+
+    @precondition(lambda self: self.world.live)
     @rule(pick=st.integers(0, 4), group=st.integers(0, 8))
     def evict(self, pick: int, group: int) -> None:
         self.world.forget(self._request(pick), group % len(self.world.plan.groups))

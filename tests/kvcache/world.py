@@ -16,9 +16,10 @@ from intarsia.kvcache.eviction import policy_named
 from intarsia.kvcache.group_table import Growth
 from intarsia.kvcache.hints import Retain
 from intarsia.kvcache.ids import RequestId
+from intarsia.kvcache.leased_blocks import Holding
 from intarsia.kvcache.manager import CacheManager
 from intarsia.kvcache.plan import STRATEGIES, MemoryPlan, PlanSettings
-from intarsia.kvcache.prefix import Encoder
+from intarsia.kvcache.prefix import Encoder, TokenChain
 from intarsia.kvcache.reach import Chunked, Cross, Full, Keeps, Reach, Sliding, State
 from intarsia.kvcache.settings import CacheSettings
 from intarsia.kvcache.spec import LayerSpec, StateTensor
@@ -62,6 +63,7 @@ class World:
         self.rng = rng
         self.live: dict[RequestId, _Live] = {}
         self.past: list[list[int]] = []  # sequences of requests that ended
+        self.leases: list[tuple[Holding, TokenChain]] = []  # with the sequence that each is of
         self.operations = self.hit_tokens = self.refusals = 0
         self._ids = 0
         self._written: dict[tuple[int, int], dict[tuple[int, int], dict[int, Content]]] = {}  # [arena, large page]
@@ -124,15 +126,42 @@ class World:
         self.manager.release(request, live.computed, retain or Retain())
         self._done(None)
 
+    def lease(self, request: RequestId) -> None:
+        """Release a request, and hold what its next turn needs, if that is less than a third of the memory."""
+        live, row = self.live[request], self.manager._rows[request]
+        chain, encoder, mark = row.chain, row.encoder, len(live.tokens) // 2
+        self.release(request)
+        if not live.computed or not isinstance(chain, TokenChain):
+            return
+        prefix = self.manager.leased.find(chain, (live.computed, mark), encoder)
+        held = {page for holding, _ in self.leases for page in holding.prefix.pages} | prefix.pages
+        if prefix.lengths and len(held) <= self.plan.usable_blocks // 3:
+            assert prefix.lengths[-1] <= live.computed, "more is leased than was computed"
+            self.leases.append((self.manager.leased.hold(chain, prefix), chain.of(list(live.tokens))))
+        self._done(None)
+
+    def end_lease(self) -> None:
+        if self.leases:
+            self.manager.leased.let_go(self.leases.pop(self.rng.randrange(len(self.leases)))[0])
+        self._done(None)
+
+    def evict_others(self) -> None:
+        """As a scheduler does for a request that is alone."""
+        if not self.live:
+            self.manager.leased.evict_others()
+        self._done(None)
+
     def forget(self, request: RequestId, group: int) -> None:
-        """Evict the name of some block a request holds."""
-        held = [block for block in self.manager.table(request)[group] if block]
+        """Evict the name of some block a request holds, and no lease."""
+        leased = {block for holding, _ in self.leases for block in holding.prefix.blocks[group]}
+        held = [block for block in self.manager.table(request)[group] if block and block not in leased]
         if held:
             self.manager.forget(group, self.rng.choice(held))
         self._done(None)
 
     def reset(self) -> None:
         self.manager.reset_prefix_cache()
+        self.leases.clear()
         assert not any(group.index for group in self.manager.pool.groups)
         self._done(None)
 
@@ -244,6 +273,11 @@ class World:
         self.operations += 1
         recount(self.manager)
         check_points(self.manager)
+        # A drafter's blocks are named by the token after them, too, which need not be the same.
+        for holding, chain in () if any(group.is_draft for group in self.plan.groups) else self.leases[:3]:
+            length = holding.prefix.lengths[-1]
+            found = self.manager.lookup(chain.of([*chain.tokens[:length], 7])).tokens
+            assert found >= length, f"{length} tokens are leased, and {found} are found"
         return result
 
     def _new_id(self) -> RequestId:
@@ -302,16 +336,22 @@ def random_operation(world: World) -> None:
     odds = rng.random()
     if not live or (odds < 0.25 and len(live) < 5):
         world.add(random_prompt(world), rng.choice([b"", b"", b"tenant"]), rng.choice([None, None, 0, 1]))
-    elif odds < 0.35:
+    elif odds < 0.32:
         world.release(rng.choice(live), random_retain(rng))
+    elif odds < 0.35:
+        world.lease(rng.choice(live))
     elif odds < 0.41 and len(live) < 5:
         world.fork(rng.choice(live))
     elif odds < 0.45:
         world.forget(rng.choice(live), rng.randrange(groups))
     elif odds < 0.455:
         world.reset()
-    elif odds < 0.47:
+    elif odds < 0.465:
         world.wait(3.0)
+    elif odds < 0.475:
+        world.end_lease()
+    elif odds < 0.48:
+        world.evict_others()
     elif odds < 0.75:
         world.extend(rng.choice(live), rng.randint(1, 12), commit=rng.random() < 0.8)
     else:

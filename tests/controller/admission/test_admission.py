@@ -7,6 +7,7 @@ import pytest
 from intarsia.controller.admission.admission import Admission
 from intarsia.controller.admission.overload import OverloadGuard, OverloadSettings
 from intarsia.errors import InvalidRequest, Overloaded
+from intarsia.kvcache.manager import CacheManager
 from intarsia.proto.request import GenerateRequest, SamplingParams
 from intarsia.tests.controller.admission.test_overload import Bench
 from intarsia.tests.controller.admission.test_validation import INFO, PLAN
@@ -16,7 +17,7 @@ ENDING = INFO._replace(eos_token_ids=(48, 49))
 
 
 def admission(**settings: Any) -> Admission:
-    return Admission(ENDING, PLAN, OverloadGuard(OverloadSettings(**settings), Bench(seats=4)))
+    return Admission(ENDING, CacheManager(PLAN), OverloadGuard(OverloadSettings(**settings), Bench(seats=4)))
 
 
 def asked(prompt: int = 3, **params: Any) -> GenerateRequest:

@@ -6,6 +6,7 @@ from typing import Any, Unpack, get_type_hints
 import pytest
 
 from intarsia.controller.admission.overload import OverloadSettings
+from intarsia.controller.leases.settings import LeaseSettings
 from intarsia.controller.scheduling.settings import SchedulerSettings
 from intarsia.controller.startup import EngineSettings
 from intarsia.deploy.checkpoints.hub import HubSettings
@@ -28,6 +29,7 @@ COMPONENTS: dict[str, Any] = {
     "plan": PlanSettings,
     "scheduler": SchedulerSettings,
     "overload": OverloadSettings,
+    "leases": LeaseSettings,
     "server": ServerSettings,
     "access": AccessSettings,
     "front_end": FrontEndSettings,

@@ -1,0 +1,1 @@
+"""Leases: conversations whose cache is kept for some time after an answer."""
