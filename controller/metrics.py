@@ -13,6 +13,7 @@ from ..kvcache.manager import CacheManager
 from ..kvcache.misses import lost_tokens
 from ..kvcache.sampled_worth import Forecast
 from ..proto.leases import NO_LEASES, LeaseCounts
+from ..proto.status import PreparedMetrics
 from .latencies import Latencies, Spread
 from .request import Request
 
@@ -115,6 +116,7 @@ class Metrics(NamedTuple):
     lost_tokens: dict[str, int]  # of prompts: cached once and computed again, by cause
     groups: tuple[GroupMetrics, ...]
     forecasts: tuple[Forecast, ...] = ()  # of each kind of memory
+    prepared: PreparedMetrics | None = None  # None while none was wanted
     leases: LeaseCounts = NO_LEASES
 
 

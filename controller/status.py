@@ -100,9 +100,12 @@ class Status:
         return leases is not None and leases.release(lease, viewer)
 
     def metrics(self) -> Metrics:
-        leases = leases_of(self._manager)
-        counts = leases.counts if leases is not None else NO_LEASES
-        return self._telemetry.meter.read(self._manager)._replace(forecasts=self.forecasts(), leases=counts)
+        measured, leases = self._telemetry.meter.read(self._manager), leases_of(self._manager)
+        return measured._replace(
+            forecasts=self.forecasts(),
+            prepared=self._scheduler.preparation.measured(),
+            leases=leases.counts if leases is not None else NO_LEASES,
+        )
 
     def forecasts(self) -> tuple[Forecast, ...]:
         """What other sizes of each kind of memory would find of late. Empty until requests have left."""

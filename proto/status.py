@@ -70,6 +70,14 @@ class PreparedPrompt(NamedTuple):
     computed_tokens: int
 
 
+class PreparedMetrics(NamedTuple):
+    """Of prompts that nobody had asked for yet, since the start."""
+
+    ends: dict[str, int]  # by a `PreparedEnd`
+    tokens: int  # that were computed
+    stops: int  # times that one gave way to a request
+
+
 class GroupState(NamedTuple):
     """Blocks of one group at this moment."""
 

@@ -270,6 +270,10 @@ def count_own_heads(module: nn.Module) -> None:
                 setattr(here, count, _outputs(linear) // here.head_dim)
         if is_fused(here):
             _count_fused(here)
+        if is_fused_of_groups(here):
+            _count_of_groups(here)
+        if is_stacked(getattr(here, "mlp", None)):
+            here.ffn_hidden_size = here.mlp.ffn_hidden_size = len(here.mlp.w1) // here.mlp.moe_num_experts
         if hasattr(here, "query_key_value") and hasattr(here, "num_heads") and hasattr(here, "head_dim"):
             here.num_heads = _outputs(here.query_key_value) // here.head_dim // 3
         if isinstance(here, nn.Linear) and hasattr(here, "n_groups"):  # of outputs, each with inputs of its own
@@ -280,6 +284,23 @@ def is_fused(module: Any) -> bool:
     """Does one linear of an attention module give out queries, keys and values side by side, in the way of Phi-3?"""
     has_all = all(hasattr(module, name) for name in ("qkv_proj", "o_proj", "head_dim", "num_key_value_heads", "config"))
     return has_all and isinstance(module.qkv_proj, nn.Linear | PackedLinear)
+
+
+def is_fused_of_groups(module: Any) -> bool:
+    """Does one linear give out queries, keys and values side by side, in the way of DBRX?"""
+    return hasattr(module, "Wqkv") and hasattr(module, "num_key_value_heads")
+
+
+def is_stacked(module: Any) -> bool:
+    """Are the rows of all its experts one after the other, in the way of DBRX?"""
+    return all(hasattr(module, name) for name in ("w1", "v1", "w2", "ffn_hidden_size", "moe_num_experts"))
+
+
+def _count_of_groups(attention: Any) -> None:
+    rows = _outputs(attention.Wqkv)
+    groups = attention.num_key_value_groups
+    attention.num_key_value_heads = rows // attention.head_dim // (groups + 2)
+    attention.hidden_size = attention.num_key_value_heads * groups * attention.head_dim
 
 
 def _count_fused(attention: Any) -> None:
@@ -311,6 +332,10 @@ def _patterns(model: nn.Module, config: Any, ours: Mapping[str, str] | None) -> 
     prefix = f"{getattr(model, 'base_model_prefix', 'model')}."
     plan = ours if ours is not None else {prefix + path: style for path, style in (theirs or {}).items()}
     plan = {**plan, "lm_head": "colwise_gather_output"}
+    # It may have another name, and be tied to embeddings that are cut.
+    outputs: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if type(outputs) is nn.Linear:
+        plan |= {path: "colwise_gather_output" for path, module in model.named_modules() if module is outputs}
     return [(re.compile(re.escape(path).replace(r"\*", r"\d+")), style) for path, style in plan.items()]
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from ...kvcache.lookup import Hit
 from ...kvcache.manager import CacheManager
 from ...kvcache.reach import moves_on
-from ...proto.status import PreparedEnd, PreparedPrompt
+from ...proto.status import PreparedEnd, PreparedMetrics, PreparedPrompt
 from ..request import Request
 from .chunks import Chunks
 from .outcome import StepUnderWay
@@ -110,8 +110,8 @@ class Preparation:
                 return
             self._leave(current, draft)
             self._end(current, PreparedEnd.NO_ROOM if lacking else PreparedEnd.COMPUTED)
-        # 3. The next one begins that lacks something for which there is room.
-        while self.wanted and self._seats.free_slots:
+        # 3. The next one begins that lacks something for which there is room. It is not looked up in vain.
+        while self.wanted and self._seats.free_slots and left >= min(LEAST_TOKENS, least):
             wanted = self.wanted[0]
             hit = lookup(wanted.request, self._manager)
             if wanted.found_tokens < 0:
@@ -123,6 +123,12 @@ class Preparation:
                 return
             else:
                 self._end(wanted, PreparedEnd.NO_ROOM)
+
+    def measured(self) -> PreparedMetrics | None:
+        """None while none was ever wanted."""
+        if not self.wanted and not self.ends:
+            return None
+        return PreparedMetrics({end.value: self.ends[end] for end in PreparedEnd}, self.tokens, self.stops)
 
     def stop(self, draft: StepDraft) -> bool:
         """A request needs the slot or the blocks of what is being prepared: that waits, and what it has computed is

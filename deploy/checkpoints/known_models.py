@@ -36,14 +36,13 @@ class KnownModel:
         share = RankShare(tensor_parallel_size, item_bytes, self.id)
         specs: list[LayerSpec] = []
         sharing = self.entry.get("sharing", {"layers": [], "source": {}})
-        kinds = list(self._kinds())
-        for index, kind in enumerate(kinds):
+        for index, kind in enumerate(self._kinds()):
             if kind in KEEPS_NOTHING:
                 continue
             source = sharing["source"].get(kind) if index in sharing["layers"] else None
             if kind in self.entry["attention"]:
                 specs += _attention(index, self.entry["attention"][kind], kind, share, source)
-                specs += _compressed(index, self.entry["attention"][kind], len(kinds), share)
+                specs += _compressed(index, self.entry["attention"][kind], share)
             if kind in self.entry.get("state", {}):
                 specs.append(_state(index, self.entry["state"][kind], share))
         return tuple(specs)
@@ -130,14 +129,18 @@ def _attention(index: int, facts: dict[str, Any], kind: str, share: RankShare, s
     return [LayerSpec(index, _reach(kind, facts), heads, key_dim, value_dim, item, beside, shares=source)]
 
 
-def _compressed(index: int, facts: dict[str, Any], count: int, share: RankShare) -> Sequence[LayerSpec]:
-    """Beside a raw window: one entry for so many tokens, and what those give whose entry is not yet made."""
+def _compressed(index: int, facts: dict[str, Any], share: RankShare) -> Sequence[LayerSpec]:
+    """Beside a raw window: one entry for so many tokens, and what those give whose entry is not yet made. Beside
+    latents: an index key for so many tokens."""
+    if "pool" in facts:
+        pools = Compression(facts["pool"], False, facts["pooled_elems_per_entry"], 0, share.item_bytes, False)
+        return pools.layers(index)
     if "compress" not in facts:
         return ()
     entry = facts["cached_elems_per_token"]
     index_key = facts["compressed_elems_per_entry"] - entry
     compression = Compression(facts["compress"], index_key > 0, entry, index_key, share.item_bytes)
-    return compression.layers(index, count)
+    return compression.layers(index)
 
 
 def _reach(kind: str, facts: dict[str, Any]) -> Reach:

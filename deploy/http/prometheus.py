@@ -14,7 +14,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from ...controller.metrics import Distribution, Metrics
 from ...kvcache.misses import LOST
 from ...proto.leases import LeaseCounts
-from ...proto.status import CacheState, EngineInfo, EngineLoad
+from ...proto.status import CacheState, EngineInfo, EngineLoad, PreparedMetrics
 
 Read = Callable[[EngineLoad], float]
 
@@ -164,6 +164,8 @@ class _Families:
             yield from self._ends(self._measured)
             yield from self._groups(self._measured)
             yield from self._forecasts(self._measured)
+            if self._measured.prepared is not None:
+                yield from self._prepared(self._measured.prepared)
             if self._info.lease_blocks:
                 yield from self._leases(self._measured.leases)
         if self._cache is not None:
@@ -243,6 +245,15 @@ class _Families:
         if found:
             about = "Share of prompts' tokens, of late, that so many times the memory finds; 1: what is really found."
             yield self._family(GaugeMetricFamily, "intarsia:prefix_hit_rate_forecast", about, found)
+
+    def _prepared(self, prepared: PreparedMetrics) -> Iterator[Metric]:
+        ends = [({"end": end}, count) for end, count in prepared.ends.items()]
+        about = "Next turns of conversations that were to be prepared, by what became of them."
+        yield self._family(CounterMetricFamily, "intarsia:prepared_prompts", about, ends)
+        about = "Tokens of prompts that were computed before anybody had asked for them."
+        yield self._family(CounterMetricFamily, "intarsia:prepared_tokens", about, [({}, prepared.tokens)])
+        about = "Times that what was being prepared gave way to a request."
+        yield self._family(CounterMetricFamily, "intarsia:prepared_stops", about, [({}, prepared.stops)])
 
     def _family(self, make: Any, name: str, about: str, values: Sequence[tuple[Mapping[str, str], float]]) -> Metric:
         family = make(name, about, labels=[*self._labels, *values[0][0]])

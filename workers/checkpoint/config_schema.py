@@ -219,7 +219,7 @@ def check_tensors(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
     """Raises `CorruptCheckpoint` when the config is of a larger model than the files: building it would be in vain,
     and take as long as the config says. shapes: of each tensor in the files."""
     text = text_config(config)
-    layers = num_layers(text)
+    layers = _stored_layers(text)
     stored = Counter(int(found[1]) for name in shapes if (found := LAYER_OF.search(name)))
     if layers is not None and stored and layers > (there := max(stored) + 1):
         lacks = sum(stored[layer % there] for layer in range(there, min(layers, MAX_LAYERS_COUNTED)))
@@ -233,6 +233,16 @@ def check_tensors(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
     for name, value in text.items():
         if name.endswith(("_size", "_dim", "_rank")) and is_whole(value) and value > max(elements, USUAL_SIZE):
             raise corrupt(f"{what}: config.json says {name} {value}, and the files hold {elements} numbers in all")
+
+
+def _stored_layers(text: Mapping[str, Any]) -> int | None:
+    """Layers of which the files hold tensors: some are gone through several times, and some configs count a layer's MLP
+    as another."""
+    layers, kinds = num_layers(text), text.get("layer_types")
+    each = text.get("num_layers_per_stack")
+    if is_whole(each):
+        return each
+    return layers // 2 if layers is not None and isinstance(kinds, list) and "mlp" in kinds else layers
 
 
 def _check_embeddings(text: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], what: object) -> None:

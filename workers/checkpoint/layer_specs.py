@@ -55,7 +55,7 @@ def read_layers(config: Any, tensor_parallel_size: int, item_bytes: int) -> tupl
         if kind in REACH_OF:
             layer = layer_config(config, index)
             specs.append(_attention(layer, index, REACH_OF[kind](layer), tensor_parallel_size, item_bytes, sources))
-            specs += _entries(config, index, kind, len(kinds), item_bytes)
+            specs += _entries(config, index, kind, index in sources, item_bytes)
         if kind in HAS_STATE:
             layer = layer_config(config, index)
             specs.append(LayerSpec(index, State(), state=_state(layer, tensor_parallel_size, item_bytes)))
@@ -141,16 +141,31 @@ def _layer_types(config: Any) -> list[str]:
     if config.model_type == "gpt_neo":
         layer_types = [GPT_NEO[kind] for kind in config.attention_layers]
     if layer_types is not None:
-        return list(layer_types[: config.num_hidden_layers])
+        return [*layer_types[: config.num_hidden_layers], *_times_around(config)]
     cross = getattr(config, "cross_attention_layers", None) or ()
     kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     return ["cross_attention" if n in cross else kind for n in range(config.num_hidden_layers)]
 
 
+def _times_around(config: Any) -> list[str]:
+    """Layers that are gone through again (Dory): each time is another layer, behind the model's own."""
+    loops = getattr(config, "n_recurrent_loops", None)
+    if loops is None:
+        return []
+    if config.recurrent_kv_cache_mode != "per_loop":
+        raise UnsupportedModel(
+            f"{config.model_type} keeps what its last loop computes for all loops (recurrent_kv_cache_mode "
+            f"{config.recurrent_kv_cache_mode!r}): then an answer depends on how its prompt was cut",
+            field="model",
+        )
+    end = config.n_input_layers + config.n_recurrent_layers
+    return list(config.layer_types[config.n_input_layers : end]) * (loops - 1)
+
+
 def layer_config(config: Any, index: int) -> Any:
     """The config as one layer sees it: some models have layers of unequal head sizes, or counts of heads."""
     layers = getattr(config, "per_layer_config", None)
-    layer = layers[index] if layers is not None else config
+    layer = layers[index] if layers is not None and index < config.num_hidden_layers else config
     own = LAYERS_OF.get(config.model_type)
     return layer if own is None else own(layer, index)
 
@@ -215,7 +230,8 @@ def index_key_size(config: Any, index: int) -> int:
 
 
 def _chooses(config: Any, index: int) -> bool:
-    if (getattr(config, "layer_types", None) or {index: ""})[index] not in ("indexed_attention", "minimax_m3_sparse"):
+    kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
+    if index >= len(kinds) or kinds[index] not in ("indexed_attention", "minimax_m3_sparse"):
         return False
     indexers = getattr(config, "indexer_types", None)
     return indexers is None or indexers[index] == "full"
@@ -240,6 +256,7 @@ class Compression(NamedTuple):
     entry: int  # numbers
     index_key: int  # of an entry, beside it, by which queries choose it
     item_bytes: int
+    is_beside_window: bool = True
 
     @property
     def given(self) -> int:
@@ -248,35 +265,37 @@ class Compression(NamedTuple):
 
     @property
     def reach(self) -> Reach:
-        """Of what tokens give: needed until their entries are made."""
-        return Sliding(2 * self.tokens) if self.overlaps else Chunked(self.tokens)
+        """Of what tokens give: needed until their entries are made. Beside windows it moves on as they do: where both
+        are as long, they are one group."""
+        if self.is_beside_window:
+            return Sliding((1 + self.overlaps) * self.tokens)
+        return Chunked(self.tokens)
 
-    def layers(self, index: int, count: int) -> tuple[LayerSpec, LayerSpec]:
-        """Entries, and what tokens give, as if each were a layer behind the model's `count`: so many and twice so many
-        behind the layer whose they are."""
+    def layers(self, index: int) -> tuple[LayerSpec, LayerSpec]:
+        """Entries, and what tokens give, as if each were a layer."""
         beside, item = self.index_key * self.item_bytes, self.item_bytes
         return (
-            LayerSpec(count + index, Full(), 1, self.entry, 0, item, beside, entry_tokens=self.tokens),
-            LayerSpec(2 * count + index, self.reach, 1, self.given, 0, item),
+            LayerSpec(ENTRIES + index, Full(), 1, self.entry, 0, item, beside, entry_tokens=self.tokens),
+            LayerSpec(GIVERS + index, self.reach, 1, self.given, 0, item),
         )
 
 
-def model_layers(layers: Sequence[LayerSpec]) -> int:
-    """How many of them are the model's own: the numbers of entries, and of what tokens give, begin behind."""
-    for n, layer in enumerate(layers):
-        if layer.entry_tokens > 1:
-            return layers[n + 1].index - layer.index
-    return max(layer.index for layer in layers) + 1
+ENTRIES, GIVERS = 1 << 16, 2 << 16
+"""Numbers of "layers" begin here that are the entries of the model's own, and what tokens give to them."""
 
 
-def _entries(config: Any, index: int, kind: str, count: int, item_bytes: int) -> Sequence[LayerSpec]:
-    """Of layers that keep such. Raises `UnsupportedModel` for entries of one token."""
+def _entries(config: Any, index: int, kind: str, shares: bool, item_bytes: int) -> Sequence[LayerSpec]:
+    """Of layers that keep such. One that shares another's pages, and has an index, keeps an entry of each token.
+
+    Raises `UnsupportedModel` for other entries of one token."""
+    if shares and index_key_size(config, index):
+        return (LayerSpec(ENTRIES + index, Full(), 1, config.index_head_dim, 0, item_bytes),)
     if kind in COMPRESSED:
         overlaps = kind == "compressed_sparse_attention"
         tokens, index_key = config.compress_rates[kind], config.index_head_dim if overlaps else 0
         compression = Compression(tokens, overlaps, config.head_dim, index_key, item_bytes)
     elif getattr(config, "index_kpool", None) and _chooses(config, index):
-        compression = Compression(config.index_kpool, False, config.index_head_dim, 0, item_bytes)
+        compression = Compression(config.index_kpool, False, config.index_head_dim, 0, item_bytes, False)
     else:
         return ()
     if compression.tokens < 2:
@@ -285,7 +304,7 @@ def _entries(config: Any, index: int, kind: str, count: int, item_bytes: int) ->
             "two or more is known",
             field="model",
         )
-    return compression.layers(index, count)
+    return compression.layers(index)
 
 
 def _sources(config: Any, kinds: list[str]) -> dict[int, int]:
@@ -307,13 +326,7 @@ def _attention(
     config: Any, index: int, reach: Reach, ranks: int, item_bytes: int, sources: Mapping[int, int]
 ) -> LayerSpec:
     shares = sources.get(index)
-    beside = index_key_size(config, index) * item_bytes
-    if shares is not None and beside:
-        raise UnsupportedModel(
-            f"layer {index} of {config.model_type} attends to what layer {shares} keeps, and chooses by an index of "
-            "its own; such layers are known that go by the choice of the layer before",
-            field="model",
-        )
+    beside = index_key_size(config, index) * item_bytes if shares is None else 0
     if config.model_type in SHARED_KEY_VALUE:  # one vector for all heads, on every rank, is key and value
         RankShare(ranks, item_bytes).part(config.o_groups, "groups of heads of the output projection")
         return LayerSpec(index, reach, 1, config.head_dim, 0, item_bytes)
@@ -413,6 +426,12 @@ def _mamba1(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     return share.conv(channels, c.mamba_d_conv), StateTensor((channels, c.mamba_d_state), FLOAT32_BYTES)
 
 
+def _headed_mamba1(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+    heads, channels = share.part(c.n_mamba_heads, "state heads"), c.mamba_expand * c.hidden_size // c.n_mamba_heads
+    own = StateTensor((channels, c.mamba_d_state), FLOAT32_BYTES)
+    return share.conv(heads * channels, c.mamba_d_conv), *(own,) * heads
+
+
 def _lightning(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     return (StateTensor((share.part(c.num_attention_heads, "state heads"), head, head), FLOAT32_BYTES),)
@@ -475,6 +494,7 @@ STATE_OF: dict[str, Callable[[Any, RankShare], tuple[StateTensor, ...]]] = {
     "qwen3_5_text": _gated_delta_net,
     "qwen3_next": _gated_delta_net,
     "recurrent_gemma": _gated_linear_recurrence,
+    "zamba": _headed_mamba1,
     "zamba2": _zamba2,
     "zaya": _convolved_heads,
 }

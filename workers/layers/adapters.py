@@ -28,8 +28,8 @@ from .indexed import (
 from .latent import LatentAttention
 from .lightning import Lightning
 from .lru import GatedLinearRecurrence
-from .mamba import Mamba1, Mamba2
-from .older import OLDER, OlderAttention, patch_mpt
+from .mamba import HeadedMamba1, Mamba1, Mamba2
+from .own_ways import OWN_WAYS, FirstGptAttention, OwnAttention, is_first_gpt, patch_mpt
 from .patches import (
     patch_head_norms,
     patch_identity_experts,
@@ -76,6 +76,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "Qwen3_5MoeGatedDeltaNet": GatedDeltaNet,
     "RecurrentGemmaRecurrentBlock": GatedLinearRecurrence,
     "Zamba2MambaMixer": Mamba2,
+    "ZambaMambaMixer": HeadedMamba1,
     "ZayaCCAProjection": ConvolvedHeads,
 }
 """Class of a state mixer -> ours."""
@@ -123,18 +124,23 @@ def _cross(module: Any, paged: Paged) -> Callable[..., Any]:
     return paged.cross.add_layer(module)
 
 
-def _older(kind: type[OlderAttention]) -> "Adapter":
+def _own_way(kind: type[OwnAttention]) -> "Adapter":
     return lambda module, paged: kind(module, paged.attention, paged.parallel)
+
+
+def _first_gpt(module: Any, paged: Paged) -> Callable[..., Any]:
+    return FirstGptAttention(module, paged.attention, paged.parallel) if is_first_gpt(module) else module.forward
 
 
 Adapter = Callable[[Any, Paged], Callable[..., Any]]
 
 ADAPTERS: dict[str, Adapter] = {
+    "Attention": _first_gpt,
     **{name: _mixer(kind) for name, kind in MIXERS.items()},
     **{name: _latent(kind) for name, kind in LATENT.items()},
     "DeepseekV4Attention": lambda module, paged: CompressedAttention(module, paged.attention),
     "MiniMaxM3VLAttention": _blocks,
-    **{name: _older(kind) for name, kind in OLDER.items()},
+    **{name: _own_way(kind) for name, kind in OWN_WAYS.items()},
     "MllamaCrossAttentionDecoderLayer": _cross,
 }
 """Class of a module -> what makes the forward pass that takes the place of its own."""
@@ -145,7 +151,7 @@ def bind(model: nn.Module, paged: Paged) -> None:
     patch_logits(model)
     patch_mpt(model)
     for path, module in model.named_modules():
-        if type(module).__name__ in MIXERS:
+        if type(module).__name__ in MIXERS or is_first_gpt(module):
             patch_place(module, path)
         if hasattr(module, "layer_idx"):
             check_causal(path, module)

@@ -24,9 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...errors import UnsupportedModel
 from ...kernels.paged_attention import GroupBatch, GroupMeta, LayerParams, upload
 from ...kernels.token_choice import Asked, BlockRule, ChoiceBatch, choose, choose_blocks
 from ...kvcache.plan import MemoryPlan
+from ..checkpoint.layer_specs import ENTRIES, GIVERS
 from ..pages import Pages
 from .entries import EntryAttention, Make
 
@@ -153,7 +155,22 @@ class ChoosingAttention(EntryAttention):
 
     def use(self, pages: Pages, plan: MemoryPlan) -> None:
         super().use(pages, plan)
-        self.index_keys = pages.beside_tokens
+        # Layers that share the pages of others have keys of their own in the same blocks.
+        alone = {index: view[:, :, 0] for index, view in pages.tokens.items() if ENTRIES <= index < GIVERS}
+        self.index_keys = pages.beside_tokens | {
+            index - ENTRIES: view for index, view in alone.items() if index - ENTRIES not in self._entries_of
+        }
+        for layer in alone:
+            if layer - ENTRIES in self._layers and self._layers[layer - ENTRIES].shares is not None:
+                self._check_blocks(layer - ENTRIES, plan)
+
+    def _check_blocks(self, layer: int, plan: MemoryPlan) -> None:
+        if self._places[ENTRIES + layer] != self._mask_of[layer]:
+            raise UnsupportedModel(
+                f"layer {layer} shares the pages of another and has an index, which the plan ({plan.strategy}) keeps "
+                "in other blocks. Use the strategy packed.",
+                field="strategy",
+            )
 
     def forget_pages(self) -> None:
         super().forget_pages()

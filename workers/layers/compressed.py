@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ...kernels.paged_attention import GroupBatch, GroupMeta, LayerParams, upload
 from ...kernels.token_choice import Asked, ChoiceBatch
+from ..checkpoint.layer_specs import ENTRIES
 from .attention import PagedAttention
 from .chosen import GATHERED_TOKENS
 from .entries import Entries, EntryAttention, Make, ragged, weighed
@@ -112,7 +113,7 @@ class CompressingAttention(EntryAttention):
         if part.choice is None or index is None:
             return part.entry_L
         asked = Asked(*(each[part.tokens] for each in index.asked))
-        keys_PBE = self.pages.beside_tokens[self._count + layer]
+        keys_PBE = self.pages.beside_tokens[ENTRIES + layer]
         return self.choose_entries(layer, asked, keys_PBE, part.choice, index.most).view(-1)[part.entry_L]
 
     def _gathered(self, layer: int, part: _Part, entry_L: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from ...kernels.paged_attention import GroupBatch, upload
 from ...kernels.token_choice import Asked, ChoiceBatch, choose
 from ...kvcache.plan import MemoryPlan
 from ...kvcache.spec import LayerSpec
-from ..checkpoint.layer_specs import model_layers
+from ..checkpoint.layer_specs import ENTRIES, GIVERS
 from ..pages import Pages
 from .attention import PagedAttention, step_masks
 
@@ -54,9 +54,8 @@ class EntryAttention(PagedAttention):
     gathers = True
 
     def __init__(self, layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device):
-        self._count = model_layers(layers)
-        self._entries_of = {layer.index - self._count: layer for layer in layers if layer.entry_tokens > 1}
-        super().__init__([layer for layer in layers if layer.index < self._count], dtype, device)
+        self._entries_of = {layer.index - ENTRIES: layer for layer in layers if layer.entry_tokens > 1}
+        super().__init__([layer for layer in layers if layer.index < ENTRIES], dtype, device)
         self._batches: Sequence[GroupBatch] = ()
         self._makings: dict[Entries, Making | None] = {}
         self._lies: dict[int, Entries] = {}
@@ -86,12 +85,12 @@ class EntryAttention(PagedAttention):
 
     def entries(self, layer: int) -> Tensor:
         """The entries of a layer, in pages: [pages,entries of a page,1,D]."""
-        return self.pages.tokens[self._count + layer]
+        return self.pages.tokens[ENTRIES + layer]
 
     def give(self, layer: int, given_TC: Tensor, make: Make) -> None:
         """Write what the step's tokens give, and make the entries that are complete."""
-        entries, count = self._lies[layer], self._count
-        givers, meta = self.pages.tokens[2 * count + layer], self._metas[entries.givers]
+        entries = self._lies[layer]
+        givers, meta = self.pages.tokens[GIVERS + layer], self._metas[entries.givers]
         givers[meta.token_page, meta.token_offset, 0] = given_TC
         if entries not in self._makings:
             self._makings[entries] = self._made_in_step(entries)
@@ -102,7 +101,7 @@ class EntryAttention(PagedAttention):
         made = make(given_NSC, making.has_before_N, making.first_N)
         self.entries(layer)[making.page_N, making.place_N, 0] = made[0]
         if len(made) > 1:
-            self.pages.beside_tokens[count + layer][making.page_N, making.place_N] = made[1]
+            self.pages.beside_tokens[ENTRIES + layer][making.page_N, making.place_N] = made[1]
 
     def entry_table(self, layer: int, rows: np.ndarray, most: int) -> Tensor:
         """Blocks in which the entries of so many rows of the step lie, up to number `most`. int64 [R,P]"""
@@ -139,7 +138,7 @@ class EntryAttention(PagedAttention):
         return choose(asked, keys_RLE, one_block, most)
 
     def _lie(self, layer: int) -> Entries:
-        places = (self._places[times * self._count + layer] for times in (1, 2))
+        places = (self._places[first + layer] for first in (ENTRIES, GIVERS))
         return Entries(*places, self._entries_of[layer].entry_tokens)
 
     def _made_in_step(self, entries: Entries) -> Making | None:
@@ -153,7 +152,7 @@ class EntryAttention(PagedAttention):
         number = number + known[row]
         first = number * tokens
         # Where entries overlap, those before give to them, too. Before the first of all there are none.
-        behind = 0 if givers.window_tokens is None else tokens
+        behind = (givers.window_tokens or tokens) - tokens
         token = np.maximum(first[:, None] + np.arange(-behind, tokens), 0)
         block, offset = np.divmod(token, givers.block_tokens)
         own_block, place = _place_of(number, tokens, batch.block_tokens)

@@ -1,5 +1,5 @@
-"""Attention to chosen tokens: over latents in DeepSeek-V3.2, GLM-5, GLM-5.3, A.X-K2 and Dots 3 Note; MiniMax-M3
-chooses blocks.
+"""Attention to chosen tokens: over latents in DeepSeek-V3.2, GLM-5, GLM-5.3, A.X-K2, Dots 3 Note, HunYuan 4 and Mistral
+Large 4; MiniMax-M3 chooses blocks.
 
 An indexer of few small heads, whole on every rank, scores all earlier tokens for each query; attention goes to those
 with the highest scores (arXiv 2512.02556). GLM-5 lets several layers go by one choice: it travels from layer to layer

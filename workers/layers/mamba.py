@@ -1,4 +1,4 @@
-"""Mamba 1 and 2.
+"""Mamba 1 and 2, and Zamba's.
 
 Suffixes: T packed tokens    C channels    H heads of this rank    G groups of heads that share B and C    K, V, S sizes
 """
@@ -139,6 +139,40 @@ class Mamba1(Mixer):
         out_TC = self._states.scan(self._layer, RECURRENT, SELECTIVE_SCAN, (self._A,), inputs)
         out_TC = self._around.gated_norm(out_TC, gate_TC, self._gate, (self._D, x_TC))
         return module.out_proj(out_TC).unsqueeze(0)
+
+
+class HeadedMamba1(Mixer):
+    """Zamba: channels in a few heads, each with projections and steps of time of its own. What goes in and its gate
+    take turns. A state has a tensor for each head."""
+
+    def __init__(self, module: Any, states: PagedStates, parallel: TensorParallel):
+        super().__init__(module, states, parallel)
+        self._A_HCS = -module.A_log.float().exp()
+        self._gate = GatedNorm(Order.NO_NORM, None, 0.0, module.D.numel())
+
+    @staticmethod
+    def sections(module: Any, ranks: int) -> dict[str, Sequence[Section]]:
+        channels, heads = Section(module.intermediate_size), (Section(module.n_mamba_heads),)
+        of_heads = ("x_proj_weight", "dt_proj_weight", "dt_proj_bias", "A_log", "D")
+        return {"in_proj": (Section(2 * channels.size),), "conv1d": (channels,), **dict.fromkeys(of_heads, heads)}
+
+    def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        module = self._module
+        x_TC, gate_TC = module.in_proj(hidden_states[0]).unflatten(-1, (-1, 2)).unbind(-1)
+        x_TC = self._convolve(x_TC.contiguous())
+        x_THC = x_TC.unflatten(-1, (len(self._A_HCS), -1))
+        out_TC = torch.cat([self._of_head(head, x_THC[:, head]) for head in range(len(self._A_HCS))], dim=-1)
+        skip = module.D.float().flatten(), x_TC
+        out_TC = self._around.gated_norm(out_TC, gate_TC.contiguous(), self._gate, skip)
+        return module.out_proj(out_TC.to(hidden_states.dtype)).unsqueeze(0)
+
+    def _of_head(self, head: int, x_TC: Tensor) -> Tensor:
+        module = self._module
+        sizes = [module.time_step_rank, module.ssm_state_size, module.ssm_state_size]
+        time_step, B_TS, C_TS = F.linear(x_TC, module.x_proj_weight[head]).split(sizes, dim=-1)
+        dt_TC = F.softplus(F.linear(time_step, module.dt_proj_weight[head]).float() + module.dt_proj_bias[head].float())
+        inputs = x_TC.float().contiguous(), dt_TC, B_TS.float().contiguous(), C_TS.float().contiguous()
+        return self._states.scan(self._layer, RECURRENT + head, SELECTIVE_SCAN, (self._A_HCS[head],), inputs)
 
 
 def _checked_limits(limits: Sequence[float]) -> tuple[float, float]:

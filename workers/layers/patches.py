@@ -10,8 +10,11 @@ from torch import Tensor
 
 from ..tensor_parallel import TensorParallel
 
-LAYER_FROM_CALL = {"Zamba2Attention"}
+LAYER_FROM_CALL = {"Zamba2Attention", "ZambaAttention"}
 """Classes of modules that are told with each call which layer they are: one block of weights is used by several."""
+
+TIMES_AROUND = {"DoryAttention", "HrmTextAttention"}
+"""Classes of modules that are gone through several times, each time as another layer."""
 
 NORM_FOR_EACH_HEAD = {"StableLmLayerNormPerHead"}
 """Classes of modules with a list of norms."""
@@ -22,6 +25,13 @@ SPARSE = {"Gemma3nTextMLP"}
 
 def patch_layer_index(module: Any) -> None:
     """Let the `layer_idx` of such a module be the one it was last called with."""
+    own = getattr(module, "layer_idx", None)
+    if type(module).__name__ in TIMES_AROUND:
+
+        def count(called: Any, _args: Any, kwargs: Any) -> None:
+            called.layer_idx = own + kwargs.get("cycle_offset", kwargs.get("cache_offset", 0))
+
+        module.register_forward_pre_hook(count, with_kwargs=True)
     if type(module).__name__ in LAYER_FROM_CALL:
 
         def note(called: Any, _args: Any, kwargs: Any) -> None:

@@ -19,7 +19,7 @@ from ...kvcache.spec import LayerSpec
 from ...proto.worker import ModelFacts, ModelSettings
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.json_file import clipped
-from ..checkpoint.layer_specs import complete_layer_types, model_layers, positions_of, read_layers, told_copies
+from ..checkpoint.layer_specs import ENTRIES, complete_layer_types, positions_of, read_layers, told_copies
 from ..checkpoint.spellings import config_of
 from ..cpu.experts import pack_experts
 from ..cpu.linear import pack_linears
@@ -30,7 +30,7 @@ from ..layers.attention import IMPLEMENTATION, PagedAttention
 from ..layers.chosen import ChoosingAttention
 from ..layers.compressed import CompressingAttention
 from ..layers.cross import CrossAttention
-from ..layers.older import know_implementation
+from ..layers.own_ways import know_implementation
 from ..layers.patches import patch_rotary_dim
 from ..layers.states import PagedStates
 from ..memory import is_lack_of_memory, is_of_the_device
@@ -142,10 +142,10 @@ def _load(
 
 def _kind_of_attention(layers: Sequence[LayerSpec]) -> type[PagedAttention]:
     """By what is kept beside keys and values: entries beside a window are attended to; of others queries choose."""
-    count, windows = model_layers(layers), {layer.index for layer in layers if layer.reach.window_tokens is not None}
-    if any(layer.entry_tokens > 1 and layer.index - count in windows for layer in layers):
+    windows = {layer.index for layer in layers if layer.reach.window_tokens is not None}
+    if any(layer.entry_tokens > 1 and layer.index - ENTRIES in windows for layer in layers):
         return CompressingAttention
-    chooses = any(layer.extra_token_bytes or layer.entry_tokens > 1 for layer in layers)
+    chooses = any(layer.extra_token_bytes or layer.index >= ENTRIES for layer in layers)
     return ChoosingAttention if chooses else PagedAttention
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..tensor_parallel import Cut, Section, Style, is_fused
+from ..tensor_parallel import Cut, Section, Style, is_fused, is_fused_of_groups, is_stacked
 
 ATTENTION_OUTPUTS = "o_proj", "out_proj", "dense", "c_proj"
 MLPS: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -60,6 +60,12 @@ def cut_fused(model: nn.Module) -> dict[str, Style]:
             keys = Section(heads * each, kv_heads=heads)
             cut = Cut(0, (Section(keys.size * here.num_key_value_groups), keys, keys))
             styles[f"{path}.qkv_proj"] = Style({"weight": cut, "bias": cut})
+        elif is_fused_of_groups(here):
+            keys = Section(here.num_key_value_heads * here.head_dim, kv_heads=here.num_key_value_heads)
+            styles[f"{path}.Wqkv"] = Style({"weight": Cut(0, (Section(here.hidden_size), keys, keys))})
+        elif is_stacked(here):  # each expert is a run of rows
+            runs = Cut(0, (Section(here.ffn_hidden_size),) * here.moe_num_experts)
+            styles[path] = Style(dict.fromkeys(("w1", "v1", "w2"), runs))
     return styles
 
 
@@ -78,6 +84,8 @@ def _attention(path: str, module: Any) -> dict[str, str]:
         if hasattr(module, "softmax_scaling"):
             plan[f"{path}.softmax_scaling"] = "head_scales"
         return plan | _of_each_head(path, module)
+    if is_fused_of_groups(module):
+        return {f"{path}.out_proj": "rowwise"}  # the other: see `cut_fused`
     if linears >= {"Wqkv", "out_proj"} and not hasattr(module, "num_key_value_heads"):  # as many keys as queries
         return {f"{path}.Wqkv": "thirds", f"{path}.out_proj": "rowwise"}
     has_one_key = getattr(module, "multi_query", False) and not getattr(module, "new_decoder_architecture", False)
@@ -119,7 +127,9 @@ def _mlp(path: str, module: nn.Module) -> dict[str, str]:
 
 
 def _experts(path: str, module: Any) -> dict[str, str]:
-    """Of parameters [experts,outputs,inputs]."""
+    """Of parameters [experts,outputs,inputs]; or of rows of all experts, one expert after the other."""
+    if is_stacked(getattr(module, "mlp", None)):
+        return {path: "moe_tp_experts"}
     parameters = dict(module.named_parameters(recurse=False))
     down = parameters.get("down_proj")
     if down is None or down.dim() != 3 or getattr(module, "is_transposed", False):

@@ -281,9 +281,7 @@ def find_sources(module: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.d
     def renamed(stored: str) -> tuple[str | None, str | None]:
         name, pattern = rename_source_key(stored, renamings, converters, module.base_model_prefix, wanted)
         found = _in_text_model(name, wanted)
-        if (
-            found is None and stored in wanted
-        ):  # renamed away, as DeepSeek-V4's last norm is where transformers wrote it
+        if found is None and stored in wanted:  # renamed away, as DeepSeek-V4's last norm as transformers writes it
             return stored, None
         return found, pattern
 

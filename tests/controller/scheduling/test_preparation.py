@@ -162,6 +162,7 @@ def test_a_request_that_lacks_blocks_has_those_of_what_is_prepared(kind: str):
 def test_nothing_that_is_worth_more_is_evicted(kind: str, blocks: int):
     here = Prepared(*KINDS[kind], blocks=blocks)
     often = [list(range(40)), list(range(1, 41))]
+    kept = 0
     for n in range(60):  # used again and again
         kept = here.found([*often[n % 2], n % 50])
     here.want([49 - n % 50 for n in range(24)])

@@ -145,6 +145,14 @@ def test_the_log_tells_what_was_prepared(served: Served):
     assert last["id"] in answer["id"]
 
 
+def test_metrics_tell_what_was_prepared(served: Served):
+    text = httpx.get(f"{served.url}/metrics").text
+    counts = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("intarsia:prepared"))
+    by_end = {name.partition('end="')[2].partition('"')[0]: float(count) for name, count in counts.items()}
+    assert by_end["computed"] > 0 and by_end["refused"] == 0
+    assert float(next(count for name, count in counts.items() if "prepared_tokens_total" in name)) > 0
+
+
 async def _a_moment() -> None:
     await asyncio.sleep(0.05)
 

@@ -330,7 +330,8 @@ DEFECTS: dict[str, tuple[str, int, Plant]] = {
     "entries at the places of their second tokens": ("deepseek_v4", 1, entries_made(
         lambda making: {"first_N": making.first_N + 1})),
     "what makes entries is given back too early": ("deepseek_v4", 1, of_class(
-        layer_specs.Compression, "reach", property(lambda self: Chunked(self.tokens)))),
+        Sliding, "oldest_needed", lambda self, length: max(0, length - self.window_tokens + (
+            4 if self.window_tokens == 8 else 1)))),
     "an index that chooses one entry less": ("deepseek_v4", 1, changed(index_topk=11)),
     "no weights of places": ("deepseek_v4", 1, lost(r".*position_bias")),
     "no sinks beside entries": ("deepseek_v4", 1, lost(r".*sinks")),

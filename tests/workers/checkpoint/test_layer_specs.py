@@ -8,8 +8,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from intarsia.deploy.checkpoints.known_models import known_model
 from intarsia.errors import InvalidSetting, UnsupportedModel
+from intarsia.kvcache.reach import Full, Sliding
 from intarsia.kvcache.spec import LayerSpec
-from intarsia.workers.checkpoint.layer_specs import complete_layer_types, read_layers
+from intarsia.workers.checkpoint.layer_specs import ENTRIES, complete_layer_types, read_layers
 
 S, F, L = "sliding_attention", "full_attention", "linear_attention"
 
@@ -44,6 +45,9 @@ REAL: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba-2.8b": ("mamba", {"hidden_size": 2560, "num_hidden_layers": 64}),
     "zaya1-8b": ("zaya", {}),
     "deepseek-v3.2": ("deepseek_v32", {}),
+    "deepseek-v4-flash": ("deepseek_v4", {"num_hidden_layers": 43, "compress_ratios": [0, 0, 4, *[128, 4] * 20]}),
+    "glm-5.3-flash": ("glm5_next", {}),
+    "mistral-large-4": ("mistral_large4", {}),
 }  # fmt: skip
 """Known model -> model_type and what its config.json says otherwise than the class."""
 
@@ -80,6 +84,67 @@ def test_layers_that_choose_keep_an_index_key_beside_the_latent_and_those_that_g
     assert [layer.extra_token_bytes for layer in layers] == [256, 256, 0] * 26
     assert {layer.token_bytes - layer.extra_token_bytes for layer in layers} == {2 * (512 + 64)}
     assert {layer.reach.kind for layer in layers} == {"full"}
+
+
+def test_entries_of_several_tokens_are_kept_as_layers_of_their_own_and_so_is_what_tokens_give_to_them():
+    sizes = {"head_dim": 32, "index_head_dim": 8, "sliding_window": 12}
+    kinds = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+    rates = {kinds[1]: 4, kinds[2]: 12}
+    layers = read_layers(
+        config("deepseek_v4", num_hidden_layers=3, layer_types=kinds, compress_rates=rates, **sizes), 1, 2
+    )
+    window, entries, givers = 32 * 2, (32 + 8) * 2, 4 * (32 + 8) * 2
+    assert [(layer.reach, layer.entry_bytes, layer.entry_tokens) for layer in layers] == [
+        (Sliding(12), window, 1),
+        (Sliding(12), window, 1), (Full(), entries, 4), (Sliding(8), givers, 1),
+        (Sliding(12), window, 1), (Full(), window, 12), (Sliding(12), 2 * window, 1),
+    ]  # fmt: skip
+
+
+def test_entries_of_one_token_are_refused():
+    rates = {"compressed_sparse_attention": 1, "heavily_compressed_attention": 128}
+    with pytest.raises(UnsupportedModel, match="an entry for each 1 tokens"):
+        read_layers(config("deepseek_v4", compress_rates=rates), 1, 2)
+
+
+def test_a_layer_that_shares_latents_and_has_an_index_keeps_its_keys_apart():
+    shared = config("mistral_large4", text_config={"num_hidden_layers": 2, "kv_source_layers": [0, 0]})
+    owner, sharer, keys = read_layers(shared, 1, 2)
+    assert (owner.shares, sharer.shares, sharer.extra_token_bytes) == (None, 0, 0)
+    assert (keys.index, keys.shares, keys.token_bytes) == (ENTRIES + 1, None, owner.extra_token_bytes)
+
+
+def test_layers_without_positions_keep_no_rotary_numbers():
+    layers = read_layers(config("mistral_large4", text_config={"num_hidden_layers": 4}), 1, 2)
+    assert [layer.key_dim for layer in layers] == [576, 576, 576, 512]
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "kept"),
+    [
+        ("gpt_neo", {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 8},
+         [Full(), Sliding(8)]),
+        ("dory", {"num_hidden_layers": 4, "n_input_layers": 1, "n_output_layers": 1, "layer_types": [S, S, F, S],
+                  "sliding_window": 8}, [Sliding(8), Sliding(8), Full(), Sliding(8), Sliding(8), Full()]),
+        ("hrm_text", {"num_hidden_layers": 1, "H_cycles": 1, "L_cycles": 2}, [Full()] * 3),
+    ],
+)  # fmt: skip
+def test_layers_are_as_many_as_are_gone_through(family: str, fields: dict, kept: list):
+    layers = read_layers(config(family, **fields), 1, 2)
+    assert [layer.reach for layer in layers] == kept
+    assert [layer.index for layer in layers] == list(range(len(kept)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "heads"),
+    [
+        ({"multi_query": True}, 1),
+        ({"multi_query": False}, 71),
+        ({"new_decoder_architecture": True, "num_kv_heads": 8, "num_attention_heads": 128, "hidden_size": 8192}, 8),
+    ],
+)
+def test_falcon_has_one_key_for_all_or_a_few_or_one_for_each(fields: dict, heads: int):
+    assert {layer.kv_heads for layer in read_layers(config("falcon", **fields), 1, 2)} == {heads}
 
 
 def test_layers_that_choose_blocks_keep_an_index_key_beside_keys_and_values():

@@ -34,7 +34,7 @@ def know_implementation(model_type: str) -> None:
         classes.setdefault(IMPLEMENTATION, classes["eager"])
 
 
-class OlderAttention:
+class OwnAttention:
     """From hidden states [1,T,D] to [1,T,D], and the None in the place of weights that such modules give out."""
 
     output = "dense"
@@ -77,7 +77,7 @@ class OlderAttention:
         return None
 
 
-class BloomAttention(OlderAttention):
+class BloomAttention(OwnAttention):
     """A query, a key and a value of each head, one head after the other. Adds what it is given beside."""
 
     def __call__(self, hidden_states: Tensor, residual: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
@@ -95,7 +95,7 @@ class BloomAttention(OlderAttention):
         return slopes[parallel.rank * heads :][:heads].float()
 
 
-class FalconAttention(OlderAttention):
+class FalconAttention(OwnAttention):
     """A few queries for each key and value, or one key and value for all."""
 
     def __init__(self, module: Any, paged: PagedAttention, parallel: TensorParallel):
@@ -120,7 +120,26 @@ class FalconAttention(OlderAttention):
         return all_TH3D[:, :, 0], all_TH3D[:, :, 1], all_TH3D[:, :, 2]
 
 
-class SeparateAttention(OlderAttention):
+class GptNeoxJapaneseAttention(OwnAttention):
+    """The same; positions turn the first numbers of a head, and the last layer gives out a bias beside."""
+
+    def __call__(self, hidden_states: Tensor, *_: Any, **given: Any) -> tuple[Tensor, None, Tensor | None]:  # type: ignore[override]
+        return *super().__call__(hidden_states, **given), self._module.dense_bias
+
+    def _heads(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        all_TH3D = self._module.query_key_value(hidden_TD).unflatten(-1, (-1, 3, self._module.head_size))
+        return all_TH3D[:, :, 0], all_TH3D[:, :, 1], all_TH3D[:, :, 2]
+
+    def _turned(self, q_THD: Tensor, k_TKD: Tensor, turns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        size = self._module.rotary_ndims
+        q_rot, k_rot = super()._turned(q_THD[..., :size], k_TKD[..., :size], turns)
+        return torch.cat((q_rot, q_THD[..., size:]), dim=-1), torch.cat((k_rot, k_TKD[..., size:]), dim=-1)
+
+    def _scale(self) -> float:
+        return 1 / self._module.norm_factor
+
+
+class SeparateAttention(OwnAttention):
     """A projection each for queries, keys and values."""
 
     output = "out_proj"
@@ -145,7 +164,25 @@ class GptNeoAttention(SeparateAttention):
         return 1.0
 
 
-class MptAttention(OlderAttention):
+class FirstGptAttention(OwnAttention):
+    """The first GPT: queries, keys and values side by side. Its module is told no layer: it is known by its path."""
+
+    output = "c_proj"
+
+    def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> list[Tensor]:  # type: ignore[override]
+        return [super().__call__(hidden_states)[0]]
+
+    def _heads(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        all_TC = self._module.c_attn(hidden_TD)
+        q, k, v = (each.unflatten(-1, (self._module.n_head, -1)) for each in all_TC.chunk(3, dim=-1))
+        return q, k, v
+
+    def _scale(self) -> float:
+        module = self._module
+        return (module.split_size // module.n_head) ** -0.5 if module.scale else 1.0
+
+
+class MptAttention(OwnAttention):
     """Queries, keys and values side by side, which may be held within bounds."""
 
     output = "out_proj"
@@ -252,7 +289,7 @@ class InklingAttention(SeparateAttention):
         return self._module.scaling
 
 
-class JetMoeAttention(OlderAttention):
+class JetMoeAttention(OwnAttention):
     """Experts make queries and take outputs; each expert of a token has a query for every key head."""
 
     def __call__(self, hidden_states: Tensor, *_: Any, **given: Any) -> tuple[Tensor, None, None]:
@@ -268,12 +305,13 @@ class JetMoeAttention(OlderAttention):
         return module.experts.reduce(out_1TEC, chosen), None, None
 
 
-OLDER: dict[str, type[OlderAttention]] = {
+OWN_WAYS: dict[str, type[OwnAttention]] = {
     "BloomAttention": BloomAttention,
     "DiffLlamaAttention": DifferentialAttention,
     "DogeAttention": DogeAttention,
     "FalconAttention": FalconAttention,
     "GPTNeoSelfAttention": GptNeoAttention,
+    "GPTNeoXJapaneseAttention": GptNeoxJapaneseAttention,
     "InklingAttention": InklingAttention,
     "JetMoeAttention": JetMoeAttention,
     "MptAttention": MptAttention,
@@ -305,3 +343,8 @@ def patch_mpt(model: Any) -> None:
     # For the whole process, which is right for any other model: a mask is what it was.
     mask_or_nothing.may_make_none = True  # type: ignore[attr-defined]
     modeling.create_causal_mask = mask_or_nothing
+
+
+def is_first_gpt(module: Any) -> bool:
+    """Its class has a name that others may have."""
+    return type(module).__name__ == "Attention" and type(module).__module__.endswith(".openai.modeling_openai")
