@@ -12,6 +12,7 @@ from ..kvcache.manager import CacheManager
 from ..kvcache.misses import Miss
 from ..kvcache.pool_map import PoolMap
 from ..kvcache.sampled_worth import Forecast
+from ..proto.leases import NO_LEASES, LeaseCounts
 from ..proto.status import CacheState, EngineLoad
 from ..proto.worker import WorkerStatus
 from .latencies import Latencies
@@ -78,6 +79,7 @@ class EngineSnapshot(NamedTuple):
     faults: str = ""  # what the recount found to be wrong
     latencies: Latencies = Latencies()
     forecasts: tuple[Forecast, ...] = ()  # what other sizes of each kind of memory would find
+    leases: LeaseCounts = NO_LEASES
 
 
 def request_snapshots(

@@ -12,7 +12,7 @@ from ..errors import IntarsiaError
 from ..kvcache.ids import RequestId
 from ..kvcache.manager import CacheManager
 from ..kvcache.sampled_worth import Forecast, follow
-from ..proto.leases import NO_LEASES, Lease
+from ..proto.leases import NO_LEASES, Lease, LeaseCounts
 from ..proto.status import CacheState, EngineInfo, EngineLoad, GroupState, Probe, SnapshotQuery
 from .leases.leases import leases_of
 from .metrics import Metrics
@@ -100,11 +100,10 @@ class Status:
         return leases is not None and leases.release(lease, viewer)
 
     def metrics(self) -> Metrics:
-        measured, leases = self._telemetry.meter.read(self._manager), leases_of(self._manager)
-        return measured._replace(
+        return self._telemetry.meter.read(self._manager)._replace(
             forecasts=self.forecasts(),
             prepared=self._scheduler.preparation.measured(),
-            leases=leases.counts if leases is not None else NO_LEASES,
+            leases=self._lease_counts(),
         )
 
     def forecasts(self) -> tuple[Forecast, ...]:
@@ -136,7 +135,12 @@ class Status:
             faults=faults,
             latencies=self._telemetry.meter.latencies(now_s),
             forecasts=self.forecasts(),
+            leases=self._lease_counts(),
         )
+
+    def _lease_counts(self) -> LeaseCounts:
+        leases = leases_of(self._manager)
+        return leases.counts if leases is not None else NO_LEASES
 
     # -- of one tenant -----------------------------------------------------------------------------------------------
 

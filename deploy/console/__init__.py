@@ -91,6 +91,7 @@ def as_json(info: EngineInfo, seen: EngineSnapshot, front_end: FrontEnd) -> dict
         "faults": seen.faults,
         "latencies": {name: spread._asdict() for name, spread in seen.latencies._asdict().items()},
         "forecasts": [forecast._asdict() for forecast in seen.forecasts],
+        "leases": seen.leases._asdict(),
     }
 
 

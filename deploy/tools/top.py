@@ -31,6 +31,9 @@ MOST_REQUESTS = 15
 STEPS_DRAWN = 54
 """A line has 80 columns, and words beside them."""
 
+LEASE_ENDS = ("granted", "refused", "taken_over", "expired", "released", "lost")
+"""Of `LeaseCounts`."""
+
 BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -177,6 +180,7 @@ def screen(view: dict[str, Any], before: dict[str, Any], steps: list[dict[str, A
         Text(),
         _groups(view),
         *_forecasts(view),
+        *_leases(view.get("leases", {})),
         Text(),
         _steps(view["steps"] if steps is None else steps),
         Text(),
@@ -230,6 +234,15 @@ def _groups(view: dict[str, Any]) -> RenderableType:
 def _forecasts(view: dict[str, Any]) -> list[RenderableType]:
     """What other sizes of the memory would find, where that is known."""
     return [Text(forecast_line(each), style="dim") for each in view["forecasts"]]
+
+
+def _leases(counts: dict[str, int]) -> list[RenderableType]:
+    """Where the server has some."""
+    if not counts.get("limit_pages"):
+        return []
+    pages = f"{counts['held_pages']:,} of {counts['limit_pages']:,} pages"
+    ends = ", ".join(f"{counts[name]:,} {name.replace('_', ' ')}" for name in LEASE_ENDS)
+    return [Text(f"leases: {counts['held']:,} held, {pages}; {ends}", style="dim")]
 
 
 def forecast_line(forecast: dict[str, Any]) -> str:

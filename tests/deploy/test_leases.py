@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from rich.console import Console
 
 from intarsia import SamplingParams
 from intarsia.controller.engine import Engine
@@ -23,6 +24,7 @@ from intarsia.deploy.front_end.tokenizer import Tokenizer
 from intarsia.deploy.grpc.server import GrpcServer
 from intarsia.deploy.http.server import HttpServer
 from intarsia.deploy.openai.app import make_app
+from intarsia.deploy.tools.top import screen
 from intarsia.errors import InvalidRequest, OverQuota, UnknownLease
 from intarsia.kvcache.check import recount
 from intarsia.proto.request import RequestOptions
@@ -171,7 +173,9 @@ def test_grpc_tells_of_it_and_a_tenant_sees_its_own_only(place: Place):
 
 
 def test_a_refusal_has_numbers_and_the_answer_comes_all_the_same(place: Place):
-    told, prompt = {"granted": True}, 60
+    body: dict[str, Any] = {}
+    told: dict[str, Any] = {"granted": True}
+    prompt = 60
     while told["granted"]:
         prompt += 1
         body = {**ASK, "prompt": [prompt] * 200, "keep_s": 60}
@@ -208,6 +212,11 @@ def test_metrics_and_the_log_tell_of_leases(place: Place):
     figures = {line.split("{")[0]: float(line.split()[-1]) for line in lines}
     assert figures["intarsia:leases_held"] == 1 and figures["intarsia:lease_pages"] > 0
     assert 'intarsia:leases_total{engine="0",model_name=' in text and 'result="granted"' in text
+    view = httpx.get(f"{place.url}/console/view?pool=0", headers=_bearing("yew")).json()
+    assert view["leases"]["held"] == 1
+    terminal = Console(width=120, record=True)
+    terminal.print(screen(view, view))
+    assert "leases: 1 held" in terminal.export_text()
     time.sleep(0.3)
     logged = [json.loads(line).get("leased", "") for line in place.log.read_text().splitlines()]
     assert any(each.startswith("50:") for each in logged)

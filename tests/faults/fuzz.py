@@ -59,10 +59,11 @@ GOOD_BODIES: dict[str, dict[str, Any]] = {
         "model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "temperature": 0.5,
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
         "response_format": {"type": "json_object"}, "stream": True, "stream_options": {"include_usage": True},
+        "keep_s": 5.0, "lease": "lease-1", "priority": 3,
     },
     "/v1/responses": {
         "model": "demo", "input": "Hello", "max_output_tokens": 4, "instructions": "Be short.", "request_id": "fixed",
-        "store": True, "previous_response_id": "resp_fixed", "background": True, "stream": True,
+        "store": True, "previous_response_id": "resp_fixed", "background": True, "stream": True, "keep_s": 5.0,
     },
     "/v1/messages": {
         "model": "demo", "max_tokens": 4, "system": [{"type": "text", "text": "Be short."}], "temperature": 0.5,
@@ -71,7 +72,7 @@ GOOD_BODIES: dict[str, dict[str, Any]] = {
         ]}],
         "tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": "auto"}, "top_k": 5,
         "stop_sequences": ["x"], "metadata": {"user_id": "me"}, "thinking": {"type": "enabled", "budget_tokens": 1024},
-        "output_config": {"effort": "low"}, "stream": True,
+        "output_config": {"effort": "low"}, "stream": True, "keep_s": 5.0, "lease": "lease-1",
     },
     "/v1/messages/count_tokens": {
         "model": "demo", "system": "Be short.",
@@ -338,6 +339,8 @@ def _generate(rng: random.Random) -> bytes:
             else:
                 setattr(sampling, field.name, extreme)
     request.priority = rng.choice([0, 2000, -(2**31)])
+    request.keep_s, request.lease = rng.choice([0.0, -1.0, 5.0, 1e300, float("nan")]), rng.choice(["", "x" * 99])
+    request.keep_required = rng.random() < 0.3
     request.tenant = rng.choice(["", "t" * 5000])
     if rng.random() < 0.3:
         request.timeout_s = number
@@ -357,6 +360,11 @@ RPCS: tuple[tuple[str, Callable[[random.Random], bytes]], ...] = (
     ("GetLoad", lambda rng: rng.randbytes(5)),
     ("GetCacheState", lambda rng: rng.randbytes(5)),
     ("GetModelInfo", lambda rng: rng.randbytes(5)),
+    ("ListLeases", lambda rng: rng.randbytes(5)),
+    (
+        "ReleaseLease",
+        lambda rng: pb.ReleaseLeaseRequest(lease=rng.choice(["", "x" * 9999, "\x00", "lease-1"])).SerializeToString(),
+    ),
     ("Nothing", lambda rng: b""),
 )
 
