@@ -276,7 +276,7 @@ def count_own_heads(module: nn.Module) -> None:
             here.ffn_hidden_size = here.mlp.ffn_hidden_size = len(here.mlp.w1) // here.mlp.moe_num_experts
         if hasattr(here, "query_key_value") and hasattr(here, "num_heads") and hasattr(here, "head_dim"):
             here.num_heads = _outputs(here.query_key_value) // here.head_dim // 3
-        if isinstance(here, nn.Linear) and hasattr(here, "n_groups"):  # of outputs, each with inputs of its own
+        if isinstance(attention, nn.Linear) and hasattr(here, "n_groups"):  # of outputs, each with inputs of its own
             here.n_groups = here.n_groups * len(here.weight) // here.out_features
 
 
@@ -333,7 +333,8 @@ def _patterns(model: nn.Module, config: Any, ours: Mapping[str, str] | None) -> 
     plan = ours if ours is not None else {prefix + path: style for path, style in (theirs or {}).items()}
     plan = {**plan, "lm_head": "colwise_gather_output"}
     # It may have another name, and be tied to embeddings that are cut.
-    outputs: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    whole: Any = model
+    outputs: Any = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
     if type(outputs) is nn.Linear:
         plan |= {path: "colwise_gather_output" for path, module in model.named_modules() if module is outputs}
     return [(re.compile(re.escape(path).replace(r"\*", r"\d+")), style) for path, style in plan.items()]
