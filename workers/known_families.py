@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+from ..errors import UnsupportedModel
+
 KNOWN_FAMILIES: dict[str, str] = {
     "llama": "Llama",
     "qwen3": "Qwen3",
@@ -42,6 +44,35 @@ KNOWN_FAMILIES: dict[str, str] = {
 }
 """model_type -> name, of the families that the tests put through the whole gate. Of multimodal models the text part,
 except where the name says vision."""
+
+PICTURES = "it writes what its encoder has seen in a picture, and this encoder is not run here"
+SOUNDS = "it writes what its encoder has heard, and this encoder is not run here"
+DRAFTER = (
+    "it guesses what another model will say, out of that model's hidden states, keys and values; by itself it says "
+    "nothing. Serve the model that it was made for"
+)
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        ("blip", "blip_text_model", "git", "kosmos-2", "kosmos-2.5", "pix2struct", "pp_formulanet"), PICTURES
+    ),
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), DRAFTER),
+    "blt": "it reads bytes in patches, whose lengths a second model chooses, and its layers take whole patches",
+    "diffusion_gemma": "it makes many tokens at once out of noise, in several passes, and not one after the other",
+    "reformer": "its tokens attend within buckets, and how these are cut depends on the whole text",
+    "rwkv": "its layers sum up the past in a way of their own (WKV of RWKV-4), which is not computed here",
+    "whisper": SOUNDS,
+    "xlnet": "it says the tokens of a text in any order, by two streams of attention, and not one after the other",
+    "xlstm": "its layers sum up the past in a way of their own (mLSTM cells), which is not computed here",
+}
+"""model_type -> why no model of it is served, of causal language models by transformers' list."""
+
+
+def check_not_refused(model_types: Iterable[str | None]) -> None:
+    """model_types: of the whole model and of its text part. Raises `UnsupportedModel` for one of which is known that it
+    cannot be served."""
+    name = next((name for name in model_types if name in REFUSED), None)
+    if name is not None:
+        raise UnsupportedModel(f"{name} is not served: {REFUSED[name]}.", field="model")
 
 
 def is_known(model_types: Iterable[str | None]) -> bool:

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from ..errors import InvalidSetting, UnsupportedModel
 from ..kernels.products import PackedLinear
@@ -41,7 +43,7 @@ class Cut:
 
     dim: int
     sections: tuple[Section, ...] = ()  # empty: `halves` of equal size
-    halves: int = 1
+    halves: int = 1  # or thirds
 
     def of(self, shape: tuple[int, ...]) -> tuple[Section, ...]:
         return self.sections or (Section(shape[self.dim] // self.halves),) * self.halves
@@ -72,10 +74,16 @@ STYLES: dict[str, Style] = {
     "packed": Style({"weight": Cut(0, halves=2), "bias": Cut(0, halves=2)}),
     "thirds": Style({"weight": Cut(0, halves=3), "bias": Cut(0, halves=3)}),
     "vocab": Style({"weight": Cut(0)}, "embed_own_rows"),
-    "colwise_gather_output": Style({"weight": Cut(0), "bias": Cut(0)}, "gather_outputs"),
+    "colwise_gather_output": Style({"weight": Cut(0), "bias": Cut(0), "logit_scale": Cut(0)}, "gather_outputs"),
     "sinks": Style({"sinks": Cut(0), "gate_bias": Cut(0)}),
     "head_scales": Style({"scale": Cut(0), "bias": Cut(0)}),
     "key_scales": Style({"temp": Cut(0)}),
+    # transformers' Conv1D, which holds weights [inputs,outputs]: GPT-2.
+    "conv_colwise": Style({"weight": Cut(1), "bias": Cut(0)}),
+    "conv_thirds": Style({"weight": Cut(1, halves=3), "bias": Cut(0, halves=3)}),
+    "conv_rowwise": Style({"weight": Cut(0), "bias": FIRST_RANK}, "sum_outputs"),
+    "channel_scales": Style(dict.fromkeys(("sqk", "s_gate", "suv_gate", "suv_up"), Cut(0))),
+    "lengths_over_ranks": Style({}, "take_lengths_over_ranks"),
     "norm_over_ranks": Style({"weight": Cut(0)}, "normalize_over_ranks"),
     "expert_columns": Style(
         {"gate_up_proj": Cut(2), "gate_up_proj_bias": Cut(1), "down_proj": Cut(1), "down_proj_bias": FIRST_RANK},
@@ -136,10 +144,13 @@ class TensorParallel:
         if self.size == 1:
             return {}
         patterns = _patterns(model, config, ours)
+        outputs = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
         styles = {}
         for path, module in model.named_modules():
-            # Embeddings are cut by rows, also where the plan says otherwise.
+            # Embeddings are cut by rows, also where the plan says otherwise; an output that shares them is, too.
             style = "vocab" if _is_vocabulary(model, path, module, vocabularies) else _match(patterns, path)
+            if path == "lm_head" or module is outputs:
+                style = "colwise_gather_output" if isinstance(module, nn.Linear) else None  # or what is before it
             if style is None or style in WHOLE:
                 continue
             if style not in STYLES:
@@ -227,6 +238,18 @@ class TensorParallel:
 
         module.forward = forward
 
+    def take_lengths_over_ranks(self, module: nn.Module, whole_shape: tuple[int, ...]) -> None:
+        """A norm to length 1, without weights, whose input is cut."""
+        norm: Any = module
+
+        def forward(hidden: Tensor) -> Tensor:
+            wide = hidden.float()
+            squares = wide.pow(2).sum(-1, keepdim=True)
+            self.collectives.all_reduce(squares)
+            return (wide * torch.rsqrt(squares + norm.eps)).to(hidden.dtype)
+
+        module.forward = forward
+
     def embed_own_rows(self, module: nn.Module, whole_shape: tuple[int, ...]) -> None:
         embedding: Any = module
         embedding.padding_idx = None  # which concerns gradients alone, and may be a row of another rank
@@ -268,6 +291,13 @@ def count_own_heads(module: nn.Module) -> None:
             if hasattr(here, count) and hasattr(here, projection) and hasattr(here, "head_dim"):
                 linear = getattr(here, projection)
                 setattr(here, count, _outputs(linear) // here.head_dim)
+        if _is_conv(here):
+            here.nf = here.weight.shape[1]
+        if _is_conv(getattr(here, "c_attn", None)):
+            here.split_size = here.c_attn.weight.shape[1] // 3
+        if is_multi_query(here):
+            here.embed_dim = _outputs(here.c_attn) - 2 * here.kv_dim
+            here.num_heads = here.embed_dim // here.head_dim
         if is_fused(here):
             _count_fused(here)
         if is_fused_of_groups(here):
@@ -284,6 +314,16 @@ def is_fused(module: Any) -> bool:
     """Does one linear of an attention module give out queries, keys and values side by side, in the way of Phi-3?"""
     has_all = all(hasattr(module, name) for name in ("qkv_proj", "o_proj", "head_dim", "num_key_value_heads", "config"))
     return has_all and isinstance(module.qkv_proj, nn.Linear | PackedLinear)
+
+
+def _is_conv(module: Any) -> bool:
+    return isinstance(module, Conv1D)
+
+
+def is_multi_query(module: Any) -> bool:
+    """Does one linear give out all queries and, behind them, the one key and value of GPT-BigCode?"""
+    linear = getattr(module, "c_attn", None)
+    return bool(getattr(module, "multi_query", False)) and isinstance(linear, nn.Linear | PackedLinear)
 
 
 def is_fused_of_groups(module: Any) -> bool:
@@ -312,6 +352,7 @@ def _count_fused(attention: Any) -> None:
 
 
 def _outputs(linear: Any) -> int:
+    linear = getattr(linear, "linear", linear)  # Moshi's are wrapped
     return linear.outputs if isinstance(linear, PackedLinear) else linear.weight.shape[0]
 
 
@@ -331,12 +372,6 @@ def _patterns(model: nn.Module, config: Any, ours: Mapping[str, str] | None) -> 
         )
     prefix = f"{getattr(model, 'base_model_prefix', 'model')}."
     plan = ours if ours is not None else {prefix + path: style for path, style in (theirs or {}).items()}
-    plan = {**plan, "lm_head": "colwise_gather_output"}
-    # It may have another name, and be tied to embeddings that are cut.
-    whole: Any = model
-    outputs: Any = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
-    if type(outputs) is nn.Linear:
-        plan |= {path: "colwise_gather_output" for path, module in model.named_modules() if module is outputs}
     return [(re.compile(re.escape(path).replace(r"\*", r"\d+")), style) for path, style in plan.items()]
 
 

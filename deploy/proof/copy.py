@@ -62,7 +62,7 @@ def _built(whole: Any, small: Any) -> Any:
         return AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation="eager")
     # Around the text part the whole stays as large as it is: nothing of it is given memory.
     name = name_of_text(whole)
-    wrapped = around(small) if name is None else type(whole).from_dict({**_fields(whole), name: small.to_dict()})
+    wrapped = around(small) if name is None else type(whole).from_dict(_with_text(whole, name, small))
     wrapped = small if wrapped is None else wrapped
     kind = text_part_class(wrapped)
     if kind is None:
@@ -73,6 +73,15 @@ def _built(whole: Any, small: Any) -> Any:
     model.initialize_weights()
     model.tie_weights()
     return model
+
+
+def _with_text(whole: Any, name: str, small: Any) -> dict[str, Any]:
+    """The fields of a whole's config around the small text part, of whose width some towers say what they give out."""
+    fields = {**_fields(whole), name: small.to_dict()}
+    tower = fields.get("vision_config")
+    if isinstance(tower, dict) and tower.get("out_hidden_size") == whole.get_text_config(decoder=True).hidden_size:
+        fields["vision_config"] = {**tower, "out_hidden_size": small.hidden_size}
+    return fields
 
 
 def _fields(whole: Any) -> dict[str, Any]:

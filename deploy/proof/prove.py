@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from ...errors import IntarsiaError
 from ...workers.checkpoint.json_file import clipped
 from ...workers.checkpoint.spellings import config_of
+from ...workers.known_families import check_not_refused
 from .verdict import Verdict
 
 SEEDS = 3
@@ -50,6 +51,7 @@ def prove(model_dir: Path, ranks: Sequence[int], seeds: Sequence[int] = range(SE
     try:
         config = config_of(model_dir)
         family = config.get_text_config(decoder=True).model_type
+        check_not_refused((config.model_type, family))
         for seed in seeds:
             with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
                 found = _try(config, Path(folder), ranks, seed)

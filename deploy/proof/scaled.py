@@ -41,6 +41,7 @@ MOST_INDEX_HEADS = 16
 """Of few, all are often below zero, and then tokens score alike: it is open which of them is chosen."""
 
 MOST_EXPERTS, MOST_CHOSEN = 8, 2
+NGRAM_SIZE = 8
 RANK = 8
 MOST_LAYERS = 16
 """Where that many show all kinds of layers."""
@@ -104,7 +105,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r".*head_dim|.*_d_head|.*_headdim|kv_channels|d_head|dim_head|rotary_dim|d_kv", lambda value, s: s.heads(value)),
     (r"q_lora_rank", lambda value, s: min(value, 24)),
     (r"(kv|o)_lora_rank", lambda value, s: min(value, 32)),
-    (r".*_rank|rank", lambda value, s: min(value, RANK)),
+    (r".*_(low)?rank|rank", lambda value, s: min(value, RANK)),
     (r"(mamba_)?d_state|ssm_state_size|state_size|mamba_d_state", lambda value, s: min(value, 16)),
     (r"chunk_size|mamba_chunk_size|.*_chunk_length", lambda value, s: min(value, STATE_CHUNK)),
     (r"compressed_sparse_attention", lambda value, s: min(value, 4)),  # tokens of an entry
@@ -112,7 +113,11 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"index_kpool", lambda value, s: min(value, 4)),
     (r"index_topk", lambda value, s: min(value, WINDOW)),
     (r"index_topk_blocks|topk_blocks", lambda value, s: min(value, 3)),
-    (r"index_block_size|sparse_block_size", lambda value, s: min(value, 4)),
+    (r"index_block_size|sparse_block_size|indexer_compress_ratio", lambda value, s: min(value, 4)),
+    (r"indexer_budget", lambda value, s: min(value, WINDOW)),
+    (r"ngram_vocab_size_base", lambda value, s: min(value, VOCABULARY)),
+    (r"heads_per_ngram", lambda value, s: min(value, 2)),
+    (r"split_ngram_parts", lambda value, s: min(value, 3)),
     (
         r".*num_experts|n_routed_experts|num_local_experts|moe_num_experts|zero_expert_num",
         lambda value, s: min(value, MOST_EXPERTS),
@@ -157,6 +162,8 @@ def scaled(config: Any, ranks: int = 1) -> Scaled:
     _keep_scales(fields, scale)
     _set_cycles(fields)
     _set_loops(config, fields)
+    if given.size("heads_per_ngram"):  # which share a width evenly
+        fields["ple_embed_dim"] = NGRAM_SIZE * (fields["ngram_size"] - 1) * fields["heads_per_ngram"]
     made = Scaled(fields)
     made.changed.update(
         {name: (given.fields[name], value) for name, value in fields.items() if given.fields[name] != value}
@@ -311,7 +318,11 @@ def _signs(given: Given, layers: int) -> list[tuple[str, ...]]:
     lists: list[Sequence[Any]] = [v for v in given.fields.values() if isinstance(v, list) and len(v) == layers]
     lists.append(given.kinds)
     lists.append(given.own_of_layers)
-    lists += [[n in value for n in range(layers)] for name, value in given.fields.items() if given.has_places(name)]
+    lists += [
+        [n + (name in PLACES_FROM_ONE) in value for n in range(layers)]
+        for name, value in given.fields.items()
+        if given.has_places(name)
+    ]
     return [tuple(str(each[n]) for each in lists) for n in range(layers)]
 
 
@@ -328,6 +339,9 @@ PERIOD = re.compile(
 
 PLACES = re.compile(r".*layer_(indices|ids|idxs|idx_list)|mlp_only_layers|moe_layers|.*_layer_indexes")
 """Names of fields that list layers."""
+
+PLACES_FROM_ONE = {"ple_layer_ids"}
+"""Those of them that count layers from 1."""
 
 
 # -- one field ---------------------------------------------------------------------------------------------------------
@@ -371,6 +385,8 @@ def _shrunk_list(name: str, values: list[Any], scale: Scale) -> list[Any]:
         return values[::step][: scale.to_head // 2]
     if name == "mrope_section":
         return _sections(values, scale)
+    if name in PLACES_FROM_ONE:
+        return [place for place in values if place <= scale.to_layers]
     return [_shrunk(name, value, scale) for value in values]
 
 
@@ -378,6 +394,10 @@ def _sections(values: list[int], scale: Scale) -> list[int]:
     """Frequencies of a head in parts, in about the same ratios and with the right sum."""
     total = sum(values) * scale.to_head // scale.head
     parts = [max(1, value * scale.to_head // scale.head) for value in values]
+    # Those that lost most when they were rounded get what is left.
+    losses = sorted(range(len(values)), key=lambda n: parts[n] - values[n] * scale.to_head / scale.head)
+    for n in losses[: max(0, total - sum(parts))]:
+        parts[n] += 1
     parts[0] += total - sum(parts)
     return parts
 

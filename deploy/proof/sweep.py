@@ -22,21 +22,42 @@ from ...workers.known_families import is_known
 from .prove import SEEDS, prove
 from .verdict import Verdict
 
+QWEN4_EXP: dict[str, Any] = {
+    "eos_token_id": 248044, "ple_layer_ids": [2, 14], "output_gate_type": "sigmoid", "indexer_n_heads": 8,
+    "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048, "indexer_compress_ratio": 64,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10],
+    },
+}  # fmt: skip
+COMPASS_KINDS = ["sliding_attention" if (n + 1) % 4 else "full_attention" for n in range(40)]
+COMPASS_ROPE = {"rope_type": "default", "rope_theta": 50_000.0, "mrope_section": [24, 20, 20]}
 STEP_KINDS = ["sliding_attention" if n % 4 else "full_attention" for n in range(45)]
 LACKING: dict[str, dict[str, Any]] = {
     "bamba": {"num_hidden_layers": 6, "attn_layer_indices": [2, 5]},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 50_000.0}}},
+    "cohere_compass_text": {
+        "num_key_value_heads": 8, "layer_types": COMPASS_KINDS,
+        "rope_parameters": {"sliding_attention": COMPASS_ROPE, "full_attention": None},
+    },
+    "deepseek_ocr2": {"text_config": {
+        "hidden_size": 1280, "intermediate_size": 6848, "num_hidden_layers": 12, "num_attention_heads": 10,
+        "moe_intermediate_size": 896, "num_experts_per_tok": 6, "mlp_layer_types": ["dense"] + ["sparse"] * 11,
+    }},
     "dbrx": {"attn_config": {"rope_theta": 500_000.0, "kv_n_heads": 8, "clip_qkv": 8.0}, "n_heads": 48},
     "emu3": {"vocabulary_map": {"<image>": 151_851, "<|extra_200|>": 151_846}},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+    "granite4_vision": {"deepstack_layer_map": [[-19, 9], [-13, 6], [-7, 3], [-1, 0]], "downsample_rate": "4/8"},
     "lfm2_moe": {"num_hidden_layers": 8, "layer_types": ["conv", "conv", "full_attention", "conv"] * 2},
     "minimax_m3_vl_text": {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57},
     "nemotron": {"num_key_value_heads": 8},
+    "qwen4_exp": {"text_config": QWEN4_EXP},
+    "qwen4_exp_text": QWEN4_EXP,
     **{
         name: {"text_config": {"head_dim": 128, "rope_parameters": {"rope_type": "default", **ropes}}}
         for names, ropes in (
             (("glm4v", "glm4v_moe", "glm_ocr"), {"mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}),
+            (("ernie4_5_vl_moe",), {"mrope_section": [22, 22, 20]}),
             (("hunyuan_vl",), {"mrope_section": [16, 16, 16, 16]}),
             (("paddleocr_vl", "qwen2_5_vl", "qwen2_vl", "qwen2_5_omni_thinker"), {"mrope_section": [16, 24, 24]}),
             (("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker"), {"mrope_section": [24, 20, 20]}),

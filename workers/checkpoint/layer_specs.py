@@ -58,7 +58,7 @@ def read_layers(config: Any, tensor_parallel_size: int, item_bytes: int) -> tupl
             specs += _entries(config, index, kind, index in sources, item_bytes)
         if kind in HAS_STATE:
             layer = layer_config(config, index)
-            specs.append(LayerSpec(index, State(), state=_state(layer, tensor_parallel_size, item_bytes)))
+            specs.append(LayerSpec(index, State(), state=_state(layer, index, tensor_parallel_size, item_bytes)))
     return tuple(specs)
 
 
@@ -85,6 +85,16 @@ def complete_layer_types(config: Any, fields: Mapping[str, Any]) -> str | None:
     return (
         "config.json has no layer_types; by the model card of Ministral-8B-Instruct-2410 every fourth layer, from the "
         f"first on, sees everything, the others the last {config.sliding_window} tokens"
+    )
+
+
+def told_prefix(config: Any) -> str | None:
+    """What is said of models that were trained on prompts whose tokens see each other both ways. None: nothing."""
+    if not getattr(config, "prefix_lm", False):
+        return None
+    return (
+        "config.json has prefix_lm: tokens of an instruction may have seen each other both ways in training. Here each "
+        "token sees those before it, as in transformers without token_type_ids"
     )
 
 
@@ -143,8 +153,13 @@ def _layer_types(config: Any) -> list[str]:
     if layer_types is not None:
         return [*layer_types[: config.num_hidden_layers], *_times_around(config)]
     cross = getattr(config, "cross_attention_layers", None) or ()
-    kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    has_window = getattr(config, "sliding_window", None) and config.model_type not in WITHOUT_WINDOW
+    kind = "sliding_attention" if has_window else "full_attention"
     return ["cross_attention" if n in cross else kind for n in range(config.num_hidden_layers)]
+
+
+WITHOUT_WINDOW = {"moshi"}
+"""Families whose layers see all, whatever window their config names: it is as long as their longest text."""
 
 
 def _times_around(config: Any) -> list[str]:
@@ -226,6 +241,8 @@ LAYERS_OF: dict[str, Callable[[Any, int], Any]] = {
 def index_key_size(config: Any, index: int) -> int:
     """Numbers that a layer keeps of each token to choose by; 0 if it attends to all, or to what another has chosen, or
     chooses by what several tokens have together."""
+    if config.model_type == "qwen4_exp_text" and _chooses(config, index):
+        return config.indexer_head_dim
     return config.index_head_dim if _chooses(config, index) and not getattr(config, "index_kpool", None) else 0
 
 
@@ -353,6 +370,7 @@ class RankShare:
     ranks: int
     item_bytes: int
     model: str = "the model"  # for errors
+    layer: int = 0  # whose state it is, where layers have unequal ones
 
     def part(self, size: int, what: str) -> int:
         """Raises `InvalidSetting` if the ranks do not divide it."""
@@ -444,6 +462,16 @@ def _gated_delta_net(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     )  # fmt: skip
 
 
+def _delta_net_and_ngrams(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
+    """Some layers add features of the last tokens: what these are convolved from and the tokens' ids, on every rank."""
+    state = _gated_delta_net(c, share)
+    if share.layer + 1 not in c.ple_layer_ids:
+        return state
+    earlier = c.ngram_size - 1
+    convolved = share.conv(c.hc_count * c.hidden_size, (c.ple_conv_kernel_size - 1) * c.ngram_size + 1)
+    return *state, convolved, StateTensor((earlier, earlier), FLOAT32_BYTES)
+
+
 def _keyed_delta(c: Any, share: RankShare) -> tuple[StateTensor, ...]:
     heads, head = c.linear_num_heads, c.linear_head_dim
     return share.delta(heads, head, heads, head, c.linear_conv_kernel_dim)
@@ -493,6 +521,7 @@ STATE_OF: dict[str, Callable[[Any, RankShare], tuple[StateTensor, ...]]] = {
     "qwen3_5_moe_text": _gated_delta_net,
     "qwen3_5_text": _gated_delta_net,
     "qwen3_next": _gated_delta_net,
+    "qwen4_exp_text": _delta_net_and_ngrams,
     "recurrent_gemma": _gated_linear_recurrence,
     "zamba": _headed_mamba1,
     "zamba2": _zamba2,
@@ -501,10 +530,10 @@ STATE_OF: dict[str, Callable[[Any, RankShare], tuple[StateTensor, ...]]] = {
 """model_type -> the tensors of one layer's state."""
 
 
-def _state(config: Any, ranks: int, item_bytes: int) -> tuple[StateTensor, ...]:
+def _state(config: Any, index: int, ranks: int, item_bytes: int) -> tuple[StateTensor, ...]:
     if config.model_type not in STATE_OF:
         raise UnsupportedModel(
             f"the states of {config.model_type} are not known; known are those of {', '.join(STATE_OF)}",
             field="model",
         )
-    return STATE_OF[config.model_type](config, RankShare(ranks, item_bytes))
+    return STATE_OF[config.model_type](config, RankShare(ranks, item_bytes, layer=index))

@@ -21,6 +21,7 @@ from .indexed import (
     GatedSinkLatentAttention,
     HeadGatedLatentAttention,
     IndexedLatentAttention,
+    PooledChoosingAttention,
     PoolingLatentAttention,
     ScaledLatentAttention,
     SharingLatentAttention,
@@ -29,17 +30,18 @@ from .latent import LatentAttention
 from .lightning import Lightning
 from .lru import GatedLinearRecurrence
 from .mamba import HeadedMamba1, Mamba1, Mamba2
+from .ngrams import NGramFeatures
 from .own_ways import OWN_WAYS, FirstGptAttention, OwnAttention, is_first_gpt, patch_mpt
 from .patches import (
     patch_head_norms,
     patch_identity_experts,
+    patch_indexers,
     patch_layer_index,
     patch_logits,
     patch_place,
     patch_query_scale,
     patch_sparsity,
 )
-from .refusals import check_causal
 from .states import Mixer, PagedStates
 
 
@@ -74,6 +76,8 @@ MIXERS: dict[str, type[Mixer]] = {
     "Qwen3NextGatedDeltaNet": PackedGatedDeltaNet,
     "Qwen3_5GatedDeltaNet": GatedDeltaNet,
     "Qwen3_5MoeGatedDeltaNet": GatedDeltaNet,
+    "Qwen4ExpTextGatedDeltaNet": GatedDeltaNet,
+    "Qwen4ExpTextPLELayer": NGramFeatures,
     "RecurrentGemmaRecurrentBlock": GatedLinearRecurrence,
     "Zamba2MambaMixer": Mamba2,
     "ZambaMambaMixer": HeadedMamba1,
@@ -142,6 +146,7 @@ ADAPTERS: dict[str, Adapter] = {
     "MiniMaxM3VLAttention": _blocks,
     **{name: _own_way(kind) for name, kind in OWN_WAYS.items()},
     "MllamaCrossAttentionDecoderLayer": _cross,
+    "Qwen4ExpTextAttention": lambda module, paged: PooledChoosingAttention(module, paged.attention),
 }
 """Class of a module -> what makes the forward pass that takes the place of its own."""
 
@@ -149,12 +154,12 @@ ADAPTERS: dict[str, Adapter] = {
 def bind(model: nn.Module, paged: Paged) -> None:
     """Let the layers of `model` read and write our pages."""
     patch_logits(model)
+    patch_indexers(model)
     patch_mpt(model)
     for path, module in model.named_modules():
         if type(module).__name__ in MIXERS or is_first_gpt(module):
             patch_place(module, path)
         if hasattr(module, "layer_idx"):
-            check_causal(path, module)
             patch_layer_index(module)
             paged.attention.bind(module, patch_query_scale(module))
         patch_sparsity(module, paged.parallel)

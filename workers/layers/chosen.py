@@ -1,4 +1,5 @@
-"""Attention to tokens that an index chooses, for each query its own (DeepSeek-V3.2, GLM-5, A.X-K2, MiniMax-M3).
+"""Attention to tokens that an index chooses, for each query its own (DeepSeek-V3.2, GLM-5, A.X-K2, MiniMax-M3,
+Qwen4-Exp).
 
 A layer's index keys lie in the pages of its latents: both are needed for the same tokens, all there are, so a group of
 their own would hold the same blocks under another number. They are written with the latents. Then each query chooses
@@ -10,7 +11,8 @@ backend attends as over any other:
 
 A row in which no query sees more tokens than it may choose needs no choice: all of it is attended to where it lies.
 
-Where each head of keys has a choice of its own (MiniMax-M3), a query has as many pages as there are such heads.
+Where each head of keys has a choice of its own (MiniMax-M3), a query has as many pages as there are such heads. Where
+blocks are chosen by a key for each (Qwen4-Exp), pages keep what these keys are made of: so a block may be whole or not.
 
 Suffixes beyond those of attention: N queries of a part    J choices of a query    K chosen tokens    I index heads
                                     E size of an index key    C numbers of an entry
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from ...errors import UnsupportedModel
 from ...kernels.paged_attention import GroupBatch, GroupMeta, LayerParams, upload
-from ...kernels.token_choice import Asked, BlockRule, ChoiceBatch, choose, choose_blocks
+from ...kernels.token_choice import Asked, BlockRule, ChoiceBatch, PooledRule, choose, choose_blocks, choose_pooled
 from ...kvcache.plan import MemoryPlan
 from ..checkpoint.layer_specs import ENTRIES, GIVERS
 from ..pages import Pages
@@ -116,6 +118,19 @@ class BlockChoice(Choice):
 
     def choose(self, paged: "ChoosingAttention", layer: int, part: "Part") -> Tensor:
         return choose_blocks(self._q_TJE[part.tokens], paged.index_keys[layer], part.batch, self._rule)
+
+
+class MeanChoice(Choice):
+    """Qwen4-Exp: of blocks, by a key that is made of the mean of what pages keep of their tokens, when it is needed.
+    Tokens behind the last whole block are attended to as well."""
+
+    def __init__(self, q_TIE: Tensor, keys_TE: Tensor, rule: PooledRule):
+        """keys: what those of blocks are made of"""
+        super().__init__(Kind(rule.most_tokens, size=rule.size, is_of_whole=True), keys_TE)
+        self._q_TIE, self._rule = q_TIE, rule
+
+    def choose(self, paged: "ChoosingAttention", layer: int, part: "Part") -> Tensor:
+        return choose_pooled(self._q_TIE[part.tokens], paged.index_keys[layer], part.batch, self._rule).unsqueeze(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

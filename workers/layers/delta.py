@@ -1,4 +1,4 @@
-"""Gated delta nets: Qwen3-Next, Qwen3.5, Olmo Hybrid and Lara; Kimi delta attention: Kimi-Linear, Ling 3 and
+"""Gated delta nets: Qwen3-Next, Qwen3.5, Qwen4-Exp, Olmo Hybrid and Lara; Kimi delta attention: Kimi-Linear, Ling 3 and
 GLM-5.3.
 
 Suffixes: T packed tokens    D hidden size    C channels    H heads of this rank    K, V sizes of a key and a value
@@ -17,7 +17,7 @@ from .states import RECURRENT, Mixer, PagedStates
 
 
 class GatedDeltaNet(Mixer):
-    """Qwen3.5, and the base of the others: arXiv 2412.06464."""
+    """Qwen3.5, Qwen4-Exp, and the base of the others: arXiv 2412.06464."""
 
     norm_name, output_name = "norm", "out_proj"
     norm_rounds = True
@@ -32,7 +32,9 @@ class GatedDeltaNet(Mixer):
         self._bias = module.dt_bias.float()
         norm = getattr(module, self.norm_name)
         weight = norm.weight.float().repeat(self._value_heads)
-        self._norm = GatedNorm(Order.NORM_FIRST, weight, norm.variance_epsilon, module.head_v_dim, self.norm_rounds)
+        gate = Function.SIGMOID if getattr(norm, "activation", "silu") == "sigmoid" else Function.SILU
+        eps, width = norm.variance_epsilon, module.head_v_dim
+        self._norm = GatedNorm(Order.NORM_FIRST, weight, eps, width, self.norm_rounds, gate)
 
     @staticmethod
     def sections(module: Any, ranks: int) -> dict[str, Sequence[Section]]:

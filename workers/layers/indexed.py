@@ -1,5 +1,5 @@
 """Attention to chosen tokens: over latents in DeepSeek-V3.2, GLM-5, GLM-5.3, A.X-K2, Dots 3 Note, HunYuan 4 and Mistral
-Large 4; MiniMax-M3 chooses blocks.
+Large 4; MiniMax-M3 and Qwen4-Exp choose blocks.
 
 An indexer of few small heads, whole on every rank, scores all earlier tokens for each query; attention goes to those
 with the highest scores (arXiv 2512.02556). GLM-5 lets several layers go by one choice: it travels from layer to layer
@@ -20,10 +20,10 @@ from torch.nn import functional as F
 
 from ...errors import UnsupportedModel
 from ...kernels.paged_attention import LayerParams
-from ...kernels.token_choice import Asked, BlockRule
+from ...kernels.token_choice import Asked, BlockRule, PooledRule
 from ..tensor_parallel import TensorParallel
 from .attention import PagedAttention
-from .chosen import BlockChoice, Choice, ChoosingAttention, PoolChoice, TokenChoice
+from .chosen import BlockChoice, Choice, ChoosingAttention, MeanChoice, PoolChoice, TokenChoice
 from .entries import weighed
 from .latent import LatentAttention
 
@@ -300,3 +300,47 @@ class BlockChoosingAttention:
         q_1TIE, k_1T1E = self._turn(q_1TIE, k_1T1E, *turns, unsqueeze_dim=2)
         first = self._parallel.rank * index.num_heads // self._parallel.size
         return BlockChoice(q_1TIE[0, :, first : first + kv_heads], k_1T1E[0, :, 0], self._rule)
+
+
+class PooledChoosingAttention:
+    """Qwen4-Exp: blocks have one key each, of the mean of their tokens' keys; all heads go by one choice.
+
+    What comes out of each head is multiplied by a gate of the query's.
+    """
+
+    def __init__(self, module: Any, paged: PagedAttention):
+        assert isinstance(paged, ChoosingAttention), "layers that choose were found in the config"
+        self._module = module
+        self._paged = paged
+        self._turn: Any = sys.modules[type(module).__module__].apply_rotary_pos_emb
+        index = module.indexer
+        self._rule = PooledRule(index.compress_ratio, index.block_topk, self._key_of)
+
+    def __call__(self, hidden_states: Tensor, position_embeddings: Turns, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        module = self._module
+        heads = (-1, module.head_dim)
+        q_1THD, gate_1THD = module.q_proj(hidden_states).unflatten(-1, (-1, 2 * module.head_dim)).chunk(2, dim=-1)
+        q_1THD = module.q_norm(q_1THD)
+        k_1TKD = module.k_norm(module.k_proj(hidden_states).unflatten(-1, heads))
+        v_1TKD = module.v_proj(hidden_states).unflatten(-1, heads)
+        q_1THD, k_1TKD = self._turn(q_1THD, k_1TKD, *position_embeddings, unsqueeze_dim=2)
+        choice = self._choice(hidden_states, position_embeddings)
+        params = LayerParams(module.scaling)
+        out_THD = self._paged.attend_chosen(q_1THD[0], k_1TKD[0], v_1TKD[0], module.layer_idx, params, choice)
+        out_TC = out_THD.flatten(1) * torch.sigmoid(gate_1THD[0].flatten(1))
+        return module.o_proj(out_TC.unsqueeze(0)), None
+
+    def _choice(self, hidden_states: Tensor, turns: Turns) -> MeanChoice:
+        """Of the index, which is whole on every rank. Its keys are neither normed nor turned before they are pooled."""
+        index = self._module.indexer
+        both_1THE = index.index_qk_proj(hidden_states).unflatten(-1, (-1, index.index_head_dim))
+        q_1TIE = index.q_layernorm(both_1THE[:, :, : index.index_n_heads])
+        q_1TIE = self._turn(q_1TIE, None, *turns, unsqueeze_dim=2)
+        return MeanChoice(q_1TIE[0], both_1THE[0, :, -1], self._rule)
+
+    def _key_of(self, mean_RBE: Tensor, firsts_B: Tensor) -> Tensor:
+        """A block's key is turned as its first token is."""
+        index = self._module.indexer
+        keys_RBE = index.k_layernorm(mean_RBE.to(index.index_qk_proj.weight.dtype))
+        turns = index.rotary_emb(keys_RBE, firsts_B[None])
+        return self._turn(keys_RBE.unsqueeze(2), None, *turns, unsqueeze_dim=2).squeeze(2)

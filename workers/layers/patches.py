@@ -16,6 +16,9 @@ LAYER_FROM_CALL = {"Zamba2Attention", "ZambaAttention"}
 TIMES_AROUND = {"DoryAttention", "HrmTextAttention"}
 """Classes of modules that are gone through several times, each time as another layer."""
 
+TURN_EARLIER = {"Qwen4ExpTextQSAIndexer"}
+"""Classes of indexers that turn keys when they choose."""
+
 NORM_FOR_EACH_HEAD = {"StableLmLayerNormPerHead"}
 """Classes of modules with a list of norms."""
 
@@ -38,6 +41,16 @@ def patch_layer_index(module: Any) -> None:
             called.layer_idx = kwargs["layer_idx"]
 
         module.register_forward_pre_hook(note, with_kwargs=True)
+
+
+def patch_indexers(model: Any) -> None:
+    """Let indexers that turn keys of earlier tokens (Qwen4-Exp) reach the model's rotary embedding: what layers are
+    given is for the tokens of a step."""
+    turning = [module for module in model.modules() if type(module).__name__ in TURN_EARLIER]
+    if turning:
+        rotary = next(module for path, module in model.named_modules() if path.rpartition(".")[2] == "rotary_emb")
+        for indexer in turning:
+            object.__setattr__(indexer, "rotary_emb", rotary)  # no part of it
 
 
 def patch_place(module: Any, path: str) -> None:

@@ -1,22 +1,22 @@
 """What makes a module's attention one that cannot be paged, in words."""
 
 from collections.abc import Mapping
-from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import UnsupportedModel
 from ...kvcache.spec import LayerSpec
 
 
-def check_causal(path: str, module: Any) -> None:
+def check_causal(model: nn.Module) -> None:
     """Raises `UnsupportedModel` for attention of which keys and values of a text change when the text goes on."""
-    if getattr(module, "is_causal", None) is False:
-        raise UnsupportedModel(
-            f"{path} ({type(module).__name__}) is no causal attention: it sees later tokens, or an encoder's output. "
-            "What a text left in the cache would be wrong when the text goes on.",
-            field="model",
-        )
+    for path, module in model.named_modules():
+        if hasattr(module, "layer_idx") and getattr(module, "is_causal", None) is False:
+            raise UnsupportedModel(
+                f"{path} ({type(module).__name__}) is no causal attention: it sees later tokens, or an encoder's "
+                "output. What a text left in the cache would be wrong when the text goes on.",
+                field="model",
+            )
 
 
 def check_written(layers: Mapping[int, LayerSpec], layer: int, k_TKD: Tensor, v_TKD: Tensor) -> None:

@@ -8,6 +8,11 @@ def _cut(path: str, styles: Mapping[str, str]) -> dict[str, str]:
     return {f"model.layers.*.{path}.{name}": style for name, style in styles.items()}
 
 
+def _of_h(path: str, styles: Mapping[str, str]) -> dict[str, str]:
+    """The same in models that call their layers as GPT-2 does."""
+    return {f"transformer.h.*.{path}.{name}": style for name, style in styles.items()}
+
+
 ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 GATED_MLP = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
 
@@ -26,6 +31,10 @@ TENSOR_PARALLEL_PLANS: dict[str, dict[str, str]] = {
     )
     | _cut("mlp", GATED_MLP | EXPERTS)
     | _cut("mlp.shared_experts", GATED_MLP),
+    # Lengths over all heads, or all columns of an MLP, the ranks add up.
+    "dory": _cut("self_attn", {**ATTENTION, "gate_proj": "colwise", "attn_sub_norm": "lengths_over_ranks"})
+    | _cut("mlp", {**GATED_MLP, "ffn_sub_norm": "lengths_over_ranks"})
+    | dict.fromkeys(("model.layers.*.self_attn", "model.layers.*.mlp"), "channel_scales"),
     # Heads come in groups out of `q_b_proj`, and go through the output's two products. The vector that they all attend
     # to is whole on every rank, with its compressors and its indexer. transformers cuts experts alone.
     "deepseek_v4": _cut("self_attn", {"q_b_proj": "colwise", "o_a_proj": "colwise", "o_b_proj": "rowwise"})
@@ -56,6 +65,11 @@ TENSOR_PARALLEL_PLANS: dict[str, dict[str, str]] = {
     # cuts the heads, and the ranks add up what the norm needs: one number per token.
     "olmo3": _cut("self_attn", {**ATTENTION, "q_norm": "norm_over_ranks", "k_norm": "norm_over_ranks"})
     | _cut("mlp", GATED_MLP),
+    # transformers' plan leaves attention whole. The embedding of n-grams is most of the model.
+    "qwen4_exp_text": _cut("self_attn", ATTENTION)
+    | _cut("mlp", EXPERTS)
+    | _cut("mlp.shared_expert", GATED_MLP)
+    | _cut("ple.ple_embedding", {"ngram_embedding": "vocab"}),
     # Each rank computes all heads of queries and keys, and takes its own: see `ConvolvedHeads`.
     "zaya": _cut("self_attn", {"o_proj": "rowwise", "qk_norm": "key_scales"}) | _cut("mlp", EXPERTS),
     "recurrent_gemma": _cut("temporal_block", ATTENTION) | _cut("mlp_block", GATED_MLP),
@@ -76,6 +90,19 @@ TENSOR_PARALLEL_PLANS["bailing_hybrid"] = TENSOR_PARALLEL_PLANS["deepseek_v3"] |
 
 TENSOR_PARALLEL_PLANS |= dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), TENSOR_PARALLEL_PLANS["deepseek_v3"])
 """Indexers are whole on every rank: each has to choose the same tokens."""
+
+TENSOR_PARALLEL_PLANS |= {
+    "ctrl": _of_h("multi_head_attention", {"Wq": "colwise", "Wk": "colwise", "Wv": "colwise", "dense": "rowwise"})
+    | _of_h("ffn", {"0": "colwise", "2": "rowwise"}),
+    "gpt2": _of_h("attn", {"c_attn": "conv_thirds", "c_proj": "conv_rowwise"})
+    | _of_h("mlp", {"c_fc": "conv_colwise", "c_proj": "conv_rowwise"}),
+    # Queries, keys and values come out of one linear: see `cut_fused`.
+    "gpt_bigcode": _of_h("attn", {"c_proj": "rowwise"}) | _of_h("mlp", {"c_fc": "colwise", "c_proj": "rowwise"}),
+    "modernbert-decoder": _cut("attn", {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "Wo": "rowwise"})
+    | _cut("mlp", {"Wi": "packed", "Wo": "rowwise"}),
+    "moshi": _cut("self_attn", {f"{name}.linear": style for name, style in ATTENTION.items()})
+    | _cut("mlp", {"fc1": "packed", "fc2": "rowwise"}),
+}
 
 VOCABULARIES = {"embed_tokens_per_layer"}
 """Embeddings beside the input's own with a row for each token, each rank holding some."""

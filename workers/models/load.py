@@ -19,12 +19,19 @@ from ...kvcache.spec import LayerSpec
 from ...proto.worker import ModelFacts, ModelSettings
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.json_file import clipped
-from ..checkpoint.layer_specs import ENTRIES, complete_layer_types, positions_of, read_layers, told_copies
+from ..checkpoint.layer_specs import (
+    ENTRIES,
+    complete_layer_types,
+    positions_of,
+    read_layers,
+    told_copies,
+    told_prefix,
+)
 from ..checkpoint.spellings import config_of
 from ..cpu.experts import pack_experts
 from ..cpu.linear import pack_linears
 from ..cpu.order import sum_order
-from ..known_families import is_known
+from ..known_families import check_not_refused, is_known
 from ..layers.adapters import Paged, bind
 from ..layers.attention import IMPLEMENTATION, PagedAttention
 from ..layers.chosen import ChoosingAttention
@@ -32,6 +39,7 @@ from ..layers.compressed import CompressingAttention
 from ..layers.cross import CrossAttention
 from ..layers.own_ways import know_implementation
 from ..layers.patches import patch_rotary_dim
+from ..layers.refusals import check_causal
 from ..layers.states import PagedStates
 from ..memory import is_lack_of_memory, is_of_the_device
 from ..pictures.tiling import tile_tokens
@@ -103,11 +111,13 @@ def _load(
     order = sum_order(dtype, device, settings.same_bits, parallel.size)
     completed = complete_layer_types(config, checkpoint.config)
     layers, alone = (read_layers(config, size, dtype.itemsize) for size in (parallel.size, 1))
-    notes = [completed, told_copies(layers, alone, parallel.size), order.note, *checkpoint.notes]
+    copies = told_copies(layers, alone, parallel.size)
+    notes = [completed, told_prefix(config), copies, order.note, *checkpoint.notes]
     for note in filter(None, notes):
         logger.warning(note)
     # A module without memory, then its weights.
     module = _build(whole, config, dtype, settings)
+    check_causal(module)
     vocab_size = module.get_input_embeddings().num_embeddings
     keeper = keeper_of(settings, dtype, device)
     fill_weights(module, checkpoint, parallel, config, dtype, device, watch, keeper)
@@ -185,6 +195,8 @@ def _read_config(settings: ModelSettings) -> Any:
     has_code = settings.trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {})
     if config.model_type in WITH_ENCODER:
         return config
+    if not has_code:
+        check_not_refused((config.model_type, text.model_type))
     if has_own_class(text) or has_code:
         return text
     if text_part_class(config) is not None:

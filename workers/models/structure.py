@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..tensor_parallel import Cut, Section, Style, is_fused, is_fused_of_groups, is_stacked
+from ..tensor_parallel import Cut, Section, Style, is_fused, is_fused_of_groups, is_multi_query, is_stacked
 
 ATTENTION_OUTPUTS = "o_proj", "out_proj", "dense", "c_proj"
 MLPS: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -60,6 +60,9 @@ def cut_fused(model: nn.Module) -> dict[str, Style]:
             keys = Section(heads * each, kv_heads=heads)
             cut = Cut(0, (Section(keys.size * here.num_key_value_groups), keys, keys))
             styles[f"{path}.qkv_proj"] = Style({"weight": cut, "bias": cut})
+        elif is_multi_query(here):
+            cut = Cut(0, (Section(here.embed_dim), Section(2 * here.kv_dim, is_cut=False)))
+            styles[f"{path}.c_attn"] = Style({"weight": cut, "bias": cut})
         elif is_fused_of_groups(here):
             keys = Section(here.num_key_value_heads * here.head_dim, kv_heads=here.num_key_value_heads)
             styles[f"{path}.Wqkv"] = Style({"weight": Cut(0, (Section(here.hidden_size), keys, keys))})

@@ -18,6 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Chunk,
     Concatenate,
+    ErnieFuseAndSplitTextVisionExperts,
     MergeModulelist,
     Split,
     Transpose,
@@ -215,6 +216,27 @@ class Turned:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnedMatrix:
+    """A matrix that is stored the other way round."""
+
+    part: Source
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.part.shape[::-1]
+
+    @property
+    def origin(self) -> str:
+        return self.part.origin
+
+    def read(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:
+        return self.part.read(1 - dim, start, stop).T.contiguous()
+
+    def codes(self, dim: int = 0, start: int = 0, stop: int | None = None) -> Codes | None:
+        return None  # whose scales would be along the other dimension
+
+
+@dataclass(frozen=True, slots=True)
 class Mxfp4:
     """Experts of gpt-oss as released: pairs of 4-bit floats, and a power of two for each 32 of them.
 
@@ -323,12 +345,26 @@ def find_sources(module: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.d
             case [Split() | Chunk(num_shards_attribute=None) as split]:
                 names = [name.replace(converter.target_patterns[0], each) for each in converter.target_patterns]
                 sources |= _taken_apart(parts[0][0], {each: wanted[each].shape[split.dim] for each in names}, split.dim)
+            case [ErnieFuseAndSplitTextVisionExperts(stack_dim=0, concat_dim=1)]:
+                targets = converter.target_patterns
+                for each, share in zip(targets, _shares(parts, len(targets)), strict=True):
+                    full_name = name.replace(targets[0], each)
+                    sources[full_name] = _put_together(full_name, share, (MergeModulelist(0), Concatenate(1)))
+            case [Transpose(dim0=0, dim1=1, check_dims=False)] if len(wanted[name].shape) == 2:
+                sources[name] = TurnedMatrix(parts[0][0])
             case [Transpose(dim0=1, dim1=2) as turn] if len(wanted[name].shape) == 3:
                 is_as_held = turn.check_dims and parts[0][0].shape == tuple(wanted[name].shape)
                 sources[name] = parts[0][0] if is_as_held else Turned(parts[0][0])
             case operations:
                 sources[name] = _put_together(name, parts, operations)
     return sources
+
+
+def _shares(parts: list[list[Source]], kinds: int) -> Iterator[list[list[Source]]]:
+    """Of experts that are numbered through: those of each kind, in equal numbers."""
+    sizes = [-(-len(group) // kinds) for group in parts]
+    for n in range(kinds):
+        yield [group[n * size : (n + 1) * size] for group, size in zip(parts, sizes, strict=True)]
 
 
 def _taken_apart(whole: Source, lengths: Mapping[str, int], dim: int) -> dict[str, Source]:

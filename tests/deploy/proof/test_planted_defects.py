@@ -16,7 +16,7 @@ from intarsia.deploy.proof.sweep import LACKING
 from intarsia.kvcache.reach import Chunked, Full, Sliding
 from intarsia.workers import tensor_parallel, worker
 from intarsia.workers.checkpoint import layer_specs
-from intarsia.workers.layers import adapters, attention, delta, entries, latent, states
+from intarsia.workers.layers import adapters, attention, delta, entries, indexed, latent, ngrams, states
 from intarsia.workers.models import load, weights
 from intarsia.workers.pages import Pages
 from intarsia.workers.runner import ModelRunner
@@ -246,6 +246,32 @@ def _other_epsilon(config: Any) -> None:
     config.rms_norm_eps = config.rms_norm_eps * 10
 
 
+def choosing(**changed: Any) -> Plant:
+    """Blocks with a key each are chosen by another rule."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        make = indexed.PooledRule
+
+        def other(*given: Any) -> Any:
+            rule = make(*given)
+            return rule._replace(**{name: each(rule) if callable(each) else each for name, each in changed.items()})
+
+        patch.setattr(indexed, "PooledRule", other)
+
+    return plant
+
+
+def _of_last_tokens(rule: Any) -> Any:
+    return lambda means, firsts: rule.key_of(means, firsts + rule.size - 1)
+
+
+def _through_ends(self: Any, ids_T: torch.Tensor) -> list[torch.Tensor]:
+    """Tokens before, also those of what ended before."""
+    less = (ids_T - self._table.eos_token_id).float().unsqueeze(-1).expand(-1, len(self._nothing)).contiguous()
+    before = self._scan(ngrams.IDS, ngrams.CONVOLUTION, self._shifts, self._nothing, less)
+    return [each.long() + self._table.eos_token_id for each in before.unbind(-1)]
+
+
 WINDOWS = "mistral", "cohere2_moe", "mimo_v2_flash"
 DEFECTS: dict[str, tuple[str, int, Plant]] = {
     # -- what a token sees ---------------------------------------------------------------------------------------------
@@ -284,6 +310,13 @@ DEFECTS: dict[str, tuple[str, int, Plant]] = {
         delta.SeparateGatedDeltaNet, "_inputs", delta.GatedDeltaNet._inputs)),
     "a convolution without its function": ("olmo_hybrid", 1, of_class(
         states.Mixer, "_convolve", lambda self, x: self._convolve_by(states.CONVOLUTION, x))),
+    # -- what is chosen, and the tokens before -------------------------------------------------------------------------
+    "a block too many is chosen": ("qwen4_exp_text", 1, choosing(most=lambda rule: rule.most + 1)),
+    "blocks of another size are chosen": ("qwen4_exp_text", 1, choosing(size=3)),
+    "blocks turned as their last tokens": ("qwen4_exp_text", 1, choosing(key_of=_of_last_tokens)),
+    "n-grams go on where a text ended": ("qwen4_exp_text", 1, of_class(ngrams.NGramFeatures, "_before", _through_ends)),
+    "n-grams begin anew in each step": ("qwen4_exp_text", 1, begins(True)),
+    "another gate of what comes out": ("qwen4_exp_text", 1, changed(output_gate_type="silu")),
     # -- several ranks -------------------------------------------------------------------------------------------------
     "a bias on each rank": ("phi", 2, style("rowwise", Style({"weight": Cut(1)}, "sum_outputs"))),
     "experts not added up": ("mixtral", 2, style("moe_tp_experts", Style({}))),

@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING
 from intarsia.deploy.proof import gate
 from intarsia.deploy.proof.gate import check_right, verdict_of
 from intarsia.deploy.proof.prove import prove
+from intarsia.deploy.proof.sweep import LACKING
 from intarsia.deploy.proof.verdict import Verdict, remember, remembered
 from intarsia.errors import UnsupportedModel
 
@@ -48,6 +49,17 @@ def test_a_family_that_masks_by_its_keys_is_found_wrong_and_the_layer_is_told(tm
     verdict = prove(folder_of("doge", tmp_path), (1,), [0])
     assert not verdict.is_right
     assert "the first layer that differs is model.layers.0" in str(verdict.reason)
+
+
+@pytest.mark.parametrize(
+    "family, why",
+    [("gemma4_unified_assistant", "guesses what another model will say"), ("diffusion_gemma", "out of noise"),
+     ("rwkv", "in a way of their own"), ("blt", "in patches"), ("git", "in a picture")],
+)  # fmt: skip
+def test_what_is_known_not_to_be_served_is_refused_in_plain_words(family: str, why: str, tmp_path: Path):
+    CONFIG_MAPPING[family](**LACKING.get(family, {})).save_pretrained(tmp_path)
+    verdict = prove(tmp_path, (1,))
+    assert verdict.reason is not None and f"{family} is not served" in verdict.reason and why in verdict.reason
 
 
 def test_a_model_that_runs_with_its_encoder_is_not_proven(tmp_path: Path):

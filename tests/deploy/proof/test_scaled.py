@@ -14,6 +14,7 @@ from intarsia.deploy.proof.scaled import (
     WINDOW,
     scaled,
 )
+from intarsia.deploy.proof.sweep import LACKING
 from intarsia.errors import UnsupportedModel
 
 
@@ -115,3 +116,29 @@ def test_heads_divide_among_the_ranks_where_those_of_the_model_do(queries: int, 
     copied, their_keys = fields["num_attention_heads"], fields["num_key_value_heads"]
     assert copied <= queries and copied % their_keys == 0
     assert queries % ranks or (copied % ranks == 0 and (their_keys % ranks == 0 or ranks % their_keys == 0))
+
+
+def test_layers_that_run_several_times_are_some_of_a_copys():
+    made = scaled(CONFIG_MAPPING["dory"]()).fields
+    parts = [made[f"n_{part}_layers"] for part in ("input", "recurrent", "output")]
+    assert sum(parts) == made["num_hidden_layers"] == len(made["layer_types"]) and min(parts) > 0
+    assert set(made["layer_types"]) == {"sliding_attention", "full_attention", "mlp"}
+
+
+def test_a_copy_has_a_layer_for_each_pass():
+    made = scaled(CONFIG_MAPPING["hrm_text"]()).fields
+    assert made["num_hidden_layers"] == made["num_layers_per_stack"] * made["H_cycles"] * (made["L_cycles"] + 1)
+
+
+def test_layers_that_are_counted_from_one_stay_those_that_they_are():
+    made = scaled(CONFIG_MAPPING["qwen4_exp_text"](**LACKING["qwen4_exp_text"])).fields
+    assert made["ple_layer_ids"] == [2] and made["layer_types"][1] == "linear_attention"
+    assert made["indexer_budget"] % made["indexer_compress_ratio"] == 0
+    assert made["indexer_budget"] + made["indexer_compress_ratio"] < 24  # all prompts but the first are longer
+
+
+def test_sections_of_rotated_numbers_stay_in_their_ratios():
+    ropes = {"rope_type": "default", "rope_theta": 500_000.0, "mrope_section": [22, 22, 20]}
+    kind: Any = CONFIG_MAPPING["ernie4_5_vl_moe"]
+    config = kind(text_config={"head_dim": 128, "rope_parameters": ropes})
+    assert scaled(config.get_text_config()).fields["rope_parameters"]["mrope_section"] == [3, 3, 2]

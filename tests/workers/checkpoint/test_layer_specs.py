@@ -10,7 +10,7 @@ from intarsia.deploy.checkpoints.known_models import known_model
 from intarsia.errors import InvalidSetting, UnsupportedModel
 from intarsia.kvcache.reach import Full, Sliding
 from intarsia.kvcache.spec import LayerSpec
-from intarsia.workers.checkpoint.layer_specs import ENTRIES, complete_layer_types, read_layers
+from intarsia.workers.checkpoint.layer_specs import ENTRIES, complete_layer_types, read_layers, told_prefix
 
 S, F, L = "sliding_attention", "full_attention", "linear_attention"
 
@@ -151,6 +151,49 @@ def test_layers_that_choose_blocks_keep_an_index_key_beside_keys_and_values():
     kinds = [F, "minimax_m3_sparse"] * 30
     layers = read_layers(config("minimax_m3_vl_text", layer_types=kinds), 2, 2)
     assert [(layer.kv_heads, layer.extra_token_bytes) for layer in layers] == [(2, 0), (2, 256)] * 30
+
+
+QWEN4_EXP = {
+    "eos_token_id": 1, "ple_layer_ids": [2], "indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 128,
+    "indexer_budget": 2048, "indexer_compress_ratio": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25},
+}  # fmt: skip
+
+
+def test_layers_that_choose_pooled_blocks_keep_what_keys_of_blocks_are_made_of():
+    layers = read_layers(config("qwen4_exp_text", **QWEN4_EXP), 2, 2)
+    assert {layer.extra_token_bytes for layer in layers if not layer.state} == {2 * 128}
+    assert [layer.index for layer in layers if not layer.state] == list(range(3, 40, 4))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_layers_with_features_of_ngrams_keep_what_these_are_made_of_on_every_rank(ranks: int):
+    layers = read_layers(config("qwen4_exp_text", **QWEN4_EXP), ranks, 2)
+    first, second = layers[0].state, layers[1].state
+    assert second[:2] == first
+    assert [(tensor.shape, tensor.item_bytes) for tensor in second[2:]] == [((4 * 2048, 9), 2), ((2, 2), 4)]
+
+
+def test_each_pass_through_a_layer_is_a_layer_behind_all_others():
+    layers = read_layers(config("dory", n_recurrent_loops=3), 1, 2)
+    assert [layer.index for layer in layers] == list(range(36 + 2 * 20))
+    kinds = [layer.reach.name for layer in layers]
+    assert kinds[36:] == 2 * kinds[8:28]
+
+
+def test_passes_that_read_what_the_last_one_kept_are_refused_with_the_reason():
+    with pytest.raises(UnsupportedModel, match="depends on how its prompt was cut"):
+        read_layers(config("dory", recurrent_kv_cache_mode="last_loop"), 1, 2)
+
+
+def test_passes_of_both_stacks_are_layers():
+    assert len(read_layers(config("hrm_text"), 1, 2)) == 16 * 2 * (3 + 1)
+
+
+def test_a_model_that_was_trained_on_prompts_seen_both_ways_says_so():
+    told = told_prefix(config("hrm_text"))
+    assert told is not None and "each token sees those before it" in told
+    assert told_prefix(config("hrm_text", prefix_lm=False)) is None
 
 
 def test_blocks_without_a_cache_keep_nothing():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from intarsia.errors import UnsupportedModel
-from intarsia.kernels.token_choice import BlockRule, ChoiceBatch, choose_blocks
+from intarsia.kernels.token_choice import BlockRule, ChoiceBatch, PooledRule, choose_blocks, choose_pooled
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.local import complete, make_engine
 from intarsia.workers.layers import chosen
@@ -25,6 +25,16 @@ def test_as_many_tokens_are_counted_as_are_chosen_in_blocks(rule: BlockRule):
     batch = ChoiceBatch(torch.arange(8)[None], positions, 40, 5)
     found = choose_blocks(torch.randn(40, 1, 8), torch.randn(8, 5, 8), batch, rule)[:, 0]
     counts = Kind(rule.most * rule.size, size=rule.size).counts(positions.numpy())
+    for tokens, count in zip(found.tolist(), counts.tolist(), strict=True):
+        assert tokens[:count] == sorted(set(tokens[:count])) and not any(tokens[count:])
+
+
+@pytest.mark.parametrize("size, most", [(4, 3), (3, 2), (5, 1), (1, 4)])
+def test_as_many_tokens_are_counted_as_are_chosen_in_pooled_blocks(size: int, most: int):
+    rule, positions = PooledRule(size, most, lambda means, firsts: means), torch.arange(40)
+    batch = ChoiceBatch(torch.arange(8)[None], positions, 40, 5)
+    found = choose_pooled(torch.randn(40, 3, 8), torch.randn(8, 5, 8), batch, rule)
+    counts = Kind(rule.most_tokens, size=size, is_of_whole=True).counts(positions.numpy())
     for tokens, count in zip(found.tolist(), counts.tolist(), strict=True):
         assert tokens[:count] == sorted(set(tokens[:count])) and not any(tokens[count:])
 

@@ -79,3 +79,13 @@ def test_queries_keys_and_values_of_one_linear_are_cut_each_by_itself():
         ((32, 48), (72, 80), (88, 96)),
         ((48, 64), (72, 80), (88, 96)),
     ]
+
+
+def test_the_one_key_and_value_of_all_heads_is_whole_on_every_rank():
+    config: Any = CONFIG_MAPPING["gpt_bigcode"]()
+    small: Any = type(config).from_dict(scaled(config).fields)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small)
+    queries, both = cut_fused(model)["transformer.h.0.attn.c_attn"].cuts["weight"].sections
+    assert (queries.size, queries.is_cut) == (small.hidden_size, True)
+    assert (both.size, both.is_cut) == (2 * small.hidden_size // small.num_attention_heads, False)

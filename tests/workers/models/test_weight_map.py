@@ -16,7 +16,7 @@ from intarsia.proto.worker import ModelSettings
 from intarsia.tests.local import complete, make_engine
 from intarsia.workers.checkpoint.files import Checkpoint
 from intarsia.workers.models.load import load_model
-from intarsia.workers.models.weight_map import Joined, Mxfp4, Part, Source, Stacked
+from intarsia.workers.models.weight_map import Joined, Mxfp4, Part, Source, Stacked, TurnedMatrix
 from intarsia.workers.tensor_parallel import TensorParallel
 
 
@@ -61,6 +61,14 @@ def test_stacked_tensors_are_read_as_one():
 def test_a_part_of_a_tensor_is_read_as_a_tensor_of_its_own(dim: int, first: int, last: int):
     whole = torch.randn(11, 4)
     check_every_slice(Part(Whole(whole), dim, first, last), whole.narrow(dim, first, last - first))
+
+
+@pytest.mark.parametrize("dim, first, last", [(0, 0, None), (0, 1, 3), (1, 2, 4)])
+def test_a_matrix_stored_the_other_way_round_is_read_as_it_is_held(dim: int, first: int, last: int | None):
+    stored = torch.arange(20.0).view(5, 4)
+    turned = TurnedMatrix(Whole(stored))
+    assert turned.shape == (4, 5)
+    assert torch.equal(turned.read(dim, first, last), Whole(stored.T).read(dim, first, last))
 
 
 def test_joined_tensors_are_read_as_one():
