@@ -1,32 +1,38 @@
 """The time to the first token of a next turn: with its history prepared, without, and of its own words alone.
 
-    python bench/next_turns.py TEMPLATES [--model smollm2-135m-instruct] [--rounds 5]
+    python bench/next_turns.py TEMPLATES [--model smollm2-135m-instruct] [--rounds 5] [--times 8] [--only Qwen3 GLM-4.5]
 
 TEMPLATES: a folder of chat templates, Jinja, with `conversation.json` beside it, as `tests/agents` reads them. For each
-template that rewrites or leaves out something of the answer before the last user message, the engine has the prompt
-and the answer as they were drawn; the history is prepared or not; then the next turn is asked for. "Alone" is a
-prompt of the turn's own words and nothing else, which is the least that it could take. Prints a line for each
-template, medians over the rounds in milliseconds, and one JSON object at the end.
+template that rewrites or leaves out something of the answer before the last user message, an engine in this process
+has the prompt and the answer as they were drawn; the history is prepared or not; then the next turn is asked for.
+"Alone" is the same turn where the history has been asked for before, to its very end: its own words are all that is
+computed. All texts are repeated `--times` times.
+
+Prints a line for each template and one JSON object at the end: milliseconds of this process's CPU time, the least of
+the rounds, so that others who use the machine matter little. Run it with OMP_NUM_THREADS=1.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
-import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from intarsia.controller.engine import Engine
 from intarsia.deploy.checkpoints.real_models import real_checkpoint
 from intarsia.deploy.front_end.borders import OTHER_WORDS, same
 from intarsia.deploy.front_end.tokenizer import Tokenizer
-from intarsia.deploy.settings.options import engine_settings
-from intarsia.deploy.start.launch import start_engine
 from intarsia.errors import InvalidRequest
+from intarsia.proto.messages import Prepare
 from intarsia.proto.request import RequestOptions, SamplingParams
+from intarsia.tests.local import Completion, asking, make_engine
 
 ONE = SamplingParams(temperature=0, max_tokens=1)
+
+WAYS = ("alone_ms", "prepared_ms", "unprepared_ms")
 
 
 def main() -> None:
@@ -34,6 +40,8 @@ def main() -> None:
     parser.add_argument("templates", type=Path)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--times", type=int, default=8)
+    parser.add_argument("--only", nargs="*", default=())
     parser.add_argument("--kv-cache-memory", default="256MiB")
     asyncio.run(measure(parser.parse_args()))
 
@@ -58,52 +66,54 @@ async def measure(args: argparse.Namespace) -> None:
     folder = found.folder if found is not None else Path(args.model)
     tokenizer = Tokenizer.load(folder)
     assert tokenizer is not None
-    engine = await start_engine(engine_settings(args.model, kv_cache_memory=args.kv_cache_memory))
+    engine = await make_engine(folder, kv_cache_memory=args.kv_cache_memory)
+    serving = asyncio.ensure_future(engine.run())
     messages = json.loads((args.templates.parent / "conversation.json").read_text())["messages"]
-    plain = [each for each in messages if each["role"] != "tool" and not each.get("tool_calls")]
+    plain = [
+        {name: value if name == "role" else " ".join([value] * args.times) for name, value in each.items()}
+        for each in messages
+        if each["role"] != "tool" and not each.get("tool_calls")
+    ]
     told: dict[str, dict[str, float]] = {}
-    try:
-        for path in sorted(args.templates.glob("*.jinja")):
-            try:
-                turn = Turn(tokenizer, plain, path.read_text())
-            except InvalidRequest:
-                continue
-            if turn.kept < min(len(turn.drawn), turn.border):
-                told[path.stem] = await rounds(engine.client, turn, args.rounds, path.stem)
+    for path in sorted(args.templates.glob("*.jinja")):
+        with contextlib.suppress(InvalidRequest):  # it wants other conversations
+            turn = Turn(tokenizer, plain, path.read_text())
+            if (not args.only or path.stem in args.only) and turn.kept < min(len(turn.drawn), turn.border):
+                told[path.stem] = await rounds(engine, turn, args.rounds, path.stem)
                 print(f"{path.stem:36} {told[path.stem]}", flush=True)
-    finally:
-        await engine.shutdown()
+    serving.cancel()
     sums = {name: round(sum(each[name] for each in told.values()), 1) for name in next(iter(told.values()))}
     print(json.dumps({"benchmark": "next_turns", "model": args.model, "templates": len(told), **sums}))
 
 
-async def rounds(client: Any, turn: Turn, count: int, name: str) -> dict[str, float]:
-    times: dict[str, list[float]] = {"alone_ms": [], "prepared_ms": [], "unprepared_ms": []}
+async def rounds(engine: Engine, turn: Turn, count: int, name: str) -> dict[str, float]:
+    """By way, the least of `count` rounds; the first round is for warming up."""
+    least = dict.fromkeys(WAYS, float("inf"))
     for number in range(count + 1):
-        measured = {}
-        for way in times:
+        for way in WAYS:
             salt = f"{name} {way} {number}"
-            if way == "alone_ms":
-                measured[way] = await first_token_ms(client, turn.asked[turn.border :], salt)
-                continue
-            await first_token_ms(client, turn.drawn, salt)
+            await first_token_ms(engine, turn.asked[: turn.border] if way == "alone_ms" else turn.drawn, salt)
             if way == "prepared_ms":
-                prompt = turn.asked[: turn.border + 1]
-                await client.questions.prepare(prompt, "", salt, turn.kept, turn.drawn[turn.kept :])
-            measured[way] = await first_token_ms(client, turn.asked, salt)
-        if number:  # the first is for warming up
-            for way, time_ms in measured.items():
-                times[way].append(time_ms)
-    medians = {way: round(statistics.median(each), 1) for way, each in times.items()}
-    tokens = {"history": turn.border, "kept": turn.kept, "new": len(turn.asked) - turn.border}
-    return {**tokens, **medians}
+                await prepare(engine, turn, salt)
+            time_ms = await first_token_ms(engine, turn.asked, salt)
+            if number:
+                least[way] = round(min(least[way], time_ms), 1)
+    return {"history": turn.border, "kept": turn.kept, "new": len(turn.asked) - turn.border, **least}
 
 
-async def first_token_ms(client: Any, prompt: Sequence[int], salt: str) -> float:
-    started = time.perf_counter()
-    async for _ in client.generate(list(prompt), ONE, options=RequestOptions(salt=salt)):
-        pass
-    return (time.perf_counter() - started) * 1000
+async def first_token_ms(engine: Engine, prompt: Sequence[int], salt: str) -> float:
+    completion = Completion()
+    started = time.process_time()
+    engine.submit(asking(prompt, ONE, options=RequestOptions(salt=salt)), 0, completion.sink)
+    await completion.done.wait()
+    return (time.process_time() - started) * 1000
+
+
+async def prepare(engine: Engine, turn: Turn, salt: str) -> None:
+    done = asyncio.Event()
+    wanted = Prepare(0, turn.asked[: turn.border + 1], "", salt, turn.kept, turn.drawn[turn.kept :])
+    engine.preparing.take(wanted, lambda _: done.set())
+    await done.wait()
 
 
 if __name__ == "__main__":

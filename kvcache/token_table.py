@@ -125,7 +125,8 @@ class TokenTable(GroupTable[TokenRow]):
         names, index = self.names(row.chain), self._index
         blocks, tail = divmod(length, self._size)
         oldest = self._reach.oldest_needed(length)
-        own.first, own.named = min(oldest // self._size, blocks), blocks
+        # Where a chunk begins inside a block, what lies before in it is never there: that block gets no name.
+        own.first, own.named = min(oldest // self._size, blocks), blocks + (tail > 0 and oldest == length)
         held = [BlockId(index[name]) for name in names[own.first : blocks]]
         assert NULL_BLOCK not in held, f"request {row.request} finds the null block"
         self._blocks.share(held)
@@ -141,7 +142,8 @@ class TokenTable(GroupTable[TokenRow]):
         shared = own.blocks[: full if new else max(full, own.first)]
         self._blocks.share(shared[own.first :])
         other.blocks = [*shared, *new]
-        other.first, other.named = own.first, min(own.named, len(shared))
+        is_partly_there = own.named * self._size > row.extent
+        other.first, other.named = own.first, own.named if is_partly_there else min(own.named, len(shared))
         assert other.first <= len(shared), f"request {child.request} shares no block that its parent holds"
         return self._copy_at_fork(own, other, own.blocks[full : full + 1], new)
 
@@ -159,7 +161,8 @@ class TokenTable(GroupTable[TokenRow]):
     def restore(self, row: Row, places: Sequence[int], new: Sequence[BlockId]) -> None:
         own = self._begin(row.request, TokenRow())
         full = row.extent // self._size
-        own.first, own.named = min([full, *places]), full  # full blocks had their names before
+        is_partly_there = self._reach.oldest_needed(row.extent) > full * self._size  # it may be
+        own.first, own.named = min([full, *places]), full + is_partly_there  # full blocks had their names before
         for n, block in zip(places, new, strict=True):
             own.blocks += [NULL_BLOCK] * (n - len(own.blocks))
             own.blocks.append(block)

@@ -40,7 +40,9 @@ class Admission:
         if not asked.is_known:
             image_bytes = sum(len(image.data) for image in asked.images)
             self._overload.check(asked.options.tenant, prompt_tokens, image_bytes, sampling.n, asked.options.timeout_s)
-        lease = check_lease(asked, max_total_tokens, leases_of(self._manager))
+        lease = None
+        if asked.options.keep_s is not None:
+            lease = check_lease(asked, max_total_tokens, leases_of(self._manager))
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         ends = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:

@@ -17,8 +17,6 @@ def check_lease(asked: GenerateRequest, total_tokens: int, leases: Leases | None
     Raises `InvalidRequest` for what cannot be granted, `OverQuota` for what must be granted and cannot be now.
     """
     options, answers = asked.options, asked.sampling.n
-    if options.keep_s is None:
-        return None
     if answers > 1:
         raise InvalidRequest(
             f"keep_s keeps one conversation, and {answers} answers are asked for; ask for one", field="keep_s"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ...kvcache.ids import RequestId
 from ...kvcache.manager import CacheManager
-from ..leases.leases import leases_of
+from ..leases.leases import Leases
 from ..request import Request
 from .deadlines import Deadlines
 from .fair_queue import FairQueue
@@ -48,6 +48,11 @@ class LiveRequests:
         self.aborted: list[Request] = []  # until the next plan
         self.expired: list[Request] = []  # until the engine asks
 
+    @property
+    def _leases(self) -> Leases | None:
+        """Those that hear which requests come and leave; None: there are none."""
+        return self._manager.leased.keeper
+
     # -- they come and go --------------------------------------------------------------------------------------------
 
     def add(self, request: Request, forks: Sequence[Request], now_s: float) -> None:
@@ -58,7 +63,7 @@ class LiveRequests:
             self._live[each.id] = each
             self._queue.enter(each)
             self._deadlines.add(each)
-            if (leases := leases_of(self._manager)) is not None:
+            if (leases := self._leases) is not None:
                 leases.arrived(each, named(each, self._manager)[0])
         if forks:
             self._sharing.add(request, forks)
@@ -80,7 +85,7 @@ class LiveRequests:
 
     def expire(self, now_s: float, draft: StepDraft) -> None:
         """End the requests whose deadlines have passed, and leases whose time is over."""
-        if (leases := leases_of(self._manager)) is not None:
+        if (leases := self._leases) is not None:
             leases.expire()
         for request_id in self._deadlines.pass_by(now_s):
             if (request := self._live.get(request_id)) is not None:
@@ -185,7 +190,7 @@ class LiveRequests:
 
     def _settle_lease(self, request: Request) -> None:
         """Keep what the request asked to be kept, and let go of what was kept for it."""
-        if (leases := leases_of(self._manager)) is not None:
+        if (leases := self._leases) is not None:
             has_begun = len(request.tokens) > request.prompt_tokens
             has_ended = has_begun and request.finish_reason(request.tokens[-1]) is not None
             until_s = leases.left(request, *named(request, self._manager), has_ended=has_ended)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-msgspec = pytest.importorskip("msgspec")
-zmq = pytest.importorskip("zmq")
+msgspec: Any = pytest.importorskip("msgspec")
+zmq: Any = pytest.importorskip("zmq")
 
 from intarsia.controller.cache_watchers import CacheWatchers  # noqa: E402
 from intarsia.controller.kv_publisher import (  # noqa: E402
@@ -29,11 +29,11 @@ from intarsia.tests.kvcache.plans import plan_of  # noqa: E402
 INFO = make_engine().info
 
 
-class Told(msgspec.Struct, omit_defaults=True, tag=True):
+class Told(msgspec.Struct, omit_defaults=True, tag=True):  # type: ignore
     """What is common to events on the wire: a map with its type."""
 
 
-class BlockStored(Told, tag="BlockStored"):
+class BlockStored(Told, tag="BlockStored"):  # type: ignore
     block_hashes: list[bytes | int]
     parent_block_hash: bytes | int | None
     token_ids: list[int]
@@ -47,17 +47,17 @@ class BlockStored(Told, tag="BlockStored"):
     kv_cache_spec_sliding_window: int | None = None
 
 
-class BlockRemoved(Told, tag="BlockRemoved"):
+class BlockRemoved(Told, tag="BlockRemoved"):  # type: ignore
     block_hashes: list[bytes | int]
     medium: str | None
     group_idx: int | None = None
 
 
-class AllBlocksCleared(Told, tag="AllBlocksCleared"):
+class AllBlocksCleared(Told, tag="AllBlocksCleared"):  # type: ignore
     pass
 
 
-class Batch(msgspec.Struct, array_like=True, omit_defaults=True):
+class Batch(msgspec.Struct, array_like=True, omit_defaults=True):  # type: ignore
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
     data_parallel_rank: int | None = None

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-zmq = pytest.importorskip("zmq")
-msgspec = pytest.importorskip("msgspec")
+zmq: Any = pytest.importorskip("zmq")
+msgspec: Any = pytest.importorskip("msgspec")
 
 from intarsia.deploy.settings.options import engine_settings  # noqa: E402
 from intarsia.deploy.start.launch import start_engine  # noqa: E402

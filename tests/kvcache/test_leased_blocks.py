@@ -8,7 +8,7 @@ from intarsia.kvcache.ids import RequestId
 from intarsia.kvcache.leased_blocks import Holding, PageCount
 from intarsia.kvcache.manager import CacheManager
 from intarsia.kvcache.plan import PlanSettings
-from intarsia.kvcache.reach import Full, Reach, Sliding, State
+from intarsia.kvcache.reach import Chunked, Full, Reach, Sliding, State
 from intarsia.kvcache.spec import LayerSpec
 from intarsia.kvcache.strategies import plan_memory
 from intarsia.tests.kvcache.plans import plan_of
@@ -74,6 +74,17 @@ def test_an_end_is_found_though_another_one_is_longer():
     leased(other, SAID[:12])
     other.forget(0, other.pool.groups[0].index[other.chain(SAID[:12]).grow()[2]])  # type: ignore[arg-type]
     assert other.lookup(SAID[:12]).tokens == 9
+
+
+def test_a_block_in_which_a_chunk_begins_gets_no_name_where_what_lies_before_was_not_there():
+    m = CacheManager(plan_of(Chunked(7), blocks=16, block_tokens=4))
+    leased(m, SAID[:7])
+    m.open(RequestId(2), hit := m.lookup(SAID))
+    m.extend(RequestId(2), 14, hit.tokens)
+    m.release(RequestId(2))
+    assert hit.tokens == 7  # nothing before is read from there on, so nothing was copied
+    names = m.chain(SAID).grow()
+    assert names[1] not in m.pool.groups[0].index and names[2] in m.pool.groups[0].index
 
 
 def test_nothing_can_be_held_of_what_is_not_there():

@@ -1,5 +1,7 @@
 """OpenAI's Agents SDK, by both interfaces."""
 
+import sys
+from pathlib import Path
 from typing import Literal
 
 from agents import (
@@ -11,6 +13,7 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
+from agents.mcp import MCPServerStdio
 from openai import AsyncOpenAI
 from probing import KEY, MODEL, URL, expect, probe, run
 from pydantic import BaseModel
@@ -18,6 +21,7 @@ from pydantic import BaseModel
 set_tracing_disabled(True)
 client = AsyncOpenAI(base_url=URL, api_key=KEY, max_retries=0)
 MODELS = {"chat": OpenAIChatCompletionsModel(MODEL, client), "responses": OpenAIResponsesModel(MODEL, client)}
+PRICES = str(Path(__file__).with_name("mcp_prices.py"))
 CHOICE = {"schema": {"enum": ["oak", "ash"]}, "name": "wood"}
 ENDS = {
     "chat": {"response_format": {"type": "json_schema", "json_schema": CHOICE}},
@@ -80,6 +84,20 @@ def probes(api: str):
         names = [event.name async for event in result.stream_events() if event.type == "run_item_stream_event"]
         expect(calls and "tool_called" in names and "tool_output" in names, names)
         return "tool_called, tool_output"
+
+    @probe(f"{api}: a tool of an MCP server")
+    async def _():
+        settings = ModelSettings(max_tokens=200, tool_choice="required", parallel_tool_calls=False)
+        async with MCPServerStdio(
+            {"command": sys.executable, "args": [PRICES]}, client_session_timeout_seconds=60
+        ) as mcp:
+            agent = Agent(
+                "joiner", model=model, mcp_servers=[mcp], model_settings=settings,
+                tool_use_behavior="stop_on_first_tool",
+            )  # fmt: skip
+            result = await Runner.run(agent, "Wood?", max_turns=4)
+        expect("three for" in str(result.final_output), result)
+        return "its tool runs, its result is the answer"
 
     @probe(f"{api}: a typed answer")
     async def _():

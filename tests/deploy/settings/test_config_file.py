@@ -12,7 +12,9 @@ import yaml
 from typer.testing import CliRunner
 
 from intarsia.deploy.cli import app
+from intarsia.deploy.settings.places import kv_events
 from intarsia.deploy.tools import doctor
+from intarsia.errors import InvalidSetting
 
 
 def serve(*arguments: str, **variables: str):
@@ -43,6 +45,19 @@ def test_what_is_printed_is_a_file_that_says_the_same(file: Path, tmp_path: Path
     again = tmp_path / "again.yaml"
     again.write_text(first.stdout)
     assert yaml.safe_load(serve("--config", str(again)).stdout) == yaml.safe_load(first.stdout)
+
+
+def test_what_a_flag_takes_as_json_may_be_yaml_in_a_file(tmp_path: Path):
+    path = tmp_path / "serve.yaml"
+    path.write_text("model: m\nkv_events_config: {enable_kv_cache_events: true, topic: kv}\n")
+    printed = yaml.safe_load(serve("--config", str(path)).stdout)
+    assert json.loads(printed["kv_events_config"]) == {"enable_kv_cache_events": True, "topic": "kv"}
+
+
+@pytest.mark.parametrize("given", ["{", "[]", "5", "[" * 9000])
+def test_json_of_a_flag_that_is_none_is_refused(given: str):
+    with pytest.raises(InvalidSetting, match="kv_events_config must be a JSON object"):
+        kv_events(given, "kv_events_config")
 
 
 def test_every_setting_is_a_variable():
