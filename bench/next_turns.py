@@ -32,6 +32,9 @@ from intarsia.tests.local import Completion, asking, make_engine
 
 ONE = SamplingParams(temperature=0, max_tokens=1)
 
+PAUSE_S = 0.05
+"""Before each request, in which what the one before has left to do is done."""
+
 WAYS = ("alone_ms", "prepared_ms", "unprepared_ms")
 
 
@@ -102,6 +105,7 @@ async def rounds(engine: Engine, turn: Turn, count: int, name: str) -> dict[str,
 
 
 async def first_token_ms(engine: Engine, prompt: Sequence[int], salt: str) -> float:
+    await asyncio.sleep(PAUSE_S)
     completion = Completion()
     started = time.process_time()
     engine.submit(asking(prompt, ONE, options=RequestOptions(salt=salt)), 0, completion.sink)
