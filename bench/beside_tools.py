@@ -182,9 +182,10 @@ def _run(*command: Any, **variables: str) -> str:
         )
     except FileNotFoundError as error:
         raise Absent(str(error)) from None
-    if "ModuleNotFoundError" in done.stderr:
-        raise Absent(done.stderr.strip().splitlines()[-1])
     if done.returncode != 0:
+        missing = [line for line in done.stderr.splitlines() if line.startswith("ModuleNotFoundError")]
+        if missing:
+            raise Absent(missing[-1])
         raise RuntimeError(f"{command[0]} ended with {done.returncode}: {done.stderr[-1500:]}")
     return done.stdout
 

@@ -306,7 +306,7 @@ def count_own_heads(module: nn.Module) -> None:
             here.ffn_hidden_size = here.mlp.ffn_hidden_size = len(here.mlp.w1) // here.mlp.moe_num_experts
         if hasattr(here, "query_key_value") and hasattr(here, "num_heads") and hasattr(here, "head_dim"):
             here.num_heads = _outputs(here.query_key_value) // here.head_dim // 3
-        if isinstance(here, nn.Linear) and hasattr(here, "n_groups"):  # of outputs, each with inputs of its own
+        if isinstance(attention, nn.Linear) and hasattr(here, "n_groups"):  # of outputs, each with inputs of its own
             here.n_groups = here.n_groups * len(here.weight) // here.out_features
 
 

@@ -102,7 +102,8 @@ def _draw(model: Any) -> None:
             if DRAWN_BUFFERS.search(name) and buffer.is_floating_point():
                 buffer.add_(torch.randn_like(buffer) * SPREAD_OF_VECTORS)
             if name == EXPERTS_OF_TOKENS:
-                buffer.copy_(torch.rand(len(buffer), module.num_experts).topk(buffer.shape[1]).indices)
+                router: Any = module
+                buffer.copy_(torch.rand(len(buffer), router.num_experts).topk(buffer.shape[1]).indices)
 
 
 def _spread(name: str) -> float:

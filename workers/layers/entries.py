@@ -138,8 +138,8 @@ class EntryAttention(PagedAttention):
         return choose(asked, keys_RLE, one_block, most)
 
     def _lie(self, layer: int) -> Entries:
-        places = (self._places[first + layer] for first in (ENTRIES, GIVERS))
-        return Entries(*places, self._entries_of[layer].entry_tokens)
+        tokens = self._entries_of[layer].entry_tokens
+        return Entries(self._places[ENTRIES + layer], self._places[GIVERS + layer], tokens)
 
     def _made_in_step(self, entries: Entries) -> Making | None:
         """None: no entry is complete with this step."""

@@ -44,7 +44,7 @@ class OwnAttention:
         self._paged = paged
         self._params = LayerParams(self._scale(), slopes=self._slopes(parallel))
 
-    def __call__(self, hidden_states: Tensor, *_: Any, **given: Any) -> tuple[Tensor, None]:
+    def __call__(self, hidden_states: Tensor, *_: Any, **given: Any) -> Any:
         q_THD, k_TKD, v_TKD = self._heads(hidden_states[0])
         turns = given.get("position_embeddings")
         if turns is not None:
@@ -123,7 +123,7 @@ class FalconAttention(OwnAttention):
 class GptNeoxJapaneseAttention(OwnAttention):
     """The same; positions turn the first numbers of a head, and the last layer gives out a bias beside."""
 
-    def __call__(self, hidden_states: Tensor, *_: Any, **given: Any) -> tuple[Tensor, None, Tensor | None]:  # type: ignore[override]
+    def __call__(self, hidden_states: Tensor, *_: Any, **given: Any) -> tuple[Tensor, None, Tensor | None]:
         return *super().__call__(hidden_states, **given), self._module.dense_bias
 
     def _heads(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,7 +169,7 @@ class FirstGptAttention(OwnAttention):
 
     output = "c_proj"
 
-    def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> list[Tensor]:  # type: ignore[override]
+    def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> list[Tensor]:
         return [super().__call__(hidden_states)[0]]
 
     def _heads(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:

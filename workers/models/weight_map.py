@@ -341,23 +341,32 @@ def find_sources(module: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.d
         converter = next(c for c in converters if set(by_pattern) <= set(c.source_patterns))
         ordered = [sorted(by_pattern.get(pattern, ()), key=_numbers) for pattern in converter.source_patterns]
         parts = [[stored_sources[each] for each in names] for names in ordered if names]
-        match converter.operations:
-            case [Split() | Chunk(num_shards_attribute=None) as split]:
-                names = [name.replace(converter.target_patterns[0], each) for each in converter.target_patterns]
-                sources |= _taken_apart(parts[0][0], {each: wanted[each].shape[split.dim] for each in names}, split.dim)
-            case [ErnieFuseAndSplitTextVisionExperts(stack_dim=0, concat_dim=1)]:
-                targets = converter.target_patterns
-                for each, share in zip(targets, _shares(parts, len(targets)), strict=True):
-                    full_name = name.replace(targets[0], each)
-                    sources[full_name] = _put_together(full_name, share, (MergeModulelist(0), Concatenate(1)))
-            case [Transpose(dim0=0, dim1=1, check_dims=False)] if len(wanted[name].shape) == 2:
-                sources[name] = TurnedMatrix(parts[0][0])
-            case [Transpose(dim0=1, dim1=2) as turn] if len(wanted[name].shape) == 3:
-                is_as_held = turn.check_dims and parts[0][0].shape == tuple(wanted[name].shape)
-                sources[name] = parts[0][0] if is_as_held else Turned(parts[0][0])
-            case operations:
-                sources[name] = _put_together(name, parts, operations)
+        sources |= _converted(name, parts, converter, wanted)
     return sources
+
+
+def _converted(
+    name: str, parts: list[list[Source]], converter: WeightConverter, wanted: Mapping[str, Tensor]
+) -> dict[str, Source]:
+    """What a parameter, and those beside it, are made of. parts: by pattern of `converter`, in order
+    wanted: parameters by their full names"""
+    match converter.operations:
+        case [Split() | Chunk(num_shards_attribute=None) as split]:
+            names = [name.replace(converter.target_patterns[0], each) for each in converter.target_patterns]
+            return _taken_apart(parts[0][0], {each: wanted[each].shape[split.dim] for each in names}, split.dim)
+        case [ErnieFuseAndSplitTextVisionExperts(stack_dim=0, concat_dim=1)]:
+            targets = converter.target_patterns
+            names = [name.replace(targets[0], each) for each in targets]
+            together = (MergeModulelist(0), Concatenate(1))
+            shares = zip(names, _shares(parts, len(targets)), strict=True)
+            return {full_name: _put_together(full_name, share, together) for full_name, share in shares}
+        case [Transpose(dim0=0, dim1=1, check_dims=False)] if len(wanted[name].shape) == 2:
+            return {name: TurnedMatrix(parts[0][0])}
+        case [Transpose(dim0=1, dim1=2) as turn] if len(wanted[name].shape) == 3:
+            is_as_held = turn.check_dims and parts[0][0].shape == tuple(wanted[name].shape)
+            return {name: parts[0][0] if is_as_held else Turned(parts[0][0])}
+        case operations:
+            return {name: _put_together(name, parts, operations)}
 
 
 def _shares(parts: list[list[Source]], kinds: int) -> Iterator[list[list[Source]]]:
