@@ -27,6 +27,7 @@ def test_random_scenarios_violate_nothing():
     print(f"seeds {first} to {first + 299}")
     total = play(range(first, first + 300))
     assert min(total.preemptions, total.expired, total.aborted, total.forked, total.swapped) > 0
+    assert min(total.leased, total.lease_refused, total.turns_kept) > 0
 
 
 @pytest.mark.slow
