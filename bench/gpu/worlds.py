@@ -102,7 +102,7 @@ class World:
 def needs_of(scene: Attention, dtype: torch.dtype) -> Needs:
     return Needs(
         dtype, scene.heads, scene.kv_heads, scene.key_dim, scene.value_dim, scene.window is not None,
-        scene.chunk is not None, scene.softcap is not None, scene.sinks, scene.latent, scene.block_tokens,
+        scene.chunk is not None, scene.softcap is not None, scene.sinks, scene.latent, block_tokens=scene.block_tokens,
     )  # fmt: skip
 
 

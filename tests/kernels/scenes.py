@@ -130,7 +130,9 @@ class World:
         rows = [
             _dense(
                 self.scene,
-                *(each.to(dtype) for each in (self.q[row], self.k[layer][row], self.v[layer][row])),
+                self.q[row].to(dtype),
+                self.k[layer][row].to(dtype),
+                self.v[layer][row].to(dtype),
                 self.mixtures[row].to(dtype) @ self.profiles.to(dtype),
             )
             for row in range(len(self.scene.rows))

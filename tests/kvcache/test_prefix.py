@@ -7,8 +7,8 @@ from intarsia.kvcache.prefix import Ends, GivenChain, TokenChain
 KEY = b"k" * 32
 
 
-def chain(tokens: Any, **changed: Any) -> TokenChain:
-    return TokenChain(tokens, 4, **({"key": KEY} | changed))
+def chain(tokens: Any, *, key: bytes = KEY, **others: Any) -> TokenChain:
+    return TokenChain(tokens, 4, key=key, **others)
 
 
 def test_a_name_depends_on_every_earlier_token():

@@ -78,6 +78,9 @@ class Scripted:
     def end(self, index: int) -> None:
         self.ended.append(index)
 
+    def enough(self, index: int) -> None:
+        pass
+
 
 def told_by(tokenizer: Tokenizer | None, text: str, sampling: SamplingParams) -> list[tuple[str, str | None]]:
     ids = tokenizer.encode(text) if tokenizer else [1, 2, 3]
@@ -138,6 +141,9 @@ class AtOnce:
 
     def end(self, index: int) -> None:
         self.ended.append(index)
+
+    def enough(self, index: int) -> None:
+        pass
 
 
 def many(ids: list[int], top: int = 0) -> Delta:
