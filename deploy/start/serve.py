@@ -133,7 +133,9 @@ class Served(NamedTuple):
             each.front_end.leave()
         await self.grpc.leave()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*(each.front_end.idle() for each in self.models)), within_s)
+            async with asyncio.timeout(within_s):
+                for each in self.models:
+                    await each.front_end.idle()
 
     async def gone(self) -> IntarsiaError:
         """Wait until no engine is left that could come back. Why the last one is gone."""

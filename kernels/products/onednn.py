@@ -27,8 +27,14 @@ MOST_COMPILED, COMPILE_WITHIN_S = 320, 1.0
 """Products, before requests come. oneDNN keeps the code of 512 (`environment.py`)."""
 
 
+def _dtypes() -> frozenset[torch.dtype]:
+    """oneDNN has no products in bfloat16 for processors with AVX2 alone."""
+    is_half_known = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)()
+    return frozenset({torch.float32, torch.bfloat16} if is_half_known else {torch.float32})
+
+
 class OneDnnLinear(PackedLinear):
-    dtypes: ClassVar[frozenset[torch.dtype]] = frozenset({torch.float32, torch.bfloat16})
+    dtypes: ClassVar[frozenset[torch.dtype]] = _dtypes()
     has_neighbours: ClassVar[bool] = False
 
     packed: Any

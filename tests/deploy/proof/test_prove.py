@@ -13,6 +13,7 @@ from intarsia.deploy.proof.prove import prove
 from intarsia.deploy.proof.sweep import LACKING
 from intarsia.deploy.proof.verdict import Verdict, remember, remembered
 from intarsia.errors import UnsupportedModel
+from intarsia.workers.layers import adapters
 
 RIGHT = (
     "afmoe", "cohere2_moe", "deepseek_v2", "ernie4_5_moe", "flex_olmo", "glm4_moe", "granite", "granitemoe_swa",
@@ -45,8 +46,11 @@ def test_a_family_whose_attention_sees_what_comes_later_is_refused_in_plain_word
     assert "no causal attention: it sees later tokens" in str(verdict.reason)
 
 
-def test_a_family_that_masks_by_its_keys_is_found_wrong_and_the_layer_is_told(tmp_path: Path):
-    verdict = prove(folder_of("doge", tmp_path), (1,), [0])
+def test_a_family_whose_queries_are_scaled_in_another_way_is_found_wrong_and_the_layer_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(adapters, "patch_query_scale", lambda module: lambda positions: positions * 0 + 1.5)
+    verdict = prove(folder_of("qwen2", tmp_path), (1,), [0])
     assert not verdict.is_right
     assert "the first layer that differs is model.layers.0" in str(verdict.reason)
 
@@ -68,8 +72,9 @@ def test_a_model_that_runs_with_its_encoder_is_not_proven(tmp_path: Path):
 
 
 def test_a_family_of_unknown_layers_is_refused_in_its_own_words(tmp_path: Path):
-    verdict = prove(folder_of("inkling_text", tmp_path), (1,))
-    assert not verdict.is_right and "inkling_text are not known; known are" in str(verdict.reason)
+    verdict = prove(folder_of("unlimited_ocr", tmp_path), (1,))
+    assert not verdict.is_right
+    assert "layers of kind 'reference_sliding_attention'; known are" in str(verdict.reason)
 
 
 def check(model: Path) -> None:
