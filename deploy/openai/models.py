@@ -25,7 +25,7 @@ MOST_LISTED = 1000
 def add_models(app: FastAPI, models: ServedModels) -> None:
     created = now_s()
 
-    @app.get("/v1/models", response_model=ModelList, responses={503: ERRORS[503]}, operation_id="list_models")
+    @app.get("/v1/models", response_model=ModelList, responses=ERRORS, operation_id="list_models")
     async def list_models(
         request: Request,
         limit: int = Query(20, ge=1, le=MOST_LISTED, description="Of Anthropic's list."),

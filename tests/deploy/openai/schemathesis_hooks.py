@@ -29,6 +29,7 @@ def map_case(context: Any, case: Any) -> Any:
 
 def keep_rules(body: dict[str, Any]) -> dict[str, Any]:
     body = _short({name: value for name, value in body.items() if name != "model"})
+    _keep_rules_of_leases(body)
     if body.get("max_tokens") == 0:
         body["echo"] = True
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
@@ -72,10 +73,19 @@ def keep_rules(body: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
+def _keep_rules_of_leases(body: dict[str, Any]) -> None:
+    """There are none here, and one is of one conversation."""
+    body.pop("keep_required", None)
+    prompt, answers = body.get("prompt"), body.get("n") or 1
+    if answers > 1 or (isinstance(prompt, list) and not all(isinstance(each, int) for each in prompt)):
+        body.pop("keep_s", None)
+
+
 def keep_rules_of_messages(body: dict[str, Any]) -> dict[str, Any]:
     """The same of Anthropic's requests. They end with the user, and have one form, which can be compiled."""
     left_out = ("model", "thread", "chat_template_kwargs")
     body = _short({name: value for name, value in body.items() if name not in left_out})
+    _keep_rules_of_leases(body)
     if "max_tokens" in body:
         body["max_tokens"] = min(body["max_tokens"], 8)  # for speed alone
     body["messages"].append({"role": "user", "content": "oak"})
