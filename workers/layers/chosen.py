@@ -18,7 +18,7 @@ Suffixes beyond those of attention: N queries of a part    J choices of a query 
                                     E size of an index key    C numbers of an entry
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -33,9 +33,7 @@ from ...kvcache.plan import MemoryPlan
 from ..checkpoint.layer_specs import ENTRIES, GIVERS
 from ..pages import Pages
 from .entries import EntryAttention, Make
-
-GATHERED_TOKENS = 1 << 16
-"""Of all queries of a part: 72 MiB of DeepSeek's latents in 16 bits."""
+from .gathering import Queries, places_of, queries_of_parts
 
 
 class Kind(NamedTuple):
@@ -245,7 +243,9 @@ class ChoosingAttention(EntryAttention):
         if split is None:
             batch = self._batches[place]
             whole = np.flatnonzero(batch.kv_lens <= kind.most)
-            parts = tuple(self._part(batch, *each, kind) for each in _queries_of_parts(batch, kind))
+            widths = np.full(len(batch.kv_lens), kind.most * kind.choices)
+            chosen = queries_of_parts(batch, batch.kv_lens > kind.most, widths)
+            parts = tuple(self._part(batch, each, kind) for each in chosen)
             split = self._splits[place, kind] = _Split(self._whole(place, batch, whole), parts)
         return split
 
@@ -261,15 +261,15 @@ class ChoosingAttention(EntryAttention):
         tokens = upload(firsts + np.arange(len(firsts)), self._device)
         return tokens, self.backend.prepare(some, self._device)
 
-    def _part(self, batch: GroupBatch, rows: np.ndarray, tokens: np.ndarray, positions: np.ndarray, kind: Kind) -> Part:
+    def _part(self, batch: GroupBatch, queries: Queries, kind: Kind) -> Part:
+        rows, tokens, positions = queries
         longest = int(positions.max()) + 1
         table = batch.block_table[rows, : -(-longest // batch.block_tokens)].astype(np.int64)
         chosen = np.repeat(kind.counts(positions), kind.choices)
         own_pages = np.arange(len(chosen), dtype=np.int32).reshape(-1, 1)
         gathered = GroupBatch(own_pages, np.ones_like(chosen), chosen, kind.most)
-        run = slice(int(tokens[0]), int(tokens[-1]) + 1)
         return Part(
-            tokens=run if run.stop - run.start == len(tokens) else upload(tokens, self._device),
+            tokens=places_of(tokens, self._device),
             rows=rows,
             positions=positions,
             batch=ChoiceBatch(
@@ -280,22 +280,3 @@ class ChoosingAttention(EntryAttention):
             ),
             gathered=self.backend.prepare(gathered, self._device),
         )
-
-
-def _queries_of_parts(batch: GroupBatch, kind: Kind) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Of rows that see more than they may choose: rows, packed tokens and their positions, as many as are gathered at
-    once."""
-    together = max(1, GATHERED_TOKENS // (kind.most * kind.choices))
-    firsts = batch.first_token()
-    chooses = batch.kv_lens > kind.most
-    # One query each of several rows.
-    single = np.flatnonzero(chooses & (batch.query_lens == 1))
-    for start in range(0, len(single), together):
-        rows = single[start : start + together]
-        yield rows, firsts[rows], batch.kv_lens[rows].astype(np.int64) - 1
-    # Several queries of one row.
-    for row in np.flatnonzero(chooses & (batch.query_lens > 1)):
-        count, end = int(batch.query_lens[row]), int(batch.kv_lens[row])
-        for start in range(0, count, together):
-            tokens = np.arange(start, min(start + together, count))
-            yield np.array([row]), firsts[row] + tokens, end - count + tokens

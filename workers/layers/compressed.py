@@ -14,7 +14,7 @@ Suffixes beyond those of attention: N queries of a part, or entries    S tokens 
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,8 +26,8 @@ from ...kernels.paged_attention import GroupBatch, GroupMeta, LayerParams, uploa
 from ...kernels.token_choice import Asked, ChoiceBatch
 from ..checkpoint.layer_specs import ENTRIES
 from .attention import PagedAttention
-from .chosen import GATHERED_TOKENS
 from .entries import Entries, EntryAttention, Make, ragged, weighed
+from .gathering import Queries, places_of, queries_of_parts
 
 WIDTH = 16
 """Gathered pages have a multiple of so many tokens, which every backend takes."""
@@ -97,8 +97,10 @@ class CompressingAttention(EntryAttention):
         self._backend.write(self._views[layer], kv_T1D, kv_T1D[..., :0], self._metas[kind.window])
         self.give(layer, given_TC, make)
         if kind not in self._parts:
-            parts = _queries_of_parts(self._batches[kind.window], kind)
-            self._parts[kind] = [self._part(layer, kind, *queries) for queries in parts]
+            window = self._batches[kind.window]
+            widths = (window.window_tokens or 0) + kind.attended(window.kv_lens.astype(np.int64) // kind.entries.tokens)
+            parts = queries_of_parts(window, np.ones(len(widths), dtype=bool), widths)
+            self._parts[kind] = [self._part(layer, kind, queries) for queries in parts]
         out_THD = torch.empty_like(q_THD)
         for part in self._parts[kind]:
             q_NHD, entry_L = q_THD[part.tokens].contiguous(), self._attended(layer, part, index)
@@ -124,8 +126,8 @@ class CompressingAttention(EntryAttention):
         pages[part.entry_to_L] = entries[self.entry_places(layer, part.table_RP, part.entry_row_L, entry_L)]
         return pages.unflatten(0, (-1, part.width))
 
-    def _part(self, layer: int, kind: Kind, rows: np.ndarray, tokens: np.ndarray, positions: np.ndarray) -> _Part:
-        """rows: of the step, one for each query or one for all"""
+    def _part(self, layer: int, kind: Kind, queries: Queries) -> _Part:
+        rows, tokens, positions = queries
         device, window = self._device, self._batches[kind.window]
         row_N = np.arange(len(tokens)) if len(rows) > 1 else np.zeros(len(tokens), dtype=np.int64)
         seen_N, oldest_N = (positions + 1) // kind.entries.tokens, window.oldest_visible(positions)
@@ -145,9 +147,8 @@ class CompressingAttention(EntryAttention):
         else:
             in_choices = in_entries
         own_pages = np.arange(len(tokens), dtype=np.int32).reshape(-1, 1)
-        run = slice(int(tokens[0]), int(tokens[-1]) + 1)
         return _Part(
-            tokens=run if run.stop - run.start == len(tokens) else upload(tokens, device),
+            tokens=places_of(tokens, device),
             width=width,
             window_page_L=upload(page, device),
             window_offset_L=upload(offset, device),
@@ -159,25 +160,6 @@ class CompressingAttention(EntryAttention):
             choice=choice,
             gathered=self.backend.prepare(GroupBatch(own_pages, np.ones_like(lengths), lengths, width), device),
         )
-
-
-def _queries_of_parts(batch: GroupBatch, kind: Kind) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Rows, packed tokens and their positions, as many as are gathered at once."""
-    firsts, kv_lens = batch.first_token(), batch.kv_lens.astype(np.int64)
-    widths = (batch.window_tokens or 0) + kind.attended(kv_lens // kind.entries.tokens)
-    # One query each of several rows.
-    single = np.flatnonzero(batch.query_lens == 1)
-    together = max(1, GATHERED_TOKENS // int(widths[single].max(initial=1)))
-    for start in range(0, len(single), together):
-        some = single[start : start + together]
-        yield some, firsts[some], kv_lens[some] - 1
-    # Several queries of one row.
-    for row in np.flatnonzero(batch.query_lens > 1):
-        count, end = int(batch.query_lens[row]), int(kv_lens[row])
-        together = max(1, GATHERED_TOKENS // int(widths[row]))
-        for start in range(0, count, together):
-            tokens = np.arange(start, min(start + together, count))
-            yield np.array([row]), firsts[row] + tokens, end - count + tokens
 
 
 # -- the module --------------------------------------------------------------------------------------------------------

@@ -261,14 +261,35 @@ class FusedGateLatentAttention(IndexedLatentAttention):
         return q_1THD, gate_1THV[0].float().sigmoid()
 
 
-class BlockChoosingAttention:
-    """MiniMax-M3: each head of keys has a head of the index, which chooses blocks of tokens for it."""
+class ChoosingHeads:
+    """Attention with keys and values for each of its heads, to what an index chooses."""
 
-    def __init__(self, module: Any, paged: PagedAttention, parallel: TensorParallel):
+    def __init__(self, module: Any, paged: PagedAttention):
         assert isinstance(paged, ChoosingAttention), "layers that choose were found in the config"
         self._module = module
         self._paged = paged
         self._turn: Any = sys.modules[type(module).__module__].apply_rotary_pos_emb
+
+    def _attend(self, hidden_states: Tensor, q_1THD: Tensor, turns: Turns) -> Tensor:
+        """q: neither normed nor turned. [T,H,D]"""
+        module, heads = self._module, (-1, self._module.head_dim)
+        k_1TKD = module.k_norm(module.k_proj(hidden_states).unflatten(-1, heads))
+        v_1TKD = module.v_proj(hidden_states).unflatten(-1, heads)
+        q_1THD, k_1TKD = self._turn(module.q_norm(q_1THD), k_1TKD, *turns, unsqueeze_dim=2)
+        choice = self._choice(hidden_states, turns, k_1TKD.shape[2])
+        params = LayerParams(module.scaling)
+        return self._paged.attend_chosen(q_1THD[0], k_1TKD[0], v_1TKD[0], module.layer_idx, params, choice)
+
+    def _choice(self, hidden_states: Tensor, turns: Turns, kv_heads: int) -> Choice:
+        """kv_heads: of this rank. The index is whole on every rank."""
+        raise NotImplementedError
+
+
+class BlockChoosingAttention(ChoosingHeads):
+    """MiniMax-M3: each head of keys has a head of the index, which chooses blocks of tokens for it."""
+
+    def __init__(self, module: Any, paged: PagedAttention, parallel: TensorParallel):
+        super().__init__(module, paged)
         index = module.indexer
         self._rule = BlockRule(index.block_size, index.topk_blocks, index.local_blocks)
         if not 1 <= self._rule.near <= self._rule.most:
@@ -281,18 +302,12 @@ class BlockChoosingAttention:
 
     def __call__(self, hidden_states: Tensor, position_embeddings: Turns, *_: Any, **__: Any) -> tuple[Tensor, None]:
         module = self._module
-        heads = (-1, module.head_dim)
-        q_1THD = module.q_norm(module.q_proj(hidden_states).unflatten(-1, heads))
-        k_1TKD = module.k_norm(module.k_proj(hidden_states).unflatten(-1, heads))
-        v_1TKD = module.v_proj(hidden_states).unflatten(-1, heads)
-        q_1THD, k_1TKD = self._turn(q_1THD, k_1TKD, *position_embeddings, unsqueeze_dim=2)
-        choice = self._choice(hidden_states, position_embeddings, k_1TKD.shape[2])
-        params = LayerParams(module.scaling)
-        out_THD = self._paged.attend_chosen(q_1THD[0], k_1TKD[0], v_1TKD[0], module.layer_idx, params, choice)
+        q_1THD = module.q_proj(hidden_states).unflatten(-1, (-1, module.head_dim))
+        out_THD = self._attend(hidden_states, q_1THD, position_embeddings)
         return module.o_proj(out_THD.flatten(1).unsqueeze(0)), None
 
     def _choice(self, hidden_states: Tensor, turns: Turns, kv_heads: int) -> BlockChoice:
-        """Of this rank's heads of keys. The index is whole on every rank."""
+        """Of this rank's heads of keys."""
         index = self._module.indexer
         q_1TIE = index.q_norm(index.q_proj(hidden_states).unflatten(-1, (-1, index.head_dim)))
         k_1T1E = index.k_norm(index.k_proj(hidden_states).unsqueeze(2))
@@ -302,36 +317,26 @@ class BlockChoosingAttention:
         return BlockChoice(q_1TIE[0, :, first : first + kv_heads], k_1T1E[0, :, 0], self._rule)
 
 
-class PooledChoosingAttention:
+class PooledChoosingAttention(ChoosingHeads):
     """Qwen4-Exp: blocks have one key each, of the mean of their tokens' keys; all heads go by one choice.
 
     What comes out of each head is multiplied by a gate of the query's.
     """
 
     def __init__(self, module: Any, paged: PagedAttention):
-        assert isinstance(paged, ChoosingAttention), "layers that choose were found in the config"
-        self._module = module
-        self._paged = paged
-        self._turn: Any = sys.modules[type(module).__module__].apply_rotary_pos_emb
+        super().__init__(module, paged)
         index = module.indexer
         self._rule = PooledRule(index.compress_ratio, index.block_topk, self._key_of)
 
     def __call__(self, hidden_states: Tensor, position_embeddings: Turns, *_: Any, **__: Any) -> tuple[Tensor, None]:
         module = self._module
-        heads = (-1, module.head_dim)
         q_1THD, gate_1THD = module.q_proj(hidden_states).unflatten(-1, (-1, 2 * module.head_dim)).chunk(2, dim=-1)
-        q_1THD = module.q_norm(q_1THD)
-        k_1TKD = module.k_norm(module.k_proj(hidden_states).unflatten(-1, heads))
-        v_1TKD = module.v_proj(hidden_states).unflatten(-1, heads)
-        q_1THD, k_1TKD = self._turn(q_1THD, k_1TKD, *position_embeddings, unsqueeze_dim=2)
-        choice = self._choice(hidden_states, position_embeddings)
-        params = LayerParams(module.scaling)
-        out_THD = self._paged.attend_chosen(q_1THD[0], k_1TKD[0], v_1TKD[0], module.layer_idx, params, choice)
+        out_THD = self._attend(hidden_states, q_1THD, position_embeddings)
         out_TC = out_THD.flatten(1) * torch.sigmoid(gate_1THD[0].flatten(1))
         return module.o_proj(out_TC.unsqueeze(0)), None
 
-    def _choice(self, hidden_states: Tensor, turns: Turns) -> MeanChoice:
-        """Of the index, which is whole on every rank. Its keys are neither normed nor turned before they are pooled."""
+    def _choice(self, hidden_states: Tensor, turns: Turns, kv_heads: int) -> MeanChoice:
+        """Its keys are neither normed nor turned before they are pooled."""
         index = self._module.indexer
         both_1THE = index.index_qk_proj(hidden_states).unflatten(-1, (-1, index.index_head_dim))
         q_1TIE = index.q_layernorm(both_1THE[:, :, : index.index_n_heads])

@@ -11,7 +11,7 @@ from intarsia.errors import UnsupportedModel
 from intarsia.kernels.token_choice import BlockRule, ChoiceBatch, PooledRule, choose_blocks, choose_pooled
 from intarsia.proto.request import SamplingParams
 from intarsia.tests.local import complete, make_engine
-from intarsia.workers.layers import chosen
+from intarsia.workers.layers import gathering
 from intarsia.workers.layers.chosen import Kind
 
 
@@ -43,7 +43,7 @@ def test_as_many_tokens_are_counted_as_are_chosen_in_pooled_blocks(size: int, mo
 def test_queries_of_a_step_may_be_gathered_in_any_number_of_parts(
     family: str, tiny: Callable, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(chosen, "GATHERED_TOKENS", 40)  # of three queries
+    monkeypatch.setattr(gathering, "GATHERED_TOKENS", 40)  # of three queries
 
     async def run() -> list[list[int]]:
         engine = await make_engine(tiny(family).path, block_size=5, max_prefill_chunk_tokens=26)
