@@ -62,7 +62,7 @@ class Request:
     losses: int = 0  # times in a row that the workers were lost while it ran, without a token of it in between
     tokens_at_loss: int = 0  # that it had at the last of them
     first_loss_s: float = 0.0  # when the first of them was
-    is_prepared: bool = False  # nobody has asked for it yet: see `scheduling/preparation.py`
+    is_prepared: bool = False  # no client has asked for it yet: see `scheduling/preparation.py`
     is_cautious: bool = False  # it is computed a block at a time: larger chunks did not fit
     chain: TokenChain | None = None  # the names of its prefixes, computed once
     hit: Hit | None = None  # what its latest lookup found

@@ -204,7 +204,7 @@ class Namer:
         """key: drawn when None."""
         self._key = key or secrets.token_bytes(32)
         self._block_tokens = block_tokens
-        self.notes: NameTokens | None = None  # of the chains that are made from now on; None: nobody wants to know
+        self.notes: NameTokens | None = None  # of the chains that are made from now on; None: they are not asked for
         self._marks: dict[bytes, bytes] = {}  # by salt
 
     def chain(self, tokens: Sequence[int], salt: bytes, encoder: Encoder | None) -> TokenChain:

@@ -76,7 +76,7 @@ class Prepare(NamedTuple):
     tenant: str
     salt: str
     kept: int  # tokens that an earlier sequence has in common with it
-    passed: Sequence[int]  # how that one goes on, which nobody will ask for; empty: that is not known
+    passed: Sequence[int]  # how that one goes on, which no request will ask for; empty: that is not known
 
 
 class AskMetrics(NamedTuple):

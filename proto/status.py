@@ -71,7 +71,7 @@ class PreparedPrompt(NamedTuple):
 
 
 class PreparedMetrics(NamedTuple):
-    """Of prompts that nobody had asked for yet, since the start."""
+    """Of prompts that no client had asked for yet, since the start."""
 
     ends: dict[str, int]  # by a `PreparedEnd`
     tokens: int  # that were computed

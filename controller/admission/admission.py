@@ -66,7 +66,7 @@ class Admission:
         ]
 
     def prepared(self, tokens: Sequence[int], sampling: SamplingParams, options: RequestOptions) -> Request:
-        """A request that nobody has made yet. It has no subscriber, and others never wait for it. Raises
+        """A request that no client has made yet. It has no subscriber, and others never wait for it. Raises
         `InvalidRequest`."""
         return Request(
             id=next(self._ids),

@@ -25,7 +25,7 @@ GROW_AFTER_STEPS = 1000
 """Steps without such a fault before twice as much is tried."""
 
 SPARE_SHARE, LONGEST_SPARE_US = 0.1, 50_000
-"""What prompts that nobody waits for may add, of the time of a step in which requests decode; and how long a step of
+"""What prompts that no client waits for may add, of the time of a step in which requests decode; and how long a step of
 such prompts alone may take. A request that comes waits for that."""
 
 UNLEARNT_TOKENS = 256
@@ -108,7 +108,7 @@ class PrefillBudget:
         return max(step_us * share / (1 - share) - fixed_us, fixed_us) / token_us
 
     def spare_tokens(self, step: int, decoding: int) -> int:
-        """Tokens of a prompt that nobody waits for, in a step in which so many requests decode and no prompt is
+        """Tokens of a prompt that no client waits for, in a step in which so many requests decode and no prompt is
         computed. With none that decodes, a block at least."""
         self._grow(step)
         left, added_us = max(0, self._max_tokens - decoding), self._times.prompts_us()

@@ -1,4 +1,4 @@
-"""Prompts that nobody has asked for yet, computed in steps that have room: who asks for one later finds it cached.
+"""Prompts that no client has asked for yet, computed in steps that have room: a later request finds them cached.
 
     a front end ─► waits ─── begin ──► has a slot, and computes a chunk in each step with room ─► ended: it is cached
                      ▲                                  │
@@ -43,7 +43,7 @@ class Wanted:
 
     request: Request
     kept: int  # tokens that an earlier sequence has in common with it
-    passed: Sequence[int]  # how that one goes on, which nobody will ask for; empty: that is not known
+    passed: Sequence[int]  # how that one goes on, which no request will ask for; empty: that is not known
     told: Callable[[PreparedPrompt], None]  # what became of it
     found_tokens: int = -1  # in the cache, when it first began
     computed_tokens: int = 0

@@ -129,7 +129,7 @@ class Scheduler:
             self._plan_others(others, now_s)
         else:
             self._held_up, self.is_full, self._lacks_blocks = None, False, False
-        # 5. What nobody has asked for yet is computed where there is room.
+        # 5. What no client has asked for yet is computed where there is room.
         if self.preparation.wanted and not (self._queue.waiting or draft.has_prompts):
             self.preparation.plan(draft, self._steps, self._under_way, len(draft.decode) + len(draft.work))
         return self._seal()

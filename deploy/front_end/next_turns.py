@@ -9,7 +9,7 @@ the user reads. The template tells what it is: it renders two turns that could f
     another one   <user> What is oak? <assistant> A tree. <user> A
                                                                  ^ as far as the tokens are the same
 
-Nobody knows whether the turn will come. So this is done only on wish, and while no request waits.
+It is not known whether the turn will come. So this is done only on wish, and while no request waits.
 """
 
 import asyncio

@@ -3,7 +3,7 @@
     router ──► probe of a prompt ──► each engine: tokens found in its cache, who runs and waits, how full its pool is
 
 Asking acts on nothing: no block becomes newer, and no prompt becomes known. What the cache holds is told for one salt
-alone, since the prompts of other tenants are nobody's business.
+alone, since a tenant must not learn what others ask.
 """
 
 import asyncio

@@ -52,7 +52,7 @@ class Questions:
     ) -> PreparedPrompt:
         """Have a prompt computed up to its last token when there is room. Returns when it is, or will not be.
 
-        kept, passed: an earlier sequence has so many tokens in common with it, and goes on so; nobody will ask for that
+        kept, passed: an earlier sequence has so many tokens in common with it, and goes on so; none will ask for that
         """
         return await self._ask(Prepare, list(tokens), tenant, salt, kept, list(passed), kind=PreparedPrompt)
 

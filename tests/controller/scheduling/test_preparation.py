@@ -1,4 +1,4 @@
-"""What nobody has asked for yet: computed where there is room, and given up for whoever asks."""
+"""What no client has asked for yet: computed where there is room, and given up for any request that comes."""
 
 from collections.abc import Sequence
 
