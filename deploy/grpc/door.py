@@ -61,10 +61,11 @@ class Door(grpc.aio.ServerInterceptor):
         bounds: Mapping[str, Bounds],
         write: "Write",
         request_log: RequestLog | None = None,
-        choose: Callable[[str | None], None] = lambda model: None,
+        choose: Callable[[str | None], None] | None = None,
     ):
         """bounds: of the messages of each method, by its path; others have their fields counted.
-        write: writes what a method answers to a client. choose: has the model of this name answer the call"""
+        write: writes what a method answers to a client. choose: has the model of this name answer the call; None:
+        there is one model"""
         self._choose = choose
         self._log = request_log
         self._access = access
@@ -92,7 +93,7 @@ class Door(grpc.aio.ServerInterceptor):
         metadata = dict(handler_call_details.invocation_metadata)
         try:
             self._access.check(level, metadata.get("authorization"))
-            if handler_call_details.method in OF_A_MODEL:
+            if self._choose is not None and handler_call_details.method in OF_A_MODEL:
                 self._choose(metadata.get(MODEL))
         except IntarsiaError as error:
             with contextlib.suppress(IntarsiaError), logged():

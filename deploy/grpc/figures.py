@@ -8,20 +8,14 @@ from ...errors import UnknownLease
 from ...proto import inference_pb2 as pb
 from ...proto import inference_pb2_grpc as pb_grpc
 from ..front_end.front_end import FrontEnd
-from ..front_end.served_models import ServedModels, models_of
 from .convert import cache_state_to_proto, events_to_proto, info_to_proto, leases_to_proto, load_to_proto
 
 
 class FiguresServicer(pb_grpc.InferenceServicer):
     """Those methods of `intarsia.v1.Inference` that ask nothing of the model."""
 
-    def __init__(self, front_end: FrontEnd | ServedModels):
-        self._models = models_of(front_end)
-
-    @property
-    def _front_end(self) -> FrontEnd:
-        """That of the model which the call has named."""
-        return self._models()
+    def __init__(self, front_end: FrontEnd):
+        self._front_end = front_end
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.Load:
         return load_to_proto(await self._front_end.load())
@@ -30,13 +24,12 @@ class FiguresServicer(pb_grpc.InferenceServicer):
         return cache_state_to_proto(await self._front_end.cache_state())
 
     async def ListLeases(self, request: pb.ListLeasesRequest, context: Any) -> pb.Leases:
-        return leases_to_proto([lease for each in self._models.each() for lease in await each.leases.held()])
+        return leases_to_proto(await self._front_end.leases.held())
 
     async def ReleaseLease(self, request: pb.ReleaseLeaseRequest, context: Any) -> pb.ReleaseLeaseResponse:
-        for each in self._models.each():
-            if await each.leases.release(request.lease):
-                return pb.ReleaseLeaseResponse()
-        raise UnknownLease.of(request.lease)
+        if not await self._front_end.leases.release(request.lease):
+            raise UnknownLease.of(request.lease)
+        return pb.ReleaseLeaseResponse()
 
     async def WatchCacheEvents(
         self, request: pb.WatchCacheEventsRequest, context: Any

@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ..front_end.counted import Counted
 from ..front_end.front_end import FrontEnd
 
-SERVICE_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -27,6 +27,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         self._is_serving = False
         self._has_left = False
         self._changed = asyncio.Event()  # replaced with each change
+        self._following: asyncio.Task[None] | None = None
 
     def set(self, *, is_serving: bool) -> None:
         """Say so from now on, unless it was said that the server leaves."""
@@ -39,9 +40,16 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         """Say for good that nothing is served."""
         self.set(is_serving=False)
         self._has_left = True
+        if self._following is not None:
+            self._following.cancel()
 
-    async def follow(self, front_ends: Sequence[FrontEnd]) -> None:
-        """Say that nothing is served while no engine is there. Ends when none can come back."""
+    def follow(self, front_ends: Sequence[FrontEnd]) -> None:
+        """Say from now on that requests are served, and that none is while no engine is there."""
+        self.set(is_serving=True)
+        self._following = asyncio.ensure_future(self._follow(front_ends))
+
+    async def _follow(self, front_ends: Sequence[FrontEnd]) -> None:
+        """Ends when no engine can come back."""
         gone: set[int] = set()
 
         async def one(number: int, front_end: FrontEnd) -> None:

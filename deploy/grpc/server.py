@@ -1,6 +1,5 @@
 """The gRPC server: how a request enters, how a bad one is refused, how tokens leave."""
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -22,6 +21,7 @@ from ..front_end.served_models import ServedModels, models_of
 from ..settings.limits import check_id
 from ..settings.ports import listening, refusal
 from .bounds import SERVICE, bounds_of, options_of
+from .by_model import servicer_of
 from .convert import (
     FINISH_REASONS,
     check_lists,
@@ -35,8 +35,7 @@ from .convert import (
 )
 from .door import Door, WrittenCall
 from .figures import FiguresServicer
-from .health import SERVICE_NAME as HEALTH
-from .health import HealthServicer
+from .health import HEALTH, HealthServicer
 from .reflection import add_reflection
 
 SHUTDOWN_GRACE_S = 5.0
@@ -73,7 +72,7 @@ class InferenceServicer(FiguresServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         check_id(request.request_id, self._front_end.limits)
-        return pb.AbortResponse(found=any(each.abort(request.request_id) for each in self._models.each()))
+        return pb.AbortResponse(found=self._front_end.abort(request.request_id))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenIds:
         add = request.add_special_tokens if request.HasField("add_special_tokens") else True
@@ -132,11 +131,11 @@ class GrpcServer:
         self._models, self._access = models_of(served), access or Access()
         here = self._models.roomiest
         limits, bounds = here.limits, bounds_of(here.limits, here.info)
-        door = Door(self._access, limits, here.beside, bounds, _write, request_log, self._models.choose)
+        servicer, choose = servicer_of(self._models, InferenceServicer)
+        door = Door(self._access, limits, here.beside, bounds, _write, request_log, choose)
         self._server = grpc.aio.server(interceptors=[door], options=options_of(limits))
         self._health = HealthServicer(("", SERVICE), limits.max_keyless_connections)
-        self._following: asyncio.Task[None] | None = None
-        pb_grpc.add_InferenceServicer_to_server(InferenceServicer(self._models), self._server)
+        pb_grpc.add_InferenceServicer_to_server(servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         add_reflection((SERVICE, HEALTH), self._server)
 
@@ -154,8 +153,7 @@ class GrpcServer:
         except RuntimeError as error:  # another process was quicker
             raise refusal(host, port, "grpc_port", error) from error
         await self._server.start()
-        self._health.set(is_serving=True)
-        self._following = asyncio.ensure_future(self._health.follow(self._models.each()))
+        self._health.follow(self._models.each())
         return f"{target.rpartition(':')[0]}:{port}"
 
     async def leave(self) -> None:
@@ -165,8 +163,6 @@ class GrpcServer:
     async def stop(self, grace_s: float = SHUTDOWN_GRACE_S) -> None:
         """Say so to health watchers, take nothing new, give running calls `grace_s` to end."""
         await self.leave()
-        if self._following is not None:
-            self._following.cancel()
         await self._server.stop(grace_s)
 
 

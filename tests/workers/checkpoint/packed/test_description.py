@@ -12,7 +12,13 @@ import pytest
 from intarsia.errors import CorruptCheckpoint, IntarsiaError, UnsupportedModel
 from intarsia.tests.packing import FORMATS
 from intarsia.workers.checkpoint.json_file import quote
-from intarsia.workers.checkpoint.packed.description import CONFIG_FILES, Description, Integers, read_description
+from intarsia.workers.checkpoint.packed.description import (
+    BITS,
+    CONFIG_FILES,
+    Description,
+    Integers,
+    read_description,
+)
 from intarsia.workers.checkpoint.packed.patterns import Budget, Patterns
 
 MODULE = "model.layers.10.self_attn.q_proj"
@@ -299,7 +305,7 @@ def test_any_description_is_read_or_a_typed_error(tmp_path: Path):
             description = read_description(tmp_path, config)
             if description is not None:
                 for module in (MODULE, "", "a" * 40):
-                    assert description.integers_of(module).bits in (4, 8)
+                    assert description.integers_of(module).bits in BITS
                     assert description.calls_quantised(module) in (True, False)
                 read += 1
         except (CorruptCheckpoint, UnsupportedModel) as error:
