@@ -11,6 +11,7 @@ import contextlib
 import errno
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -53,6 +54,7 @@ from .hub_gguf import GgufName, pick
 from .hub_resume import LARGE_BYTES, bytes_of_parts, take_up
 
 THREADS = 8
+MOST_FILES = 2**16  # that it may have open when it ends
 SPARE_BYTES = 2**26
 SAY_EVERY_BYTES = 2**22
 UNWRITABLE = (
@@ -308,10 +310,13 @@ def _origin(error: BaseException) -> BaseException:
 
 
 def remove_halves() -> None:
-    """Remove the files that huggingface_hub writes here and has not completed: no other try goes on with them."""
-    for opened in Path("/proc/self/fd").iterdir():
+    """Remove the files that huggingface_hub writes here and has not completed: no other try goes on with them. For a
+    process that is about to end: from now on its threads, which still fetch, can open no file."""
+    most = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], MOST_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, most))
+    for opened in range(most):
         with contextlib.suppress(OSError):
-            file = Path(os.readlink(opened))
+            file = Path(os.readlink(f"/proc/self/fd/{opened}"))
             if file.suffix == ".incomplete":
                 file.unlink()
 
@@ -325,8 +330,9 @@ def main(name: str, revision: str, what: str, kind: str | None = None) -> int:
         remove_halves()
         return 130
     except Exception as error:  # noqa: BLE001  whatever it is becomes a sentence
+        said = json.dumps({"error": in_our_words(error, name, revision).to_wire()})
         remove_halves()
-        print(json.dumps({"error": in_our_words(error, name, revision).to_wire()}), flush=True)
+        print(said, flush=True)
         return 1
     files = [file.relative_to(found.folder).as_posix() for file in found.gguf]
     print(json.dumps({"folder": str(found.folder), "gguf": files}), flush=True)

@@ -189,6 +189,29 @@ def test_a_small_file_that_is_stopped_leaves_nothing(hub: Hub, hub_home: Path, f
     assert find_model(NAME).is_of_hub
 
 
+def test_threads_that_open_files_while_a_download_ends_leave_nothing(tmp_path: Path):
+    program = f"""
+import itertools, os, threading, time
+from pathlib import Path
+from intarsia.deploy.checkpoints.hub_fetch import remove_halves
+
+def fetch(thread):
+    for number in itertools.count():
+        with Path({str(tmp_path)!r}, f"{{thread}}-{{number}}.incomplete").open("wb") as file:
+            file.write(bytes(100))
+        Path(file.name).unlink()
+
+threads = [threading.Thread(target=fetch, args=(each,), daemon=True) for each in range(8)]
+[each.start() for each in threads]
+time.sleep(0.05)
+remove_halves()
+os._exit(0)
+"""
+    for _ in range(5):
+        subprocess.run([sys.executable, "-c", program], check=True, stderr=subprocess.DEVNULL)
+        assert not list(tmp_path.iterdir())
+
+
 def test_two_starts_at_once_fetch_each_file_once(hub: Hub, files: dict[str, bytes]):
     files["model.safetensors"] += os.urandom(40_000_000)
     hub.add(NAME, files)
